@@ -1,0 +1,27 @@
+"""MultiMax for fairseq: learnable modulated softmax in attention and in the output layer.
+
+This module holds the mathematics and needs torch alone; `multimax_fairseq.models`, which fairseq
+imports by itself under `--user-dir`, registers the architectures and the criteria.
+"""
+
+from multimax_fairseq.functional import (
+    NORMALIZERS,
+    linear_cross_entropy,
+    log_multimax,
+    multimax,
+    normalize,
+    scaled_dot_product_attention,
+)
+from multimax_fairseq.modules import Modulator
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NORMALIZERS",
+    "Modulator",
+    "linear_cross_entropy",
+    "log_multimax",
+    "multimax",
+    "normalize",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,3 @@
+"""The output-layer criteria."""
+
+from multimax_fairseq.criterions import cross_entropy  # noqa: F401

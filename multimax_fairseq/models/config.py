@@ -1,0 +1,125 @@
+"""The flags, for argparse and hydra alike, and their checks."""
+
+import argparse
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from omegaconf import DictConfig, OmegaConf
+
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.functional import NORMALIZERS
+from multimax_fairseq.modules.modulator import ORDERS, TERMS, Modulator
+
+PLACES = ("encoder", "decoder", "cross")
+
+
+@dataclass
+class NormalizerConfig(FairseqDataclass):
+    attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = field(  # type: ignore[valid-type]
+        default="multimax", metadata={"help": "mapping from attention scores to probabilities"}
+    )
+    attention_normalizer_at: str = field(
+        default=",".join(PLACES),
+        metadata={
+            "help": "comma-separated attentions that get it: encoder and decoder self-attention, "
+            "cross-attention; the others keep softmax"
+        },
+    )
+    output_normalizer: ChoiceEnum(["softmax", "multimax"]) = field(  # type: ignore[valid-type]
+        default="multimax", metadata={"help": "mapping from logits to word probabilities"}
+    )
+    multimax_order: int = field(
+        default=2, metadata={"help": "polynomial order of the modulators: 1 or 2"}
+    )
+    multimax_terms: ChoiceEnum(list(TERMS)) = field(  # type: ignore[valid-type]
+        default="both", metadata={"help": "modulate low scores, high scores, or both"}
+    )
+    multimax_heads: ChoiceEnum(["shared", "separate"]) = field(  # type: ignore[valid-type]
+        default="shared", metadata={"help": "one modulator a layer, or one a head"}
+    )
+    multimax_init_std: float = field(
+        default=0.02,
+        metadata={"help": "standard deviation of the modulators at the start; 0 is softmax"},
+    )
+
+
+def as_namespace(args: Any) -> argparse.Namespace:
+    """Return a model's settings as the flat namespace that fairseq's Transformers read."""
+    if isinstance(args, DictConfig):
+        return argparse.Namespace(**OmegaConf.to_container(args, resolve=True, enum_to_str=True))
+    return args
+
+
+def set_defaults(args: Any, **defaults: Any) -> None:
+    """Fill in the settings that are missing: first the given ones, then those of the dataclass."""
+    for setting in fields(NormalizerConfig):
+        if not setting.name.startswith("_"):
+            defaults.setdefault(setting.name, setting.default)
+    for name, value in defaults.items():
+        setattr(args, name, getattr(args, name, value))
+
+
+def check(args: Any) -> None:
+    """Raise UsageError, in one sentence, for settings that cannot work together."""
+    for name, choices in (
+        ("attention_normalizer", tuple(NORMALIZERS)),
+        ("output_normalizer", ("softmax", "multimax")),
+        ("multimax_order", ORDERS),
+        ("multimax_terms", TERMS),
+        ("multimax_heads", ("shared", "separate")),
+    ):
+        value = getattr(args, name)
+        if value not in choices:
+            raise UsageError(
+                f"{flag(name)} {value} is not known: choose one of {', '.join(map(str, choices))}"
+            )
+    places(args)
+    if not args.multimax_init_std >= 0:
+        raise UsageError(
+            f"--multimax-init-std {args.multimax_init_std} must not be negative: give 0 or more"
+        )
+    if args.output_normalizer != "softmax" and getattr(args, "adaptive_softmax_cutoff", None):
+        raise UsageError(
+            f"--output-normalizer {args.output_normalizer} cannot act inside the adaptive softmax "
+            "of --adaptive-softmax-cutoff: add --output-normalizer softmax or leave the cutoff out"
+        )
+    for side in ("encoder", "decoder"):
+        width = getattr(args, f"{side}_embed_dim", None)
+        heads = getattr(args, f"{side}_attention_heads", None)
+        if width is not None and heads is not None and (heads < 1 or width % heads):
+            raise UsageError(
+                f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {width}: "
+                "choose a number of heads that does"
+            )
+
+
+def check_keys(args: DictConfig, known: set[str]) -> None:
+    """Raise UsageError for a key that nothing would read, which is a slip of the pen."""
+    for key in args:
+        if key not in known and not str(key).startswith("_") and key != "arch":
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ": leave it out"
+            raise UsageError(f"the model has no setting {key!r}{hint}")
+
+
+def places(args: Any) -> set[str]:
+    """Return which attentions get the normalizer."""
+    chosen = {place.strip() for place in args.attention_normalizer_at.split(",")} - {""}
+    unknown = sorted(chosen - set(PLACES))
+    if unknown:
+        raise UsageError(
+            f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
+            f"{unknown[0]!r}: choose from {', '.join(PLACES)}"
+        )
+    return chosen
+
+
+def build_modulator(args: Any, num_heads: int | None) -> Modulator:
+    """Return the modulator that the flags ask for; num_heads None shares it."""
+    return Modulator(args.multimax_order, args.multimax_terms, num_heads, args.multimax_init_std)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,92 @@
+"""The language model."""
+
+import ast
+from dataclasses import dataclass
+
+from fairseq import utils
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer_lm import (
+    DEFAULT_MAX_TARGET_POSITIONS,
+    TransformerLanguageModel,
+    TransformerLanguageModelConfig,
+)
+from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
+
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check
+from multimax_fairseq.models.transformer_multimax import LoadsSoftmaxCheckpoints, MultimaxDecoder
+
+
+@dataclass
+class MultimaxLanguageModelConfig(NormalizerConfig, TransformerLanguageModelConfig):
+    pass
+
+
+@register_model("transformer_lm_multimax", dataclass=MultimaxLanguageModelConfig)
+class MultimaxLanguageModel(LoadsSoftmaxCheckpoints, TransformerLanguageModel):
+    """Transformer language model with a chosen normalizer in attention and output layer."""
+
+    @classmethod
+    def hub_models(cls):
+        return {}
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build a new model instance; UsageError for settings that cannot work."""
+        args = as_namespace(args)
+        check(args)
+        if args.decoder_layers_to_keep:
+            args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+        if args.max_target_positions is None:
+            args.max_target_positions = (
+                getattr(args, "tokens_per_sample", None) or DEFAULT_MAX_TARGET_POSITIONS
+            )
+        embed_tokens = cls.build_input(args, task.source_dictionary)
+        cfg = TransformerConfig.from_namespace(args)
+        return cls(MultimaxDecoder(cfg, task.target_dictionary, embed_tokens, no_encoder_attn=True))
+
+    @classmethod
+    def build_input(cls, args, dictionary):
+        """Return the token embedding, the character or the adaptive one where a flag asks."""
+        if args.tie_adaptive_weights:
+            cls._check_tied(args)
+        if args.character_embeddings:
+            return CharacterTokenEmbedder(
+                dictionary,
+                ast.literal_eval(args.character_filters),
+                args.character_embedding_dim,
+                args.decoder_embed_dim,
+                args.char_embedder_highway_layers,
+            )
+        if args.adaptive_input:
+            if not args.adaptive_input_cutoff:
+                raise UsageError(
+                    "--adaptive-input needs --adaptive-input-cutoff, such as 20000,60000"
+                )
+            return AdaptiveInput(
+                len(dictionary),
+                dictionary.pad(),
+                args.decoder_input_dim,
+                args.adaptive_input_factor,
+                args.decoder_embed_dim,
+                utils.eval_str_list(args.adaptive_input_cutoff, type=int),
+                args.quant_noise_pq,
+                args.quant_noise_pq_block_size,
+            )
+        return cls.build_embedding(args, dictionary, args.decoder_input_dim)
+
+    @staticmethod
+    def _check_tied(args):
+        if not args.adaptive_input:
+            raise UsageError("--tie-adaptive-weights needs --adaptive-input")
+        for ours, theirs in (
+            ("adaptive_input_factor", "adaptive_softmax_factor"),
+            ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
+            ("decoder_input_dim", "decoder_output_dim"),
+        ):
+            if getattr(args, ours) != getattr(args, theirs):
+                raise UsageError(
+                    f"--tie-adaptive-weights needs {ours} and {theirs} to be equal, got "
+                    f"{getattr(args, ours)} and {getattr(args, theirs)}"
+                )

@@ -1,0 +1,188 @@
+"""The translation Transformer: layers, encoder, decoder, model and architectures."""
+
+import argparse
+import logging
+
+import torch
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModel,
+    base_architecture,
+    transformer_iwslt_de_en,
+)
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.models.config import (
+    NormalizerConfig,
+    as_namespace,
+    build_modulator,
+    check,
+    check_keys,
+    places,
+    set_defaults,
+)
+from multimax_fairseq.modules import Modulator
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+
+logger = logging.getLogger(__name__)
+
+
+def normalized_attention(attention: nn.Module, cfg, place: str) -> nn.Module:
+    """Return fairseq's attention layer with the normalizer that the flags ask for at this place.
+
+    Softmax stays fairseq's own layer. The modulator is drawn from a fork of the random generator,
+    so that all other parameters, and dropout after them, are those of the stock model.
+    """
+    if cfg.attention_normalizer == "softmax" or place not in places(cfg):
+        return attention
+    modulator = None
+    if cfg.attention_normalizer == "multimax":
+        with torch.random.fork_rng(devices=[]):
+            separate = cfg.multimax_heads == "separate"
+            modulator = build_modulator(cfg, attention.num_heads if separate else None)
+    return MultiheadAttention(attention, cfg.attention_normalizer, modulator)
+
+
+def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
+    """Apply activation checkpointing and FSDP to a layer as the flags ask."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    return fsdp_wrap(
+        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    )
+
+
+class MultimaxEncoderLayer(TransformerEncoderLayerBase):
+    def build_self_attention(self, embed_dim, cfg):
+        return normalized_attention(super().build_self_attention(embed_dim, cfg), cfg, "encoder")
+
+
+class MultimaxDecoderLayer(TransformerDecoderLayerBase):
+    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
+        attention = super().build_self_attention(embed_dim, cfg, add_bias_kv, add_zero_attn)
+        return normalized_attention(attention, cfg, "decoder")
+
+    def build_encoder_attention(self, embed_dim, cfg):
+        return normalized_attention(super().build_encoder_attention(embed_dim, cfg), cfg, "cross")
+
+
+class MultimaxEncoder(TransformerEncoderBase):
+    def build_encoder_layer(self, cfg):
+        return wrap_layer(MultimaxEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+
+
+class MultimaxDecoder(TransformerDecoderBase):
+    """A decoder whose logits are modulated, so that softmax over them is MultiMax everywhere."""
+
+    def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
+        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
+        self.output_modulator = None
+        if cfg.output_normalizer == "multimax":
+            with torch.random.fork_rng(devices=[]):
+                self.output_modulator = build_modulator(cfg, None)
+
+    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+        return wrap_layer(MultimaxDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Return the modulated logits, (B, T, V), whose softmax is the model's distribution."""
+        logits = super().output_layer(features)
+        return logits if self.output_modulator is None else self.output_modulator(logits)
+
+    def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None]:
+        """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss."""
+        return self.output_projection.weight, self.output_projection.bias, self.output_modulator
+
+
+class LoadsSoftmaxCheckpoints:
+    """Mixin of a model: a checkpoint without any modulator loads with all of them at identity."""
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        super().upgrade_state_dict_named(state_dict, name)
+        names = [
+            f"{module_name}.{parameter_name}"
+            for module_name, module in self.named_modules()
+            if isinstance(module, Modulator)
+            for parameter_name, _ in module.named_parameters()
+        ]
+        if names and not any(key in state_dict for key in names):
+            logger.info("the checkpoint has no modulator: all of them start at identity (softmax)")
+            own = self.state_dict()
+            state_dict.update((key, torch.zeros_like(own[key])) for key in names)
+
+
+@register_model("transformer_multimax")
+class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
+    """Encoder-decoder Transformer with a chosen normalizer in each of its attentions."""
+
+    @classmethod
+    def hub_models(cls):
+        return {}
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add the stock Transformer's flags and those of the normalizers."""
+        super().add_args(parser)
+        gen_parser_from_dataclass(parser, NormalizerConfig(), delete_default=True)
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build a new model instance; UsageError for settings that cannot work."""
+        if isinstance(args, DictConfig):
+            check_keys(args, cls._known_keys())
+        args = as_namespace(args)
+        multimax_architecture(args)
+        check(args)
+        for side in ("encoder", "decoder"):
+            # The command line gives a list where the stock model expects its text.
+            kept = getattr(args, f"{side}_layers_to_keep")
+            if isinstance(kept, list):
+                setattr(args, f"{side}_layers_to_keep", ",".join(map(str, kept)))
+        if args.share_all_embeddings and args.encoder_embed_dim != args.decoder_embed_dim:
+            raise UsageError(
+                f"--share-all-embeddings needs one width, got --encoder-embed-dim "
+                f"{args.encoder_embed_dim} and --decoder-embed-dim {args.decoder_embed_dim}"
+            )
+        return super().build_model(args, task)
+
+    @classmethod
+    def _known_keys(cls):
+        parser = argparse.ArgumentParser()
+        cls.add_args(parser)
+        defaults = argparse.Namespace()
+        multimax_architecture(defaults)
+        return {action.dest for action in parser._actions} | set(vars(defaults))
+
+    @classmethod
+    def build_encoder(cls, args, src_dict, embed_tokens):
+        return MultimaxEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, args, tgt_dict, embed_tokens):
+        cfg = TransformerConfig.from_namespace(args)
+        return MultimaxDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+
+# The paper modulates attention alone in translation.
+@register_model_architecture("transformer_multimax", "transformer_multimax")
+def multimax_architecture(args):
+    set_defaults(args, output_normalizer="softmax")
+    base_architecture(args)
+
+
+@register_model_architecture("transformer_multimax", "transformer_iwslt_de_en_multimax")
+def multimax_iwslt_de_en(args):
+    set_defaults(args, output_normalizer="softmax")
+    transformer_iwslt_de_en(args)

@@ -1,0 +1,129 @@
+"""The modulator's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from multimax_fairseq.functional.modulator import modulate
+
+TERMS = ("both", "low", "high")
+ORDERS = (1, 2)
+
+
+class Modulator(nn.Module):
+    """Learnable modulator of scores; `modulator(x)` is sigma(x) of `functional.modulate`.
+
+    The parameters are offsets from the identity, drawn from a normal distribution truncated at
+    two standard deviations: near zero the mapping is near softmax, and weight decay pulls it
+    there.
+
+    Args:
+        order: number of polynomial terms on each side, 1 or 2.
+        terms: "both", or only the "low" or only the "high" term.
+        num_heads: None shares the parameters; else each head has its own, and scores carry the
+            heads in dimension -3.
+        init_std: standard deviation at the start; 0 is exactly softmax.
+
+    Parameters: `low_coefficient`, `low_threshold`, `high_coefficient`, `high_threshold`, each
+    (order,) or (num_heads, order), or None where `terms` leaves that side out.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    low_coefficient: nn.Parameter | None
+    low_threshold: nn.Parameter | None
+    high_coefficient: nn.Parameter | None
+    high_threshold: nn.Parameter | None
+
+    def __init__(
+        self,
+        order: int = 2,
+        terms: str = "both",
+        num_heads: int | None = None,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        if order not in ORDERS:
+            raise ValueError(f"the modulator's order must be 1 or 2, got {order}")
+        if terms not in TERMS:
+            raise ValueError(
+                f"the modulator's terms must be one of {', '.join(TERMS)}, got {terms!r}"
+            )
+        if num_heads is not None and num_heads < 1:
+            raise ValueError(f"the modulator's number of heads must be at least 1, got {num_heads}")
+        if init_std < 0:
+            raise ValueError(f"the modulator's init_std must not be negative, got {init_std}")
+        self.order, self.terms, self.num_heads, self.init_std = order, terms, num_heads, init_std
+        shape = (order,) if num_heads is None else (num_heads, order)
+        for side in ("low", "high"):
+            for name in (f"{side}_coefficient", f"{side}_threshold"):
+                value = nn.Parameter(torch.empty(shape)) if terms in ("both", side) else None
+                self.register_parameter(name, value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        for parameter in self.parameters():
+            if self.init_std == 0:
+                nn.init.zeros_(parameter)
+            else:
+                bound = 2 * self.init_std
+                nn.init.trunc_normal_(parameter, std=self.init_std, a=-bound, b=bound)
+
+    @classmethod
+    def from_values(
+        cls,
+        t_b: Sequence[float] | None,
+        t_d: Sequence[float] | None,
+        b: Sequence[float] | None,
+        d: Sequence[float] | None,
+    ) -> Modulator:
+        """Return a modulator with the paper's parameters, as in its Tables 7 and 8.
+
+        Args:
+            t_b, b: inverse temperature and threshold of the low term, an entry an order, or
+                (heads, order); None for both leaves the term out.
+            t_d, d: the same for the high term.
+
+        Returns:
+            A float64 module.
+
+        Raises:
+            ValueError: one of a pair is missing, shapes differ, or nothing is given.
+        """
+        values: dict[str, Tensor] = {}
+        for side, temperature, threshold in (("low", t_b, b), ("high", t_d, d)):
+            if (temperature is None) != (threshold is None):
+                raise ValueError(f"the {side} term needs both its temperature and its threshold")
+            if temperature is not None and threshold is not None:
+                offset = torch.as_tensor(temperature, dtype=torch.float64) - 1
+                values[f"{side}_coefficient"] = -offset if side == "low" else offset
+                values[f"{side}_threshold"] = torch.as_tensor(threshold, dtype=torch.float64)
+        shapes = {tuple(value.shape) for value in values.values()}
+        if len(shapes) != 1 or len(shape := shapes.pop()) not in (1, 2):
+            raise ValueError(
+                "the parameters must share one shape, (order,) or (heads, order), got "
+                f"{[tuple(value.shape) for value in values.values()]}"
+            )
+        terms = "both" if len(values) == 4 else next(iter(values)).split("_")[0]
+        module = cls(shape[-1], terms, shape[0] if len(shape) == 2 else None, init_std=0.0)
+        module.double().load_state_dict(values)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return sigma(x), the shape of x, in float32 or wider."""
+        return modulate(
+            x,
+            self.low_coefficient,
+            self.low_threshold,
+            self.high_coefficient,
+            self.high_threshold,
+        )
+
+    def extra_repr(self) -> str:
+        heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
+        return f"order={self.order}, terms={self.terms!r}{heads}"

@@ -1,0 +1,184 @@
+"""fairseq's multi-head attention with the softmax replaced, in every path."""
+
+from __future__ import annotations
+
+import torch
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from torch import Tensor, nn
+
+from multimax_fairseq.functional.attention import attention_probs, split_float_mask
+from multimax_fairseq.functional.normalizers import normalizer as find_normalizer
+from multimax_fairseq.modules.modulator import Modulator
+
+# fairseq writes "excluded" into float masks as -inf, -1e8 or, in half precision, -1e4.
+EXCLUDED = -1e4
+
+Buffer = dict[str, Tensor | None]
+
+
+class MultiheadAttention(SoftmaxMultiheadAttention):
+    """Multi-head attention over a named normalizer; call it as the layer that it takes over.
+
+    One body serves training, teacher forcing and incremental decoding, so that they cannot
+    differ.
+
+    Args:
+        softmax_attention: the layer built by fairseq. Its projections, options and incremental
+            state are taken over, not copied, so that both share their initial weights; do not
+            use it further.
+        normalizer: a key of `NORMALIZERS`.
+        modulator: for multimax.
+
+    Raises:
+        ValueError: an unknown normalizer, or a layer that computes its own softmax (xFormers).
+    """
+
+    def __init__(
+        self,
+        softmax_attention: SoftmaxMultiheadAttention,
+        normalizer: str,
+        modulator: Modulator | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        if softmax_attention.use_xformers:
+            raise ValueError(
+                f"xFormers computes its own softmax, so the attention normalizer {normalizer!r} "
+                "cannot act in it: leave out the xFormers option"
+            )
+        find_normalizer(normalizer)
+        self.__dict__.update(softmax_attention.__dict__)
+        self.normalizer = normalizer
+        self.modulator = modulator
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: dict[str, Buffer] | None = None,
+        need_weights: bool = True,
+        static_kv: bool = False,
+        attn_mask: Tensor | None = None,
+        before_softmax: bool = False,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: (T, B, C).
+            key, value: (S, B, C); cached ones are used instead where static_kv.
+            key_padding_mask: (B, S), non-zero excludes.
+            incremental_state: fairseq's decoding state; self-attention appends to its cache.
+            need_weights: return the probabilities, averaged over the heads.
+            static_kv: the keys are the same at every step.
+            attn_mask: (T, S); bool or uint8: non-zero excludes; float: added to the scores, and
+                -1e4 or less excludes.
+            before_softmax: must be False.
+            need_head_weights: return the probabilities of each head.
+
+        Returns:
+            ((T, B, C), None or (B, T, S) or (heads, B, T, S)).
+        """
+        if before_softmax:
+            raise ValueError("before_softmax is not offered: there are no softmax scores here")
+        query_length, batch, _ = query.shape
+        buffer: Buffer = {}
+        if incremental_state is not None:
+            buffer = self._get_input_buffer(incremental_state)
+        q = self._split_heads(self.q_proj(query))
+        # Only decoding repeats a sentence for each of its hypotheses, side by side.
+        beam = self.beam_size if incremental_state is not None else 1
+        if static_kv and beam > 1 and key is not None and key.shape[1] == batch:
+            key = value = key[:, ::beam]
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask[::beam]
+        k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, buffer, static_kv)
+        if incremental_state is not None:
+            buffer["prev_key"], buffer["prev_value"] = k, v
+            buffer["prev_key_padding_mask"] = key_padding_mask
+            self._set_input_buffer(incremental_state, buffer)
+
+        mask, bias = None, None
+        if attn_mask is not None and attn_mask.is_floating_point():
+            mask, bias = split_float_mask(attn_mask, EXCLUDED)
+        elif attn_mask is not None:
+            mask = attn_mask.bool()
+        if key_padding_mask is not None:
+            padding = key_padding_mask.bool()[:, None, None]
+            mask = padding if mask is None else mask | padding
+        k, v, mask, bias = self._with_extra_keys(k, v, mask, bias)
+
+        beam = batch // k.shape[0]
+        if beam > 1:
+            # The hypotheses of a sentence share their keys: they are rows of one attention.
+            q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
+            if attn_mask is not None:
+                mask = mask if mask is None else mask.repeat_interleave(beam, -2)
+                bias = bias if bias is None else bias.repeat(beam, 1)
+        probs = attention_probs(
+            q,
+            k,
+            normalizer=self.normalizer,
+            modulator=self.modulator,
+            mask=mask,
+            bias=bias,
+            scale=self.scaling,
+        )
+        attended = self.dropout_module(probs.to(v.dtype)) @ v
+        if beam > 1:
+            attended, probs = (
+                t.unflatten(2, (beam, query_length)).transpose(1, 2).flatten(0, 1)
+                for t in (attended, probs)
+            )
+        output = self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
+        if need_head_weights:
+            return output, probs.transpose(0, 1)
+        return output, probs.mean(1) if need_weights else None
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """(T, B, C) to (B, heads, T, head size)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
+
+    def _keys(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None,
+        buffer: Buffer,
+        static_kv: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Project the keys and values, and join them with the cached ones."""
+        prev_k, prev_v = buffer.get("prev_key"), buffer.get("prev_value")
+        prev_padding = buffer.get("prev_key_padding_mask")
+        if static_kv and prev_k is not None and prev_v is not None:
+            return prev_k, prev_v, prev_padding
+        if self.self_attention:
+            key = value = query
+        elif self.encoder_decoder_attention:
+            value = key
+        assert key is not None and value is not None
+        k, v = self._split_heads(self.k_proj(key)), self._split_heads(self.v_proj(value))
+        if prev_k is not None and prev_v is not None:
+            k, v = torch.cat([prev_k, k], 2), torch.cat([prev_v, v], 2)
+            key_padding_mask = self._append_prev_key_padding_mask(
+                key_padding_mask, prev_padding, k.shape[0], k.shape[2], static_kv
+            )
+        return k, v, key_padding_mask
+
+    def _with_extra_keys(
+        self, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Append the learned and the zero key, which everybody may attend to; never cached."""
+        extra = []
+        if self.bias_k is not None:
+            extra.append((self._split_heads(self.bias_k), self._split_heads(self.bias_v)))
+        if self.add_zero_attn:
+            extra.append((k.new_zeros(1, 1, 1, 1), v.new_zeros(1, 1, 1, 1)))
+        for extra_k, extra_v in extra:
+            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
+            k = torch.cat([k, extra_k.expand(shape)], 2)
+            v = torch.cat([v, extra_v.expand(shape)], 2)
+            mask, bias = (t if t is None else nn.functional.pad(t, (0, 1)) for t in (mask, bias))
+        return k, v, mask, bias

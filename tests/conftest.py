@@ -1,0 +1,134 @@
+"""Toy models in one process: a dictionary, a task that offers it, and builders."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import options, tasks
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+import multimax_fairseq.models  # noqa: F401
+from multimax_fairseq.modules import Modulator
+
+SIZES = (
+    "--{0}-layers 2 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 4 --dropout 0"
+)
+
+
+@pytest.fixture(scope="session")
+def dictionary():
+    words = Dictionary()
+    for index in range(30):
+        words.add_symbol(f"word{index}")
+    return words
+
+
+@pytest.fixture(scope="session")
+def task(dictionary):
+    """What models and criteria ask of a task."""
+    return SimpleNamespace(
+        source_dictionary=dictionary,
+        target_dictionary=dictionary,
+        src_dict=dictionary,
+        tgt_dict=dictionary,
+    )
+
+
+@pytest.fixture
+def build(task):
+    """build(arch, *flags, seed=1) -> model, through the command line's own parser."""
+
+    def build_model(arch, *flags, seed=1):
+        is_lm = "_lm" in arch
+        sizes = SIZES.format("decoder")
+        if is_lm:
+            sizes += " --decoder-input-dim 16 --decoder-output-dim 16 --tokens-per-sample 64"
+        else:
+            sizes += " " + SIZES.format("encoder")
+        name = "language_modeling" if is_lm else "translation"
+        parser = options.get_training_parser(name)
+        args = options.parse_args_and_arch(
+            parser, ["data", "--task", name, "--arch", arch, *sizes.split(), *flags]
+        )
+        cfg = convert_namespace_to_omegaconf(args)
+        torch.manual_seed(seed)
+        return tasks.FairseqTask.build_model(task, cfg.model)
+
+    return build_model
+
+
+def scatter_modulators(model, seed=0):
+    """Move every modulator far from the identity, each elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Modulator):
+            for name, parameter in module.named_parameters():
+                scale = torch.tensor([0.8, 0.15])[: module.order] if "coefficient" in name else 0.5
+                with torch.no_grad():
+                    parameter.copy_(
+                        (torch.rand(parameter.shape, generator=generator) * 2 - 1) * scale
+                    )
+    return model
+
+
+@pytest.fixture
+def translation_batch(dictionary):
+    """Ragged sentence pairs, the source padded on the left as fairseq does, or on the right."""
+
+    def make(sizes=((9, 7), (4, 5), (6, 1)), left_pad_source=True, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        pad, eos = dictionary.pad(), dictionary.eos()
+        source, target = (
+            torch.full((len(sizes), max(column) + 1), pad) for column in zip(*sizes, strict=True)
+        )
+        for row, (source_length, target_length) in enumerate(sizes):
+            words = torch.randint(4, len(dictionary), (source_length,), generator=generator)
+            ids = torch.cat([words, torch.tensor([eos])])
+            if left_pad_source:
+                source[row, -len(ids) :] = ids
+            else:
+                source[row, : len(ids)] = ids
+            words = torch.randint(4, len(dictionary), (target_length,), generator=generator)
+            target[row, : target_length + 1] = torch.cat([words, torch.tensor([eos])])
+        previous = torch.full_like(target, pad)
+        previous[:, 0] = eos
+        previous[:, 1:] = target[:, :-1].masked_fill(target[:, :-1].eq(eos), pad)
+        return {
+            "id": torch.arange(len(sizes)),
+            "nsentences": len(sizes),
+            "ntokens": int(target.ne(pad).sum()),
+            "net_input": {
+                "src_tokens": source,
+                "src_lengths": source.ne(pad).sum(1),
+                "prev_output_tokens": previous,
+            },
+            "target": target,
+        }
+
+    return make
+
+
+@pytest.fixture
+def lm_batch(dictionary):
+    """Ragged token sequences, the shorter ones padded on the right."""
+
+    def make(lengths=(8, 5, 3), seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        pad, eos = dictionary.pad(), dictionary.eos()
+        target = torch.full((len(lengths), max(lengths)), pad)
+        for row, length in enumerate(lengths):
+            target[row, :length] = torch.randint(4, len(dictionary), (length,), generator=generator)
+        source = torch.cat([torch.full((len(lengths), 1), eos), target[:, :-1]], 1)
+        return {
+            "id": torch.arange(len(lengths)),
+            "nsentences": len(lengths),
+            "ntokens": int(target.ne(pad).sum()),
+            "net_input": {
+                "src_tokens": source.masked_fill(target.eq(pad), pad),
+                "src_lengths": torch.tensor(lengths),
+            },
+            "target": target,
+        }
+
+    return make

@@ -1,0 +1,104 @@
+"""Independent float64 references, in numpy and loops; imports nothing of the package."""
+
+import math
+
+import numpy as np
+
+
+def _parameters(table):
+    """Rows of t_b1 t_d1 t_b2 t_d2 b1 d1 b2 d2 as (t_b, t_d, b, d), each an entry an order."""
+    for row in table.strip().splitlines():
+        t_b1, t_d1, t_b2, t_d2, b1, d1, b2, d2 = map(float, row.split())
+        yield [t_b1, t_b2], [t_d1, t_d2], [b1, b2], [d1, d2]
+
+
+# Learned parameters, a row a layer: Zhou et al. 2024, Table 7 (Deit-small) and 8 (WikiText-103).
+TABLE_7 = list(
+    _parameters("""
+1.8347933 2.815388 0.9864913 0.68440557 1.185235 -1.208543 -2.1076407 1.9158255
+1.9773115 1.9971638 0.985555 0.74650276 -0.8580209 0.02481092 -0.49835142 1.9772723
+-1.1411996 1.4711196 1.9901285 0.8758977 0.18852632 2.8039892 2.9608543 1.0462786
+0.6694808 1.206692 1.8682657 0.93786246 3.4023566 -1.5490056 2.500237 0.986331
+0.8902384 1.5881691 1.8920481 0.72857785 2.5070796 -1.1942928 1.8854694 1.2248528
+0.6015882 0.877738 2.818536 0.96271396 2.6490533 0.8454426 1.6205754 0.89434063
+0.8023207 1.2427123 3.040797 0.84531546 2.6984618 1.2127148 1.2652112 1.2134424
+0.64486825 0.79173684 2.5263662 0.968745 3.0230901 0.62191963 1.6307493 1.6259384
+0.5796288 0.6852025 3.500835 0.99119073 2.675157 0.68776745 1.3239485 1.5808712
+0.54873073 0.8240905 3.5563424 0.9692498 2.176066 0.39797062 0.9276044 1.5223614
+0.38645744 0.6951747 4.0935583 0.9958999 1.6583583 0.29572898 0.77263904 2.9975116
+0.16383016 0.25565386 3.2074118 0.99102634 1.6852132 -0.04795134 0.9796309 2.1836245
+""")
+)
+TABLE_8 = list(
+    _parameters("""
+0.6467285 0.7980957 0.98324585 0.9649048 0.7475586 -0.87939453 0.3395996 -0.14501953
+0.69018555 0.8063965 0.98350525 0.9720764 0.25073242 0.15991211 0.2956543 -0.17687988
+0.8557129 0.79797363 0.98939514 0.9855194 -0.12609863 0.06817627 0.14794922 -0.14428711
+0.9662781 0.83569336 1.0231781 1.0240021 -0.07574463 0.8510742 -0.13220215 0.27368164
+0.9260864 0.9187622 0.98670197 1.039093 -0.5239258 0.51416016 0.23999023 0.09521484
+1.1514893 1.152832 0.98441315 1.0156403 0.1751709 0.05374146 -0.13269043 -0.08825684
+""")
+)
+
+
+def sigma(x, t_b, t_d, b, d):
+    """Eq. 6, one score at a time."""
+    out = np.empty(np.shape(x))
+    for index, score in np.ndenumerate(np.asarray(x, dtype=np.float64)):
+        value = score
+        for n in range(1, len(t_b) + 1):
+            value += (1 - t_b[n - 1]) * max(b[n - 1] - score, 0.0) ** n
+            value += (t_d[n - 1] - 1) * max(score - d[n - 1], 0.0) ** n
+        out[index] = value
+    return out
+
+
+def softmax(scores, excluded=None):
+    """Over the last dimension; an excluded entry is 0, and so is a row with nothing left."""
+    scores = np.asarray(scores, dtype=np.float64)
+    excluded = (
+        np.zeros(scores.shape, bool)
+        if excluded is None
+        else np.broadcast_to(excluded, scores.shape)
+    )
+    probs = np.zeros(scores.shape)
+    for row in np.ndindex(scores.shape[:-1]):
+        kept = [k for k in range(scores.shape[-1]) if not excluded[row][k]]
+        if kept:
+            top = max(scores[row][k] for k in kept)
+            weights = {k: math.exp(scores[row][k] - top) for k in kept}
+            for k in kept:
+                probs[row][k] = weights[k] / sum(weights.values())
+    return probs
+
+
+def attention(query, key, value, map_scores, excluded=None):
+    """softmax(map_scores(Q K^T / sqrt(D))) V."""
+    scores = np.einsum("bhtd,bhsd->bhts", query, key) / math.sqrt(query.shape[-1])
+    return np.einsum("bhts,bhsd->bhtd", softmax(map_scores(scores), excluded), value)
+
+
+def cross_entropy(logits, target, label_smoothing=0.0, ignore_index=-100):
+    """(loss, nll) summed: smoothing gives each of the V - 1 other words an equal share."""
+    loss = nll = 0.0
+    for row, wanted in zip(logits, target, strict=True):
+        if wanted == ignore_index:
+            continue
+        log_probs = row - row.max() - math.log(np.exp(row - row.max()).sum())
+        others = np.delete(log_probs, wanted)
+        nll -= log_probs[wanted]
+        loss -= (1 - label_smoothing) * log_probs[wanted] + label_smoothing * others.mean()
+    return loss, nll
+
+
+def multi_modality(scores, probs, threshold):
+    """Definition 3.2."""
+    top = scores.argmax()
+    relevant = [n for n in range(len(scores)) if n != top and scores[n] > threshold]
+    return 1 - np.mean([probs[top] - probs[n] for n in relevant])
+
+
+def sparsity(scores, probs, threshold, reference):
+    """Definition 3.3."""
+    low = [n for n in range(len(scores)) if scores[n] < threshold]
+    return np.mean([math.exp((reference - probs[n]) / reference - 1) for n in low])

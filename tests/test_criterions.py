@@ -1,0 +1,131 @@
+"""The criteria: the stock criteria's losses, gradients and logged fields on the same model."""
+
+import copy
+
+import pytest
+import torch
+from conftest import scatter_modulators
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.logging import metrics
+
+from multimax_fairseq.criterions.cross_entropy import (
+    LabelSmoothedMultimaxCrossEntropyCriterion,
+    MultimaxCrossEntropyCriterion,
+)
+
+PAIRS = {
+    "plain": (CrossEntropyCriterion, MultimaxCrossEntropyCriterion, {}),
+    "smoothed": (
+        LabelSmoothedCrossEntropyCriterion,
+        LabelSmoothedMultimaxCrossEntropyCriterion,
+        {"label_smoothing": 0.1, "report_accuracy": True},
+    ),
+    "smoothed, prefix ignored": (
+        LabelSmoothedCrossEntropyCriterion,
+        LabelSmoothedMultimaxCrossEntropyCriterion,
+        {"label_smoothing": 0.2, "ignore_prefix_size": 2},
+    ),
+}
+
+
+@pytest.fixture(params=["transformer_lm_multimax", "transformer_multimax"])
+def model_and_batch(request, build, lm_batch, translation_batch):
+    def make(normalizer, **batch_options):
+        model = scatter_modulators(build(request.param, "--output-normalizer", normalizer))
+        batch = lm_batch if "_lm" in request.param else translation_batch
+        return model, batch(**batch_options)
+
+    return make
+
+
+def run(criterion, model, sample, reduce=True):
+    loss, sample_size, logged = criterion(model, sample, reduce=reduce)
+    model.zero_grad()
+    loss.sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return loss, sample_size, logged, copy.deepcopy(gradients)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("sentence_avg", [False, True])
+@pytest.mark.parametrize("normalizer", ["softmax", "multimax"])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_same_loss_gradients_and_fields_as_stock(
+    task, model_and_batch, pair, normalizer, sentence_avg, empty
+):
+    stock, ours, options = pair
+    model, sample = model_and_batch(normalizer)
+    if empty:
+        sample["target"].fill_(task.target_dictionary.pad())
+        sample["ntokens"] = 0
+    results = [
+        run(cls(task, sentence_avg=sentence_avg, **options), model, sample) for cls in (stock, ours)
+    ]
+    (stock_loss, stock_size, stock_logged, stock_gradients), (loss, size, logged, gradients) = (
+        results
+    )
+    torch.testing.assert_close(loss, stock_loss, rtol=1e-5, atol=1e-6)
+    assert size == stock_size
+    assert logged.keys() == stock_logged.keys()
+    for key, value in stock_logged.items():
+        assert float(logged[key]) == pytest.approx(float(value), rel=1e-5), key
+    for name, gradient in stock_gradients.items():
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=1e-4, atol=1e-5 * max(1.0, gradient.abs().max().item())
+        )
+    assert any((g != 0).any() for g in gradients.values()) != empty
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_same_losses_a_token_when_they_are_not_summed(task, model_and_batch, pair):
+    stock, ours, options = pair
+    model, sample = model_and_batch("multimax")
+    (expected, *_, stock_logged, _), (loss, *_, logged, _) = (
+        run(cls(task, sentence_avg=False, **options), model, sample, reduce=False)
+        for cls in (stock, ours)
+    )
+    if options:
+        # The stock criterion keeps the two parts a token and weighs them.
+        assert expected.shape == loss.shape
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logged["loss"], stock_logged["loss"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_same_metrics_are_reduced(task, model_and_batch, pair):
+    model, sample = model_and_batch("multimax")
+    reduced = []
+    for cls in pair[:2]:
+        logged = cls(task, sentence_avg=True, **pair[2])(model, sample)[2]
+        with metrics.aggregate(new_root=True) as meters:
+            cls.reduce_metrics([logged, logged])
+        reduced.append(meters.get_smoothed_values())
+    assert reduced[0].keys() == reduced[1].keys() and "loss" in reduced[0]
+    for key, value in reduced[0].items():
+        assert reduced[1][key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_a_decoder_without_the_interface_gets_the_stock_loss(
+    task, build, translation_batch, caplog
+):
+    model, sample = build("transformer"), translation_batch()
+    MultimaxCrossEntropyCriterion._warned = False
+    expected = CrossEntropyCriterion(task, False)(model, sample)[0]
+    with caplog.at_level("INFO"):
+        criterion = MultimaxCrossEntropyCriterion(task, False)
+        losses = [criterion(model, sample)[0] for _ in range(2)]
+    assert losses == [expected, expected]
+    assert sum("has no linear_output()" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, pair):
+    model = build("transformer_lm_multimax")
+    held = []
+    monkeypatch.setattr(
+        type(model.decoder), "output_layer", lambda self, features: held.append(features)
+    )
+    options = {**pair[2], "report_accuracy": False} if pair[2] else {}
+    pair[1](task, sentence_avg=False, **options)(model, lm_batch())[0].backward()
+    assert held == []

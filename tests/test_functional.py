@@ -1,0 +1,550 @@
+"""The mathematics, against the float64 reference and its own limits."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+import multimax_fairseq
+from multimax_fairseq import (
+    NORMALIZERS,
+    Modulator,
+    linear_cross_entropy,
+    log_multimax,
+    multimax,
+    normalize,
+    scaled_dot_product_attention,
+)
+from multimax_fairseq.functional import modulate
+
+TABLES = reference.TABLE_7 + reference.TABLE_8
+# Far from the identity, with sparse and multi-modal signs in both orders.
+FAR = ([1.9, 1.05], [0.4, 0.97], [0.3, -0.4], [0.6, 0.9])
+
+
+def far_modulator(heads=None, terms="both"):
+    t_b, t_d, b, d = (
+        values if heads is None else [[v + 0.05 * h for v in values] for h in range(heads)]
+        for values in FAR
+    )
+    if terms == "low":
+        t_d = d = None
+    elif terms == "high":
+        t_b = b = None
+    return Modulator.from_values(t_b, t_d, b, d)
+
+
+def random_scores(*shape, seed=0, spread=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64) * spread
+
+
+# --- modulator ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", TABLES)
+def test_modulator_equals_reference_with_the_papers_parameters(values):
+    x = np.linspace(-25, 25, 501)
+    ours = Modulator.from_values(*values)(torch.tensor(x))
+    np.testing.assert_allclose(ours.detach(), reference.sigma(x, *values), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("terms", ["both", "low", "high"])
+def test_each_order_and_term_is_the_reference_with_the_rest_at_identity(order, terms):
+    t_b, t_d, b, d = (values[:order] for values in FAR)
+    low, high = (t_b, b) if terms != "high" else (None, None), (t_d, d)
+    high = high if terms != "low" else (None, None)
+    module = Modulator.from_values(low[0], high[0], low[1], high[1])
+    assert (module.order, module.terms) == (order, terms)
+    x = random_scores(50)
+    ones = [1.0] * order
+    expected = reference.sigma(
+        x, ones if terms == "high" else t_b, ones if terms == "low" else t_d, b, d
+    )
+    np.testing.assert_allclose(module(x).detach(), expected, rtol=1e-12)
+
+
+def test_parameters_a_head_act_on_their_head_alone():
+    module = far_modulator(heads=3)
+    x = random_scores(2, 3, 4, 5)
+    for head in range(3):
+        values = [[v + 0.05 * head for v in values] for values in FAR]
+        np.testing.assert_allclose(
+            module(x)[:, head].detach(), reference.sigma(x[:, head], *values), rtol=1e-12
+        )
+
+
+def test_zero_offsets_are_exactly_the_identity():
+    x = random_scores(4, 7)
+    assert torch.equal(Modulator(init_std=0.0)(x), x)
+    assert torch.equal(modulate(x), x)
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+@pytest.mark.parametrize("terms", ["both", "low", "high"])
+def test_modulator_gradients(heads, terms):
+    module = far_modulator(heads, terms)
+    x = random_scores(2, 3, 4, 5).requires_grad_()
+    parameters = list(module.parameters())
+    assert len(parameters) == (4 if terms == "both" else 2)
+    assert gradcheck(lambda x, *_: module(x), (x, *parameters))
+
+
+def test_fused_modulator_backward_equals_the_plain_line():
+    module = far_modulator()
+    x = random_scores(6, 9).requires_grad_()
+    weight = random_scores(6, 9, seed=1)
+    p = dict(module.named_parameters())
+    plain = x
+    for n in range(2):
+        plain = plain + p["low_coefficient"][n] * (p["low_threshold"][n] - x).relu() ** (n + 1)
+        plain = plain + p["high_coefficient"][n] * (x - p["high_threshold"][n]).relu() ** (n + 1)
+    inputs = (x, *p.values())
+    for ours, theirs in zip(
+        torch.autograd.grad((module(x) * weight).sum(), inputs),
+        torch.autograd.grad((plain * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_initial_values_are_small_truncated_and_random():
+    torch.manual_seed(0)
+    values = torch.cat([p.flatten() for p in Modulator(num_heads=500).parameters()]).detach()
+    assert values.abs().max() <= 0.04
+    # A normal distribution cut at two deviations has a standard deviation of 0.88 of the uncut.
+    assert 0.85 < values.std() / 0.02 < 0.91
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_extreme_and_infinite_scores_stay_ordered_numbers(dtype):
+    limit = 1e4 if dtype == torch.float32 else torch.finfo(dtype).max
+    x = torch.tensor([-torch.inf, -limit, -1.0, 0.0, 1.0, limit], dtype=dtype, requires_grad=True)
+    module = Modulator(init_std=0.0).to(dtype)
+    out = module(x)
+    assert out.dtype == torch.float32
+    assert out[0] == -torch.inf and out[1:].isfinite().all()
+    probs = multimax(x, far_modulator().to(dtype))
+    assert probs.isfinite().all() and probs[0] == 0
+    probs[3].backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "arguments, part",
+    [
+        ({"order": 3}, "3"),
+        ({"terms": "middle"}, "middle"),
+        ({"num_heads": 0}, "0"),
+        ({"init_std": -1.0}, "-1.0"),
+    ],
+)
+def test_modulator_refuses_arguments_by_name(arguments, part):
+    with pytest.raises(ValueError, match=part):
+        Modulator(**arguments)
+
+
+def test_modulator_refuses_halves_of_a_pair_and_missing_heads():
+    with pytest.raises(ValueError, match="low term needs both"):
+        Modulator.from_values([1.0], [1.0], None, [0.0])
+    with pytest.raises(ValueError, match="one shape"):
+        Modulator.from_values([1.0], [1.0, 1.0], [0.0], [0.0, 0.0])
+    with pytest.raises(ValueError, match="both"):
+        modulate(torch.zeros(3), low_coefficient=torch.zeros(1))
+    with pytest.raises(ValueError, match="4 heads"):
+        Modulator(num_heads=4)(torch.zeros(2, 3, 5, 5))
+
+
+# --- multimax ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", TABLES)
+def test_multimax_equals_reference(values):
+    x = random_scores(5, 11)
+    mask = torch.rand(5, 11, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[2] = True
+    expected = reference.softmax(reference.sigma(x, *values), mask.numpy())
+    module = Modulator.from_values(*values)
+    np.testing.assert_allclose(multimax(x, module, mask=mask).detach(), expected, atol=1e-13)
+    with np.errstate(divide="ignore"):
+        logs = np.log(expected)
+    np.testing.assert_allclose(log_multimax(x, module, mask=mask).detach(), logs, atol=1e-11)
+
+
+def test_identity_modulator_is_softmax():
+    x = random_scores(5, 11)
+    assert torch.equal(multimax(x, Modulator(init_std=0.0)), x.softmax(-1))
+    assert torch.equal(log_multimax(x, Modulator(init_std=0.0)), x.log_softmax(-1))
+
+
+def battery():
+    return {"softmax": {"temperature": 0.7}, "multimax": {"modulator": far_modulator()}}
+
+
+def test_the_battery_covers_every_normalizer():
+    assert battery().keys() == NORMALIZERS.keys()
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+class TestEveryNormalizer:
+    def test_is_a_distribution_over_what_is_allowed(self, name):
+        x = random_scores(3, 4, 6)
+        mask = torch.zeros(3, 1, 6, dtype=torch.bool)
+        mask[0, :, 2:] = mask[1] = True
+        probs = normalize(name, x, mask=mask, **battery()[name])
+        assert (probs.masked_select(mask.expand_as(probs)) == 0).all()
+        sums = (~mask.all(-1)).double().expand(3, 4)
+        torch.testing.assert_close(probs.sum(-1), sums, rtol=0, atol=1e-12)
+
+    def test_gradients_are_right_and_zero_where_excluded(self, name):
+        x = random_scores(3, 5, spread=1.0).requires_grad_()
+        mask = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 0, 1, 0], [1, 1, 1, 1, 1]]).bool()
+        options = battery()[name]
+        learned = list(options["modulator"].parameters()) if "modulator" in options else []
+        with torch.autograd.detect_anomaly(check_nan=True):
+            assert gradcheck(lambda x, *_: normalize(name, x, mask=mask, **options), (x, *learned))
+        grad = torch.autograd.grad(normalize(name, x, mask=mask, **options)[:, 0].sum(), x)[0]
+        assert (grad[mask] == 0).all() and (grad[~mask] != 0).any()
+
+    def test_permutation_equivariance_and_dim(self, name):
+        x = random_scores(4, 6, 3)
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+        probs = normalize(name, x, dim=1, **battery()[name])
+        torch.testing.assert_close(
+            normalize(name, x[:, order], dim=1, **battery()[name]), probs[:, order]
+        )
+        torch.testing.assert_close(
+            normalize(name, x.transpose(1, 2), **battery()[name]), probs.transpose(1, 2)
+        )
+
+    def test_mask_that_lacks_the_dimension_blanks_whole_rows(self, name):
+        x = random_scores(4, 3)
+        for mask, dim in ((torch.tensor([True, False, False]), 0), (torch.tensor([[True]]), 1)):
+            probs = normalize(name, x, dim=dim, mask=mask, **battery()[name])
+            expected = normalize(name, x, dim=dim, mask=mask.expand(4, 3), **battery()[name])
+            torch.testing.assert_close(probs, expected)
+            assert (probs.masked_select(mask.expand(4, 3)) == 0).all()
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    def test_odd_inputs(self, name, dtype):
+        options = battery()[name]
+        wide = torch.promote_types(dtype, torch.float32)
+        assert normalize(name, torch.zeros(2, 0, dtype=dtype), **options).shape == (2, 0)
+        assert normalize(name, torch.zeros(0, 3, dtype=dtype), **options).shape == (0, 3)
+        x = random_scores(5, 4).to(dtype)
+        probs = normalize(name, x.T, **options)
+        assert probs.dtype in (wide, torch.float64)
+        torch.testing.assert_close(probs, normalize(name, x.T.contiguous(), **options))
+        extreme = torch.tensor([1e4, -1e4, 0.0], dtype=dtype)
+        assert normalize(name, extreme, **options).isfinite().all()
+
+
+def test_unknown_normalizer_temperature_and_mask_are_refused():
+    with pytest.raises(ValueError, match="'sofmax'.*softmax, multimax"):
+        normalize("sofmax", torch.zeros(2))
+    with pytest.raises(ValueError, match="-1"):
+        normalize("softmax", torch.zeros(2), temperature=-1)
+    with pytest.raises(ValueError, match="bool"):
+        normalize("softmax", torch.zeros(2), mask=torch.zeros(2))
+
+
+# --- the paper's propositions ------------------------------------------------------------------
+
+
+def proposition_inputs():
+    """Scores, thresholds and temperatures with entries in all three ranges."""
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        x = generator.normal(scale=2.0, size=int(generator.integers(8, 40)))
+        b, d = np.quantile(x, [0.6, 0.75]) + 1e-3
+        yield x, float(generator.uniform(1.05, 3.0)), float(generator.uniform(0.1, 0.95)), b, d
+
+
+def probabilities(x, t_b, t_d, b, d):
+    return multimax(torch.tensor(x), Modulator.from_values([t_b], [t_d], [b], [d])).detach().numpy()
+
+
+def test_proposition_4_2_low_term_is_sparser_than_softmax():
+    checked = 0
+    for x, t_b, _, b, d in proposition_inputs():
+        low = x[x < b]
+        threshold = low.mean() - np.log(len(low)) / len(low)
+        softmax, ours = reference.softmax(x), probabilities(x, t_b, 1.0, b, d)
+        assert (ours[x < threshold] < softmax[x < threshold]).all()
+        s = softmax.min()
+        if (x < threshold).any():
+            checked += 1
+            assert reference.sparsity(x, ours, threshold, s) > reference.sparsity(
+                x, softmax, threshold, s
+            )
+    assert checked > 200
+
+
+def test_proposition_4_2_low_term_keeps_the_ratios_of_high_scores():
+    """The second statement of 4.2 (multi-modality above softmax's) cannot hold as printed.
+
+    Its proof applies Lemma A.2, which is for scores below the threshold, to the maximum. What is
+    true: among scores above b all ratios are softmax's, and the mass taken from the low scores
+    scales them, and so their differences, by one factor of at least 1.
+    """
+    for x, t_b, _, b, d in proposition_inputs():
+        softmax, ours = reference.softmax(x), probabilities(x, t_b, 1.0, b, d)
+        factors = ours[x > b] / softmax[x > b]
+        np.testing.assert_allclose(factors, factors[0], rtol=1e-9)
+        assert factors[0] > 1
+        gap = 1 - reference.multi_modality(x, ours, b)
+        assert gap == pytest.approx(factors[0] * (1 - reference.multi_modality(x, softmax, b)))
+
+
+def test_proposition_4_3_both_terms_are_sparser_than_softmax():
+    checked = 0
+    for x, t_b, t_d, b, d in proposition_inputs():
+        low = x[x < b]
+        threshold = min(
+            low.mean() - np.log(len(low)) / len(low),
+            b - (1 - t_d) / (t_b - 1) * (x.max() - d),
+        )
+        chosen = x < threshold
+        checked += chosen.any()
+        assert (probabilities(x, t_b, t_d, b, d)[chosen] < reference.softmax(x)[chosen]).all()
+    assert checked > 50
+
+
+def test_proposition_4_3_high_term_adds_multi_modality():
+    for x, t_b, t_d, b, d in proposition_inputs():
+        for threshold in (b, np.sort(x)[-3] - 1e-6):
+            both = reference.multi_modality(x, probabilities(x, t_b, t_d, b, d), threshold)
+            low = reference.multi_modality(x, probabilities(x, t_b, 1.0, b, d), threshold)
+            assert both > low
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def attention_inputs(dtype=torch.float64):
+    return [random_scores(2, 3, length, 8, seed=s).to(dtype) for s, length in enumerate((5, 7, 7))]
+
+
+@pytest.mark.parametrize("masking", ["none", "bool", "float", "causal", "both"])
+@pytest.mark.parametrize("heads", [None, 3])
+def test_attention_equals_reference(masking, heads):
+    query, key, value = attention_inputs()
+    allowed = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(3)) < 0.6
+    allowed[0, 0, 1] = False
+    excluded = np.zeros((2, 1, 5, 7), bool)
+    options = {}
+    bias = 0.0
+    if masking in ("bool", "both"):
+        options["attn_mask"] = allowed
+        excluded = excluded | ~allowed.numpy()
+    if masking == "float":
+        bias = random_scores(5, 7, seed=9, spread=0.5)
+        options["attn_mask"] = bias.masked_fill(~allowed, -torch.inf)
+        excluded = excluded | ~allowed.numpy()
+    if masking in ("causal", "both"):
+        options["is_causal"] = True
+        excluded = excluded | np.triu(np.ones((5, 7), bool), 1)
+    module = far_modulator(heads)
+
+    def map_scores(scores):
+        return module(torch.tensor(scores + np.asarray(bias))).detach().numpy()
+
+    ours = scaled_dot_product_attention(query, key, value, modulator=module, **options)
+    expected = reference.attention(
+        query.numpy(),
+        key.numpy(),
+        value.numpy(),
+        map_scores,
+        np.broadcast_to(excluded, (2, 3, 5, 7)),
+    )
+    np.testing.assert_allclose(ours.detach(), expected, atol=1e-12)
+
+
+def test_softmax_attention_equals_torch():
+    query, key, value = attention_inputs()
+    allowed = torch.rand(5, 7, generator=torch.Generator().manual_seed(3)) < 0.7
+    allowed[:, 0] = True
+    for options in ({}, {"attn_mask": allowed}, {"is_causal": True}, {"scale": 0.3}):
+        torch.testing.assert_close(
+            scaled_dot_product_attention(query, key, value, normalizer="softmax", **options),
+            F.scaled_dot_product_attention(query, key, value, **options),
+        )
+
+
+def test_attention_gradients_reach_inputs_and_modulator():
+    inputs = [t[:1, :2, :4, :3].clone().requires_grad_() for t in attention_inputs()]
+    module = far_modulator()
+    assert gradcheck(
+        lambda q, k, v, *_: scaled_dot_product_attention(q, k, v, modulator=module, is_causal=True),
+        (*inputs, *module.parameters()),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_in_low_precision_is_as_good_as_softmax_attention(dtype):
+    query, key, value = attention_inputs()
+    module = far_modulator()
+    errors = []
+    for options in ({"modulator": module}, {"normalizer": "softmax"}):
+        exact = scaled_dot_product_attention(query, key, value, **options)
+        low = [t.to(dtype) for t in (query, key, value)]
+        ours = scaled_dot_product_attention(*low, **options)
+        assert ours.dtype == dtype
+        errors.append((ours.double() - exact).abs().max().item())
+    # The far modulator is up to 1.9 times steeper, which carries over to the scores' rounding.
+    assert errors[0] <= 2 * 1.9 * errors[1]
+
+
+def test_attention_drops_probabilities_and_needs_a_modulator():
+    query, key, value = attention_inputs()
+    torch.manual_seed(0)
+    dropped = scaled_dot_product_attention(
+        query, key, value, modulator=far_modulator(), dropout_p=1.0
+    )
+    assert (dropped == 0).all()
+    with pytest.raises(ValueError, match="modulator"):
+        scaled_dot_product_attention(query, key, value)
+
+
+# --- the fused loss ----------------------------------------------------------------------------
+
+
+def loss_inputs(dtype=torch.float64, bias=True):
+    features, weight = random_scores(7, 6, spread=1.0), random_scores(13, 6, seed=1, spread=1.0)
+    target = torch.tensor([0, 12, 5, 1, 5, 1, 3])
+    offsets = random_scores(13, seed=2) if bias else None
+    return (
+        features.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        target,
+        offsets if offsets is None else offsets.to(dtype).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100, None])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("modulated", [False, True])
+def test_fused_loss_equals_reference(chunk_size, label_smoothing, modulated):
+    features, weight, target, bias = loss_inputs()
+    module = far_modulator() if modulated else None
+    logits = (features @ weight.T + bias).detach()
+    logits = module(logits).detach() if modulated else logits
+    expected = reference.cross_entropy(logits.numpy(), target.numpy(), label_smoothing, 1)
+    ours = linear_cross_entropy(
+        features,
+        weight,
+        target,
+        bias=bias,
+        modulator=module,
+        label_smoothing=label_smoothing,
+        ignore_index=1,
+        chunk_size=chunk_size,
+    )
+    np.testing.assert_allclose([t.item() for t in ours], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("modulated", [False, True])
+def test_fused_loss_gradients(reduction, modulated):
+    features, weight, target, bias = loss_inputs()
+    module = far_modulator() if modulated else None
+    learned = list(module.parameters()) if modulated else []
+
+    def loss(features, weight, bias, *_):
+        return linear_cross_entropy(
+            features,
+            weight,
+            target,
+            bias=bias,
+            modulator=module,
+            label_smoothing=0.1,
+            ignore_index=1,
+            reduction=reduction,
+            chunk_size=3,
+        )[0]
+
+    assert gradcheck(loss, (features, weight, bias, *learned))
+
+
+def test_fused_loss_equals_torch_and_scales_its_gradients():
+    features, weight, target, _ = loss_inputs()
+    plain = F.cross_entropy(features @ weight.T, target, reduction="mean", ignore_index=1)
+    fused = linear_cross_entropy(features, weight, target, reduction="mean", ignore_index=1)[0]
+    torch.testing.assert_close(fused, plain)
+    for retain in (True, False):
+        ours = torch.autograd.grad(fused * 3, (features, weight), retain_graph=retain)
+        theirs = torch.autograd.grad(plain * 3, (features, weight), retain_graph=retain)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_fused_loss_without_any_counted_target_is_zero_with_zero_gradients():
+    features, weight, target, bias = loss_inputs()
+    loss, nll_loss = linear_cross_entropy(
+        features,
+        weight,
+        torch.ones_like(target),
+        bias=bias,
+        modulator=far_modulator(),
+        ignore_index=1,
+    )
+    loss.backward()
+    assert loss == nll_loss == 0
+    assert all((t.grad == 0).all() for t in (features, weight, bias))
+    empty = linear_cross_entropy(features[:0], weight, target[:0])[0]
+    assert empty == 0 and empty.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_fused_loss_in_each_dtype_is_as_good_as_the_plain_line(dtype):
+    exact = loss_inputs()
+    module = far_modulator()
+
+    def gradients(inputs, fused):
+        features, weight, target, bias = inputs
+        if fused:
+            loss = linear_cross_entropy(
+                features, weight, target, bias=bias, modulator=module, chunk_size=3
+            )[0]
+        else:
+            loss = F.cross_entropy(
+                module(F.linear(features, weight, bias)), target, reduction="sum"
+            )
+        return [loss, *torch.autograd.grad(loss, (features, weight, bias, *module.parameters()))]
+
+    truth = gradients(exact, fused=False)
+    low = [t if t.dtype == torch.int64 else t.detach().to(dtype).requires_grad_() for t in exact]
+    for ours, plain, true in zip(gradients(low, True), gradients(low, False), truth, strict=True):
+        assert ours.dtype == plain.dtype
+        scale = true.abs().max() * torch.finfo(dtype).eps
+        error, plain_error = ((t.double() - true).abs().max() for t in (ours, plain))
+        assert error <= 2 * plain_error + 4 * scale
+
+
+def test_fused_loss_refuses_what_it_does_not_know():
+    features, weight, target, _ = loss_inputs()
+    for options, part in (
+        ({"reduction": "product"}, "product"),
+        ({"label_smoothing": 1.0}, "1.0"),
+        ({"chunk_size": 0}, "0"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            linear_cross_entropy(features, weight, target, **options)
+
+
+# --- the room itself ---------------------------------------------------------------------------
+
+
+def test_the_mathematics_imports_without_fairseq():
+    code = (
+        "import sys; sys.modules['fairseq'] = None; import multimax_fairseq as m; "
+        "print(set(m.__all__) <= set(dir(m)), 'omegaconf' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["True", "False"]
+    assert multimax_fairseq.__version__

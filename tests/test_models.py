@@ -1,0 +1,401 @@
+"""The models: one function in every path, and the stock model at the identity."""
+
+import math
+
+import pytest
+import torch
+from conftest import scatter_modulators
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
+
+from multimax_fairseq import NORMALIZERS, Modulator
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+
+TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
+SHARED = ("--share-all-embeddings",)
+FLAGS = {
+    "default": (),
+    "output": ("--output-normalizer", "multimax"),
+    "separate heads": ("--multimax-heads", "separate", "--output-normalizer", "multimax"),
+    "low, first order": ("--multimax-terms", "low", "--multimax-order", "1"),
+    "cross alone": ("--attention-normalizer-at", "cross"),
+    "pre-norm": ("--encoder-normalize-before", "--decoder-normalize-before"),
+    "cross+self": ("--cross-self-attention", "--no-cross-attention"),
+}
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+
+
+def log_probs(model, net_output):
+    return model.get_normalized_probs(net_output, log_probs=True)
+
+
+def full_context(model, sample):
+    return log_probs(model, model(**sample["net_input"]))
+
+
+def parameters_of(model):
+    return {name: p for name, p in model.named_parameters() if "modulator" not in name}
+
+
+def attentions(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, SoftmaxMultiheadAttention)}
+
+
+# --- which attentions are built ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", ["encoder", "decoder", "cross", "encoder,cross", ""])
+def test_the_normalizer_acts_where_it_is_asked_to(build, places):
+    model = build(TRANSLATION[0], "--attention-normalizer-at", places)
+    kinds = {"encoder.": "encoder", "decoder.": "decoder"}
+    for name, module in attentions(model).items():
+        place = "cross" if "encoder_attn" in name else kinds[name[:8]]
+        assert isinstance(module, MultiheadAttention) == (place in places.split(","))
+    assert len(attentions(model)) == 6
+
+
+def test_parameter_counts_are_the_papers(build):
+    stock = sum(p.numel() for p in build("transformer_lm").parameters())
+    for flags, extra in (
+        ((), 2 * 8 + 8),
+        (("--output-normalizer", "softmax"), 2 * 8),
+        (("--multimax-order", "1"), 3 * 4),
+        (("--multimax-terms", "high"), 3 * 4),
+        (("--multimax-heads", "separate"), 2 * 8 * 4 + 8),
+        (("--attention-normalizer", "softmax"), 8),
+    ):
+        model = build("transformer_lm_multimax", *flags)
+        assert sum(p.numel() for p in model.parameters()) == stock + extra
+
+
+def test_modulators_differ_from_each_other_and_leave_the_shared_weights_alone(build):
+    for ours, stock in (
+        ("transformer_lm_multimax", "transformer_lm"),
+        ("transformer_iwslt_de_en_multimax", "transformer_iwslt_de_en"),
+    ):
+        model, twin = build(ours), build(stock)
+        for (name, ours_value), (_, value) in zip(
+            parameters_of(model).items(), twin.named_parameters(), strict=True
+        ):
+            assert torch.equal(ours_value, value), name
+        drawn = [m.low_coefficient for m in model.modules() if isinstance(m, Modulator)]
+        assert len({tuple(value.tolist()) for value in drawn}) == len(drawn) > 1
+
+
+# --- the identity is stock fairseq -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("arch", ["transformer_lm", "transformer_iwslt_de_en"])
+def test_identity_gives_stock_loss_and_gradients(
+    build, arch, normalizer, translation_batch, lm_batch
+):
+    sample = lm_batch() if "_lm" in arch else translation_batch()
+    flags = ("--attention-normalizer", normalizer, "--multimax-init-std", "0")
+    flags += ("--output-normalizer", normalizer)
+    results = []
+    for model in (build(arch), build(arch + "_multimax", *flags)):
+        lprobs = full_context(model, sample)
+        loss = torch.nn.functional.nll_loss(
+            lprobs.flatten(0, 1), sample["target"].flatten(), ignore_index=1, reduction="sum"
+        )
+        loss.backward()
+        results.append((loss.item(), parameters_of(model)))
+    (stock_loss, stock), (our_loss, ours) = results
+    assert our_loss == pytest.approx(stock_loss, rel=1e-5)
+    assert stock.keys() == ours.keys()
+    scale = max(p.grad.norm() for p in stock.values())
+    for name, parameter in stock.items():
+        difference = (parameter.grad - ours[name].grad).norm()
+        assert difference <= 1e-5 * max(parameter.grad.norm(), 1e-2 * scale), name
+
+
+@pytest.mark.parametrize("arch", ["transformer_lm", "transformer_iwslt_de_en"])
+def test_stock_parameters_load_with_modulators_at_identity(
+    build, arch, translation_batch, lm_batch
+):
+    sample = lm_batch() if "_lm" in arch else translation_batch()
+    stock, ours = build(arch, seed=5).eval(), scatter_modulators(build(arch + "_multimax")).eval()
+    ours.load_state_dict(stock.state_dict())
+    torch.testing.assert_close(full_context(ours, sample), full_context(stock, sample))
+    incomplete = {k: v for k, v in ours.state_dict().items() if "layers.0.self_attn.mod" not in k}
+    with pytest.raises(RuntimeError, match="modulator"):
+        ours.load_state_dict(incomplete)
+
+
+# --- one model, one function -------------------------------------------------------------------
+
+
+def incremental(model, sample, beam=1):
+    """Decode the sample's own targets step by step, each sentence `beam` times."""
+    previous = sample["net_input"]["prev_output_tokens"].repeat_interleave(beam, 0)
+    encoder_out = model.encoder(
+        sample["net_input"]["src_tokens"], sample["net_input"]["src_lengths"]
+    )
+    order = torch.arange(sample["nsentences"]).repeat_interleave(beam)
+    encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
+    state, steps = {}, []
+    for t in range(previous.shape[1]):
+        output = model.decoder(
+            previous[:, : t + 1], encoder_out=encoder_out, incremental_state=state
+        )
+        steps.append(log_probs(model, output))
+    return torch.cat(steps, 1), state
+
+
+@pytest.mark.parametrize("left_pad_source", [True, False])
+@pytest.mark.parametrize("shared_cache", [False, True])
+@pytest.mark.parametrize("beam", [1, 5])
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@torch.no_grad()
+def test_incremental_decoding_is_the_full_context_function(
+    build, translation_batch, flags, beam, shared_cache, left_pad_source
+):
+    sample = translation_batch(left_pad_source=left_pad_source)
+    model = scatter_modulators(build(TRANSLATION[1], *flags)).eval()
+    expected = full_context(model, sample)
+    if shared_cache:
+        for module in attentions(model).values():
+            module.set_beam_size(beam)
+    steps, state = incremental(model, sample, beam)
+    kept = sample["net_input"]["prev_output_tokens"].ne(1)
+    for hypothesis in range(beam):
+        ours = steps[hypothesis::beam]
+        torch.testing.assert_close(ours[kept], expected[kept], **TOLERANCE)
+    if shared_cache and "--no-cross-attention" not in flags:
+        keys = [v["prev_key"].shape[0] for k, v in state.items() if "attn_state" in k]
+        assert sample["nsentences"] in keys
+    # The cache's beam size must not leak into teacher forcing.
+    torch.testing.assert_close(full_context(model, sample), expected)
+
+
+@pytest.mark.parametrize("flags", [(), ("--output-normalizer", "softmax")])
+@torch.no_grad()
+def test_language_model_steps_are_the_full_context_function(build, lm_batch, flags):
+    sample = lm_batch()
+    model = scatter_modulators(build("transformer_lm_multimax", *flags)).eval()
+    expected = full_context(model, sample)
+    tokens, state = sample["net_input"]["src_tokens"], {}
+    for t in range(tokens.shape[1]):
+        output = model(tokens[:, : t + 1], incremental_state=state)
+        step = log_probs(model, output)[:, 0]
+        kept = tokens[:, t].ne(1)
+        torch.testing.assert_close(step[kept], expected[kept, t], **TOLERANCE)
+
+
+@pytest.mark.parametrize("padding", ["source", "target"])
+@torch.no_grad()
+def test_padding_changes_nothing(build, translation_batch, padding):
+    model = scatter_modulators(build(TRANSLATION[1], "--output-normalizer", "multimax")).eval()
+    sample = translation_batch()
+    together = full_context(model, sample)
+    for row, (source_length, target_length) in enumerate(((9, 7), (4, 5), (6, 1))):
+        inputs = {k: v[row : row + 1] for k, v in sample["net_input"].items()}
+        if padding == "source":
+            inputs["src_tokens"] = inputs["src_tokens"][:, -(source_length + 1) :]
+        else:
+            inputs["prev_output_tokens"] = inputs["prev_output_tokens"][:, : target_length + 1]
+        alone = log_probs(model, model(**inputs))
+        torch.testing.assert_close(
+            alone[0, : target_length + 1], together[row, : target_length + 1], rtol=0, atol=1e-5
+        )
+
+
+def score_of(model, sample, row, tokens):
+    """The teacher-forced log-probability of a hypothesis."""
+    previous = torch.cat([torch.tensor([2]), tokens[:-1]])[None]
+    inputs = {
+        "src_tokens": sample["net_input"]["src_tokens"][row : row + 1],
+        "src_lengths": sample["net_input"]["src_lengths"][row : row + 1],
+        "prev_output_tokens": previous,
+    }
+    return log_probs(model, model(**inputs))[0].gather(1, tokens[:, None]).sum()
+
+
+@pytest.mark.parametrize("prefix", [None, [[7, 8], [9, 10], [11, 1]]])
+@pytest.mark.parametrize("beam", [1, 5])
+@torch.no_grad()
+def test_beam_search_scores_are_teacher_forced_scores(
+    build, dictionary, translation_batch, beam, prefix
+):
+    model = scatter_modulators(build(TRANSLATION[1], "--output-normalizer", "multimax")).eval()
+    sample = translation_batch()
+    generator = SequenceGenerator(
+        [model], dictionary, beam_size=beam, max_len_b=12, normalize_scores=False
+    )
+    prefix_tokens = None if prefix is None else torch.tensor(prefix)
+    results = generator.generate([model], sample, prefix_tokens=prefix_tokens)
+    for row, hypotheses in enumerate(results):
+        assert len(hypotheses) == beam
+        for hypothesis in hypotheses:
+            expected = score_of(model, sample, row, hypothesis["tokens"])
+            torch.testing.assert_close(torch.as_tensor(hypothesis["score"]), expected, **TOLERANCE)
+            if prefix is not None:
+                wanted = [token for token in prefix[row] if token != 1]
+                assert hypothesis["tokens"][: len(wanted)].tolist() == wanted
+
+
+# --- what stock Transformers offer -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@torch.no_grad()
+def test_returned_attention_weights_are_a_distribution_over_the_source(
+    build, translation_batch, normalizer
+):
+    model = build(TRANSLATION[1], "--attention-normalizer", normalizer)
+    model = scatter_modulators(model).eval()
+    sample = translation_batch()
+    outputs = {}
+    for layer in (0, 1):
+        for heads in (1, None):
+            _, extra = model(**sample["net_input"], alignment_layer=layer, alignment_heads=heads)
+            weights = outputs[layer, heads] = extra["attn"][0]
+            assert weights.shape == (3, 8, 10)
+            torch.testing.assert_close(weights.sum(-1), torch.ones(3, 8))
+            padded = sample["net_input"]["src_tokens"].eq(1)[:, None].expand_as(weights)
+            assert (weights[padded] == 0).all() and padded.any()
+    assert len({tuple(w.flatten().tolist()) for w in outputs.values()}) == 4
+
+
+def test_checkpointed_activations_give_the_same_gradients(build, translation_batch):
+    sample = translation_batch()
+    gradients = []
+    for flags in ((), ("--checkpoint-activations",)):
+        model = scatter_modulators(build(TRANSLATION[0], *flags))
+        full_context(model, sample).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_layerdrop_drops_layers_with_their_modulators(build, translation_batch):
+    model = build(TRANSLATION[0], "--encoder-layerdrop", "1", "--decoder-layerdrop", "1")
+    full_context(model.train(), translation_batch()).sum().backward()
+    assert all(p.grad is None for n, p in model.named_parameters() if "layers." in n)
+    stock = build("transformer", "--encoder-layerdrop", "1", "--decoder-layerdrop", "1")
+    assert len(list(stock.parameters())) + 6 * 4 == len(list(model.parameters()))
+
+
+def test_layers_to_keep_prunes_a_trained_model(build, translation_batch):
+    model = scatter_modulators(build(TRANSLATION[0])).eval()
+    kept = build(
+        TRANSLATION[0], "--encoder-layers-to-keep", "[1]", "--decoder-layers-to-keep", "[0]"
+    )
+    keep = {"encoder_layers_to_keep": "1", "decoder_layers_to_keep": "0"}
+    cfg = OmegaConf.create({"_name": TRANSLATION[0], **keep})
+    kept.load_state_dict(model.state_dict(), model_cfg=cfg)
+    ours = kept.encoder.layers[0].self_attn.modulator.low_coefficient
+    assert torch.equal(ours, model.encoder.layers[1].self_attn.modulator.low_coefficient)
+
+
+def test_adaptive_inputs_and_softmax(build, lm_batch):
+    flags = "--adaptive-input --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20".split()
+    flags += ["--tie-adaptive-weights", "--adaptive-input-factor", "2", "--adaptive-softmax-factor"]
+    flags += ["2"]
+    with pytest.raises(UsageError, match="--output-normalizer softmax"):
+        build("transformer_lm_multimax", *flags)
+    model = scatter_modulators(
+        build("transformer_lm_multimax", *flags, "--output-normalizer", "softmax")
+    )
+    sample = lm_batch()
+    output = model.eval()(**sample["net_input"])
+    probs = model.get_normalized_probs(output, log_probs=False)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(3, 8))
+    stock = build("transformer_lm", *flags)
+    assert [p.shape for p in parameters_of(model).values()] == [p.shape for p in stock.parameters()]
+
+
+def test_character_embeddings(build, lm_batch):
+    model = build(
+        "transformer_lm_multimax", "--character-embeddings", "--character-filters", "[(1, 8)]"
+    )
+    assert full_context(model.eval(), lm_batch()).shape == (3, 8, 34)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_precision_models_stay_close_and_finite(build, translation_batch, dtype):
+    sample = translation_batch()
+    flags = ("--output-normalizer", "multimax")
+    exact = full_context(scatter_modulators(build(TRANSLATION[0], *flags)).eval(), sample)
+    half = full_context(scatter_modulators(build(TRANSLATION[0], *flags)).to(dtype).eval(), sample)
+    assert half.dtype == torch.float32
+    assert (half - exact).abs().max() < 64 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_autocast_trains(build, translation_batch):
+    model = scatter_modulators(build(TRANSLATION[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        full_context(model, translation_batch()).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_extra_learned_and_zero_keys(translation_batch):
+    """fairseq's learned and zero key (used by other models) may be attended to, never cached."""
+    torch.manual_seed(0)
+    stock = SoftmaxMultiheadAttention(
+        8, 2, add_bias_kv=True, add_zero_attn=True, self_attention=True
+    )
+    x = torch.randn(5, 3, 8)
+    mask = torch.full((5, 5), -math.inf).triu(1)
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    expected, _ = stock(x, x, x, attn_mask=mask, key_padding_mask=padding)
+    ours = MultiheadAttention(stock, "softmax").eval()
+    output, weights = ours(x, x, x, attn_mask=mask, key_padding_mask=padding)
+    torch.testing.assert_close(output, expected)
+    assert weights.shape == (3, 5, 7)
+    state = {}
+    steps = [ours(x[t : t + 1, :1], None, None, incremental_state=state)[0] for t in range(5)]
+    torch.testing.assert_close(torch.cat(steps), expected[:, :1])
+
+
+# --- settings that cannot work -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        (("--encoder-attention-heads", "3"), ("--encoder-attention-heads 3", "16")),
+        (("--decoder-attention-heads", "5"), ("--decoder-attention-heads 5", "16")),
+        (("--multimax-order", "3"), ("--multimax-order 3", "1, 2")),
+        (("--multimax-init-std", "-1"), ("--multimax-init-std -1.0", "0 or more")),
+        (("--attention-normalizer-at", "encoder,decodr"), ("decodr", "encoder, decoder, cross")),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_one_sentence(build, flags, parts):
+    with pytest.raises(UsageError) as error:
+        build(TRANSLATION[0], *flags)
+    message = str(error.value)
+    assert "\n" not in message and all(part in message for part in parts)
+    assert error.value.user_error
+
+
+def test_hydra_settings_reach_the_model_and_slips_are_named(task):
+    settings = {
+        "_name": "transformer_multimax",
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_embed_dim": 8,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "attention_normalizer_at": "cross",
+        "output_normalizer": "multimax",
+    }
+    model = MultimaxTransformerModel.build_model(OmegaConf.create(settings), task)
+    assert [isinstance(m, MultiheadAttention) for m in attentions(model).values()] == [
+        False,
+        False,
+        True,
+    ]
+    assert model.decoder.output_modulator is not None
+    for slip, hint in (
+        ({"attention_normaliser": "softmax"}, "'attention_normalizer'"),
+        ({"attention_normalizer": "sofmax"}, "softmax, multimax"),
+    ):
+        with pytest.raises(UsageError, match=hint):
+            MultimaxTransformerModel.build_model(OmegaConf.create(settings | slip), task)
