@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Averages the parameters of a run's checkpoints into one that every fairseq command reads.
+
+    scripts/average_checkpoints.py CHECKPOINT... --output FILE
+    scripts/average_checkpoints.py SAVE_DIR --last N --output FILE
+
+With --last the N newest numbered checkpoints of the folder are taken, those of updates
+(checkpoint_1_500.pt) if there are any, else those of epochs (checkpoint3.pt).
+"""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+from fairseq import checkpoint_utils
+from omegaconf import OmegaConf
+
+from multimax_fairseq import compat
+
+
+def newest(folder: Path, count: int) -> list[Path]:
+    """The newest `count` numbered checkpoints of a folder."""
+    for pattern in (r"checkpoint_\d+_(\d+)\.pt", r"checkpoint(\d+)\.pt"):
+        numbered = [
+            (int(m[1]), f) for f in folder.iterdir() if (m := re.fullmatch(pattern, f.name))
+        ]
+        if len(numbered) >= count:
+            return [file for _, file in sorted(numbered)[-count:]]
+    raise compat.UsageError(
+        f"'{folder}' holds fewer than {count} numbered checkpoints: lower --last, or train with "
+        "--save-interval-updates and without --no-epoch-checkpoints"
+    )
+
+
+def average(files: list[Path]) -> dict:
+    """The first file's checkpoint with the mean of all files' parameters, summed in float64."""
+    first = checkpoint_utils.load_checkpoint_to_cpu(str(files[0]))
+    totals = {name: p.double() for name, p in first["model"].items()}
+    for file in files[1:]:
+        model = checkpoint_utils.load_checkpoint_to_cpu(str(file))["model"]
+        shapes = {name: p.shape for name, p in model.items()}
+        if shapes != {name: p.shape for name, p in totals.items()}:
+            raise compat.UsageError(
+                f"'{file}' has other parameters than '{files[0]}': average one run's checkpoints"
+            )
+        for name, p in model.items():
+            totals[name] += p.double()
+    # As fairseq saves it: loading made a config object of it, which no checkpoint may hold.
+    first["cfg"] = OmegaConf.to_container(first["cfg"], resolve=True, enum_to_str=True)
+    first["model"] = {
+        name: (total / len(files)).to(first["model"][name].dtype) for name, total in totals.items()
+    }
+    return first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="CHECKPOINT or SAVE_DIR")
+    parser.add_argument("--last", type=int, metavar="N", help="of the folder SAVE_DIR")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    compat.apply()
+    try:
+        files = args.inputs
+        if args.last is not None:
+            if args.last < 1 or len(files) != 1 or not files[0].is_dir():
+                raise compat.UsageError("--last N needs N of at least 1 and one folder")
+            files = newest(files[0], args.last)
+        missing = [str(file) for file in files if not file.is_file()]
+        if missing:
+            raise compat.UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")
+        aside = args.output.with_name(args.output.name + ".part")
+        torch.save(average(files), aside)
+        os.replace(aside, args.output)
+    except (compat.UsageError, OSError) as error:
+        sys.exit(f"average_checkpoints.py: error: {error}")
+    print(f"{args.output}: the mean of {', '.join(file.name for file in files)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Runs the commands as a user does, in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.prefix) / "bin"
+PLUGIN = ("--user-dir", str(ROOT / "multimax_fairseq"))
+
+
+def run(folder, *command, code=0, stdin=None, **environment):
+    """What a command printed, on both streams; it must end with this exit status."""
+    program = BIN / command[0]
+    done = subprocess.run(
+        [str(program if program.exists() else command[0]), *map(str, command[1:])],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        input=stdin,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, done.stdout[-3000:]
+    return done.stdout
+
+
+def refused(folder, *command, code=1, **environment):
+    """The one sentence in which a command that a user got wrong ends."""
+    output = run(folder, *command, code=code, **environment)
+    assert "Traceback" not in output
+    last = output.strip().splitlines()[-1]
+    start = f"{command[0]}: error: "
+    assert last.startswith(start), output[-2000:]
+    return last.removeprefix(start)

@@ -1,0 +1,284 @@
+"""The stock commands on a little real text: from preprocessing to scores, by argparse and hydra."""
+
+import math
+import re
+
+import pytest
+import torch
+from commands import PLUGIN, ROOT, refused, run
+from corpus import ENGLISH, GERMAN
+from fairseq import checkpoint_utils
+
+from multimax_fairseq import Modulator
+from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
+
+DIMS = {"layers": 1, "embed-dim": 16, "ffn-embed-dim": 32, "attention-heads": 2}
+ENCODER, DECODER = (
+    [word for name, value in DIMS.items() for word in (f"--{side}-{name}", str(value))]
+    for side in ("encoder", "decoder")
+)
+TRAIN = [
+    *("--optimizer", "adam", "--lr", "0.005", "--max-tokens", "120", "--max-update", "6"),
+    *("--save-interval-updates", "3", "--no-epoch-checkpoints", "--log-interval", "1"),
+    *("--log-format", "simple", "--seed", "3", "--num-workers", "0", "--multimax-init-std", "0.3"),
+]
+TRANSLATE = [
+    *("--arch", "transformer_iwslt_de_en_multimax", *ENCODER, *DECODER, "--share-all-embeddings"),
+    *("--output-normalizer", "multimax", "--dropout", "0.1", *TRAIN),
+    *("--criterion", "label_smoothed_multimax_cross_entropy", "--label-smoothing", "0.1"),
+]
+MODEL_LANGUAGE = [
+    *("--task", "language_modeling", "--arch", "transformer_lm_multimax", *DECODER),
+    *("--decoder-input-dim", "16", "--decoder-output-dim", "16", "--tokens-per-sample", "32"),
+    *("--share-decoder-input-output-embed", *TRAIN, "--criterion", "multimax_cross_entropy"),
+]
+# fairseq leaves out sentences that do not fill a multiple of its default, 8.
+ALL = ("--required-batch-size-multiple", "1")
+
+
+def parameters(path):
+    return checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
+
+
+def losses(log):
+    return [float(loss) for loss in re.findall(r"train_inner.*? loss=([\d.]+)", log)]
+
+
+def hypotheses(output):
+    """{sentence: (score, text)} of fairseq-generate's best hypotheses."""
+    found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output, re.MULTILINE)
+    return {int(number): (float(score), text) for number, score, text in found}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder with mt/ and lm/, as fairseq-preprocess wrote them."""
+    folder = tmp_path_factory.mktemp("text")
+    for language, lines in (("de", GERMAN.splitlines()), ("en", ENGLISH.splitlines())):
+        for split, part in (("train", lines), ("valid", lines[::3]), ("test", lines[1::3])):
+            (folder / f"{split}.{language}").write_text("\n".join(part) + "\n")
+    pref = ["--trainpref", "train", "--validpref", "valid", "--testpref", "test"]
+    both = ["--source-lang", "de", "--target-lang", "en", "--joined-dictionary"]
+    run(folder, "fairseq-preprocess", *both, *pref, "--destdir", "mt")
+    pref = [f"{word}.en" if word in ("train", "valid", "test") else word for word in pref]
+    run(folder, "fairseq-preprocess", "--only-source", *pref, "--destdir", "lm")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def translation(text):
+    """The log of a trained translation model, whose checkpoints lie in mt-model/."""
+    return run(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--save-dir", "mt-model")
+
+
+@pytest.fixture(scope="session")
+def language_model(text):
+    return run(text, "fairseq-train", "lm", *PLUGIN, *MODEL_LANGUAGE, "--save-dir", "lm-model")
+
+
+@pytest.fixture(scope="session")
+def generated(text, translation):
+    return run(
+        *(text, "fairseq-generate", "mt", *PLUGIN, "--path", "mt-model/checkpoint_last.pt"),
+        *("--beam", "5", "--max-len-b", "12", *ALL),
+    )
+
+
+def test_training_moves_the_modulators_and_lowers_the_loss(text, translation):
+    first, last = (
+        parameters(text / "mt-model" / name) for name in ("checkpoint_1_3.pt", "checkpoint_last.pt")
+    )
+    learned = [name for name in first if "modulator" in name]
+    assert len(learned) == 4 * 4
+    assert all((first[name] != last[name]).any() for name in learned)
+    assert losses(translation)[-1] < losses(translation)[0]
+
+
+def test_a_stopped_run_resumes_to_the_same_model(text, translation):
+    command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--save-dir", "mt-resumed")
+    run(text, *command, "--max-update", "3")
+    resumed = run(text, *command)
+    assert "Loaded checkpoint mt-resumed/checkpoint_last.pt" in resumed
+    once, twice = (
+        parameters(text / folder / "checkpoint_last.pt") for folder in ("mt-model", "mt-resumed")
+    )
+    for name, value in once.items():
+        torch.testing.assert_close(twice[name], value, msg=name)
+
+
+def test_averaged_checkpoint_is_the_mean_and_translates(text, translation):
+    script = str(ROOT / "scripts" / "average_checkpoints.py")
+    output = ("--output", "mt-model/average.pt")
+    run(text, "python", script, "mt-model", "--last", "2", *output)
+    mean, *parts = (
+        parameters(text / "mt-model" / f"{name}.pt")
+        for name in ("average", "checkpoint_1_3", "checkpoint_2_6")
+    )
+    for name, value in mean.items():
+        expected = (parts[0][name].double() + parts[1][name].double()) / 2
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
+    path = ("--path", "mt-model/average.pt", "--max-len-b", "5", *ALL)
+    assert len(hypotheses(run(text, "fairseq-generate", "mt", *PLUGIN, *path))) == 8
+    message = run(text, "python", script, "mt-model", "--last", "9", *output, code=1)
+    assert "fewer than 9" in message and "Traceback" not in message
+
+
+def test_scores_of_hypotheses_are_their_reference_scores(text, generated):
+    found = hypotheses(generated)
+    assert len(found) == 8 and any(hypothesis for _, hypothesis in found.values())
+    (text / "hypotheses.de").write_text((text / "test.de").read_text())
+    (text / "hypotheses.en").write_text("".join(f"{found[i][1]}\n" for i in range(8)))
+    dictionaries = [
+        f"--{side}dict=mt/dict.{language}.txt" for side, language in (("src", "de"), ("tgt", "en"))
+    ]
+    both = ["--source-lang", "de", "--target-lang", "en", "--testpref", "hypotheses"]
+    run(text, "fairseq-preprocess", *both, *dictionaries, "--destdir", "mt-hypotheses")
+    scored = run(
+        *(text, "fairseq-generate", "mt-hypotheses", *PLUGIN, "--score-reference", *ALL),
+        *("--path", "mt-model/checkpoint_last.pt"),
+    )
+    for number, (score, _) in hypotheses(scored).items():
+        assert score == pytest.approx(found[number][0], abs=1e-3)
+
+
+def test_interactive_gives_what_generate_gives(text, generated):
+    found = hypotheses(generated)
+    output = run(
+        *(text, "fairseq-interactive", "mt", *PLUGIN, "--path", "mt-model/checkpoint_last.pt"),
+        *("--beam", "5", "--max-len-b", "12", "--source-lang", "de", "--target-lang", "en"),
+        stdin=(text / "test.de").read_text(),
+    )
+    for number, (score, hypothesis) in hypotheses(output).items():
+        assert hypothesis == found[number][1]
+        assert score == pytest.approx(found[number][0], abs=1e-3)
+
+
+def test_score_of_the_references_themselves_is_perfect(text, generated):
+    for option, figure in (((), "BLEU4 = 100.00"), (("--sacrebleu",), "BLEU = 100.00")):
+        output = run(text, "fairseq-score", "--sys", "test.en", "--ref", "test.en", *option)
+        assert figure in output
+
+
+def test_language_model_is_evaluated_as_it_was_validated(text, language_model):
+    path = ("--path", "lm-model/checkpoint_last.pt", "--gen-subset", "valid", *ALL)
+    shape = ("--tokens-per-sample", "32", "--max-tokens", "120")
+    command = ("fairseq-eval-lm", "lm", *PLUGIN, *path, *shape)
+    plain = run(text, *command)
+    validated = re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", language_model)[-1]
+    assert float(re.search(r"Loss \(base 2\): ([\d.]+)", plain)[1]) == pytest.approx(
+        float(validated), abs=2e-3
+    )
+    with_context = run(text, *command, "--context-window", "16")
+    counts = [re.search(r"Evaluated ([\d,]+) tokens", out)[1] for out in (plain, with_context)]
+    assert counts[0] == counts[1] == str(len((text / "valid.en").read_text().split()) + 8)
+    perplexity = float(re.search(r"Perplexity: ([\d.]+)", with_context)[1])
+    loss = float(re.search(r"Loss \(base 2\): ([\d.]+)", with_context)[1])
+    assert perplexity == pytest.approx(2**loss, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mt", "lm"])
+def test_hydra_trains_the_same_model(text, kind, translation, language_model):
+    model = {
+        f"{side}_{name.replace('-', '_')}": value
+        for name, value in DIMS.items()
+        for side in ("encoder", "decoder")
+    }
+    if kind == "mt":
+        model |= {"_name": "transformer_iwslt_de_en_multimax", "share_all_embeddings": "true"}
+        model |= {"output_normalizer": "multimax", "dropout": 0.1}
+        task = "{_name: translation, data: mt, source_lang: de, target_lang: en}"
+        criterion = "{_name: label_smoothed_multimax_cross_entropy, label_smoothing: 0.1}"
+    else:
+        model = {key: value for key, value in model.items() if key.startswith("decoder")}
+        model |= {"_name": "transformer_lm_multimax", "decoder_input_dim": 16}
+        model |= {"decoder_output_dim": 16, "share_decoder_input_output_embed": "true"}
+        task = "{_name: language_modeling, data: lm, tokens_per_sample: 32}"
+        criterion = "{_name: multimax_cross_entropy}"
+    model["multimax_init_std"] = 0.3
+    settings = ", ".join(f"{key}: {value}" for key, value in model.items())
+    (text / f"{kind}.yaml").write_text(f"""
+hydra: {{run: {{dir: .}}}}
+common: {{user_dir: {PLUGIN[1]}, seed: 3, log_interval: 1, log_format: simple}}
+task: {task}
+dataset: {{max_tokens: 120, num_workers: 0}}
+optimization: {{max_update: 6, lr: [0.005]}}
+optimizer: {{_name: adam}}
+lr_scheduler: {{_name: fixed}}
+criterion: {criterion}
+checkpoint: {{save_dir: {kind}-hydra, no_epoch_checkpoints: true}}
+model: {{{settings}}}
+""")
+    run(text, "fairseq-hydra-train", "--config-dir", text, "--config-name", kind)
+    argparse_model = parameters(text / f"{kind}-model" / "checkpoint_last.pt")
+    for name, value in parameters(text / f"{kind}-hydra" / "checkpoint_last.pt").items():
+        torch.testing.assert_close(value, argparse_model[name], msg=name)
+
+
+def test_a_stock_checkpoint_is_finetuned_from_the_identity(text):
+    """README's command: the first loss is the stock model's on the same data."""
+    softmax = ["--arch", "transformer_iwslt_de_en", *ENCODER, *DECODER, "--share-all-embeddings"]
+    common = ["--dropout", "0", *TRAIN[:-2]]
+    common += ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1"]
+    run(text, "fairseq-train", "mt", *softmax, *common, "--save-dir", "mt-softmax")
+    start = ["--finetune-from-model", "mt-softmax/checkpoint_last.pt", "--max-update", "1"]
+    softmax_log = run(text, "fairseq-train", "mt", *softmax, *common, *start, "--no-save")
+    ours = ["--arch", "transformer_iwslt_de_en_multimax", *softmax[2:], "--output-normalizer"]
+    our_log = run(
+        text, "fairseq-train", "mt", *PLUGIN, *ours, "multimax", *common, *start, "--no-save"
+    )
+    assert "start at identity" in our_log
+    assert losses(our_log)[0] == losses(softmax_log)[0]
+
+
+def test_from_pretrained_translates_as_generate_does(text, generated):
+    model = MultimaxTransformerModel.from_pretrained(
+        str(text / "mt-model"), "checkpoint_last.pt", str(text / "mt")
+    )
+    assert sum(isinstance(module, Modulator) for module in model.modules()) == 4
+    lines = (text / "test.de").read_text().splitlines()
+    translations = model.translate(lines, beam=5, max_len_b=12)
+    assert translations == [
+        hypothesis for _, (_, hypothesis) in sorted(hypotheses(generated).items())
+    ]
+
+
+def test_a_user_dir_of_ones_own_trains(text):
+    small = ["--arch", "transformer_multimax_small", "--encoder-embed-dim", "16"]
+    output = run(
+        *(text, "fairseq-train", "mt", "--user-dir", ROOT / "user_dir", *small, *DECODER),
+        *(*TRAIN[:-2], "--max-update", "1", "--save-dir", "mt-small"),
+        *("--criterion", "label_smoothed_multimax_cross_entropy", "--label-smoothing", "0.1"),
+    )
+    assert math.isfinite(losses(output)[0])
+    learned = {
+        n: p for n, p in parameters(text / "mt-small/checkpoint_last.pt").items() if "mod" in n
+    }
+    assert all(value.shape in ((4, 2), (2, 2)) for value in learned.values())
+    assert {"encoder.", "decoder."} == {name[:8] for name in learned}
+    assert not any(".self_attn." in name for name in learned if name.startswith("decoder."))
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        (["--encoder-attention-heads", "3"], ["--encoder-attention-heads 3", "16"]),
+        (["--multimax-order", "7"], ["--multimax-order 7", "1, 2"]),
+        (["--attention-normalizer-at", "crosss"], ["'crosss'", "encoder, decoder, cross"]),
+    ],
+)
+def test_what_a_user_gets_wrong_ends_in_one_sentence(text, flags, parts):
+    sentence = refused(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags, "--no-save")
+    assert all(part in sentence for part in parts)
+
+
+def test_an_unknown_normalizer_is_named_with_the_known_ones(text):
+    flags = ("--attention-normalizer", "sofmax", "--no-save")
+    output = run(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags, code=2)
+    last = output.strip().splitlines()[-1]
+    assert "sofmax" in last and "multimax" in last
+
+
+def test_the_adaptive_softmax_is_refused_with_the_output_modulator(text):
+    flags = ("--adaptive-softmax-cutoff", "20,40", "--criterion", "adaptive_loss", "--no-save")
+    sentence = refused(text, "fairseq-train", "lm", *PLUGIN, *MODEL_LANGUAGE, *flags)
+    assert "--output-normalizer softmax" in sentence
