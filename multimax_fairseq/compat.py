@@ -7,6 +7,8 @@ package, and the mark that something is patched sits on the patched object.
 """
 
 import argparse
+import ast
+import builtins
 import functools
 import inspect
 import math
@@ -42,6 +44,7 @@ def apply():
     checkpoint_errors()
     numpy_compat()
     token_blocks()
+    last_batch()
     score_command()
     diverse_beams()
     precision_flags()
@@ -184,17 +187,63 @@ def _refused(error, path):
     return None
 
 
+def _is_code(text):
+    """Whether a string calls something that fairseq's eval() would find."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval") if "(" in text else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Call):
+            root = node.func
+            while isinstance(root, ast.Attribute | ast.Subscript):
+                root = root.value
+            if not isinstance(root, ast.Name) or hasattr(builtins, root.id):
+                return True
+            fairseq = [m for name, m in sys.modules.items() if name.split(".")[0] == "fairseq"]
+            if any(hasattr(module, root.id) for module in fairseq):
+                return True
+    return False
+
+
+def _code_in_options(options, name=""):
+    """The first option of a checkpoint that is code, as (name, value); None if there is none."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if isinstance(options, DictConfig):
+        options = OmegaConf.to_container(options, resolve=False)
+    if isinstance(options, argparse.Namespace):
+        options = vars(options)
+    if isinstance(options, dict):
+        pairs = options.items()
+    elif isinstance(options, list | tuple):
+        pairs = ((name, value) for value in options)
+    else:
+        return (name, options) if isinstance(options, str) and _is_code(options) else None
+    return next(filter(None, (_code_in_options(value, key) for key, value in pairs)), None)
+
+
 def checkpoint_errors():
     """torch explains a refused or damaged file in a page that names neither file nor remedy.
 
-    Can go when fairseq says it itself.
+    And options that fairseq keeps as text, such as adaptive_softmax_cutoff, it hands to eval():
+    those of a checkpoint must not call anything. Can go when fairseq does both.
     """
     from fairseq import checkpoint_utils
 
     def make(original):
         def load_checkpoint_to_cpu(path, *args, **kwargs):
             try:
-                return original(path, *args, **kwargs)
+                state = original(path, *args, **kwargs)
+                code = _code_in_options([state.get("args"), state.get("cfg")])
+                if code:
+                    raise CheckpointError(
+                        f"'{path}' is refused: its option {code[0]} is code, {code[1]!r}; "
+                        "get a file from a source that you trust."
+                    )
+                return state
+            except CheckpointError:
+                raise
             except Exception as error:
                 if not _raised_in_torch_load(error):  # such as a missing file
                     if isinstance(error, (KeyError, TypeError, AttributeError)):
@@ -288,6 +337,46 @@ def token_blocks():
 
     _wrap(TokenBlockDataset, "_build_slice_indices", make)
     _wrap(TokenBlockDataset, "__getitem__", make_getitem)
+
+
+def last_batch():
+    """fairseq drops the last batch unless --required-batch-size-multiple (8) divides its size.
+
+    The batch holds the longest sentences; generation and validation lose them without a word
+    (fairseq issue 5036). Training is left alone: one batch more would shuffle all of them
+    otherwise, and a seed would no longer give stock fairseq's numbers. Can go when fairseq keeps
+    the batch.
+    """
+    from fairseq.data import data_utils
+    from fairseq.trainer import Trainer
+
+    training = []
+
+    def make_train_iterator(original):
+        def get_train_iterator(*args, **kwargs):
+            training.append(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                training.pop()
+
+        return get_train_iterator
+
+    def make(original):
+        def batch_by_size(indices, *args, **kwargs):
+            # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
+            if training or kwargs.get("fixed_shapes") is not None:
+                return original(indices, *args, **kwargs)
+            if not isinstance(indices, np.ndarray):
+                indices = np.fromiter(indices, dtype=np.int64)
+            batches = original(indices, *args, **kwargs)
+            kept = sum(map(len, batches))
+            return [*batches, indices[kept:]] if kept < len(indices) else batches
+
+        return batch_by_size
+
+    _wrap(Trainer, "get_train_iterator", make_train_iterator)
+    _wrap(data_utils, "batch_by_size", make)
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -507,10 +596,8 @@ def _explain_mismatch(error):
 def _explain_name(error):
     """A name of this plugin where fairseq or hydra knows none such, or a key misspelt in a YAML."""
     kind = type(error).__name__
-    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
-        if hint := _hint(error.args[0]):
-            return hint
-    if kind in ("MissingConfigException", "ConfigKeyError", "ConfigCompositionException"):
+    hydra_kinds = ("MissingConfigException", "ConfigCompositionException", "ConfigKeyError")
+    if kind == "KeyError" or kind in hydra_kinds:
         name = OUR_NAMES.search(str(error))
         if name and (hint := _hint(name[0])):
             return hint

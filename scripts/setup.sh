@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# Makes .venv at the checkout's root, with everything that training, evaluation and tests need.
+#
+#   scripts/setup.sh
+#   PYTHON=python3.12 scripts/setup.sh
+#   MULTIMAX_TORCH="torch==2.13.0 --index-url URL" scripts/setup.sh
+#
+# PYTHON          the CPython (3.11 or newer) to build with; default python3
+# MULTIMAX_TORCH  what pip is given for torch, such as a build for one CUDA version;
+#                 default: the line in requirements.txt
+#
+# Both are remembered, so later runs need not repeat them. A run with nothing to do ends at once,
+# and one that was interrupted continues.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+requirements=$root/scripts/requirements.txt
+stamp=$venv/setup.stamp
+choice=$venv/setup.torch
+log=$(mktemp)
+pins=$(mktemp)
+trap 'rm -f "$log" "$pins"' EXIT
+
+fail() {
+    printf 'setup.sh: %s\n' "$1" >&2
+    exit 1
+}
+
+# quietly WHAT COMMAND...: one line and a dot every five seconds; all the output if it fails
+quietly() {
+    local what=$1 pid status=0
+    shift
+    printf '%s ' "$what"
+    "$@" >"$log" 2>&1 </dev/null &
+    pid=$!
+    trap 'kill "$pid" 2>/dev/null || true; exit 130' INT TERM
+    local ticks=0
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 0.25
+        ticks=$((ticks + 1))
+        if ((ticks % 20 == 0)); then printf '.'; fi
+    done
+    wait "$pid" || status=$?
+    trap - INT TERM
+    if ((status != 0)); then
+        printf ' failed\n'
+        cat "$log" >&2
+        fail "the step above failed; nothing is lost: mend its cause and run scripts/setup.sh again."
+    fi
+    printf ' done\n'
+}
+
+usable() { "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
+describe() { "$1" -c 'import sys, platform as p; print(p.python_implementation(), p.python_version(), sys.base_prefix)'; }
+
+# An environment that works keeps its interpreter unless PYTHON asks for another.
+if [[ -z ${PYTHON:-} ]] && usable; then
+    python=$venv/bin/python
+else
+    python=${PYTHON:-python3}
+    command -v "$python" >/dev/null || fail "no interpreter '$python'; set PYTHON to a CPython 3.11 or newer."
+fi
+interpreter=$(describe "$python") || fail "'$python' does not run; set PYTHON to a CPython 3.11 or newer."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11) or sys.implementation.name != "cpython")' ||
+    fail "'$python' is ${interpreter% *}; set PYTHON to a CPython 3.11 or newer."
+
+torch=${MULTIMAX_TORCH:-$(cat "$choice" 2>/dev/null || grep '^torch==' "$requirements")}
+wanted=$(
+    cat "$requirements" "$root/pyproject.toml" "$root/multimax_fairseq/startup.pth" - <<<"$torch $interpreter $root" |
+        "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+)
+
+finish() {
+    printf '%s\n' "$1" "Next: source .venv/bin/activate && scripts/quickstart.sh"
+}
+
+if [[ $(cat "$stamp" 2>/dev/null) == "$wanted" ]] && usable; then
+    finish "Nothing to do: $venv is up to date."
+    exit 0
+fi
+
+rm -f "$stamp"
+# Its scripts name the path that it was made at, so one that was moved is as broken as one without pip.
+if ! usable || [[ $(describe "$venv/bin/python") != "$interpreter" ]] ||
+    ! grep -qsF "$venv" "$venv/bin/activate"; then
+    [[ $python != "$venv/bin/python" ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
+    rm -rf "$venv"
+    quietly "Environment (${interpreter% *})" "$python" -m venv "$venv"
+fi
+
+# Neither the user's PYTHONPATH nor a version check of pip's own has a say in what is installed.
+unset PYTHONPATH
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+pip=("$venv/bin/python" -m pip install --no-input)
+
+pinned() { sed -n "s/^\($1\)==.*/&/p" "$requirements"; }
+grep -v '^torch==\|^fairseq-fixed==' "$requirements" >"$pins"
+read -ra torch_words <<<"$torch"
+
+# What packages are built with goes first; torch comes after what it imports, so that an index that
+# holds nothing but torch is enough for it; fairseq compiles against numpy and torch.
+# shellcheck disable=SC2046
+quietly "Build tools" "${pip[@]}" --no-deps $(pinned numpy) $(pinned cython) $(pinned setuptools) $(pinned wheel)
+quietly "Packages pinned in scripts/requirements.txt" "${pip[@]}" --no-deps --no-build-isolation -r "$pins"
+quietly "PyTorch (${torch_words[0]})" "${pip[@]}" "${torch_words[@]}"
+printf '%s\n' "$torch" >"$choice"
+quietly "fairseq: compiles its C++ and Cython parts, about 2 minutes" \
+    "${pip[@]}" --no-build-isolation --no-deps "$(pinned fairseq-fixed)"
+quietly "multimax-fairseq (editable)" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
+quietly "Check" "$venv/bin/python" -c 'import multimax_fairseq, fairseq.models, fairseq.data.token_block_dataset'
+
+printf '%s\n' "$wanted" >"$stamp"
+finish "Ready: $venv"

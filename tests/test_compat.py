@@ -1,0 +1,408 @@
+"""compat.py, fix by fix: the command that fails without it, and what a user's mistake prints."""
+
+import argparse
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import refused, run
+
+from multimax_fairseq import compat
+
+PACKAGE = Path(compat.PACKAGE)
+BIN = Path(sys.prefix) / "bin"
+TINY = [
+    *("--encoder-layers", "1", "--encoder-embed-dim", "8", "--encoder-ffn-embed-dim", "8"),
+    *("--decoder-layers", "1", "--decoder-embed-dim", "8", "--decoder-ffn-embed-dim", "8"),
+    *("--encoder-attention-heads", "2", "--decoder-attention-heads", "2"),
+]
+TRAIN = ["--optimizer", "adam", "--lr", "0.001", "--max-tokens", "400", "--max-update", "2"]
+TRANSLATE = ["--arch", "transformer", *TINY, *TRAIN]
+MODEL_LANGUAGE = ["--task", "language_modeling", "--arch", "transformer_lm", *TINY[6:12], *TRAIN]
+MODEL_LANGUAGE += ["--decoder-attention-heads", "2"]
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """A folder with two toy data sets; mt/ and lm/ are what fairseq-preprocess wrote."""
+    folder = tmp_path_factory.mktemp("toy")
+    draw = random.Random(0)
+    words = [f"w{i}" for i in range(40)]
+    for split, lines in (("train", 60), ("valid", 12), ("test", 12)):
+        text = [" ".join(draw.choices(words, k=draw.randint(3, 9))) for _ in range(lines)]
+        (folder / f"{split}.de").write_text("\n".join(text) + "\n")
+        (folder / f"{split}.en").write_text("\n".join(line.upper() for line in text) + "\n")
+        # Blank lines are blocks of one token under --sample-break-mode eos.
+        (folder / f"{split}.txt").write_text("\n\n".join(text) + "\n")
+    prefixes = ["--trainpref", "train", "--validpref", "valid", "--testpref", "test"]
+    run(folder, "fairseq-preprocess", "-s", "de", "-t", "en", *prefixes, "--destdir", "mt")
+    prefixes = [word + ".txt" if word in ("train", "valid", "test") else word for word in prefixes]
+    run(folder, "fairseq-preprocess", "--only-source", *prefixes, "--destdir", "lm")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def translation(toy):
+    """A stock translation model's checkpoint, which holds a Namespace and numpy arrays."""
+    bleu = ["--eval-bleu", "--eval-bleu-detok", "space", "--eval-bleu-args", '{"max_len_b": 3}']
+    best = ["--best-checkpoint-metric", "bleu", "--maximize-best-checkpoint-metric"]
+    run(toy, "fairseq-train", "mt", *TRANSLATE, *bleu, *best, "--save-dir", "mt-model")
+    return toy / "mt-model" / "checkpoint_best.pt"
+
+
+@pytest.fixture(scope="session")
+def language_model(toy):
+    """A stock language model's checkpoint, trained on blocks of one sentence each."""
+    options = ["--sample-break-mode", "eos", "--tokens-per-sample", "64"]
+    run(toy, "fairseq-train", "lm", *MODEL_LANGUAGE, *options, "--save-dir", "lm-model")
+    return toy / "lm-model" / "checkpoint_best.pt"
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def foreign_globals(path):
+    return set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_only_these_names_are_allowed():
+    multiarrays = ("numpy.core.multiarray", "numpy._core.multiarray")
+    numpy_names = {f"{m}.{name}" for m in multiarrays for name in ("_reconstruct", "scalar")}
+    expected = {"argparse.Namespace", "numpy.dtype", "numpy.ndarray"} | numpy_names
+    assert set(compat.SAFE_GLOBALS) == expected
+    before = set(map(str, torch.serialization.get_safe_globals()))
+    compat.checkpoint_classes()
+    compat.checkpoint_classes()
+    after = torch.serialization.get_safe_globals()
+    added = [entry for entry in after if str(entry) not in before]
+    assert {name for _, name in added} <= expected
+    assert np.dtype not in after and np.ndarray not in after
+
+
+def test_numbers_survive_and_are_saved_as_numpy_saves_them(tmp_path):
+    compat.checkpoint_classes()
+    state = {
+        "counts": np.arange(6, dtype=np.int64).reshape(2, 3).T,
+        "big_endian": np.array([1.5, -2.5], dtype=">f4"),
+        "flag": np.array([True, False]),
+        "best": np.float64(2.5),
+        "args": argparse.Namespace(lr=[0.1], name="x"),
+    }
+    for round_trip in ("first.pt", "second.pt"):  # the second saves what the first loaded
+        torch.save(state, tmp_path / round_trip)
+        assert not foreign_globals(tmp_path / round_trip)
+        loaded = torch.load(tmp_path / round_trip)
+        for name in ("counts", "big_endian", "flag"):
+            np.testing.assert_array_equal(loaded[name], state[name])
+            assert loaded[name].dtype.newbyteorder("=") == state[name].dtype.newbyteorder("=")
+        assert loaded["best"] == 2.5 and loaded["args"] == state["args"]
+        state = loaded
+    assert type(pickle.loads(pickle.dumps(loaded["counts"]))) is np.ndarray
+
+
+@pytest.mark.parametrize("offset,size", [(0, 8), (1 << 20, 1)])
+def test_forged_numpy_types_are_refused(tmp_path, offset, size):
+    """numpy itself would follow a pointer, or read past its memory, that the file made up."""
+    compat.checkpoint_classes()
+
+    class Forged:
+        def __reduce__(self):
+            kind = np.dtype("O" if offset == 0 else "i8")
+            state = (3, "|", None, ("a",), {"a": (kind, offset)}, size, 1, 0)
+            return np.dtype, (f"V{size}", False, True), state
+
+    torch.save({"x": Forged()}, tmp_path / "forged.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "forged.pt")
+
+
+def test_array_must_fill_its_shape():
+    array = compat._pickled_array(compat._PickledArray, (0,), b"b")
+    with pytest.raises(pickle.UnpicklingError):
+        array.__setstate__((1, (1000,), compat._PickledDtype("i8"), False, b"12345678"))
+
+
+def test_translation_checkpoint_loads_and_resumes(toy, translation):
+    state = torch.load(translation, weights_only=False)  # our own file
+    assert isinstance(state["cfg"]["model"], argparse.Namespace)
+    assert any("ndarray" in name for name in torch_names(translation))
+    # Batches of four, so that a sentence's number exceeds its batch's size: see diverse_beams.
+    options = ["--beam", "4", "--diverse-beam-groups", "2", "--batch-size", "4"]
+    output = run(toy, "fairseq-generate", "mt", "--path", translation, *options)
+    assert len(re.findall(r"H-\d+\t", output)) == 12
+    resumed = [*TRANSLATE, "--max-update", "3", "--save-dir", "resumed", "--restore-file"]
+    output = run(toy, "fairseq-train", "mt", *resumed, translation)
+    assert re.search(r"Loaded checkpoint .* \(epoch \d+ @ 2 updates\)", output)
+    assert not any("Pickled" in name for name in torch_names(toy / "resumed/checkpoint_last.pt"))
+
+
+def torch_names(path):
+    """Every global that a checkpoint's pickle names."""
+    import pickletools
+    import zipfile
+
+    with zipfile.ZipFile(path) as archive:
+        member = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        operations = pickletools.genops(archive.read(member))
+        return {argument for opcode, argument, _ in operations if opcode.name == "GLOBAL"}
+
+
+@pytest.mark.parametrize("form", ["zip", "zip, protocol 4", "old torch", "plain pickle"])
+def test_code_in_a_checkpoint_is_refused(tmp_path, form):
+    from fairseq import checkpoint_utils
+
+    compat.apply()
+    marker, path = tmp_path / "marker", tmp_path / "evil.pt"
+    state = {"args": None, "cfg": None, "model": Evil(marker)}
+    if form == "plain pickle":
+        path.write_bytes(pickle.dumps(state))
+    elif form == "old torch":
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    else:
+        torch.save(state, path, pickle_protocol=4 if "4" in form else 2)
+    with pytest.raises(ValueError, match=r"evil\.pt' is refused: it holds \w+\.system") as caught:
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    assert caught.value.user_error
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("value", ["__import__('os').system('x')", "[1, os.system('x')]"])
+def test_code_in_a_checkpoints_options_is_refused(translation, tmp_path, value):
+    """fairseq evaluates some options as Python when it builds the model."""
+    from fairseq import checkpoint_utils
+
+    compat.apply()
+    state = torch.load(translation, weights_only=False)  # our own file
+    state["cfg"]["model"].adaptive_softmax_cutoff = value
+    torch.save(state, tmp_path / "options.pt")
+    with pytest.raises(ValueError, match=r"options\.pt' is refused: .*adaptive_softmax_cutoff"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "options.pt"))
+
+
+@pytest.mark.parametrize(
+    "value", ["(0.9, 0.98)", "[(512, 3)] * 20", "run(1)", "a/b(2).pt", "{'beam': 4}", "f(", ""]
+)
+def test_ordinary_options_are_no_code(value):
+    assert not compat._is_code(value)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
+def test_damaged_checkpoint(translation, tmp_path, keep):
+    from fairseq import checkpoint_utils
+
+    compat.apply()
+    content = translation.read_bytes()
+    path = tmp_path / "cut.pt"
+    path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    with pytest.raises(ValueError, match=r"cut\.pt' is damaged or incomplete.*--restore-file"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+def test_bad_checkpoints_end_commands_in_a_sentence(toy, translation, tmp_path):
+    marker = tmp_path / "marker"
+    torch.save({"model": Evil(marker)}, tmp_path / "evil.pt")
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(translation.read_bytes()[:5000])
+    sentence = refused(toy, "fairseq-generate", "mt", "--path", tmp_path / "evil.pt")
+    assert "evil.pt" in sentence and "system" in sentence
+    sentence = refused(toy, "fairseq-train", "mt", *TRANSLATE, "--no-save", "--restore-file", cut)
+    assert "cut.pt" in sentence and "damaged" in sentence
+    assert not marker.exists()
+
+
+# --- numpy and data ------------------------------------------------------------------------------
+
+
+def blocks(sentences, **options):
+    from fairseq.data import TokenBlockDataset
+
+    compat.apply()
+    data = [torch.tensor(sentence) for sentence in sentences]
+    sizes = np.array([len(sentence) for sentence in sentences])
+    return TokenBlockDataset(data, sizes, pad=1, eos=2, **options)
+
+
+@pytest.mark.parametrize("mode", ["eos", "none", "complete"])
+def test_short_blocks(mode):
+    """A block that ends at its sentence's first token: end - 2 is below zero."""
+    data = blocks([[2], [5, 2], [6, 7, 2]], block_size=1, break_mode=mode, include_targets=True)
+    stream = torch.tensor([2, 5, 2, 6, 7, 2])
+    items = [data[i] for i in range(len(data))]
+    assert torch.equal(torch.cat([target for _, target, _ in items]), stream)
+    for source, target, past_target in items:
+        assert len(source) == len(target) == len(past_target)
+
+
+@pytest.mark.parametrize("length", [65_535, 65_536, 70_000])
+def test_long_blocks(length):
+    data = blocks([[3] * (length - 1) + [2], [4, 2]], block_size=512, break_mode="complete")
+    assert list(data.sizes) == [len(data[i]) for i in range(len(data))] == [length, 2]
+
+
+def test_one_sentence_blocks_train_and_evaluate(toy, language_model):
+    """np.compat in training, and the shortest blocks in evaluation."""
+    options = ["--path", language_model, "--sample-break-mode", "eos", "--tokens-per-sample", "64"]
+    output = run(toy, "fairseq-eval-lm", "lm", *options)
+    tokens = len((toy / "test.txt").read_text().split()) + 23  # an end for each line
+    assert f"Evaluated {tokens} tokens" in output and re.search(r"Perplexity: [\d.]+", output)
+    options = ["--task", "language_modeling", *options, "--batch-size", "5", "--beam", "2"]
+    assert "Translated 23 sentences" in run(toy, "fairseq-generate", "lm", *options)
+
+
+@pytest.mark.parametrize("count", [1, 8, 12, 23])
+@pytest.mark.parametrize("limit", [{"max_sentences": 8}, {"max_tokens": 50}])
+def test_no_batch_is_dropped(count, limit):
+    from fairseq.data import data_utils
+
+    compat.apply()
+    sizes = np.arange(count) % 7 + 3
+    for vector in (sizes, None):
+        batches = data_utils.batch_by_size(
+            np.arange(count), sizes.__getitem__, vector, required_batch_size_multiple=8, **limit
+        )
+        assert np.concatenate(batches).tolist() == list(range(count))
+        assert all(len(batch) < 8 or len(batch) % 8 == 0 for batch in batches)
+
+
+def test_the_plugin_and_the_start_up_hook_share_a_process(toy, tmp_path):
+    """Two copies of compat.py, one patch; and --user-dir multimax_fairseq from any folder."""
+    options = ["--user-dir", "multimax_fairseq", "--sample-break-mode", "eos", "--no-save"]
+    output = run(tmp_path, "fairseq-train", toy / "lm", *MODEL_LANGUAGE, *options)
+    assert "done training" in output and "was not applied" not in output
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def test_score(toy):
+    same = ["-s", "test.en", "-r", "test.en"]
+    output = run(toy, "fairseq-score", *same, "--sacrebleu")
+    assert re.search(r"^BLEU = 100\.00", output, re.MULTILINE)
+    output = run(toy, "fairseq-score", *same, "--sentence-bleu")
+    assert len(re.findall(r"^\d+ BLEU4 = ", output, re.MULTILINE)) == 12
+
+
+def test_bfloat16_and_buckets(toy):
+    """And --num-batch-buckets, which np.percentile without `interpolation` stops."""
+    options = ["--bf16", "--num-batch-buckets", "3", "--no-save"]
+    output = run(toy, "fairseq-train", "mt", *TRANSLATE, *options)
+    assert "done training" in output and "'tpu': False" in output
+
+
+def test_half_precision(toy, translation):
+    """One sentence without a GPU, and an ordinary run with one."""
+    train = ["fairseq-train", "mt", *TRANSLATE, "--no-save", "--fp16"]
+    generate = ["fairseq-generate", "mt", "--path", translation, "--max-len-b", "3", "--fp16"]
+    if torch.cuda.is_available():
+        assert "done training" in run(toy, *train)
+        assert "Generate test" in run(toy, *generate)
+    else:
+        for command in (train, generate):
+            sentence = refused(toy, *command)
+            assert sentence.startswith("--fp16 needs a GPU") and "leave --fp16 out" in sentence
+
+
+# --- a user's mistakes ---------------------------------------------------------------------------
+
+
+def test_missing_files(toy, translation, language_model):
+    sentence = refused(toy, "fairseq-train", "nowhere", *MODEL_LANGUAGE, "--no-save")
+    assert "'nowhere'" in sentence and "fairseq-preprocess" in sentence
+    sentence = refused(toy, "fairseq-generate", "mt", "--path", "nothing.pt")
+    assert "'nothing.pt'" in sentence and "--path" in sentence
+    split = ["--gen-subset", "dev", "--tokens-per-sample", "64"]
+    sentence = refused(toy, "fairseq-eval-lm", "lm", "--path", language_model, *split)
+    assert "'dev'" in sentence and "--gen-subset" in sentence
+    sentence = refused(toy, "fairseq-train", "mt", *TRANSLATE, "--user-dir", "no-plugin")
+    assert "--user-dir 'no-plugin'" in sentence and str(PACKAGE) in sentence
+
+
+def test_plugin_not_loaded(toy, language_model, tmp_path):
+    arch = ["--arch", "transformer_lm_multimax"]
+    sentence = refused(toy, "fairseq-train", "lm", "--task", "language_modeling", *arch, code=2)
+    assert "'transformer_lm_multimax'" in sentence and f"--user-dir {PACKAGE}" in sentence
+
+    state = torch.load(language_model, weights_only=False)  # our own file
+    state["cfg"]["model"]["_name"] = "transformer_lm_multimax"
+    torch.save(state, tmp_path / "ours.pt")
+    sentence = refused(toy, "fairseq-eval-lm", "lm", "--path", tmp_path / "ours.pt")
+    assert "'transformer_lm_multimax'" in sentence and f"--user-dir {PACKAGE}" in sentence
+
+    values = ["task._name=language_modeling", f"task.data={toy / 'lm'}", "dataset.max_tokens=400"]
+    (tmp_path / "run.yaml").write_text(
+        "task: {_name: language_modeling, data: %s}\n"
+        "model: {_name: transformer_lm_multimax}\n"
+        "criterion: {_name: cross_entropy}\n"
+        "optimizer: {_name: adam}\n"
+        "lr_scheduler: {_name: fixed}\n"
+        "dataset: {max_tokens: 400}\n" % (toy / "lm")
+    )
+    config = ["--config-dir", tmp_path, "--config-name", "run"]
+    sentence = refused(tmp_path, "fairseq-hydra-train", *config, *values)
+    assert "'transformer_lm_multimax'" in sentence and f"common.user_dir={PACKAGE}" in sentence
+
+
+def test_traceback_on_request(toy):
+    command = ["fairseq-generate", "mt", "--path", "nothing.pt"]
+    output = run(toy, *command, code=1, MULTIMAX_TRACEBACK="1")
+    assert "Traceback" in output and "Model file not found: nothing.pt" in output
+
+
+def test_only_the_users_errors_are_shortened():
+    class Mine(ValueError):
+        user_error = True
+
+    try:
+        try:
+            raise Mine("--x is 3;\n  give 2")
+        except Mine:
+            raise Exception("Cannot load") from None
+    except Exception as error:
+        assert compat.explain(error) == "--x is 3; give 2"
+    for error in (ValueError("x"), KeyError("x"), RuntimeError("CUDA"), AssertionError("no")):
+        assert compat.explain(error) is None
+    for error in (OSError("x"), IndexError("multimax"), AssertionError()):
+        assert compat.explain(error) is None
+
+
+def test_other_python_processes_never_load_it():
+    """The start-up hook is installed, and idle unless the process is one of fairseq's commands."""
+    import site
+
+    hooks = [Path(folder) / "multimax_fairseq_startup.pth" for folder in site.getsitepackages()]
+    installed = [hook for hook in hooks if hook.exists()]
+    assert installed, "not installed here: run scripts/setup.sh"
+    assert installed[0].read_text() == (PACKAGE / "startup.pth").read_text()
+    check = "import sys; print(len(sys.meta_path), sum('multimax' in m for m in sys.modules))"
+    finders = []
+    for extra in ([], ["fairseq-x"]):
+        command = [sys.executable, "-c", check, *extra]
+        done = subprocess.run(command, capture_output=True, text=True)
+        count, ours = done.stdout.split()
+        assert ours == "0" and done.stderr == ""
+        finders.append(int(count))
+    assert finders[1] == finders[0] + 1
+
+
+def test_apply_twice_changes_nothing():
+    from fairseq import checkpoint_utils, utils
+
+    compat.apply()
+    first = checkpoint_utils.load_checkpoint_to_cpu, utils.import_user_module
+    compat.apply()
+    assert first == (checkpoint_utils.load_checkpoint_to_cpu, utils.import_user_module)
