@@ -344,8 +344,8 @@ def last_batch():
 
     The batch holds the longest sentences; generation and validation lose them without a word
     (fairseq issue 5036). Training is left alone: one batch more would shuffle all of them
-    otherwise, and a seed would no longer give stock fairseq's numbers. Can go when fairseq keeps
-    the batch.
+    otherwise, and a seed would no longer give stock fairseq's numbers; unless nothing is left. Can
+    go when fairseq keeps the batch.
     """
     from fairseq.data import data_utils
     from fairseq.trainer import Trainer
@@ -364,12 +364,12 @@ def last_batch():
 
     def make(original):
         def batch_by_size(indices, *args, **kwargs):
-            # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
-            if training or kwargs.get("fixed_shapes") is not None:
-                return original(indices, *args, **kwargs)
             if not isinstance(indices, np.ndarray):
                 indices = np.fromiter(indices, dtype=np.int64)
             batches = original(indices, *args, **kwargs)
+            # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
+            if (training and batches) or kwargs.get("fixed_shapes") is not None:
+                return batches
             kept = sum(map(len, batches))
             return [*batches, indices[kept:]] if kept < len(indices) else batches
 

@@ -354,6 +354,34 @@ def test_extra_learned_and_zero_keys(translation_batch):
     torch.testing.assert_close(torch.cat(steps), expected[:, :1])
 
 
+def test_hypotheses_that_share_keys_keep_their_masks():
+    torch.manual_seed(0)
+    stock = SoftmaxMultiheadAttention(8, 2, encoder_decoder_attention=True)
+    ours = MultiheadAttention(stock, "multimax", Modulator(init_std=0.5)).eval()
+    ours.set_beam_size(3)
+    query = torch.randn(4, 6, 8)
+    key = torch.randn(5, 2, 8).repeat_interleave(3, 1)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    excluded = torch.rand(4, 5) < 0.4
+    for mask in (excluded, torch.zeros(4, 5).masked_fill(excluded, -1e8)):
+        shared, alone = (
+            ours(
+                query,
+                key,
+                key,
+                key_padding_mask=padding.repeat_interleave(3, 0),
+                incremental_state=state,
+                static_kv=True,
+                attn_mask=mask,
+                need_head_weights=True,
+            )
+            for state in ({}, None)
+        )
+        torch.testing.assert_close(shared, alone)
+        assert (shared[1].masked_select(excluded.expand_as(shared[1])) == 0).all()
+
+
 # --- settings that cannot work -----------------------------------------------------------------
 
 

@@ -99,6 +99,11 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             buffer["prev_key_padding_mask"] = key_padding_mask
             self._set_input_buffer(incremental_state, buffer)
 
+        # Where the hypotheses of a sentence share their keys, they are rows of one attention.
+        beam = batch // k.shape[0]
+        if beam > 1:
+            q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
+            attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
         mask, bias = None, None
         if attn_mask is not None and attn_mask.is_floating_point():
             mask, bias = split_float_mask(attn_mask, EXCLUDED)
@@ -109,13 +114,6 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             mask = padding if mask is None else mask | padding
         k, v, mask, bias = self._with_extra_keys(k, v, mask, bias)
 
-        beam = batch // k.shape[0]
-        if beam > 1:
-            # The hypotheses of a sentence share their keys: they are rows of one attention.
-            q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
-            if attn_mask is not None:
-                mask = mask if mask is None else mask.repeat_interleave(beam, -2)
-                bias = bias if bias is None else bias.repeat(beam, 1)
         probs = attention_probs(
             q,
             k,
