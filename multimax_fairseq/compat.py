@@ -268,20 +268,6 @@ def checkpoint_errors():
 
     _wrap(checkpoint_utils, "load_checkpoint_to_cpu", make)
 
-    def make_restore(original):
-        def load_checkpoint(cfg, trainer, **kwargs):
-            # fairseq trains from scratch when the named file is missing; that is meant only for
-            # the file that a first run has yet to write.
-            path = cfg.restore_file.replace(".pt", (trainer.checkpoint_suffix or "") + ".pt")
-            name = os.path.basename(path)
-            if not name.startswith("checkpoint_last") and not os.path.exists(path):
-                raise UsageError(f"--restore-file '{path}' does not exist; give a checkpoint file.")
-            return original(cfg, trainer, **kwargs)
-
-        return load_checkpoint
-
-    _wrap(checkpoint_utils, "load_checkpoint", make_restore)
-
 
 # --- numpy and data ------------------------------------------------------------------------------
 
@@ -601,6 +587,8 @@ def _explain_name(error):
         name = OUR_NAMES.search(str(error))
         if name and (hint := _hint(name[0])):
             return hint
+    if kind == "ValidationError" and getattr(error, "full_key", None):
+        return f"option '{error.full_key}': {str(error).splitlines()[0]}"
     if kind == "ConfigKeyError" and error.full_key and error.object_type:
         owner = error.object_type.__name__
         return f"there is no option '{error.full_key}' in {owner}; check its name."
@@ -683,6 +671,8 @@ def plain_errors():
             if message.startswith("unrecognized arguments:"):
                 words = [word for word in message.split() if word.startswith(OUR_FLAGS)]
             hint = next(filter(None, map(_hint, words)), None)
+            if message.startswith(tuple(f"argument {flag}" for flag in OUR_FLAGS)):
+                hint = message  # without the hundreds of lines of usage
             if hint:
                 self.exit(2, f"{name}: error: {hint}\n")
             original(self, message)

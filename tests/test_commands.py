@@ -176,38 +176,41 @@ def test_language_model_is_evaluated_as_it_was_validated(text, language_model):
     assert perplexity == pytest.approx(2**loss, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["mt", "lm"])
-def test_hydra_trains_the_same_model(text, kind, translation, language_model):
-    model = {
-        f"{side}_{name.replace('-', '_')}": value
-        for name, value in DIMS.items()
+@pytest.fixture(scope="session")
+def settings(text):
+    """mt.yaml and lm.yaml: what the flags above say."""
+    sides = {
+        side: ", ".join(f"{side}_{name.replace('-', '_')}: {value}" for name, value in DIMS.items())
         for side in ("encoder", "decoder")
     }
-    if kind == "mt":
-        model |= {"_name": "transformer_iwslt_de_en_multimax", "share_all_embeddings": "true"}
-        model |= {"output_normalizer": "multimax", "dropout": 0.1}
-        task = "{_name: translation, data: mt, source_lang: de, target_lang: en}"
-        criterion = "{_name: label_smoothed_multimax_cross_entropy, label_smoothing: 0.1}"
-    else:
-        model = {key: value for key, value in model.items() if key.startswith("decoder")}
-        model |= {"_name": "transformer_lm_multimax", "decoder_input_dim": 16}
-        model |= {"decoder_output_dim": 16, "share_decoder_input_output_embed": "true"}
-        task = "{_name: language_modeling, data: lm, tokens_per_sample: 32}"
-        criterion = "{_name: multimax_cross_entropy}"
-    model["multimax_init_std"] = 0.3
-    settings = ", ".join(f"{key}: {value}" for key, value in model.items())
-    (text / f"{kind}.yaml").write_text(f"""
+    parts = {
+        "mt": f"""
+task: {{_name: translation, data: mt, source_lang: de, target_lang: en}}
+criterion: {{_name: label_smoothed_multimax_cross_entropy, label_smoothing: 0.1}}
+model: {{_name: transformer_iwslt_de_en_multimax, {sides["encoder"]}, {sides["decoder"]},
+  share_all_embeddings: true, output_normalizer: multimax, dropout: 0.1, multimax_init_std: 0.3}}
+""",
+        "lm": f"""
+task: {{_name: language_modeling, data: lm, tokens_per_sample: 32}}
+criterion: {{_name: multimax_cross_entropy}}
+model: {{_name: transformer_lm_multimax, {sides["decoder"]}, decoder_input_dim: 16,
+  decoder_output_dim: 16, share_decoder_input_output_embed: true, multimax_init_std: 0.3}}
+""",
+    }
+    for kind, part in parts.items():
+        (text / f"{kind}.yaml").write_text(f"""{part}
 hydra: {{run: {{dir: .}}}}
 common: {{user_dir: {PLUGIN[1]}, seed: 3, log_interval: 1, log_format: simple}}
-task: {task}
 dataset: {{max_tokens: 120, num_workers: 0}}
 optimization: {{max_update: 6, lr: [0.005]}}
 optimizer: {{_name: adam}}
 lr_scheduler: {{_name: fixed}}
-criterion: {criterion}
 checkpoint: {{save_dir: {kind}-hydra, no_epoch_checkpoints: true}}
-model: {{{settings}}}
 """)
+
+
+@pytest.mark.parametrize("kind", ["mt", "lm"])
+def test_hydra_trains_the_same_model(text, settings, kind, translation, language_model):
     run(text, "fairseq-hydra-train", "--config-dir", text, "--config-name", kind)
     argparse_model = parameters(text / f"{kind}-model" / "checkpoint_last.pt")
     for name, value in parameters(text / f"{kind}-hydra" / "checkpoint_last.pt").items():
@@ -273,9 +276,17 @@ def test_what_a_user_gets_wrong_ends_in_one_sentence(text, flags, parts):
 
 def test_an_unknown_normalizer_is_named_with_the_known_ones(text):
     flags = ("--attention-normalizer", "sofmax", "--no-save")
-    output = run(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags, code=2)
-    last = output.strip().splitlines()[-1]
-    assert "sofmax" in last and "multimax" in last
+    sentence = refused(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags, code=2)
+    assert "--attention-normalizer" in sentence and "'sofmax'" in sentence
+    assert "multimax" in sentence
+
+
+@pytest.mark.parametrize("kind", ["mt", "lm"])
+@pytest.mark.parametrize("slip", ["attention_normalizer=sofmax", "attention_normalyzer=softmax"])
+def test_slips_in_a_yaml_are_named(text, settings, kind, slip):
+    config = ("--config-dir", text, "--config-name", kind)
+    sentence = refused(text, "fairseq-hydra-train", *config, f"+model.{slip}")
+    assert ("sofmax" if "sofmax" in slip else "attention_normalyzer") in sentence
 
 
 def test_the_adaptive_softmax_is_refused_with_the_output_modulator(text):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import scatter_modulators
+from fairseq.modules import FairseqDropout
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
@@ -352,6 +353,15 @@ def test_extra_learned_and_zero_keys(translation_batch):
     state = {}
     steps = [ours(x[t : t + 1, :1], None, None, incremental_state=state)[0] for t in range(5)]
     torch.testing.assert_close(torch.cat(steps), expected[:, :1])
+
+
+@pytest.mark.parametrize("kind", ["transformer", "transformer_lm"])
+def test_dropout_keeps_the_names_that_retain_dropout_modules_knows(build, kind):
+    stock, ours = (
+        [m.module_name for m in build(arch).modules() if isinstance(m, FairseqDropout)]
+        for arch in (kind, f"{kind}_multimax")
+    )
+    assert ours == stock and len(set(ours)) > 2
 
 
 def test_hypotheses_that_share_keys_keep_their_masks():

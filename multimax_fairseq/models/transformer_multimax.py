@@ -15,6 +15,7 @@ from fairseq.models.transformer import (
     base_architecture,
     transformer_iwslt_de_en,
 )
+from fairseq.modules import FairseqDropout
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import (
     TransformerDecoderLayerBase,
@@ -55,8 +56,17 @@ def normalized_attention(attention: nn.Module, cfg, place: str) -> nn.Module:
     return MultiheadAttention(attention, cfg.attention_normalizer, modulator)
 
 
+def keep_dropout_names(module: nn.Module, stock_name: str) -> nn.Module:
+    """Let --retain-dropout-modules know a module's dropout by the name of the stock class."""
+    for child in module.children():
+        if isinstance(child, FairseqDropout) and child.module_name == type(module).__name__:
+            child.module_name = stock_name
+    return module
+
+
 def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     """Apply activation checkpointing and FSDP to a layer as the flags ask."""
+    keep_dropout_names(layer, type(layer).__base__.__name__)
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(
@@ -88,6 +98,7 @@ class MultimaxDecoder(TransformerDecoderBase):
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
+        keep_dropout_names(self, "TransformerDecoder")
         self.output_modulator = None
         if cfg.output_normalizer == "multimax":
             with torch.random.fork_rng(devices=[]):
@@ -167,7 +178,8 @@ class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
 
     @classmethod
     def build_encoder(cls, args, src_dict, embed_tokens):
-        return MultimaxEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+        encoder = MultimaxEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+        return keep_dropout_names(encoder, "TransformerEncoder")
 
     @classmethod
     def build_decoder(cls, args, tgt_dict, embed_tokens):
