@@ -17,7 +17,7 @@ def lines(file: Path) -> list[str]:
 
 def training(log: str) -> list[str]:
     """Parameters, tokens a second (target tokens, the median) and minutes, from fairseq's log."""
-    parameters = re.findall(r"num\. trained: ([\d,]+)", log)[-1]
+    parameters = re.findall(r"num\. shared model params: ([\d,]+)", log)[-1]
     speeds = sorted(float(x) for x in re.findall(r" wps=([\d.]+)", log)) or [0.0]
     seconds = float(re.findall(r"\bwall[ =](\d+)", log)[-1])  # of earlier, interrupted runs too
     return [parameters, f"{speeds[len(speeds) // 2]:,.0f}", f"{seconds / 60:.1f}"]

@@ -143,6 +143,9 @@ def test_quickstart(archives, demo, tmp_path):
         ["language model", "multimax"],
         ["language model", "softmax"],
     ]
+    counts = [int(row.split("|")[3].replace(",", "")) for row in table[2:]]
+    # The multimax twin has 8 scalars more in each of 4 attentions, or in 2 and in the output.
+    assert [counts[0] - counts[1], counts[2] - counts[3]] == [8 * 4, 8 * 3]
     assert "BLEU: nrefs:1|" in done.stdout
     references = (out / "data" / "translation" / "test.en").read_text().splitlines()
     assert all(reference in done.stdout for reference in references[:5])
