@@ -1,5 +1,6 @@
 """scripts/quickstart.sh and data-prep/demo.py, whole, on archives of a few kilobytes made here."""
 
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -76,16 +77,22 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(map(str, command), cwd=cwd, env=ENV, capture_output=True, text=True)
 
 
-def run_and_kill_at(what: str, out: Path, *command: str, cwd: Path) -> None:
-    """Kills the run and all its children once a file matches `what`."""
+def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cwd: Path) -> None:
+    """Sends a signal to the run and all its children once a file matches `what`."""
     process = subprocess.Popen(
         command, cwd=cwd, env=ENV, stdout=subprocess.DEVNULL, start_new_session=True
     )
     while not any(out.glob(what)):
         assert process.poll() is None, f"it ended before there was {what}"
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    os.killpg(process.pid, how)
+    assert process.wait() != 0
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+        pytest.fail("a child goes on by itself")
 
 
 def test_no_sentence_in_two_splits(demo):
@@ -128,14 +135,16 @@ def test_quickstart(archives, demo, tmp_path):
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), "--out", "out", "--updates", "16"]
     command += ["--archive-translation", stated(archives[0]), "--archive-lm", stated(archives[1])]
 
-    run_and_kill_at("data/translation.part/data-bin", out, *command, cwd=tmp_path)
+    run_and_stop_at("data/translation.part/data-bin", signal.SIGKILL, out, *command, cwd=tmp_path)
     assert not (out / "data" / "translation").exists()
-    run_and_kill_at("translation-multimax/checkpoint_*_*.pt", out, *command, cwd=tmp_path)
+    run_and_stop_at(  # as Ctrl-C does
+        "translation-multimax/checkpoint_*_*.pt", signal.SIGINT, out, *command, cwd=tmp_path
+    )
     assert not (out / "translation-multimax" / "model.pt").exists()
 
     done = run(*command, "--compare", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on from checkpoint_" in done.stdout
+    assert "translation-multimax: going on from checkpoint_" in done.stdout
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in row.split("|")[1:3]] for row in table[2:]] == [
         ["Spanish-English", "multimax"],
