@@ -19,8 +19,10 @@ def training(log: str) -> list[str]:
     """Parameters, tokens a second (target tokens, the median) and minutes, from fairseq's log."""
     parameters = re.findall(r"num\. shared model params: ([\d,]+)", log)[-1]
     speeds = sorted(float(x) for x in re.findall(r" wps=([\d.]+)", log)) or [0.0]
-    seconds = float(re.findall(r"\bwall[ =](\d+)", log)[-1])  # of earlier, interrupted runs too
-    return [parameters, f"{speeds[len(speeds) // 2]:,.0f}", f"{seconds / 60:.1f}"]
+    # By the update, because an interrupted run and the one that goes on may both have made some.
+    seconds = dict(re.findall(r"num_updates=(\d+), .*train_wall=(\d+)", log)).values()
+    minutes = sum(map(int, seconds)) / 60
+    return [parameters, f"{speeds[len(speeds) // 2]:,.0f}", f"{minutes:.1f}"]
 
 
 def perplexities(folder: Path, data: Path) -> str:
