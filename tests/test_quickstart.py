@@ -80,7 +80,13 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cwd: Path) -> None:
     """Sends a signal to the run and all its children once a file matches `what`."""
     process = subprocess.Popen(
-        command, cwd=cwd, env=ENV, stdout=subprocess.DEVNULL, start_new_session=True
+        command,
+        cwd=cwd,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        # Tests that run in a shell's background ignore it, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not any(out.glob(what)):
         assert process.poll() is None, f"it ended before there was {what}"
