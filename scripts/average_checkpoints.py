@@ -5,7 +5,7 @@
     scripts/average_checkpoints.py SAVE_DIR --last N --output FILE
 
 With --last the N newest numbered checkpoints of the folder are taken, those of updates
-(checkpoint_1_500.pt) if there are any, else those of epochs (checkpoint3.pt).
+(checkpoint_1_500.pt) if there are enough, else those of epochs (checkpoint3.pt).
 """
 
 import argparse

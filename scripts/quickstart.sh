@@ -55,7 +55,7 @@ if ! python -c 'import fairseq_cli, multimax_fairseq, sacrebleu, sentencepiece, 
 fi
 data=$out/data
 plugin=(--user-dir "$root/multimax_fairseq")
-# fairseq drops the last sentences, of a test set too, that do not fill a multiple of its default 8.
+# With its default of 8, fairseq trains without the last sentences that do not fill a multiple.
 plain=(--cpu --num-workers 0 --required-batch-size-multiple 1)
 # Two models at a time, a thread each: models this small gain a tenth by a second thread, and threads
 # that wait for each other lose far more as soon as something else runs.

@@ -5,6 +5,7 @@ import difflib
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from omegaconf import DictConfig, OmegaConf
 
@@ -117,8 +118,15 @@ def places(args: Any) -> set[str]:
 
 
 def build_modulator(args: Any, num_heads: int | None) -> Modulator:
-    """Return the modulator that the flags ask for; num_heads None shares it."""
-    return Modulator(args.multimax_order, args.multimax_terms, num_heads, args.multimax_init_std)
+    """Return the modulator that the flags ask for; num_heads None shares it.
+
+    Drawn from a fork of the random generator, so that all other parameters, and dropout after
+    them, are those of the stock model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return Modulator(
+            args.multimax_order, args.multimax_terms, num_heads, args.multimax_init_std
+        )
 
 
 def flag(name: str) -> str:

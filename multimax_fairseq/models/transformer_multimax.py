@@ -43,25 +43,22 @@ logger = logging.getLogger(__name__)
 def normalized_attention(attention: nn.Module, cfg, place: str) -> nn.Module:
     """Return fairseq's attention layer with the normalizer that the flags ask for at this place.
 
-    Softmax stays fairseq's own layer. The modulator is drawn from a fork of the random generator,
-    so that all other parameters, and dropout after them, are those of the stock model.
+    Softmax stays fairseq's own layer.
     """
     if cfg.attention_normalizer == "softmax" or place not in places(cfg):
         return attention
     modulator = None
     if cfg.attention_normalizer == "multimax":
-        with torch.random.fork_rng(devices=[]):
-            separate = cfg.multimax_heads == "separate"
-            modulator = build_modulator(cfg, attention.num_heads if separate else None)
+        separate = cfg.multimax_heads == "separate"
+        modulator = build_modulator(cfg, attention.num_heads if separate else None)
     return MultiheadAttention(attention, cfg.attention_normalizer, modulator)
 
 
-def keep_dropout_names(module: nn.Module, stock_name: str) -> nn.Module:
+def keep_dropout_names(module: nn.Module, stock_name: str) -> None:
     """Let --retain-dropout-modules know a module's dropout by the name of the stock class."""
     for child in module.children():
         if isinstance(child, FairseqDropout) and child.module_name == type(module).__name__:
             child.module_name = stock_name
-    return module
 
 
 def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
@@ -89,6 +86,10 @@ class MultimaxDecoderLayer(TransformerDecoderLayerBase):
 
 
 class MultimaxEncoder(TransformerEncoderBase):
+    def __init__(self, cfg, dictionary, embed_tokens, return_fc=False):
+        super().__init__(cfg, dictionary, embed_tokens, return_fc)
+        keep_dropout_names(self, "TransformerEncoder")
+
     def build_encoder_layer(self, cfg):
         return wrap_layer(MultimaxEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
@@ -101,8 +102,7 @@ class MultimaxDecoder(TransformerDecoderBase):
         keep_dropout_names(self, "TransformerDecoder")
         self.output_modulator = None
         if cfg.output_normalizer == "multimax":
-            with torch.random.fork_rng(devices=[]):
-                self.output_modulator = build_modulator(cfg, None)
+            self.output_modulator = build_modulator(cfg, None)
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return wrap_layer(MultimaxDecoderLayer(cfg, no_encoder_attn), cfg)
@@ -178,8 +178,7 @@ class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
 
     @classmethod
     def build_encoder(cls, args, src_dict, embed_tokens):
-        encoder = MultimaxEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
-        return keep_dropout_names(encoder, "TransformerEncoder")
+        return MultimaxEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, args, tgt_dict, embed_tokens):
