@@ -76,6 +76,7 @@ flags_translation=(
 )
 flags_lm=(
     --task language_modeling --arch transformer_lm_multimax "${small[@]:8}" --decoder-layers 2
+    --decoder-input-dim 128 --decoder-output-dim 128
     --share-decoder-input-output-embed --dropout 0.05
     --criterion multimax_cross_entropy
     --tokens-per-sample 128 --sample-break-mode none --batch-size 8 --lr 3e-3 --warmup-updates 150
@@ -102,7 +103,7 @@ train() {
     [[ $2 == multimax ]] || normalizer=(--attention-normalizer "$2" --output-normalizer "$2")
     local command=(fairseq-train "$data/$1/data-bin" "${plugin[@]}" "${@:4}"
         ${normalizer[@]+"${normalizer[@]}"}
-        --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
+        --optimizer adam --adam-betas '(0.9, 0.98)'
         --lr-scheduler polynomial_decay --total-num-update "$updates" --max-update "$updates"
         --save-interval-updates $(((updates + 3) / 4)) --keep-interval-updates 1
         --validate-interval 99 --no-epoch-checkpoints --save-dir "$folder"

@@ -1,5 +1,6 @@
 """The models: one function in every path, and the stock model at the identity."""
 
+import io
 import math
 
 import pytest
@@ -240,6 +241,25 @@ def test_beam_search_scores_are_teacher_forced_scores(
 
 
 # --- what stock Transformers offer -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["default", "output", "separate heads", "cross+self"])
+def test_a_scripted_model_is_the_same_function(build, translation_batch, dictionary, flags):
+    model = scatter_modulators(build(TRANSLATION[0], *FLAGS[flags])).eval()
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(model), file)
+    file.seek(0)
+    sample = translation_batch()
+    scripted, _ = torch.jit.load(file)(**sample["net_input"])
+    assert torch.allclose(scripted, model(**sample["net_input"])[0], atol=1e-5)
+    generator = SequenceGenerator([model], dictionary, beam_size=3, max_len_b=10)
+    source = {name: sample["net_input"][name] for name in ("src_tokens", "src_lengths")}
+    expected = generator({"net_input": source})
+    got = torch.jit.script(generator)({"net_input": source})
+    for row, other in zip(expected, got, strict=True):
+        for hypo, same in zip(row, other, strict=True):
+            assert torch.equal(hypo["tokens"], same["tokens"])
+            assert torch.allclose(hypo["positional_scores"], same["positional_scores"], atol=1e-5)
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)

@@ -12,6 +12,17 @@ from torch import Tensor
 from multimax_fairseq.functional.normalizers import ScoreFunction, normalize
 
 
+def attention_scores(
+    query: Tensor, key: Tensor, bias: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Return attention scores, (B, H, T, S): scale * Q K^T + bias; arguments as below."""
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    # The product of a half-precision pair is rounded once, as in the framework's own attention.
+    scores = (query * scale) @ key.transpose(-2, -1)
+    return scores if bias is None else scores + bias
+
+
 def attention_probs(
     query: Tensor,
     key: Tensor,
@@ -42,11 +53,7 @@ def attention_probs(
     Raises:
         ValueError: an unknown normalizer; multimax without a modulator.
     """
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    # The product of a half-precision pair is rounded once, as in the framework's own attention.
-    scores = (query * scale) @ key.transpose(-2, -1)
-    if bias is not None:
-        scores = scores + bias
+    scores = attention_scores(query, key, bias, scale)
     options: dict[str, Any] = {}
     if normalizer == "multimax":
         if modulator is None:

@@ -48,37 +48,45 @@ def modulate(
     Raises:
         ValueError: one of a pair is missing, shapes differ, or x has no dimension for the heads.
     """
-    for side, coefficient, threshold in (
-        ("low", low_coefficient, low_threshold),
-        ("high", high_coefficient, high_threshold),
-    ):
-        if coefficient is None and threshold is None:
-            continue
-        if coefficient is None or threshold is None:
-            raise ValueError(f"{side}_coefficient and {side}_threshold come together: give both")
-        if coefficient.shape != threshold.shape or coefficient.dim() not in (1, 2):
-            raise ValueError(
-                f"{side}_coefficient {tuple(coefficient.shape)} and {side}_threshold "
-                f"{tuple(threshold.shape)} must both be (order,) or (heads, order)"
-            )
-        if coefficient.dim() == 2 and (x.dim() < 3 or x.shape[-3] != coefficient.shape[0]):
-            raise ValueError(
-                f"parameters for {coefficient.shape[0]} heads need scores with that size in "
-                f"dimension -3, got scores of shape {tuple(x.shape)}"
-            )
+    low = _check("low", x, low_coefficient, low_threshold)
+    high = _check("high", x, high_coefficient, high_threshold)
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
-    parameters = (low_coefficient, low_threshold, high_coefficient, high_threshold)
-    if all(p is None for p in parameters):
+    if not (low or high):
         return x
-    return _Modulate.apply(x, *(None if p is None else p.to(wide) for p in parameters))
+    lc = None if low_coefficient is None else low_coefficient.to(wide)
+    lt = None if low_threshold is None else low_threshold.to(wide)
+    hc = None if high_coefficient is None else high_coefficient.to(wide)
+    ht = None if high_threshold is None else high_threshold.to(wide)
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return _Modulate.apply(x, lc, lt, hc, ht)
+    # TorchScript knows no autograd function of ours, and differentiates the plain form.
+    return _modulated(x, lc, lt, hc, ht)
 
 
-def _entries(parameter: Tensor) -> list[Tensor]:
-    """The parameter's entry of each order, shaped to broadcast over scores (..., heads, T, S)."""
-    if parameter.dim() == 1:
-        return list(parameter.unbind(0))
-    return [entry[:, None, None] for entry in parameter.unbind(1)]
+def _check(side: str, x: Tensor, coefficient: Tensor | None, threshold: Tensor | None) -> bool:
+    """Whether this side has a term; ValueError if its parameters do not fit."""
+    if coefficient is None and threshold is None:
+        return False
+    if coefficient is None or threshold is None:
+        raise ValueError(f"{side}_coefficient and {side}_threshold come together: give both")
+    if coefficient.shape != threshold.shape or coefficient.dim() not in (1, 2):
+        raise ValueError(
+            f"{side}_coefficient {list(coefficient.shape)} and {side}_threshold "
+            f"{list(threshold.shape)} must both be (order,) or (heads, order)"
+        )
+    if coefficient.dim() == 2 and (x.dim() < 3 or x.shape[-3] != coefficient.shape[0]):
+        raise ValueError(
+            f"parameters for {coefficient.shape[0]} heads need scores with that size in "
+            f"dimension -3, got scores of shape {list(x.shape)}"
+        )
+    return True
+
+
+def _entry(parameter: Tensor, order: int) -> Tensor:
+    """The parameter's entry of an order, shaped to broadcast over scores (..., heads, T, S)."""
+    entry = parameter[..., order - 1]
+    return entry if entry.dim() == 0 else entry[:, None, None]
 
 
 def _total(product: Tensor, entry: Tensor) -> Tensor:
@@ -86,10 +94,31 @@ def _total(product: Tensor, entry: Tensor) -> Tensor:
     return product.sum() if entry.dim() == 0 else product.sum_to_size(entry.shape).view(-1)
 
 
-def _distance(x: Tensor, threshold: Tensor, sign: int) -> Tensor:
+def _distance(x: Tensor, threshold: Tensor, sign: int, cap: float = MAX_DISTANCE) -> Tensor:
     """How far x lies beyond the threshold: below it for sign -1, above it for sign 1, else 0."""
     distance = x - threshold if sign > 0 else threshold - x
-    return distance.clamp_(0, MAX_DISTANCE)
+    return distance.clamp_(0, cap)
+
+
+def _add_term(out: Tensor, x: Tensor, coefficient: Tensor, threshold: Tensor, sign: int) -> None:
+    for n in range(1, coefficient.shape[-1] + 1):
+        distance = _distance(x, _entry(threshold, n), sign)
+        out.addcmul_(distance if n == 1 else distance.pow(n), _entry(coefficient, n))
+
+
+def _modulated(
+    x: Tensor,
+    low_coefficient: Tensor | None,
+    low_threshold: Tensor | None,
+    high_coefficient: Tensor | None,
+    high_threshold: Tensor | None,
+) -> Tensor:
+    out = x.clone()
+    if low_coefficient is not None and low_threshold is not None:
+        _add_term(out, x, low_coefficient, low_threshold, -1)
+    if high_coefficient is not None and high_threshold is not None:
+        _add_term(out, x, high_coefficient, high_threshold, 1)
+    return out
 
 
 class _Modulate(torch.autograd.Function):
@@ -105,18 +134,7 @@ class _Modulate(torch.autograd.Function):
         high_threshold: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, low_coefficient, low_threshold, high_coefficient, high_threshold)
-        out = x.clone()
-        for coefficient, threshold, sign in (
-            (low_coefficient, low_threshold, -1),
-            (high_coefficient, high_threshold, 1),
-        ):
-            if coefficient is None or threshold is None:
-                continue
-            orders = zip(_entries(coefficient), _entries(threshold), strict=True)
-            for n, (c, t) in enumerate(orders, start=1):
-                distance = _distance(x, t, sign)
-                out.addcmul_(distance if n == 1 else distance.pow_(n), c)
-        return out
+        return _modulated(x, low_coefficient, low_threshold, high_coefficient, high_threshold)
 
     @staticmethod
     @once_differentiable
@@ -146,8 +164,8 @@ def modulate_backward(
             grads += [None, None]
             continue
         grad_c, grad_t = [], []
-        orders = zip(_entries(coefficient), _entries(threshold), strict=True)
-        for n, (c, t) in enumerate(orders, start=1):
+        for n in range(1, coefficient.shape[-1] + 1):
+            c, t = _entry(coefficient, n), _entry(threshold, n)
             distance = _distance(x, t, sign)
             # The derivative of distance^n by the distance, times the incoming gradient.
             slope = distance.sign() if n == 1 else distance.pow(n - 1).mul_(n)

@@ -13,7 +13,7 @@ ScoreFunction = Callable[[Tensor], Tensor]
 
 
 def softmax(
-    scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, temperature: float = 1.0
+    scores: Tensor, dim: int = -1, mask: Tensor | None = None, temperature: float = 1.0
 ) -> Tensor:
     """Return softmax probabilities over the scores that are not excluded.
 

@@ -109,7 +109,10 @@ class MultimaxDecoder(TransformerDecoderBase):
 
     def output_layer(self, features: Tensor) -> Tensor:
         """Return the modulated logits, (B, T, V), whose softmax is the model's distribution."""
-        logits = super().output_layer(features)
+        # TorchScript knows no super().
+        if self.adaptive_softmax is not None:
+            return features
+        logits = self.output_projection(features)
         return logits if self.output_modulator is None else self.output_modulator(logits)
 
     def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None]:

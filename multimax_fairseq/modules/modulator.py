@@ -1,8 +1,7 @@
 """The modulator's parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +33,10 @@ class Modulator(nn.Module):
         ValueError: an argument out of its range.
     """
 
-    low_coefficient: nn.Parameter | None
-    low_threshold: nn.Parameter | None
-    high_coefficient: nn.Parameter | None
-    high_threshold: nn.Parameter | None
+    low_coefficient: Tensor | None
+    low_threshold: Tensor | None
+    high_coefficient: Tensor | None
+    high_threshold: Tensor | None
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Modulator(nn.Module):
         t_d: Sequence[float] | None,
         b: Sequence[float] | None,
         d: Sequence[float] | None,
-    ) -> Modulator:
+    ) -> Self:
         """Return a modulator with the paper's parameters, as in its Tables 7 and 8.
 
         Args:

@@ -1,19 +1,17 @@
 """fairseq's multi-head attention with the softmax replaced, in every path."""
 
-from __future__ import annotations
-
 import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import attention_probs, split_float_mask
+from multimax_fairseq.functional.attention import (
+    attention_probs,
+    attention_scores,
+    split_float_mask,
+)
 from multimax_fairseq.functional.normalizers import normalizer as find_normalizer
+from multimax_fairseq.functional.normalizers import softmax
 from multimax_fairseq.modules.modulator import Modulator
-
-# fairseq writes "excluded" into float masks as -inf, -1e8 or, in half precision, -1e4.
-EXCLUDED = -1e4
-
-Buffer = dict[str, Tensor | None]
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
@@ -56,7 +54,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         key: Tensor | None,
         value: Tensor | None,
         key_padding_mask: Tensor | None = None,
-        incremental_state: dict[str, Buffer] | None = None,
+        incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
         need_weights: bool = True,
         static_kv: bool = False,
         attn_mask: Tensor | None = None,
@@ -83,14 +81,15 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if before_softmax:
             raise ValueError("before_softmax is not offered: there are no softmax scores here")
         query_length, batch, _ = query.shape
-        buffer: Buffer = {}
+        buffer: dict[str, Tensor | None] = {}
         if incremental_state is not None:
             buffer = self._get_input_buffer(incremental_state)
         q = self._split_heads(self.q_proj(query))
         # Only decoding repeats a sentence for each of its hypotheses, side by side.
         beam = self.beam_size if incremental_state is not None else 1
         if static_kv and beam > 1 and key is not None and key.shape[1] == batch:
-            key = value = key[:, ::beam]
+            key = key[:, ::beam]
+            value = key
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask[::beam]
         k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, buffer, static_kv)
@@ -104,35 +103,48 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if beam > 1:
             q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
-        mask, bias = None, None
+        mask: Tensor | None = None
+        bias: Tensor | None = None
         if attn_mask is not None and attn_mask.is_floating_point():
-            mask, bias = split_float_mask(attn_mask, EXCLUDED)
+            # fairseq writes "excluded" as -inf, -1e8 or, in half precision, -1e4.
+            mask, bias = split_float_mask(attn_mask, -1e4)
         elif attn_mask is not None:
-            mask = attn_mask.bool()
+            mask = attn_mask.to(torch.bool)
         if key_padding_mask is not None:
-            padding = key_padding_mask.bool()[:, None, None]
+            padding = key_padding_mask.to(torch.bool)[:, None, None]
             mask = padding if mask is None else mask | padding
         k, v, mask, bias = self._with_extra_keys(k, v, mask, bias)
 
-        probs = attention_probs(
-            q,
-            k,
-            normalizer=self.normalizer,
-            modulator=self.modulator,
-            mask=mask,
-            bias=bias,
-            scale=self.scaling,
-        )
+        probs = self._probs(q, k, mask, bias)
         attended = self.dropout_module(probs.to(v.dtype)) @ v
         if beam > 1:
-            attended, probs = (
-                t.unflatten(2, (beam, query_length)).transpose(1, 2).flatten(0, 1)
-                for t in (attended, probs)
-            )
+            attended = self._split_beams(attended, beam)
+            probs = self._split_beams(probs, beam)
         output = self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
         if need_head_weights:
             return output, probs.transpose(0, 1)
         return output, probs.mean(1) if need_weights else None
+
+    def _probs(self, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+        if not torch.jit.is_scripting():
+            return attention_probs(
+                q,
+                k,
+                normalizer=self.normalizer,
+                modulator=self.modulator,
+                mask=mask,
+                bias=bias,
+                scale=self.scaling,
+            )
+        # TorchScript finds no function by its name.
+        scores = attention_scores(q, k, bias, self.scaling)
+        if self.modulator is not None:
+            scores = self.modulator(scores)
+        return softmax(scores, -1, mask)
+
+    def _split_beams(self, x: Tensor, beam: int) -> Tensor:
+        """(B, heads, beam T, ...) to (B beam, heads, T, ...)."""
+        return x.unflatten(2, [beam, -1]).transpose(1, 2).flatten(0, 1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(T, B, C) to (B, heads, T, head size)."""
@@ -144,7 +156,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         key: Tensor | None,
         value: Tensor | None,
         key_padding_mask: Tensor | None,
-        buffer: Buffer,
+        buffer: dict[str, Tensor | None],
         static_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Project the keys and values, and join them with the cached ones."""
@@ -153,7 +165,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if static_kv and prev_k is not None and prev_v is not None:
             return prev_k, prev_v, prev_padding
         if self.self_attention:
-            key = value = query
+            key, value = query, query
         elif self.encoder_decoder_attention:
             value = key
         assert key is not None and value is not None
@@ -169,14 +181,17 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         self, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Append the learned and the zero key, which everybody may attend to; never cached."""
-        extra = []
+        keys, values = [k], [v]
+        shape = (k.shape[0], self.num_heads, 1, self.head_dim)
         if self.bias_k is not None:
-            extra.append((self._split_heads(self.bias_k), self._split_heads(self.bias_v)))
+            keys.append(self._split_heads(self.bias_k).expand(shape))
+            values.append(self._split_heads(self.bias_v).expand(shape))
         if self.add_zero_attn:
-            extra.append((k.new_zeros(1, 1, 1, 1), v.new_zeros(1, 1, 1, 1)))
-        for extra_k, extra_v in extra:
-            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
-            k = torch.cat([k, extra_k.expand(shape)], 2)
-            v = torch.cat([v, extra_v.expand(shape)], 2)
-            mask, bias = (t if t is None else nn.functional.pad(t, (0, 1)) for t in (mask, bias))
+            keys.append(k.new_zeros(shape))
+            values.append(v.new_zeros(shape))
+        extra = len(keys) - 1
+        if extra > 0:
+            k, v = torch.cat(keys, 2), torch.cat(values, 2)
+            mask = None if mask is None else nn.functional.pad(mask, [0, extra])
+            bias = None if bias is None else nn.functional.pad(bias, [0, extra])
         return k, v, mask, bias
