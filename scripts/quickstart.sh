@@ -6,7 +6,7 @@
 #   scripts/quickstart.sh --compare       and their softmax twins: all else equal
 #
 #   --out DIR       where all of it goes; default quickstart/ in the checkout
-#   --updates N     of each model, to try something out; default 3200 and 1300
+#   --updates N     of each model, to try something out; default 3200 and 2600
 #   --archive-translation FILE, --archive-lm FILE
 #                   the data's archives, got by hand; see data-prep/demo.py
 #
@@ -18,7 +18,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=$root/quickstart
 normalizers=(multimax)
 updates_translation=3200
-updates_lm=1300
+updates_lm=2600
 archives=()
 
 fail() {

@@ -72,6 +72,45 @@ def softmax(scores, excluded=None):
     return probs
 
 
+def _over_kept(mapping, scores, excluded):
+    """Apply a mapping of a list of scores to what each row keeps; zero elsewhere."""
+    probs = np.zeros(scores.shape)
+    for row in np.ndindex(scores.shape[:-1]):
+        kept = ~np.broadcast_to(excluded, scores.shape)[row]
+        if kept.any():
+            probs[row][kept] = mapping(scores[row][kept])
+    return probs
+
+
+def entmax(scores, excluded, alpha):
+    """p_i = [(alpha - 1) x_i - tau]_+ ^ (1 / (alpha - 1)), with tau by bisection."""
+
+    def mapping(x):
+        x = (alpha - 1) * x
+        low, high = x.max() - 1, x.max()
+        for _ in range(200):
+            tau = (low + high) / 2
+            probs = np.maximum(x - tau, 0) ** (1 / (alpha - 1))
+            low, high = (tau, high) if probs.sum() > 1 else (low, tau)
+        return probs
+
+    return _over_kept(mapping, scores, excluded)
+
+
+def topk(scores, excluded, k):
+    return _over_kept(
+        lambda x: softmax(x, x < sorted(x)[-min(k, len(x))]), np.asarray(scores), excluded
+    )
+
+
+def evsoftmax(scores, excluded, training=False):
+    def mapping(x):
+        weights = ((x >= x.mean()) + (1e-6 if training else 0.0)) * np.exp(x - x.max())
+        return weights / weights.sum()
+
+    return _over_kept(mapping, scores, excluded)
+
+
 def attention(query, key, value, map_scores, excluded=None):
     """softmax(map_scores(Q K^T / sqrt(D))) V."""
     scores = np.einsum("bhtd,bhsd->bhts", query, key) / math.sqrt(query.shape[-1])

@@ -184,7 +184,14 @@ def test_identity_modulator_is_softmax():
 
 
 def battery():
-    return {"softmax": {"temperature": 0.7}, "multimax": {"modulator": far_modulator()}}
+    return {
+        "softmax": {"temperature": 0.7},
+        "multimax": {"modulator": far_modulator()},
+        "topk": {"k": 3},
+        "sparsemax": {},
+        "entmax15": {},
+        "evsoftmax": {},
+    }
 
 
 def test_the_battery_covers_every_normalizer():
@@ -243,6 +250,37 @@ class TestEveryNormalizer:
         torch.testing.assert_close(probs, normalize(name, x.T.contiguous(), **options))
         extreme = torch.tensor([1e4, -1e4, 0.0], dtype=dtype)
         assert normalize(name, extreme, **options).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name, options, expected",
+    [
+        ("topk", {"k": 3}, lambda x, mask: reference.topk(x, mask, 3)),
+        ("sparsemax", {}, lambda x, mask: reference.entmax(x, mask, 2)),
+        ("entmax15", {}, lambda x, mask: reference.entmax(x, mask, 1.5)),
+        ("evsoftmax", {}, reference.evsoftmax),
+        ("evsoftmax", {"training": True}, lambda x, mask: reference.evsoftmax(x, mask, True)),
+    ],
+)
+def test_rivals_equal_their_references(name, options, expected):
+    x = random_scores(6, 9)
+    mask = torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[2] = True
+    probs = normalize(name, x, mask=mask, **options)
+    np.testing.assert_allclose(probs, expected(x.numpy(), mask.numpy()), atol=1e-12)
+
+
+def test_rivals_reach_their_limits():
+    x = random_scores(4, 7)
+    torch.testing.assert_close(normalize("topk", x, k=7), x.softmax(-1))
+    assert torch.equal(normalize("topk", x, k=1), F.one_hot(x.argmax(-1), 7).double())
+    equal = torch.full((1, 3), 0.1)  # of which rounding puts the mean above each
+    for name, options in battery().items():
+        torch.testing.assert_close(
+            normalize(name, equal, **options).double(), torch.full((1, 3), 1 / 3).double()
+        )
+    with pytest.raises(ValueError, match="0"):
+        normalize("topk", x, k=0)
 
 
 def test_unknown_normalizer_temperature_and_mask_are_refused():

@@ -26,6 +26,10 @@ FLAGS = {
     "cross alone": ("--attention-normalizer-at", "cross"),
     "pre-norm": ("--encoder-normalize-before", "--decoder-normalize-before"),
     "cross+self": ("--cross-self-attention", "--no-cross-attention"),
+    "topk": ("--attention-normalizer", "topk", "--topk", "3"),
+    "sparsemax": ("--attention-normalizer", "sparsemax"),
+    "entmax15": ("--attention-normalizer", "entmax15"),
+    "evsoftmax": ("--attention-normalizer", "evsoftmax"),
 }
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
@@ -90,7 +94,7 @@ def test_modulators_differ_from_each_other_and_leave_the_shared_weights_alone(bu
 # --- the identity is stock fairseq -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("normalizer", ["softmax", "multimax"])
 @pytest.mark.parametrize("arch", ["transformer_lm", "transformer_iwslt_de_en"])
 def test_identity_gives_stock_loss_and_gradients(
     build, arch, normalizer, translation_batch, lm_batch
@@ -262,12 +266,17 @@ def test_a_scripted_model_is_the_same_function(build, translation_batch, diction
             assert torch.allclose(hypo["positional_scores"], same["positional_scores"], atol=1e-5)
 
 
+def test_what_cannot_be_scripted_says_so(build):
+    with pytest.raises(ValueError, match="'entmax15' has no TorchScript form"):
+        torch.jit.script(build(TRANSLATION[0], *FLAGS["entmax15"]))
+
+
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @torch.no_grad()
 def test_returned_attention_weights_are_a_distribution_over_the_source(
     build, translation_batch, normalizer
 ):
-    model = build(TRANSLATION[1], "--attention-normalizer", normalizer)
+    model = build(TRANSLATION[1], "--attention-normalizer", normalizer, "--topk", "5")
     model = scatter_modulators(model).eval()
     sample = translation_batch()
     outputs = {}
@@ -422,6 +431,7 @@ def test_hypotheses_that_share_keys_keep_their_masks():
         (("--decoder-attention-heads", "5"), ("--decoder-attention-heads 5", "16")),
         (("--multimax-order", "3"), ("--multimax-order 3", "1, 2")),
         (("--multimax-init-std", "-1"), ("--multimax-init-std -1.0", "0 or more")),
+        (("--attention-normalizer", "topk"), ("--topk K",)),
         (("--attention-normalizer-at", "encoder,decodr"), ("decodr", "encoder, decoder, cross")),
     ],
 )
@@ -453,7 +463,7 @@ def test_hydra_settings_reach_the_model_and_slips_are_named(task):
     assert model.decoder.output_modulator is not None
     for slip, hint in (
         ({"attention_normaliser": "softmax"}, "'attention_normalizer'"),
-        ({"attention_normalizer": "sofmax"}, "softmax, multimax"),
+        ({"attention_normalizer": "sofmax"}, "softmax, multimax, topk"),
     ):
         with pytest.raises(UsageError, match=hint):
             MultimaxTransformerModel.build_model(OmegaConf.create(settings | slip), task)

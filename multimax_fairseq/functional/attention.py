@@ -28,10 +28,10 @@ def attention_probs(
     key: Tensor,
     *,
     normalizer: str = "multimax",
-    modulator: ScoreFunction | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return attention probabilities.
 
@@ -42,10 +42,10 @@ def attention_probs(
         query: (B, H, T, D).
         key: (B, H, S, D).
         normalizer: a key of `NORMALIZERS`.
-        modulator: for multimax.
         mask: bool, broadcastable to (B, H, T, S); True excludes.
         bias: added to the scores before they are normalised.
         scale: default 1 / sqrt(D).
+        options: as `normalize`; multimax needs its `modulator`.
 
     Returns:
         (B, H, T, S), in float32 or wider.
@@ -54,11 +54,8 @@ def attention_probs(
         ValueError: an unknown normalizer; multimax without a modulator.
     """
     scores = attention_scores(query, key, bias, scale)
-    options: dict[str, Any] = {}
-    if normalizer == "multimax":
-        if modulator is None:
-            raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
-        options["modulator"] = modulator
+    if normalizer == "multimax" and options.get("modulator") is None:
+        raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
     return normalize(normalizer, scores, mask=mask, **options)
 
 
@@ -73,6 +70,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return attention outputs, with the arguments of torch's function of the same name.
 
@@ -89,6 +87,7 @@ def scaled_dot_product_attention(
         is_causal: query t attends to keys up to t; together with attn_mask, both hold.
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
+        options: what else the normalizer takes, as `normalize`.
 
     Returns:
         (B, H, T, D), in the dtype of value.
@@ -106,14 +105,10 @@ def scaled_dot_product_attention(
             query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
         ).triu(1)
         excluded = future if excluded is None else excluded | future
+    if modulator is not None:
+        options["modulator"] = modulator
     probs = attention_probs(
-        query,
-        key,
-        normalizer=normalizer,
-        modulator=modulator,
-        mask=excluded,
-        bias=bias,
-        scale=scale,
+        query, key, normalizer=normalizer, mask=excluded, bias=bias, scale=scale, **options
     )
     return F.dropout(probs, dropout_p).to(value.dtype) @ value
 

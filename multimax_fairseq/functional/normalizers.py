@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import entmax
 import torch
 from torch import Tensor
+
+# What EvSoftmax leaves of a score below the mean in training, so that its gradient does not vanish.
+EV_TRAINING_FACTOR = 1e-6
 
 # Scores to modulated scores; in practice a `Modulator`.
 ScoreFunction = Callable[[Tensor], Tensor]
@@ -34,7 +38,7 @@ def softmax(
     """
     if not temperature > 0:
         raise ValueError(f"the temperature must be above 0, got {temperature}")
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    wide = _wide(scores)
     if temperature != 1:
         wide = wide / temperature
     if mask is None:
@@ -79,11 +83,112 @@ def log_multimax(
     Returns:
         The shape of x, in float32 or wider; a row that is wholly excluded is -inf.
     """
-    wide = modulator(x)
-    wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
+    wide = _wide(modulator(x))
     if mask is None:
         return wide.log_softmax(dim)
     return _exclude(wide, dim, mask).log_softmax(dim).masked_fill(mask, -torch.inf)
+
+
+def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -> Tensor:
+    """Return softmax probabilities over the k largest scores, zero elsewhere.
+
+        p_i = [x_i >= x_(k)] exp(x_i) / sum_j [x_j >= x_(k)] exp(x_j)    (Gupta et al. 2021)
+    Equivalent to: torch.softmax(scores.masked_fill(scores < scores.topk(k)[0][..., -1:], -inf), -1)
+
+    Args:
+        scores, dim, mask: as `softmax`; k counts what is not excluded.
+        k: at least 1. Scores equal to the k-th largest are kept with it.
+
+    Returns:
+        The shape of scores, in float32 or wider.
+
+    Raises:
+        ValueError: k is below 1; the mask is not bool.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+
+    def mapping(wide: Tensor) -> Tensor:
+        length = wide.shape[dim]
+        if k >= length:
+            return wide.softmax(dim)
+        least = wide.detach().topk(k, dim, sorted=True).values.narrow(dim, k - 1, 1)
+        return wide.masked_fill(wide < least, -torch.inf).softmax(dim)
+
+    return _over_allowed(mapping, scores, dim, mask)
+
+
+def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """Return the point of the probability simplex that is nearest to the scores.
+
+        p_i = max(x_i - tau, 0), tau such that they sum to one     (Martins and Astudillo 2016)
+    Equivalent to: entmax.sparsemax(scores.masked_fill(mask, -inf), dim)
+
+    Args, Returns, Raises: as `softmax`.
+    """
+    return _over_allowed(lambda wide: entmax.sparsemax(wide, dim), scores, dim, mask)
+
+
+def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """Return 1.5-entmax probabilities, between softmax and sparsemax.
+
+        p_i = max(x_i / 2 - tau, 0)^2, tau such that they sum to one      (Peters et al. 2019)
+    Equivalent to: entmax.entmax15(scores.masked_fill(mask, -inf), dim)
+
+    Args, Returns, Raises: as `softmax`.
+    """
+    return _over_allowed(lambda wide: entmax.entmax15(wide, dim), scores, dim, mask)
+
+
+def evsoftmax(
+    scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, training: bool = False
+) -> Tensor:
+    """Return softmax probabilities over the scores that are not below their mean.
+
+        p_i = w_i exp(x_i) / sum_k w_k exp(x_k), w_i = [x_i >= mean(x)]     (Chen et al. 2021)
+    Equivalent to: torch.softmax(scores.masked_fill(scores < scores.mean(-1, True), -inf), -1)
+
+    Args:
+        scores, dim, mask: as `softmax`; the mean is over what is not excluded.
+        training: w_i is 1 + 1e-6 and 1e-6, so that low scores get gradients.
+
+    Returns:
+        The shape of scores, in float32 or wider.
+
+    Raises:
+        ValueError: the mask is not bool.
+    """
+
+    def mapping(wide: Tensor) -> Tensor:
+        fixed = wide.detach()
+        allowed = fixed > -torch.inf
+        # Divided before they are added: a sum of the largest scores would overflow.
+        share = fixed / allowed.sum(dim, keepdim=True).clamp(min=1)
+        mean = share.masked_fill(~allowed, 0.0).sum(dim, keepdim=True)
+        # Rounding may put the mean of equal scores above all of them.
+        kept = fixed >= torch.minimum(mean, fixed.amax(dim, keepdim=True))
+        if not training:
+            return wide.masked_fill(~kept, -torch.inf).softmax(dim)
+        factor = kept.to(wide.dtype) + EV_TRAINING_FACTOR
+        return (wide + factor.log()).softmax(dim)
+
+    return _over_allowed(mapping, scores, dim, mask)
+
+
+def _wide(scores: Tensor) -> Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def _over_allowed(
+    mapping: Callable[[Tensor], Tensor], scores: Tensor, dim: int, mask: Tensor | None
+) -> Tensor:
+    """Apply a mapping that gives -inf the probability 0 to the scores that are not excluded."""
+    wide = _wide(scores)
+    if wide.numel() == 0:
+        return wide
+    if mask is None:
+        return mapping(wide)
+    return mapping(_exclude(wide, dim, mask)).masked_fill(mask, 0.0)
 
 
 def _exclude(scores: Tensor, dim: int, mask: Tensor) -> Tensor:
@@ -101,7 +206,14 @@ def _exclude(scores: Tensor, dim: int, mask: Tensor) -> Tensor:
 
 
 # name -> function(scores, dim, mask, **options)
-NORMALIZERS: dict[str, Callable[..., Tensor]] = {"softmax": softmax, "multimax": multimax}
+NORMALIZERS: dict[str, Callable[..., Tensor]] = {
+    "softmax": softmax,
+    "multimax": multimax,
+    "topk": topk,
+    "sparsemax": sparsemax,
+    "entmax15": entmax15,
+    "evsoftmax": evsoftmax,
+}
 
 
 def normalize(
@@ -114,7 +226,8 @@ def normalize(
     Args:
         name: a key of `NORMALIZERS`.
         scores, dim, mask: as `multimax`.
-        options: what the mapping takes: `temperature` (softmax), `modulator` (multimax).
+        options: what the mapping takes: `temperature` (softmax), `modulator` (multimax),
+            `k` (topk), `training` (evsoftmax).
 
     Returns:
         The shape of scores, in float32 or wider.

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -27,6 +27,10 @@ class NormalizerConfig(FairseqDataclass):
             "help": "comma-separated attentions that get it: encoder and decoder self-attention, "
             "cross-attention; the others keep softmax"
         },
+    )
+    # fairseq's parser cannot read `int | None`.
+    topk: Optional[int] = field(  # noqa: UP045
+        default=None, metadata={"help": "how many scores the attention normalizer topk keeps"}
     )
     output_normalizer: ChoiceEnum(["softmax", "multimax"]) = field(  # type: ignore[valid-type]
         default="multimax", metadata={"help": "mapping from logits to word probabilities"}
@@ -77,6 +81,10 @@ def check(args: Any) -> None:
                 f"{flag(name)} {value} is not known: choose one of {', '.join(map(str, choices))}"
             )
     places(args)
+    if args.attention_normalizer == "topk" and not (args.topk or 0) > 0:
+        raise UsageError(
+            f"--attention-normalizer topk needs --topk K with a K of at least 1, got {args.topk}"
+        )
     if not args.multimax_init_std >= 0:
         raise UsageError(
             f"--multimax-init-std {args.multimax_init_std} must not be negative: give 0 or more"

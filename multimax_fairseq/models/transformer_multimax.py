@@ -51,7 +51,8 @@ def normalized_attention(attention: nn.Module, cfg, place: str) -> nn.Module:
     if cfg.attention_normalizer == "multimax":
         separate = cfg.multimax_heads == "separate"
         modulator = build_modulator(cfg, attention.num_heads if separate else None)
-    return MultiheadAttention(attention, cfg.attention_normalizer, modulator)
+    options = {"k": cfg.topk} if cfg.attention_normalizer == "topk" else {}
+    return MultiheadAttention(attention, cfg.attention_normalizer, modulator, **options)
 
 
 def keep_dropout_names(module: nn.Module, stock_name: str) -> None:

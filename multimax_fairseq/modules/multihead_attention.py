@@ -26,6 +26,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             use it further.
         normalizer: a key of `NORMALIZERS`.
         modulator: for multimax.
+        options: what else the normalizer takes, as `normalize`.
 
     Raises:
         ValueError: an unknown normalizer, or a layer that computes its own softmax (xFormers).
@@ -36,6 +37,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         softmax_attention: SoftmaxMultiheadAttention,
         normalizer: str,
         modulator: Modulator | None = None,
+        **options: int,
     ) -> None:
         nn.Module.__init__(self)
         if softmax_attention.use_xformers:
@@ -47,6 +49,15 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         self.__dict__.update(softmax_attention.__dict__)
         self.normalizer = normalizer
         self.modulator = modulator
+        self.options = options
+
+    def __prepare_scriptable__(self) -> "MultiheadAttention":
+        if self.normalizer not in ("softmax", "multimax"):
+            raise ValueError(
+                f"the attention normalizer {self.normalizer!r} has no TorchScript form: only "
+                "models with softmax and multimax can be scripted"
+            )
+        return self
 
     def forward(
         self,
@@ -127,20 +138,25 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
     def _probs(self, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
         if not torch.jit.is_scripting():
-            return attention_probs(
-                q,
-                k,
-                normalizer=self.normalizer,
-                modulator=self.modulator,
-                mask=mask,
-                bias=bias,
-                scale=self.scaling,
-            )
+            return self._named_probs(q, k, mask, bias)
         # TorchScript finds no function by its name.
         scores = attention_scores(q, k, bias, self.scaling)
         if self.modulator is not None:
             scores = self.modulator(scores)
         return softmax(scores, -1, mask)
+
+    @torch.jit.unused
+    def _named_probs(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        options = dict(self.options)
+        if self.modulator is not None:
+            options["modulator"] = self.modulator
+        if self.normalizer == "evsoftmax":
+            options["training"] = self.training
+        return attention_probs(
+            q, k, normalizer=self.normalizer, mask=mask, bias=bias, scale=self.scaling, **options
+        )
 
     def _split_beams(self, x: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, ...) to (B beam, heads, T, ...)."""
