@@ -5,6 +5,7 @@ fairseq (and of the processes that such a one spawns); all other processes never
 """
 
 import importlib.util
+import logging
 import os
 import sys
 
@@ -29,8 +30,18 @@ def _apply():
     spec = importlib.util.spec_from_file_location("_multimax_fairseq_compat", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    module.apply()
+    # The command sets up logging before it imports fairseq, and so does fairseq itself: whoever
+    # comes first wins. Here fairseq comes first, so what it sets up is taken back.
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    logging.disable(logging.INFO)
+    try:
+        spec.loader.exec_module(module)
+        module.apply()
+    finally:
+        logging.disable(logging.NOTSET)
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 # Python reads a virtual environment's .pth files twice.

@@ -9,16 +9,20 @@ With --last the N newest numbered checkpoints of the folder are taken, those of 
 """
 
 import argparse
+import logging
 import os
 import re
 import sys
 from pathlib import Path
 
 import torch
-from fairseq import checkpoint_utils
-from omegaconf import OmegaConf
 
-from multimax_fairseq import compat
+# fairseq tells everybody who imports it what speech synthesis would need.
+logging.getLogger("fairseq").setLevel(logging.WARNING)
+from fairseq import checkpoint_utils  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+
+from multimax_fairseq import compat  # noqa: E402
 
 
 def newest(folder: Path, count: int) -> list[Path]:

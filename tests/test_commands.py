@@ -98,6 +98,13 @@ def test_training_moves_the_modulators_and_lowers_the_loss(text, translation):
     assert losses(translation)[-1] < losses(translation)[0]
 
 
+def test_logs_are_the_stock_commands_own(translation, generated):
+    for log, name in ((translation, "train_inner"), (generated, "fairseq_cli.generate")):
+        stamp = rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \| INFO \| {name} \| "
+        assert re.search(stamp, log, re.MULTILINE)
+        assert not re.search(r"^INFO:", log, re.MULTILINE)
+
+
 def test_a_stopped_run_goes_on_where_it_stopped(text):
     """Up to rounding: after a resume, fairseq orders sentences of one length otherwise."""
     command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--dropout", "0", "--save-dir")

@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexity.
+
+    scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--json FILE]
+
+Translation: SacreBLEU of the detokenised text, and BLEU of its Moses tokens, as older papers have
+it. The references are DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw
+text a line; else they are read back from DATA-BIN. Where evaluation.json there says that the model
+knows lower case alone, neither score looks at case.
+
+Language model: perplexity a token, end-of-sentence tokens included, by fairseq's protocol: each
+token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from average_checkpoints import average, newest
+from fairseq import checkpoint_utils
+from fairseq.data.data_utils import infer_language_pair
+from sacrebleu.metrics import BLEU
+from sacremoses import MosesDetokenizer, MosesTokenizer
+
+from multimax_fairseq import compat
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def program(name: str) -> str:
+    """The path of a stock fairseq command: this environment's, or the one in PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise compat.UsageError(f"there is no command {name}: activate the environment it is in")
+    return found
+
+
+def command(name: str, *arguments: object) -> list[str]:
+    """A stock fairseq command with the plugin."""
+    plugin = ROOT / "multimax_fairseq"
+    return [program(name), *map(str, arguments), "--user-dir", str(plugin)]
+
+
+def describe(data: Path, target: str) -> dict[str, Any]:
+    """What undoes the preparation of the text: evaluation.json, or what the dictionary tells."""
+    if (data / "evaluation.json").is_file():
+        return json.loads((data / "evaluation.json").read_text(encoding="utf-8"))
+    file = data / f"dict.{target}.txt"
+    if not file.is_file():
+        raise compat.UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
+    types = [line.split(" ")[0] for line in file.read_text(encoding="utf-8").split("\n")]
+    remove = None
+    if any(word.startswith("▁") for word in types):
+        remove = "sentencepiece"
+    elif any(word.endswith("@@") for word in types):
+        remove = "@@ "
+    return {"remove_bpe": remove, "tokenizer": None, "lowercase": False}
+
+
+def run(words: list[str], log: Path) -> str:
+    """The standard output of a command, kept in a file with what it said beside."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8")
+        errors.seek(0)
+        told = errors.read()
+    log.write_text(f"{told}\n{done.stdout}", encoding="utf-8")
+    if done.returncode:
+        last = (told.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise compat.UsageError(f"{Path(words[0]).name} failed, see {log}: {' '.join(last)}")
+    return f"{told}\n{done.stdout}"
+
+
+def sentences(output: str, kind: str) -> dict[int, str]:
+    """Text by sentence number of fairseq-generate's lines H (hypothesis) or T (target)."""
+    tab = r"\t\S+\t" if kind == "H" else r"\t"
+    return {int(n): s for n, s in re.findall(rf"^{kind}-(\d+){tab}(.*)$", output, re.MULTILINE)}
+
+
+def translation(
+    checkpoint: Path, data: Path, task: Any, subset: str, beam: int, options: list[str], log: Path
+) -> dict[str, Any]:
+    source, target = task.source_lang, task.target_lang
+    if source is None or target is None:
+        source, target = infer_language_pair(str(data))
+    if target is None:
+        raise compat.UsageError(f"'{data}' has no data of a language pair: check its path")
+    text = describe(data, target)
+    words = command(
+        *("fairseq-generate", data, "--path", checkpoint, "--gen-subset", subset),
+        *("--source-lang", source, "--target-lang", target, "--beam", beam),
+        *("--max-len-a", 1.2, "--max-len-b", 10, "--max-tokens", 4096, *options),
+        *("--required-batch-size-multiple", 1),
+        *(("--remove-bpe", text["remove_bpe"]) if text["remove_bpe"] else ()),
+    )
+    output = run(words, log)
+    found, wanted = sentences(output, "H"), sentences(output, "T")
+    kept = data / f"{subset}.reference.{target}"
+    count = len(wanted)
+    if kept.is_file():
+        references = kept.read_text(encoding="utf-8").split("\n")[:-1]
+        count = len(references)
+    if not count or not set(found) == set(wanted) == set(range(count)):
+        raise compat.UsageError(
+            f"fairseq-generate gave {len(found)} translations for {count} references: see {log}"
+        )
+    ordered = [found[i] for i in range(count)]
+    targets = [wanted[i] for i in range(count)]
+    detokenized = ordered
+    if text["tokenizer"] == "moses":
+        detokenize = MosesDetokenizer(lang=target).detokenize
+        detokenized = [detokenize(line.split()) for line in ordered]
+        tokens, target_tokens = ordered, targets
+        if not kept.is_file():
+            references = [detokenize(line.split()) for line in targets]
+    else:
+        if not kept.is_file():
+            references = targets
+        tokenize = MosesTokenizer(lang=target).tokenize
+        tokens = [tokenize(line, return_str=True, escape=False) for line in ordered]
+        target_tokens = [tokenize(line, return_str=True, escape=False) for line in references]
+    bleu = BLEU(lowercase=text["lowercase"])
+    tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
+    return {
+        "metric": "SacreBLEU",
+        "value": bleu.corpus_score(detokenized, [references]).score,
+        "signature": str(bleu.get_signature()),
+        "tokenized_bleu": tokenized.corpus_score(tokens, [target_tokens]).score,
+        "tokenized_signature": str(tokenized.get_signature()),
+        "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
+        + ("raw text" if kept.is_file() else "read back from the binarised data"),
+        "evaluation": words,
+    }
+
+
+def language_model(
+    checkpoint: Path, data: Path, task: Any, subset: str, options: list[str], log: Path
+) -> dict[str, Any]:
+    block = task.tokens_per_sample
+    context = 400 * block // 512
+    words = command(
+        *("fairseq-eval-lm", data, "--path", checkpoint, "--gen-subset", subset),
+        *("--tokens-per-sample", block, "--context-window", context, "--sample-break-mode", "none"),
+        *("--max-tokens", 4 * block, "--required-batch-size-multiple", 1, *options),
+    )
+    output = run(words, log)
+    loss = re.findall(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+|inf)", output)
+    count = re.findall(r"Evaluated ([\d,]+) tokens", output)
+    if not loss or not count:
+        raise compat.UsageError(f"fairseq-eval-lm printed no perplexity: see {log}")
+    return {
+        "metric": "perplexity",
+        "value": 2 ** float(loss[-1][0]),
+        "signature": f"a token, {count[-1]} tokens, blocks of {block}, context window {context}",
+        "protocol": f"{subset}, fairseq-eval-lm, each token after at least {context} others where "
+        "the text has as many",
+        "evaluation": words,
+    }
+
+
+def evaluate(
+    checkpoint: Path, data: Path, subset: str = "test", beam: int = 5, log: Path | None = None
+) -> dict[str, Any]:
+    """Return metric, value, signature and protocol; UsageError, in one sentence, for what fails."""
+    for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
+        if not path.exists():
+            raise compat.UsageError(f"{what} '{path}' does not exist: check its path")
+    log = log or checkpoint.with_name(f"{checkpoint.stem}.{subset}.log")
+    task = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"]
+    options = [] if torch.cuda.is_available() else ["--cpu"]
+    if task._name == "language_modeling":
+        return language_model(checkpoint, data, task, subset, options, log)
+    return translation(checkpoint, data, task, subset, beam, options, log)
+
+
+def write_json(file: Path, value: Any) -> None:
+    aside = file.with_name(file.name + ".part")
+    aside.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="evaluate.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("data", type=Path, metavar="DATA-BIN")
+    parser.add_argument(
+        "--average", type=int, metavar="N", help="first average the folder's last N checkpoints"
+    )
+    parser.add_argument("--subset", default="test")
+    parser.add_argument("--beam", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    args = parser.parse_args()
+    compat.apply()
+    try:
+        checkpoint = args.checkpoint
+        if args.average is not None:
+            if args.average < 1:
+                raise compat.UsageError(f"--average {args.average} must be at least 1")
+            folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+            checkpoint = folder / f"average{args.average}.pt"
+            aside = checkpoint.with_name(checkpoint.name + ".part")
+            torch.save(average(newest(folder, args.average)), aside)
+            aside.replace(checkpoint)
+        result = evaluate(checkpoint, args.data, args.subset, args.beam)
+        if args.json is not None:
+            write_json(args.json, result)
+    except (compat.UsageError, compat.CheckpointError, OSError) as error:
+        sys.exit(f"evaluate.sh: error: {error}")
+    print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
+    print(f"  {result['signature']}")
+    if "tokenized_bleu" in result:
+        print(f"tokenised BLEU {result['tokenized_bleu']:.2f} (Moses tokens)")
+        print(f"  {result['tokenized_signature']}")
+
+
+if __name__ == "__main__":
+    main()

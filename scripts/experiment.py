@@ -1,0 +1,428 @@
+#!/usr/bin/env python3
+"""Trains, evaluates and tabulates the rows of an experiment of the MultiMax paper.
+
+    scripts/iwslt14.sh      [options] [-- fairseq-train options]
+    scripts/wikitext103.sh  [options] [-- fairseq-train options]
+
+A row is a file of configs/, EXPERIMENT_ROW.yaml; its values become the options of one stock
+fairseq-train call for each seed. In OUT/ROW/seed-N:
+
+    command             that call, to be repeated by hand
+    train.log           all that it printed; checkpoint_best.pt, checkpoint_last.pt: its checkpoints
+    evaluate.log        likewise for fairseq-generate or fairseq-eval-lm
+    result.json         the figure, and all that it takes to find it again
+
+OUT/results.jsonl collects the results, OUT/table.md is their table. What is finished is not done
+again; what was stopped goes on where it stopped. The same command may run several times at once, on
+one GPU each, say (CUDA_VISIBLE_DEVICES): each takes runs that no other has.
+
+Options after -- go to every fairseq-train call, after those of the row: other sizes, another
+schedule. Without a GPU everything runs on the CPU, in float32.
+"""
+
+import argparse
+import datetime
+import fcntl
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import evaluate
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from tqdm import tqdm
+
+from multimax_fairseq import compat
+from multimax_fairseq.compat import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+# The options of fairseq-train that choose a group's implementation.
+CHOICES = {
+    "task": "--task",
+    "model": "--arch",
+    "criterion": "--criterion",
+    "optimizer": "--optimizer",
+    "lr_scheduler": "--lr-scheduler",
+}
+STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
+
+
+def rows(experiment: str) -> list[str]:
+    """The rows that have a config; softmax, which the others are compared with, first."""
+    names = [file.stem.removeprefix(f"{experiment}_") for file in CONFIGS.glob(f"{experiment}_*")]
+    return sorted(names, key=lambda name: (name != "softmax", name))
+
+
+def compose(name: str) -> DictConfig:
+    """A config as fairseq-hydra-train reads it."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
+        cfg = hydra.compose(name)
+    OmegaConf.set_struct(cfg, False)
+    return cfg
+
+
+def fit(cfg: DictConfig, gpus: int) -> None:
+    """Keep the batch on another number of GPUs; 0 is the CPU."""
+    world = cfg.distributed_training.distributed_world_size
+    tokens = cfg.dataset.max_tokens * world * cfg.optimization.update_freq[0]
+    devices = max(gpus, 1)
+    with open_dict(cfg):
+        cfg.distributed_training.distributed_world_size = devices
+        if tokens % (cfg.dataset.max_tokens * devices) == 0:
+            cfg.optimization.update_freq = [tokens // (cfg.dataset.max_tokens * devices)]
+        elif tokens % devices == 0:
+            cfg.dataset.max_tokens = tokens // devices
+            cfg.optimization.update_freq = [1]
+        else:
+            raise UsageError(f"--gpus {gpus} cannot share {tokens} tokens: choose a divisor")
+        if gpus == 0:
+            cfg.common.cpu = True
+            cfg.common.fp16 = False
+
+
+def options(cfg: DictConfig) -> list[str]:
+    """The command-line options of fairseq-train that a config stands for, without its data."""
+    words = []
+    for group, settings in cfg.items():
+        for key, value in settings.items():
+            flag = "--" + key.replace("_", "-")
+            if key == "_name":
+                words += [CHOICES[group], value]
+            elif (group, key) == ("task", "data") or value is None or value is False:
+                continue
+            elif value is True:
+                words.append(flag)
+            elif OmegaConf.is_list(value):
+                words += [flag, ",".join(map(str, value))]
+            else:
+                words += [flag, str(value)]
+    return words
+
+
+class Run(NamedTuple):
+    experiment: str
+    row: str
+    seed: int
+    folder: Path
+    data: Path
+    command: list[str]
+    updates: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}, seed {self.seed}"
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.command) + "\n"
+
+
+def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
+    cfg = compose(f"{args.experiment}_{row}")
+    folder = args.out / row / f"seed-{seed}"
+    fit(cfg, args.gpus)
+    with open_dict(cfg):
+        cfg.common.user_dir = str(ROOT / "multimax_fairseq")
+        cfg.common.seed = seed
+        cfg.checkpoint.save_dir = str(folder)
+        if args.max_update is not None:
+            cfg.optimization.max_update = args.max_update
+        if cfg.task._name == "translation":
+            text = evaluate.describe(args.data_bin, cfg.task.target_lang)
+            cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
+            cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
+    program = evaluate.program("fairseq-train")
+    words = [program, str(args.data_bin), *options(cfg), *args.train]
+    updates = cfg.optimization.max_update
+    return Run(args.experiment, row, seed, folder, args.data_bin, words, updates)
+
+
+# --- one run -----------------------------------------------------------------------------------
+
+
+def claim(run: Run, wait: bool) -> int | None:
+    """Lock the run's folder and return the lock, or None where another process has it.
+
+    fairseq-train inherits the lock: it holds as long as one of the two lives.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def mend(folder: Path) -> None:
+    """Make good the checkpoints that a killed process was copying: fairseq writes the first of the
+    names of a checkpoint aside, and renames it, but copies it straight onto the other names."""
+    copies = [folder / "checkpoint_best.pt", folder / "checkpoint_last.pt"]
+    numbered = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda f: int(f.stem.split("_")[2]))
+    files = [file for file in (*numbered, *copies) if file.exists()]
+    broken = [file for file in files if not zipfile.is_zipfile(file)]
+    whole = [file for file in (*copies, *numbered) if file in files and file not in broken]
+    for file in broken:
+        if whole:
+            aside = file.with_name(file.name + ".part")
+            shutil.copyfile(whole[-1], aside)
+            aside.replace(file)
+        else:
+            file.unlink()
+
+
+def train(run: Run, lock: int) -> None:
+    """Train to the end, from the last checkpoint if there is one; leaves the file `trained`."""
+    mend(run.folder)
+    log = run.folder / "train.log"
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"{STARTED}\n{run.text}")
+        file.flush()
+        process = subprocess.Popen(
+            run.command, stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock,)
+        )
+        try:
+            with log.open(encoding="utf-8", errors="replace") as follow:
+                follow.seek(file.tell())
+                memory = watch(run, process, follow)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                process.wait()
+        if process.returncode:
+            lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+            raise UsageError(f"fairseq-train failed, see {log}: {lines[-1]}")
+        file.write(f"{PEAK} {memory} bytes\n")
+    (run.folder / "trained").touch()
+
+
+def watch(run: Run, process: subprocess.Popen, follow: TextIO) -> int:
+    """Show what the log says until the process ends; return the most memory that it took."""
+    rest = ""
+    with tqdm(total=run.updates, desc=run.name, unit="update", dynamic_ncols=True) as bar:
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            *lines, rest = (rest + follow.read()).split("\n")
+            for line in lines:
+                if found := re.search(r"train_inner.* loss=([\d.]+).* num_updates=(\d+)", line):
+                    bar.set_postfix_str(f"loss {found[1]}", refresh=False)
+                    bar.update(int(found[2]) - bar.n)
+            if pid:
+                break
+            time.sleep(0.2)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measured(log: str) -> dict[str, Any]:
+    """Parameters, updates, seconds, tokens a second and peak memory, from a run's whole log."""
+    seconds = 0.0
+    for part in log.split(STARTED)[1:]:
+        stamps = re.findall(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \|", part, re.MULTILINE)
+        times = [datetime.datetime.fromisoformat(stamp) for stamp in stamps]
+        if times:
+            seconds += (max(times) - min(times)).total_seconds()
+    devices = re.findall(r"total memory = ([\d.]+) GB ; name = (.*?)\s*$", log, re.MULTILINE)
+    if devices:
+        free = [float(gb) for gb in re.findall(r" gb_free=([\d.]+)", log)]
+        memory = round((float(devices[0][0]) - min(free)) * 2**30) if free else None
+        ranks = set(re.findall(r"rank +(\d+): capabilities", log))
+        hardware = f"{len(ranks)} x {devices[0][1]}"
+    else:
+        peaks = re.findall(rf"^{PEAK} (\d+) bytes", log, re.MULTILINE)
+        memory = max(map(int, peaks), default=None)
+        hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    speeds = [float(speed) for speed in re.findall(r" wps=([\d.]+)", log)]
+    parameters = re.findall(r"num\. shared model params: ([\d,]+)", log)
+    updates = re.findall(r" num_updates=(\d+)| num_updates (\d+)", log)
+    return {
+        "parameters": int(parameters[-1].replace(",", "")) if parameters else None,
+        "updates": max((int(a or b) for a, b in updates), default=0),
+        "seconds": seconds,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "peak_memory": memory,
+        "hardware": hardware,
+    }
+
+
+def commit() -> str | None:
+    """The checkout's git commit, marked where files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("-dirty" if changed.stdout.strip() else "")
+
+
+def finish(run: Run, lock: int) -> None:
+    """Train and evaluate, as far as that is not done; leaves result.json."""
+    kept = run.folder / "command"
+    if kept.exists() and kept.read_text(encoding="utf-8") != run.text:
+        raise UsageError(
+            f"'{run.folder}' was trained with another command (its file `command`): give another "
+            "--out, or remove that folder"
+        )
+    if (run.folder / "result.json").exists():
+        print(f"Nothing to do: {run.name} is finished.")
+        return
+    kept.write_text(run.text, encoding="utf-8")
+    if not (run.folder / "trained").exists():
+        train(run, lock)
+    print(f"{run.name}: evaluating", flush=True)
+    result = evaluate.evaluate(
+        run.folder / "checkpoint_best.pt", run.data, log=run.folder / "evaluate.log"
+    )
+    print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
+    packages = ("torch", "fairseq-fixed", "multimax-fairseq", "sacrebleu", "entmax", "numpy")
+    log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
+    evaluate.write_json(
+        run.folder / "result.json",
+        {
+            **{"experiment": run.experiment, "row": run.row, "seed": run.seed},
+            **result,
+            **measured(log),
+            "command": run.text.strip(),
+            "commit": commit(),
+            "versions": {
+                "python": platform.python_version(),
+                **{name: importlib.metadata.version(name) for name in packages},
+            },
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        },
+    )
+
+
+# --- all of them -------------------------------------------------------------------------------
+
+
+def collect(out: Path) -> str:
+    """Write all results under a folder to results.jsonl, and their table, returned, to table.md."""
+
+    def write(name: str, text: str) -> None:
+        aside = out / f"{name}.{os.getpid()}.part"
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(out / name)
+
+    files = sorted(out.glob("*/seed-*/result.json"))
+    write("results.jsonl", "".join(file.read_text(encoding="utf-8") for file in files))
+    words = [sys.executable, str(ROOT / "scripts" / "tabulate"), str(out / "results.jsonl")]
+    table = subprocess.run(words, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
+    write("table.md", table)
+    return table
+
+
+def work(runs: list[Run]) -> None:
+    """Finish all runs: first those that no other process is at, then, waiting, the others."""
+    waiting = []
+    for wait in (False, True):
+        for run in waiting if wait else runs:
+            if wait:
+                print(f"{run.name}: another process is at it; waiting", flush=True)
+            lock = claim(run, wait)
+            if lock is None:
+                waiting.append(run)
+                continue
+            try:
+                finish(run, lock)
+            finally:
+                os.close(lock)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def parse(experiment: str) -> argparse.Namespace:
+    known = rows(experiment)
+    parser = argparse.ArgumentParser(
+        prog=f"{experiment}.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--rows", default=",".join(known), help=f"of {', '.join(known)}; default all"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=numbers,
+        default=[1, 2, 3] if experiment == "iwslt14" else [1],
+        metavar="N,N,...",
+        help="default as many as in the paper",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count(), help="for each run; default all"
+    )
+    parser.add_argument("--max-update", type=int, metavar="N", help="instead of the config's")
+    parser.add_argument(
+        "--data-bin", type=Path, metavar="DIR", help="default what data-prep/ makes in data/"
+    )
+    parser.add_argument("--archive", metavar="FILE", help="passed on to data-prep/")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / experiment, metavar="DIR")
+    words = sys.argv[2:]
+    cut = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:cut])
+    args.train = words[cut + 1 :]
+    args.experiment = experiment
+    args.rows = [row.strip() for row in args.rows.split(",") if row.strip()]
+    unknown = sorted(set(args.rows) - set(known))
+    if unknown:
+        raise UsageError(f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(known)}")
+    if args.gpus > torch.cuda.device_count():
+        raise UsageError(f"--gpus {args.gpus}: this machine shows {torch.cuda.device_count()}")
+    if args.archive is not None and args.data_bin is not None:
+        raise UsageError("--archive is what data is prepared from: leave it or --data-bin out")
+    return args
+
+
+def main() -> None:
+    logging.getLogger("hydra").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    experiment = sys.argv[1]
+    compat.apply()
+    try:
+        args = parse(experiment)
+        if args.data_bin is None:
+            data = ROOT / "data" / experiment
+            prepare = [str(ROOT / "data-prep" / f"{experiment}.sh"), "--out", str(data)]
+            prepare += [] if args.archive is None else ["--archive", args.archive]
+            if code := subprocess.run(prepare).returncode:
+                sys.exit(code)
+            args.data_bin = data / "data-bin"
+        if not args.data_bin.is_dir():
+            raise UsageError(f"--data-bin '{args.data_bin}' does not exist: check its path")
+        args.data_bin, args.out = args.data_bin.resolve(), args.out.resolve()
+        args.out.mkdir(parents=True, exist_ok=True)
+        # A seed of every row before the next seed, so that the table is whole early.
+        work([plan(args, row, seed) for seed in args.seeds for row in args.rows])
+        table = collect(args.out)
+    except (UsageError, OSError) as error:
+        sys.exit(f"{experiment}.sh: error: {error}")
+    except KeyboardInterrupt:
+        print("\nStopped; the same command goes on from here.", file=sys.stderr)
+        sys.exit(130)
+    print(f"\n{table}\nAll of it: {args.out}")
+
+
+if __name__ == "__main__":
+    main()
