@@ -69,7 +69,7 @@ def rows(experiment: str) -> list[str]:
 
 def compose(name: str) -> DictConfig:
     """A config as fairseq-hydra-train reads it."""
-    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.1"):  # fairseq's own
         cfg = hydra.compose(name)
     OmegaConf.set_struct(cfg, False)
     return cfg
@@ -375,9 +375,15 @@ def parse(experiment: str) -> argparse.Namespace:
     )
     parser.add_argument("--max-update", type=int, metavar="N", help="instead of the config's")
     parser.add_argument(
-        "--data-bin", type=Path, metavar="DIR", help="default what data-prep/ makes in data/"
+        "--data-bin",
+        type=Path,
+        default=ROOT / "data" / experiment / "data-bin",
+        metavar="DIR",
+        help=f"default data/{experiment}/data-bin, made by data-prep/ where it is missing",
     )
-    parser.add_argument("--archive", metavar="FILE", help="passed on to data-prep/")
+    parser.add_argument(
+        "--archive", metavar="FILE", help="make --data-bin from it, as data-prep/ does"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "results" / experiment, metavar="DIR")
     words = sys.argv[2:]
     cut = words.index("--") if "--" in words else len(words)
@@ -390,9 +396,22 @@ def parse(experiment: str) -> argparse.Namespace:
         raise UsageError(f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(known)}")
     if args.gpus > torch.cuda.device_count():
         raise UsageError(f"--gpus {args.gpus}: this machine shows {torch.cuda.device_count()}")
-    if args.archive is not None and args.data_bin is not None:
-        raise UsageError("--archive is what data is prepared from: leave it or --data-bin out")
     return args
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Make the data where they are asked for, or missing at their own place."""
+    own = args.data_bin == ROOT / "data" / args.experiment / "data-bin"
+    if args.archive is not None or own:
+        if args.data_bin.name != "data-bin":
+            raise UsageError(f"--data-bin {args.data_bin}: what is made from --archive is data-bin")
+        script = ROOT / "data-prep" / f"{args.experiment}.sh"
+        words = [str(script), "--out", str(args.data_bin.parent)]
+        words += [] if args.archive is None else ["--archive", args.archive]
+        if code := subprocess.run(words).returncode:
+            sys.exit(code)
+    if not args.data_bin.is_dir():
+        raise UsageError(f"--data-bin '{args.data_bin}' does not exist: check its path")
 
 
 def main() -> None:
@@ -402,15 +421,7 @@ def main() -> None:
     compat.apply()
     try:
         args = parse(experiment)
-        if args.data_bin is None:
-            data = ROOT / "data" / experiment
-            prepare = [str(ROOT / "data-prep" / f"{experiment}.sh"), "--out", str(data)]
-            prepare += [] if args.archive is None else ["--archive", args.archive]
-            if code := subprocess.run(prepare).returncode:
-                sys.exit(code)
-            args.data_bin = data / "data-bin"
-        if not args.data_bin.is_dir():
-            raise UsageError(f"--data-bin '{args.data_bin}' does not exist: check its path")
+        prepare(args)
         args.data_bin, args.out = args.data_bin.resolve(), args.out.resolve()
         args.out.mkdir(parents=True, exist_ok=True)
         # A seed of every row before the next seed, so that the table is whole early.
