@@ -1,0 +1,185 @@
+"""The experiment scripts end to end: from a tiny archive to the table, killed half-way."""
+
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from commands import ROOT, run
+from corpus import ENGLISH, GERMAN
+
+LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
+TINY = {
+    "iwslt14": f"{LAYER.format('encoder')} {LAYER.format('decoder')} --max-tokens 400",
+    "wikitext103": f"{LAYER.format('decoder')} --decoder-input-dim 16 --decoder-output-dim 16 "
+    "--tokens-per-sample 32 --max-tokens 128 --save-interval-updates 1 --keep-interval-updates 2",
+}
+TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0"
+ENV = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def archive(experiment: str, folder: Path) -> Path:
+    """What data-prep/ takes for the official archive: its layout, of other text."""
+    pairs = list(zip(GERMAN.splitlines(), ENGLISH.splitlines(), strict=True))
+    if experiment == "wikitext103":
+        for split, lines in (("train", ENGLISH * 4), ("valid", ENGLISH), ("test", ENGLISH)):
+            (folder / f"wiki.{split}.tokens").write_text(" \n = Rights = \n" + lines)
+        return folder
+    files = {}
+    for column, language in enumerate(("de", "en")):
+        lines = [f"{pair[column]} {n}" for n in range(4) for pair in pairs]
+        head = "<url>http://example.org</url>\n<title>Title</title>\n"
+        files[f"train.tags.de-en.{language}"] = head + "\n".join(lines) + "\n"
+        names = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+        for number, name in enumerate(names):
+            segments = [
+                f'<seg id="{i}"> {pair[column]} </seg>\n'
+                for i, pair in enumerate(pairs[number::5], 1)
+            ]
+            files[f"IWSLT14.{name}.de-en.{language}.xml"] = "<doc>\n" + "".join(segments)
+    with tarfile.open(folder / "de-en.tgz", "w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"de-en/{name}")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+    return folder / "de-en.tgz"
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen:
+    """The script in a process group of its own, so that it can be killed with all its children."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    while not condition():
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def experiment(request, tmp_path_factory):
+    """(experiment, its command, its folder, what was finished before the kill, all output)."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    command = [
+        *(str(ROOT / "scripts" / f"{name}.sh"), "--archive", str(archive(name, folder))),
+        *("--data-bin", str(folder / "data" / "data-bin"), "--out", str(folder / "out")),
+        *("--seeds", "1,2", "--max-update", "3", "--", *TINY[name].split(), *TRAIN.split()),
+    ]
+    process = start(command, folder)
+    wait_for(lambda: list(folder.glob("out/*/seed-1/result.json")), process)
+    known = set(folder.glob("out/*/seed-*/train.log"))
+    wait_for(
+        lambda: any(
+            " num_updates=" in file.read_text() and file.parent.parent.name != "softmax"
+            for file in folder.glob("out/*/seed-*/train.log")
+        ),
+        process,
+    )
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert known
+    finished = {f: f.stat().st_mtime_ns for f in folder.glob("out/*/seed-*/result.json")}
+    # Two at once: each takes the runs that the other has not.
+    processes = [start(command, folder) for _ in range(2)]
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-3000:]
+    return name, command, folder, finished, outputs
+
+
+def results(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out" / "results.jsonl").open()]
+
+
+def test_all_rows_and_seeds_reach_the_table(experiment):
+    name, _, folder, _, outputs = experiment
+    rows = {(r["row"], r["seed"]): r for r in results(folder)}
+    assert len(rows) == 10 and {seed for _, seed in rows} == {1, 2}
+    table = (folder / "out" / "table.md").read_text()
+    assert table in outputs[0] or table in outputs[1]
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(lines) == 5
+    values = {row: [rows[row, seed]["value"] for seed in (1, 2)] for row, _ in rows}
+    expected = {f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}" for v in values.values()}
+    assert {line[1] for line in lines} == expected
+    paper = "34.4 ± 0.07" if name == "iwslt14" else "29.4"
+    assert lines[0][0] == "| softmax" and lines[0][-1].startswith(paper)
+
+
+def test_results_carry_what_it_takes_to_find_them_again(experiment):
+    name, _, folder, _, _ = experiment
+    for result in results(folder):
+        command = shlex.split(result["command"])
+        assert Path(command[0]).name == "fairseq-train"
+        assert command[command.index("--seed") + 1] == str(result["seed"])
+        written = folder / "out" / result["row"] / f"seed-{result['seed']}" / "command"
+        assert written.read_text().strip() == result["command"]
+        assert result["versions"]["torch"] and result["signature"] and result["hardware"]
+        assert result["parameters"] > 1000 and result["updates"] == 3
+        assert result["tokens_per_second"] > 0 and result["peak_memory"] > 1e8
+        assert result["seconds"] >= 0
+        if name == "iwslt14":
+            assert "case:lc" in result["signature"] and "raw text" in result["protocol"]
+            assert 0 <= result["tokenized_bleu"] <= 100
+        else:
+            assert result["value"] > 1 and "context window 25" in result["signature"]
+
+
+def test_what_was_finished_before_the_kill_is_not_done_again(experiment):
+    _, command, folder, finished, _ = experiment
+    assert 1 <= len(finished) < 10
+    assert all(file.stat().st_mtime_ns == time for file, time in finished.items())
+    before = (folder / "out" / "table.md").read_text()
+    output = run(folder, *command)
+    assert output.count("Nothing to do") >= 10 and before in output
+    logs = itertools.chain.from_iterable(
+        file.read_text().splitlines() for file in folder.glob("out/*/seed-*/train.log")
+    )
+    starts = sum(line.startswith("=== fairseq-train starts") for line in logs)
+    assert starts == 11  # ten runs, one of which was killed and went on
+
+
+def test_another_command_in_the_same_folder_is_refused(experiment):
+    _, command, folder, _, _ = experiment
+    output = run(folder, *command, "--dropout", "0.7", code=1)
+    assert re.search(r"error: '.*seed-1' was trained with another command", output)
+    assert "Traceback" not in output
+
+
+def test_evaluate_prints_what_the_run_found(experiment, tmp_path):
+    name, _, folder, _, _ = experiment
+    result = next(r for r in results(folder) if r["row"] == "multimax")
+    checkpoint = folder / "out" / "multimax" / f"seed-{result['seed']}" / "checkpoint_best.pt"
+    script = str(ROOT / "scripts" / "evaluate.sh")
+    data = folder / "data" / "data-bin"
+    output = run(folder, script, checkpoint, data, "--json", tmp_path / "found.json")
+    assert f"{result['metric']} {result['value']:.2f}" in output and result["signature"] in output
+    assert json.loads((tmp_path / "found.json").read_text())["value"] == result["value"]
+    if name == "wikitext103":
+        output = run(folder, script, checkpoint, data, "--average", "2", "--subset", "valid")
+        assert "perplexity" in output and (checkpoint.parent / "average2.pt").exists()
+    output = run(folder, script, checkpoint, data / "none", code=1)
+    assert "does not exist" in output and "Traceback" not in output
