@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
@@ -24,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, NoReturn
+from urllib.error import HTTPError, URLError
 
 from tqdm import tqdm
 
@@ -199,7 +199,7 @@ def transfer(url: str, part: Path) -> None:
                 response = stack.enter_context(urllib.request.urlopen(request, timeout=60))
         except HostFailed as error:
             cause = error.__cause__
-            if have and isinstance(cause, urllib.error.HTTPError) and cause.code == 416:
+            if have and isinstance(cause, HTTPError) and cause.code == 416:
                 part.unlink()  # longer than the host's file
                 return transfer(url, part)
             raise
@@ -230,7 +230,10 @@ def network() -> Iterator[None]:
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise HostFailed(str(error) or type(error).__name__) from error
+        reason = error
+        if isinstance(error, URLError) and not isinstance(error, HTTPError):
+            reason = error.reason  # without the name of urllib's function around it
+        raise HostFailed(str(reason) or type(reason).__name__) from error
 
 
 # --- reading archives --------------------------------------------------------------------------

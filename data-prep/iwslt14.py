@@ -67,6 +67,7 @@ TRAIN = "train.tags.de-en"
 TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
 NOT_SPOKEN = ("<url>", "<talkid>", "<keywords>")
 TAGS = re.compile(r"</?(?:title|description)>")
+LAST_STOP = re.compile(r"([^\s.])\.$")
 SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 
 MOST_TOKENS, MOST_LETTERS, RATIO = 175, 1000, 1.5
@@ -147,7 +148,10 @@ def tokenizer(language: str):
 
 
 def tokenize(language: str, line: str) -> str:
-    return spaced(tokenizer(language).tokenize(line, return_str=True))
+    tokens = spaced(tokenizer(language).tokenize(line, return_str=True))
+    # Moses splits the last full stop from whatever it follows; sacremoses leaves it at what could
+    # be an abbreviation or an ordinal. It decides which pairs are clean, hence their number.
+    return LAST_STOP.sub(r"\1 .", tokens)
 
 
 @functools.cache
