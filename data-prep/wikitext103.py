@@ -157,6 +157,8 @@ def make_data_bin(text: Path, official: bool, folder: Path) -> None:
     logging.disable(logging.INFO)  # importing fairseq lists what it could use besides
     from fairseq.data import Dictionary, indexed_dataset
 
+    logging.disable(logging.NOTSET)
+
     tokens, lines = {}, {}
     for split, file in files.items():
         data = indexed_dataset.make_dataset(str(folder / split), impl="mmap")

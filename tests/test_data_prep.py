@@ -66,7 +66,7 @@ def kill_at(wanted, command, cwd):
     process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL)
     while not wanted.exists():
         assert process.poll() is None, f"it ended before there was {wanted}"
-        time.sleep(0.002)
+        time.sleep(0.004)
     process.kill()
     assert process.wait() == -signal.SIGKILL
 
