@@ -1,5 +1,6 @@
 """The mathematics, against the float64 reference and its own limits."""
 
+import math
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
 )
 from multimax_fairseq.functional import modulate
+from multimax_fairseq.modules import EntmaxAlpha, Temperature
 
 TABLES = reference.TABLE_7 + reference.TABLE_8
 # Far from the identity, with sparse and multi-modal signs in both orders.
@@ -94,6 +96,37 @@ def test_modulator_gradients(heads, terms):
     parameters = list(module.parameters())
     assert len(parameters) == (4 if terms == "both" else 2)
     assert gradcheck(lambda x, *_: module(x), (x, *parameters))
+
+
+@pytest.mark.parametrize("values", [*TABLES, FAR])
+def test_monotone_modulator_is_the_integral_of_the_rising_part(values):
+    x = torch.linspace(-12, 12, 24001, dtype=torch.float64)
+    module = Modulator.from_values(*values)
+    plain = module(x).detach()
+    module.monotone = True
+    ours = module(x).detach()
+    assert (ours.diff() >= -1e-12).all()
+    rises = plain.diff().clamp(min=0)
+    expected = plain[12000] + torch.cat([torch.zeros(1), rises.cumsum(0)])
+    expected -= rises[:12000].sum()
+    torch.testing.assert_close(ours, expected, rtol=0, atol=5e-4)
+    rising = torch.cat([plain.diff() >= 0, torch.ones(1, dtype=torch.bool)])
+    low = 12000 - int(rising[:12000].flip(0).long().cumprod(0).sum())
+    high = 12000 + int(rising[12000:].long().cumprod(0).sum())
+    torch.testing.assert_close(ours[low:high], plain[low:high], rtol=1e-12, atol=1e-12)
+    infinite = torch.tensor([-torch.inf, torch.inf])
+    assert torch.equal(module(infinite).detach(), infinite.double())
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+@pytest.mark.parametrize("terms", ["both", "low", "high"])
+def test_monotone_modulator_gradients(heads, terms):
+    module = far_modulator(heads, terms)
+    module.monotone = True
+    x = random_scores(2, 3, 4, 5, spread=20.0).requires_grad_()
+    assert gradcheck(lambda x, *_: module(x), (x, *module.parameters()))
+    identity = Modulator(init_std=0.0, monotone=True)
+    assert torch.equal(identity(x), x)
 
 
 def test_fused_modulator_backward_equals_the_plain_line():
@@ -190,8 +223,16 @@ def battery():
         "topk": {"k": 3},
         "sparsemax": {},
         "entmax15": {},
+        "alpha_entmax": {"alpha": torch.tensor(1.3, dtype=torch.float64, requires_grad=True)},
         "evsoftmax": {},
     }
+
+
+def learned_by(options):
+    """What a normalizer's options learn."""
+    if "modulator" in options:
+        return list(options["modulator"].parameters())
+    return [options["alpha"]] if "alpha" in options else []
 
 
 def test_the_battery_covers_every_normalizer():
@@ -213,7 +254,7 @@ class TestEveryNormalizer:
         x = random_scores(3, 5, spread=1.0).requires_grad_()
         mask = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 0, 1, 0], [1, 1, 1, 1, 1]]).bool()
         options = battery()[name]
-        learned = list(options["modulator"].parameters()) if "modulator" in options else []
+        learned = learned_by(options)
         with torch.autograd.detect_anomaly(check_nan=True):
             assert gradcheck(lambda x, *_: normalize(name, x, mask=mask, **options), (x, *learned))
         grad = torch.autograd.grad(normalize(name, x, mask=mask, **options)[:, 0].sum(), x)[0]
@@ -258,6 +299,8 @@ class TestEveryNormalizer:
         ("topk", {"k": 3}, lambda x, mask: reference.topk(x, mask, 3)),
         ("sparsemax", {}, lambda x, mask: reference.entmax(x, mask, 2)),
         ("entmax15", {}, lambda x, mask: reference.entmax(x, mask, 1.5)),
+        ("alpha_entmax", {"alpha": 1.2}, lambda x, mask: reference.entmax(x, mask, 1.2)),
+        ("alpha_entmax", {"alpha": 3.0}, lambda x, mask: reference.entmax(x, mask, 3)),
         ("evsoftmax", {}, reference.evsoftmax),
         ("evsoftmax", {"training": True}, lambda x, mask: reference.evsoftmax(x, mask, True)),
     ],
@@ -279,8 +322,65 @@ def test_rivals_reach_their_limits():
         torch.testing.assert_close(
             normalize(name, equal, **options).double(), torch.full((1, 3), 1 / 3).double()
         )
+    for alpha, name in ((1, "softmax"), (1.5, "entmax15"), (2, "sparsemax")):
+        assert torch.equal(normalize("alpha_entmax", x, alpha=alpha), normalize(name, x))
+    for alpha, name in ((1.5, "entmax15"), (2.0, "sparsemax")):
+        learned = normalize("alpha_entmax", x, alpha=torch.tensor(alpha).double())
+        torch.testing.assert_close(learned, normalize(name, x), rtol=0, atol=1e-9)
+    nearly = normalize("alpha_entmax", x, alpha=1 + 1e-7)
+    torch.testing.assert_close(nearly, x.softmax(-1), rtol=0, atol=1e-5)
+    for name, option in (("topk", {"k": 0}), ("alpha_entmax", {"alpha": 0.5})):
+        with pytest.raises(ValueError, match=str(*option.values())):
+            normalize(name, x, **option)
+
+
+def test_the_fused_loss_with_a_monotone_modulator_is_the_plain_line():
+    module = far_modulator()
+    module.monotone = True
+    features, weight = (random_scores(5, 3), random_scores(7, 3, seed=1))
+    target = torch.tensor([0, 3, -100, 6, 2])
+    loss, nll_loss = linear_cross_entropy(features, weight, target, modulator=module)
+    expected = F.cross_entropy(module(F.linear(features, weight)), target, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(nll_loss, expected.detach())
+
+
+def test_alphas_a_head_act_on_their_head_alone():
+    x = random_scores(2, 3, 4, 5)
+    alpha = EntmaxAlpha(3).double()
+    with torch.no_grad():
+        alpha.logit.copy_(torch.tensor([-1.0, 0.0, 2.0]))
+    probs = normalize("alpha_entmax", x, alpha=alpha())
+    excluded = np.zeros((2, 4, 5), bool)
+    for head, logit in enumerate([-1.0, 0.0, 2.0]):
+        expected = reference.entmax(x[:, head].numpy(), excluded, 1 + 1 / (1 + math.exp(-logit)))
+        np.testing.assert_allclose(probs[:, head].detach(), expected, atol=1e-12)
+    assert gradcheck(lambda x, _: normalize("alpha_entmax", x, alpha=alpha()), (x, alpha.logit))
+
+
+def test_alpha_keeps_off_one_and_can_come_back():
+    alpha = EntmaxAlpha(2)
+    with torch.no_grad():
+        alpha.logit.copy_(torch.tensor([-40.0, -6.0]))
+    assert torch.equal(alpha().flatten().detach(), torch.tensor([1.01, 1.01]))
+    probs = normalize("alpha_entmax", random_scores(1, 2, 3, 4).float(), alpha=alpha())
+    probs[..., 0].sum().backward()
+    assert alpha.logit.grad.isfinite().all() and alpha.logit.grad[1] != 0
     with pytest.raises(ValueError, match="0"):
-        normalize("topk", x, k=0)
+        EntmaxAlpha(0)
+
+
+def test_temperature_is_that_of_softmax():
+    x = random_scores(4, 7)
+    for learned in (False, True):
+        module = Temperature(0.3, learned).double()
+        torch.testing.assert_close(
+            multimax(x, module), normalize("softmax", x, temperature=0.3), rtol=1e-6, atol=1e-7
+        )
+        assert len(list(module.parameters())) == learned
+    assert gradcheck(lambda x, _: multimax(x, module), (x.requires_grad_(), module.log_temperature))
+    with pytest.raises(ValueError, match="-2"):
+        Temperature(-2)
 
 
 def test_unknown_normalizer_temperature_and_mask_are_refused():

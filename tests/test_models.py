@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from multimax_fairseq import NORMALIZERS, Modulator
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
+from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
@@ -30,6 +31,10 @@ FLAGS = {
     "sparsemax": ("--attention-normalizer", "sparsemax"),
     "entmax15": ("--attention-normalizer", "entmax15"),
     "evsoftmax": ("--attention-normalizer", "evsoftmax"),
+    "alpha_entmax": ("--attention-normalizer", "alpha_entmax"),
+    "temperature": ("--attention-normalizer", "softmax", "--learn-temperature"),
+    "monotone": ("--multimax-monotone", "--output-normalizer", "multimax"),
+    "one each": ("--attention-normalizer-at", "encoder=entmax15,decoder,cross=sparsemax"),
 }
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
@@ -61,6 +66,38 @@ def test_the_normalizer_acts_where_it_is_asked_to(build, places):
         place = "cross" if "encoder_attn" in name else kinds[name[:8]]
         assert isinstance(module, MultiheadAttention) == (place in places.split(","))
     assert len(attentions(model)) == 6
+
+
+def test_each_place_may_have_a_normalizer_of_its_own(build):
+    model = build(TRANSLATION[0], *FLAGS["one each"])
+    names = {name: module.normalizer.name for name, module in attentions(model).items()}
+    assert names["encoder.layers.1.self_attn"] == "entmax15"
+    assert names["decoder.layers.0.self_attn"] == "multimax"
+    assert names["decoder.layers.1.encoder_attn"] == "sparsemax"
+    assert len(names) == 6
+
+
+def test_temperature_and_alpha_reach_the_attention(build, translation_batch):
+    sample = translation_batch()
+    softmax = ("--attention-normalizer", "softmax")
+    entmax = ("--attention-normalizer", "alpha_entmax")
+    full = [
+        full_context(build(TRANSLATION[0], *flags).eval(), sample)
+        for flags in (
+            softmax,
+            (*softmax, "--learn-temperature"),
+            (*entmax, "--entmax-alpha", "1"),
+            (*softmax, "--softmax-temperature", "0.5"),
+            (*softmax, "--softmax-temperature", "0.5", "--learn-temperature"),
+            (*entmax, "--entmax-alpha", "2"),
+            ("--attention-normalizer", "sparsemax"),
+        )
+    ]
+    for one, other, same in ((0, 1, True), (0, 2, True), (3, 4, True), (5, 6, True), (0, 3, False)):
+        assert torch.allclose(full[one], full[other], atol=1e-5) == same
+    learned = [p.numel() for p in build(TRANSLATION[0], *entmax).parameters() if p.dim() == 1]
+    shared = build(TRANSLATION[0], *entmax, "--entmax-heads", "shared")
+    assert [learned.count(4), [p.shape for p in shared.parameters()].count((1,))] == [6, 6]
 
 
 def test_parameter_counts_are_the_papers(build):
@@ -127,7 +164,7 @@ def test_stock_parameters_load_with_modulators_at_identity(
     stock, ours = build(arch, seed=5).eval(), scatter_modulators(build(arch + "_multimax")).eval()
     ours.load_state_dict(stock.state_dict())
     torch.testing.assert_close(full_context(ours, sample), full_context(stock, sample))
-    incomplete = {k: v for k, v in ours.state_dict().items() if "layers.0.self_attn.mod" not in k}
+    incomplete = {k: v for k, v in ours.state_dict().items() if "layers.0.self_attn.norm" not in k}
     with pytest.raises(RuntimeError, match="modulator"):
         ours.load_state_dict(incomplete)
 
@@ -247,7 +284,9 @@ def test_beam_search_scores_are_teacher_forced_scores(
 # --- what stock Transformers offer -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", ["default", "output", "separate heads", "cross+self"])
+@pytest.mark.parametrize(
+    "flags", ["default", "output", "separate heads", "cross+self", "temperature", "monotone"]
+)
 def test_a_scripted_model_is_the_same_function(build, translation_batch, dictionary, flags):
     model = scatter_modulators(build(TRANSLATION[0], *FLAGS[flags])).eval()
     file = io.BytesIO()
@@ -318,8 +357,8 @@ def test_layers_to_keep_prunes_a_trained_model(build, translation_batch):
     keep = {"encoder_layers_to_keep": "1", "decoder_layers_to_keep": "0"}
     cfg = OmegaConf.create({"_name": TRANSLATION[0], **keep})
     kept.load_state_dict(model.state_dict(), model_cfg=cfg)
-    ours = kept.encoder.layers[0].self_attn.modulator.low_coefficient
-    assert torch.equal(ours, model.encoder.layers[1].self_attn.modulator.low_coefficient)
+    ours = kept.encoder.layers[0].self_attn.normalizer.modulator.low_coefficient
+    assert torch.equal(ours, model.encoder.layers[1].self_attn.normalizer.modulator.low_coefficient)
 
 
 def test_adaptive_inputs_and_softmax(build, lm_batch):
@@ -375,7 +414,7 @@ def test_extra_learned_and_zero_keys(translation_batch):
     padding = torch.zeros(3, 5, dtype=torch.bool)
     padding[1, 3:] = True
     expected, _ = stock(x, x, x, attn_mask=mask, key_padding_mask=padding)
-    ours = MultiheadAttention(stock, "softmax").eval()
+    ours = MultiheadAttention(stock, Normalizer("softmax")).eval()
     output, weights = ours(x, x, x, attn_mask=mask, key_padding_mask=padding)
     torch.testing.assert_close(output, expected)
     assert weights.shape == (3, 5, 7)
@@ -396,7 +435,7 @@ def test_dropout_keeps_the_names_that_retain_dropout_modules_knows(build, kind):
 def test_hypotheses_that_share_keys_keep_their_masks():
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(8, 2, encoder_decoder_attention=True)
-    ours = MultiheadAttention(stock, "multimax", Modulator(init_std=0.5)).eval()
+    ours = MultiheadAttention(stock, Normalizer(init_std=0.5)).eval()
     ours.set_beam_size(3)
     query = torch.randn(4, 6, 8)
     key = torch.randn(5, 2, 8).repeat_interleave(3, 1)
@@ -432,6 +471,10 @@ def test_hypotheses_that_share_keys_keep_their_masks():
         (("--multimax-order", "3"), ("--multimax-order 3", "1, 2")),
         (("--multimax-init-std", "-1"), ("--multimax-init-std -1.0", "0 or more")),
         (("--attention-normalizer", "topk"), ("--topk K",)),
+        (("--attention-normalizer-at", "cross=topk"), ("--topk K",)),
+        (("--attention-normalizer-at", "cross=sofmax"), ("'sofmax'", "sparsemax")),
+        (("--softmax-temperature", "0"), ("--softmax-temperature 0",)),
+        (("--entmax-alpha", "0.5"), ("--entmax-alpha 0.5",)),
         (("--attention-normalizer-at", "encoder,decodr"), ("decodr", "encoder, decoder, cross")),
     ],
 )

@@ -23,6 +23,7 @@ class ModulatorParameters(Protocol):
     low_threshold: Tensor | None
     high_coefficient: Tensor | None
     high_threshold: Tensor | None
+    monotone: bool
 
 
 def linear_cross_entropy(
@@ -46,7 +47,7 @@ def linear_cross_entropy(
 
     With reduction "sum" or "mean" a chunk of rows is taken through both passes at once, so that
     (N, V) is never held. Half-precision float16 and autocast keep all logits, because gradients
-    that are formed ahead of the loss scaling would underflow.
+    that are formed ahead of the loss scaling would underflow; so does a monotone modulator.
 
     Args:
         features: (N, D) or (..., D).
@@ -76,24 +77,23 @@ def linear_cross_entropy(
         raise ValueError(f"the chunk size must be at least 1, got {chunk_size}")
     shape = target.shape
     features, target = features.reshape(-1, features.shape[-1]), target.reshape(-1)
-    parameters: tuple[Tensor | None, ...] = (None,) * 4
+    low_c = low_t = high_c = high_t = None
     if modulator is not None:
-        parameters = (
-            modulator.low_coefficient,
-            modulator.low_threshold,
-            modulator.high_coefficient,
-            modulator.high_threshold,
-        )
+        low_c, low_t = modulator.low_coefficient, modulator.low_threshold
+        high_c, high_t = modulator.high_coefficient, modulator.high_threshold
     half = features.dtype == torch.float16 or torch.is_autocast_enabled(features.device.type)
-    if reduction == "none" or half:
-        logits = modulate(F.linear(features, weight, bias), *parameters)
+    monotone = modulator is not None and modulator.monotone
+    if reduction == "none" or half or monotone:
+        scores = F.linear(features, weight, bias)
+        logits = modulate(scores, low_c, low_t, high_c, high_t, monotone)
         loss, nll_loss = _loss_of_logits(logits, target, label_smoothing, ignore_index)
         if reduction == "none":
             return loss.view(shape), nll_loss.view(shape)
         loss, nll_loss = loss.sum(), nll_loss.sum()
     else:
+        inputs = (features, weight, bias, low_c, low_t, high_c, high_t)
         loss, nll_loss = _LinearCrossEntropy.apply(
-            label_smoothing, ignore_index, chunk_size, target, features, weight, bias, *parameters
+            label_smoothing, ignore_index, chunk_size, target, *inputs
         )
     if reduction == "mean":
         count = target.ne(ignore_index).sum()
@@ -170,18 +170,18 @@ def _through_chunks(
         torch.zeros_like(t, dtype=wide) if t is not None and need else None
         for t, need in zip((features, weight, bias, *parameters), needed, strict=True)
     ]
-    parameters = tuple(None if p is None else p.to(wide) for p in parameters)
+    low_c, low_t, high_c, high_t = (None if p is None else p.to(wide) for p in parameters)
     loss, nll_loss = features.new_zeros((), dtype=wide), features.new_zeros((), dtype=wide)
     for start in range(0, len(target), chunk_size):
         rows = slice(start, start + chunk_size)
         scores = F.linear(features[rows], weight, bias).to(wide)
-        logits = modulate(scores, *parameters)
+        logits = modulate(scores, low_c, low_t, high_c, high_t)
         row_loss, row_nll = _loss_of_logits(logits, target[rows], label_smoothing, ignore_index)
         loss += row_loss.sum()
         nll_loss += row_nll.sum()
         if any(needed):
             grad = _grad_of_logits(logits, target[rows], label_smoothing, ignore_index)
-            grad_scores, *shares = modulate_backward(grad, scores, *parameters)
+            grad_scores, *shares = modulate_backward(grad, scores, low_c, low_t, high_c, high_t)
             _add_grads(grads, rows, grad_scores, features, weight, shares)
     return loss, nll_loss, grads
 

@@ -30,6 +30,7 @@ def modulate(
     low_threshold: Tensor | None = None,
     high_coefficient: Tensor | None = None,
     high_threshold: Tensor | None = None,
+    monotone: bool = False,
 ) -> Tensor:
     """Return the modulated scores.
 
@@ -41,6 +42,8 @@ def modulate(
         x: scores, any shape; with parameters a head, the heads are dimension -3.
         low_coefficient, low_threshold: (order,) or (heads, order); both or neither (no low term).
         high_coefficient, high_threshold: the same for the high term.
+        monotone: where sigma would fall with rising x, keep it level: the integral, from x = 0,
+            of max(sigma', 0). Equal to sigma as long as that rises all the way from 0 to x.
 
     Returns:
         The shape of x, in float32 or wider. Scores of -inf and +inf are kept.
@@ -58,6 +61,8 @@ def modulate(
     lt = None if low_threshold is None else low_threshold.to(wide)
     hc = None if high_coefficient is None else high_coefficient.to(wide)
     ht = None if high_threshold is None else high_threshold.to(wide)
+    if monotone:
+        return _monotone(x, lc, lt, hc, ht)
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         return _Modulate.apply(x, lc, lt, hc, ht)
     # TorchScript knows no autograd function of ours, and differentiates the plain form.
@@ -119,6 +124,55 @@ def _modulated(
     if high_coefficient is not None and high_threshold is not None:
         _add_term(out, x, high_coefficient, high_threshold, 1)
     return out
+
+
+def _monotone(
+    x: Tensor,
+    low_coefficient: Tensor | None,
+    low_threshold: Tensor | None,
+    high_coefficient: Tensor | None,
+    high_threshold: Tensor | None,
+    limit: float = MAX_DISTANCE,
+) -> Tensor:
+    """sigma at 0, and from there the integral of what of its derivative is positive."""
+    terms: list[tuple[Tensor, Tensor, int, int]] = []  # coefficient, threshold, order, sign
+    if low_coefficient is not None and low_threshold is not None:
+        for n in range(1, low_coefficient.shape[-1] + 1):
+            terms.append((_entry(low_coefficient, n), _entry(low_threshold, n), n, -1))
+    if high_coefficient is not None and high_threshold is not None:
+        for n in range(1, high_coefficient.shape[-1] + 1):
+            terms.append((_entry(high_coefficient, n), _entry(high_threshold, n), n, 1))
+    # Between two neighbouring thresholds the derivative is a straight line.
+    thresholds = torch.stack([threshold for _, threshold, _, _ in terms])
+    edges = torch.cat(
+        [
+            torch.full_like(thresholds[:1], -limit),
+            thresholds.sort(0).values,
+            torch.full_like(thresholds[:1], limit),
+        ]
+    )
+    zero = torch.zeros_like(edges[0])
+    at_zero = _modulated(zero, low_coefficient, low_threshold, high_coefficient, high_threshold)
+    out = at_zero.expand_as(x)
+    for i in range(edges.shape[0] - 1):
+        left, right = edges[i], edges[i + 1]
+        level, slope = zero + 1, zero
+        for coefficient, threshold, n, sign in terms:
+            active = right <= threshold if sign < 0 else left >= threshold
+            share = torch.where(active, coefficient, zero)
+            if n == 1:
+                level = level + sign * share
+            else:
+                level = level - 2 * share * threshold
+                slope = slope + 2 * share
+        flat = slope == 0
+        root = (-level / torch.where(flat, torch.ones_like(slope), slope)).clamp(left, right)
+        rising = torch.where(flat, torch.where(level > 0, left, right), root)
+        start = torch.where(slope < 0, left, rising)
+        end = torch.where(slope < 0, root, right)
+        here, origin = x.clamp(start, end), zero.clamp(start, end)
+        out = out + (here - origin) * (level + slope * (here + origin) / 2)
+    return torch.where(x.isinf(), x, out)
 
 
 class _Modulate(torch.autograd.Function):

@@ -140,6 +140,49 @@ def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
     return _over_allowed(lambda wide: entmax.entmax15(wide, dim), scores, dim, mask)
 
 
+def alpha_entmax(
+    scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, alpha: float | Tensor
+) -> Tensor:
+    """Return alpha-entmax probabilities.
+
+        p_i = max((alpha - 1) x_i - tau, 0)^(1 / (alpha - 1)), tau such that they sum to one
+                                                                      (Correia et al. 2019)
+    Equivalent to: entmax.entmax_bisect(scores.masked_fill(mask, -inf), alpha, dim)
+
+    Args:
+        scores, dim, mask: as `softmax`.
+        alpha: at least 1; 1 is softmax, 2 is sparsemax. A tensor, which gets its gradient, is
+            broadcastable to scores, has size 1 in `dim`, and lies well above 1: its gradient is a
+            difference over (alpha - 1)^2.
+
+    Returns:
+        The shape of scores, in float32 or wider.
+
+    Raises:
+        ValueError: alpha is a number below 1; the mask is not bool.
+    """
+    if isinstance(alpha, Tensor):
+        wide_alpha = alpha
+        return _over_allowed(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
+    if not alpha >= 1:
+        raise ValueError(f"alpha must be at least 1, got {alpha}")
+    if alpha == 1:
+        return softmax(scores, dim, mask)
+    if alpha == 1.5:
+        return entmax15(scores, dim, mask)
+    if alpha == 2:
+        return sparsemax(scores, dim, mask)
+    return _over_allowed(lambda wide: _bisect(wide, alpha, dim), scores, dim, mask)
+
+
+def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(wide.dtype)
+    # Each step halves an interval of length one at most: past the mantissa it changes nothing.
+    steps = 30 if wide.dtype == torch.float32 else 60
+    return entmax.entmax_bisect(wide, alpha, dim, steps)
+
+
 def evsoftmax(
     scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, training: bool = False
 ) -> Tensor:
@@ -212,6 +255,7 @@ NORMALIZERS: dict[str, Callable[..., Tensor]] = {
     "topk": topk,
     "sparsemax": sparsemax,
     "entmax15": entmax15,
+    "alpha_entmax": alpha_entmax,
     "evsoftmax": evsoftmax,
 }
 
@@ -227,7 +271,7 @@ def normalize(
         name: a key of `NORMALIZERS`.
         scores, dim, mask: as `multimax`.
         options: what the mapping takes: `temperature` (softmax), `modulator` (multimax),
-            `k` (topk), `training` (evsoftmax).
+            `k` (topk), `alpha` (alpha_entmax), `training` (evsoftmax).
 
     Returns:
         The shape of scores, in float32 or wider.

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.functional import NORMALIZERS
-from multimax_fairseq.modules.modulator import ORDERS, TERMS, Modulator
+from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.modules.modulator import ORDERS, TERMS
 
 PLACES = ("encoder", "decoder", "cross")
 
@@ -25,12 +26,25 @@ class NormalizerConfig(FairseqDataclass):
         default=",".join(PLACES),
         metadata={
             "help": "comma-separated attentions that get it: encoder and decoder self-attention, "
-            "cross-attention; the others keep softmax"
+            "cross-attention; one with a normalizer of its own as cross=sparsemax; the others "
+            "keep softmax"
         },
     )
     # fairseq's parser cannot read `int | None`.
     topk: Optional[int] = field(  # noqa: UP045
-        default=None, metadata={"help": "how many scores the attention normalizer topk keeps"}
+        default=None, metadata={"help": "how many scores the normalizer topk keeps"}
+    )
+    softmax_temperature: float = field(
+        default=1.0, metadata={"help": "temperature of softmax attention, or its start"}
+    )
+    learn_temperature: bool = field(
+        default=False, metadata={"help": "learn the temperature of softmax, one a layer"}
+    )
+    entmax_alpha: Optional[float] = field(  # noqa: UP045
+        default=None, metadata={"help": "fixed alpha of alpha_entmax; by default it is learned"}
+    )
+    entmax_heads: ChoiceEnum(["separate", "shared"]) = field(  # type: ignore[valid-type]
+        default="separate", metadata={"help": "a learned alpha for each head, or one a layer"}
     )
     output_normalizer: ChoiceEnum(["softmax", "multimax"]) = field(  # type: ignore[valid-type]
         default="multimax", metadata={"help": "mapping from logits to word probabilities"}
@@ -47,6 +61,10 @@ class NormalizerConfig(FairseqDataclass):
     multimax_init_std: float = field(
         default=0.02,
         metadata={"help": "standard deviation of the modulators at the start; 0 is softmax"},
+    )
+    multimax_monotone: bool = field(
+        default=False,
+        metadata={"help": "keep the modulators from turning downwards with rising scores"},
     )
 
 
@@ -74,16 +92,25 @@ def check(args: Any) -> None:
         ("multimax_order", ORDERS),
         ("multimax_terms", TERMS),
         ("multimax_heads", ("shared", "separate")),
+        ("entmax_heads", ("separate", "shared")),
     ):
         value = getattr(args, name)
         if value not in choices:
             raise UsageError(
                 f"{flag(name)} {value} is not known: choose one of {', '.join(map(str, choices))}"
             )
-    places(args)
-    if args.attention_normalizer == "topk" and not (args.topk or 0) > 0:
+    used = set(places(args).values())
+    if "topk" in used and not (args.topk or 0) > 0:
         raise UsageError(
-            f"--attention-normalizer topk needs --topk K with a K of at least 1, got {args.topk}"
+            f"the attention normalizer topk needs --topk K with a K of at least 1, got {args.topk}"
+        )
+    if not args.softmax_temperature > 0:
+        raise UsageError(
+            f"--softmax-temperature {args.softmax_temperature} must be above 0: 1 is softmax"
+        )
+    if args.entmax_alpha is not None and not args.entmax_alpha >= 1:
+        raise UsageError(
+            f"--entmax-alpha {args.entmax_alpha} must be at least 1: 1 is softmax, 2 sparsemax"
         )
     if not args.multimax_init_std >= 0:
         raise UsageError(
@@ -113,27 +140,42 @@ def check_keys(args: DictConfig, known: set[str]) -> None:
             raise UsageError(f"the model has no setting {key!r}{hint}")
 
 
-def places(args: Any) -> set[str]:
-    """Return which attentions get the normalizer."""
-    chosen = {place.strip() for place in args.attention_normalizer_at.split(",")} - {""}
-    unknown = sorted(chosen - set(PLACES))
-    if unknown:
-        raise UsageError(
-            f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
-            f"{unknown[0]!r}: choose from {', '.join(PLACES)}"
-        )
+def places(args: Any) -> dict[str, str]:
+    """Return the normalizer of each attention."""
+    chosen = dict.fromkeys(PLACES, "softmax")
+    for part in args.attention_normalizer_at.split(","):
+        place, _, own = (word.strip() for word in part.partition("="))
+        if not part.strip():
+            continue
+        for word, known in ((place, PLACES), (own or "softmax", tuple(NORMALIZERS))):
+            if word not in known:
+                raise UsageError(
+                    f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
+                    f"{word!r}: choose from {', '.join(known)}"
+                )
+        chosen[place] = own or args.attention_normalizer
     return chosen
 
 
-def build_modulator(args: Any, num_heads: int | None) -> Modulator:
-    """Return the modulator that the flags ask for; num_heads None shares it.
+def build_normalizer(args: Any, name: str, num_heads: int | None = None) -> Normalizer:
+    """Return the normalizer that the flags ask for; num_heads None has no heads to tell apart.
 
     Drawn from a fork of the random generator, so that all other parameters, and dropout after
     them, are those of the stock model.
     """
+    separate = args.multimax_heads if name == "multimax" else args.entmax_heads
     with torch.random.fork_rng(devices=[]):
-        return Modulator(
-            args.multimax_order, args.multimax_terms, num_heads, args.multimax_init_std
+        return Normalizer(
+            name,
+            num_heads if separate == "separate" else None,
+            order=args.multimax_order,
+            terms=args.multimax_terms,
+            init_std=args.multimax_init_std,
+            monotone=args.multimax_monotone,
+            temperature=args.softmax_temperature,
+            learn_temperature=args.learn_temperature,
+            k=args.topk,
+            alpha=args.entmax_alpha,
         )
 
 

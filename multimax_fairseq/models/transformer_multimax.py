@@ -28,13 +28,13 @@ from multimax_fairseq.compat import UsageError
 from multimax_fairseq.models.config import (
     NormalizerConfig,
     as_namespace,
-    build_modulator,
+    build_normalizer,
     check,
     check_keys,
     places,
     set_defaults,
 )
-from multimax_fairseq.modules import Modulator
+from multimax_fairseq.modules import EntmaxAlpha, Modulator, Temperature
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 logger = logging.getLogger(__name__)
@@ -43,16 +43,12 @@ logger = logging.getLogger(__name__)
 def normalized_attention(attention: nn.Module, cfg, place: str) -> nn.Module:
     """Return fairseq's attention layer with the normalizer that the flags ask for at this place.
 
-    Softmax stays fairseq's own layer.
+    Plain softmax stays fairseq's own layer.
     """
-    if cfg.attention_normalizer == "softmax" or place not in places(cfg):
+    name = places(cfg)[place]
+    if name == "softmax" and cfg.softmax_temperature == 1 and not cfg.learn_temperature:
         return attention
-    modulator = None
-    if cfg.attention_normalizer == "multimax":
-        separate = cfg.multimax_heads == "separate"
-        modulator = build_modulator(cfg, attention.num_heads if separate else None)
-    options = {"k": cfg.topk} if cfg.attention_normalizer == "topk" else {}
-    return MultiheadAttention(attention, cfg.attention_normalizer, modulator, **options)
+    return MultiheadAttention(attention, build_normalizer(cfg, name, attention.num_heads))
 
 
 def keep_dropout_names(module: nn.Module, stock_name: str) -> None:
@@ -103,7 +99,7 @@ class MultimaxDecoder(TransformerDecoderBase):
         keep_dropout_names(self, "TransformerDecoder")
         self.output_modulator = None
         if cfg.output_normalizer == "multimax":
-            self.output_modulator = build_modulator(cfg, None)
+            self.output_modulator = build_normalizer(cfg, "multimax").modulator
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return wrap_layer(MultimaxDecoderLayer(cfg, no_encoder_attn), cfg)
@@ -122,20 +118,23 @@ class MultimaxDecoder(TransformerDecoderBase):
 
 
 class LoadsSoftmaxCheckpoints:
-    """Mixin of a model: a checkpoint without any modulator loads with all of them at identity."""
+    """Mixin of a model: a checkpoint without any normalizer's parameters loads; modulators start at
+    the identity, alphas and temperatures as in a new model."""
 
     def upgrade_state_dict_named(self, state_dict, name):
         super().upgrade_state_dict_named(state_dict, name)
-        names = [
-            f"{module_name}.{parameter_name}"
-            for module_name, module in self.named_modules()
+        own = self.state_dict()
+        start = {
+            f"{module_name}.{parameter_name}": torch.zeros_like
             if isinstance(module, Modulator)
+            else torch.clone
+            for module_name, module in self.named_modules()
+            if isinstance(module, (EntmaxAlpha, Modulator, Temperature))
             for parameter_name, _ in module.named_parameters()
-        ]
-        if names and not any(key in state_dict for key in names):
+        }
+        if start and not any(key in state_dict for key in start):
             logger.info("the checkpoint has no modulator: all of them start at identity (softmax)")
-            own = self.state_dict()
-            state_dict.update((key, torch.zeros_like(own[key])) for key in names)
+            state_dict.update((key, first(own[key])) for key, first in start.items())
 
 
 @register_model("transformer_multimax")

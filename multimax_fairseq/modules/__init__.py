@@ -1,5 +1,8 @@
 """Parameters and layers. The attention layer needs fairseq and is imported by its own name."""
 
+from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
 from multimax_fairseq.modules.modulator import Modulator
+from multimax_fairseq.modules.normalizer import Normalizer
+from multimax_fairseq.modules.temperature import Temperature
 
-__all__ = ["Modulator"]
+__all__ = ["EntmaxAlpha", "Modulator", "Normalizer", "Temperature"]

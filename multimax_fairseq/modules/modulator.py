@@ -25,6 +25,7 @@ class Modulator(nn.Module):
         num_heads: None shares the parameters; else each head has its own, and scores carry the
             heads in dimension -3.
         init_std: standard deviation at the start; 0 is exactly softmax.
+        monotone: keep sigma level where it would fall with rising scores; see `modulate`.
 
     Parameters: `low_coefficient`, `low_threshold`, `high_coefficient`, `high_threshold`, each
     (order,) or (num_heads, order), or None where `terms` leaves that side out.
@@ -44,6 +45,7 @@ class Modulator(nn.Module):
         terms: str = "both",
         num_heads: int | None = None,
         init_std: float = 0.02,
+        monotone: bool = False,
     ) -> None:
         super().__init__()
         if order not in ORDERS:
@@ -57,6 +59,7 @@ class Modulator(nn.Module):
         if init_std < 0:
             raise ValueError(f"the modulator's init_std must not be negative, got {init_std}")
         self.order, self.terms, self.num_heads, self.init_std = order, terms, num_heads, init_std
+        self.monotone = monotone
         shape = (order,) if num_heads is None else (num_heads, order)
         for side in ("low", "high"):
             for name in (f"{side}_coefficient", f"{side}_threshold"):
@@ -121,8 +124,10 @@ class Modulator(nn.Module):
             self.low_threshold,
             self.high_coefficient,
             self.high_threshold,
+            self.monotone,
         )
 
     def extra_repr(self) -> str:
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
-        return f"order={self.order}, terms={self.terms!r}{heads}"
+        monotone = ", monotone=True" if self.monotone else ""
+        return f"order={self.order}, terms={self.terms!r}{heads}{monotone}"

@@ -4,14 +4,8 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import (
-    attention_probs,
-    attention_scores,
-    split_float_mask,
-)
-from multimax_fairseq.functional.normalizers import normalizer as find_normalizer
-from multimax_fairseq.functional.normalizers import softmax
-from multimax_fairseq.modules.modulator import Modulator
+from multimax_fairseq.functional.attention import attention_scores, split_float_mask
+from multimax_fairseq.modules.normalizer import Normalizer
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
@@ -24,40 +18,25 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         softmax_attention: the layer built by fairseq. Its projections, options and incremental
             state are taken over, not copied, so that both share their initial weights; do not
             use it further.
-        normalizer: a key of `NORMALIZERS`.
-        modulator: for multimax.
-        options: what else the normalizer takes, as `normalize`.
+        normalizer: what takes the place of softmax.
 
     Raises:
-        ValueError: an unknown normalizer, or a layer that computes its own softmax (xFormers).
+        ValueError: the layer computes its own softmax (xFormers).
     """
 
     def __init__(
         self,
         softmax_attention: SoftmaxMultiheadAttention,
-        normalizer: str,
-        modulator: Modulator | None = None,
-        **options: int,
+        normalizer: Normalizer,
     ) -> None:
         nn.Module.__init__(self)
         if softmax_attention.use_xformers:
             raise ValueError(
-                f"xFormers computes its own softmax, so the attention normalizer {normalizer!r} "
-                "cannot act in it: leave out the xFormers option"
+                f"xFormers computes its own softmax, so the attention normalizer "
+                f"{normalizer.name!r} cannot act in it: leave out the xFormers option"
             )
-        find_normalizer(normalizer)
         self.__dict__.update(softmax_attention.__dict__)
         self.normalizer = normalizer
-        self.modulator = modulator
-        self.options = options
-
-    def __prepare_scriptable__(self) -> "MultiheadAttention":
-        if self.normalizer not in ("softmax", "multimax"):
-            raise ValueError(
-                f"the attention normalizer {self.normalizer!r} has no TorchScript form: only "
-                "models with softmax and multimax can be scripted"
-            )
-        return self
 
     def forward(
         self,
@@ -126,7 +105,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             mask = padding if mask is None else mask | padding
         k, v, mask, bias = self._with_extra_keys(k, v, mask, bias)
 
-        probs = self._probs(q, k, mask, bias)
+        probs = self.normalizer(attention_scores(q, k, bias, self.scaling), -1, mask)
         attended = self.dropout_module(probs.to(v.dtype)) @ v
         if beam > 1:
             attended = self._split_beams(attended, beam)
@@ -135,28 +114,6 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if need_head_weights:
             return output, probs.transpose(0, 1)
         return output, probs.mean(1) if need_weights else None
-
-    def _probs(self, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-        if not torch.jit.is_scripting():
-            return self._named_probs(q, k, mask, bias)
-        # TorchScript finds no function by its name.
-        scores = attention_scores(q, k, bias, self.scaling)
-        if self.modulator is not None:
-            scores = self.modulator(scores)
-        return softmax(scores, -1, mask)
-
-    @torch.jit.unused
-    def _named_probs(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        options = dict(self.options)
-        if self.modulator is not None:
-            options["modulator"] = self.modulator
-        if self.normalizer == "evsoftmax":
-            options["training"] = self.training
-        return attention_probs(
-            q, k, normalizer=self.normalizer, mask=mask, bias=bias, scale=self.scaling, **options
-        )
 
     def _split_beams(self, x: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, ...) to (B beam, heads, T, ...)."""
