@@ -66,6 +66,13 @@ class NormalizerConfig(FairseqDataclass):
         default=False,
         metadata={"help": "keep the modulators from turning downwards with rising scores"},
     )
+    scalar_gradient_scale: Optional[float] = field(  # noqa: UP045
+        default=None,
+        metadata={
+            "help": "factor on the gradients of all learned scalars, and 1/sqrt(vocabulary) more "
+            "on the output layer's, so that clipping does not slow the model for them"
+        },
+    )
 
 
 def as_namespace(args: Any) -> argparse.Namespace:
@@ -111,6 +118,11 @@ def check(args: Any) -> None:
     if args.entmax_alpha is not None and not args.entmax_alpha >= 1:
         raise UsageError(
             f"--entmax-alpha {args.entmax_alpha} must be at least 1: 1 is softmax, 2 sparsemax"
+        )
+    if args.scalar_gradient_scale is not None and not args.scalar_gradient_scale > 0:
+        raise UsageError(
+            f"--scalar-gradient-scale {args.scalar_gradient_scale} must be above 0: 1 scales the "
+            "output layer's alone"
         )
     if not args.multimax_init_std >= 0:
         raise UsageError(

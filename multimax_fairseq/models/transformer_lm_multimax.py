@@ -15,6 +15,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check
+from multimax_fairseq.models.learned_scalars import prepare_scalars
 from multimax_fairseq.models.transformer_multimax import LoadsSoftmaxCheckpoints, MultimaxDecoder
 
 
@@ -44,7 +45,11 @@ class MultimaxLanguageModel(LoadsSoftmaxCheckpoints, TransformerLanguageModel):
             )
         embed_tokens = cls.build_input(args, task.source_dictionary)
         cfg = TransformerConfig.from_namespace(args)
-        return cls(MultimaxDecoder(cfg, task.target_dictionary, embed_tokens, no_encoder_attn=True))
+        model = cls(
+            MultimaxDecoder(cfg, task.target_dictionary, embed_tokens, no_encoder_attn=True)
+        )
+        prepare_scalars(model, args)
+        return model
 
     @classmethod
     def build_input(cls, args, dictionary):

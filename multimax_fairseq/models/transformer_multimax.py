@@ -34,7 +34,8 @@ from multimax_fairseq.models.config import (
     places,
     set_defaults,
 )
-from multimax_fairseq.modules import EntmaxAlpha, Modulator, Temperature
+from multimax_fairseq.models.learned_scalars import learned_scalars, prepare_scalars
+from multimax_fairseq.modules import Modulator
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,7 @@ class LoadsSoftmaxCheckpoints:
             f"{module_name}.{parameter_name}": torch.zeros_like
             if isinstance(module, Modulator)
             else torch.clone
-            for module_name, module in self.named_modules()
-            if isinstance(module, (EntmaxAlpha, Modulator, Temperature))
+            for module_name, module in learned_scalars(self)
             for parameter_name, _ in module.named_parameters()
         }
         if start and not any(key in state_dict for key in start):
@@ -169,7 +169,9 @@ class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
                 f"--share-all-embeddings needs one width, got --encoder-embed-dim "
                 f"{args.encoder_embed_dim} and --decoder-embed-dim {args.decoder_embed_dim}"
             )
-        return super().build_model(args, task)
+        model = super().build_model(args, task)
+        prepare_scalars(model, args)
+        return model
 
     @classmethod
     def _known_keys(cls):

@@ -1,0 +1,32 @@
+"""What is special about the few scalars that normalizers learn."""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from multimax_fairseq.modules import EntmaxAlpha, Modulator, Temperature
+
+
+def learned_scalars(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of each module of learned scalars, in the model's order."""
+    kinds = (EntmaxAlpha, Modulator, Temperature)
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def prepare_scalars(model: nn.Module, args: Any) -> None:
+    """Mark the scalars for `--optimizer multimax_adam`, and scale their gradients as asked.
+
+    Those of the output layer, whose gradient sums over V words for each token, get another
+    1 / sqrt(V): Adam does not care, but gradient clipping would slow all of the model for them.
+    """
+    for name, module in learned_scalars(model):
+        scale = args.scalar_gradient_scale
+        if scale is not None and name.endswith("output_modulator"):
+            scale /= math.sqrt(len(model.decoder.dictionary))
+        for parameter in module.parameters():
+            parameter.learned_scalar = True
+            if scale is not None:
+                parameter.register_hook(functools.partial(torch.mul, other=scale))

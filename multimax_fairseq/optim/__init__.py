@@ -1,0 +1,3 @@
+"""The optimiser that knows the learned scalars."""
+
+from multimax_fairseq.optim import adam  # noqa: F401
