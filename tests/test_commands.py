@@ -105,6 +105,72 @@ def test_logs_are_the_stock_commands_own(translation, generated):
         assert not re.search(r"^INFO:", log, re.MULTILINE)
 
 
+RIVALS = {
+    "topk": ["--topk", "4"],
+    "sparsemax": [],
+    "entmax15": [],
+    "alpha_entmax": [],
+    "evsoftmax": [],
+    "softmax": ["--learn-temperature"],
+}
+
+
+@pytest.mark.parametrize("normalizer", RIVALS)
+def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
+    folder = f"mt-{normalizer}"
+    flags = [*RIVALS[normalizer], "--attention-normalizer", normalizer]
+    flags += ["--output-normalizer", "softmax", "--optimizer", "adam", "--save-dir", folder]
+    command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags)
+    run(text, *command, "--max-update", "4")
+    resumed = run(text, *command)
+    assert f"Loaded checkpoint {folder}/checkpoint_last.pt (epoch" in resumed
+    path = text / folder / "checkpoint_last.pt"
+    output = run(text, "fairseq-generate", "mt", *PLUGIN, "--path", path, "--max-len-b", "8", *ALL)
+    assert len(hypotheses(output)) == 8
+    learned = {"alpha_entmax": "alpha", "softmax": "log_temperature"}.get(normalizer)
+    listing = ("python", "-m", "multimax_fairseq.analysis", "parameters", path)
+    if learned is None:
+        assert "no learned modulator" in run(text, *listing, code=1)
+        return
+    first, last = (parameters(file) for file in (numbered(text / folder)[0], path))
+    scalars = [name for name in first if learned in name]
+    assert len(scalars) == 3 and all((first[name] != last[name]).all() for name in scalars)
+    lines = run(text, *listing).splitlines()
+    assert len(lines) == 1 + 3 * (2 if normalizer == "alpha_entmax" else 1)
+    values = {float(line.split()[-1]) for line in lines[1:]}
+    expected = [
+        1 + value.sigmoid() if normalizer == "alpha_entmax" else value.exp()
+        for name in scalars
+        for value in last[name].flatten()
+    ]
+    assert values == {round(float(value), 4) for value in expected}
+
+
+def test_the_learned_modulators_are_listed_in_the_papers_symbols(text, translation):
+    path = text / "mt-model" / "checkpoint_last.pt"
+    listing = ("python", "-m", "multimax_fairseq.analysis", "parameters")
+    head, *lines = run(text, *listing, path).splitlines()
+    assert head.split() == "t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2".split()
+    assert [line.split("  ")[0] for line in lines] == [
+        "encoder layer 1, self-attention",
+        "decoder layer 1, self-attention",
+        "decoder layer 1, cross-attention",
+        "output layer",
+    ]
+    values = parameters(path)
+    own = {
+        kind: values[f"decoder.output_modulator.{kind}"]
+        for kind in ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")
+    }
+    own["low_coefficient"], own["high_coefficient"] = (
+        1 - own["low_coefficient"],
+        1 + own["high_coefficient"],
+    )
+    expected = [f"{float(value):.4f}" for kind in own.values() for value in kind]
+    assert lines[-1].split()[2:] == expected
+    assert "does not exist" in run(text, *listing, "none.pt", code=1)
+
+
 def test_a_stopped_run_goes_on_where_it_stopped(text):
     """Up to rounding: after a resume, fairseq orders sentences of one length otherwise."""
     command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--dropout", "0", "--save-dir")

@@ -1,0 +1,79 @@
+"""The learned scalars of a checkpoint, in the papers' symbols."""
+
+import re
+from pathlib import Path
+
+from fairseq import checkpoint_utils
+from torch import Tensor
+
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.modules import EntmaxAlpha
+
+ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}
+
+
+def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    """Return {place: {symbol: (heads,) in float64}}, in the model's order.
+
+    Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha, t
+    (temperature). Where heads share a parameter there is one.
+
+    Raises:
+        UsageError: no such checkpoint, or nothing learned in it.
+    """
+    if not checkpoint.is_file():
+        raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["model"]
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, value in state.items():
+        owner, _, parameter = name.rpartition(".")
+        value = value.double()
+        symbols: dict[str, Tensor] = {}
+        if match := re.fullmatch(r"(low|high)_(coefficient|threshold)", parameter):
+            letter = "b" if match[1] == "low" else "d"
+            if match[2] == "coefficient":  # kept as the offset from the identity
+                value = 1 - value if match[1] == "low" else 1 + value
+                letter = f"t_{letter}"
+            for order in range(value.shape[-1]):
+                symbols[f"{letter}{order + 1}"] = value[..., order].reshape(-1)
+        elif owner.endswith("normalizer.alpha"):
+            alpha = EntmaxAlpha(len(value)).double()
+            alpha.load_state_dict({parameter: value})
+            symbols["alpha"] = alpha().detach().flatten()
+        elif parameter == "log_temperature":
+            symbols["t"] = value.exp().reshape(1)
+        if symbols:
+            found.setdefault(place(owner), {}).update(symbols)
+    if not found:
+        raise UsageError(
+            f"checkpoint '{checkpoint}' has no learned modulator, alpha or temperature: it is of "
+            "a model without any"
+        )
+    return found
+
+
+def place(module: str) -> str:
+    """Name a module of learned scalars as people would."""
+    if "output_modulator" in module:
+        return "output layer"
+    match = re.match(r"(encoder|decoder)\.layers\.(\d+)\.(\w+)\.", module)
+    if match is None:
+        return module
+    return f"{match[1]} layer {int(match[2]) + 1}, {ATTENTIONS.get(match[3], match[3])}"
+
+
+def table(found: dict[str, dict[str, Tensor]]) -> str:
+    """Return an aligned text table, a line for each head that has parameters of its own."""
+    order = ("t_b1", "t_b2", "b1", "b2", "t_d1", "t_d2", "d1", "d2", "alpha", "t")
+    symbols = [s for s in order if any(s in values for values in found.values())]
+    lines = [["", *symbols]]
+    for name, values in found.items():
+        heads = max(len(value) for value in values.values())
+        for head in range(heads):
+            cells = [f"{values[s][head]:.4f}" if s in values else "" for s in symbols]
+            lines.append([name if heads == 1 else f"{name}, head {head + 1}", *cells])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() + "\n"
+        for line in lines
+    )
