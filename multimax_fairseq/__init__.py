@@ -12,7 +12,7 @@ from multimax_fairseq.functional import (
     normalize,
     scaled_dot_product_attention,
 )
-from multimax_fairseq.modules import Modulator
+from multimax_fairseq.modules import Modulator, replace_softmax
 
 __version__ = "0.1.0"
 
@@ -23,5 +23,6 @@ __all__ = [
     "log_multimax",
     "multimax",
     "normalize",
+    "replace_softmax",
     "scaled_dot_product_attention",
 ]

@@ -3,6 +3,7 @@
 from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
 from multimax_fairseq.modules.modulator import Modulator
 from multimax_fairseq.modules.normalizer import Normalizer
+from multimax_fairseq.modules.replace_softmax import replace_softmax
 from multimax_fairseq.modules.temperature import Temperature
 
-__all__ = ["EntmaxAlpha", "Modulator", "Normalizer", "Temperature"]
+__all__ = ["EntmaxAlpha", "Modulator", "Normalizer", "Temperature", "replace_softmax"]
