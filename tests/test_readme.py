@@ -86,9 +86,10 @@ def test_every_command(folder):
 
 
 def test_the_python_lines(folder):
-    (code,) = blocks("python")
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for code in blocks("python"):
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_every_flag_is_in_the_table_and_every_file_in_the_tree():
