@@ -289,8 +289,14 @@ class TestEveryNormalizer:
         probs = normalize(name, x.T, **options)
         assert probs.dtype in (wide, torch.float64)
         torch.testing.assert_close(probs, normalize(name, x.T.contiguous(), **options))
-        extreme = torch.tensor([1e4, -1e4, 0.0], dtype=dtype)
-        assert normalize(name, extreme, **options).isfinite().all()
+        limits = [1e4] if dtype in (torch.float32, torch.float64) else [1e4, torch.finfo(dtype).max]
+        for limit in limits:
+            for row in ([limit, -limit, 0.0], [limit, limit, -limit], [-limit, -limit, -limit]):
+                extreme = torch.tensor([row], dtype=dtype, requires_grad=True)
+                probs = normalize(name, extreme, **options)
+                torch.testing.assert_close(probs.sum(-1).float(), torch.ones(1))
+                probs[:, 0].sum().backward()
+                assert probs.isfinite().all() and extreme.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

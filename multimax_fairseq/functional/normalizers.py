@@ -39,11 +39,12 @@ def softmax(
     if not temperature > 0:
         raise ValueError(f"the temperature must be above 0, got {temperature}")
     wide = _wide(scores)
-    if temperature != 1:
-        wide = wide / temperature
-    if mask is None:
-        return wide.softmax(dim)
-    return _exclude(wide, dim, mask).softmax(dim).masked_fill(mask, 0.0)
+    if mask is not None:
+        wide = _exclude(wide, dim, mask)
+    if temperature != 1 and wide.numel() > 0:
+        wide = _below_top(wide, dim) / temperature
+    probs = wide.softmax(dim)
+    return probs if mask is None else probs.masked_fill(mask, 0.0)
 
 
 def multimax(
@@ -180,7 +181,7 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
         alpha = alpha.to(wide.dtype)
     # Each step halves an interval of length one at most: past the mantissa it changes nothing.
     steps = 30 if wide.dtype == torch.float32 else 60
-    return entmax.entmax_bisect(wide, alpha, dim, steps)
+    return entmax.entmax_bisect(_below_top(wide, dim), alpha, dim, steps)
 
 
 def evsoftmax(
@@ -220,6 +221,12 @@ def evsoftmax(
 
 def _wide(scores: Tensor) -> Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def _below_top(scores: Tensor, dim: int) -> Tensor:
+    """The scores less the largest, for mappings that a shift does not change: so that a factor
+    overflows to -inf alone, and a threshold that lies one below the top is not rounded to it."""
+    return scores - scores.detach().amax(dim, keepdim=True)
 
 
 def _over_allowed(
