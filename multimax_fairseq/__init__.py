@@ -1,6 +1,6 @@
 """MultiMax for fairseq: learnable modulated softmax in attention and in the output layer.
 
-This module holds the mathematics and needs torch alone; `multimax_fairseq.models`, which fairseq
+This module holds the mathematics, and needs torch and entmax; `multimax_fairseq.models`, which fairseq
 imports by itself under `--user-dir`, registers the architectures and the criteria.
 """
 
@@ -12,13 +12,14 @@ from multimax_fairseq.functional import (
     normalize,
     scaled_dot_product_attention,
 )
-from multimax_fairseq.modules import Modulator, replace_softmax
+from multimax_fairseq.modules import Modulator, Normalizer, replace_softmax
 
 __version__ = "0.1.0"
 
 __all__ = [
     "NORMALIZERS",
     "Modulator",
+    "Normalizer",
     "linear_cross_entropy",
     "log_multimax",
     "multimax",

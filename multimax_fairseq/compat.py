@@ -47,6 +47,7 @@ def apply():
     last_batch()
     score_command()
     diverse_beams()
+    impossible_words()
     precision_flags()
     user_dir()
     unknown_model()
@@ -416,6 +417,35 @@ def diverse_beams():
         return step
 
     _wrap(DiverseBeamSearch, "step", make)
+
+
+def impossible_words():
+    """Generation stops by an assertion where an end of sentence that is forced is impossible.
+
+    A sparse output layer gives most words the score -inf; the end of sentence at the greatest
+    length may be one of them, and with fewer possible words than beams the rest of the beam is
+    -inf for good. In beam search alone, such words get a finite score below all others. Can go
+    when fairseq ends such hypotheses.
+    """
+    from fairseq.sequence_generator import SequenceGenerator
+
+    def make(original):
+        def __init__(self, models, *args, **kwargs):
+            original(self, models, *args, **kwargs)
+            decoders = (getattr(model, "decoder", None) for model in self.model.models)
+            if all(getattr(decoder, "output_normalizer", None) is None for decoder in decoders):
+                return
+            step = self.model.forward_decoder
+
+            def forward_decoder(*args, **kwargs):
+                log_probs, attention = step(*args, **kwargs)
+                return log_probs.clamp(min=-1e4), attention
+
+            self.model.forward_decoder = forward_decoder
+
+        return __init__
+
+    _wrap(SequenceGenerator, "__init__", make)
 
 
 def precision_flags():

@@ -97,6 +97,16 @@ def entmax(scores, excluded, alpha):
     return _over_kept(mapping, scores, excluded)
 
 
+def fenchel_young_loss(scores, target, alpha):
+    """(p - onehot(y)) . z + sum_k (p_k - p_k^alpha) / (alpha (alpha - 1)), summed over rows."""
+    loss = 0.0
+    for row, wanted in zip(scores, target, strict=True):
+        probs = entmax(row[None], np.zeros((1, len(row)), bool), alpha)[0]
+        entropy = (probs - probs**alpha).sum() / (alpha * (alpha - 1))
+        loss += probs @ row - row[wanted] + entropy
+    return loss
+
+
 def topk(scores, excluded, k):
     return _over_kept(
         lambda x: softmax(x, x < sorted(x)[-min(k, len(x))]), np.asarray(scores), excluded

@@ -146,6 +146,19 @@ def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
     assert values == {round(float(value), 4) for value in expected}
 
 
+def test_a_sparse_output_layer_trains_translates_and_refuses_label_smoothing(text):
+    flags = [*TRANSLATE, "--output-normalizer", "entmax15", "--save-dir", "mt-sparse"]
+    command = ("fairseq-train", "mt", *PLUGIN, *flags)
+    assert "label smoothing" in refused(text, *command, "--no-save")
+    at = flags.index("--criterion")
+    flags[at : at + 4] = ["--criterion", "entmax_loss"]
+    log = run(text, "fairseq-train", "mt", *PLUGIN, *flags)
+    assert losses(log)[-1] < losses(log)[0] and re.search(r"train_inner.* zero=", log)
+    path = ("--path", "mt-sparse/checkpoint_last.pt", "--max-len-b", "6", *ALL)
+    found = hypotheses(run(text, "fairseq-generate", "mt", *PLUGIN, *path))
+    assert len(found) == 8 and all(math.isfinite(score) for score, _ in found.values())
+
+
 def test_the_learned_modulators_are_listed_in_the_papers_symbols(text, translation):
     path = text / "mt-model" / "checkpoint_last.pt"
     listing = ("python", "-m", "multimax_fairseq.analysis", "parameters")

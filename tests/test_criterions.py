@@ -2,17 +2,21 @@
 
 import copy
 
+import numpy as np
 import pytest
+import reference
 import torch
 from conftest import scatter_modulators
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.logging import metrics
 
+from multimax_fairseq.compat import UsageError
 from multimax_fairseq.criterions.cross_entropy import (
     LabelSmoothedMultimaxCrossEntropyCriterion,
     MultimaxCrossEntropyCriterion,
 )
+from multimax_fairseq.criterions.entmax_loss import EntmaxLossCriterion
 
 PAIRS = {
     "plain": (CrossEntropyCriterion, MultimaxCrossEntropyCriterion, {}),
@@ -31,8 +35,9 @@ PAIRS = {
 
 @pytest.fixture(params=["transformer_lm_multimax", "transformer_multimax"])
 def model_and_batch(request, build, lm_batch, translation_batch):
-    def make(normalizer, **batch_options):
-        model = scatter_modulators(build(request.param, "--output-normalizer", normalizer))
+    def make(normalizer, alpha="1.5", **batch_options):
+        flags = ("--output-normalizer", normalizer, "--output-entmax-alpha", alpha)
+        model = scatter_modulators(build(request.param, *flags))
         batch = lm_batch if "_lm" in request.param else translation_batch
         return model, batch(**batch_options)
 
@@ -129,3 +134,68 @@ def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, pair):
     options = {**pair[2], "report_accuracy": False} if pair[2] else {}
     pair[1](task, sentence_avg=False, **options)(model, lm_batch())[0].backward()
     assert held == []
+
+
+# --- sparse output layers ----------------------------------------------------------------------
+
+ALPHAS = {"sparsemax": 2.0, "entmax15": 1.5, "alpha_entmax": 1.3}
+
+
+def sparse(model):
+    """Logits far enough apart that some words become impossible."""
+    with torch.no_grad():
+        model.decoder.output_projection.weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize("normalizer", ALPHAS)
+def test_entmax_loss_and_its_gradient_are_the_references(task, model_and_batch, normalizer):
+    model, sample = model_and_batch(normalizer, alpha="1.3")
+    sparse(model)
+    criterion = EntmaxLossCriterion(task, sentence_avg=False)
+    loss, size, logged, _ = run(criterion, model, sample)
+    counted = sample["target"].ne(task.target_dictionary.pad())
+    net_output = model(**sample["net_input"])
+    logits, wanted = net_output[0][counted].detach().double(), sample["target"][counted]
+    expected = reference.fenchel_young_loss(logits.numpy(), wanted.tolist(), ALPHAS[normalizer])
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert size == logged["ntokens"] == int(counted.sum())
+    probs = reference.entmax(logits.numpy(), np.zeros(logits.shape, bool), ALPHAS[normalizer])
+    impossible = (probs[np.arange(len(wanted)), wanted] == 0).sum()
+    assert int(logged["zero"]) == impossible > 0
+    net_output[0].retain_grad()
+    model.get_targets = lambda sample, _: sample["target"]
+    model.forward = lambda **_: net_output
+    criterion(model, sample)[0].backward()
+    gradient = torch.from_numpy(probs).float()
+    gradient[torch.arange(len(wanted)), wanted] -= 1
+    torch.testing.assert_close(net_output[0].grad[counted], gradient, rtol=0, atol=1e-4)
+    assert (net_output[0].grad[~counted] == 0).all()
+
+
+def test_entmax_loss_a_token_without_targets_and_reduced(task, model_and_batch):
+    model, sample = model_and_batch("entmax15")
+    criterion = EntmaxLossCriterion(task, sentence_avg=True)
+    whole, size, logged, _ = run(criterion, model, sample)
+    parts, *_ = run(criterion, model, sample, reduce=False)
+    assert parts.shape == sample["target"].shape
+    torch.testing.assert_close(parts.sum(), whole)
+    assert size == len(sample["target"])
+    with metrics.aggregate(new_root=True) as meters:
+        EntmaxLossCriterion.reduce_metrics([logged, logged])
+    values = meters.get_smoothed_values()
+    assert values["loss"] == pytest.approx(whole.item() / size, abs=1e-3) and "zero" in values
+    sample["target"].fill_(task.target_dictionary.pad())
+    sample["ntokens"] = 0
+    assert run(criterion, model, sample)[0] == 0
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_cross_entropy_of_a_sparse_output_layer_is_refused(task, model_and_batch, pair):
+    model, sample = model_and_batch("entmax15")
+    for cls in pair[:2]:
+        with pytest.raises(UsageError, match="label smoothing.*entmax_loss"):
+            cls(task, sentence_avg=False, **pair[2])(model, sample)
+    model, sample = model_and_batch("softmax")
+    with pytest.raises(UsageError, match="--output-normalizer sparsemax, entmax15"):
+        EntmaxLossCriterion(task, sentence_avg=False)(model, sample)

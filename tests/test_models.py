@@ -283,6 +283,29 @@ def test_beam_search_scores_are_teacher_forced_scores(
                 assert hypothesis["tokens"][: len(wanted)].tolist() == wanted
 
 
+@pytest.mark.parametrize("normalizer", ["sparsemax", "entmax15", "alpha_entmax"])
+@torch.no_grad()
+def test_beam_search_over_a_sparse_output_layer_stays_finite(
+    build, dictionary, translation_batch, normalizer
+):
+    model = build(TRANSLATION[1], "--output-normalizer", normalizer).eval()
+    model.decoder.output_projection.weight.mul_(30)
+    # The end of sentence is impossible, so that only force can bring it.
+    model.decoder.output_projection.weight[dictionary.eos()] = 0
+    sample = translation_batch()
+    scores = log_probs(model, model(**sample["net_input"]))
+    assert (scores == -math.inf).any() and (scores > -math.inf).any(-1).all()
+    torch.testing.assert_close(scores.exp().sum(-1), torch.ones(scores.shape[:-1]))
+    generator = SequenceGenerator([model], dictionary, beam_size=5, max_len_b=6, max_len_a=0)
+    for hypotheses in generator.generate([model], sample):
+        assert len(hypotheses) >= 1
+        for hypothesis in hypotheses:
+            assert math.isfinite(float(hypothesis["score"]))
+            assert hypothesis["positional_scores"].isfinite().all()
+    forced = generator.generate([model], sample)[0][0]["positional_scores"]
+    assert forced[-1] == -1e4 and (forced[:-1] > -100).all()
+
+
 # --- what stock Transformers offer -------------------------------------------------------------
 
 

@@ -1,3 +1,3 @@
 """The output-layer criteria."""
 
-from multimax_fairseq.criterions import cross_entropy  # noqa: F401
+from multimax_fairseq.criterions import cross_entropy, entmax_loss  # noqa: F401

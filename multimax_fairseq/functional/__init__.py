@@ -1,4 +1,4 @@
-"""Tensors in, tensors out. Needs torch and nothing else."""
+"""Tensors in, tensors out. Needs torch and entmax, and nothing else."""
 
 from multimax_fairseq.functional.attention import scaled_dot_product_attention
 from multimax_fairseq.functional.cross_entropy import linear_cross_entropy

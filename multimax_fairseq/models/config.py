@@ -15,6 +15,8 @@ from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.modulator import ORDERS, TERMS
 
 PLACES = ("encoder", "decoder", "cross")
+SPARSE_OUTPUTS = ("sparsemax", "entmax15", "alpha_entmax")
+OUTPUTS = ("softmax", "multimax", *SPARSE_OUTPUTS)
 
 
 @dataclass
@@ -46,8 +48,15 @@ class NormalizerConfig(FairseqDataclass):
     entmax_heads: ChoiceEnum(["separate", "shared"]) = field(  # type: ignore[valid-type]
         default="separate", metadata={"help": "a learned alpha for each head, or one a layer"}
     )
-    output_normalizer: ChoiceEnum(["softmax", "multimax"]) = field(  # type: ignore[valid-type]
-        default="multimax", metadata={"help": "mapping from logits to word probabilities"}
+    output_normalizer: ChoiceEnum(list(OUTPUTS)) = field(  # type: ignore[valid-type]
+        default="multimax",
+        metadata={
+            "help": "mapping from logits to word probabilities; the sparse ones train with "
+            "--criterion entmax_loss"
+        },
+    )
+    output_entmax_alpha: float = field(
+        default=1.5, metadata={"help": "alpha of the output normalizer alpha_entmax"}
     )
     multimax_order: int = field(
         default=2, metadata={"help": "polynomial order of the modulators: 1 or 2"}
@@ -95,7 +104,7 @@ def check(args: Any) -> None:
     """Raise UsageError, in one sentence, for settings that cannot work together."""
     for name, choices in (
         ("attention_normalizer", tuple(NORMALIZERS)),
-        ("output_normalizer", ("softmax", "multimax")),
+        ("output_normalizer", OUTPUTS),
         ("multimax_order", ORDERS),
         ("multimax_terms", TERMS),
         ("multimax_heads", ("shared", "separate")),
@@ -118,6 +127,11 @@ def check(args: Any) -> None:
     if args.entmax_alpha is not None and not args.entmax_alpha >= 1:
         raise UsageError(
             f"--entmax-alpha {args.entmax_alpha} must be at least 1: 1 is softmax, 2 sparsemax"
+        )
+    if not args.output_entmax_alpha > 1:
+        raise UsageError(
+            f"--output-entmax-alpha {args.output_entmax_alpha} must be above 1: for 1, softmax, "
+            "give --output-normalizer softmax"
         )
     if args.scalar_gradient_scale is not None and not args.scalar_gradient_scale > 0:
         raise UsageError(

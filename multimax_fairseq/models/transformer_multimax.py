@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.models.config import (
+    SPARSE_OUTPUTS,
     NormalizerConfig,
     as_namespace,
     build_normalizer,
@@ -35,7 +36,7 @@ from multimax_fairseq.models.config import (
     set_defaults,
 )
 from multimax_fairseq.models.learned_scalars import learned_scalars, prepare_scalars
-from multimax_fairseq.modules import Modulator
+from multimax_fairseq.modules import Modulator, Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,11 @@ class MultimaxEncoder(TransformerEncoderBase):
 
 
 class MultimaxDecoder(TransformerDecoderBase):
-    """A decoder whose logits are modulated, so that softmax over them is MultiMax everywhere."""
+    """A decoder with a chosen normalizer in its output layer.
+
+    MultiMax modulates the logits, so that softmax over them is MultiMax everywhere; a sparse
+    normalizer is `output_normalizer`, and gives most words the probability 0, whose log is -inf.
+    """
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
@@ -101,6 +106,11 @@ class MultimaxDecoder(TransformerDecoderBase):
         self.output_modulator = None
         if cfg.output_normalizer == "multimax":
             self.output_modulator = build_normalizer(cfg, "multimax").modulator
+        self.output_normalizer = None
+        if cfg.output_normalizer in SPARSE_OUTPUTS:
+            self.output_normalizer = Normalizer(
+                cfg.output_normalizer, alpha=cfg.output_entmax_alpha
+            )
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return wrap_layer(MultimaxDecoderLayer(cfg, no_encoder_attn), cfg)
@@ -115,7 +125,32 @@ class MultimaxDecoder(TransformerDecoderBase):
 
     def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None]:
         """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss."""
+        self._refuse_logarithms()
         return self.output_projection.weight, self.output_projection.bias, self.output_modulator
+
+    def get_normalized_probs(
+        self,
+        net_output: tuple[Tensor, dict[str, list[Tensor | None]] | None],
+        log_probs: bool,
+        sample: dict[str, Tensor] | None = None,
+    ):
+        """Return (log-)probabilities, (B, T, V); UsageError for training on those of a sparse
+        normalizer."""
+        if not torch.jit.is_scripting() and self.output_normalizer is not None:
+            if self.training:
+                self._refuse_logarithms()
+            probs = self.output_normalizer(net_output[0])
+            return probs.log() if log_probs else probs
+        return self.get_normalized_probs_scriptable(net_output, log_probs, sample)
+
+    @torch.jit.unused
+    def _refuse_logarithms(self):
+        if self.output_normalizer is not None:
+            raise UsageError(
+                f"--output-normalizer {self.output_normalizer.name} gives words the probability 0, "
+                "which cross-entropy cannot train on and label smoothing would ask back for every "
+                "word: give --criterion entmax_loss"
+            )
 
 
 class LoadsSoftmaxCheckpoints:

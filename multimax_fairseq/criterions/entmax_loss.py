@@ -1,0 +1,88 @@
+"""The loss of sparse output layers."""
+
+from dataclasses import dataclass
+
+import entmax
+import torch
+from fairseq import metrics
+from fairseq.criterions import FairseqCriterion, register_criterion
+from fairseq.dataclass import FairseqDataclass
+from omegaconf import II
+
+from multimax_fairseq.compat import UsageError
+
+# Of (logits (N, V), target (N,), alpha) to losses (N,).
+LOSSES = {
+    "sparsemax": lambda logits, target, alpha: entmax.sparsemax_loss(logits, target),
+    "entmax15": lambda logits, target, alpha: entmax.entmax15_loss(logits, target),
+    "alpha_entmax": lambda logits, target, alpha: entmax.entmax_bisect_loss(logits, target, alpha),
+}
+
+
+@dataclass
+class EntmaxLossConfig(FairseqDataclass):
+    sentence_avg: bool = II("optimization.sentence_avg")
+
+
+@register_criterion("entmax_loss", dataclass=EntmaxLossConfig)
+class EntmaxLossCriterion(FairseqCriterion):
+    """The Fenchel-Young loss of the decoder's sparse output normalizer.
+
+        loss = (p - onehot(y)) . z + sum_k (p_k - p_k^alpha) / (alpha (alpha - 1)),  p = entmax(z)
+                                                                          (Peters et al. 2019)
+    Its gradient by the scores z is p - onehot(y), which a word of probability 0 gets too; the
+    logarithm of that probability has none. It is no code length: what is logged is the mean loss
+    a token as it is, not in bits, and `zero`, the share of targets whose probability is 0.
+
+    A criterion asks the decoder for `output_normalizer`, a `Normalizer` or None.
+    """
+
+    def __init__(self, task, sentence_avg):
+        super().__init__(task)
+        self.sentence_avg = sentence_avg
+
+    def forward(self, model, sample, reduce=True):
+        """Return (loss, sample size, logged fields) of a batch."""
+        normalizer = getattr(model.decoder, "output_normalizer", None)
+        if normalizer is None:
+            raise UsageError(
+                "--criterion entmax_loss is for sparse output layers: add --output-normalizer "
+                f"{', '.join(LOSSES)}, or choose multimax_cross_entropy"
+            )
+        net_output = model(**sample["net_input"])
+        target = model.get_targets(sample, net_output)
+        counted = target.ne(self.padding_idx)
+        logits, wanted = net_output[0][counted], target[counted]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = LOSSES[normalizer.name](logits, wanted, normalizer.fixed.get("alpha"))
+        with torch.no_grad():
+            probs = normalizer(logits).gather(-1, wanted.unsqueeze(-1))
+        loss = (
+            losses.sum()
+            if reduce
+            else losses.new_zeros(target.shape).masked_scatter(counted, losses)
+        )
+        sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
+        logged = {
+            "loss": loss.data,
+            "zero": probs.eq(0).sum().data,
+            "ntokens": sample["ntokens"],
+            "nsentences": sample["target"].size(0),
+            "sample_size": sample_size,
+        }
+        return loss, sample_size, logged
+
+    @staticmethod
+    def reduce_metrics(logging_outputs):
+        """Aggregate the logged fields of several workers."""
+        total = {
+            name: sum(float(log.get(name, 0)) for log in logging_outputs)
+            for name in ("loss", "zero", "ntokens", "sample_size")
+        }
+        size, tokens = max(total["sample_size"], 1), max(total["ntokens"], 1)
+        metrics.log_scalar("loss", total["loss"] / size, size, round=3)
+        metrics.log_scalar("zero", total["zero"] / tokens, tokens, round=4)
+
+    @staticmethod
+    def logging_outputs_can_be_summed():
+        return True
