@@ -1,7 +1,7 @@
 """MultiMax for fairseq: learnable modulated softmax in attention and in the output layer.
 
-This module holds the mathematics, and needs torch and entmax; `multimax_fairseq.models`, which fairseq
-imports by itself under `--user-dir`, registers the architectures and the criteria.
+This module holds the mathematics, and needs torch and entmax; `multimax_fairseq.models`, which
+fairseq imports by itself under `--user-dir`, registers the architectures and the criteria.
 """
 
 from multimax_fairseq.functional import (
