@@ -117,7 +117,7 @@ RIVALS = {
 
 @pytest.mark.parametrize("normalizer", RIVALS)
 def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
-    folder = f"mt-{normalizer}"
+    folder = f"mt-with-{normalizer}"
     flags = [*RIVALS[normalizer], "--attention-normalizer", normalizer]
     flags += ["--output-normalizer", "softmax", "--optimizer", "adam", "--save-dir", folder]
     command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags)
