@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, TextIO
 import evaluate
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from multimax_fairseq import compat
@@ -80,18 +80,17 @@ def fit(cfg: DictConfig, gpus: int) -> None:
     world = cfg.distributed_training.distributed_world_size
     tokens = cfg.dataset.max_tokens * world * cfg.optimization.update_freq[0]
     devices = max(gpus, 1)
-    with open_dict(cfg):
-        cfg.distributed_training.distributed_world_size = devices
-        if tokens % (cfg.dataset.max_tokens * devices) == 0:
-            cfg.optimization.update_freq = [tokens // (cfg.dataset.max_tokens * devices)]
-        elif tokens % devices == 0:
-            cfg.dataset.max_tokens = tokens // devices
-            cfg.optimization.update_freq = [1]
-        else:
-            raise UsageError(f"--gpus {gpus} cannot share {tokens} tokens: choose a divisor")
-        if gpus == 0:
-            cfg.common.cpu = True
-            cfg.common.fp16 = False
+    cfg.distributed_training.distributed_world_size = devices
+    if tokens % (cfg.dataset.max_tokens * devices) == 0:
+        cfg.optimization.update_freq = [tokens // (cfg.dataset.max_tokens * devices)]
+    elif tokens % devices == 0:
+        cfg.dataset.max_tokens = tokens // devices
+        cfg.optimization.update_freq = [1]
+    else:
+        raise UsageError(f"--gpus {gpus} cannot share {tokens} tokens: choose a divisor")
+    if gpus == 0:
+        cfg.common.cpu = True
+        cfg.common.fp16 = False
 
 
 def options(cfg: DictConfig) -> list[str]:
@@ -135,16 +134,15 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     cfg = compose(f"{args.experiment}_{row}")
     folder = args.out / row / f"seed-{seed}"
     fit(cfg, args.gpus)
-    with open_dict(cfg):
-        cfg.common.user_dir = str(ROOT / "multimax_fairseq")
-        cfg.common.seed = seed
-        cfg.checkpoint.save_dir = str(folder)
-        if args.max_update is not None:
-            cfg.optimization.max_update = args.max_update
-        if cfg.task._name == "translation":
-            text = evaluate.describe(args.data_bin, cfg.task.target_lang)
-            cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
-            cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
+    cfg.common.user_dir = str(ROOT / "multimax_fairseq")
+    cfg.common.seed = seed
+    cfg.checkpoint.save_dir = str(folder)
+    if args.max_update is not None:
+        cfg.optimization.max_update = args.max_update
+    if cfg.task._name == "translation":
+        text = evaluate.describe(args.data_bin, cfg.task.target_lang)
+        cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
+        cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
     program = evaluate.program("fairseq-train")
     words = [program, str(args.data_bin), *options(cfg), *args.train]
     updates = cfg.optimization.max_update

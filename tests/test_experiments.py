@@ -143,3 +143,31 @@ def test_the_batch_is_the_same_on_any_number_of_gpus(experiment, name, batch, gp
     assert ("--fp16" in experiment.options(cfg)) == (gpus > 0 and "wikitext" in name)
     with pytest.raises(UsageError, match="--gpus 3"):
         experiment.fit(cfg, 3)
+
+
+# --- what a killed process leaves --------------------------------------------------------------
+
+
+def test_checkpoints_that_were_being_copied_are_made_good(experiment, tmp_path):
+    def save(name, value, truncated=False):
+        torch.save({"value": value}, tmp_path / name)
+        if truncated:
+            data = (tmp_path / name).read_bytes()
+            (tmp_path / name).write_bytes(data[: len(data) // 2])
+
+    def left():
+        return {file.name: torch.load(file)["value"] for file in tmp_path.iterdir()}
+
+    save("checkpoint_best.pt", 1)
+    save("checkpoint_last.pt", 2, truncated=True)
+    experiment.mend(tmp_path)
+    assert left() == {"checkpoint_best.pt": 1, "checkpoint_last.pt": 1}
+    save("checkpoint_1_8.pt", 8)
+    save("checkpoint_2_10.pt", 10)
+    save("checkpoint_best.pt", 10, truncated=True)
+    experiment.mend(tmp_path)
+    assert left()["checkpoint_best.pt"] == 10 and left()["checkpoint_last.pt"] == 1
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"PK")
+    experiment.mend(tmp_path)
+    assert left() == {}

@@ -386,6 +386,19 @@ def test_layers_to_keep_prunes_a_trained_model(build, translation_batch):
     assert torch.equal(ours, model.encoder.layers[1].self_attn.normalizer.modulator.low_coefficient)
 
 
+@pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax"])
+@torch.no_grad()
+def test_pruned_heads_take_their_parameters_along(normalizer):
+    stock = SoftmaxMultiheadAttention(8, 4, self_attention=True)
+    layer = MultiheadAttention(stock, Normalizer(normalizer, 4, init_std=0.5)).eval()
+    x = torch.randn(5, 2, 8)
+    _, before = layer(x, x, x, need_head_weights=True)
+    layer._set_skip_embed_dim_check()
+    layer._adaptive_prune_heads([(2, 4), (6, 8)])
+    _, after = layer(x, x, x, need_head_weights=True)
+    torch.testing.assert_close(after, before[[1, 3]])
+
+
 def test_adaptive_inputs_and_softmax(build, lm_batch):
     flags = "--adaptive-input --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20".split()
     flags += ["--tie-adaptive-weights", "--adaptive-input-factor", "2", "--adaptive-softmax-factor"]

@@ -115,6 +115,11 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             return output, probs.transpose(0, 1)
         return output, probs.mean(1) if need_weights else None
 
+    def _adaptive_prune_heads(self, reserve_head_index: list[tuple[int, int]]) -> None:
+        kept = [start // self.head_dim for start, _ in reserve_head_index]
+        super()._adaptive_prune_heads(reserve_head_index)
+        self.normalizer.keep_heads(kept)
+
     def _split_beams(self, x: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, ...) to (B beam, heads, T, ...)."""
         return x.unflatten(2, [beam, -1]).transpose(1, 2).flatten(0, 1)

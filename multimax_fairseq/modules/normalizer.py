@@ -46,7 +46,7 @@ class Normalizer(nn.Module):
         super().__init__()
         if name not in NORMALIZERS:
             raise ValueError(f"unknown normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}")
-        self.name = name
+        self.name, self.num_heads = name, num_heads
         self.modulator: nn.Module | None = None
         self.alpha: EntmaxAlpha | None = None
         self.fixed: dict[str, Any] = {}
@@ -91,6 +91,15 @@ class Normalizer(nn.Module):
         if self.name == "evsoftmax":
             options["training"] = self.training
         return options
+
+    def keep_heads(self, heads: list[int]) -> None:
+        """Forget all but these heads' parameters, where each head has its own."""
+        if self.num_heads is None:
+            return
+        for module in filter(None, (self.modulator, self.alpha)):
+            for name, parameter in list(module.named_parameters()):
+                module.register_parameter(name, nn.Parameter(parameter.detach()[heads]))
+        self.num_heads = len(heads)
 
     def __prepare_scriptable__(self) -> "Normalizer":
         if self.name not in ("softmax", "multimax"):
