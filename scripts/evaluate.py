@@ -51,8 +51,15 @@ def command(name: str, *arguments: object) -> list[str]:
 
 def describe(data: Path, target: str) -> dict[str, Any]:
     """What undoes the preparation of the text: evaluation.json, or what the dictionary tells."""
-    if (data / "evaluation.json").is_file():
-        return json.loads((data / "evaluation.json").read_text(encoding="utf-8"))
+    if (described := data / "evaluation.json").is_file():
+        try:
+            found = json.loads(described.read_text(encoding="utf-8"))
+            return {key: found[key] for key in ("remove_bpe", "tokenizer", "lowercase")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise compat.UsageError(
+                f"{described} is not what data-prep/ writes ({error}): prepare the data again, or "
+                "remove that file"
+            ) from None
     file = data / f"dict.{target}.txt"
     if not file.is_file():
         raise compat.UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")

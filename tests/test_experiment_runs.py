@@ -183,3 +183,6 @@ def test_evaluate_prints_what_the_run_found(experiment, tmp_path):
         assert "perplexity" in output and (checkpoint.parent / "average2.pt").exists()
     output = run(folder, script, checkpoint, data / "none", code=1)
     assert "does not exist" in output and "Traceback" not in output
+    (tmp_path / "none.jsonl").write_text('{"no": "result"}\n')
+    output = run(folder, str(ROOT / "scripts" / "tabulate"), tmp_path / "none.jsonl", code=1)
+    assert output.startswith("tabulate: error: 'experiment'") and "Traceback" not in output
