@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, TextIO
 import evaluate
 import hydra
 import torch
+from fairseq import checkpoint_utils
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -145,7 +146,8 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
         cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
     program = evaluate.program("fairseq-train")
     words = [program, str(args.data_bin), *options(cfg), *args.train]
-    updates = cfg.optimization.max_update
+    # The last of several is the one that counts.
+    updates = int(words[len(words) - words[::-1].index("--max-update")])
     return Run(args.experiment, row, seed, folder, args.data_bin, words, updates)
 
 
@@ -184,9 +186,23 @@ def mend(folder: Path) -> None:
             file.unlink()
 
 
+def updates_made(folder: Path) -> int:
+    """How many updates the last checkpoint has behind it."""
+    last = folder / "checkpoint_last.pt"
+    if not last.exists():
+        return 0
+    return checkpoint_utils.load_checkpoint_to_cpu(str(last))["optimizer_history"][-1][
+        "num_updates"
+    ]
+
+
 def train(run: Run, lock: int) -> None:
     """Train to the end, from the last checkpoint if there is one; leaves the file `trained`."""
     mend(run.folder)
+    if updates_made(run.folder) >= run.updates:
+        # Killed after its last checkpoint; fairseq would make one update more than asked for.
+        (run.folder / "trained").touch()
+        return
     log = run.folder / "train.log"
     with log.open("a", encoding="utf-8") as file:
         file.write(f"{STARTED}\n{run.text}")

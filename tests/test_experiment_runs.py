@@ -131,6 +131,7 @@ def test_all_rows_and_seeds_reach_the_table(experiment):
 
 def test_results_carry_what_it_takes_to_find_them_again(experiment):
     name, _, folder, _, _ = experiment
+    assert sum(result["peak_memory"] is not None for result in results(folder)) >= 9
     for result in results(folder):
         command = shlex.split(result["command"])
         assert Path(command[0]).name == "fairseq-train"
@@ -139,7 +140,9 @@ def test_results_carry_what_it_takes_to_find_them_again(experiment):
         assert written.read_text().strip() == result["command"]
         assert result["versions"]["torch"] and result["signature"] and result["hardware"]
         assert result["parameters"] > 1000 and result["updates"] == 3
-        assert result["tokens_per_second"] > 0 and result["peak_memory"] > 1e8
+        assert result["tokens_per_second"] > 0
+        # Unknown where the one process was killed.
+        assert result["peak_memory"] is None or result["peak_memory"] > 1e8
         assert result["seconds"] >= 0
         if name == "iwslt14":
             assert "case:lc" in result["signature"] and "raw text" in result["protocol"]
@@ -159,7 +162,18 @@ def test_what_was_finished_before_the_kill_is_not_done_again(experiment):
         file.read_text().splitlines() for file in folder.glob("out/*/seed-*/train.log")
     )
     starts = sum(line.startswith("=== fairseq-train starts") for line in logs)
-    assert starts == 11  # ten runs, one of which was killed and went on
+    assert starts in (10, 11)  # ten runs; one was killed, and went on unless it had been through
+
+
+def test_a_run_killed_after_its_last_checkpoint_is_not_trained_on(experiment):
+    _, command, folder, _, _ = experiment
+    run_folder = folder / "out" / "multimax" / "seed-2"
+    before = json.loads((run_folder / "result.json").read_text())
+    for name in ("trained", "result.json"):
+        (run_folder / name).unlink()
+    run(folder, *command)
+    after = json.loads((run_folder / "result.json").read_text())
+    assert (after["updates"], after["value"]) == (3, before["value"])
 
 
 def test_another_command_in_the_same_folder_is_refused(experiment):
