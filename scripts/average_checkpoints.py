@@ -60,6 +60,13 @@ def average(files: list[Path]) -> dict:
     return first
 
 
+def write_average(files: list[Path], output: Path) -> None:
+    """Write `average` of the files, complete or not at all."""
+    aside = output.with_name(output.name + ".part")
+    torch.save(average(files), aside)
+    os.replace(aside, output)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,9 +85,7 @@ def main() -> None:
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
             raise compat.UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")
-        aside = args.output.with_name(args.output.name + ".part")
-        torch.save(average(files), aside)
-        os.replace(aside, args.output)
+        write_average(files, args.output)
     except (compat.UsageError, OSError) as error:
         sys.exit(f"average_checkpoints.py: error: {error}")
     print(f"{args.output}: the mean of {', '.join(file.name for file in files)}")

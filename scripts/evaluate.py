@@ -14,6 +14,7 @@ token after at least 400 earlier ones in blocks of 512 (in the same proportion f
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from average_checkpoints import average, newest
+from average_checkpoints import newest, write_average
 from fairseq import checkpoint_utils
 from fairseq.data.data_utils import infer_language_pair
 from sacrebleu.metrics import BLEU
@@ -187,10 +188,15 @@ def evaluate(
     return translation(checkpoint, data, task, subset, beam, options, log)
 
 
-def write_json(file: Path, value: Any) -> None:
-    aside = file.with_name(file.name + ".part")
-    aside.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+def write(file: Path, text: str) -> None:
+    """Write a file, complete or not at all, whoever else is writing it."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    aside.write_text(text, encoding="utf-8")
     aside.replace(file)
+
+
+def write_json(file: Path, value: Any) -> None:
+    write(file, json.dumps(value, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -216,9 +222,7 @@ def main() -> None:
                 raise compat.UsageError(f"--average {args.average} must be at least 1")
             folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
             checkpoint = folder / f"average{args.average}.pt"
-            aside = checkpoint.with_name(checkpoint.name + ".part")
-            torch.save(average(newest(folder, args.average)), aside)
-            aside.replace(checkpoint)
+            write_average(newest(folder, args.average), checkpoint)
         result = evaluate(checkpoint, args.data, args.subset, args.beam)
         if args.json is not None:
             write_json(args.json, result)

@@ -333,16 +333,12 @@ def finish(run: Run, lock: int) -> None:
 def collect(out: Path) -> str:
     """Write all results under a folder to results.jsonl, and their table, returned, to table.md."""
 
-    def write(name: str, text: str) -> None:
-        aside = out / f"{name}.{os.getpid()}.part"
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(out / name)
-
     files = sorted(out.glob("*/seed-*/result.json"))
-    write("results.jsonl", "".join(file.read_text(encoding="utf-8") for file in files))
+    lines = "".join(file.read_text(encoding="utf-8") for file in files)
+    evaluate.write(out / "results.jsonl", lines)
     words = [sys.executable, str(ROOT / "scripts" / "tabulate"), str(out / "results.jsonl")]
     table = subprocess.run(words, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
-    write("table.md", table)
+    evaluate.write(out / "table.md", table)
     return table
 
 

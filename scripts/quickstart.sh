@@ -49,10 +49,7 @@ while (($#)); do
     shift
 done
 
-if ! python -c 'import fairseq_cli, multimax_fairseq, sacrebleu, sentencepiece, unearth' 2>/dev/null; then
-    "$root/scripts/setup.sh"
-    PATH=$root/.venv/bin:$PATH
-fi
+source "$root/scripts/environment.sh"
 data=$out/data
 plugin=(--user-dir "$root/multimax_fairseq")
 # With its default of 8, fairseq trains without the last sentences that do not fill a multiple.

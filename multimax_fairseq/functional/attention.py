@@ -15,48 +15,21 @@ from multimax_fairseq.functional.normalizers import ScoreFunction, normalize
 def attention_scores(
     query: Tensor, key: Tensor, bias: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Return attention scores, (B, H, T, S): scale * Q K^T + bias; arguments as below."""
+    """Return attention scores, (B, H, T, S): scale * Q K^T + bias.
+
+    Equivalent to: scale * query @ key.mT + bias
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, H, S, D).
+        bias: broadcastable to the scores; None adds nothing.
+        scale: default 1 / sqrt(D).
+    """
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     # The product of a half-precision pair is rounded once, as in the framework's own attention.
     scores = (query * scale) @ key.transpose(-2, -1)
     return scores if bias is None else scores + bias
-
-
-def attention_probs(
-    query: Tensor,
-    key: Tensor,
-    *,
-    normalizer: str = "multimax",
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    **options: Any,
-) -> Tensor:
-    """Return attention probabilities.
-
-        P = normalize(scale * Q K^T + bias)
-    Equivalent to: normalize(normalizer, scale * query @ key.mT + bias, mask=mask)
-
-    Args:
-        query: (B, H, T, D).
-        key: (B, H, S, D).
-        normalizer: a key of `NORMALIZERS`.
-        mask: bool, broadcastable to (B, H, T, S); True excludes.
-        bias: added to the scores before they are normalised.
-        scale: default 1 / sqrt(D).
-        options: as `normalize`; multimax needs its `modulator`.
-
-    Returns:
-        (B, H, T, S), in float32 or wider.
-
-    Raises:
-        ValueError: an unknown normalizer; multimax without a modulator.
-    """
-    scores = attention_scores(query, key, bias, scale)
-    if normalizer == "multimax" and options.get("modulator") is None:
-        raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
-    return normalize(normalizer, scores, mask=mask, **options)
 
 
 def scaled_dot_product_attention(
@@ -107,9 +80,10 @@ def scaled_dot_product_attention(
         excluded = future if excluded is None else excluded | future
     if modulator is not None:
         options["modulator"] = modulator
-    probs = attention_probs(
-        query, key, normalizer=normalizer, mask=excluded, bias=bias, scale=scale, **options
-    )
+    elif normalizer == "multimax":
+        raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
+    scores = attention_scores(query, key, bias, scale)
+    probs = normalize(normalizer, scores, mask=excluded, **options)
     return F.dropout(probs, dropout_p).to(value.dtype) @ value
 
 

@@ -10,6 +10,9 @@ from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
 from multimax_fairseq.modules.modulator import Modulator
 from multimax_fairseq.modules.temperature import Temperature
 
+# Softmax of some function of the scores, which TorchScript can read; it finds nothing by its name.
+SCRIPTED = ("softmax", "multimax")
+
 
 class Normalizer(nn.Module):
     """Any of `NORMALIZERS` as a module: `normalizer(scores, dim, mask)` gives probabilities.
@@ -68,41 +71,32 @@ class Normalizer(nn.Module):
 
     def forward(self, scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
         """Return probabilities, the shape of scores, in float32 or wider; the mask excludes."""
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if not torch.jit.is_scripting() and self.name not in SCRIPTED:  # type: ignore[attr-defined]
             return self._named(scores, dim, mask)
-        # TorchScript finds no function by its name.
         if self.modulator is not None:
             scores = self.modulator(scores)
         return softmax(scores, dim, mask)
 
     @torch.jit.unused
     def _named(self, scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
-        if self.name == "softmax" and self.modulator is not None:
-            return softmax(self.modulator(scores), dim, mask)
-        return normalize(self.name, scores, dim, mask, **self.options())
-
-    def options(self) -> dict[str, Any]:
-        """Return what `normalize` takes for this mapping as it now stands."""
         options = dict(self.fixed)
-        if self.name == "multimax":
-            options["modulator"] = self.modulator
         if self.alpha is not None:
             options["alpha"] = self.alpha()
         if self.name == "evsoftmax":
             options["training"] = self.training
-        return options
+        return normalize(self.name, scores, dim, mask, **options)
 
     def keep_heads(self, heads: list[int]) -> None:
         """Forget all but these heads' parameters, where each head has its own."""
         if self.num_heads is None:
             return
         for module in filter(None, (self.modulator, self.alpha)):
-            for name, parameter in list(module.named_parameters()):
-                module.register_parameter(name, nn.Parameter(parameter.detach()[heads]))
+            for parameter in module.parameters():
+                parameter.data = parameter.data[heads]  # in place, for what is tied to it
         self.num_heads = len(heads)
 
     def __prepare_scriptable__(self) -> "Normalizer":
-        if self.name not in ("softmax", "multimax"):
+        if self.name not in SCRIPTED:
             raise ValueError(
                 f"the normalizer {self.name!r} has no TorchScript form: only softmax and multimax "
                 "can be scripted"
