@@ -50,6 +50,7 @@ class Normalizer(nn.Module):
         if name not in NORMALIZERS:
             raise ValueError(f"unknown normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}")
         self.name, self.num_heads = name, num_heads
+        self.scriptable = name in SCRIPTED
         self.modulator: nn.Module | None = None
         self.alpha: EntmaxAlpha | None = None
         self.fixed: dict[str, Any] = {}
@@ -71,7 +72,7 @@ class Normalizer(nn.Module):
 
     def forward(self, scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
         """Return probabilities, the shape of scores, in float32 or wider; the mask excludes."""
-        if not torch.jit.is_scripting() and self.name not in SCRIPTED:  # type: ignore[attr-defined]
+        if not torch.jit.is_scripting() and not self.scriptable:  # type: ignore[attr-defined]
             return self._named(scores, dim, mask)
         if self.modulator is not None:
             scores = self.modulator(scores)
@@ -96,7 +97,7 @@ class Normalizer(nn.Module):
         self.num_heads = len(heads)
 
     def __prepare_scriptable__(self) -> "Normalizer":
-        if self.name not in SCRIPTED:
+        if not self.scriptable:
             raise ValueError(
                 f"the normalizer {self.name!r} has no TorchScript form: only softmax and multimax "
                 "can be scripted"
