@@ -1,6 +1,7 @@
 """The criteria: the stock criteria's losses, gradients and logged fields on the same model."""
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from conftest import scatter_modulators
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
 from fairseq.logging import metrics
+from torch.nn.parallel import DistributedDataParallel
 
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.criterions.cross_entropy import (
@@ -139,6 +142,52 @@ def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, pair):
 # --- sparse output layers ----------------------------------------------------------------------
 
 ALPHAS = {"sparsemax": 2.0, "entmax15": 1.5, "alpha_entmax": 1.3}
+
+
+DDP = [("legacy_ddp", False), ("pytorch_ddp", False), ("pytorch_ddp", True)]
+
+
+def gradients_of_one(rank, folder):
+    """Half of a training step in each kind of DDP: leaves the reduced gradients in the folder."""
+    store = (folder / "store").as_uri()
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    start, criterion, batches = torch.load(folder / "start.pt", weights_only=False)
+    results = []
+    for backend, find_unused in DDP:
+        model = copy.deepcopy(start)
+        # As fairseq wraps them; its own function wants a GPU for torch's.
+        if backend == "legacy_ddp":
+            parallel = LegacyDistributedDataParallel(model, torch.distributed.group.WORLD)
+        else:
+            parallel = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        loss, *_ = criterion(ModuleProxyWrapper(parallel), batches[rank])
+        loss.backward()
+        if backend == "legacy_ddp":
+            parallel.all_reduce_grads()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+        del parallel, loss  # before their process group
+    torch.save(results, folder / f"{rank}.pt")
+    torch.distributed.barrier()
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared embeddings"])
+def test_two_processes_get_the_mean_of_their_gradients(build, task, lm_batch, tmp_path, shared):
+    flags = ["--share-decoder-input-output-embed"] if shared else []
+    model = scatter_modulators(build("transformer_lm_multimax", *flags))
+    criterion = MultimaxCrossEntropyCriterion(task, sentence_avg=False)
+    batches = [lm_batch(), lm_batch((6, 2), seed=1)]
+    torch.save((model, criterion, batches), tmp_path / "start.pt")
+    torch.multiprocessing.spawn(gradients_of_one, (tmp_path,), nprocs=2)
+    expected = [run(criterion, model, batch)[3] for batch in batches]
+    for rank in range(2):
+        for kind, gradients in zip(DDP, torch.load(tmp_path / f"{rank}.pt"), strict=True):
+            for name, gradient in gradients.items():
+                mean = (expected[0][name] + expected[1][name]) / 2
+                torch.testing.assert_close(
+                    gradient, mean, rtol=1e-4, atol=1e-5, msg=f"{kind} {name}"
+                )
 
 
 def sparse(model):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multimax_fairseq.functional.backend import choose
+from multimax_fairseq.functional.modulator import (
+    ModulatorParameters,
+    parameter_table,
+    parameters_of,
+)
 from multimax_fairseq.functional.normalizers import ScoreFunction, normalize
+from multimax_fairseq.kernels import cpu
 
 
 def attention_scores(
@@ -43,6 +51,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    backend: str = "auto",
     **options: Any,
 ) -> Tensor:
     """Return attention outputs, with the arguments of torch's function of the same name.
@@ -60,14 +69,26 @@ def scaled_dot_product_attention(
         is_causal: query t attends to keys up to t; together with attn_mask, both hold.
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
+        backend: "cpp" and "triton" never hold the (T, S) probabilities; they serve multimax and
+            softmax, and masks that are 0 or -inf. "plain" holds them, and serves all. "auto"
+            takes what MULTIMAX_BACKEND says, else the fastest that can do it.
         options: what else the normalizer takes, as `normalize`.
 
     Returns:
         (B, H, T, D), in the dtype of value.
 
     Raises:
-        ValueError: an unknown normalizer; multimax without a modulator.
+        ValueError: an unknown normalizer or backend; multimax without a modulator.
     """
+    if modulator is None and normalizer == "multimax":
+        raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
+    if normalizer in ("multimax", "softmax") and not options:
+        masks = [] if attn_mask is None else [(attn_mask, True)]
+        fused = fused_attention(
+            query, key, value, modulator, masks, -math.inf, is_causal, dropout_p, scale, backend
+        )
+        if fused is not None:
+            return fused
     excluded, bias = None, None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         excluded = ~attn_mask
@@ -80,11 +101,79 @@ def scaled_dot_product_attention(
         excluded = future if excluded is None else excluded | future
     if modulator is not None:
         options["modulator"] = modulator
-    elif normalizer == "multimax":
-        raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
     scores = attention_scores(query, key, bias, scale)
     probs = normalize(normalizer, scores, mask=excluded, **options)
     return F.dropout(probs, dropout_p).to(value.dtype) @ value
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    modulator: ScoreFunction | None,
+    masks: Sequence[tuple[Tensor, bool]],
+    threshold: float,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    backend: str = "auto",
+) -> Tensor | None:
+    """Return attention outputs that no probabilities were kept for, or None where that cannot be.
+
+    Args:
+        query, key, value, is_causal, dropout_p, scale: as `scaled_dot_product_attention`.
+        modulator: None is softmax.
+        masks: each broadcastable to (B, H, T, S), bool or float, and whether True means that a
+            key may be attended to; all hold.
+        threshold: a float in a mask at or below it excludes; any other must be 0.
+    """
+    choice = choose("attention", backend, query, key, value)
+    alike = query.dim() == 4 and key.shape == value.shape and query.numel() * key.numel() > 0
+    # What is not known to be a modulator of ours, or is a monotone one, is computed as it comes.
+    if choice == "plain" or not alike or getattr(modulator, "monotone", modulator is not None):
+        return None
+    batch, heads, queries, size = query.shape
+    keys = key.shape[2]
+    table = None
+    if modulator is not None:
+        table = parameter_table(*parameters_of(cast(ModulatorParameters, modulator))).float()
+    fits = key.shape == (batch, heads, keys, size) and (table is None or len(table) in (1, heads))
+    if not fits or not 0 <= dropout_p < 1:
+        return None
+    table = None if table is None else table.expand(heads, 8)
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    if choice == "triton":
+        from multimax_fairseq.kernels import triton_attention
+
+        excluded: Tensor | None = None
+        for mask, allows in masks:
+            if mask.is_floating_point():
+                mask, bias = split_float_mask(mask, threshold)
+                if bias is not None:
+                    return None
+            elif allows:
+                mask = ~mask
+            excluded = mask if excluded is None else excluded | mask
+        return triton_attention.attention(
+            query,
+            key,
+            value,
+            table,
+            mask=excluded,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            scale=scale,
+        )
+    rows = []
+    for mask, allows in masks:
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.shape[1] != 1 or mask.dtype not in (torch.bool, torch.float32):
+            return None
+        rows.append((mask[:, 0].expand(batch, queries, keys), allows))
+    found = cpu.windows(batch, queries, keys, rows, threshold, is_causal)
+    if found is None:
+        return None
+    return cpu.attention(query, key, value, table, *found, scale, dropout_p)
 
 
 def split_float_mask(mask: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:

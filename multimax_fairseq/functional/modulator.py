@@ -13,11 +13,16 @@ The coefficients are offsets from the identity: all zero is exactly softmax.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from multimax_fairseq.functional.backend import choose
+from multimax_fairseq.kernels import cpu
 
 # A distance to a threshold is capped here, far beyond any score of a live model, so that its
 # square stays finite in float32: an excluded score of -inf then maps to -inf instead of NaN.
@@ -175,6 +180,57 @@ def _monotone(
     return torch.where(x.isinf(), x, out)
 
 
+class ModulatorParameters(Protocol):
+    """What the fused operations read of a modulator; `Modulator` has it."""
+
+    low_coefficient: Tensor | None
+    low_threshold: Tensor | None
+    high_coefficient: Tensor | None
+    high_threshold: Tensor | None
+    monotone: bool
+
+
+FourParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def parameters_of(modulator: ModulatorParameters | None) -> FourParameters:
+    """Return the four parameters in the order of `modulate`."""
+    if modulator is None:
+        return None, None, None, None
+    low = (modulator.low_coefficient, modulator.low_threshold)
+    return (*low, modulator.high_coefficient, modulator.high_threshold)
+
+
+def parameter_table(
+    low_coefficient: Tensor | None,
+    low_threshold: Tensor | None,
+    high_coefficient: Tensor | None,
+    high_threshold: Tensor | None,
+) -> Tensor:
+    """Return a modulator's parameters in the layout that the kernels read, (1, 8) or (heads, 8).
+
+    The four in the order of the arguments, each for the orders 1 and 2; a term that is not there
+    has the coefficient 0.
+    """
+    given = (low_coefficient, low_threshold, high_coefficient, high_threshold)
+    present = [p for p in given if p is not None]
+    heads = max(p.shape[0] if p.dim() == 2 else 1 for p in present)
+    columns = []
+    for p in given:
+        p = present[0].new_zeros(2) if p is None else p
+        p = p if p.shape[-1] == 2 else F.pad(p, (0, 1))
+        columns.append(p.expand(heads, 2))
+    return torch.cat(columns, -1)
+
+
+def table_columns(table: Tensor, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Take a gradient by `parameter_table` apart into those by its arguments."""
+    return [
+        None if p is None else columns[:, : p.shape[-1]].sum_to_size(p.shape)
+        for columns, p in zip(table.split(2, -1), parameters, strict=True)
+    ]
+
+
 class _Modulate(torch.autograd.Function):
     """Keeps only the scores for the backward pass: the distances are cheap to form again."""
 
@@ -187,8 +243,11 @@ class _Modulate(torch.autograd.Function):
         high_coefficient: Tensor | None,
         high_threshold: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, low_coefficient, low_threshold, high_coefficient, high_threshold)
-        return _modulated(x, low_coefficient, low_threshold, high_coefficient, high_threshold)
+        parameters = (low_coefficient, low_threshold, high_coefficient, high_threshold)
+        ctx.save_for_backward(x, *parameters)
+        if choose("modulator", "auto", x) == "cpp":
+            return cpu.modulate(x, parameter_table(*parameters).float())
+        return _modulated(x, *parameters)
 
     @staticmethod
     @once_differentiable
@@ -208,6 +267,10 @@ def modulate_backward(
 
     At a threshold the derivative of the distance is taken as zero.
     """
+    parameters = (low_coefficient, low_threshold, high_coefficient, high_threshold)
+    if choose("modulator", "auto", grad, x) == "cpp":
+        grad_x, table = cpu.modulate_backward(grad, x, parameter_table(*parameters).float())
+        return grad_x, *table_columns(table, parameters)
     grad_x = grad.clone()
     grads: list[Tensor | None] = []
     for coefficient, threshold, sign in (

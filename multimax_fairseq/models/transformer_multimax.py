@@ -103,6 +103,7 @@ class MultimaxDecoder(TransformerDecoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
         keep_dropout_names(self, "TransformerDecoder")
+        self.need_attn = False
         self.output_modulator = None
         if cfg.output_normalizer == "multimax":
             self.output_modulator = build_normalizer(cfg, "multimax").modulator
@@ -113,7 +114,60 @@ class MultimaxDecoder(TransformerDecoderBase):
             )
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
-        return wrap_layer(MultimaxDecoderLayer(cfg, no_encoder_attn), cfg)
+        layer = MultimaxDecoderLayer(cfg, no_encoder_attn)
+        layer.need_attn = False
+        return wrap_layer(layer, cfg)
+
+    def make_generation_fast_(self, need_attn: bool = False, **kwargs):
+        """Say whether anybody reads the attention weights, as --print-alignment does."""
+        self.need_attn = need_attn
+
+    def extract_features(
+        self,
+        prev_output_tokens,
+        encoder_out: dict[str, list[Tensor]] | None,
+        incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+    ):
+        """Return (features, extra) as the stock decoder, but attention weights only where a layer
+        is named or `make_generation_fast_(need_attn=True)` was called: they are slow to form."""
+        if alignment_layer is None and not self.need_attn:
+            alignment_layer = self.num_layers  # there is none
+        features, extra = self.extract_features_scriptable(
+            prev_output_tokens,
+            encoder_out,
+            incremental_state,
+            full_context_alignment,
+            alignment_layer,
+            alignment_heads,
+        )
+        if not torch.jit.is_scripting():
+            self._show_output_parameters(extra)
+        return features, extra
+
+    def buffered_future_mask(self, tensor: Tensor) -> Tensor:
+        """Return fairseq's mask, (T, T), marked as what it is: attention then need not read it."""
+        length = tensor.size(0)
+        mask = self._future_mask
+        # TorchScript cannot read `!=` between devices.
+        if mask.size(0) < length or not mask.device == tensor.device:
+            mask = torch.full([length, length], float("-inf")).triu(1)
+        self._future_mask = mask.to(tensor)
+        mask = self._future_mask[:length, :length]
+        if not torch.jit.is_scripting():
+            mask.is_future_mask = True
+        return mask
+
+    @torch.jit.unused
+    def _show_output_parameters(self, extra: dict[str, list[Tensor | None]]):
+        """Let torch's DDP find the output layer, which the fused loss uses outside of the model, in
+        what the model returns: it takes the rest for unused (--find-unused-parameters)."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            modules = filter(None, (self.output_projection, self.output_modulator))
+            parameters = [p for module in modules for p in module.parameters()]
+            extra["output_parameters"] = [p.flatten()[:1] for p in parameters]
 
     def output_layer(self, features: Tensor) -> Tensor:
         """Return the modulated logits, (B, T, V), whose softmax is the model's distribution."""

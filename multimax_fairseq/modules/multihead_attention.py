@@ -4,7 +4,11 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import attention_scores, split_float_mask
+from multimax_fairseq.functional.attention import (
+    attention_scores,
+    fused_attention,
+    split_float_mask,
+)
 from multimax_fairseq.modules.normalizer import Normalizer
 
 
@@ -37,6 +41,8 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             )
         self.__dict__.update(softmax_attention.__dict__)
         self.normalizer = normalizer
+        # fairseq writes "excluded" as -inf, -1e8 or, in half precision, -1e4.
+        self.excluding = -1e4
 
     def forward(
         self,
@@ -93,11 +99,14 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if beam > 1:
             q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
+        if not (need_weights or need_head_weights) and not torch.jit.is_scripting():
+            attended = self._fused(q, k, v, attn_mask, key_padding_mask)
+            if attended is not None:
+                return self._project(attended, beam), None
         mask: Tensor | None = None
         bias: Tensor | None = None
         if attn_mask is not None and attn_mask.is_floating_point():
-            # fairseq writes "excluded" as -inf, -1e8 or, in half precision, -1e4.
-            mask, bias = split_float_mask(attn_mask, -1e4)
+            mask, bias = split_float_mask(attn_mask, self.excluding)
         elif attn_mask is not None:
             mask = attn_mask.to(torch.bool)
         if key_padding_mask is not None:
@@ -106,14 +115,49 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         k, v, mask, bias = self._with_extra_keys(k, v, mask, bias)
 
         probs = self.normalizer(attention_scores(q, k, bias, self.scaling), -1, mask)
-        attended = self.dropout_module(probs.to(v.dtype)) @ v
+        output = self._project(self.dropout_module(probs.to(v.dtype)) @ v, beam)
         if beam > 1:
-            attended = self._split_beams(attended, beam)
             probs = self._split_beams(probs, beam)
-        output = self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
         if need_head_weights:
             return output, probs.transpose(0, 1)
         return output, probs.mean(1) if need_weights else None
+
+    @torch.jit.unused
+    def _fused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> Tensor | None:
+        """Attend without holding the probabilities, where a kernel can; else None."""
+        if self.normalizer.name != "multimax" or self.bias_k is not None or self.add_zero_attn:
+            return None
+        is_causal = getattr(attn_mask, "is_future_mask", False)
+        dropout = self.dropout_module
+        masks = []
+        if attn_mask is not None and not is_causal:
+            masks.append(attn_mask if attn_mask.is_floating_point() else attn_mask.bool())
+        if key_padding_mask is not None:
+            masks.append(key_padding_mask.bool()[:, None, None])
+        return fused_attention(
+            q,
+            k,
+            v,
+            self.normalizer.modulator,
+            [(mask, False) for mask in masks],
+            self.excluding,
+            is_causal,
+            dropout.p if dropout.training or dropout.apply_during_inference else 0.0,
+            self.scaling,
+        )
+
+    def _project(self, attended: Tensor, beam: int) -> Tensor:
+        """(B, heads, beam T, head size) to the layer's output (T, B beam, C)."""
+        if beam > 1:
+            attended = self._split_beams(attended, beam)
+        return self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
 
     def _adaptive_prune_heads(self, reserve_head_index: list[tuple[int, int]]) -> None:
         kept = [start // self.head_dim for start, _ in reserve_head_index]
