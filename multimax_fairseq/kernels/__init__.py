@@ -1,0 +1,1 @@
+"""Kernels for the operations of `functional`, which alone calls them."""
