@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from multimax_fairseq import Modulator, scaled_dot_product_attention
+from multimax_fairseq.functional import modulator
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (it is published for Linux)", allow_module_level=True)
@@ -269,7 +270,9 @@ def check_nothing_to_attend_to_or_from():
 
 def check_scores_beyond_the_cap_stay_finite():
     from multimax_fairseq.kernels.triton_attention import attention
+    from multimax_fairseq.kernels.triton_modulator import MAX_DISTANCE
 
+    assert MAX_DISTANCE.value == modulator.MAX_DISTANCE
     *inputs, grad = attention_inputs(1, 1, 8, 8, 16)
     module = far_modulator(1).float()
     huge = [(inputs[0] * 1e10).detach(), (inputs[1] * 1e10).detach(), inputs[2]]

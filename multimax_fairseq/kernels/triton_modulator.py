@@ -13,12 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multimax_fairseq.functional.modulator import MAX_DISTANCE
-
 # A row of a table: low_coefficient[1..2], low_threshold[1..2], then the same of the high side.
 COLUMNS = 8
 
-_MAX_DISTANCE = tl.constexpr(MAX_DISTANCE)
+# That of functional/modulator.py, which this room does not import.
+MAX_DISTANCE = tl.constexpr(1e18)
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def fold(TABLE, row, scale, unit, LOW: tl.constexpr, HIGH: tl.constexpr):
         high = _fold_side(TABLE + row * 8 + 4, scale, unit, 1, HIGH)
         constant += high[5]
         level += high[8]
-    return scale * unit, constant, level, _MAX_DISTANCE / scale, low, high
+    return scale * unit, constant, level, MAX_DISTANCE / scale, low, high
 
 
 @triton.jit
