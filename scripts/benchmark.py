@@ -22,7 +22,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from fairseq.data.data_utils import infer_language_pair
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.trainer import Trainer
-from paired import Case, Contestant, Ready, measure, report
+from paired import Case, Contestant, Ready, measure, quiet, report
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
@@ -342,9 +341,15 @@ def generate(args: argparse.Namespace) -> list[Case]:
     @functools.cache
     def inputs() -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         """(settings, task, our model, batches)."""
-        models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(args.checkpoint)], arg_overrides={"data": str(args.data)}
-        )
+        try:
+            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
+                [str(args.checkpoint)], arg_overrides={"data": str(args.data)}
+            )
+        except RuntimeError:
+            raise CheckpointError(
+                f"--checkpoint {args.checkpoint} does not fit the words of {args.data} and "
+                "the model as it is now: give one that this version has trained on them"
+            ) from None
         if cfg.task._name != "translation" or not hasattr(models[0].decoder, "output_modulator"):
             raise UsageError(
                 f"--checkpoint {args.checkpoint} holds no translation model with MultiMax: train "
@@ -365,7 +370,7 @@ def generate(args: argparse.Namespace) -> list[Case]:
                 weights = model.state_dict()
                 model = TransformerModel.build_model(copy.deepcopy(as_namespace(cfg.model)), task)
                 model.load_state_dict({key: weights[key] for key in model.state_dict()})
-            model = model.to(args.device, getattr(torch, args.dtype)).eval()
+            model = model.to(args.device, getattr(torch, args.dtype))
             model.prepare_for_inference_(cfg)
             generator = task.build_generator([model], cfg.generation)
 
@@ -488,7 +493,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    logging.getLogger().setLevel(logging.WARNING)
+    quiet()
     commands = {"attention": attention, "output": output, "train": train, "generate": generate}
     try:
         args = parse(sys.argv[1:])
