@@ -341,20 +341,23 @@ def generate(args: argparse.Namespace) -> list[Case]:
     @functools.cache
     def inputs() -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         """(settings, task, our model, batches)."""
+        path = str(args.checkpoint)
+        refusal = UsageError(
+            f"--checkpoint {path} holds no translation model with MultiMax: train one with --arch "
+            "transformer_multimax or transformer_iwslt_de_en_multimax"
+        )
+        state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
+        if state["cfg"]["task"]._name != "translation":
+            raise refusal
         try:
-            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task(
-                [str(args.checkpoint)], arg_overrides={"data": str(args.data)}
-            )
+            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
         except RuntimeError:
             raise CheckpointError(
-                f"--checkpoint {args.checkpoint} does not fit the words of {args.data} and "
-                "the model as it is now: give one that this version has trained on them"
+                f"--checkpoint {path} does not fit the words of {args.data} and the model as it is "
+                "now: give one that this version has trained on them"
             ) from None
-        if cfg.task._name != "translation" or not hasattr(models[0].decoder, "output_modulator"):
-            raise UsageError(
-                f"--checkpoint {args.checkpoint} holds no translation model with MultiMax: train "
-                "one with --arch transformer_multimax or transformer_iwslt_de_en_multimax"
-            )
+        if not hasattr(models[0].decoder, "output_modulator"):
+            raise refusal
         cfg.generation.beam, cfg.generation.max_len_a, cfg.generation.max_len_b = args.beam, 1.2, 10
         task.load_dataset(args.subset)
         batches = task.get_batch_iterator(
@@ -490,6 +493,8 @@ def check(args: argparse.Namespace) -> None:
     for path, what in ((data, "data folder"), (checkpoint, "checkpoint")):
         if path is not None and not path.exists():
             raise UsageError(f"{what} '{path}' does not exist: check its path")
+    if data is not None and not list(data.glob("dict.*")):
+        raise UsageError(f"'{data}' has no dictionary: give a folder of fairseq-preprocess")
 
 
 def main() -> None:

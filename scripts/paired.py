@@ -82,6 +82,7 @@ def environment(**values: str) -> Iterator[None]:
 
 def quiet() -> None:
     """Silence what fairseq and hydra say of their own age."""
+    # Importing fairseq may leave DEBUG, at which torch follows every node of a backward pass.
     logging.getLogger().setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
 
@@ -378,7 +379,7 @@ def plot(cases: list[dict[str, Any]], sweep: str | None, files: list[Path]) -> N
     figure, axes = pyplot.subplots(
         1, 1 + with_peaks, figsize=(6 * (1 + with_peaks), 4.5), squeeze=False, layout="constrained"
     )
-    unit = "ms" if quantity == "seconds" else quantity
+    unit, ratio_of = ("ms", "time") if quantity == "seconds" else (quantity, quantity)
     factor = 1e3 if quantity == "seconds" else 1
     for index, name in enumerate(names):
         if sweep is not None:
@@ -409,7 +410,9 @@ def plot(cases: list[dict[str, Any]], sweep: str | None, files: list[Path]) -> N
             axis.set_xticklabels([case["case"] for case in cases])
         else:
             axis.set(xscale="log", yscale="log", xlabel=sweep)
-    axes[0, 0].set_ylabel(unit if sweep is not None else f"{unit}, ratio to {reference}")
+            axis.set_xticks(x, labels=[f"{value:,}" for value in x])
+            axis.minorticks_off()
+    axes[0, 0].set_ylabel(unit if sweep is not None else f"{ratio_of}, ratio to {reference}")
     axes[0, 0].legend(fontsize="small")
     if with_peaks:
         axes[0, 1].set_ylabel("peak memory, MB")
