@@ -37,7 +37,7 @@ from fairseq.data.data_utils import infer_language_pair
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.trainer import Trainer
-from paired import Case, Contestant, Ready, measure, quiet, report
+from paired import Case, Contestant, Ready, measure, quiet, report, signature
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
@@ -508,7 +508,8 @@ def main() -> None:
             if args.command == "train" and args.data is None:
                 args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 random_text(args.data, args.vocabulary)
-            report(measure(commands[args.command], args), args)
+            signed = signature(args)  # of what runs, whatever changes in the meantime
+            report(measure(commands[args.command], args), signed, args)
     except (UsageError, CheckpointError, OSError) as error:
         sys.exit(f"benchmark.py: error: {error}")
     except torch.OutOfMemoryError:

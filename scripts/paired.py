@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from experiment import commit
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from multimax_fairseq.compat import UsageError
@@ -208,43 +208,51 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
 def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any]]:
     """Run all cases, in rounds, and return what there is to know of each."""
     found = []
-    dtype = getattr(torch, args.dtype)
     with_peaks = args.memory and (args.device == "cuda" or Path("/proc/self/clear_refs").exists())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         # Built anew for every case, so that the inputs of one are gone before the next.
         for index in range(len(cases(args))):
             case = cases(args)[index]
-            names = list(case.contestants)
+            names, label = list(case.contestants), case.label
             turns = len(names) * (args.warmup + args.rounds + with_peaks)
-            task = progress.add_task(f"{case.label}: agreement", total=turns)
+            task = progress.add_task(f"{label}: agreement", total=turns)
+
+            def tell(what: str, done: int, task: TaskID = task, label: str = label) -> None:
+                progress.update(task, description=f"{label}: {what}", advance=done)
+
             ready = {name: built(contestant) for name, contestant in case.contestants.items()}
-            agreement = compare(case, ready, dtype)
-            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-            for number in range(args.warmup + args.rounds):
-                progress.update(task, description=f"{case.label}: round {number + 1}")
-                first = number % len(names)
-                for name in names[first:] + names[:first]:
-                    with within(case.contestants[name]):
-                        turn = timed(ready[name].step, number, args.device)
-                    progress.advance(task)
-                    if number >= args.warmup:
-                        rounds[name].append(turn)
-            peaks: dict[str, dict[str, int]] = {name: {} for name in names}
-            gradients = {name: ready[name].gradients for name in names}
-            if args.device != "cuda":
-                ready.clear()  # a second process is about to need as much
-                case = case._replace(contestants={})
-            for name in names if with_peaks else ():
-                progress.update(task, description=f"{case.label}: memory of {name}")
-                if args.device == "cuda":
-                    peaks[name] = peak_of_gpu(case.contestants[name], ready[name])
-                else:
-                    peaks[name] = peak_elsewhere(cases, args, index, name)
-                peaks[name]["gradients"] = gradients[name]
-                progress.advance(task)
+            agreement = compare(case, ready, getattr(torch, args.dtype))
+            rounds = run_rounds(case, ready, args, tell)
+            peaks = {name: {"gradients": ready[name].gradients} for name in names}
+            for name in names if with_peaks and args.device == "cuda" else ():
+                peaks[name] |= peak_of_gpu(case.contestants[name], ready[name])
+            # For the next case, or for the process that is about to need as much.
+            ready.clear()
+            case = case._replace(contestants={})
+            gc.collect()
+            for name in names if with_peaks and args.device == "cpu" else ():
+                tell(f"memory of {name}", 1)
+                peaks[name] |= peak_elsewhere(cases, args, index, name)
             progress.remove_task(task)
             found.append(summary(case, rounds, peaks, agreement))
     return found
+
+
+def run_rounds(
+    case: Case, ready: dict[str, Ready], args: Any, tell: Callable[[str, int], None]
+) -> dict[str, list[dict[str, float]]]:
+    """Each contestant's turns, without those of the warm-up."""
+    names = list(ready)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for number in range(args.warmup + args.rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            tell(f"round {number + 1}", 1)
+            with within(case.contestants[name]):
+                turn = timed(ready[name].step, number, args.device)
+            if number >= args.warmup:
+                rounds[name].append(turn)
+    return rounds
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -423,9 +431,8 @@ def plot(cases: list[dict[str, Any]], sweep: str | None, files: list[Path]) -> N
     pyplot.close(figure)
 
 
-def report(cases: list[dict[str, Any]], args: Any) -> None:
+def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> None:
     """Print the tables; write the data and the figure where they are asked for."""
-    signed = signature(args)
     show(cases, signed)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
