@@ -1,0 +1,522 @@
+#!/usr/bin/env python3
+"""Measures the time and the memory of MultiMax against stock fairseq's softmax.
+
+    scripts/benchmark.py attention [--shape BxHxTxD ...] [--mask causal] [--sweep LENGTHS]
+    scripts/benchmark.py output [--tokens N] [--vocabulary V] [--width D] [--sweep VOCABULARIES]
+    scripts/benchmark.py train DATA-BIN [-- fairseq-train options]
+    scripts/benchmark.py train --vocabulary V [-- fairseq-train options]
+    scripts/benchmark.py generate DATA-BIN --checkpoint FILE
+
+All contestants take their turns in one process, and those that compute the same are compared before
+any is timed. Ratios are medians over the rounds of the ratio within a round; of seconds, less is
+better, of what is done in a second, more. Peak memory is what a step takes above what was there
+before it, its inputs among that; on a CPU each contestant has a process of its own for it.
+
+"plain" and "auto" are the backends (MULTIMAX_BACKEND); "torch expression" is MultiMax written out
+with torch's operations, as its authors have it. With --out DIR: DIR/benchmark-NAME.json (every
+round, with all that it takes to measure again), .png and .svg.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fairseq import checkpoint_utils, options, tasks, utils
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from fairseq.data import Dictionary, indexed_dataset
+from fairseq.data.data_utils import infer_language_pair
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.transformer import TransformerModel
+from fairseq.trainer import Trainer
+from paired import Case, Contestant, Ready, measure, quiet, report, signature
+from torch import Tensor
+
+import multimax_fairseq.models  # noqa: F401
+from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+from multimax_fairseq.compat import CheckpointError, UsageError
+from multimax_fairseq.models.config import as_namespace
+
+SHAPES = ["4x8x512x64", "16x8x128x64"]
+EXPRESSION, PLAIN, AUTO = "MultiMax (torch expression)", "MultiMax (plain)", "MultiMax (auto)"
+
+
+def expression(x: Tensor, modulator: Modulator) -> Tensor:
+    """sigma(x), written out."""
+    out = x
+    for n in (1, 2):
+        low = (modulator.low_threshold[n - 1] - x).relu() ** n
+        high = (x - modulator.high_threshold[n - 1]).relu() ** n
+        out = out + modulator.low_coefficient[n - 1] * low
+        out = out + modulator.high_coefficient[n - 1] * high
+    return out
+
+
+def random(seed: int, args: argparse.Namespace, *shape: int, scale: float = 1.0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return values.to(args.device, getattr(torch, args.dtype))
+
+
+def some_modulator(args: argparse.Namespace) -> Modulator:
+    """As far from softmax as a trained one; of the dtype that fairseq gives it."""
+    torch.manual_seed(1)
+    return Modulator(init_std=0.1).to(args.device, getattr(torch, args.dtype))
+
+
+def gradients_of(
+    outputs: Callable[[], tuple[Tensor, Tensor | None]], learned: dict[str, Tensor]
+) -> Ready:
+    """Forward and backward: `outputs` gives (output, its gradient)."""
+
+    def result() -> dict[str, Tensor]:
+        output, grad = outputs()
+        grads = torch.autograd.grad(output, list(learned.values()), grad)
+        names = [f"gradient of {name}" for name in learned]
+        return {"output": output.detach(), **dict(zip(names, grads, strict=True))}
+
+    def step(_: int) -> dict[str, int]:
+        result()
+        return {}
+
+    return Ready(step, result, sum(t.numel() * t.element_size() for t in learned.values()))
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def attention(args: argparse.Namespace) -> list[Case]:
+    if args.sweep is None:
+        shapes = args.shape
+    else:
+        batch, heads, _, size = args.shape[0]
+        shapes = [(batch, heads, length, size) for length in args.sweep]
+    return [attention_case(args, shape) for shape in shapes]
+
+
+def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
+    batch, _, length, _ = shape
+
+    @functools.cache
+    def inputs() -> tuple[dict[str, Tensor], Modulator, Tensor | None, Tensor]:
+        names = ("query", "key", "value")
+        parts = {n: random(i, args, *shape).requires_grad_() for i, n in enumerate(names)}
+        allowed = None
+        if args.mask in ("padding", "both"):
+            # Sentences from the full length down to half of it.
+            kept = length - torch.arange(batch) * length // (2 * batch)
+            allowed = (torch.arange(length) < kept[:, None])[:, None, None].to(args.device)
+        return parts, some_modulator(args), allowed, random(3, args, *shape)
+
+    is_causal = args.mask in ("causal", "both")
+
+    def whole_mask(allowed: Tensor | None) -> Tensor | None:
+        """Both masks in one, (B or 1, 1, T or 1, S), True where it may be attended to."""
+        if not is_causal:
+            return allowed
+        causal = torch.ones(length, length, dtype=torch.bool, device=args.device).tril()
+        return causal[None, None] if allowed is None else allowed & causal
+
+    def contestant(name: str, make_attend: Callable, backend: str = "auto") -> Contestant:
+        def make() -> Ready:
+            parts, modulator, allowed, grad = inputs()
+            attend = make_attend(modulator, allowed)
+            learned = dict(parts)
+            if name.startswith("MultiMax"):
+                learned |= dict(modulator.named_parameters())
+            return gradients_of(lambda: (attend(*parts.values()), grad), learned)
+
+        return Contestant(make, name.split()[0], backend)
+
+    def torchs(_: Modulator, allowed: Tensor | None) -> Callable:
+        # Without padding, the flag is faster than the mask; the two together are refused.
+        mask = whole_mask(allowed) if allowed is not None else None
+        flag = is_causal and allowed is None
+        return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=flag)
+
+    def ours(normalizer: str) -> Callable:
+        def make_attend(modulator: Modulator, allowed: Tensor | None) -> Callable:
+            return functools.partial(
+                scaled_dot_product_attention,
+                **{"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal},
+                **({"modulator": modulator} if normalizer == "multimax" else {}),
+            )
+
+        return make_attend
+
+    def written_out(modulator: Modulator, allowed: Tensor | None) -> Callable:
+        mask = whole_mask(allowed)
+        excluded = None if mask is None else ~mask
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            scores = (query / query.shape[-1] ** 0.5) @ key.transpose(-2, -1)
+            scores = expression(scores.float(), modulator)
+            if excluded is not None:
+                scores = scores.masked_fill(excluded, -torch.inf)
+            return scores.softmax(-1).to(value.dtype) @ value
+
+        return attend
+
+    label = f"attention {'x'.join(map(str, shape))}, mask: {args.mask}"
+    contestants = {
+        "softmax (torch)": contestant("softmax (torch)", torchs),
+        "softmax (plain)": contestant("softmax (plain)", ours("softmax"), "plain"),
+        EXPRESSION: contestant(EXPRESSION, written_out),
+        PLAIN: contestant(PLAIN, ours("multimax"), "plain"),
+        AUTO: contestant(AUTO, ours("multimax")),
+    }
+    return Case(label, length, contestants, ["softmax (torch)", EXPRESSION], ["seconds"])
+
+
+# --- the output layer --------------------------------------------------------------------------
+
+
+def output(args: argparse.Namespace) -> list[Case]:
+    return [output_case(args, size) for size in args.sweep or [args.vocabulary]]
+
+
+def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
+    stock, products = "softmax (fairseq)", "matrix products"
+
+    @functools.cache
+    def inputs() -> tuple[dict[str, Tensor], Modulator, Tensor]:
+        features = random(0, args, args.tokens, args.width)
+        weight = random(1, args, vocabulary, args.width, scale=args.width**-0.5)
+        generator = torch.Generator().manual_seed(2)
+        target = torch.randint(vocabulary, (args.tokens,), generator=generator).to(args.device)
+        parts = {"features": features.requires_grad_(), "weight": weight.requires_grad_()}
+        return parts, some_modulator(args), target
+
+    def stock_loss(logits: Tensor, target: Tensor) -> Tensor:
+        log_probs = utils.log_softmax(logits, dim=-1)
+        if args.label_smoothing:
+            return label_smoothed_nll_loss(
+                log_probs, target, args.label_smoothing, ignore_index=-100
+            )[0]
+        return F.nll_loss(log_probs, target, ignore_index=-100, reduction="sum")
+
+    def fused(features: Tensor, weight: Tensor, target: Tensor, modulator: Modulator | None):
+        return linear_cross_entropy(
+            features, weight, target, modulator=modulator, label_smoothing=args.label_smoothing
+        )[0]
+
+    def unfused(features: Tensor, weight: Tensor, target: Tensor, modulator: Modulator | None):
+        logits = F.linear(features, weight)
+        if modulator is not None:
+            logits = expression(logits.float(), modulator)
+        return stock_loss(logits, target)
+
+    def contestant(loss: Callable, modulated: bool) -> Contestant:
+        def make() -> Ready:
+            parts, modulator, target = inputs()
+            learned = dict(parts) | (dict(modulator.named_parameters()) if modulated else {})
+            used = modulator if modulated else None
+            return gradients_of(lambda: (loss(*parts.values(), target, used), None), learned)
+
+        return Contestant(make, "MultiMax" if modulated else "softmax")
+
+    def floor() -> Ready:
+        parts, *_ = inputs()
+
+        def result() -> tuple[Tensor, Tensor]:
+            features, weight = (part.detach() for part in parts.values())
+            logits = features @ weight.T
+            return logits @ weight, logits.T @ features
+
+        def step(_: int) -> dict[str, int]:
+            result()
+            return {}
+
+        return Ready(step, result, sum(t.numel() * t.element_size() for t in parts.values()))
+
+    smoothing = f", label smoothing {args.label_smoothing}" if args.label_smoothing else ""
+    label = f"output layer, {args.tokens:,} x {vocabulary:,} x {args.width}{smoothing}"
+    contestants = {
+        stock: contestant(unfused, False),
+        products: Contestant(floor, products),
+        EXPRESSION: contestant(unfused, True),
+        "softmax (fused)": contestant(fused, False),
+        "MultiMax (fused)": contestant(fused, True),
+    }
+    return Case(label, vocabulary, contestants, [stock, products, EXPRESSION], ["seconds"])
+
+
+# --- training ----------------------------------------------------------------------------------
+
+OPTIMISER = ["--optimizer", "adam", "--lr", "0.0005", "--clip-norm", "0.1", "--max-tokens", "1024"]
+# For each task: its options; architecture and criterion of softmax, and of MultiMax.
+TRAINING = {
+    "language_modeling": (
+        [*OPTIMISER, "--tokens-per-sample", "256", "--share-decoder-input-output-embed"],
+        ("transformer_lm", "cross_entropy"),
+        ("transformer_lm_multimax", "multimax_cross_entropy"),
+    ),
+    "translation": (
+        [*OPTIMISER, "--label-smoothing", "0.1"],
+        ("transformer_iwslt_de_en", "label_smoothed_cross_entropy"),
+        ("transformer_iwslt_de_en_multimax", "label_smoothed_multimax_cross_entropy"),
+    ),
+}
+
+
+def random_text(folder: Path, vocabulary: int, tokens: int = 2**18) -> None:
+    """Write what fairseq-preprocess would make of a text of random words."""
+    words = Dictionary()
+    for index in range(vocabulary - len(words)):
+        words.add_symbol(f"w{index}")
+    words.save(str(folder / "dict.txt"))
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(words.nspecial, vocabulary, (tokens,), generator=generator)
+    binary = str(folder / "train.bin")
+    builder = indexed_dataset.make_builder(binary, "mmap", vocabulary)
+    for line in text.split(64):
+        builder.add_item(line)
+    builder.finalize(str(folder / "train.idx"))
+
+
+def train(args: argparse.Namespace) -> list[Case]:
+    task_name = "translation" if infer_language_pair(str(args.data))[1] else "language_modeling"
+    recipe, softmax, multimax = TRAINING[task_name]
+    words = [str(args.data), "--task", task_name, *recipe, "--seed", "1", "--num-workers", "0"]
+    words += ["--distributed-world-size", "1"]
+    words += {"float32": [], "float16": ["--fp16"], "bfloat16": ["--bf16"]}[args.dtype]
+    words += ["--cpu"] if args.device == "cpu" else []
+
+    def contestant(chosen: tuple[str, str], backend: str = "auto") -> Contestant:
+        def make() -> Ready:
+            arguments = [*words, "--arch", chosen[0], "--criterion", chosen[1], *args.rest]
+            cfg = convert_namespace_to_omegaconf(
+                options.parse_args_and_arch(options.get_training_parser(task_name), arguments)
+            )
+            task = tasks.setup_task(cfg.task)
+            utils.set_torch_seed(cfg.common.seed)
+            model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+            return training_step(Trainer(cfg, task, model, criterion), args)
+
+        return Contestant(make, chosen[0], backend)
+
+    contestants = {
+        "softmax (fairseq)": contestant(softmax),
+        PLAIN: contestant(multimax, "plain"),
+        AUTO: contestant(multimax),
+    }
+    label = f"training step, {task_name.replace('_', ' ')}"
+    return [Case(label, 0, contestants, ["softmax (fairseq)", PLAIN], ["tokens/s"])]
+
+
+def training_step(trainer: Trainer, args: argparse.Namespace) -> Ready:
+    epoch = trainer.get_train_iterator(epoch=1).next_epoch_itr()
+    batches = list(itertools.islice(epoch, args.warmup + args.rounds))
+    trainer.begin_epoch(1)
+
+    def step(number: int) -> dict[str, int]:
+        batch = batches[number % len(batches)]
+        trainer.train_step([batch])
+        return {"tokens": batch["ntokens"]}
+
+    def result() -> dict[str, Tensor]:
+        """Without dropout, whose random numbers a backend may draw in another order."""
+        model = trainer.model.eval()
+        batch = utils.move_to_cuda(batches[0]) if trainer.cuda else batches[0]
+        loss, size, _ = trainer.criterion(model, batch)
+        loss.backward()
+        grads = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
+        trainer.zero_grad()
+        return {"loss": loss.detach() / size, "norm of the gradient": torch.stack(grads).norm()}
+
+    return Ready(step, result)
+
+
+# --- generation --------------------------------------------------------------------------------
+
+
+def generate(args: argparse.Namespace) -> list[Case]:
+    @functools.cache
+    def inputs() -> tuple[Any, Any, Any, list[dict[str, Any]]]:
+        """(settings, task, our model, batches)."""
+        path = str(args.checkpoint)
+        refusal = UsageError(
+            f"--checkpoint {path} holds no translation model with MultiMax: train one with --arch "
+            "transformer_multimax or transformer_iwslt_de_en_multimax"
+        )
+        state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
+        if state["cfg"]["task"]._name != "translation":
+            raise refusal
+        try:
+            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
+        except RuntimeError:
+            raise CheckpointError(
+                f"--checkpoint {path} does not fit the words of {args.data} and the model as it is "
+                "now: give one that this version has trained on them"
+            ) from None
+        if not hasattr(models[0].decoder, "output_modulator"):
+            raise refusal
+        cfg.generation.beam, cfg.generation.max_len_a, cfg.generation.max_len_b = args.beam, 1.2, 10
+        task.load_dataset(args.subset)
+        batches = task.get_batch_iterator(
+            task.dataset(args.subset), max_tokens=args.max_tokens, seed=1
+        ).next_epoch_itr()  # shuffled, else the first rounds would have the shortest sentences
+        return cfg, task, models[0], list(batches)
+
+    def contestant(stock: bool, backend: str = "auto") -> Contestant:
+        def make() -> Ready:
+            cfg, task, model, batches = inputs()
+            if stock:
+                # The same weights without the modulators.
+                weights = model.state_dict()
+                model = TransformerModel.build_model(copy.deepcopy(as_namespace(cfg.model)), task)
+                model.load_state_dict({key: weights[key] for key in model.state_dict()})
+            model = model.to(args.device, getattr(torch, args.dtype))
+            model.prepare_for_inference_(cfg)
+            generator = task.build_generator([model], cfg.generation)
+
+            def hypotheses(number: int) -> list[list[int]]:
+                batch = batches[number % len(batches)]
+                batch = utils.move_to_cuda(batch) if args.device == "cuda" else batch
+                found = task.inference_step(generator, [model], batch)
+                return [best["tokens"].tolist() for best, *_ in found]
+
+            def step(number: int) -> dict[str, int]:
+                found = hypotheses(number)
+                return {"hypotheses": len(found), "tokens": sum(map(len, found))}
+
+            def result() -> list[list[int]]:
+                return [best for number in range(len(batches)) for best in hypotheses(number)]
+
+            return Ready(step, result)
+
+        return Contestant(make, "stock" if stock else "ours", backend)
+
+    contestants = {
+        "softmax (fairseq)": contestant(True),
+        PLAIN: contestant(False, "plain"),
+        AUTO: contestant(False),
+    }
+    label = f"generation, {args.subset}, beam {args.beam}"
+    quantities = ["tokens/s", "hypotheses/s"]
+    return [Case(label, 0, contestants, ["softmax (fairseq)", PLAIN], quantities)]
+
+
+# --- the command line --------------------------------------------------------------------------
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def sizes(text: str) -> list[int]:
+    return [whole(part) for part in text.split(",")]
+
+
+def a_shape(text: str) -> tuple[int, ...]:
+    found = tuple(whole(part) for part in text.split("x"))
+    if len(found) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r} must be BATCHxHEADSxLENGTHxSIZE, as 4x8x512x64")
+    return found
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and below 1")
+    return value
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--rounds", type=whole, default=10, help="that are timed; default 10")
+    common.add_argument("--warmup", type=whole, default=2, help="rounds before them; default 2")
+    gpu = "cuda" if torch.cuda.is_available() else "cpu"
+    common.add_argument("--device", choices=["cpu", "cuda"], default=gpu)
+    common.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
+    common.add_argument(
+        "--no-memory", dest="memory", action="store_false", help="do not measure memory"
+    )
+    common.add_argument("--out", type=Path, metavar="DIR", help="write the data and figures there")
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    one = commands.add_parser("attention", parents=[common], help="attention alone")
+    one.add_argument("--shape", type=a_shape, nargs="+", default=[a_shape(s) for s in SHAPES])
+    one.add_argument("--mask", choices=["none", "causal", "padding", "both"], default="causal")
+    one.add_argument("--sweep", type=sizes, metavar="T,T,...", help="the first shape at lengths")
+
+    one = commands.add_parser("output", parents=[common], help="output layer and loss")
+    one.add_argument("--tokens", type=whole, default=512)
+    one.add_argument("--vocabulary", type=whole, default=267_744)
+    one.add_argument("--width", type=whole, default=512)
+    one.add_argument("--label-smoothing", type=share, default=0.0)
+    one.add_argument("--sweep", type=sizes, metavar="V,V,...", help="instead of --vocabulary")
+
+    one = commands.add_parser("train", parents=[common], help="training steps of whole models")
+    one.add_argument("data", type=Path, metavar="DATA-BIN", nargs="?")
+    one.add_argument("--vocabulary", type=whole, help="random text of so many words, without data")
+
+    one = commands.add_parser("generate", parents=[common], help="beam search")
+    one.add_argument("data", type=Path, metavar="DATA-BIN")
+    one.add_argument("--checkpoint", type=Path, required=True, metavar="FILE")
+    one.add_argument("--subset", default="test")
+    one.add_argument("--beam", type=whole, default=5)
+    one.add_argument("--max-tokens", type=whole, default=4096, help="of a batch; default 4096")
+
+    cut = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:cut])
+    args.rest = words[cut + 1 :]
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """UsageError for what cannot be measured."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here; leave it out for the CPU")
+    if args.rest and args.command != "train":
+        raise UsageError(f"{args.command} takes no options after --, got {args.rest[0]}")
+    if args.command == "train" and (args.data is None) == (args.vocabulary is None):
+        raise UsageError("train needs either DATA-BIN or --vocabulary, and not both")
+    if args.command == "train" and args.vocabulary is not None and args.vocabulary < 5:
+        raise UsageError(f"--vocabulary {args.vocabulary} must be at least 5: 4 are special")
+    data, checkpoint = getattr(args, "data", None), getattr(args, "checkpoint", None)
+    for path, what in ((data, "data folder"), (checkpoint, "checkpoint")):
+        if path is not None and not path.exists():
+            raise UsageError(f"{what} '{path}' does not exist: check its path")
+    if data is not None and not list(data.glob("dict.*")):
+        raise UsageError(f"'{data}' has no dictionary: give a folder of fairseq-preprocess")
+
+
+def main() -> None:
+    quiet()
+    commands = {"attention": attention, "output": output, "train": train, "generate": generate}
+    try:
+        args = parse(sys.argv[1:])
+        swept = {"attention": "length", "output": "vocabulary"}.get(args.command)
+        args.swept = swept if getattr(args, "sweep", None) else None
+        with contextlib.ExitStack() as stack:
+            if args.command == "train" and args.data is None:
+                args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                random_text(args.data, args.vocabulary)
+            signed = signature(args)  # of what runs, whatever changes in the meantime
+            report(measure(commands[args.command], args), signed, args)
+    except (UsageError, CheckpointError, OSError) as error:
+        sys.exit(f"benchmark.py: error: {error}")
+    except torch.OutOfMemoryError:
+        sys.exit("benchmark.py: error: the GPU's memory is too small: give smaller sizes")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""scripts/benchmark.py end to end at toy sizes: what it compares, what it writes, no timings."""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PLUGIN, ROOT, run
+from corpus import ENGLISH, GERMAN
+from fairseq.tasks.translation import TranslationTask
+
+LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
+LANGUAGE_MODEL = [
+    *LAYER.format("decoder").split(),
+    *("--decoder-input-dim", "16", "--decoder-output-dim", "16"),
+    *("--tokens-per-sample", "32", "--max-tokens", "128"),
+]
+TRANSLATION = [*LAYER.format("encoder").split(), *LAYER.format("decoder").split()]
+TRANSLATION += ["--max-tokens", "128"]
+SHORT = ["--rounds", "3", "--warmup", "1"]
+STOCK = "softmax (fairseq)"
+EXPRESSION, PLAIN, AUTO = (f"MultiMax ({word})" for word in ("torch expression", "plain", "auto"))
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """(benchmark, paired)."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    yield importlib.import_module("benchmark"), importlib.import_module("paired")
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+@pytest.fixture
+def benchmark(modules, monkeypatch, tmp_path, capsys):
+    """benchmark(*arguments) -> (the JSON of a run in this process, what it printed)."""
+    # What it silences would stay silent for the tests after this one.
+    monkeypatch.setattr(modules[0], "quiet", lambda: None)
+
+    def run_here(*arguments):
+        common = ["--device", "cpu", "--no-memory", "--out", str(tmp_path / "out")]
+        words = [*map(str, arguments)]
+        cut = words.index("--") if "--" in words else len(words)
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", *words[:cut], *common, *words[cut:]])
+        modules[0].main()
+        return check_files(tmp_path / "out", words[0]), capsys.readouterr().out
+
+    return run_here
+
+
+def check_files(folder, name):
+    """The JSON, when all three files are there and whole."""
+    base = f"benchmark-{name}"
+    assert sorted(file.name for file in folder.iterdir()) == [
+        f"{base}.json",
+        f"{base}.png",
+        f"{base}.svg",
+    ]
+    assert (folder / f"{base}.png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in (folder / f"{base}.svg").read_text(encoding="utf-8")
+    found = json.loads((folder / f"{base}.json").read_text(encoding="utf-8"))
+    assert {"python", "torch", "fairseq-fixed", "multimax-fairseq"} <= found["versions"].keys()
+    assert {"command", "commit", "device", "threads", "dtype", "date"} <= found.keys()
+    return found
+
+
+def check_case(case, contestants, references, quantities=("seconds",), rounds=3):
+    assert list(case["contestants"]) == contestants
+    assert case["references"] == references
+    for name, entry in case["contestants"].items():
+        assert len(entry["rounds"]) == rounds
+        assert all(turn["seconds"] > 0 for turn in entry["rounds"])
+        for quantity in quantities:
+            assert entry[quantity]["lower"] <= entry[quantity]["median"] <= entry[quantity]["upper"]
+            assert list(entry[quantity]["ratios"]) == references
+            if name in references:
+                assert entry[quantity]["ratios"][name]["median"] == 1
+
+
+# --- the measuring -----------------------------------------------------------------------------
+
+
+def test_contestants_take_turns_in_a_rotating_order(modules, monkeypatch):
+    _, paired = modules
+    monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
+    turns = []
+
+    def contestant(name, backend):
+        def step(number):
+            turns.append((number, name, os.environ["MULTIMAX_BACKEND"]))
+            return {"tokens": 10 * number}
+
+        return paired.Contestant(lambda: paired.Ready(step, dict), name, backend)
+
+    backends = {"a": "auto", "b": "plain", "c": "cpp"}
+    named = {name: contestant(name, backend) for name, backend in backends.items()}
+    case = paired.Case("toy", 0, named, ["a"], ["tokens/s"])
+    args = argparse.Namespace(
+        dtype="float32", device="cpu", memory=False, warmup=1, rounds=3, command="toy"
+    )
+    (found,) = paired.measure(lambda _: [case], args)
+    orders = ["abc", "bca", "cab", "abc"]
+    assert turns == [(n, c, backends[c]) for n, order in enumerate(orders) for c in order]
+    assert os.environ["MULTIMAX_BACKEND"] == "plain"
+    for entry in found["contestants"].values():
+        assert [turn["tokens"] for turn in entry["rounds"]] == [10, 20, 30]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios(modules):
+    _, paired = modules
+    seconds = {"a": [1.0, 10.0, 4.0], "b": [2.0, 30.0, 2.0]}
+    rounds = {name: [{"seconds": s} for s in column] for name, column in seconds.items()}
+    case = paired.Case("toy", 0, {}, ["a"], ["seconds"])
+    found = paired.summary(case, rounds, {"a": {}, "b": {}}, {})["contestants"]["b"]["seconds"]
+    assert found["median"] == statistics.median(seconds["b"])
+    assert found["ratios"]["a"] == {"median": 2.0, "lower": 1.25, "upper": 2.5}
+
+
+def test_memory_is_that_of_a_process_alone(tmp_path):
+    words, logits = 4000, 256 * 4000 * 4
+    program = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "output", "--device", "cpu"]
+    sizes = ["--tokens", "256", "--width", "16", "--vocabulary", str(words), *SHORT]
+    done = subprocess.run(
+        [*program, *sizes, "--out", str(tmp_path / "out")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (case,) = check_files(tmp_path / "out", "output")["cases"]
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("peak memory is read from Linux's /proc; the rest of this run was checked")
+    assert "peak MB" in done.stdout
+    peaks = {name: entry["peak_memory"] for name, entry in case["contestants"].items()}
+    assert peaks["matrix products"] > 0.9 * logits
+    assert peaks[EXPRESSION] > 4 * logits
+    gradients = {name: entry["gradients"] for name, entry in case["contestants"].items()}
+    assert gradients["softmax (fused)"] == (256 + words) * 16 * 4
+    assert gradients["MultiMax (fused)"] == gradients["softmax (fused)"] + 8 * 4
+
+
+# --- the four parts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "padding", "both"])
+def test_attention(benchmark, mask):
+    found, printed = benchmark(
+        "attention", "--shape", "2x2x12x8", "3x1x7x4", "--mask", mask, *SHORT
+    )
+    for case in found["cases"]:
+        names = ["softmax (torch)", "softmax (plain)", EXPRESSION, PLAIN, AUTO]
+        check_case(case, names, [names[0], EXPRESSION])
+        assert case["agreement"].keys() == {"softmax (plain)", PLAIN, AUTO}
+        assert all(agreed["difference"] < 1e-5 for agreed in case["agreement"].values())
+    assert f"attention 3x1x7x4, mask: {mask}" in printed
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_attention_in_low_precision(benchmark, dtype):
+    found, _ = benchmark(
+        "attention", "--shape", "2x2x12x8", "--mask", "both", "--dtype", dtype, *SHORT
+    )
+    assert found["dtype"] == dtype
+
+
+def test_attention_over_lengths(benchmark):
+    found, _ = benchmark("attention", "--shape", "2x2x1x8", "--sweep", "4,8,16", *SHORT)
+    assert [case["x"] for case in found["cases"]] == [4, 8, 16]
+
+
+@pytest.mark.parametrize("smoothing", ["0", "0.1"])
+def test_output_layer_over_vocabularies(benchmark, smoothing):
+    sizes = ["--tokens", "9", "--width", "8", "--sweep", "20,40"]
+    found, _ = benchmark("output", *sizes, "--label-smoothing", smoothing, *SHORT)
+    assert [case["x"] for case in found["cases"]] == [20, 40]
+    for case in found["cases"]:
+        names = [STOCK, "matrix products", EXPRESSION, "softmax (fused)", "MultiMax (fused)"]
+        check_case(case, names, names[:3])
+        assert case["agreement"].keys() == set(names[3:])
+        assert all(agreed["difference"] < 1e-5 for agreed in case["agreement"].values())
+
+
+def test_what_differs_is_not_timed(modules, benchmark, monkeypatch):
+    honest = modules[0].expression
+    monkeypatch.setattr(modules[0], "expression", lambda x, modulator: honest(1.5 * x, modulator))
+    with pytest.raises(SystemExit) as refusal:
+        benchmark("output", "--tokens", "9", "--width", "8", "--vocabulary", "20", *SHORT)
+    assert str(refusal.value).startswith(
+        f"benchmark.py: error: MultiMax (fused) against {EXPRESSION}"
+    )
+
+
+def test_training_on_random_words(benchmark):
+    found, _ = benchmark("train", "--vocabulary", "50", *SHORT, "--", *LANGUAGE_MODEL)
+    (case,) = found["cases"]
+    check_case(case, [STOCK, PLAIN, AUTO], [STOCK, PLAIN], ["tokens/s"])
+    tokens = [[turn["tokens"] for turn in e["rounds"]] for e in case["contestants"].values()]
+    assert tokens == [[128, 128, 128]] * 3
+    assert case["agreement"][AUTO]["difference"] < 1e-5
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with data-bin, and the checkpoint of a translation model, model.pt."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    for language, text in (("de", GERMAN), ("en", ENGLISH)):
+        for split in ("train", "test"):
+            (folder / f"{split}.{language}").write_text(text, encoding="utf-8")
+    languages = ["--source-lang", "de", "--target-lang", "en", "--joined-dictionary"]
+    prefixes = ["--trainpref", "train", "--testpref", "test", "--destdir", "data-bin"]
+    run(folder, "fairseq-preprocess", *languages, *prefixes)
+    run(
+        *(folder, "fairseq-train", "data-bin", *PLUGIN, *TRANSLATION, "--cpu"),
+        *("--arch", "transformer_iwslt_de_en_multimax", "--multimax-init-std", "0.3"),
+        *("--optimizer", "adam", "--lr", "0.005", "--max-update", "4", "--disable-validation"),
+        *("--save-dir", ".", "--no-epoch-checkpoints", "--num-workers", "0"),
+    )
+    (folder / "checkpoint_last.pt").rename(folder / "model.pt")
+    return folder
+
+
+def test_training_on_translations(benchmark, data):
+    found, printed = benchmark("train", data / "data-bin", *SHORT, "--", *TRANSLATION)
+    check_case(found["cases"][0], [STOCK, PLAIN, AUTO], [STOCK, PLAIN], ["tokens/s"])
+    assert found["cases"][0]["agreement"][AUTO]["difference"] < 1e-5
+    assert "training step, translation" in printed
+
+
+def test_generation(benchmark, data):
+    arguments = [data / "data-bin", "--checkpoint", data / "model.pt", "--max-tokens", "64"]
+    found, printed = benchmark("generate", *arguments, *SHORT)
+    (case,) = found["cases"]
+    check_case(case, [STOCK, PLAIN, AUTO], [STOCK, PLAIN], case["quantities"])
+    assert case["quantities"] == ["tokens/s", "hypotheses/s"]
+    assert f"{AUTO} against {PLAIN}: 0 of 24 hypotheses differ" in printed
+
+
+def test_other_hypotheses_are_an_error(benchmark, data, monkeypatch):
+    honest = TranslationTask.inference_step
+
+    def inference_step(*arguments, **options):
+        found = honest(*arguments, **options)
+        if os.environ["MULTIMAX_BACKEND"] == "auto":
+            found[0][0]["tokens"] = torch.tensor([2])
+        return found
+
+    monkeypatch.setattr(TranslationTask, "inference_step", inference_step)
+    arguments = ["--checkpoint", data / "model.pt", "--max-tokens", "10000", *SHORT]
+    with pytest.raises(SystemExit, match="1 of 24 hypotheses differ"):
+        benchmark("generate", data / "data-bin", *arguments)
+
+
+def test_what_cannot_be_measured_is_refused_in_a_sentence(benchmark, data, tmp_path):
+    for arguments, part in (
+        (["train"], "either DATA-BIN or --vocabulary"),
+        (["train", tmp_path / "nowhere"], "nowhere' does not exist"),
+        (["train", tmp_path], "has no dictionary"),
+        (["train", "--vocabulary", "4"], "at least 5"),
+        (["output", "--", "--lr", "1"], "no options after --"),
+        (["generate", data / "data-bin", "--checkpoint", data / "none.pt"], "does not exist"),
+    ):
+        with pytest.raises(SystemExit, match=part) as refusal:
+            benchmark(*arguments)
+        assert str(refusal.value).startswith("benchmark.py: error: ")
