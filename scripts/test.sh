@@ -8,6 +8,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# The tests interpret the GPU kernels with it; it is large, and nothing else needs it without a GPU.
+# A torch that is built for CUDA brought its own.
+python -c "import triton" 2>/dev/null ||
+    python -m pip install --quiet "triton==3.9.0; sys_platform == 'linux'"
+
 ruff check .
 ruff format --check .
 mypy

@@ -135,8 +135,9 @@ def fused_attention(
     batch, heads, queries, size = query.shape
     keys = key.shape[2]
     table = None
+    parameters = parameters_of(cast(ModulatorParameters | None, modulator))
     if modulator is not None:
-        table = parameter_table(*parameters_of(cast(ModulatorParameters, modulator))).float()
+        table = parameter_table(*parameters).float()
     fits = key.shape == (batch, heads, keys, size) and (table is None or len(table) in (1, heads))
     if not fits or not 0 <= dropout_p < 1:
         return None
@@ -163,6 +164,8 @@ def fused_attention(
             is_causal=is_causal,
             dropout_p=dropout_p,
             scale=scale,
+            order=max((p.shape[-1] for p in parameters if p is not None), default=2),
+            terms="low" if parameters[2] is None else "high" if parameters[0] is None else "both",
         )
     rows = []
     for mask, allows in masks:

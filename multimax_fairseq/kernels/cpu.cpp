@@ -290,14 +290,6 @@ struct Dropout {
   }
 };
 
-// A query that may attend to nothing has the inverse 0, and a finite top.
-inline void keep_statistics(const Attention& a, int64_t bh, int64_t q, float top, float inverse) {
-  if (!a.statistics) return;
-  float* at = a.statistics + 2 * bh * a.queries + q;
-  at[0] = inverse > 0 ? top : 0;
-  at[a.queries] = inverse;
-}
-
 template <class Sigma>
 void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
@@ -362,7 +354,10 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     float inverse[QUERIES];
     for (int64_t q = 0; q < count; q++) {
       inverse[q] = sum[q] > 0 ? 1 / sum[q] : 0;
-      keep_statistics(a, bh, q0 + q, top[q], inverse[q]);
+      if (!a.statistics) continue;
+      // A query that may attend to nothing has the inverse 0, and a finite top.
+      float* kept = a.statistics + 2 * bh * a.queries + q0 + q;
+      kept[0] = sum[q] > 0 ? top[q] : 0, kept[a.queries] = inverse[q];
     }
     float* out = a.output.at(b, h) + q0 * a.output.row;
     transpose(output, QUERIES, size, count, out, a.output.row);
@@ -378,7 +373,7 @@ int64_t forward_scratch(const Attention& a) {
 // Decoding: too few queries to fill a tile. Keys are read where they are.
 template <class Sigma>
 void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
-  const int64_t bh = b * a.heads + h, size = a.size, length = padded(a.keys);
+  const int64_t size = a.size, length = padded(a.keys);
   const Sigma sigma = a.sigma<Sigma>(h);
   for (int64_t t = 0; t < a.queries; t++) {
     const int64_t at = b * a.queries + t;
@@ -414,7 +409,6 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += sums[i];
     const float inverse = sum > 0 ? 1 / sum : 0;
-    keep_statistics(a, bh, t, top, inverse);
     for (int64_t d = 0; d < size; d += LANES) {
       Vec result{};
       for (int64_t s = first; s < last; s++)
@@ -429,19 +423,19 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
   const Sigma sigma = a.sigma<Sigma>(h);
   const Dropout dropout(a, bh);
-  double* grad_table = a.grad_table ? a.grad_table + bh * COLUMNS : nullptr;
-  float* key = scratch;                             // (keys, size)
-  float* key_t = key + keys * size;                 // (size, keys)
-  float* value = key_t + keys * size;               // (keys, size)
-  float* grad_key = value + keys * size;            // (keys, size)
-  float* grad_value = grad_key + keys * size;       // (keys, size)
-  float* query = grad_value + keys * size;          // (QUERIES, size), scaled
-  float* query_t = query + size * QUERIES;          // (size, QUERIES)
-  float* grad_output = query_t + size * QUERIES;    // (QUERIES, size)
-  float* grad_output_t = grad_output + size * QUERIES;
-  float* grad_query_t = grad_output_t + size * QUERIES;
-  float* probs = grad_query_t + size * QUERIES;     // (KEYS_BACKWARD, QUERIES)
-  float* grad_scores = probs + KEYS_BACKWARD * QUERIES;
+  float* key = scratch;                        // (keys, size)
+  float* key_t = key + keys * size;            // (size, keys)
+  float* value = key_t + keys * size;          // (keys, size)
+  float* grad_key = value + keys * size;       // (keys, size)
+  float* grad_value = grad_key + keys * size;  // (keys, size)
+  float* query = grad_value + keys * size;     // (QUERIES, size), scaled
+  float* query_t = query + size * QUERIES;     // (size, QUERIES)
+  float* grad_output = query_t + size * QUERIES;            // (QUERIES, size)
+  float* grad_output_t = grad_output + size * QUERIES;      // (size, QUERIES)
+  float* grad_query_t = grad_output_t + size * QUERIES;     // (size, QUERIES)
+  float* scores = grad_query_t + size * QUERIES;            // (keys, QUERIES), then their gradients
+  float* probs = scores + keys * QUERIES;                   // (keys, QUERIES)
+  float* grad_probs = probs + keys * QUERIES;               // (keys, QUERIES)
   std::fill(key, query, 0.0f);
   copy(a.key.at(b, h), a.key.row, a.keys, size, key);
   transpose(a.key.at(b, h), a.key.row, a.keys, size, key_t, keys);
@@ -450,53 +444,62 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
     const Window w = window(a, b, q0, count);
-    std::fill(query, probs, 0.0f);
+    const int64_t first = w.first / LANES * LANES, last = padded(w.last);
+    std::fill(query, scores, 0.0f);
     const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
-    const float* outputs = a.output.at(b, h) + q0 * a.output.row;
     copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, a.scale);
     transpose(query, size, count, size, query_t, QUERIES);
     copy(grads, a.grad_output.row, count, size, grad_output);
     transpose(grads, a.grad_output.row, count, size, grad_output_t, QUERIES);
-    alignas(64) float tops[QUERIES] = {}, inverses[QUERIES] = {}, inner[QUERIES] = {};
-    for (int64_t q = 0; q < count; q++) {
-      tops[q] = a.statistics[2 * bh * a.queries + q0 + q];
-      inverses[q] = a.statistics[(2 * bh + 1) * a.queries + q0 + q];
-      float sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t d = 0; d < size; d++)
-        sum += grads[q * a.grad_output.row + d] * outputs[q * a.output.row + d];
-      inner[q] = sum;
-    }
-    for (int64_t s0 = w.first / LANES * LANES; s0 < w.last; s0 += KEYS_BACKWARD) {
-      const int64_t s1 = std::min(s0 + KEYS_BACKWARD, padded(w.last)), rows = s1 - s0;
-      product(rows, width, size, key + s0 * size, size, query_t, QUERIES, probs, QUERIES, false);
-      product(rows, width, size, value + s0 * size, size, grad_output_t, QUERIES, grad_scores,
+    alignas(64) float tops[QUERIES] = {}, inverses[QUERIES] = {}, means[QUERIES] = {};
+    const float* statistics = a.statistics + 2 * bh * a.queries + q0;
+    std::copy_n(statistics, count, tops);
+    std::copy_n(statistics + a.queries, count, inverses);
+
+    // The probabilities, and the mean of their gradients: formed of the very numbers that it is
+    // subtracted from, because what is left of them has to sum to zero. The product of the output
+    // and its gradient is the same, but for the rounding of the output.
+    for (int64_t s0 = first; s0 < last; s0 += KEYS_BACKWARD) {
+      const int64_t s1 = std::min(s0 + KEYS_BACKWARD, last), rows = s1 - s0;
+      product(rows, width, size, key + s0 * size, size, query_t, QUERIES, scores + s0 * QUERIES,
               QUERIES, false);
+      product(rows, width, size, value + s0 * size, size, grad_output_t, QUERIES,
+              grad_probs + s0 * QUERIES, QUERIES, false);
+      for (int64_t q = 0; q < width; q += LANES) {
+        const Vec top = load(tops + q), inverse = load(inverses + q);
+        Vec mean{};
+        for (int64_t s = s0; s < s1; s++) {
+          const int64_t at = s * QUERIES + q;
+          Vec p = exponential(sigma.value(load(scores + at)) - top) * inverse;
+          if (s < w.common_first || s >= w.common_last) p = may_attend(w, q, s) ? p : Vec{};
+          if (a.dropout > 0)
+            store(grad_probs + at,
+                  load(grad_probs + at) * dropout.keep(dropout.key(s), q0 + q));
+          mean += p * load(grad_probs + at);
+          store(probs + at, p);
+        }
+        store(means + q, load(means + q) + mean);
+      }
+    }
+    for (int64_t s0 = first; s0 < last; s0 += KEYS_BACKWARD) {
+      const int64_t s1 = std::min(s0 + KEYS_BACKWARD, last), rows = s1 - s0;
       Sums sums;
       for (int64_t q = 0; q < width; q += LANES) {
-        const Vec top = load(tops + q), inverse = load(inverses + q), mean = load(inner + q);
+        const Vec mean = load(means + q);
         for (int64_t s = s0; s < s1; s++) {
-          float* prob = probs + (s - s0) * QUERIES + q;
-          float* grad = grad_scores + (s - s0) * QUERIES + q;
-          const Vec x = load(prob);
-          Vec p = exponential(sigma.value(x) - top) * inverse;
-          if (s < w.common_first || s >= w.common_last) p = may_attend(w, q, s) ? p : Vec{};
-          Vec kept = p, g = load(grad);
-          if (a.dropout > 0) {
-            const Vec keep = dropout.keep(dropout.key(s), q0 + q);
-            kept *= keep, g *= keep;
-          }
-          store(prob, kept);
-          store(grad, sigma.backward(x, p * (g - mean), sums));
+          const int64_t at = s * QUERIES + q;
+          const Vec p = load(probs + at), grad = p * (load(grad_probs + at) - mean);
+          store(scores + at, sigma.backward(load(scores + at), grad, sums));
+          if (a.dropout > 0) store(probs + at, p * dropout.keep(dropout.key(s), q0 + q));
         }
       }
-      if (grad_table) sigma.add(sums, grad_table);
-      product(rows, size, width, probs, QUERIES, grad_output, size, grad_value + s0 * size, size,
-              true);
-      product(rows, size, width, grad_scores, QUERIES, query, size, grad_key + s0 * size, size,
-              true);
-      product(size, width, rows, key_t + s0, keys, grad_scores, QUERIES, grad_query_t, QUERIES,
-              true);
+      if (a.grad_table) sigma.add(sums, a.grad_table + bh * COLUMNS);
+      product(rows, size, width, probs + s0 * QUERIES, QUERIES, grad_output, size,
+              grad_value + s0 * size, size, true);
+      product(rows, size, width, scores + s0 * QUERIES, QUERIES, query, size,
+              grad_key + s0 * size, size, true);
+      product(size, width, rows, key_t + s0, keys, scores + s0 * QUERIES, QUERIES, grad_query_t,
+              QUERIES, true);
     }
     transpose(grad_query_t, QUERIES, size, count, a.grad_query.at(b, h) + q0 * a.grad_query.row,
               a.grad_query.row, a.scale);
@@ -508,7 +511,7 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
 }
 
 int64_t backward_scratch(const Attention& a) {
-  return 5 * padded(a.keys) * a.size + 5 * a.size * QUERIES + 2 * KEYS_BACKWARD * QUERIES;
+  return padded(a.keys) * (5 * a.size + 3 * QUERIES) + 5 * a.size * QUERIES;
 }
 
 template <class Head>
@@ -527,7 +530,8 @@ void every_head(const Attention& a, int64_t scratch_size, Head head) {
 
 extern "C" void attention_forward(const Attention* attention) {
   const Attention& a = *attention;
-  if (a.queries <= FEW_QUERIES && a.size % LANES == 0 && a.dropout == 0)
+  // The backward pass wants statistics of the very scores that it forms.
+  if (a.queries <= FEW_QUERIES && a.size % LANES == 0 && a.dropout == 0 && !a.statistics)
     every_head(a, padded(a.keys), a.table ? forward_few<Modulator> : forward_few<NoModulator>);
   else
     every_head(a, forward_scratch(a), a.table ? forward_head<Modulator> : forward_head<NoModulator>);

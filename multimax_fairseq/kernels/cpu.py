@@ -246,8 +246,8 @@ class _Attend(torch.autograd.Function):
             statistics = query.new_empty(batch, heads, 2, queries)
         table = None if table is None else table.contiguous()
         ctx.numbers = numbers
-        saved = (query, key, value, table, starts, ends, output, statistics)
-        _call("attention_forward", _Attention, **_arguments(*saved, *numbers))
+        saved = (query, key, value, table, starts, ends, statistics)
+        _call("attention_forward", _Attention, output=output, **_arguments(*saved, *numbers))
         ctx.save_for_backward(*saved)
         return output
 
@@ -281,7 +281,6 @@ def _arguments(
     table: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
-    output: Tensor,
     statistics: Tensor | None,
     scale: float,
     dropout: float,

@@ -1,0 +1,435 @@
+"""The compiled CPU kernels: as accurate as plain PyTorch in every shape, mask and build."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from commands import run
+from torch.utils import cpp_extension
+
+from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+from multimax_fairseq.functional import backend
+from multimax_fairseq.kernels import cpu
+
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+pytestmark = pytest.mark.skipif(
+    CAPABILITY not in cpu.MARCH, reason=f"no CPU kernels for {CAPABILITY}: plain PyTorch is used"
+)
+
+
+@pytest.fixture(params=["as built", "MKL", "AVX2 and MKL"])
+def kernels(request, monkeypatch):
+    """The library that this machine gets, and those that others get."""
+    library = cpu.library
+    built = library()
+    assert built is not None, "the tests of the kernels need a C++ compiler"
+    if request.param == "as built":
+        yield
+        return
+    if request.param == "AVX2 and MKL":
+        built = ctypes.CDLL(str(cpu._built([*cpu.FLAGS, *cpu.MARCH["AVX2"]])))
+    if not built.start(0):
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(cpu, "library", lambda: built)
+    yield
+    library.cache_clear()
+
+
+def some_modulator(heads=None, **options):
+    """Far from the identity on scores of a few units; each head another."""
+    torch.manual_seed(3)
+    module = Modulator(num_heads=heads, init_std=0.2, **options)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "coefficient" in name and module.order == 2:
+                parameter[..., 1] *= 0.2
+    return module
+
+
+def attention_inputs(batch, heads, queries, keys, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, n, size) for n in (queries, keys, keys, queries)]
+    query, key, value, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [2 * query, key, value], grad
+
+
+def attend(dtype, parts, grad, modulator, **options):
+    """The output and the gradients by query, key, value and all parameters."""
+    parts = [part.detach().to(dtype).requires_grad_() for part in parts]
+    learned = [] if modulator is None else list(modulator.to(dtype).parameters())
+    if modulator is None:
+        options["normalizer"] = "softmax"
+    output = scaled_dot_product_attention(*parts, modulator=modulator, **options)
+    grads = torch.autograd.grad(output, [*parts, *learned], grad.to(dtype))
+    found = [output.detach(), *grads[:3]]
+    return found + ([torch.cat([g.flatten() for g in grads[3:]])] if learned else [])
+
+
+def assert_as_accurate(fast, plain, exact):
+    """At most twice the error of plain PyTorch in the same precision, against float64."""
+    for index, (ours, theirs, true) in enumerate(zip(fast, plain, exact, strict=True)):
+        # A sum that comes out exact by chance is no measure of another.
+        floor = 4 * torch.finfo(torch.float32).eps * true.norm()
+        error, plain_error = (ours - true).norm(), (theirs - true).norm()
+        assert error <= 2 * plain_error + floor, (index, error, plain_error, true.norm())
+
+
+def assert_attention_as_accurate(shape, modulator, factor=1.0, mask=None, allowed=None, **options):
+    """Over several draws: eight parameters are too few to judge the rounding of one.
+
+    `mask` is for the kernels, in a form that says the same as the bool `allowed`. Returns output
+    and gradients of the last draw.
+    """
+    kinds = [(torch.float32, "cpp"), (torch.float32, "plain"), (torch.float64, "plain")]
+    found = []
+    for dtype, kind in kinds:
+        draws = []
+        for seed in range(4):
+            (query, *rest), grad = attention_inputs(*shape, seed=seed)
+            parts = [factor * query, *rest]
+            options |= {"backend": kind, "attn_mask": mask if kind == "cpp" else allowed}
+            draws.append(attend(dtype, parts, grad, modulator, **options))
+        found.append([torch.cat(parts) for parts in zip(*draws, strict=True)])
+    assert_as_accurate(*found)
+    return [part.chunk(4)[-1] for part in found[0]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 3, 70, 70, 64),
+        (2, 2, 33, 50, 32),
+        (1, 2, 130, 17, 80),
+        (2, 1, 5, 40, 128),
+        (3, 2, 1, 9, 48),
+        (1, 1, 16, 600, 20),
+        (1, 2, 65, 1030, 16),
+    ],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_attention_is_as_accurate_as_plain(kernels, shape, causal):
+    assert_attention_as_accurate(shape, some_modulator(), is_causal=causal)
+
+
+@pytest.mark.parametrize("options", [{"order": 1}, {"terms": "low"}, {"terms": "high"}, None])
+def test_attention_with_fewer_terms_or_none(kernels, options):
+    modulator = None if options is None else some_modulator(**options)
+    assert_attention_as_accurate((2, 2, 20, 30, 32), modulator)
+
+
+def test_each_head_has_its_own_modulator(kernels):
+    assert_attention_as_accurate((2, 3, 20, 30, 32), some_modulator(heads=3))
+
+
+MASKS = {
+    "padding on the right": lambda s, t: s < torch.tensor([30, 1, 17])[:, None, None, None],
+    "padding on the left": lambda s, t: s >= torch.tensor([0, 29, 17])[:, None, None, None],
+    "future": lambda s, t: s <= t,
+    "window": lambda s, t: (s <= t) & (s > t - 5),
+    "both": lambda s, t: (s <= t) & (s < torch.tensor([30, 1, 17])[:, None, None, None]),
+    "nothing left": lambda s, t: (s < 7) & (t > 3) & (torch.arange(3) != 1)[:, None, None, None],
+    "holes": lambda s, t: (s + t) % 3 > 0,
+    "a head": lambda s, t: s < torch.tensor([20, 25])[:, None, None],
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "transposed"])
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_reads_every_mask(kernels, name, kind):
+    allowed = MASKS[name](torch.arange(30), torch.arange(30)[:, None])
+    mask = allowed
+    if kind == "float":
+        mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
+    elif kind == "transposed":
+        mask = allowed.expand(*allowed.shape[:-2], 30, 30).mT.contiguous().mT
+    fast = assert_attention_as_accurate(
+        (3, 2, 30, 30, 16), some_modulator(), mask=mask, allowed=allowed
+    )
+    nothing = ~allowed.expand(3, 2, 30, 30).any(-1)
+    assert (fast[0][nothing] == 0).all() and (fast[1][nothing] == 0).all()
+
+
+def test_windows_are_found_and_what_is_none_is_told():
+    future = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
+    padding = torch.tensor([[False] * 4, [True, True, False, False]])[:, None].expand(2, 4, 4)
+    starts, ends = cpu.windows(
+        2, 4, 4, [(future.expand(2, 4, 4), False), (padding, False)], -1e4, False
+    )
+    assert starts.tolist() == [[0] * 4, [2] * 4]
+    assert ends.tolist() == [[1, 2, 3, 4], [2, 2, 3, 4]]
+    holes = torch.tensor([True, False, True, True]).expand(2, 4, 4)
+    assert cpu.windows(2, 4, 4, [(holes, True)], -1e4, False) is None
+    bias = torch.full((2, 4, 4), 0.5)
+    assert cpu.windows(2, 4, 4, [(bias, False)], -1e4, False) is None
+    assert cpu.windows(2, 4, 4, [], -1e4, False) == (None, None)
+
+
+def test_attention_of_any_layout_and_extreme_scores(kernels):
+    parts, grad = attention_inputs(2, 3, 40, 40, 32)
+    strided = [part.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for part in parts]
+    strided[1] = parts[1].mT.contiguous().mT
+    for ours, theirs in zip(
+        attend(torch.float32, strided, grad, some_modulator(), backend="cpp"),
+        attend(torch.float32, parts, grad, some_modulator(), backend="cpp"),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert_attention_as_accurate((2, 3, 40, 40, 32), None, factor=60.0)
+
+
+def test_attention_is_the_same_bit_for_bit_at_every_run_and_number_of_threads(kernels):
+    parts, grad = attention_inputs(3, 3, 100, 100, 32)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            found.append(attend(torch.float32, parts, grad, some_modulator(), backend="cpp"))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_dropped_probabilities_are_those_of_the_gradients(kernels):
+    size = 64
+    parts, grad = attention_inputs(2, 2, 50, size, size)
+    modulator, dropout = some_modulator(), 0.3
+
+    def dropped(value):
+        torch.manual_seed(5)
+        return scaled_dot_product_attention(
+            *parts[:2], value, modulator=modulator, dropout_p=dropout, backend="cpp"
+        )
+
+    # With the identity for values, the output is the probabilities.
+    identity = torch.eye(size).expand(2, 2, size, size).contiguous()
+    kept = dropped(identity) != 0
+    share = kept.float().mean().item()
+    assert abs(share - 0.7) < 4 * (0.3 * 0.7 / kept.numel()) ** 0.5
+    # No row, column, head or sentence has another share.
+    for dims in ((0, 1, 2), (0, 1, 3)):
+        assert (kept.float().mean(dims) - 0.7).abs().max() < 0.16
+    assert not torch.equal(kept[0, 0], kept[0, 1]) and not torch.equal(kept[0, 0], kept[1, 0])
+    torch.manual_seed(6)
+    other = scaled_dot_product_attention(
+        *parts[:2], identity, modulator=modulator, dropout_p=dropout, backend="cpp"
+    )
+    assert not torch.equal(kept, other != 0)
+
+    def reference(dtype):
+        query, key, value = (part.detach().to(dtype).requires_grad_() for part in parts)
+        module = some_modulator().to(dtype)
+        probs = module(query @ key.mT / size**0.5).softmax(-1)
+        output = (probs * kept / (1 - dropout)) @ value
+        learned = [query, key, value, *module.parameters()]
+        return [output, *torch.autograd.grad(output, learned, grad.to(dtype))]
+
+    query, key, value = parts = [part.requires_grad_() for part in parts]
+    output = dropped(value)
+    fast = [output, *torch.autograd.grad(output, [*parts, *modulator.parameters()], grad)]
+    assert_as_accurate(fast, reference(torch.float32), reference(torch.float64))
+
+
+# ------------------------------------------------------------------------------ output loss
+
+
+def loss_inputs(tokens, classes, size, bias=True):
+    generator = torch.Generator().manual_seed(tokens)
+    features = torch.randn(tokens, size, generator=generator)
+    weight = torch.randn(classes, size, generator=generator) * 2 / size**0.5
+    offset = torch.randn(classes, generator=generator) if bias else None
+    target = torch.randint(classes, (tokens,), generator=generator)
+    target[::5] = 1
+    return features, weight, offset, target
+
+
+def losses(dtype, parts, modulator, kind, monkeypatch, **options):
+    """Loss and gradients by features, weight, bias and all parameters."""
+    *tensors, target = parts
+    learned = [t.detach().to(dtype).requires_grad_() for t in tensors if t is not None]
+    parameters = [] if modulator is None else list(modulator.to(dtype).parameters())
+    monkeypatch.setenv("MULTIMAX_BACKEND", kind)
+    loss, nll = linear_cross_entropy(
+        *learned[:2],
+        target,
+        bias=learned[2] if len(learned) > 2 else None,
+        modulator=modulator,
+        ignore_index=1,
+        **options,
+    )
+    weights = torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).view_as(loss)
+    grads = torch.autograd.grad((loss * weights).sum(), [*learned, *parameters])
+    found = [loss.detach(), nll, *grads[: len(learned)]]
+    rest = grads[len(learned) :]
+    return found + ([torch.cat([g.flatten() for g in rest])] if parameters else [])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize(
+    "tokens, classes, size, chunk, smoothing, bias, options",
+    [
+        (40, 1000, 64, 16, 0.1, True, {}),
+        (100, 333, 48, None, 0.0, False, {}),
+        (7, 50, 20, 64, 0.1, False, None),
+        (300, 2000, 128, None, 0.0, False, {"order": 1}),
+        (50, 130, 33, 17, 0.2, True, {"terms": "high"}),
+    ],
+)
+def test_loss_is_as_accurate_as_plain(
+    kernels, monkeypatch, tokens, classes, size, chunk, smoothing, bias, options, reduction
+):
+    parts = loss_inputs(tokens, classes, size, bias)
+    modulator = None if options is None else some_modulator(**options)
+    settings = {"chunk_size": chunk, "label_smoothing": smoothing, "reduction": reduction}
+    kinds = [(torch.float32, "cpp"), (torch.float32, "plain"), (torch.float64, "plain")]
+    assert_as_accurate(
+        *(losses(dtype, parts, modulator, kind, monkeypatch, **settings) for dtype, kind in kinds)
+    )
+
+
+def test_chunks_threads_and_the_order_of_rows_change_nothing_but_rounding(kernels, monkeypatch):
+    parts = loss_inputs(200, 1000, 32)
+    modulator = some_modulator()
+    first = losses(torch.float32, parts, modulator, "cpp", monkeypatch)
+    again = losses(torch.float32, parts, modulator, "cpp", monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    features, weight, bias, target = parts
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    others = [losses(torch.float32, parts, modulator, "cpp", monkeypatch, chunk_size=48)]
+    shuffled = losses(
+        torch.float32, (features[order], weight, bias, target[order]), modulator, "cpp", monkeypatch
+    )
+    shuffled[2] = shuffled[2][order.argsort()]
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        others += [shuffled, losses(torch.float32, parts, modulator, "cpp", monkeypatch)]
+    finally:
+        torch.set_num_threads(threads)
+    for other in others:
+        for ours, theirs in zip(other, first, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max())
+
+
+def test_only_the_gradients_that_are_needed_and_none_without_any_target(kernels, monkeypatch):
+    monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
+    features, weight, bias, target = loss_inputs(20, 40, 16)
+    features.requires_grad_()
+    with torch.no_grad():
+        loss, _ = linear_cross_entropy(features, weight, target, bias=bias)
+    expected, _ = linear_cross_entropy(features, weight, target, bias=bias)
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    assert weight.grad is None and features.grad.abs().sum() > 0
+    parts = (features.detach(), weight, bias, torch.full_like(target, 1))
+    for found in losses(torch.float32, parts, some_modulator(), "cpp", monkeypatch):
+        assert (found == 0).all()
+    for wrong in (40, 1000):
+        with pytest.raises(ValueError, match=f"target {wrong} is not one of 40 classes"):
+            linear_cross_entropy(features, weight, target.clone().fill_(wrong))
+
+
+def test_the_loss_holds_no_more_than_its_chunks(tmp_path):
+    """In a process of its own, whose peak is that of this loss alone."""
+    script = """
+import resource, torch
+from multimax_fairseq import Modulator, linear_cross_entropy
+torch.set_num_threads(1)
+features, weight = torch.randn(4096, 8, requires_grad=True), torch.randn(30000, 8)
+weight.requires_grad_()
+module, target = Modulator(), torch.randint(30000, (4096,))
+linear_cross_entropy(features[:20], weight, target[:20], modulator=module)[0].backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+linear_cross_entropy(features, weight, target, modulator=module)[0].backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    # All logits would be 470 MiB, and a chunk of 256 tokens is 29.
+    printed = run(tmp_path, sys.executable, "-c", script, MULTIMAX_BACKEND="cpp")
+    assert int(printed.split()[-1]) < 100
+
+
+# ------------------------------------------------------------------------------ the modulator
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("shape", [(3, 4, 50, 33), (2, 4, 1, 1), (0, 4, 5, 5), (4, 300, 301)])
+def test_modulator_is_as_accurate_as_plain(kernels, monkeypatch, heads, order, shape):
+    generator = torch.Generator().manual_seed(0)
+    scores, grad = (2 * torch.randn(shape, generator=generator) for _ in range(2))
+    module = some_modulator(heads, order=order)
+    found = []
+    for dtype, kind in (
+        (torch.float32, "cpp"),
+        (torch.float32, "plain"),
+        (torch.float64, "plain"),
+    ):
+        monkeypatch.setenv("MULTIMAX_BACKEND", kind)
+        x = scores.to(dtype).requires_grad_()
+        learned = list(module.to(dtype).parameters())
+        out = module(x)
+        grads = torch.autograd.grad(out, [x, *learned], grad.to(dtype))
+        found.append([out.detach(), grads[0], torch.cat([g.flatten() for g in grads[1:]])])
+    assert_as_accurate(*found)
+
+
+# ------------------------------------------------------------------------------ the choice
+
+
+def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
+    parts, _ = attention_inputs(1, 1, 4, 4, 16)
+    backend._log.cache_clear()
+    monkeypatch.delenv("MULTIMAX_BACKEND", raising=False)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            scaled_dot_product_attention(*parts, modulator=some_modulator())
+    assert caplog.messages.count("attention: cpp backend") == 1
+    assert backend.choose("x", "auto", parts[0].double()) == "plain"
+    assert backend.choose("x", "plain", parts[0]) == "plain"
+    with torch.autocast("cpu"):
+        assert backend.choose("x", "auto", parts[0]) == "plain"
+    monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
+    assert backend.choose("x", "auto", parts[0]) == "plain"
+    assert backend.choose("x", "cpp", parts[0]) == "cpp"
+    monkeypatch.setenv("MULTIMAX_BACKEND", "fast")
+    with pytest.raises(ValueError, match="MULTIMAX_BACKEND 'fast': choose one of auto, plain"):
+        scaled_dot_product_attention(*parts, modulator=some_modulator())
+    with pytest.raises(ValueError, match="unknown backend 'cuda'"):
+        scaled_dot_product_attention(*parts, modulator=some_modulator(), backend="cuda")
+
+
+def test_without_a_compiler_plain_pytorch_is_used_and_the_log_says_so(tmp_path):
+    script = """
+import logging, torch
+logging.basicConfig()
+from multimax_fairseq import Modulator
+print(Modulator(init_std=1.0)(torch.zeros(3)).shape)
+"""
+    elsewhere = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built"), "CXX": str(tmp_path / "none")}
+    printed = run(tmp_path, sys.executable, "-c", script, **elsewhere)
+    assert "torch.Size([3])" in printed and "plain PyTorch is used" in printed
+    assert not list(tmp_path.glob("built/**/*.so"))
+    refused = run(
+        tmp_path, sys.executable, "-c", script, code=1, MULTIMAX_BACKEND="cpp", **elsewhere
+    )
+    assert "MULTIMAX_BACKEND 'cpp' needs a C++ compiler" in refused
+
+
+def test_the_kernels_are_built_once_and_nothing_is_left_of_a_build_that_failed(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "multimax_fairseq"
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    flags = [*cpu.FLAGS, *cpu.MARCH[CAPABILITY]]
+    with pytest.raises(subprocess.CalledProcessError):
+        cpu._built([*flags, "--no-such-flag"])
+    assert not list(folder.iterdir())
+    built = cpu._built(flags)
+    stamp = os.stat(built).st_mtime_ns
+    assert cpu._built(flags) == built and os.stat(built).st_mtime_ns == stamp
+    assert list(folder.iterdir()) == [built]
