@@ -12,6 +12,7 @@ from torch.utils import cpp_extension
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.functional import backend
+from multimax_fairseq.functional.cross_entropy import linear_scores
 from multimax_fairseq.kernels import cpu
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -375,6 +376,20 @@ def test_modulator_is_as_accurate_as_plain(kernels, monkeypatch, heads, order, s
         out = module(x)
         grads = torch.autograd.grad(out, [x, *learned], grad.to(dtype))
         found.append([out.detach(), grads[0], torch.cat([g.flatten() for g in grads[1:]])])
+    assert_as_accurate(*found)
+
+
+@pytest.mark.parametrize("options", [None, {}, {"terms": "low"}])
+@pytest.mark.parametrize("tokens, classes, size, bias", [(1, 7, 5, True), (130, 300, 64, False)])
+def test_scores_to_decode_with(kernels, monkeypatch, options, tokens, classes, size, bias):
+    features, weight, offset, _ = loss_inputs(tokens, classes, size, bias)
+    module = None if options is None else some_modulator(**options)
+    found = []
+    for kind, dtype in (("cpp", torch.float32), ("plain", torch.float32), ("plain", torch.float64)):
+        monkeypatch.setenv("MULTIMAX_BACKEND", kind)
+        parts = [None if x is None else x.to(dtype) for x in (features[None], weight, offset)]
+        found.append([linear_scores(*parts, None if module is None else module.to(dtype))])
+    assert found[0][0].shape == (1, tokens, classes)
     assert_as_accurate(*found)
 
 

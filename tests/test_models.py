@@ -355,6 +355,62 @@ def test_returned_attention_weights_are_a_distribution_over_the_source(
     assert len({tuple(w.flatten().tolist()) for w in outputs.values()}) == 4
 
 
+def test_attention_weights_are_formed_only_where_somebody_reads_them(
+    build, translation_batch, dictionary, monkeypatch
+):
+    asked = []
+    forward = MultiheadAttention.forward
+
+    def recorded(self, *inputs, **options):
+        asked.append(options.get("need_weights", True) or options.get("need_head_weights", False))
+        return forward(self, *inputs, **options)
+
+    monkeypatch.setattr(MultiheadAttention, "forward", recorded)
+    model, sample = build(TRANSLATION[0]), translation_batch()
+    assert model(**sample["net_input"])[1]["attn"] == [None]
+    model.eval()
+    assert model(**sample["net_input"])[1]["attn"] == [None]
+    SequenceGenerator([model], dictionary, beam_size=2, max_len_b=5).generate([model], sample)
+    assert asked and not any(asked)
+    # What fairseq-generate does for --print-alignment.
+    model.make_generation_fast_(need_attn=True)
+    assert model(**sample["net_input"])[1]["attn"][0].shape == (3, 8, 10)
+
+
+WIDE = [
+    f"--{side}-{part}" for side in ("encoder", "decoder") for part in ("embed-dim", "ffn-embed-dim")
+]
+WIDE = [word for flag in WIDE for word in (flag, "64")]
+
+
+@pytest.mark.parametrize("output", ["softmax", "multimax"])
+@pytest.mark.parametrize("heads", ["shared", "separate"])
+def test_compiled_and_plain_models_are_the_same_function(
+    build, translation_batch, dictionary, monkeypatch, heads, output
+):
+    """Heads of 16, for which decoding has a kernel of its own."""
+    flags = [*WIDE, "--multimax-heads", heads, "--output-normalizer", output]
+    model = scatter_modulators(build(TRANSLATION[0], *flags)).double().float()
+    sample = translation_batch()
+    results, hypotheses = [], []
+    for backend in ("plain", "cpp"):
+        monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+        model.train().zero_grad()
+        loss = -log_probs(model, model(**sample["net_input"])).gather(
+            -1, sample["target"].unsqueeze(-1)
+        )
+        loss.sum().backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        model.eval()
+        generator = SequenceGenerator([model], dictionary, beam_size=5, max_len_b=12)
+        hypotheses.append([h for hs in generator.generate([model], sample) for h in hs])
+    for plain, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5 * plain.abs().max().item())
+    for plain, fast in zip(*hypotheses, strict=True):
+        assert plain["tokens"].tolist() == fast["tokens"].tolist()
+        torch.testing.assert_close(fast["positional_scores"], plain["positional_scores"])
+
+
 def test_checkpointed_activations_give_the_same_gradients(build, translation_batch):
     sample = translation_batch()
     gradients = []

@@ -106,6 +106,34 @@ def linear_cross_entropy(
     return loss, nll_loss
 
 
+def linear_scores(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    modulator: ModulatorParameters | None = None,
+) -> Tensor:
+    """Return an output layer's modulated scores, which have no gradient.
+
+    Equivalent to: modulator(F.linear(features, weight, bias)).detach()
+
+    Args:
+        features: (..., D). weight: (V, D). bias: (V,) or None.
+        modulator: a `Modulator` with shared heads; None leaves the scores as they are.
+
+    Returns:
+        (..., V).
+    """
+    parameters = parameters_of(modulator)
+    monotone = modulator is not None and modulator.monotone
+    with torch.no_grad():
+        if not monotone and choose("output scores", "auto", features, weight) == "cpp":
+            table = None if modulator is None else parameter_table(*parameters).float()
+            rows = features.reshape(-1, features.shape[-1])
+            return cpu.project(rows, weight, bias, table).view(*features.shape[:-1], -1)
+        scores = F.linear(features, weight, bias)
+        return scores if modulator is None else modulate(scores, *parameters, monotone)
+
+
 class _Settings(NamedTuple):
     share: float  # of the loss that each class has by label smoothing
     hit: float  # what the target has beyond that

@@ -829,6 +829,56 @@ extern "C" void modulation(const Modulation* modulation) {
   }
 }
 
+// ------------------------------------------------------------- the output layer, to decode with
+
+struct Projection {
+  int64_t tokens, classes, size, threads;
+  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
+  const float* table;                     // (COLUMNS), or null
+  float* out;                             // (tokens, classes), modulated
+};
+
+namespace {
+
+template <class Sigma>
+void project(const Projection& a) {
+  const Sigma sigma(a.table);
+  const int64_t tiles = (a.classes + CLASSES - 1) / CLASSES;
+#pragma omp parallel num_threads(std::min(a.threads, tiles))
+  {
+    const Buffer weight(a.size * CLASSES);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t v0 = t * CLASSES, count = std::min(CLASSES, a.classes - v0);
+      transpose(a.weight + v0 * a.size, a.size, count, a.size, weight, CLASSES);
+      for (int64_t n = 0; n < a.tokens; n += QUERIES) {
+        const int64_t rows = std::min(QUERIES, a.tokens - n);
+        float* out = a.out + n * a.classes + v0;
+        product(rows, count, a.size, a.features + n * a.size, a.size, weight, CLASSES, out,
+                a.classes, false);
+        if (!a.bias && !a.table) continue;
+        for (int64_t r = 0; r < rows; r++)
+          for (int64_t v = 0; v < count; v += LANES) {
+            const int64_t bytes = std::min(LANES, count - v) * 4;
+            float* at = out + r * a.classes + v;
+            Vec x{}, bias{};
+            std::memcpy(&x, at, bytes);
+            if (a.bias) std::memcpy(&bias, a.bias + v0 + v, bytes);
+            x = sigma.value(x + bias);
+            std::memcpy(at, &x, bytes);
+          }
+      }
+    }
+    end_products();
+  }
+}
+
+}  // namespace
+
+extern "C" void projection(const Projection* projection) {
+  (projection->table ? project<Modulator> : project<NoModulator>)(*projection);
+}
+
 // ------------------------------------------------------------------------------------- start
 
 // Whether matrix products can be had; asked once, before anything else.

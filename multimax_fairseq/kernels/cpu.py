@@ -129,6 +129,13 @@ class _OutputLoss(ctypes.Structure):
     ]
 
 
+class _Projection(ctypes.Structure):
+    _fields_ = [
+        *_fields("tokens classes size threads", ctypes.c_int64),
+        *_fields("features weight bias table out", ctypes.c_void_p),
+    ]
+
+
 class _Modulation(ctypes.Structure):
     _fields_ = [
         *_fields("count inner heads threads", ctypes.c_int64),
@@ -360,6 +367,31 @@ def output_loss(
     )
     needs_table = table is not None and factors is not None
     return nll, smooth, [*grads, grad_table.float() if needs_table else None]
+
+
+def project(features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
+    """Return the modulated scores of a linear layer, (N, V), which no gradient reaches.
+
+    Args:
+        features: (N, D). weight: (V, D). bias: (V,) or None.
+        table: (1, 8) or None, which leaves the scores as they are.
+    """
+    features, weight = features.contiguous(), weight.contiguous()
+    out = features.new_empty(len(features), len(weight))
+    _call(
+        "projection",
+        _Projection,
+        tokens=len(features),
+        classes=len(weight),
+        size=weight.shape[1],
+        threads=torch.get_num_threads(),
+        features=features,
+        weight=weight,
+        bias=None if bias is None else bias.contiguous(),
+        table=None if table is None else table.contiguous(),
+        out=out,
+    )
+    return out
 
 
 def modulate(scores: Tensor, table: Tensor) -> Tensor:

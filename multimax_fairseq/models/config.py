@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.functional import NORMALIZERS
+from multimax_fairseq.functional.backend import requested
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.modulator import ORDERS, TERMS
 
@@ -115,6 +116,10 @@ def check(args: Any) -> None:
             raise UsageError(
                 f"{flag(name)} {value} is not known: choose one of {', '.join(map(str, choices))}"
             )
+    try:
+        requested()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     used = set(places(args).values())
     if "topk" in used and not (args.topk or 0) > 0:
         raise UsageError(

@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.functional.cross_entropy import linear_scores
 from multimax_fairseq.models.config import (
     SPARSE_OUTPUTS,
     NormalizerConfig,
@@ -174,7 +175,20 @@ class MultimaxDecoder(TransformerDecoderBase):
         # TorchScript knows no super().
         if self.adaptive_softmax is not None:
             return features
+        if not torch.jit.is_scripting() and not torch.is_grad_enabled():
+            return self._scores(features)
         logits = self.output_projection(features)
+        return logits if self.output_modulator is None else self.output_modulator(logits)
+
+    @torch.jit.unused
+    def _scores(self, features: Tensor) -> Tensor:
+        """As `output_layer`, where no gradient is asked for."""
+        projection = self.output_projection
+        if type(projection) is nn.Linear:
+            return linear_scores(
+                features, projection.weight, projection.bias, self.output_modulator
+            )
+        logits = projection(features)
         return logits if self.output_modulator is None else self.output_modulator(logits)
 
     def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None]:
