@@ -390,7 +390,7 @@ def test_compiled_and_plain_models_are_the_same_function(
 ):
     """Heads of 16, for which decoding has a kernel of its own."""
     flags = [*WIDE, "--multimax-heads", heads, "--output-normalizer", output]
-    model = scatter_modulators(build(TRANSLATION[0], *flags)).double().float()
+    model = scatter_modulators(build(TRANSLATION[0], *flags))
     sample = translation_batch()
     results, hypotheses = [], []
     for backend in ("plain", "cpp"):
