@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multimax_fairseq import Modulator, scaled_dot_product_attention
+from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.functional import modulator
 
 if importlib.util.find_spec("triton") is None:
@@ -430,6 +430,70 @@ def check_gradient(dtype, modulated):
         assert (out[row_scale == 0] == 0).all() and (table_grad[row_scale == 0] == 0).all()
         runs.append((out, table_grad))
     assert all(map(torch.equal, *runs[:2]))
+
+
+# --- as they are called ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order, terms", [(2, "both"), (1, "low"), (2, "high")])
+@pytest.mark.parametrize("form", ["bool", "float"])
+def check_attention_as_it_is_called(form, order, terms):
+    *parts, grad = attention_inputs(2, 2, 30, 41, 32)
+    allowed = ~make_mask("padding", 2, 30, 41)
+    mask = allowed
+    if form == "float":
+        mask = torch.zeros(allowed.shape, device=DEVICE).masked_fill(~allowed, -torch.inf)
+    found = []
+    for backend, dtype in (("triton", None), ("plain", None), ("plain", torch.float64)):
+        module = far_modulator(2, order, terms).to(dtype or torch.float32)
+        inputs = [part.detach().to(dtype or part.dtype).requires_grad_() for part in parts]
+        chosen = mask if backend == "triton" else allowed
+        output = scaled_dot_product_attention(
+            *inputs, modulator=module, attn_mask=chosen, is_causal=True, backend=backend
+        )
+        learned = [*inputs, *module.parameters()]
+        found.append([output, *torch.autograd.grad(output, learned, grad.to(output.dtype))])
+    assert found[0][0].grad_fn.name() == "_AttentionBackward"
+    assert_as_accurate(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("modulated", [False, True])
+def check_loss_as_it_is_called(monkeypatch, dtype, reduction, modulated):
+    from multimax_fairseq.kernels import triton_cross_entropy
+
+    generator = torch.Generator().manual_seed(0)
+    features, weight, bias = (
+        torch.randn(shape, generator=generator).to(DEVICE, dtype)
+        for shape in ((13, 24), (70, 24), (70,))
+    )
+    target = torch.randint(70, (13,), generator=generator).to(DEVICE)
+    target[::4] = 1
+    found, calls = [], []
+    statistics = triton_cross_entropy.statistics
+    monkeypatch.setattr(
+        triton_cross_entropy, "statistics", lambda *a: calls.append(1) or statistics(*a)
+    )
+    for backend, to in (("triton", dtype), ("plain", dtype), ("plain", torch.float64)):
+        monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+        module = Modulator.from_values(*FAR).to(DEVICE, to) if modulated else None
+        inputs = [t.detach().to(to).requires_grad_() for t in (features, weight, bias)]
+        loss, nll_loss = linear_cross_entropy(
+            *inputs[:2],
+            target,
+            bias=inputs[2],
+            modulator=module,
+            label_smoothing=0.1,
+            ignore_index=1,
+            reduction=reduction,
+            chunk_size=5,
+        )
+        learned = [*inputs, *(module.parameters() if modulated else [])]
+        grads = torch.autograd.grad(loss.sum(), learned)
+        found.append([loss, nll_loss, *grads])
+    assert calls
+    assert_as_accurate(*found)
 
 
 # --- ahead of time -----------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def choose(operation: str, backend: str, *tensors: Tensor | None) -> str:
     """Return "plain", "cpp" or "triton" for an operation on these tensors, and log it once.
 
     The compiled kernels take float32 on the CPU, the Triton ones half precision and float32 on a
-    GPU; what they cannot take is plain, whatever is asked for. So is what torch.compile traces.
+    GPU with the memory they need on its chip (compute capability 8.0); what they cannot take is
+    plain, whatever is asked for. So is what torch.compile traces.
     """
     wanted = requested(backend)
     choice = "plain"
@@ -53,7 +54,8 @@ def choose(operation: str, backend: str, *tensors: Tensor | None) -> str:
             choice = "cpp"
     elif wanted != "cpp" and torch.float64 not in dtypes and _has_triton():
         # Triton's interpreter works on tensors anywhere.
-        if device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        able = device == "cuda" and torch.cuda.get_device_capability(given[0].device) >= (8, 0)
+        if able or os.environ.get("TRITON_INTERPRET") == "1":
             choice = "triton"
     _log(operation, choice)
     return choice
