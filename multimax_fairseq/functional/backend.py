@@ -47,7 +47,7 @@ def choose(operation: str, backend: str, *tensors: Tensor | None) -> str:
     choice = "plain"
     given = [t for t in tensors if t is not None]
     device, dtypes = given[0].device.type, {t.dtype for t in given}
-    if wanted == "plain" or torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+    if wanted == "plain" or torch.compiler.is_compiling() or is_autocast(device):
         pass
     elif device == "cpu" and wanted != "triton":
         if dtypes == {torch.float32} and cpu.library() is not None:
@@ -59,6 +59,11 @@ def choose(operation: str, backend: str, *tensors: Tensor | None) -> str:
             choice = "triton"
     _log(operation, choice)
     return choice
+
+
+def is_autocast(device: str) -> bool:
+    """Whether autocast is on for this type of device; never for those that know none, as meta."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 @functools.cache

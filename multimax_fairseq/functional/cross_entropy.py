@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multimax_fairseq.functional.backend import choose
+from multimax_fairseq.functional.backend import choose, is_autocast
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
     modulate,
@@ -77,7 +77,7 @@ def linear_cross_entropy(
         raise ValueError(f"the chunk size must be at least 1, got {chunk_size}")
     shape, device = target.shape, features.device.type
     features, target = features.reshape(-1, features.shape[-1]), target.reshape(-1)
-    if torch.is_autocast_enabled(device):
+    if is_autocast(device):
         # What F.linear would do.
         dtype = torch.get_autocast_dtype(device)
         features, weight = features.to(dtype), weight.to(dtype)
@@ -129,7 +129,7 @@ def linear_scores(
         if not monotone and choose("output scores", "auto", features, weight) == "cpp":
             table = None if modulator is None else parameter_table(*parameters).float()
             rows = features.reshape(-1, features.shape[-1])
-            return cpu.project(rows, weight, bias, table).view(*features.shape[:-1], -1)
+            return cpu.project(rows, weight, bias, table).view(*features.shape[:-1], len(weight))
         scores = F.linear(features, weight, bias)
         return scores if modulator is None else modulate(scores, *parameters, monotone)
 
