@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from commands import run
 from torch.utils import cpp_extension
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.functional import backend
-from multimax_fairseq.functional.cross_entropy import linear_scores
+from multimax_fairseq.functional.cross_entropy import fused_scores
 from multimax_fairseq.kernels import cpu
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -384,13 +385,16 @@ def test_modulator_is_as_accurate_as_plain(kernels, monkeypatch, heads, order, s
 def test_scores_to_decode_with(kernels, monkeypatch, options, tokens, classes, size, bias):
     features, weight, offset, _ = loss_inputs(tokens, classes, size, bias)
     module = None if options is None else some_modulator(**options)
-    found = []
-    for kind, dtype in (("cpp", torch.float32), ("plain", torch.float32), ("plain", torch.float64)):
-        monkeypatch.setenv("MULTIMAX_BACKEND", kind)
+    fast = fused_scores(features[None], weight, offset, module)
+    assert fast.shape == (1, tokens, classes) and not fast.requires_grad
+    found = [[fast]]
+    for dtype in (torch.float32, torch.float64):
         parts = [None if x is None else x.to(dtype) for x in (features[None], weight, offset)]
-        found.append([linear_scores(*parts, None if module is None else module.to(dtype))])
-    assert found[0][0].shape == (1, tokens, classes)
+        scores = F.linear(*parts)
+        found.append([scores if module is None else module.to(dtype)(scores)])
     assert_as_accurate(*found)
+    monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
+    assert fused_scores(features[None], weight, offset, None) is None
 
 
 # ------------------------------------------------------------------------------ the choice

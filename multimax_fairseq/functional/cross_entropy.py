@@ -106,13 +106,13 @@ def linear_cross_entropy(
     return loss, nll_loss
 
 
-def linear_scores(
+def fused_scores(
     features: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    modulator: ModulatorParameters | None = None,
-) -> Tensor:
-    """Return an output layer's modulated scores, which have no gradient.
+    bias: Tensor | None,
+    modulator: ModulatorParameters | None,
+) -> Tensor | None:
+    """Return an output layer's modulated scores, without gradients; None where no kernel can.
 
     Equivalent to: modulator(F.linear(features, weight, bias)).detach()
 
@@ -121,17 +121,15 @@ def linear_scores(
         modulator: a `Modulator` with shared heads; None leaves the scores as they are.
 
     Returns:
-        (..., V).
+        (..., V) or None.
     """
-    parameters = parameters_of(modulator)
     monotone = modulator is not None and modulator.monotone
+    if monotone or choose("output scores", "auto", features, weight) != "cpp":
+        return None
     with torch.no_grad():
-        if not monotone and choose("output scores", "auto", features, weight) == "cpp":
-            table = None if modulator is None else parameter_table(*parameters).float()
-            rows = features.reshape(-1, features.shape[-1])
-            return cpu.project(rows, weight, bias, table).view(*features.shape[:-1], len(weight))
-        scores = F.linear(features, weight, bias)
-        return scores if modulator is None else modulate(scores, *parameters, monotone)
+        table = None if modulator is None else parameter_table(*parameters_of(modulator)).float()
+        rows = features.reshape(-1, features.shape[-1])
+        return cpu.project(rows, weight, bias, table).view(*features.shape[:-1], len(weight))
 
 
 class _Settings(NamedTuple):

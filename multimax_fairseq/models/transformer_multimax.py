@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from multimax_fairseq.compat import UsageError
-from multimax_fairseq.functional.cross_entropy import linear_scores
+from multimax_fairseq.functional.cross_entropy import fused_scores
 from multimax_fairseq.models.config import (
     SPARSE_OUTPUTS,
     NormalizerConfig,
@@ -176,20 +176,18 @@ class MultimaxDecoder(TransformerDecoderBase):
         if self.adaptive_softmax is not None:
             return features
         if not torch.jit.is_scripting() and not torch.is_grad_enabled():
-            return self._scores(features)
+            scores = self._fused_scores(features)
+            if scores is not None:
+                return scores
         logits = self.output_projection(features)
         return logits if self.output_modulator is None else self.output_modulator(logits)
 
     @torch.jit.unused
-    def _scores(self, features: Tensor) -> Tensor:
-        """As `output_layer`, where no gradient is asked for."""
+    def _fused_scores(self, features: Tensor) -> Tensor | None:
         projection = self.output_projection
-        if type(projection) is nn.Linear:
-            return linear_scores(
-                features, projection.weight, projection.bias, self.output_modulator
-            )
-        logits = projection(features)
-        return logits if self.output_modulator is None else self.output_modulator(logits)
+        if type(projection) is not nn.Linear:
+            return None
+        return fused_scores(features, projection.weight, projection.bias, self.output_modulator)
 
     def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None]:
         """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss."""
