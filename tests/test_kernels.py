@@ -336,6 +336,29 @@ def test_only_the_gradients_that_are_needed_and_none_without_any_target(kernels,
             linear_cross_entropy(features, weight, target.clone().fill_(wrong))
 
 
+def test_what_is_not_a_number_is_not_lost(kernels, monkeypatch):
+    """So that training stops, or skips the batch, as it does with stock softmax."""
+    monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
+    (query, key, value), _ = attention_inputs(1, 1, 20, 20, 16)
+    for module in (None, some_modulator()):
+        for row in (0, 7, 19):
+            wrong = query.clone()
+            wrong[0, 0, row, 3] = torch.nan
+            normalizer = "softmax" if module is None else "multimax"
+            out = scaled_dot_product_attention(
+                wrong, key, value, normalizer=normalizer, modulator=module
+            )
+            assert (out.isnan().any(-1).squeeze() == (torch.arange(20) == row)).all()
+        features, weight, _, target = loss_inputs(20, 300, 16)
+        for word in (0, 150, 299):
+            wrong = weight.clone()
+            wrong[word, 3] = torch.nan
+            loss, _ = linear_cross_entropy(
+                features, wrong, target, modulator=module, reduction="none"
+            )
+            assert loss.isnan().all()
+
+
 def test_the_loss_holds_no_more_than_its_chunks(tmp_path):
     """In a process of its own, whose peak is that of this loss alone."""
     script = """

@@ -1,4 +1,4 @@
-// Fused MultiMax kernels for float32 on x86: attention, the output-layer loss, the modulator.
+// MultiMax for float32 on x86: attention, the output-layer loss, the output layer, the modulator.
 //
 // Everything is blocked so that a tile of scores is modulated, exponentiated and used in the next
 // matrix product while it is in the cache. Tiles are kept transposed, (keys, queries) or (classes,
@@ -11,12 +11,14 @@
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <memory>
+#include <new>
 #include <vector>
 
 extern "C" __attribute__((weak)) void sgemm_(
@@ -630,7 +632,8 @@ struct Column {
   double sum = 0, sum_z = 0, target_z = 0;
   void join(float other_top, double other_sum) {
     if (other_top > top) std::swap(top, other_top), std::swap(sum, other_sum);
-    if (other_sum > 0) sum += other_sum * std::exp(double(other_top) - top);
+    // -inf - -inf is NaN where there is nothing yet; a NaN among the logits has to stay one.
+    if (other_sum != 0) sum += other_sum * std::exp(double(other_top) - top);
   }
 };
 
