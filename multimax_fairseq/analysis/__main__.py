@@ -1,9 +1,12 @@
 """The command multimax-analyze."""
 
 import argparse
+import importlib
 import logging
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -15,17 +18,109 @@ def main() -> None:
         "parameters", help="print modulators, alphas and temperatures, layer by layer"
     )
     command.add_argument("checkpoint", type=Path)
+    command.set_defaults(run=print_parameters)
+    command = commands.add_parser(
+        "collect", help="measure attention and output of a run's checkpoints on data, into files"
+    )
+    command.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT")
+    command.add_argument("data", type=Path, metavar="DATA-BIN")
+    command.add_argument("--subset", default="valid", help="default: valid")
+    command.add_argument(
+        "--max-sentences", type=int, default=1000, metavar="N", help="default: 1000"
+    )
+    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
+    command.set_defaults(run=collect)
+    for name, told, run in (
+        ("plot", "draw the figures of a collection, as PNG and SVG", plot),
+        ("report", "write one self-contained HTML page of a collection", report),
+        ("compare", "draw several collections in the same figures, and one HTML page", compare),
+    ):
+        command = commands.add_parser(name, help=told)
+        several = {"nargs": "+"} if name == "compare" else {}
+        command.add_argument("collection", type=Path, metavar="DIR", **several)
+        command.add_argument(
+            "--out", type=Path, required=name == "compare", help="folder to write into"
+        )
+        command.set_defaults(run=run)
     args = parser.parse_args()
     # fairseq tells everybody who imports it what speech synthesis would need.
-    logging.getLogger("fairseq").setLevel(logging.WARNING)
+    for name in ("fairseq", "multimax_fairseq"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     from multimax_fairseq import compat
-    from multimax_fairseq.analysis import parameters
+
+    try:
+        args.run(args)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "multimax_fairseq":
+            raise
+        sys.exit(
+            f"multimax-analyze: error: the package {package} is missing: pip install "
+            "'multimax-fairseq[fairseq,analysis]'"
+        )
+    except Exception as error:
+        text = compat.explain(error)
+        if text is None and isinstance(error, OSError):
+            text = str(error)
+        if text is None:
+            raise
+        sys.exit(f"multimax-analyze: error: {text}")
+
+
+def room(name: str) -> Any:
+    """Import a module of the analysis: what one command needs, another may do without."""
+    return importlib.import_module(f"multimax_fairseq.analysis.{name}")
+
+
+def with_fairseq(name: str) -> Any:
+    """Import a module of the analysis that reads checkpoints."""
+    from multimax_fairseq import compat
 
     compat.apply()
-    try:
-        print(parameters.table(parameters.read(args.checkpoint)), end="")
-    except (compat.UsageError, OSError) as error:
-        sys.exit(f"multimax-analyze: error: {error}")
+    return room(name)
+
+
+def print_parameters(args: argparse.Namespace) -> None:
+    parameters = with_fairseq("parameters")
+    print(parameters.table(parameters.read(args.checkpoint)), end="")
+
+
+def collect(args: argparse.Namespace) -> None:
+    collection = with_fairseq("collect")
+    collection.load_plugin(args.user_dir)
+    collection.collect(
+        args.checkpoints,
+        args.data,
+        args.subset,
+        args.max_sentences,
+        args.out,
+        ["multimax-analyze", *sys.argv[1:]],
+    )
+    print(f"Collected in {args.out}. Next: multimax-analyze report {args.out}")
+
+
+def plot(args: argparse.Namespace) -> None:
+    out = args.out or args.collection / "figures"
+    tell(room("plot").plot(room("collection").read(args.collection), out), out)
+
+
+def report(args: argparse.Namespace) -> None:
+    out = args.out or args.collection
+    drawn = room("report").report(room("collection").read(args.collection), out)
+    tell(drawn, out / "report.html")
+
+
+def compare(args: argparse.Namespace) -> None:
+    drawn = room("report").compare(room("collection").read_all(args.collection), args.out)
+    tell(drawn, args.out / "compare.html")
+
+
+def tell(drawn: Iterable[str], written: Path) -> None:
+    """Print the names of figures as they are drawn."""
+    for name in drawn:
+        print(f"drawn: {name}", flush=True)
+    print(f"written: {written}")
 
 
 if __name__ == "__main__":

@@ -26,30 +26,39 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["model"]
     found: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
-        owner, _, parameter = name.rpartition(".")
-        value = value.double()
-        symbols: dict[str, Tensor] = {}
-        if match := re.fullmatch(r"(low|high)_(coefficient|threshold)", parameter):
-            letter = "b" if match[1] == "low" else "d"
-            if match[2] == "coefficient":  # kept as the offset from the identity
-                value = 1 - value if match[1] == "low" else 1 + value
-                letter = f"t_{letter}"
-            for order in range(value.shape[-1]):
-                symbols[f"{letter}{order + 1}"] = value[..., order].reshape(-1)
-        elif owner.endswith("normalizer.alpha"):
-            alpha = EntmaxAlpha(len(value)).double()
-            alpha.load_state_dict({parameter: value})
-            symbols["alpha"] = alpha().detach().flatten()
-        elif parameter == "log_temperature":
-            symbols["t"] = value.exp().reshape(1)
-        if symbols:
-            found.setdefault(place(owner), {}).update(symbols)
+        if learned := symbols(name, value):
+            found.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
     if not found:
         raise UsageError(
             f"checkpoint '{checkpoint}' has no learned modulator, alpha or temperature: it is of "
             "a model without any"
         )
     return found
+
+
+def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
+    """Return {symbol: (heads,) in float64} of a normalizer's parameter; {} for any other.
+
+    Args:
+        parameter: its name in a state dict, with or without the modules that it lies in.
+        value: its value there.
+    """
+    owner, _, name = parameter.rpartition(".")
+    value = value.double()
+    if match := re.fullmatch(r"(low|high)_(coefficient|threshold)", name):
+        letter = "b" if match[1] == "low" else "d"
+        if match[2] == "coefficient":  # kept as the offset from the identity
+            value = 1 - value if match[1] == "low" else 1 + value
+            letter = f"t_{letter}"
+        orders = range(value.shape[-1])
+        return {f"{letter}{order + 1}": value[..., order].reshape(-1) for order in orders}
+    if owner.rpartition(".")[2] == "alpha" and name == "logit":
+        alpha = EntmaxAlpha(len(value)).double()
+        alpha.load_state_dict({name: value})
+        return {"alpha": alpha().detach().flatten()}
+    if name == "log_temperature":
+        return {"t": value.exp().reshape(1)}
+    return {}
 
 
 def place(module: str) -> str:

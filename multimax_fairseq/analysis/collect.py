@@ -1,0 +1,395 @@
+"""One pass of checkpoints over data, into the tidy files that figures and reports are made of.
+
+    parameters.csv    modulators, alphas and temperatures
+    heads.csv         metrics of each head
+    layers.csv        metrics of each layer
+    histograms.csv    scores and probabilities of each layer, counted in bins
+    temperatures.csv  sparsity and multi-modality of softmax over temperatures, on the same scores
+    output.csv        the predicted distribution, by the rank of the target word
+    examples.json     a few sentences with attention and roll-out
+    collection.json   what was collected from what, by which versions
+
+Kinds are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
+"""
+
+import argparse
+import contextlib
+import csv
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, tasks, utils
+from tqdm import tqdm
+
+import multimax_fairseq.models  # noqa: F401  registers the architectures
+from multimax_fairseq import compat
+from multimax_fairseq.analysis import parameters
+from multimax_fairseq.analysis.record import Recorder, Words
+from multimax_fairseq.compat import UsageError
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = {
+    "parameters": "updates place layer head name value",
+    "heads": "updates kind layer head queries sparsity multi_modality entropy density offset "
+    "confidence bpe_merging interrogation past_turning_point",
+    "layers": "updates kind layer head_diversity token_similarity average_distance "
+    "rollout_similarity",
+    "histograms": "updates kind layer quantity left right count",
+    "temperatures": "updates kind layer temperature sparsity multi_modality",
+    "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
+    "probability_without_modulator",
+}
+SIGNATURE = "collection.json"
+EXAMPLES, LONGEST_EXAMPLE = 4, 32
+# A batch's share of memory: a few hundred MB, whatever the lengths and the model.
+TOKENS_AT_ONCE, SCORES_AT_ONCE = 4000, 1 << 22
+HASHED = 1 << 20
+
+Tables = dict[str, list[dict[str, Any]]]
+
+
+def load_plugin(folder: str | None) -> None:
+    """Register the models of a --user-dir; this package's own are registered already."""
+    if folder is not None and Path(folder).resolve() != Path(compat.PACKAGE):
+        utils.import_user_module(argparse.Namespace(user_dir=folder))
+
+
+def collect(
+    checkpoints: list[Path],
+    data: Path,
+    subset: str,
+    max_sentences: int,
+    out: Path,
+    command: list[str],
+) -> None:
+    """Write the files above to a folder, complete or not at all.
+
+    Args:
+        checkpoints: of one run, in any order.
+        data: a folder of fairseq-preprocess.
+        subset: the data set in it.
+        max_sentences: how many of its sentences, or blocks of text, from the first on.
+        out: the folder; an earlier collection there is replaced.
+        command: what collection.json is to say of how it was made.
+
+    Raises:
+        UsageError: something is missing, empty, or does not fit.
+    """
+    for path in checkpoints:
+        if not path.is_file():
+            raise UsageError(f"checkpoint '{path}' does not exist: check its path")
+    if not data.is_dir():
+        raise UsageError(
+            f"data folder '{data}' does not exist: give the folder that fairseq-preprocess wrote"
+        )
+    if max_sentences < 1:
+        raise UsageError(f"--max-sentences {max_sentences} must be at least 1")
+    with _complete(out) as folder:
+        tables: Tables = {name: [] for name in COLUMNS}
+        described: list[dict[str, Any]] = []
+        examples: dict[int, list[Any]] = {}
+        task, seen = None, {}
+        for path in checkpoints:
+            overrides = {"data": str(data), "eval_bleu": False}
+            state = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)
+            task = task or _task(state, path, data, subset)
+            model, about = _load(state, path, task, data)
+            del state
+            for other in described:
+                _check_same_run(about, other)
+            recorder, seen = _pass(model, task, subset, max_sentences, path)
+            described.append({**about, **_normalizers(model, recorder)})
+            examples[about["updates"]] = [e for _, e in sorted(recorder.examples.items())]
+            _add_rows(tables, about["updates"], model, recorder)
+        for name, columns in COLUMNS.items():
+            rows = sorted(tables[name], key=lambda row: row["updates"])
+            _write_table(folder / f"{name}.csv", columns.split(), rows)
+        _write_json(folder / "examples.json", examples[max(examples)])
+        described.sort(key=lambda about: about["updates"])
+        signed = {
+            "command": command,
+            **_made_by(),
+            "data": {"folder": str(data), "sha256": _hash_folder(data)},
+            "subset": subset,
+            **seen,
+            "epsilon": "the mean of the scores that the query may attend to",
+            "reference": "1 / the number of keys that the query may attend to",
+            "checkpoints": described,
+        }
+        _write_json(folder / SIGNATURE, signed)
+
+
+# --- the model and the data -----------------------------------------------------------------------
+
+
+def _task(state: dict[str, Any], path: Path, data: Path, subset: str) -> Any:
+    """Return the checkpoint's task, with the subset loaded."""
+    cfg = (state.get("cfg") or {}).get("task")
+    if cfg is None:
+        raise UsageError(f"checkpoint '{path}' says no task: give one that fairseq-train wrote")
+    task = tasks.setup_task(cfg, from_checkpoint=True)
+    if not hasattr(task, "source_dictionary"):
+        raise UsageError(
+            f"checkpoint '{path}' is of the task {cfg._name}: give one of translation or "
+            "language_modeling"
+        )
+    files = list(data.glob(f"{subset}.*.bin")) + list(data.glob(f"{subset}.bin"))
+    if not files:
+        known = sorted({file.name.split(".")[0] for file in data.glob("*.bin")})
+        raise UsageError(
+            f"data folder '{data}' has no subset '{subset}': give --subset "
+            f"{' or '.join(known) or 'and a folder that fairseq-preprocess wrote'}"
+        )
+    if all(file.stat().st_size == 0 for file in files):
+        raise UsageError(
+            f"subset '{subset}' of '{data}' is empty: give another --subset, or prepare the data "
+            "again"
+        )
+    task.load_dataset(subset)
+    return task
+
+
+def _load(
+    state: dict[str, Any], path: Path, task: Any, data: Path
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return a checkpoint's model, and what collection.json says of it."""
+    for side, words in (("encoder", task.source_dictionary), ("decoder", task.target_dictionary)):
+        weight = state["model"].get(f"{side}.embed_tokens.weight")
+        if weight is not None and len(weight) != len(words):
+            raise UsageError(
+                f"the dictionaries of '{data}' do not fit checkpoint '{path}' ({len(words):,} "
+                f"words, where its {side} has {len(weight):,}): give the data it was trained on"
+            )
+    updates = state["optimizer_history"][-1]["num_updates"]
+    (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], task=task, state=state
+    )
+    model.eval()
+    settings = cfg.model
+    about = {
+        "path": str(path),
+        "sha256": _hash_file(path),
+        "updates": updates,
+        "architecture": getattr(settings, "arch", None) or settings._name,
+        "multimax_order": getattr(settings, "multimax_order", None),
+        "multimax_terms": getattr(settings, "multimax_terms", None),
+        "multimax_heads": getattr(settings, "multimax_heads", None),
+        "seed": cfg.common.seed,
+    }
+    return model, about
+
+
+def _check_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
+    if one["architecture"] != other["architecture"]:
+        raise UsageError(
+            f"checkpoints '{one['path']}' ({one['architecture']}) and '{other['path']}' "
+            f"({other['architecture']}) are not of one run: collect each, then compare them"
+        )
+    if one["updates"] == other["updates"]:
+        raise UsageError(
+            f"checkpoints '{other['path']}' and '{one['path']}' both have {one['updates']:,} "
+            "updates: give one of them"
+        )
+
+
+def _normalizers(model: Any, recorder: Recorder) -> dict[str, Any]:
+    output = "softmax"
+    if getattr(model.decoder, "output_modulator", None) is not None:
+        output = "multimax"
+    elif getattr(model.decoder, "output_normalizer", None) is not None:
+        output = model.decoder.output_normalizer.name
+    kinds = {kind: sums.normalizer.name for (kind, _), sums in recorder.sums.items()}
+    return {"normalizer": kinds, "output_normalizer": output}
+
+
+def _pass(
+    model: Any, task: Any, subset: str, max_sentences: int, path: Path
+) -> tuple[Recorder, dict[str, int]]:
+    """Run the model over the data; return what it showed, and how much it has seen."""
+    dataset = task.dataset(subset)
+    lengths = utils.resolve_max_positions(task.max_positions(), model.max_positions())
+    given = np.arange(min(max_sentences, len(dataset)))
+    indices, too_long = dataset.filter_indices_by_size(given, lengths)
+    if len(indices) == 0:
+        raise UsageError(
+            f"subset '{subset}' has no sentence that fits the model ({len(too_long):,} are longer "
+            f"than {lengths}): give another --subset"
+        )
+    if len(too_long):
+        logger.warning(f"{len(too_long):,} sentences are longer than {lengths}: left out")
+    is_translation = task.source_dictionary is not None and hasattr(model, "encoder")
+    short = [i for i in indices if dataset.num_tokens(i) <= LONGEST_EXAMPLE] or list(indices)
+    recorder = Recorder(
+        model,
+        Words(task.source_dictionary) if is_translation else None,
+        Words(task.target_dictionary),
+        {int(i) for i in short[:EXAMPLES]},
+        LONGEST_EXAMPLE,
+    )
+    heads = max(sums.size for sums in recorder.sums.values())
+    tokens = 0
+    bar = tqdm(total=len(indices), unit=" sentences", desc=path.name, disable=None)
+    with bar:
+        for batch in _batches(indices, dataset, heads):
+            sample = dataset.collater([dataset[i] for i in batch])
+            recorder.run(sample)
+            tokens += sample["ntokens"]
+            bar.update(len(batch))
+    seen = {"sentences": len(indices), "tokens": int(tokens), "too_long": len(too_long)}
+    return recorder, seen
+
+
+def _batches(indices: np.ndarray, dataset: Any, heads: int) -> Iterator[list[int]]:
+    """Sentences of like length, few enough for memory."""
+    batch: list[int] = []
+    for index in sorted(indices.tolist(), key=dataset.num_tokens):
+        length, size = dataset.num_tokens(index), len(batch) + 1
+        too_many = size * length > TOKENS_AT_ONCE or size * heads * length**2 > SCORES_AT_ONCE
+        if batch and too_many:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def _add_rows(tables: Tables, updates: int, model: Any, recorder: Recorder) -> None:
+    for (kind, layer), sums in recorder.sums.items():
+        at = {"updates": updates, "kind": kind, "layer": layer}
+        tables["parameters"] += _parameter_rows(updates, kind, layer, sums.normalizer)
+        tables["heads"] += [{**at, **row} for row in sums.head_rows()]
+        tables["layers"].append({**at, **sums.layer_row()})
+        tables["histograms"] += [{**at, **row} for row in sums.histogram_rows()]
+        tables["temperatures"] += [{**at, **row} for row in sums.temperature_rows()]
+    modulator = getattr(model.decoder, "output_modulator", None)
+    if modulator is not None:
+        tables["parameters"] += _parameter_rows(updates, "output", None, modulator)
+    tables["output"] += [{"updates": updates, **row} for row in recorder.output.rows()]
+
+
+def _parameter_rows(
+    updates: int, place: str, layer: int | None, module: torch.nn.Module
+) -> list[dict[str, Any]]:
+    at = {"updates": updates, "place": place, "layer": layer}
+    return [
+        {**at, "head": head if len(values) > 1 else None, "value": float(value)}
+        | {"name": "temperature" if name == "t" else name}
+        for parameter, tensor in module.named_parameters()
+        for name, values in parameters.symbols(parameter, tensor.detach()).items()
+        for head, value in enumerate(values)
+    ]
+
+
+def _write_table(file: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: _cell(value) for key, value in row.items()})
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.9g}"
+    return value
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# --- the signature --------------------------------------------------------------------------------
+
+
+def _made_by() -> dict[str, Any]:
+    packages = ("multimax-fairseq", "torch", "fairseq-fixed", "entmax", "numpy")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"versions": versions, "commit": _commit(), "date": now}
+
+
+def _commit() -> str | None:
+    """The checkout's git commit, marked where files differ from it; None for an installed copy."""
+    package = Path(compat.PACKAGE)
+    git = ["git", "-C", str(package.parent)]
+    outputs = []
+    for words in (
+        ["ls-files", "--error-unmatch", f"{package.name}/compat.py"],
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no"],
+    ):
+        try:
+            done = subprocess.run([*git, *words], capture_output=True, text=True)
+        except OSError:
+            return None
+        if done.returncode:
+            return None
+        outputs.append(done.stdout.strip())
+    return outputs[1] + ("-dirty" if outputs[2] else "")
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _hash_folder(folder: Path) -> str:
+    """One hash over the names, sizes and first megabytes of the folder's files."""
+    found = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            found.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as stream:
+                found.update(stream.read(HASHED))
+    return found.hexdigest()
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _complete(out: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `out` where all went well."""
+    if out.exists() and not (out / SIGNATURE).is_file() and not _is_empty(out):
+        raise UsageError(
+            f"'{out}' is there and is not a collection: give another --out, or remove it"
+        )
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to '{out}' ({error.strerror}): give --out a folder that you may write to"
+        ) from None
+    try:
+        yield aside
+        old = out.with_name(f".{out.name}.{os.getpid()}.old")
+        if out.exists():
+            out.rename(old)
+        aside.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_empty(out: Path) -> bool:
+    return out.is_dir() and not any(out.iterdir())

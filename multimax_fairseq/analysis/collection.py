@@ -1,0 +1,160 @@
+"""Reads the folder that `multimax-analyze collect` writes; needs no fairseq and no checkpoint."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from multimax_fairseq.compat import UsageError
+
+KINDS = {
+    "encoder": "encoder self-attention",
+    "decoder": "decoder self-attention",
+    "cross": "cross-attention",
+}
+PLACES = {**KINDS, "output": "output layer"}
+NORMALIZERS = {
+    "multimax": "MultiMax",
+    "softmax": "softmax",
+    "topk": "top-k",
+    "sparsemax": "sparsemax",
+    "entmax15": "1.5-entmax",
+    "alpha_entmax": "α-entmax",
+    "evsoftmax": "EvSoftmax",
+}
+COLUMNS = {
+    "parameters": "updates place layer head name value",
+    "heads": "updates kind layer head queries sparsity multi_modality entropy density offset "
+    "confidence bpe_merging interrogation past_turning_point",
+    "layers": "updates kind layer head_diversity token_similarity average_distance "
+    "rollout_similarity",
+    "histograms": "updates kind layer quantity left right count",
+    "temperatures": "updates kind layer temperature sparsity multi_modality",
+    "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
+    "probability_without_modulator",
+}
+TEXT = {"place", "kind", "name", "quantity", "bucket"}
+
+
+@dataclass
+class Collection:
+    """The tables of one collection, an attribute a file, and what it says of itself.
+
+    Attributes:
+        signed: collection.json.
+        examples: examples.json, a dict a sentence (pair): `source` and `target`, each with
+            `tokens` (subwords) and `words` (word, start, end: the range of its subwords);
+            `attention` {kind: [layer][head][query][key]} and `rollout` {kind: [layer][query][key]}.
+        label: what legends call it.
+    """
+
+    folder: Path
+    signed: dict[str, Any]
+    parameters: pd.DataFrame
+    heads: pd.DataFrame
+    layers: pd.DataFrame
+    histograms: pd.DataFrame
+    temperatures: pd.DataFrame
+    output: pd.DataFrame
+    examples: list[dict[str, Any]]
+    label: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.label = " / ".join(dict.fromkeys(self.normalizers().values())) or self.folder.name
+
+    def normalizers(self) -> dict[str, str]:
+        """{kind: name for people} of the last checkpoint."""
+        found = self.checkpoint().get("normalizer", {})
+        if isinstance(found, str):
+            found = dict.fromkeys(self.kinds(), found)
+        return {kind: NORMALIZERS.get(name, name) for kind, name in found.items() if name}
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What collection.json says of the last checkpoint."""
+        return max(
+            self.signed.get("checkpoints") or [{}], key=lambda found: found.get("updates", 0)
+        )
+
+    def kinds(self) -> list[str]:
+        """The kinds of attention there are, in the papers' order."""
+        return [kind for kind in KINDS if (self.layers["kind"] == kind).any()]
+
+    def updates(self) -> list[int]:
+        return sorted(self.layers["updates"].unique().tolist())
+
+
+def read(folder: Path) -> Collection:
+    """Return the collection in a folder.
+
+    Raises:
+        UsageError: no such folder, a file is missing or is not of the agreed form.
+    """
+    if not folder.is_dir():
+        raise UsageError(
+            f"'{folder}' is not a folder: give one that `multimax-analyze collect` has written"
+        )
+    signed = _json(folder / "collection.json", dict)
+    tables = {name: _table(folder / f"{name}.csv", words) for name, words in COLUMNS.items()}
+    return Collection(folder, signed, **tables, examples=_json(folder / "examples.json", list))
+
+
+def read_all(folders: list[Path]) -> list[Collection]:
+    """Return several collections, with labels that tell them apart."""
+    found = [read(folder) for folder in folders]
+    labels = [collection.label for collection in found]
+    for index, collection in enumerate(found):
+        if labels.count(labels[index]) > 1:
+            collection.label += f" ({collection.folder.resolve().name})"
+    labels = [collection.label for collection in found]
+    for index, collection in enumerate(found):
+        if labels.count(labels[index]) > 1:
+            collection.label += f" {index + 1}"
+    return found
+
+
+def latest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the last checkpoint."""
+    return frame[frame["updates"] == frame["updates"].max()]
+
+
+def _present(file: Path) -> None:
+    if not file.is_file():
+        raise UsageError(
+            f"'{file.parent}' has no {file.name}: give a folder that `multimax-analyze collect` "
+            "has written"
+        )
+
+
+def _json(file: Path, form: type) -> Any:
+    _present(file)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(file, str(error)) from None
+    if not isinstance(found, form):
+        raise _damaged(file, f"a {form.__name__} is expected, not a {type(found).__name__}")
+    return found
+
+
+def _table(file: Path, words: str) -> pd.DataFrame:
+    _present(file)
+    try:
+        frame = pd.read_csv(file, encoding="utf-8", dtype=dict.fromkeys(TEXT, str))
+    except ValueError as error:
+        raise _damaged(file, str(error).strip().splitlines()[0]) from None
+    if missing := [column for column in words.split() if column not in frame]:
+        raise _damaged(file, f"there is no column {missing[0]}")
+    for column in set(words.split()) - TEXT:
+        try:
+            frame[column] = pd.to_numeric(frame[column])
+        except ValueError as error:
+            raise _damaged(file, f"column {column}: {error}") from None
+    return frame
+
+
+def _damaged(file: Path, why: str) -> UsageError:
+    return UsageError(
+        f"'{file}' is not what `multimax-analyze collect` writes ({why}): collect again"
+    )

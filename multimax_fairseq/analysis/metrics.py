@@ -1,0 +1,280 @@
+"""Metrics of attention and of distributions: scores and probabilities in, numbers out.
+
+Keys lie in the last dimension and queries in the one before; heads, where they matter, before that.
+A mask is bool and broadcastable, and True excludes; an excluded entry's probability is 0. Where a
+metric is not defined, as for a query with a single key, it is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean score of each query, (..., 1): the largest epsilon of Proposition 3.5."""
+    if mask is None:
+        return scores.mean(-1, keepdim=True)
+    allowed = (~mask).sum(-1, keepdim=True)
+    return scores.masked_fill(mask, 0.0).sum(-1, keepdim=True) / allowed
+
+
+def uniform_probability(scores: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return 1 / the number of keys of each query, (..., 1): a reference for `sparsity`."""
+    if mask is None:
+        return torch.full_like(scores[..., :1], 1 / scores.shape[-1])
+    return (~mask).sum(-1, keepdim=True).to(scores.dtype).reciprocal()
+
+
+def multi_modality(
+    scores: Tensor, probs: Tensor, epsilon: float | Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Return how near the relevant entries' probabilities are to that of the largest entry.
+
+        M(x) = 1 - mean of (p_max - p_n) over eps < x_n < x_max   (Definition 3.2, Zhou et al. 2024)
+
+    Args:
+        scores: (..., K), before the mapping.
+        probs: (..., K), after it; p_max is the probability of the largest score.
+        epsilon: entries above it are relevant; a tensor is broadcastable to scores.
+        mask: see above.
+
+    Returns:
+        (...); NaN where no entry but the largest is relevant.
+    """
+    relevant, top = _relevant(scores, epsilon, mask)
+    mean = (probs * relevant).sum(-1) / relevant.sum(-1)
+    return 1 - (probs.gather(-1, top).squeeze(-1) - mean)
+
+
+def _relevant(
+    scores: Tensor, epsilon: float | Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Which entries lie between epsilon and the largest, and the index of that, (..., 1)."""
+    if mask is not None:
+        scores = scores.masked_fill(mask, -torch.inf)
+    top = scores.argmax(-1, keepdim=True)
+    return (scores > epsilon) & (scores < scores.gather(-1, top)), top
+
+
+def sparsity(
+    scores: Tensor,
+    probs: Tensor,
+    epsilon: float | Tensor,
+    reference: float | Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return how near zero the probabilities of the irrelevant entries are, between 0 and 1.
+
+        S(x) = mean of exp((s - p_l) / s - 1) over x_l < eps      (Definition 3.3, Zhou et al. 2024)
+
+    Args:
+        scores, probs, mask: as `multi_modality`.
+        epsilon: entries below it are irrelevant.
+        reference: s, the probability at which an entry counts 1 / e; above 0.
+
+    Returns:
+        (...); NaN where no entry is irrelevant.
+    """
+    low = _irrelevant(scores, epsilon, mask)
+    return ((-probs / reference).exp() * low).sum(-1) / low.sum(-1)
+
+
+def _irrelevant(scores: Tensor, epsilon: float | Tensor, mask: Tensor | None) -> Tensor:
+    low = scores < epsilon
+    return low if mask is None else low & ~mask
+
+
+def over_temperatures(
+    scores: Tensor,
+    temperatures: Sequence[float],
+    epsilon: float | Tensor,
+    reference: float | Tensor,
+    mask: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (sparsity, multi-modality) of softmax at each temperature.
+
+    Equivalent to: sparsity and multi_modality of softmax(scores, mask=mask, temperature=t)
+
+    Args:
+        scores, epsilon, reference, mask: as `sparsity`.
+        temperatures: above zero.
+    """
+    low = _irrelevant(scores, epsilon, mask)
+    relevant, top = _relevant(scores, epsilon, mask)
+    counts = low.sum(-1), relevant.sum(-1)
+    low, relevant = low.to(scores.dtype), relevant.to(scores.dtype)  # once for all products
+    below = scores - scores.gather(-1, top)
+    if mask is not None:
+        below = below.masked_fill(mask, -torch.inf)
+    found = []
+    for temperature in temperatures:
+        weights = (below / temperature).exp_()
+        total = weights.sum(-1, keepdim=True)
+        probs = weights.div_(total)
+        mean = (probs * relevant).sum(-1) / counts[1]
+        modal = 1 - (1 / total.squeeze(-1) - mean)  # the largest weight is 1
+        found.append((probs.div_(-reference).exp_().mul_(low).sum(-1) / counts[0], modal))
+    return found
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """Return Shannon's entropy in nats, (...)."""
+    return torch.special.entr(probs).sum(-1)
+
+
+def density(probs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the share of keys whose probability is not zero, (...)."""
+    keys = probs.shape[-1] if mask is None else (~mask).sum(-1)
+    return (probs > 0).sum(-1).to(probs.dtype) / keys
+
+
+def head_diversity(probs: Tensor) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence between heads, from 0 to 1.
+
+        JS = H(mean_j p_j) - mean_j H(p_j), logarithm to the base of the number of heads
+                                                                          (Correia et al. 2019)
+
+    Args:
+        probs: (..., heads, queries, keys).
+
+    Returns:
+        (..., queries); 0 for a single head.
+    """
+    heads = probs.shape[-3]
+    if heads == 1:
+        return torch.zeros_like(probs[..., 0, :, 0])
+    divergence = entropy(probs.mean(-3)) - entropy(probs).mean(-2)
+    return divergence / math.log(heads)
+
+
+def relative_positions(query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Return key position minus query position, (..., queries, keys)."""
+    return key_positions[..., None, :] - query_positions[..., :, None]
+
+
+def top_offset(probs: Tensor, offsets: Tensor) -> Tensor:
+    """Return the relative position of the key with the most weight, (...); the first of equals.
+
+    Args:
+        probs: (..., queries, keys).
+        offsets: as `relative_positions`, broadcastable to probs.
+    """
+    return offsets.expand(probs.shape).gather(-1, probs.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def average_distance(probs: Tensor, offsets: Tensor) -> Tensor:
+    """Return the mean distance of the weight from the query, in positions, (..., queries)."""
+    return (probs * offsets.abs()).sum(-1)
+
+
+def median_of_counts(counts: Tensor, least: float = 0.0, most: float = 1.0) -> Tensor:
+    """Return the median, to within a bin, of values counted in bins of equal width, (...).
+
+    Args:
+        counts: (..., bins).
+        least, most: where the bins begin and end.
+    """
+    below = counts.double().cumsum(-1)
+    half = below[..., -1:] / 2
+    index = (below < half).sum(-1, keepdim=True).clamp(max=counts.shape[-1] - 1)
+    inside = counts.double().gather(-1, index)
+    share = (half - (below.gather(-1, index) - inside)) / inside
+    return (least + (index + share) / counts.shape[-1] * (most - least)).squeeze(-1)
+
+
+def weight_on(probs: Tensor, chosen: Tensor) -> Tensor:
+    """Return the weight that each query gives to chosen keys, (..., queries).
+
+    Args:
+        probs: (..., queries, keys).
+        chosen: bool, broadcastable to probs.
+
+    Returns:
+        NaN for a query for which no key is chosen.
+    """
+    return (probs * chosen).sum(-1).masked_fill(~chosen.any(-1), torch.nan)
+
+
+def token_similarity(features: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean cosine similarity between the features of different tokens, (...).
+
+    Args:
+        features: (..., tokens, C).
+        mask: (..., tokens).
+
+    Returns:
+        NaN where there are fewer than two tokens.
+    """
+    unit = torch.nn.functional.normalize(features, dim=-1)
+    if mask is None:
+        mask = torch.zeros(features.shape[:-1], dtype=torch.bool, device=features.device)
+    unit = unit.masked_fill(mask[..., None], 0.0)
+    count = (~mask).sum(-1)
+    # The squared length of the sum holds every pair twice, and every token with itself.
+    pairs = unit.sum(-2).square().sum(-1) - unit.square().sum((-1, -2))
+    return pairs / (count * (count - 1))
+
+
+def rollout(attention: Tensor, previous: Tensor | None = None) -> Tensor:
+    """Return the attention roll-out after one more layer, (..., tokens, tokens).
+
+        R_l = (A_l + I) / 2 R_(l-1), R_0 = I                       (Abnar and Zuidema 2020)
+
+    Args:
+        attention: (..., tokens, tokens), the mean over heads.
+        previous: the roll-out of the layers below; None for the lowest.
+    """
+    if previous is None:
+        previous = torch.eye(attention.shape[-1], dtype=attention.dtype, device=attention.device)
+    return (attention @ previous + previous) / 2
+
+
+def correlation(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return Pearson's correlation over the last two dimensions, (...); NaN for constants."""
+    if mask is None:
+        mask = torch.zeros_like(x, dtype=torch.bool)
+    count = (~mask).sum((-1, -2), keepdim=True)
+    product, lengths = torch.ones_like(x, dtype=torch.float64), []
+    for values in (x.double(), y.double()):
+        values = values.masked_fill(mask, 0.0)
+        centred = (values - values.sum((-1, -2), keepdim=True) / count).masked_fill(mask, 0.0)
+        length = centred.square().sum((-1, -2))
+        # What is left of a constant is the rounding of float32.
+        constant = length <= 1e-13 * values.square().sum((-1, -2))
+        lengths.append(length.masked_fill(constant, torch.nan))
+        product = product * centred
+    return product.sum((-1, -2)) / (lengths[0] * lengths[1]).sqrt()
+
+
+def modulator_slope(
+    x: Tensor,
+    low_coefficient: Tensor | None,
+    low_threshold: Tensor | None,
+    high_coefficient: Tensor | None,
+    high_threshold: Tensor | None,
+) -> Tensor:
+    """Return the derivative of `functional.modulate` by the scores, (...): negative past a turn.
+
+    Args:
+        x: scores; with parameters a head, the heads are dimension -3.
+        low_coefficient, low_threshold, high_coefficient, high_threshold: as `modulate`.
+    """
+    slope = torch.ones_like(x)
+    for coefficients, thresholds, sign in (
+        (low_coefficient, low_threshold, -1),
+        (high_coefficient, high_threshold, 1),
+    ):
+        if coefficients is None or thresholds is None:
+            continue
+        for n in range(1, coefficients.shape[-1] + 1):
+            coefficient, threshold = coefficients[..., n - 1], thresholds[..., n - 1]
+            if coefficient.dim() == 1:
+                coefficient, threshold = coefficient[:, None, None], threshold[:, None, None]
+            distance = (sign * (x - threshold)).clamp(min=0)
+            power = distance.sign() if n == 1 else n * distance ** (n - 1)
+            slope = slope + sign * coefficient * power
+    return slope

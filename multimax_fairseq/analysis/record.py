@@ -1,0 +1,504 @@
+"""What a model's forward passes show, summed up as they run: memory does not grow with the data."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import Dictionary
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from torch import Tensor, nn
+
+from multimax_fairseq.analysis import metrics
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.functional.backend import VARIABLE
+from multimax_fairseq.modules import Modulator, Normalizer
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+
+TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
+SCORE_STEP, BINS_A_DECADE = 0.5, 8
+SCORE_EDGES = np.arange(-40, 40 + SCORE_STEP / 2, SCORE_STEP)
+PROBABILITY_EDGES = np.concatenate([[0.0], np.logspace(-8, 0, 8 * BINS_A_DECADE + 1)])
+# Positional heads look at neighbours; a head that looks further has no offset worth the name.
+LARGEST_OFFSET = 32
+CONFIDENCE_BINS = 200
+# Frequent words in small steps, the long tail in one.
+BUCKET_RANKS = (50, 200, 1000, 4000, 20000)
+LOGITS_AT_ONCE = 1 << 22
+
+
+class Mean:
+    """Running means of what is not NaN, one for each row that `add` is given."""
+
+    def __init__(self, rows: int = 1) -> None:
+        self.total = torch.zeros(rows, dtype=torch.float64)
+        self.count = torch.zeros(rows, dtype=torch.float64)
+
+    def add(self, values: Tensor) -> None:
+        """Take in values, (rows, ...)."""
+        valid = ~values.isnan()
+        self.total += values.double().where(valid, 0.0).flatten(1).sum(1)
+        self.count += valid.flatten(1).sum(1)
+
+    def __getitem__(self, row: int) -> float:
+        return float(self.total[row] / self.count[row])
+
+    def overall(self) -> float:
+        return float(self.total.sum() / self.count.sum())
+
+
+class Words:
+    """Which tokens of a dictionary make up a word, by the marks of its subword model."""
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self.dictionary = dictionary
+        symbols = dictionary.symbols
+        special = [index < dictionary.nspecial for index in range(len(symbols))]
+        pieces = any(s.startswith("▁") for s in symbols)
+        joined = any(s.endswith("@@") for s in symbols)
+        # SentencePiece leaves punctuation at the word before it.
+        alone = [
+            special[i] or not any(c.isalnum() or c == "▁" for c in s[1:] or s)
+            for i, s in enumerate(symbols)
+        ]
+        if pieces:
+            self.starts = torch.tensor(alone) | torch.tensor([s[:1] == "▁" for s in symbols])
+            self.ends = torch.tensor(alone)
+        else:
+            self.ends = torch.tensor([not (joined and s.endswith("@@")) for s in symbols])
+            self.starts = torch.tensor(special)
+        self.asks = torch.tensor([s.strip("▁") == "?" for s in symbols])
+
+    def numbers(self, tokens: Tensor) -> Tensor:
+        """Return the number of the word that each token belongs to, (B, T)."""
+        new = self.starts[tokens]
+        new[:, 1:] |= self.ends[tokens[:, :-1]]
+        return new.cumsum(1)
+
+    def questions(self, tokens: Tensor) -> Tensor:
+        """Return where a question mark ends a sentence, (B, T)."""
+        pad, eos = self.dictionary.pad(), self.dictionary.eos()
+        after = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], pad)], 1)
+        return self.asks[tokens] & (after.eq(pad) | after.eq(eos))
+
+    def display(self, tokens: Tensor) -> dict[str, Any]:
+        """Return the tokens of a sentence and, of each of its words, text and range."""
+        numbers = self.numbers(tokens[None])[0].tolist()
+        symbols = [self.dictionary[int(token)] for token in tokens]
+        words: list[dict[str, Any]] = []
+        for index, (symbol, number) in enumerate(zip(symbols, numbers, strict=True)):
+            if index == 0 or number != numbers[index - 1]:
+                words.append({"word": "", "start": index, "end": index})
+            text = symbol.removesuffix("@@") if not self.ends[tokens[index]] else symbol
+            words[-1]["word"] += text.replace("▁", "")
+            words[-1]["end"] = index + 1
+        return {"tokens": symbols, "words": words}
+
+
+@dataclass
+class Pair:
+    """What is known of the queries and keys of an attention in this batch."""
+
+    query_padding: Tensor  # (B, T)
+    key_padding: Tensor  # (B, S)
+    offsets: Tensor  # (B, 1, T, S)
+    same: bool  # queries and keys are the same tokens
+    mates: Tensor | None  # (B, 1, T, S), other subwords of the query's word
+    questions: Tensor  # (B, 1, 1, S)
+
+
+class AttentionSums:
+    """The running sums of one attention of one layer."""
+
+    def __init__(self, normalizer: Normalizer, heads: int) -> None:
+        self.normalizer, self.size = normalizer, heads
+        names = ("sparsity", "multi_modality", "entropy", "density", "bpe_merging")
+        self.heads = {name: Mean(heads) for name in (*names, "interrogation", "past_turning_point")}
+        self.queries = 0
+        layer = ("head_diversity", "token_similarity", "average_distance", "rollout_similarity")
+        self.layer = {name: Mean() for name in layer}
+        self.temperatures = {t: (Mean(), Mean()) for t in TEMPERATURES}
+        offsets = 2 * LARGEST_OFFSET + 1
+        self.top_offsets = torch.zeros(heads, offsets, dtype=torch.long)
+        self.at_offsets = torch.zeros(heads, offsets, CONFIDENCE_BINS, dtype=torch.long)
+        self.scores = torch.zeros(len(SCORE_EDGES) + 1, dtype=torch.long)
+        self.probs = torch.zeros(len(PROBABILITY_EDGES), dtype=torch.long)
+
+    def add(self, scores: Tensor, probs: Tensor, excluded: Tensor, pair: Pair) -> None:
+        """Take in a batch: scores, probs and excluded (B, heads, T, S)."""
+        padding = pair.query_padding[:, None]
+        self.queries += int((~padding).sum())
+        epsilon = metrics.mean_score(scores, excluded)
+        reference = metrics.uniform_probability(scores, excluded)
+        found = {
+            "sparsity": metrics.sparsity(scores, probs, epsilon, reference, excluded),
+            "multi_modality": metrics.multi_modality(scores, probs, epsilon, excluded),
+            "entropy": metrics.entropy(probs),
+            "density": metrics.density(probs, excluded),
+        }
+        others = ~excluded & (pair.offsets != 0) if pair.same else ~excluded
+        found["interrogation"] = metrics.weight_on(probs, others & pair.questions)
+        if pair.mates is not None:
+            found["bpe_merging"] = metrics.weight_on(probs, others & pair.mates)
+        for name, values in found.items():
+            self.heads[name].add(values.masked_fill(padding, torch.nan).transpose(0, 1))
+        kept = (~excluded & ~padding[..., None]).expand(scores.shape)
+        self._turns(scores, kept)
+        self._positions(probs, kept, padding, pair.offsets)
+        self.scores += _score_counts(scores, kept)
+        self.probs += _prob_counts(probs, kept)
+        softmaxes = metrics.over_temperatures(scores, TEMPERATURES, epsilon, reference, excluded)
+        for means, values in zip(self.temperatures.values(), softmaxes, strict=True):
+            for mean, value in zip(means, values, strict=True):
+                mean.add(value.masked_fill(padding, torch.nan)[None])
+        diversity = metrics.head_diversity(probs)
+        self.layer["head_diversity"].add(diversity.masked_fill(padding[:, 0], torch.nan)[None])
+        distance = metrics.average_distance(probs, pair.offsets)
+        self.layer["average_distance"].add(distance.masked_fill(padding, torch.nan)[None])
+
+    def _turns(self, scores: Tensor, kept: Tensor) -> None:
+        modulator = self.normalizer.modulator
+        if not isinstance(modulator, Modulator):
+            return
+        share = self.heads["past_turning_point"]
+        share.count += kept.sum((0, 2, 3))
+        if not modulator.monotone:
+            slope = metrics.modulator_slope(
+                scores,
+                modulator.low_coefficient,
+                modulator.low_threshold,
+                modulator.high_coefficient,
+                modulator.high_threshold,
+            )
+            share.total += ((slope < 0) & kept).sum((0, 2, 3))
+
+    def _positions(self, probs: Tensor, kept: Tensor, padding: Tensor, offsets: Tensor) -> None:
+        width = self.top_offsets.shape[1]
+        head = torch.arange(self.size)
+        top = metrics.top_offset(probs, offsets)
+        near = (top.abs() <= LARGEST_OFFSET) & ~padding
+        index = head[:, None] * width + LARGEST_OFFSET + top
+        counts = torch.bincount(index[near], minlength=self.top_offsets.numel())
+        self.top_offsets += counts.view_as(self.top_offsets)
+        # A long text has many more pairs of positions than near ones.
+        near = kept[:, 0] & (offsets[:, 0].abs() <= LARGEST_OFFSET)
+        row, query, key = near.nonzero(as_tuple=True)
+        bins = (probs[row, :, query, key] * CONFIDENCE_BINS).long().clamp_(0, CONFIDENCE_BINS - 1)
+        place = head * width + (offsets[row, 0, query, key] + LARGEST_OFFSET)[:, None]
+        index = (place * CONFIDENCE_BINS + bins).flatten()
+        counts = torch.bincount(index, minlength=self.at_offsets.numel())
+        self.at_offsets += counts.view_as(self.at_offsets)
+
+    def head_rows(self) -> list[dict[str, Any]]:
+        """Return what heads.csv says of each head."""
+        rows = []
+        for head in range(self.size):
+            row: dict[str, Any] = {"head": head, "queries": self.queries}
+            row |= {name: mean[head] for name, mean in self.heads.items()}
+            if self.top_offsets[head].any():
+                best = int(self.top_offsets[head].argmax())
+                row["offset"] = best - LARGEST_OFFSET
+                row["confidence"] = float(metrics.median_of_counts(self.at_offsets[head, best]))
+            rows.append(row)
+        return rows
+
+    def layer_row(self) -> dict[str, Any]:
+        return {name: mean[0] for name, mean in self.layer.items()}
+
+    def histogram_rows(self) -> list[dict[str, Any]]:
+        edges = {
+            "score": [-np.inf, *SCORE_EDGES, np.inf],
+            "probability": [0.0, *PROBABILITY_EDGES],  # the first bin is exactly 0
+        }
+        return [
+            {"quantity": quantity, "left": left, "right": right, "count": int(count)}
+            for quantity, counts in (("score", self.scores), ("probability", self.probs))
+            for (left, right), count in zip(pairwise(edges[quantity]), counts, strict=True)
+        ]
+
+    def temperature_rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = [
+            {"temperature": t, "sparsity": sparse[0], "multi_modality": modal[0]}
+            for t, (sparse, modal) in self.temperatures.items()
+        ]
+        own = {name: self.heads[name].overall() for name in ("sparsity", "multi_modality")}
+        return [*rows, {"temperature": None, **own}]
+
+
+def _score_counts(scores: Tensor, kept: Tensor) -> Tensor:
+    """Count scores in (-inf, first edge], (first, second edge], ..., (last edge, inf)."""
+    last = len(SCORE_EDGES)
+    bins = ((scores - SCORE_EDGES[0]) / SCORE_STEP).ceil_().clamp_(0, last)
+    return _bin_counts(bins, kept, last + 1)
+
+
+def _prob_counts(probs: Tensor, kept: Tensor) -> Tensor:
+    """Count probabilities that are 0, and those in (0, 1e-8], ..., (last edge but one, 1]."""
+    last = len(PROBABILITY_EDGES) - 1
+    steps = (probs.log10() - math.log10(PROBABILITY_EDGES[1])) * BINS_A_DECADE
+    bins = steps.ceil_().add_(1).clamp_(1, last).masked_fill_(probs == 0, 0)
+    return _bin_counts(bins, kept, last + 1)
+
+
+def _bin_counts(bins: Tensor, kept: Tensor, size: int) -> Tensor:
+    """Count float bins; what is not kept goes into one more, which is dropped."""
+    bins = bins.masked_fill(~kept, size).flatten()
+    return torch.bincount(bins.int(), minlength=size + 1)[:size]
+
+
+class OutputSums:
+    """Running sums over target words, in buckets of their rank in the dictionary."""
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self.special = dictionary.nspecial
+        words = len(dictionary) - self.special
+        self.ranks = torch.tensor([rank for rank in BUCKET_RANKS if rank < words], dtype=torch.long)
+        names = ("entropy", "sparsity", "nll", "nll_without_modulator", "probability")
+        self.means = {
+            name: Mean(len(self.ranks) + 1) for name in (*names, "probability_without_modulator")
+        }
+        self.tokens = torch.zeros(len(self.ranks) + 1, dtype=torch.long)
+
+    def add(self, decoder: nn.Module, features: Tensor, targets: Tensor) -> None:
+        """Take in features, (N, C), and the words that they should predict, (N,)."""
+        at_once = max(1, LOGITS_AT_ONCE // len(decoder.dictionary))
+        unmodulated: list[Tensor] = []
+        modulator = getattr(decoder, "output_modulator", None)
+        handle = None
+        if modulator is not None:
+            handle = modulator.register_forward_hook(
+                lambda module, inputs, output: unmodulated.append(inputs[0])
+            )
+        for rows, wanted in zip(features.split(at_once), targets.split(at_once), strict=True):
+            unmodulated.clear()
+            output = decoder.output_layer(rows[None])
+            probs = decoder.get_normalized_probs((output, None), log_probs=False)[0]
+            # The adaptive softmax has no logits; up to a constant, the logarithms are some.
+            scores = output[0] if output.shape[-1] == probs.shape[-1] else probs.log()
+            if unmodulated:
+                scores = unmodulated[0][0]
+            self._add(scores, probs, wanted, bool(unmodulated))
+        if handle is not None:
+            handle.remove()
+
+    def _add(self, scores: Tensor, probs: Tensor, wanted: Tensor, modulated: bool) -> None:
+        chosen = probs.gather(-1, wanted[:, None])[:, 0]
+        found = {
+            "entropy": metrics.entropy(probs),
+            "sparsity": metrics.sparsity(
+                scores, probs, metrics.mean_score(scores), 1 / probs.shape[-1]
+            ),
+            "nll": -chosen.log(),
+            "probability": chosen,
+        }
+        if modulated:
+            log_probs = scores.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+            found["nll_without_modulator"] = -log_probs
+            found["probability_without_modulator"] = log_probs.exp()
+        # Specials come before the words; the end of a sentence is as frequent as any.
+        bucket = torch.bucketize(wanted - self.special + 1, self.ranks)
+        for number in range(len(self.tokens)):
+            inside = bucket == number
+            self.tokens[number] += inside.sum()
+            for name, values in found.items():
+                mean = self.means[name]
+                mean.total[number] += values[inside].double().sum()
+                mean.count[number] += inside.sum()
+
+    def rows(self) -> list[dict[str, Any]]:
+        ends = [*self.ranks.tolist(), None]
+        names = [
+            f"{first + 1}-{last or ''}" for first, last in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+        return [
+            {
+                "bucket": name,
+                "tokens": int(self.tokens[number]),
+                **{key: mean[number] for key, mean in self.means.items()},
+            }
+            for number, name in enumerate(names)
+            if self.tokens[number] > 0
+        ]
+
+
+class Recorder:
+    """Watches a model's own forward passes, from hooks on its normalizers and layers.
+
+    fairseq's own attention layers are put into ours with softmax as the normalizer: the same
+    function, in which scores and probabilities can be seen.
+
+    Args:
+        model: changed in place; a Transformer of fairseq or of this package.
+        source: the source's words; None for a language model.
+        target: the target's words.
+        wanted: the numbers of the sentences to keep as examples.
+        longest: of longer ones, so many first tokens are kept.
+
+    Raises:
+        UsageError: a model of another build.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Words | None,
+        target: Words,
+        wanted: set[int],
+        longest: int = 32,
+    ) -> None:
+        self.model, self.source, self.target = model, source, target
+        self.wanted, self.longest = wanted, longest
+        self.sums: dict[tuple[str, int], AttentionSums] = {}
+        self.examples: dict[int, dict[str, Any]] = {}
+        self.output = OutputSums(target.dictionary)
+        # Where layers share a module, its calls come in the order of the layers.
+        self.places: dict[nn.Module, list[tuple[str, int]]] = {}
+        for side in ("encoder", "decoder"):
+            layers = getattr(getattr(model, side, None), "layers", None)
+            if layers is None:
+                if side == "encoder" and source is None:
+                    continue
+                raise _unknown(f"it has no {side} layers")
+            for number, layer in enumerate(layers):
+                self._watch_layer(side, number, layer)
+        for module in self.places:
+            hook = self._on_scores if isinstance(module, Normalizer) else self._on_features
+            module.register_forward_hook(hook)
+
+    def _watch_layer(self, side: str, number: int, layer: nn.Module) -> None:
+        if getattr(layer, "cross_self_attention", False):
+            raise _unknown("--cross-self-attention joins its two attentions")
+        self.places.setdefault(layer, []).append((side, number))
+        for name, kind in (("self_attn", side), ("encoder_attn", "cross")):
+            attention = getattr(layer, name, None)
+            if attention is None:
+                continue
+            if type(attention) is SoftmaxMultiheadAttention:
+                try:
+                    attention = MultiheadAttention(attention, Normalizer("softmax")).eval()
+                except ValueError as error:
+                    raise _unknown(str(error)) from None
+                setattr(layer, name, attention)
+            if not isinstance(attention, MultiheadAttention):
+                raise _unknown(f"its attention is a {type(attention).__name__}")
+            normalizer = attention.normalizer
+            self.places.setdefault(normalizer, []).append((kind, number))
+            self.sums[kind, number] = AttentionSums(normalizer, attention.num_heads)
+
+    def run(self, sample: dict[str, Any]) -> None:
+        """Run the model on a batch and take in what it shows."""
+        inputs = sample["net_input"]
+        decoded = inputs["src_tokens" if self.source is None else "prev_output_tokens"]
+        tokens = {"decoder": (self.target, decoded)}
+        if self.source is not None:
+            tokens["encoder"] = (self.source, inputs["src_tokens"])
+        self.pairs = {kind: _pair(*given, *given) for kind, given in tokens.items()}
+        if self.source is not None:
+            self.pairs["cross"] = _pair(*tokens["decoder"], *tokens["encoder"])
+        self.rollouts: dict[str, Tensor] = {}
+        self.calls = dict.fromkeys(self.places, 0)
+        self.ids = sample["id"].tolist()
+        for row, number in enumerate(self.ids):
+            if number in self.wanted:
+                shown = {
+                    side: words.display(
+                        found[row][found[row] != words.dictionary.pad()][: self.longest]
+                    )
+                    for side, (words, found) in tokens.items()
+                }
+                self.examples[number] = {
+                    "source": shown.get("encoder", {"tokens": [], "words": []}),
+                    "target": shown["decoder"],
+                    "attention": {kind: [] for kind in self.pairs},
+                    "rollout": {kind: [] for kind in self.pairs},
+                }
+        counted = sample["target"] != self.target.dictionary.pad()
+        with _plain_backend(), torch.no_grad():
+            features = self.model(**inputs, features_only=True)[0]
+            self.output.add(self.model.decoder, features[counted], sample["target"][counted])
+        assert all(self.calls.values()), "an attention was computed that could not be seen"
+
+    def _place(self, module: nn.Module) -> tuple[str, int]:
+        places = self.places[module]
+        self.calls[module] += 1
+        return places[(self.calls[module] - 1) % len(places)]
+
+    def _on_scores(self, module: nn.Module, inputs: Any, probs: Tensor) -> None:
+        scores, _, mask = inputs
+        kind, number = self._place(module)
+        pair, sums = self.pairs[kind], self.sums[kind, number]
+        excluded = pair.key_padding[:, None, None].expand(-1, 1, scores.shape[-2], -1)
+        if mask is not None:
+            excluded = excluded | mask
+        sums.add(scores, probs, excluded, pair)
+        mean = probs.mean(1)
+        if kind == "cross":
+            mixed = mean @ self.rollouts["encoder"]
+        else:
+            mixed = metrics.rollout(mean, self.rollouts.get(kind))
+            self.rollouts[kind] = mixed
+        unseen = excluded[:, 0] | pair.query_padding[..., None]
+        if pair.same:  # what the residual connection adds is no attention
+            unseen = unseen | (pair.offsets[:, 0] == 0)
+        sums.layer["rollout_similarity"].add(metrics.correlation(mixed, mean, unseen)[None])
+        for row, example in enumerate(self.ids):
+            if example in self.wanted:
+                queries, keys = (
+                    (~padding[row]).nonzero()[: self.longest, 0]
+                    for padding in (pair.query_padding, pair.key_padding)
+                )
+                for name, values in (("attention", probs[row]), ("rollout", mixed[row])):
+                    shown = values[..., queries, :][..., keys].double().numpy().round(4)
+                    self.examples[example][name][kind].append(shown.tolist())
+
+    def _on_features(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        kind, number = self._place(module)
+        features = output[0] if isinstance(output, tuple) else output
+        similarity = metrics.token_similarity(
+            features.transpose(0, 1), self.pairs[kind].query_padding
+        )
+        for attention in ("cross", kind):  # both lie in the decoder's layer
+            if attention != "cross" or kind == "decoder" and self.source is not None:
+                self.sums[attention, number].layer["token_similarity"].add(similarity[None])
+
+
+def _pair(queries: Words, query_tokens: Tensor, keys: Words, key_tokens: Tensor) -> Pair:
+    paddings = [
+        found == words.dictionary.pad()
+        for words, found in ((queries, query_tokens), (keys, key_tokens))
+    ]
+    # Padding on the left must not move a sentence.
+    offsets = metrics.relative_positions(*((~padding).cumsum(1) - 1 for padding in paddings))
+    same = query_tokens is key_tokens
+    mates = None
+    if same:
+        numbers = keys.numbers(key_tokens)
+        mates = (numbers[:, :, None] == numbers[:, None, :])[:, None]
+    questions = keys.questions(key_tokens)[:, None, None]
+    return Pair(*paddings, offsets[:, None], same, mates, questions)
+
+
+def _unknown(why: str) -> UsageError:
+    return UsageError(
+        f"the checkpoint's architecture cannot be analysed ({why}): give one of a transformer, "
+        "transformer_lm or their multimax variants"
+    )
+
+
+@contextlib.contextmanager
+def _plain_backend() -> Iterator[None]:
+    """The kernels hold no probabilities: only plain PyTorch has what there is to see."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "plain"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before

@@ -1,0 +1,247 @@
+"""One page that holds everything of a collection, or several beside each other: no network."""
+
+import base64
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from multimax_fairseq.analysis import plot
+from multimax_fairseq.analysis.collection import COLUMNS, PLACES, Collection, latest
+from multimax_fairseq.compat import UsageError
+
+TEMPLATES = Path(__file__).parent / "templates"
+MEANS = {
+    "heads": ["sparsity", "multi_modality", "entropy", "density", "past_turning_point"],
+    "layers": ["head_diversity", "token_similarity", "average_distance", "rollout_similarity"],
+}
+# Collections that differ in one of these were not measured alike.
+MEASURED = {
+    "data": "data",
+    "subset": "subset",
+    "sentences": "number of sentences",
+    "epsilon": "epsilon of the metrics",
+    "reference": "reference of the sparsity metric",
+}
+
+
+@dataclass
+class Table:
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    settings: bool = False
+
+
+@dataclass
+class Inlined:
+    name: str
+    title: str
+    caption: str
+    png: str
+
+
+def report(collection: Collection, out: Path) -> Iterator[str]:
+    """Write report.html into a folder; yield the name of each figure as it is drawn.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    check_writable(out)
+    drawn = []
+    for figure in plot.figures([collection]):
+        held = io.BytesIO()
+        figure.figure.savefig(held, format="png", dpi=110)
+        drawn.append(inline(figure, held.getvalue()))
+        yield figure.name
+    signed = {k: v for k, v in collection.signed.items() if k != "checkpoints"}
+    updates = collection.updates()
+    kinds = ", ".join(PLACES[kind] for kind in collection.kinds())
+    page = render(
+        "report.html.j2",
+        title=f"{collection.label}: what the model has learned",
+        summary=f"{kinds[0].upper()}{kinds[1:]}. Tables and figures are of the checkpoint after "
+        f"{updates[-1]:,} updates, the last of {len(updates)}, where they say nothing else.",
+        settings=settings(collection),
+        signature=Table("Signature", ["", "value"], [[k, v] for k, v in flat(signed)]),
+        tables=tables(collection),
+        examples=[example for example in collection.examples if example.get("attention")],
+        drawn=drawn,
+    )
+    write(out / "report.html", page)
+
+
+def compare(collections: list[Collection], out: Path) -> Iterator[str]:
+    """Write the figures and compare.html into a folder; yield what was drawn, as `report` does.
+
+    Raises:
+        UsageError: the folder cannot be written, or there is only one collection.
+    """
+    if len(collections) < 2:
+        raise UsageError("compare takes two collections or more: for one there is `report`")
+    check_writable(out)
+    drawn = []
+    for figure in plot.figures(collections):
+        png, _ = plot.write(figure, out)
+        drawn.append(inline(figure, png.read_bytes()))
+        yield figure.name
+    page = render(
+        "compare.html.j2",
+        title=" beside ".join(collection.label for collection in collections),
+        notes=differences(collections),
+        tables=comparison(collections),
+        drawn=drawn,
+    )
+    write(out / "compare.html", page)
+
+
+def differences(collections: list[Collection]) -> list[str]:
+    """A sentence for everything that makes the collections hard to compare."""
+    return [
+        f"The collections differ in their {words}: their numbers are not of the same measurement."
+        for key, words in MEASURED.items()
+        if len({json.dumps(c.signed.get(key), sort_keys=True) for c in collections}) > 1
+    ]
+
+
+def check_writable(out: Path) -> None:
+    """Before minutes are spent on figures."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".{os.getpid()}.part"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(plot.cannot_write(out, error)) from None
+
+
+def write(file: Path, text: str) -> None:
+    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(file)
+    except OSError as error:
+        raise UsageError(plot.cannot_write(file.parent, error)) from None
+
+
+def render(template: str, **values: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def inline(drawn: plot.Drawn, png: bytes) -> Inlined:
+    encoded = base64.b64encode(png).decode("ascii")
+    return Inlined(drawn.name, drawn.title, drawn.caption, encoded)
+
+
+# --- tables ------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if pd.isna(value):
+        return ""
+    if float(value).is_integer():
+        return f"{int(value):,}"
+    return f"{value:.4g}" if abs(value) < 1e-3 else f"{value:,.4f}"
+
+
+def flat(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as lines of name and value."""
+    for key, value in found.items():
+        name = f"{before}{key}".replace("_", " ")
+        if isinstance(value, dict):
+            yield from flat(value, f"{name}: ")
+        elif isinstance(value, list):
+            yield name, " ".join(map(str, value))
+        else:
+            yield name, "" if value is None else str(value)
+
+
+def settings(collection: Collection) -> Table:
+    """A column a checkpoint."""
+    columns = [dict(flat(checkpoint)) for checkpoint in collection.signed.get("checkpoints", [])]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    return Table("Settings", ["", *(f"checkpoint {n + 1}" for n in range(len(columns)))], rows)
+
+
+def tables(collection: Collection) -> list[Table]:
+    """Every table of the last checkpoint that is not empty; layers and heads count from 1."""
+    titles = {
+        "parameters": "Learned parameters",
+        "layers": "Layers",
+        "heads": "Heads",
+        "output": "Output layer by dictionary rank of the right word",
+    }
+    found = []
+    for name, title in titles.items():
+        frame = latest(getattr(collection, name))
+        if name == "parameters" and len(frame):
+            frame = frame.assign(
+                place=frame["place"].map(PLACES),
+                layer=frame["layer"].fillna(-1),
+                head=frame["head"].fillna(-1),
+            )
+            order = list(dict.fromkeys(frame["name"]))
+            frame = frame.pivot(index=["place", "layer", "head"], columns="name", values="value")
+            frame = frame[order].reset_index().replace({"layer": {-1: None}, "head": {-1: None}})
+        else:
+            frame = frame[COLUMNS[name].split()[1:]]
+        frame = frame.dropna(axis="columns", how="all")
+        if frame.empty:
+            continue
+        if "kind" in frame:
+            frame = frame.assign(kind=frame["kind"].map(PLACES))
+        for column in ("layer", "head"):
+            if column in frame:
+                frame = frame.assign(**{column: pd.to_numeric(frame[column]) + 1})
+        rows = [[number(cell) for cell in row] for row in frame.itertuples(index=False)]
+        found.append(Table(title, [column.replace("_", " ") for column in frame.columns], rows))
+    return found
+
+
+def comparison(collections: list[Collection]) -> list[Table]:
+    """What the models are, their means a kind of attention, and their output layers."""
+    labels = [collection.label for collection in collections]
+    about = [dict(flat(collection.checkpoint())) for collection in collections]
+    names = list(dict.fromkeys(name for column in about for name in column))
+    rows = [[name, *(column.get(name, "") for column in about)] for name in names]
+    found = [Table("The models", ["", *labels], rows, settings=True)]
+    for kind in plot.kinds_of(collections):
+        rows = []
+        for table, columns in MEANS.items():
+            for column in columns:
+                cells = []
+                for collection in collections:
+                    frame = latest(getattr(collection, table))
+                    cells.append(number(frame[frame["kind"] == kind][column].mean()))
+                if any(cells):
+                    rows.append([column.replace("_", " "), *cells])
+        title = f"{PLACES[kind]}: mean over layers and heads"
+        found.append(Table(title[0].upper() + title[1:], ["", *labels], rows))
+    rows = []
+    for column in ("entropy", "sparsity", "nll", "probability"):
+        cells = []
+        for collection in collections:
+            frame = latest(collection.output).dropna(subset=[column, "tokens"])
+            total = (frame[column] * frame["tokens"]).sum()
+            cells.append(number(total / frame["tokens"].sum()) if len(frame) else "")
+        if any(cells):
+            rows.append([column, *cells])
+    if rows:
+        found.append(Table("Output layer: mean over tokens", ["", *labels], rows))
+    return found

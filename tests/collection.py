@@ -1,0 +1,284 @@
+"""Writes a collection as `multimax-analyze collect` leaves it, of random but plausible numbers."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import torch
+from reference import TABLE_8
+
+from multimax_fairseq import Modulator, normalize
+
+SYMBOLS = ("t_b", "t_d", "b", "d")
+TEMPERATURES = [0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0]
+SCORE_EDGES = [-np.inf, *np.arange(-40, 40.5, 0.5), np.inf]
+PROBABILITY_EDGES = [0.0, *np.logspace(-8, 0, 65)]
+BUCKETS = ["1-50", "51-200", "201-1000", "1001-4000", "4001-"]
+KEYS, QUERIES = 20, 48
+GERMAN = "ein kleiner Hund läuft über eine grüne Wiese ?".split()
+ENGLISH = "a small dog is running across a green meadow ?".split()
+
+
+def write(
+    folder,
+    normalizer="multimax",
+    *,
+    language_model=False,
+    updates=(1000, 4000, 16000),
+    layers=4,
+    heads=4,
+    order=2,
+    separate=False,
+    temperature=False,
+    output=None,
+    seed=1,
+):
+    """Fill a folder; `output` is the output normalizer, by default as the architectures have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    output = output or ("multimax" if language_model and normalizer == "multimax" else "softmax")
+    kinds = ["decoder"] if language_model else ["encoder", "decoder", "cross"]
+    tables = {name: [] for name in ("parameters", "heads", "layers", "histograms", "temperatures")}
+    for update in updates:
+        trained = update / max(updates)
+        for kind in kinds:
+            for layer in range(layers):
+                row = {"updates": update, "kind": kind, "layer": layer}
+                at = {"updates": update, "place": kind, "layer": layer}
+                learned = learn(random, normalizer, layer, heads, trained, order, separate)
+                if temperature:
+                    learned = {"temperature": [0.8 + 0.1 * layer]}
+                tables["parameters"] += [
+                    {**at, "head": head if len(values) > 1 else None, "name": name, "value": value}
+                    for name, values in learned.items()
+                    for head, value in enumerate(values)
+                ]
+                # Cross-attention reaches far out, to where sigma falls again.
+                spread = (1.0 + trained + 0.3 * layer) * (3 if kind == "cross" else 1)
+                scores = random.normal(0, spread, (heads, QUERIES, KEYS)) - 0.5
+                scores[:, np.arange(QUERIES), np.arange(QUERIES) % KEYS] += 2 + layer
+                probs, slope = mapping(normalizer, learned, scores)
+                tables["heads"] += [
+                    {
+                        **row,
+                        "head": head,
+                        **head_metrics(random, kind, scores[head], probs[head], slope[head]),
+                    }
+                    for head in range(heads)
+                ]
+                depth = (layer + 1) / layers
+                mixing = 0.6 if normalizer == "softmax" else 0.35
+                tables["layers"].append(
+                    {
+                        **row,
+                        "head_diversity": 0.3 + 0.2 * np.sin(3 * depth) + random.uniform(0, 0.1),
+                        "token_similarity": mixing * depth * (0.5 + trained / 2),
+                        "average_distance": 6 - 2 * trained + random.uniform(0, depth),
+                        "rollout_similarity": 1 - mixing * (depth - 1 / layers),
+                    }
+                )
+                tables["histograms"] += histograms(row, scores, probs)
+                tables["temperatures"] += [
+                    {**row, "temperature": t, **trade(scores, torch_softmax(scores / t))}
+                    for t in TEMPERATURES
+                ]
+                tables["temperatures"].append({**row, "temperature": None, **trade(scores, probs)})
+        if output == "multimax":
+            tables["parameters"] += [
+                {"updates": update, "place": "output", "name": name, "value": values[0]}
+                for name, values in learn(random, "multimax", 0, 1, trained, order, False).items()
+            ]
+    for name, rows in tables.items():
+        columns = ["updates", "place", "layer", "head", "name", "value"]
+        frame = pd.DataFrame(rows, columns=columns if name == "parameters" else None)
+        if name == "parameters":
+            frame = frame.astype({"layer": "Int64", "head": "Int64"})
+        frame.to_csv(folder / f"{name}.csv", index=False)
+    output_rows(random, updates, output, normalizer).to_csv(folder / "output.csv", index=False)
+    examples = [example(random, kinds, layers, heads, normalizer) for _ in range(2)]
+    (folder / "examples.json").write_text(json.dumps(examples), encoding="utf-8")
+    signed = signature(folder, normalizer, kinds, output, updates, order, separate, seed)
+    (folder / "collection.json").write_text(json.dumps(signed, indent=2), encoding="utf-8")
+    return folder
+
+
+def learn(random, normalizer, layer, heads, trained, order, separate):
+    """{symbol: values}, one value or one a head, on the way from the identity to the paper's."""
+    if normalizer == "alpha_entmax":
+        ends = random.uniform(1.05, 1.95, heads)
+        return {"alpha": 1.5 + (ends - 1.5) * trained}
+    if normalizer != "multimax":
+        return {}
+    learned = {}
+    for symbol, values in zip(SYMBOLS, TABLE_8[layer % len(TABLE_8)], strict=True):
+        neutral = 1.0 if symbol.startswith("t") else 0.0
+        for n, value in enumerate(values[:order], 1):
+            noise = random.normal(0, 0.02 / n**3, heads if separate else 1)
+            learned[f"{symbol}{n}"] = neutral + (value - neutral) * trained + noise
+    return learned
+
+
+def mapping(normalizer, learned, scores):
+    """Probabilities, and the slope of what modulates the scores."""
+    scores = torch.from_numpy(scores)
+    slope = np.ones(scores.shape)
+    if normalizer == "multimax":
+        terms = {symbol: [v for k, v in learned.items() if k[:-1] == symbol] for symbol in SYMBOLS}
+        shared = all(len(values) == 1 for values in learned.values())
+        values = {
+            symbol: [float(v[0]) for v in vs] if shared else np.stack(vs, -1).tolist()
+            for symbol, vs in terms.items()
+        }
+        modulator = Modulator.from_values(**values)
+        (slope,) = torch.autograd.grad(modulator(scores.requires_grad_()).sum(), scores)
+        return normalize("multimax", scores, modulator=modulator).detach(), slope.numpy()
+    if normalizer == "alpha_entmax":
+        alpha = torch.as_tensor(learned["alpha"])[:, None, None]
+        return normalize(normalizer, scores, alpha=alpha), slope
+    if "temperature" in learned:
+        return normalize("softmax", scores, temperature=learned["temperature"][0]), slope
+    return normalize(normalizer, scores, **({"k": 4} if normalizer == "topk" else {})), slope
+
+
+def torch_softmax(scores):
+    return torch.from_numpy(scores).softmax(-1)
+
+
+def trade(scores, probs):
+    """Sparsity and multi-modality with the thresholds at zero and the reference 1 / KEYS."""
+    probs = np.asarray(probs)
+    low = scores < 0
+    relevant = (scores > 0) & (scores < scores.max(-1, keepdims=True))
+    gap = probs.max(-1, keepdims=True) - probs
+    return {
+        "sparsity": np.exp(-probs * KEYS)[low].mean(),
+        "multi_modality": 1 - gap[relevant].mean(),
+    }
+
+
+def head_metrics(random, kind, scores, probs, slope):
+    probs = np.asarray(probs)
+    logs = np.log(np.where(probs > 0, probs, 1))
+    confidence = float(np.median(probs.max(-1)))
+    return {
+        "queries": QUERIES,
+        **trade(scores, probs),
+        "entropy": -(probs * logs).sum(-1).mean(),
+        "density": (probs > 0).mean(),
+        "offset": int(random.integers(-2, 1 if kind == "decoder" else 3)),
+        "confidence": confidence,
+        "bpe_merging": random.uniform(0.02, 0.4) if kind != "cross" else None,
+        "interrogation": random.uniform(0, 0.3) if kind != "decoder" else None,
+        "past_turning_point": (slope < 0).mean(),
+    }
+
+
+def histograms(row, scores, probs):
+    rows = []
+    for quantity, values, edges in (
+        ("score", scores, SCORE_EDGES),
+        ("probability", np.asarray(probs), PROBABILITY_EDGES),
+    ):
+        values = values.ravel()
+        if quantity == "probability":
+            rows.append(
+                {**row, "quantity": quantity, "left": 0, "right": 0, "count": (values == 0).sum()}
+            )
+            values = values[values > 0]
+        for left, right in zip(edges[:-1], edges[1:], strict=True):
+            count = ((values > left) & (values <= right)).sum()
+            rows.append({**row, "quantity": quantity, "left": left, "right": right, "count": count})
+    return rows
+
+
+def output_rows(random, updates, output, normalizer):
+    rows = []
+    for update in updates:
+        trained = update / max(updates)
+        for rank, bucket in enumerate(BUCKETS):
+            nll = 2 + 0.05 * len(normalizer) + 1.4 * rank - 0.8 * trained
+            probability = float(np.exp(-nll))
+            row = {
+                "updates": update,
+                "bucket": bucket,
+                "tokens": 10 ** (5 - rank // 2),
+                "entropy": nll + 0.4,
+                "sparsity": 0.8 + 0.03 * rank,
+                "nll": nll,
+                "nll_without_modulator": None,
+                "probability": probability,
+                "probability_without_modulator": None,
+            }
+            if output == "multimax":
+                row["nll_without_modulator"] = nll * 1.08 + random.uniform(0, 0.1)
+                row["probability_without_modulator"] = probability * 0.9
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def example(random, kinds, layers, heads, normalizer):
+    """A sentence pair in subwords, each longer word in two, with attention and roll-out."""
+    sides = {"source": subwords(GERMAN), "target": subwords(ENGLISH)}
+    if kinds == ["decoder"]:
+        sides["source"] = {"tokens": [], "words": []}
+    lengths = {side: len(found["tokens"]) for side, found in sides.items()}
+    attention, rollout = {}, {}
+    for kind in kinds:
+        shape = {
+            "encoder": (lengths["source"], lengths["source"]),
+            "decoder": (lengths["target"], lengths["target"]),
+            "cross": (lengths["target"], lengths["source"]),
+        }[kind]
+        near = -0.4 * np.abs(np.arange(shape[0])[:, None] - np.arange(shape[1])) + 2
+        scores = near + random.normal(0, 1.5, (layers, heads, *shape))
+        excluded = np.triu(np.ones(shape, bool), 1) if kind == "decoder" else np.zeros(shape, bool)
+        name = normalizer if normalizer in ("softmax", "sparsemax", "entmax15") else "entmax15"
+        probs = normalize(name, torch.from_numpy(scores), mask=torch.from_numpy(excluded))
+        attention[kind] = probs.numpy().round(4).tolist()
+        if kind != "cross":
+            mixed = np.eye(shape[0])
+            rollout[kind] = []
+            for layer in probs.numpy():
+                mixed = (layer.mean(0) + np.eye(shape[0])) / 2 @ mixed
+                rollout[kind].append(mixed.round(4).tolist())
+    return {**sides, "attention": attention, "rollout": rollout}
+
+
+def subwords(words):
+    tokens, ranges = [], []
+    for word in words:
+        parts = [word] if len(word) < 6 else [f"{word[:4]}@@", word[4:]]
+        ranges.append({"word": word, "start": len(tokens), "end": len(tokens) + len(parts)})
+        tokens += parts
+    ranges.append({"word": "</s>", "start": len(tokens), "end": len(tokens) + 1})
+    return {"tokens": [*tokens, "</s>"], "words": ranges}
+
+
+def signature(folder, normalizer, kinds, output, updates, order, separate, seed):
+    return {
+        "command": ["multimax-analyze", "collect", "checkpoint.pt", "data-bin", "--out", "DIR"],
+        "versions": {"multimax-fairseq": "0.1.0", "torch": torch.__version__},
+        "commit": "0" * 40,
+        "date": "2026-01-01T00:00:00+00:00",
+        "data": {"folder": "data-bin", "sha256": "0" * 64},
+        "subset": "valid",
+        "sentences": 100,
+        "tokens": 1234,
+        "epsilon": 0.0,
+        "reference": 1 / KEYS,
+        "checkpoints": [
+            {
+                "path": f"checkpoints/checkpoint_{update}.pt",
+                "sha256": "0" * 64,
+                "updates": update,
+                "architecture": "transformer_lm_multimax" if len(kinds) == 1 else "transformer",
+                "normalizer": {kind: normalizer for kind in kinds},
+                "output_normalizer": output,
+                "multimax_order": order,
+                "multimax_terms": "both",
+                "multimax_heads": "separate" if separate else "shared",
+                "seed": seed,
+            }
+            for update in updates
+        ],
+    }

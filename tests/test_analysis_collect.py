@@ -1,0 +1,801 @@
+"""multimax-analyze collect on toy models: against numpy from the weights, and by what must hold."""
+
+import csv
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from commands import ROOT, run
+from conftest import SIZES, scatter_modulators
+from corpus import ENGLISH, GERMAN
+from fairseq import options, tasks
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import preprocess
+from omegaconf import OmegaConf
+
+from multimax_fairseq.analysis import __main__ as command
+from multimax_fairseq.analysis import collect as collection
+from multimax_fairseq.analysis.record import Recorder, Words
+
+TRANSLATION, LANGUAGE_MODEL = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
+VARIANTS = {
+    "multimax": ["--output-normalizer", "multimax"],
+    "multimax-heads": ["--multimax-heads", "separate", "--multimax-order", "1"],
+    "softmax": ["--attention-normalizer", "softmax"],
+    "temperature": ["--attention-normalizer", "softmax", "--learn-temperature"],
+    "topk": ["--attention-normalizer", "topk", "--topk", "3"],
+    "sparsemax": ["--attention-normalizer", "sparsemax"],
+    "entmax15": ["--attention-normalizer", "entmax15", "--output-normalizer", "entmax15"],
+    "alpha_entmax": ["--attention-normalizer", "alpha_entmax"],
+    "evsoftmax": ["--attention-normalizer", "evsoftmax"],
+}
+KINDS, LAYERS, HEADS, TEMPERATURES = ("encoder", "decoder", "cross"), 2, 4, 9
+
+
+def subwords(text):
+    """Longer words in two, and a question."""
+    lines = ["Ist das das Recht jedes Menschen ?", *text.splitlines()[:11]]
+    return [
+        " ".join(w if len(w) < 7 else f"{w[:4]}@@ {w[4:]}" for w in line.split()) for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """mt/, lm/ and mt-other/, whose dictionaries are other ones."""
+    folder = tmp_path_factory.mktemp("data")
+    for language, text in (("de", GERMAN), ("en", ENGLISH)):
+        (folder / f"all.{language}").write_text("\n".join(subwords(text)) + "\n")
+        (folder / f"less.{language}").write_text("\n".join(subwords(text)[:3]) + "\n")
+        (folder / f"none.{language}").write_text("")
+    pair = ("--source-lang", "de", "--target-lang", "en", "--joined-dictionary")
+    for flags in (
+        (
+            *pair,
+            "--trainpref",
+            "all",
+            "--validpref",
+            "all",
+            "--testpref",
+            "none",
+            "--destdir",
+            "mt",
+        ),
+        (*pair, "--trainpref", "less", "--validpref", "less", "--destdir", "mt-other"),
+        ("--only-source", "--trainpref", "all.en", "--validpref", "all.en", "--destdir", "lm"),
+    ):
+        parser = options.get_preprocessing_parser()
+        named = [str(folder / w) if w[:3] in ("all", "les", "non", "mt", "lm", "mt-") else w
+                 for w in flags]  # fmt: skip
+        preprocess.main(parser.parse_args(named))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(data, tmp_path_factory):
+    """checkpoint(arch, *flags, updates=7, change=None) -> a file as fairseq-train would save it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    made = {}
+
+    def make(arch, *flags, updates=7, seed=1):
+        key = (arch, *flags, updates, seed)
+        if key in made:
+            return made[key]
+        is_lm = "_lm" in arch
+        task = "language_modeling" if is_lm else "translation"
+        words = ["data", "--task", task, "--arch", arch, *SIZES.format("decoder").split()]
+        if is_lm:
+            words += ["--decoder-input-dim", "16", "--decoder-output-dim", "16"]
+            words += ["--tokens-per-sample", "64", "--sample-break-mode", "eos"]
+        else:
+            words += [*SIZES.format("encoder").split(), "--source-lang", "de"]
+            words += ["--target-lang", "en", "--share-all-embeddings"]
+        words[0] = str(data / ("lm" if is_lm else "mt"))
+        args = options.parse_args_and_arch(options.get_training_parser(task), [*words, *flags])
+        cfg = convert_namespace_to_omegaconf(args)
+        torch.manual_seed(seed)
+        model = scatter_modulators(tasks.setup_task(cfg.task).build_model(cfg.model), seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("alpha.logit", "log_temperature")):
+                    parameter.add_(torch.randn_like(parameter) * 0.5)
+                elif "norm" in name and "normalizer" not in name or name.endswith("bias"):
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        state = {
+            "args": None,
+            "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+            "model": model.state_dict(),
+            "optimizer_history": [
+                {"num_updates": updates, "optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}
+            ],
+            "extra_state": {"train_iterator": {"epoch": 1}},
+            "task_state": {},
+        }
+        made[key] = folder / f"{len(made)}.pt"
+        torch.save(state, made[key])
+        return made[key]
+
+    return make
+
+
+def gather(out, *checkpoints, data, sentences=1000, subset="valid"):
+    collection.collect(list(checkpoints), data, subset, sentences, out, ["a", "command"])
+    return out
+
+
+@pytest.fixture(scope="module")
+def collected(data, checkpoint, tmp_path_factory):
+    """collected(variant, sentences) -> the folder of a translation model's collection."""
+    folder = tmp_path_factory.mktemp("collections")
+
+    def make(variant, sentences=1000):
+        out = folder / f"{variant}-{sentences}"
+        if not out.exists():
+            path = checkpoint(TRANSLATION, *VARIANTS[variant])
+            gather(out, path, data=data / "mt", sentences=sentences)
+        return out
+
+    return make
+
+
+def table(folder, name):
+    with (folder / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
+        return [{key: number(cell) for key, cell in row.items()} for row in csv.DictReader(stream)]
+
+
+def number(cell):
+    try:
+        return float(cell) if cell else None
+    except ValueError:
+        return cell
+
+
+def assert_alike(one, other, tolerance=1e-4):
+    """Two collections say the same, up to rounding: a few values may fall into the next bin."""
+    for name in collection.COLUMNS:
+        rows, others = table(one, name), table(other, name)
+        assert len(rows) == len(others)
+        if name == "histograms":
+            moved = sum(abs(a["count"] - b["count"]) for a, b in zip(rows, others, strict=True))
+            assert moved <= 1e-3 * sum(row["count"] for row in rows)
+            continue
+        for row, another in zip(rows, others, strict=True):
+            for key in set(row) - {"confidence"}:
+                assert row[key] == pytest.approx(another[key], abs=tolerance), (name, key)
+
+
+# --- what every collection has --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_layer_and_head_is_there(collected, variant):
+    folder = collected(variant)
+    places = [(kind, layer) for kind in KINDS for layer in range(LAYERS)]
+    heads = table(folder, "heads")
+    assert {(r["kind"], r["layer"], r["head"]) for r in heads} == {
+        (*place, head) for place in places for head in range(HEADS)
+    } and len(heads) == len(places) * HEADS
+    for row in heads:
+        assert 0 <= row["sparsity"] <= 1 and 0 <= row["multi_modality"] <= 2
+        assert row["entropy"] >= 0 and 0 < row["density"] <= 1
+        assert 0 <= row["confidence"] <= 1 and abs(row["offset"]) <= 32
+        assert (row["bpe_merging"] is None) == (row["kind"] == "cross")
+        # In the decoder, the mark is the last key: only it could attend to itself.
+        assert (row["interrogation"] is None) == (row["kind"] == "decoder")
+        assert (row["past_turning_point"] is None) == (not variant.startswith("multimax"))
+    dense = variant in ("softmax", "temperature")
+    assert all(row["density"] == 1 for row in heads) == (dense or variant.startswith("multimax"))
+    for row in table(folder, "layers"):
+        assert 0 <= row["head_diversity"] <= 1 and row["average_distance"] > 0
+        assert -1 <= row["rollout_similarity"] <= 1 + 1e-9
+        assert -1 <= row["token_similarity"] <= 1
+        if row["layer"] == 0 and row["kind"] != "cross":
+            assert row["rollout_similarity"] == pytest.approx(1)
+    temperatures = table(folder, "temperatures")
+    assert len(temperatures) == len(places) * (TEMPERATURES + 1)
+    for place in places:
+        rows = [r for r in temperatures if (r["kind"], r["layer"]) == place]
+        softmax = sorted((r for r in rows if r["temperature"]), key=lambda r: r["temperature"])
+        assert [r["multi_modality"] for r in softmax] == sorted(
+            r["multi_modality"] for r in softmax
+        )
+        assert [r["sparsity"] for r in softmax] == sorted(
+            (r["sparsity"] for r in softmax), reverse=True
+        )
+        own = next(r for r in rows if r["temperature"] is None)
+        if variant == "softmax":
+            unit = next(r for r in rows if r["temperature"] == 1)
+            for name in ("sparsity", "multi_modality"):
+                assert own[name] == pytest.approx(unit[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_histograms_count_each_score_and_probability_once(data, collected, variant):
+    lengths = [
+        [len(line.split()) + 1 for line in (data / f"all.{side}").read_text().splitlines()]
+        for side in ("de", "en")
+    ]
+    entries = {
+        "encoder": sum(s * s for s in lengths[0]),
+        "decoder": sum(t * (t + 1) // 2 for t in lengths[1]),
+        "cross": sum(s * t for s, t in zip(*lengths, strict=True)),
+    }
+    rows = table(collected(variant), "histograms")
+    heads = table(collected(variant), "heads")
+    for kind in KINDS:
+        assert {r["queries"] for r in heads if r["kind"] == kind} == {
+            sum(lengths[kind != "encoder"])
+        }
+        for layer in range(LAYERS):
+            for quantity in ("score", "probability"):
+                bins = [r for r in rows if (r["kind"], r["layer"], r["quantity"])
+                        == (kind, layer, quantity)]  # fmt: skip
+                assert sum(r["count"] for r in bins) == entries[kind] * HEADS
+                edges = [bins[0]["left"], *(r["right"] for r in bins)]
+                assert edges == sorted(edges)
+                assert all(r["left"] == left for r, left in zip(bins, edges, strict=False))
+    zeros = sum(r["count"] for r in rows if r["quantity"] == "probability" and r["right"] == 0)
+    sparse = variant not in ("softmax", "temperature", "multimax", "multimax-heads")
+    assert (zeros > 0) == sparse
+
+
+@pytest.mark.parametrize(
+    "variant, names, rows",
+    [
+        ("multimax", "t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2", 8 * 7),
+        ("multimax-heads", "t_b1 b1 t_d1 d1", 4 * 6 * HEADS),
+        ("temperature", "temperature", 6),
+        ("alpha_entmax", "alpha", 6 * HEADS),
+        ("softmax", "", 0),
+    ],
+)
+def test_parameters_are_the_checkpoints(collected, checkpoint, variant, names, rows):
+    found = table(collected(variant), "parameters")
+    assert len(found) == rows and {row["name"] for row in found} == set(names.split())
+    places = {"encoder", "decoder", "cross"} | ({"output"} if variant == "multimax" else set())
+    assert {row["place"] for row in found} == (places if rows else set())
+    state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]))["model"]
+    for row in found:
+        kind = {"encoder": "encoder.layers.{}.self_attn", "decoder": "decoder.layers.{}.self_attn",
+                "cross": "decoder.layers.{}.encoder_attn"}  # fmt: skip
+        at = "decoder.output_modulator."
+        if row["place"] != "output":
+            at = kind[row["place"]].format(int(row["layer"])) + ".normalizer."
+        if row["name"] == "temperature":
+            expected = state[at + "modulator.log_temperature"].exp()
+        elif row["name"] == "alpha":
+            expected = 1 + state[at + "alpha.logit"][int(row["head"])].sigmoid()
+        else:
+            at += "modulator." if row["place"] != "output" else ""
+            side = "low" if "b" in row["name"] else "high"
+            part = "coefficient" if row["name"].startswith("t") else "threshold"
+            value = state[f"{at}{side}_{part}"][..., int(row["name"][-1]) - 1]
+            value = value if row["head"] is None else value[int(row["head"])]
+            offset = -value if side == "low" else value
+            expected = 1 + offset if part == "coefficient" else value
+        assert row["value"] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_the_signature_says_what_was_collected_from_what(data, collected, checkpoint):
+    signed = json.loads((collected("multimax") / "collection.json").read_text(encoding="utf-8"))
+    assert signed["command"] == ["a", "command"] and signed["versions"]["torch"]
+    assert signed["subset"] == "valid" and signed["sentences"] == 12
+    lines = (data / "all.en").read_text().splitlines()
+    assert signed["tokens"] == sum(len(line.split()) + 1 for line in lines)
+    assert len(signed["data"]["sha256"]) == 64
+    (about,) = signed["checkpoints"]
+    path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
+    assert about["path"] == str(path) and about["updates"] == 7 and len(about["sha256"]) == 64
+    assert about["normalizer"] == dict.fromkeys(KINDS, "multimax")
+    assert about["output_normalizer"] == "multimax" and about["architecture"] == TRANSLATION
+    assert (about["multimax_order"], about["multimax_terms"]) == (2, "both")
+
+
+# --- against numpy, from the weights --------------------------------------------------------------
+
+
+class NumpyTransformer:
+    """The forward pass of a post-norm Transformer for one sentence pair."""
+
+    def __init__(self, state, variant):
+        self.state = {name: value.double().numpy() for name, value in state.items()}
+        self.variant = variant
+        self.seen, self.features = {}, {}
+
+    def linear(self, name, x):
+        return x @ self.state[f"{name}.weight"].T + self.state[f"{name}.bias"]
+
+    def norm(self, name, x):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * self.state[f"{name}.weight"] + self.state[f"{name}.bias"]
+
+    def embed(self, tokens):
+        weight = self.state["encoder.embed_tokens.weight"]
+        half = weight.shape[1] // 2
+        rates = np.exp(-np.arange(half) * math.log(10000) / (half - 1))
+        angles = (np.arange(len(tokens)) + 2)[:, None] * rates  # positions begin after padding's
+        waves = np.concatenate([np.sin(angles), np.cos(angles)], 1)
+        return math.sqrt(weight.shape[1]) * weight[tokens] + waves
+
+    def parameters(self, kind, layer):
+        """The learned scalars of an attention, by the last part of their names."""
+        side = "encoder" if kind == "encoder" else "decoder"
+        name = "encoder_attn" if kind == "cross" else "self_attn"
+        start = f"{side}.layers.{layer}.{name}.normalizer."
+        return {
+            key.rpartition(".")[2]: value
+            for key, value in self.state.items()
+            if key.startswith(start)
+        }
+
+    def sigma(self, kind, layer, scores, head):
+        parameters = self.parameters(kind, layer)
+        own = {k: v if v.ndim == 1 else v[head] for k, v in parameters.items()}
+        return reference.sigma(
+            *(scores, 1 - own["low_coefficient"], 1 + own["high_coefficient"]),
+            *(own["low_threshold"], own["high_threshold"]),
+        )
+
+    def probs(self, kind, layer, scores, excluded):
+        parameters = self.parameters(kind, layer)
+        if self.variant.startswith("multimax"):
+            mapped = [self.sigma(kind, layer, scores[head], head) for head in range(len(scores))]
+            return reference.softmax(mapped, excluded)
+        if self.variant == "temperature":
+            return reference.softmax(scores / np.exp(parameters["log_temperature"]), excluded)
+        if self.variant == "alpha_entmax":
+            alphas = 1 + 1 / (1 + np.exp(-parameters["logit"]))
+            return np.stack(
+                [reference.entmax(s, excluded, a) for s, a in zip(scores, alphas, strict=True)]
+            )
+        if self.variant == "topk":
+            return reference.topk(scores, excluded, 3)
+        if self.variant in ("sparsemax", "entmax15"):
+            return reference.entmax(scores, excluded, 2.0 if self.variant == "sparsemax" else 1.5)
+        return getattr(reference, self.variant)(scores, excluded)
+
+    def attend(self, kind, layer, name, x, memory, excluded):
+        def heads(projection, values):
+            split = self.linear(f"{name}.{projection}", values).reshape(len(values), HEADS, -1)
+            return split.transpose(1, 0, 2)
+
+        query, key, value = heads("q_proj", x), heads("k_proj", memory), heads("v_proj", memory)
+        scores = query @ key.transpose(0, 2, 1) / math.sqrt(query.shape[-1])
+        probs = self.probs(kind, layer, scores, excluded)
+        self.seen[kind, layer] = scores, probs, excluded
+        mixed = (probs @ value).transpose(1, 0, 2).reshape(len(x), -1)
+        return self.linear(f"{name}.out_proj", mixed)
+
+    def feed_forward(self, name, x):
+        return self.linear(f"{name}.fc2", np.maximum(self.linear(f"{name}.fc1", x), 0))
+
+    def run(self, source, target):
+        x = self.embed(source)
+        everything = np.zeros((len(source), len(source)), bool)
+        for layer in range(LAYERS):
+            at = f"encoder.layers.{layer}"
+            y = self.attend("encoder", layer, f"{at}.self_attn", x, x, everything)
+            x = self.norm(f"{at}.self_attn_layer_norm", x + y)
+            x = self.norm(f"{at}.final_layer_norm", x + self.feed_forward(at, x))
+            self.features["encoder", layer] = x
+        memory, x = x, self.embed(target)
+        future = np.triu(np.ones((len(target), len(target)), bool), 1)
+        for layer in range(LAYERS):
+            at = f"decoder.layers.{layer}"
+            y = self.attend("decoder", layer, f"{at}.self_attn", x, x, future)
+            x = self.norm(f"{at}.self_attn_layer_norm", x + y)
+            nothing = np.zeros((len(target), len(source)), bool)
+            y = self.attend("cross", layer, f"{at}.encoder_attn", x, memory, nothing)
+            x = self.norm(f"{at}.encoder_attn_layer_norm", x + y)
+            x = self.norm(f"{at}.final_layer_norm", x + self.feed_forward(at, x))
+            self.features["decoder", layer] = x
+        return self.seen
+
+
+def entropies(probs):
+    return -(probs * np.log(np.where(probs > 0, probs, 1))).sum(-1)
+
+
+def defined(values):
+    values = [value for value in values if not math.isnan(value)]
+    return np.mean(values) if values else None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
+    folder = collected(variant, 1)
+    words = Dictionary.load(str(data / "mt" / "dict.de.txt"))
+    ids = [
+        words.encode_line(
+            (data / f"all.{side}").read_text().splitlines()[0], add_if_not_exist=False
+        )
+        for side in ("de", "en")
+    ]
+    source, target = ids[0].tolist(), [words.eos(), *ids[1][:-1].tolist()]
+    state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]))["model"]
+    model = NumpyTransformer(state, variant)
+    seen = model.run(source, target)
+    mark = [words[i] for i in source].index("?")
+    (example,) = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
+    assert example["source"]["tokens"] == [words[i] for i in source]
+    assert example["target"]["tokens"] == [words[i] for i in target]
+    heads = {(r["kind"], r["layer"], r["head"]): r for r in table(folder, "heads")}
+    layers = {(r["kind"], r["layer"]): r for r in table(folder, "layers")}
+    mixed = {}
+    for (kind, layer), (scores, probs, excluded) in seen.items():
+        np.testing.assert_allclose(example["attention"][kind][layer], probs, atol=2e-4)
+        mean = probs.mean(0)
+        if kind == "cross":
+            rolled = mean @ mixed["encoder"]
+        else:
+            one = (mean + np.eye(len(mean))) / 2
+            rolled = mixed[kind] = one @ mixed.get(kind, np.eye(len(mean)))
+        np.testing.assert_allclose(example["rollout"][kind][layer], rolled, atol=2e-4)
+        row = layers[kind, layer]
+        length, keys = mean.shape
+        distances = np.abs(np.arange(keys) - np.arange(length)[:, None])
+        assert row["average_distance"] == pytest.approx((mean * distances).sum(-1).mean(), abs=1e-3)
+        bits = [entropies(p).mean() for p in (probs, mean)]
+        diversity = (bits[1] - bits[0]) / math.log(HEADS)
+        assert row["head_diversity"] == pytest.approx(diversity, abs=1e-4)
+        seen_by = ~excluded if kind == "cross" else ~excluded & (distances > 0)
+        similarity = np.corrcoef(rolled[seen_by], mean[seen_by])[0, 1]
+        assert row["rollout_similarity"] == pytest.approx(similarity, abs=1e-3)
+        unit = model.features["encoder" if kind == "encoder" else "decoder", layer]
+        unit = unit / np.linalg.norm(unit, axis=-1, keepdims=True)
+        cosines = (unit @ unit.T)[~np.eye(length, dtype=bool)]
+        assert row["token_similarity"] == pytest.approx(cosines.mean(), abs=1e-4)
+        side = "source" if kind == "encoder" else "target"
+        ranges = [range(w["start"], w["end"]) for w in example[side]["words"]]
+        for head in range(HEADS):
+            row = heads[kind, layer, head]
+            values = {"sparsity": [], "multi_modality": [], "entropy": [], "density": []}
+            tops, merging, slack = [], [], 2e-3
+            for query in range(len(mean)):
+                kept = ~excluded[query]
+                x, p = scores[head, query, kept], probs[head, query, kept]
+                epsilon = x.mean()
+                relevant = ((x > epsilon) & (x < x.max())).any()
+                values["multi_modality"].append(
+                    reference.multi_modality(x, p, epsilon) if relevant else math.nan
+                )
+                values["sparsity"].append(
+                    reference.sparsity(x, p, epsilon, 1 / len(x)) if len(x) > 1 else math.nan
+                )
+                values["entropy"].append(entropies(p))
+                values["density"].append((p > 0).mean())
+                # What is 0 in float32 may be little more in float64.
+                slack += (p > 0).mean() - (p > 1e-6).mean()
+                tops.append(int(probs[head, query].argmax()) - query)
+                if kind != "cross":
+                    word = next(r for r in ranges if query in r)
+                    mates = [k for k in word if k != query and not excluded[query, k]]
+                    merging.append(sum(probs[head, query, k] for k in mates) if mates else math.nan)
+            for name, found in values.items():
+                assert row[name] == pytest.approx(
+                    defined(found), abs=slack if name == "density" else 2e-3
+                ), name
+            asked = [
+                probs[head, query, mark]
+                for query in range(len(mean))
+                if not excluded[query, mark] and not (kind == "encoder" and query == mark)
+            ]
+            if kind != "decoder":
+                assert row["interrogation"] == pytest.approx(defined(asked), abs=1e-4)
+            if variant.startswith("multimax"):
+                step = np.array([-1e-6, 1e-6])[:, None, None]
+                below, above = model.sigma(kind, layer, scores[head] + step, head)
+                turned = (above < below)[~excluded].mean()
+                assert row["past_turning_point"] == pytest.approx(turned, abs=2e-3)
+            if kind != "cross":
+                assert row["bpe_merging"] == pytest.approx(defined(merging), abs=1e-4)
+            best = int(row["offset"])
+            assert tops.count(best) == max(tops.count(offset) for offset in tops)
+            at_best = [
+                probs[head, q, q + best]
+                for q in range(len(mean))
+                if 0 <= q + best < probs.shape[-1] and not excluded[q, q + best]
+            ]
+            # The median of an even number of values is any between the two in the middle.
+            low, high = sorted(at_best)[(len(at_best) - 1) // 2], sorted(at_best)[len(at_best) // 2]
+            assert low - 0.006 <= row["confidence"] <= high + 0.006
+
+
+def test_the_output_is_the_models_own_loss(data, checkpoint, collected):
+    path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
+    rows = table(collected("multimax"), "output")
+    total = sum(row["tokens"] for row in rows)
+    found = sum(row["nll"] * row["tokens"] for row in rows) / total
+    without = sum(row["nll_without_modulator"] * row["tokens"] for row in rows) / total
+    model, task = load(path, data / "mt")
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    sample = dataset.collater([dataset[i] for i in range(len(dataset))])
+    counted = sample["target"] != 1
+    with torch.no_grad():
+        output = model(**sample["net_input"])
+        log_probs = model.get_normalized_probs(output, log_probs=True)[counted]
+        model.decoder.output_modulator = None
+        plain = model(**sample["net_input"])[0].log_softmax(-1)[counted]
+    wanted = sample["target"][counted][:, None]
+    assert total == len(wanted)
+    assert found == pytest.approx(-float(log_probs.gather(1, wanted).mean()), rel=1e-5)
+    assert without == pytest.approx(-float(plain.gather(1, wanted).mean()), rel=1e-5)
+    entropy = sum(row["entropy"] * row["tokens"] for row in rows) / total
+    expected = -float((log_probs.exp() * log_probs).sum(-1).mean())
+    assert entropy == pytest.approx(expected, rel=1e-5)
+    assert rows[0]["bucket"].startswith("1-")
+    for row in table(collected("softmax"), "output"):
+        assert row["nll_without_modulator"] is None
+
+
+def load(path, data):
+    from fairseq import checkpoint_utils
+
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], arg_overrides={"data": str(data)}
+    )
+    return model.eval(), task
+
+
+# --- what must not matter -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_does_not_count(data, checkpoint, collected, variant, tmp_path, monkeypatch):
+    monkeypatch.setattr(collection, "TOKENS_AT_ONCE", 1)
+    path = checkpoint(TRANSLATION, *VARIANTS[variant])
+    alone = gather(tmp_path / "alone", path, data=data / "mt")
+    assert_alike(alone, collected(variant))
+
+
+def test_the_batches_of_the_test_above_are_padded(data, collected, monkeypatch, checkpoint):
+    sizes = []
+    original = Recorder.run
+
+    def spy(recorder, sample):
+        sizes.append((len(sample["id"]), int(sample["net_input"]["src_tokens"].eq(1).sum())))
+        original(recorder, sample)
+
+    monkeypatch.setattr(Recorder, "run", spy)
+    out = collected("multimax").with_name("spied")
+    gather(out, checkpoint(TRANSLATION, *VARIANTS["multimax"]), data=data / "mt")
+    assert len(sizes) == 1 and sizes[0][0] == 12 and sizes[0][1] > 10
+
+
+def test_a_stock_checkpoint_is_a_softmax_model(data, checkpoint, collected, tmp_path):
+    stock = checkpoint("transformer_iwslt_de_en")
+    found = gather(tmp_path / "stock", stock, data=data / "mt")
+    ours = torch.load(checkpoint(TRANSLATION, *VARIANTS["softmax"]))["model"]
+    for name, value in torch.load(stock)["model"].items():
+        torch.testing.assert_close(value, ours[name], msg=name)
+    assert_alike(found, collected("softmax"))
+    (about,) = json.loads((found / "collection.json").read_text(encoding="utf-8"))["checkpoints"]
+    assert about["normalizer"] == dict.fromkeys(KINDS, "softmax")
+    assert about["output_normalizer"] == "softmax"
+
+
+@pytest.mark.parametrize("arch", ["transformer_iwslt_de_en", TRANSLATION])
+def test_watching_does_not_change_the_model(data, checkpoint, arch):
+    model, task = load(checkpoint(arch), data / "mt")
+    task.load_dataset("valid")
+    sample = task.dataset("valid").collater([task.dataset("valid")[i] for i in range(4)])
+    with torch.no_grad():
+        before = model(**sample["net_input"])[0]
+        recorder = Recorder(model, Words(task.src_dict), Words(task.tgt_dict), set())
+        recorder.run(sample)
+        after = model(**sample["net_input"])[0]
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", [LANGUAGE_MODEL, "transformer_lm"])
+def test_language_models_have_decoder_attention_alone(data, checkpoint, tmp_path, arch):
+    found = gather(tmp_path / "lm", checkpoint(arch), data=data / "lm", sentences=10)
+    heads = table(found, "heads")
+    assert {(r["kind"], r["layer"], r["head"]) for r in heads} == {
+        ("decoder", layer, head) for layer in range(LAYERS) for head in range(HEADS)
+    }
+    assert all(row["bpe_merging"] is not None and row["offset"] <= 0 for row in heads)
+    modulated = arch == LANGUAGE_MODEL
+    assert all((r["past_turning_point"] is not None) == modulated for r in heads)
+    rows = table(found, "output")
+    assert all((row["nll_without_modulator"] is not None) == modulated for row in rows)
+    signed = json.loads((found / "collection.json").read_text(encoding="utf-8"))
+    assert signed["sentences"] == 10 and signed["tokens"] == sum(r["tokens"] for r in rows)
+    for example in json.loads((found / "examples.json").read_text(encoding="utf-8")):
+        assert len(example["target"]["tokens"]) <= 32
+        assert example["source"] == {"tokens": [], "words": []}
+        assert set(example["attention"]) == set(example["rollout"]) == {"decoder"}
+        for layer in example["attention"]["decoder"]:
+            for head in np.array(layer):
+                assert (np.triu(head, 1) == 0).all()
+                np.testing.assert_allclose(head.sum(-1), 1, atol=1e-2)
+
+
+def test_layerdrop_drops_nothing(data, checkpoint, tmp_path):
+    flags = ["--encoder-layerdrop", "0.9", "--decoder-layerdrop", "0.9"]
+    found = gather(tmp_path / "drop", checkpoint(TRANSLATION, *flags), data=data / "mt")
+    kept = gather(tmp_path / "keep", checkpoint(TRANSLATION), data=data / "mt")
+    assert_alike(found, kept)
+
+
+def test_layers_that_are_one_module_are_told_apart(data, checkpoint):
+    model, task = load(checkpoint(TRANSLATION), data / "mt")
+    for side in (model.encoder, model.decoder):
+        side.layers[1] = side.layers[0]
+    task.load_dataset("valid")
+    sample = task.dataset("valid").collater([task.dataset("valid")[0]])
+    recorder = Recorder(model, Words(task.src_dict), Words(task.tgt_dict), set())
+    with torch.no_grad():
+        recorder.run(sample)
+        recorder.run(sample)
+    assert set(recorder.sums) == {(kind, layer) for kind in KINDS for layer in range(LAYERS)}
+    for kind in KINDS:
+        one, other = (recorder.sums[kind, layer] for layer in range(LAYERS))
+        assert one.normalizer is other.normalizer and one.queries == other.queries > 0
+        assert one.heads["entropy"][0] != other.heads["entropy"][0]
+
+
+def test_checkpoints_of_a_run_become_trajectories(data, checkpoint, collected, tmp_path):
+    flags = VARIANTS["multimax"]
+    later = checkpoint(TRANSLATION, *flags, updates=20, seed=2)
+    both = gather(tmp_path / "both", later, checkpoint(TRANSLATION, *flags), data=data / "mt")
+    alone = gather(tmp_path / "later", later, data=data / "mt")
+    for name in collection.COLUMNS:
+        rows = table(both, name)
+        assert rows == table(collected("multimax"), name) + table(alone, name)
+    assert (both / "examples.json").read_text() == (alone / "examples.json").read_text()
+    signed = json.loads((both / "collection.json").read_text(encoding="utf-8"))
+    assert [about["updates"] for about in signed["checkpoints"]] == [7, 20]
+
+
+def test_the_first_sentences_are_taken(data, checkpoint, tmp_path):
+    path = checkpoint(TRANSLATION)
+    few = gather(tmp_path / "few", path, data=data / "mt", sentences=3)
+    signed = json.loads((few / "collection.json").read_text(encoding="utf-8"))
+    lines = (data / "all.en").read_text().splitlines()[:3]
+    assert signed["tokens"] == sum(len(line.split()) + 1 for line in lines)
+    assert len(json.loads((few / "examples.json").read_text(encoding="utf-8"))) == 3
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def test_subwords_are_joined_for_display():
+    for symbols, words in (
+        (["ein", "un@@", "be@@", "kannt", "?"], ["ein", "unbekannt", "?"]),
+        (["▁ein", "▁un", "be", "kannt", "?"], ["ein", "unbekannt", "?"]),
+        (["ein", "unbekannt"], ["ein", "unbekannt"]),
+    ):
+        dictionary = Dictionary()
+        tokens = torch.tensor([dictionary.add_symbol(s) for s in symbols] + [dictionary.eos()])
+        shown = Words(dictionary).display(tokens)
+        assert [word["word"] for word in shown["words"]] == [*words, "</s>"]
+        assert shown["tokens"] == [*symbols, "</s>"]
+        spans = [tuple(range(word["start"], word["end"])) for word in shown["words"]]
+        assert sum(spans, ()) == tuple(range(len(tokens)))
+
+
+def test_a_question_mark_counts_at_the_end_of_a_sentence():
+    dictionary = Dictionary()
+    a, mark = dictionary.add_symbol("a"), dictionary.add_symbol("▁?")
+    eos, pad = dictionary.eos(), dictionary.pad()
+    tokens = torch.tensor([[a, mark, a, mark, eos], [eos, a, a, mark, pad], [mark, a, a, a, mark]])
+    found = Words(dictionary).questions(tokens)
+    assert found.nonzero().tolist() == [[0, 3], [1, 3], [2, 4]]
+
+
+# --- what a user gets wrong -----------------------------------------------------------------------
+
+
+def told(monkeypatch, capsys, *words):
+    """The one sentence in which the command ends."""
+    monkeypatch.setattr(sys, "argv", ["multimax-analyze", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    assert isinstance(stopped.value.code, str)
+    assert stopped.value.code.startswith("multimax-analyze: error: ")
+    assert len(stopped.value.code.splitlines()) == 1
+    return stopped.value.code
+
+
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        ({"checkpoint": "none.pt"}, ["none.pt", "does not exist", "check its path"]),
+        ({"checkpoint": "text.pt"}, ["text.pt"]),
+        ({"checkpoint": "tensor.pt"}, ["tensor.pt"]),
+        ({"data": "none"}, ["none", "does not exist", "fairseq-preprocess"]),
+        ({"data": "mt-other"}, ["dictionaries", "mt-other", "the data it was trained on"]),
+        ({"subset": "dev"}, ["'dev'", "--subset", "valid"]),
+        ({"subset": "test"}, ["'test'", "empty", "another --subset"]),
+        ({"--max-sentences": "0"}, ["--max-sentences 0", "at least 1"]),
+        ({"out": "text.pt/below"}, ["text.pt/below", "--out"]),
+        ({"out": "foreign"}, ["foreign", "not a collection", "another --out"]),
+    ],
+)
+def test_mistakes_end_in_one_sentence(
+    data, checkpoint, tmp_path, monkeypatch, capsys, change, parts
+):
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    torch.save({"a": torch.zeros(3)}, tmp_path / "tensor.pt")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("years of work")
+    before = sorted(tmp_path.iterdir())
+    given = {"checkpoint": checkpoint(TRANSLATION), "data": "mt", "subset": "valid", "out": "new"}
+    given |= {"--max-sentences": "5", **change}
+    monkeypatch.chdir(tmp_path)
+    sentence = told(
+        *(monkeypatch, capsys, "collect", given["checkpoint"], data / given["data"]),
+        *("--subset", given["subset"], "--out", given["out"]),
+        *("--max-sentences", given["--max-sentences"]),
+    )
+    assert all(part in sentence for part in parts), sentence
+    assert sorted(tmp_path.iterdir()) == before  # nothing half-written
+
+
+def test_a_folder_that_cannot_be_written_is_named(data, checkpoint, monkeypatch, capsys, tmp_path):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    path, words = checkpoint(TRANSLATION), ("--out", tmp_path / "locked" / "new")
+    monkeypatch.setattr(Path, "mkdir", refuse)  # a test may run as root, to whom nothing is locked
+    sentence = told(monkeypatch, capsys, "collect", path, data / "mt", *words)
+    assert "locked/new" in sentence and "Permission denied" in sentence and "--out" in sentence
+
+
+def test_a_missing_package_is_named_with_the_extra(data, checkpoint, monkeypatch, capsys, tmp_path):
+    monkeypatch.delitem(sys.modules, "multimax_fairseq.analysis.collect")
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    path, out = checkpoint(TRANSLATION), ("--out", tmp_path / "new")
+    sentence = told(monkeypatch, capsys, "collect", path, data / "mt", *out)
+    assert "tqdm" in sentence and "pip install" in sentence and "analysis" in sentence
+
+
+def test_checkpoints_of_other_runs_are_refused(data, checkpoint, monkeypatch, capsys, tmp_path):
+    ours, out = checkpoint(TRANSLATION), ("--out", tmp_path / "new")
+    same = checkpoint(TRANSLATION, seed=2)
+    sentence = told(monkeypatch, capsys, "collect", ours, same, data / "mt", *out)
+    assert "both have 7 updates" in sentence
+    stock = checkpoint("transformer_iwslt_de_en", updates=9)
+    sentence = told(monkeypatch, capsys, "collect", ours, stock, data / "mt", *out)
+    assert "not of one run" in sentence and "compare" in sentence
+    joined = checkpoint(TRANSLATION, "--cross-self-attention", "--no-cross-attention")
+    sentence = told(monkeypatch, capsys, "collect", joined, data / "mt", *out)
+    assert "--cross-self-attention" in sentence
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_fails_half_way_leaves_the_earlier_collection(data, checkpoint, tmp_path, monkeypatch):
+    path, backend = checkpoint(TRANSLATION), os.environ.get("MULTIMAX_BACKEND")
+    out = gather(tmp_path / "out", path, data=data / "mt", sentences=2)
+    (out / "note.txt").write_text("of the first")
+    with monkeypatch.context() as patched:
+        patched.setattr(collection, "_write_json", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gather(out, path, data=data / "mt", sentences=3)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert (out / "note.txt").exists()
+    gather(out, path, data=data / "mt", sentences=3)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert not (out / "note.txt").exists()
+    signed = json.loads((out / "collection.json").read_text(encoding="utf-8"))
+    assert signed["sentences"] == 3 and os.environ.get("MULTIMAX_BACKEND") == backend
+
+
+def test_the_command_itself(data, checkpoint, collected, tmp_path):
+    path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
+    words = ("python", "-m", "multimax_fairseq.analysis", "collect", path, data / "mt")
+    output = run(
+        *(tmp_path, *words, "--out", "new", "--user-dir", ROOT / "multimax_fairseq"),
+        MULTIMAX_BACKEND="cpp",
+    )
+    assert output.strip().splitlines()[-1].startswith("Collected in new")
+    assert_alike(tmp_path / "new", collected("multimax"))

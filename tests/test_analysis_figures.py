@@ -1,0 +1,610 @@
+"""multimax-analyze plot, report and compare, from made-up collections of every normalizer."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import collection as made_up
+import numpy as np
+import pandas as pd
+import pytest
+from commands import refused, run
+from reference import sigma
+
+from multimax_fairseq.analysis import __main__, collection, plot, report
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.functional import NORMALIZERS
+
+pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of what it cannot lay out
+
+SMALL = {"layers": 2, "heads": 3, "updates": (10, 40)}
+TRANSLATIONS = ("softmax", "multimax", "alpha_entmax")  # the others are language models
+ALWAYS = {
+    "sparsity-multi-modality",
+    "pareto",
+    "over-smoothing",
+    "over-smoothing-updates",
+    "rollout",
+    "rollout-example",
+    "simplex-2d",
+    "simplex-3d",
+    "density",
+    "head-diversity",
+    "positional-heads",
+    "output-layer",
+}
+OF_A_KIND = {"weight-histograms", "weight-distributions"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{normalizer: a collection of it}, and lm: a language model with an output modulator."""
+    root = tmp_path_factory.mktemp("collections")
+    found = {
+        name: made_up.write(
+            root / name, name, language_model=name not in TRANSLATIONS, seed=seed, **SMALL
+        )
+        for seed, name in enumerate(NORMALIZERS)
+    }
+    found["lm"] = made_up.write(root / "lm", language_model=True, **SMALL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn(folders):
+    """drawn(name) -> {figure's name: Drawn} of that collection, drawn once."""
+    kept = {}
+
+    def draw(name):
+        if name not in kept:
+            found = plot.figures([collection.read(folders[name])])
+            kept[name] = {entry.name: entry for entry in found}
+        return kept[name]
+
+    return draw
+
+
+def check_figure(entry):
+    """Title, labels, data in every panel; a picture that is not blank."""
+    figure = entry.figure
+    assert entry.title and entry.caption and figure.get_suptitle(), entry.name
+    panels = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
+    assert panels
+    labelled = 0
+    for axis in panels:
+        behind = not axis.get_xlabel() and any(
+            axis is not other and axis.get_shared_x_axes().joined(axis, other) for other in panels
+        )
+        if not behind:
+            assert axis.get_xlabel() and axis.get_ylabel(), (entry.name, axis)
+            assert axis.get_title() or len(panels) == 1 or entry.name == "output-layer", entry.name
+        assert has_data(axis), entry.name
+        labelled += len(axis.get_legend_handles_labels()[1])
+    if labelled > 1:
+        assert figure.legends or all(axis.get_legend() for axis in panels), entry.name
+    for axis in set(figure.axes) - set(panels):
+        assert axis.get_xlabel() or axis.get_ylabel(), entry.name  # a colour bar
+    held = io.BytesIO()
+    figure.set_layout_engine("none")  # half the time; the commands' tests lay out
+    figure.savefig(held, format="rgba", dpi=30)
+    pixels = np.frombuffer(held.getvalue(), np.uint8).reshape(-1, 4)[:, :3]
+    assert 0.01 < (pixels.min(1) < 200).mean() < 0.9, entry.name
+
+
+def has_data(axis):
+    if hasattr(axis, "get_zlim"):
+        lines = [np.asarray(line.get_data_3d()) for line in axis.lines]
+    else:
+        lines = [np.asarray(line.get_xydata(), dtype=float) for line in axis.lines]
+    return (
+        any(np.isfinite(line).any() and line.size > 2 for line in lines)
+        or any(np.isfinite(np.asarray(image.get_array())).any() for image in axis.images)
+        or any(patch.get_height() > 0 for patch in axis.patches if hasattr(patch, "get_height"))
+    )
+
+
+# --- the figures -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*NORMALIZERS, "lm"])
+def test_every_figure_is_whole(drawn, name):
+    for entry in drawn(name).values():
+        check_figure(entry)
+
+
+@pytest.mark.parametrize("name", [*NORMALIZERS, "lm"])
+def test_every_figure_that_has_data_is_drawn_and_no_other(drawn, name):
+    kinds = ["encoder", "decoder", "cross"] if name in TRANSLATIONS else ["decoder"]
+    wanted = ALWAYS | {f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds}
+    wanted |= {"bpe-merging-heads"}
+    if name in TRANSLATIONS:
+        wanted |= {"interrogation-heads"}
+    if name in ("multimax", "lm"):
+        places = [*kinds, "output"] if name == "lm" else kinds
+        wanted |= {"parameters"}
+        wanted |= {f"modulators-{place}" for place in places}
+        wanted |= {f"parameter-trajectories-{place}" for place in places}
+    if name == "alpha_entmax":
+        wanted |= {"alpha-trajectories", "alpha-distribution"}
+    assert set(drawn(name)) == wanted
+
+
+def test_a_single_checkpoint_of_first_order_with_a_modulator_a_head(tmp_path):
+    folder = made_up.write(
+        tmp_path / "one", order=1, separate=True, updates=(7,), layers=1, heads=2
+    )
+    found = {entry.name: entry for entry in plot.figures([collection.read(folder)])}
+    assert not [name for name in found if "trajectories" in name or name.endswith("updates")]
+    (axis, _) = found["modulators-encoder"].figure.axes
+    assert len(axis.lines) == 3  # the identity, and two heads
+    for name in ("modulators-encoder", "parameters", "simplex-3d", "density"):
+        check_figure(found[name])
+
+
+def test_one_sided_modulators_and_learned_temperatures(tmp_path):
+    folder = made_up.write(tmp_path / "low", language_model=True, updates=(7,), layers=1, heads=2)
+    table = pd.read_csv(folder / "parameters.csv")
+    table[table["name"].isin(["t_b1", "t_b2", "b1", "b2"])].to_csv(
+        folder / "parameters.csv", index=False
+    )
+    found = {entry.name: entry for entry in plot.figures([collection.read(folder)])}
+    check_figure(found["modulators-decoder"])
+    check_figure(found["parameters"])
+    folder = made_up.write(tmp_path / "t", "softmax", temperature=True, **SMALL)
+    found = {entry.name: entry for entry in plot.figures([collection.read(folder)])}
+    for name in ("parameters", "parameter-trajectories-cross", "simplex-2d"):
+        check_figure(found[name])
+
+
+# --- what they show ----------------------------------------------------------------------------
+
+
+def lines_of(axis):
+    return {line.get_label(): line.get_xydata() for line in axis.lines}
+
+
+def test_modulators_are_drawn_as_the_paper_defines_them(drawn, folders):
+    figure = drawn("multimax")["modulators-cross"].figure
+    table = pd.read_csv(folders["multimax"] / "parameters.csv")
+    table = table[(table["updates"] == 40) & (table["place"] == "cross")]
+    heads = pd.read_csv(folders["multimax"] / "heads.csv")
+    for layer in range(2):
+        axis = next(a for a in figure.axes if a.get_title() == f"layer {layer + 1}")
+        own = table[table["layer"] == layer].set_index("name")["value"]
+        identity, curve = (line.get_xydata() for line in axis.lines)
+        np.testing.assert_allclose(identity[:, 0], identity[:, 1])
+        wanted = sigma(
+            curve[:, 0], *([own[f"{s}1"], own[f"{s}2"]] for s in ("t_b", "t_d", "b", "d"))
+        )
+        np.testing.assert_allclose(curve[:, 1], wanted, atol=1e-9)
+        chosen = heads[(heads["updates"] == 40) & (heads["kind"] == "cross")]
+        share = chosen[chosen["layer"] == layer]["past_turning_point"].mean()
+        assert axis.texts[0].get_text().endswith(plot.percent(share))
+
+
+def test_percent_never_rounds_to_nothing():
+    words = {0: "0 %", 1: "1e+02 %", 0.5: "50 %", 0.0004: "0.04 %", 1e-7: "1e-05 %"}
+    assert {share: plot.percent(share) for share in words} == words
+
+
+def test_sparsity_against_multi_modality_shows_the_files_numbers(drawn, folders):
+    table = pd.read_csv(folders["sparsemax"] / "temperatures.csv")
+    table = table[(table["updates"] == 40) & (table["layer"] == 1)]
+    (axis,) = drawn("sparsemax")["pareto"].figure.axes
+    own = table[table["temperature"].isna()][["sparsity", "multi_modality"]].to_numpy()
+    np.testing.assert_allclose(lines_of(axis)["layer 2"], own)
+    line = table.dropna().sort_values("temperature")[["sparsity", "multi_modality"]].to_numpy()
+    assert any(np.allclose(d.get_xydata(), line) for d in axis.lines if len(d.get_xdata()) > 2)
+
+
+def test_heatmaps_show_the_files_numbers(drawn, folders):
+    heads = pd.read_csv(folders["softmax"] / "heads.csv")
+    heads = heads[(heads["updates"] == 40) & (heads["kind"] == "encoder")]
+    axis = drawn("softmax")["sparsity-multi-modality"].figure.axes[0]
+    np.testing.assert_allclose(
+        axis.images[0].get_array(), heads["sparsity"].to_numpy().reshape(2, 3)
+    )
+    axis = drawn("softmax")["positional-heads"].figure.axes[0]
+    offsets = [int(text.get_text()) for text in axis.texts]
+    assert offsets == heads["offset"].tolist()
+
+
+def test_distributions_start_at_the_share_of_zeros_and_end_at_one(drawn, folders):
+    table = pd.read_csv(folders["sparsemax"] / "histograms.csv")
+    table = table[(table["quantity"] == "probability") & (table["updates"] == 40)]
+    figure = drawn("sparsemax")["weight-distributions-decoder"].figure
+    for layer, axis in enumerate(figure.axes):
+        own = table[table["layer"] == layer]
+        zeros = own[own["right"] == 0]["count"].sum() / own["count"].sum()
+        line = lines_of(axis)["40 updates"]
+        assert line[0, 1] == pytest.approx(zeros) and zeros > 0.5
+        assert line[-1, 1] == pytest.approx(1)
+        assert (np.diff(line[:, 1]) >= 0).all()
+    marked = lines_of(drawn("sparsemax")["weight-histograms-decoder"].figure.axes[0])
+    assert "exactly 0: 40 updates" in marked
+    assert not any(
+        "exactly" in label
+        for label in lines_of(drawn("softmax")["weight-histograms-cross"].figure.axes[0])
+    )
+
+
+@pytest.mark.parametrize("labels", ["first and last bin open", "empty ends"])
+def test_open_ends_of_histograms_may_be_empty(tmp_path, labels):
+    folder = made_up.write(tmp_path / "c", language_model=True, updates=(1,), layers=1, heads=1)
+    if labels == "empty ends":
+        table = pd.read_csv(folder / "histograms.csv")
+        table.replace([np.inf, -np.inf], np.nan).to_csv(folder / "histograms.csv", index=False)
+    table = collection.read(folder).histograms
+    left, right, share = plot.bins(table[table["quantity"] == "score"])
+    assert left[0] == -np.inf and right[-1] == np.inf and share.sum() == pytest.approx(1)
+    assert (left[1:] == right[:-1]).all()
+
+
+def test_simplex_pictures_show_weights(drawn):
+    for axis in drawn("multimax")["simplex-3d"].figure.axes:
+        for line in getattr(axis, "lines", []):
+            if hasattr(line, "get_data_3d") and line.get_label()[0] != "_":
+                np.testing.assert_allclose(np.sum(line.get_data_3d(), 0), 1, atol=1e-6)
+    known = lines_of(drawn("softmax")["simplex-2d"].figure.axes[0])
+    x, weight = known["softmax"].T
+    np.testing.assert_allclose(weight, 1 / (1 + np.exp(-x)), atol=1e-9)
+    x, weight = known["sparsemax"].T
+    np.testing.assert_allclose(weight, np.clip((x + 1) / 2, 0, 1), atol=1e-9)
+
+
+# --- several collections -----------------------------------------------------------------------
+
+COMPARED = ("softmax", "multimax", "alpha_entmax")
+
+
+def test_compared_figures_have_every_model_in_them(folders):
+    found = collection.read_all([folders[name] for name in COMPARED])
+    names = set()
+    for entry in plot.figures(found):
+        names.add(entry.name)
+        check_figure(entry)
+        shown = {text.get_text() for legend in entry.figure.legends for text in legend.texts}
+        assert {"softmax", "MultiMax", "α-entmax"} <= shown, entry.name
+    kinds = ("encoder", "decoder", "cross")
+    assert names == {"pareto", "over-smoothing", "rollout", "density", "head-diversity"} | {
+        "output-layer",
+        *(f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds),
+    }
+
+
+def test_a_language_model_beside_a_translation_model(folders):
+    for entry in plot.figures(collection.read_all([folders["lm"], folders["softmax"]])):
+        check_figure(entry)
+
+
+def test_labels_tell_collections_apart(folders, tmp_path):
+    other = shutil.copytree(folders["softmax"], tmp_path / "other")
+    found = collection.read_all([folders["softmax"], other, folders["lm"], other])
+    labels = [entry.label for entry in found]
+    assert labels == ["softmax (softmax)", "softmax (other) 2", "MultiMax", "softmax (other) 4"]
+
+
+def test_what_is_not_measured_alike_is_said(folders, tmp_path):
+    other = shutil.copytree(folders["lm"], tmp_path / "other")
+    signed = json.loads((other / "collection.json").read_text(encoding="utf-8"))
+    signed["epsilon"] = 0.5
+    (other / "collection.json").write_text(json.dumps(signed), encoding="utf-8")
+    (words,) = report.differences(collection.read_all([folders["lm"], other]))
+    assert "epsilon" in words
+    assert report.differences(collection.read_all([folders["lm"], folders["softmax"]])) == []
+
+
+# --- the commands and their pages --------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a page would fetch, its ids, images and text."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.resources, self.links, self.ids, self.texts = [], [], [], []
+        self.source = file.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.ids.append(attributes.get("id"))
+        if tag == "a":
+            self.links.append(attributes["href"])
+        for name in ("src", "data", "srcset", "action", "poster"):
+            if name in attributes:
+                self.resources.append(attributes[name])
+        assert tag not in ("link", "iframe", "object", "embed", "base")
+        assert tag != "img" or attributes["alt"]
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+def check_page(file, figures):
+    page = Page(file)
+    images = [r for r in page.resources if r.startswith("data:image/png;base64,iVBOR")]
+    assert len(images) == len(page.resources) == len(figures)
+    assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttp|import\(", page.source)
+    assert {f"#{name}" for name in figures} <= set(page.links)
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    return page
+
+
+@pytest.fixture
+def analyze(monkeypatch, capsys):
+    """analyze(*arguments) -> what the command printed, run in this process."""
+
+    def run_here(*arguments):
+        monkeypatch.setattr(sys, "argv", ["multimax-analyze", *map(str, arguments)])
+        __main__.main()
+        return capsys.readouterr().out
+
+    return run_here
+
+
+def drawn_names(output):
+    return re.findall(r"^drawn: (\S+)$", output, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def pages(folders, tmp_path_factory):
+    """A report of a translation model, as the command writes it."""
+    out = tmp_path_factory.mktemp("report")
+    output = run(out, "multimax-analyze", "report", folders["multimax"], "--out", out)
+    assert output.rstrip().endswith(f"written: {out / 'report.html'}")
+    return out / "report.html", drawn_names(output)
+
+
+def test_plot_writes_png_and_svg_of_everything(folders, tmp_path, analyze):
+    folder = shutil.copytree(folders["topk"], tmp_path / "c")
+    names = drawn_names(analyze("plot", folder))
+    assert {f"{n}.{form}" for n in names for form in ("png", "svg")} == {
+        file.name for file in (folder / "figures").iterdir()
+    }
+    assert set(names) > {"pareto", "density"}
+    for name in names:
+        assert (folder / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        svg = (folder / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert "</svg>" in svg and "<text" in svg
+
+
+def test_report_holds_everything(pages, folders, drawn):
+    file, names = pages
+    assert set(names) == set(drawn("multimax"))
+    page = check_page(file, names)
+    text = page.text
+    assert "MultiMax: what the model has learned" in text
+    for words in ("multimax-analyze collect checkpoint.pt", "0" * 40, "transformer", "epsilon"):
+        assert words in text, words
+    table = pd.read_csv(folders["multimax"] / "parameters.csv")
+    for value in table[table["updates"] == 40]["value"]:
+        assert report.number(value) in text
+    for entry in drawn("multimax").values():
+        assert entry.caption[:40] in text
+    assert (len(list(file.parent.iterdir()))) == 1
+
+
+def test_report_of_a_language_model_without_examples(folders, tmp_path):
+    folder = shutil.copytree(folders["sparsemax"], tmp_path / "c")
+    (folder / "examples.json").write_text("[]", encoding="utf-8")
+    names = list(report.report(collection.read(folder), folder))
+    page = check_page(folder / "report.html", names)
+    assert "matrix" not in page.ids and "rollout-example" not in names
+
+
+def test_words_of_the_text_cannot_end_the_script(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "figures", lambda _: iter(()))
+    folder = shutil.copytree(folders["lm"], tmp_path / "c")
+    examples = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
+    examples[0]["target"]["tokens"][0] = "</script><b>"
+    (folder / "examples.json").write_text(json.dumps(examples), encoding="utf-8")
+    list(report.report(collection.read(folder), folder))
+    source = (folder / "report.html").read_text(encoding="utf-8")
+    assert "</script><b>" not in source
+    found = re.search(r'id="examples">(.*?)</script>', source, re.DOTALL)
+    assert json.loads(found[1]) == examples
+
+
+def test_compare_writes_figures_and_a_page(folders, tmp_path, analyze):
+    out = tmp_path / "new" / "out"
+    given = [folders["lm"], folders["entmax15"]]
+    output = analyze("compare", *given, "--out", out)
+    names = drawn_names(output)
+    assert len(names) >= 7
+    page = check_page(out / "compare.html", names)
+    assert "MultiMax beside 1.5-entmax" in page.text
+    tables = [pd.read_csv(folder / "heads.csv") for folder in given]
+    for table in tables:
+        assert report.number(table[table["updates"] == 40]["density"].mean()) in page.text
+    assert {f"{name}.svg" for name in names} < {file.name for file in out.iterdir()}
+
+
+# --- the interactive view ----------------------------------------------------------------------
+
+
+def test_the_script_joins_subwords_and_averages_heads(folders):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node: the script's functions did not run (the page was only parsed)")
+    examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
+    script = (report.TEMPLATES / "attention.js").read_text(encoding="utf-8")
+    asked = [
+        (kind, layer, head, join)
+        for kind in ("encoder", "decoder", "cross")
+        for layer in (0, 1)
+        for head in (0, "mean", "rollout")[: 2 if kind == "cross" else 3]
+        for join in (False, True)
+    ]
+    code = f"""{script}
+const example = {json.dumps(examples[0])};
+const asked = {json.dumps(asked)};
+console.log(JSON.stringify(asked.map((a) => view(example, ...a))));"""
+    done = subprocess.run([node], input=code, capture_output=True, text=True, check=True)
+    for (kind, layer, head, join), found in zip(asked, json.loads(done.stdout), strict=True):
+        heads = np.array(examples[0]["attention"][kind][layer])
+        matrix = heads.mean(0) if head == "mean" else heads[0]
+        if head == "rollout":
+            matrix = np.array(examples[0]["rollout"][kind][layer])
+        queries = examples[0]["source" if kind == "encoder" else "target"]
+        keys = examples[0]["target" if kind == "decoder" else "source"]
+        if join:
+            rows = [matrix[w["start"] : w["end"]].mean(0) for w in queries["words"]]
+            matrix = np.array(
+                [[row[w["start"] : w["end"]].sum() for w in keys["words"]] for row in rows]
+            )
+        np.testing.assert_allclose(found["matrix"], matrix, atol=1e-9)
+        assert found["keys"] == (
+            [word["word"] for word in keys["words"]] if join else keys["tokens"]
+        )
+        assert len(found["queries"]) == len(matrix)
+
+
+DRIVE = """
+<script>
+const found = [];
+const note = () => found.push([
+  document.getElementById("told").textContent,
+  document.querySelectorAll("#matrix tbody tr").length,
+  document.querySelectorAll("#matrix tbody tr:first-child td").length,
+]);
+const set = (id, value) => {
+  const element = document.getElementById(id);
+  if (element.type === "checkbox") element.checked = value; else element.value = value;
+  element.dispatchEvent(new Event("change"));
+};
+const press = (key) =>
+  document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+note();
+set("kind", "cross"); set("layer", "1"); set("head", "2"); note();
+set("join", false); note();
+document.querySelector("#matrix tbody tr:nth-child(2) td:nth-child(4)").click(); note();
+press("ArrowDown"); press("ArrowLeft"); note();
+set("sentence", "1"); note();
+const images = [...document.images].every((image) => image.naturalWidth > 300);
+document.title = JSON.stringify({ found, images });
+</script>
+"""
+
+
+def test_the_page_in_a_browser(pages, folders, tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no chromium: the page was not opened (it was parsed, its functions ran)")
+    page = pages[0].read_text(encoding="utf-8")
+    # The images are decoded by the time that the page has loaded.
+    drive = DRIVE.replace("<script>", "<script>addEventListener('load', () => {").replace(
+        "</script>", "});</script>"
+    )
+    (tmp_path / "page.html").write_text(page.replace("</body>", f"{drive}</body>"), "utf-8")
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        + [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", str(tmp_path / "page.html")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+    title = re.search(r"<title>(\{.*?\})</title>", done.stdout, re.DOTALL)
+    assert title, done.stderr[-2000:]
+    seen = json.loads(title[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    assert seen["images"]
+    examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
+    told = [words for words, _, _ in seen["found"]]
+    sizes = [tuple(size) for _, *size in seen["found"]]
+    sides = {side: examples[0][side] for side in ("source", "target")}
+    words = {side: len(found["words"]) for side, found in sides.items()}
+    tokens = {side: len(found["tokens"]) for side, found in sides.items()}
+    by_word, by_token = (words["target"], words["source"]), (tokens["target"], tokens["source"])
+    assert sizes == [(words["source"],) * 2, by_word, *[by_token] * 4]
+    head = examples[0]["attention"]["cross"][1][2]
+
+    def said(query, key):
+        query_word = sides["target"]["tokens"][query]
+        key_word = sides["source"]["tokens"][key]
+        return f"“{query_word}” gives “{key_word}” the weight {head[query][key]:.4f}."
+
+    # The heading of a row is its first cell: the fourth cell is the third key.
+    assert told[2:5] == [said(0, 0), said(1, 2), said(2, 1)]
+
+
+# --- what a user can get wrong -----------------------------------------------------------------
+
+
+def test_mistakes_end_in_one_sentence(folders, tmp_path, analyze):
+    words = refused(tmp_path, "multimax-analyze", "plot", "nowhere")
+    assert "'nowhere' is not a folder" in words and "multimax-analyze collect" in words
+    (tmp_path / "file").touch()
+    for command, out, wanted in (
+        ("report", tmp_path / "file" / "out", "cannot write in"),
+        ("plot", tmp_path / "file", "cannot write in"),
+        ("compare", tmp_path / "new", "two collections or more"),
+    ):
+        with pytest.raises(SystemExit, match=f"^multimax-analyze: error: .*{wanted}"):
+            analyze(command, folders["lm"], "--out", out)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["plot", "report", "compare"])
+def test_a_folder_that_cannot_be_written(folders, tmp_path, monkeypatch, command):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    found = collection.read(folders["lm"])
+    start = {
+        "plot": lambda: plot.plot(found, tmp_path),
+        "report": lambda: report.report(found, tmp_path),
+        "compare": lambda: report.compare([found, found], tmp_path),
+    }[command]
+    with pytest.raises(UsageError, match=r"cannot write in .*Permission denied.*--out"):
+        next(start())
+
+
+@pytest.mark.parametrize("name", [*collection.COLUMNS, "examples", "collection"])
+def test_files_that_are_missing_or_damaged(folders, tmp_path, name):
+    folder = shutil.copytree(folders["lm"], tmp_path / "c")
+    file = next(folder.glob(f"{name}.*"))
+    kept = file.read_text(encoding="utf-8")
+    file.unlink()
+    with pytest.raises(UsageError, match=rf"has no {file.name}: give a folder"):
+        collection.read(folder)
+    damages = {"": "collect again", "[1, 2": "collect again"}
+    if file.suffix == ".csv":
+        damages[kept.replace("updates", "steps", 1)] = "no column updates"
+        damages[re.sub(r"\b40\b", "x", kept)] = "collect again"
+    else:
+        damages["3"] = "is expected, not a int"
+    for text, words in damages.items():
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=words) as caught:
+            collection.read(folder)
+        assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_a_missing_package_is_named_with_what_installs_it(folders, tmp_path):
+    (tmp_path / "pandas.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'pandas'\", name='pandas')", encoding="utf-8"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = refused(tmp_path, "multimax-analyze", "plot", folders["lm"], PYTHONPATH=path)
+    assert "the package pandas is missing" in words and "multimax-fairseq[analysis]" in words
+
+
+def test_figures_need_no_fairseq(tmp_path):
+    code = (
+        "import sys; from multimax_fairseq.analysis import collection, plot, report; "
+        "print('fairseq' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    assert run(tmp_path, sys.executable, "-c", code).split()[-2:] == ["False", "False"]

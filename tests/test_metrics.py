@@ -1,0 +1,257 @@
+"""The metrics against values worked out by hand, loops over entries, and the propositions."""
+
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+
+from multimax_fairseq import Modulator, multimax
+from multimax_fairseq.analysis import metrics
+from multimax_fairseq.functional.modulator import modulate
+
+NAN = math.nan
+
+
+def tensor(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, tensor(expected), rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def random_rows(rows=200, seed=0):
+    """Scores, what is excluded, softmax; at least one entry of each row is left."""
+    generator = np.random.default_rng(seed)
+    scores = generator.normal(scale=2.0, size=(rows, 12))
+    excluded = generator.random((rows, 12)) < 0.3
+    excluded[:, 0] = False
+    return scores, excluded, reference.softmax(scores, excluded)
+
+
+# --- by hand ------------------------------------------------------------------------------------
+
+
+def test_multi_modality_by_hand():
+    scores, probs = tensor([3.0, 2.0, 1.0, -1.0]), tensor([0.5, 0.3, 0.2, 0.0])
+    close(metrics.multi_modality(scores, probs, 0.0), 1 - (0.2 + 0.3) / 2)
+    close(metrics.multi_modality(scores, probs, 1.5), 1 - 0.2)
+    close(metrics.multi_modality(scores, probs, 2.5), NAN)
+    without = torch.tensor([False, True, False, False])
+    close(metrics.multi_modality(scores, probs, 0.0, without), 1 - 0.3)
+
+
+def test_sparsity_by_hand():
+    scores, probs = tensor([3.0, 0.0, -1.0, -2.0]), tensor([0.7, 0.2, 0.1, 0.0])
+    close(metrics.sparsity(scores, probs, 1.0, 0.1), (math.exp(-2) + math.exp(-1) + 1) / 3)
+    close(metrics.sparsity(scores, probs, -1.5, 0.1), 1.0)
+    close(metrics.sparsity(scores, probs, -2.0, 0.1), NAN)
+    without = torch.tensor([False, False, False, True])
+    close(metrics.sparsity(scores, probs, 1.0, 0.1, without), (math.exp(-2) + math.exp(-1)) / 2)
+
+
+def test_thresholds_count_what_is_not_excluded():
+    scores = tensor([[1.0, 2.0, 30.0], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    close(metrics.mean_score(scores, mask), [[1.5], [5.0]])
+    close(metrics.mean_score(scores), [[11.0], [5.0]])
+    close(metrics.uniform_probability(scores, mask), [[0.5], [1 / 3]])
+    close(metrics.uniform_probability(scores), [[1 / 3], [1 / 3]])
+
+
+def test_entropy_and_density_by_hand():
+    probs = tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25] * 4])
+    close(metrics.entropy(probs), [math.log(2), 0.0, math.log(4)])
+    close(metrics.density(probs), [0.5, 0.25, 1.0])
+    mask = torch.tensor([[False, False, False, True]] * 2 + [[False] * 4])
+    close(metrics.density(probs, mask), [2 / 3, 1 / 3, 1.0])
+
+
+def test_head_diversity_by_hand():
+    apart = tensor([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]])
+    close(metrics.head_diversity(apart), [1.0])
+    close(metrics.head_diversity(apart[:1].expand(3, 1, 3)), [0.0])
+    close(metrics.head_diversity(apart[:1]), [0.0])
+    # H(3/4, 1/4) - (0 + log 2) / 2 in bits
+    half = tensor([[[1.0, 0.0]], [[0.5, 0.5]]])
+    mixed = -0.75 * math.log2(0.75) + 0.25 * 2
+    close(metrics.head_diversity(half), [mixed - 0.5])
+
+
+def test_positions_by_hand():
+    offsets = metrics.relative_positions(torch.arange(2), torch.arange(3))
+    assert offsets.tolist() == [[0, 1, 2], [-1, 0, 1]]
+    probs = tensor([[[0.1, 0.7, 0.2], [0.6, 0.1, 0.3]]])
+    assert metrics.top_offset(probs, offsets).tolist() == [[1, -1]]
+    close(metrics.average_distance(probs, offsets), [[0.7 + 0.4, 0.6 + 0.3]])
+
+
+def test_median_of_counts():
+    values = torch.rand(1001, generator=torch.Generator().manual_seed(0))
+    counts = torch.histc(values, bins=200, min=0, max=1)
+    assert metrics.median_of_counts(counts) == pytest.approx(float(values.median()), abs=1 / 200)
+    close(metrics.median_of_counts(tensor([0, 4, 0, 0])), 0.375)
+    close(metrics.median_of_counts(tensor([1, 0, 0, 1]), -2, 2), -1.0)
+    close(metrics.median_of_counts(tensor([0, 0])), NAN)
+
+
+def test_weight_on_chosen_keys():
+    probs = tensor([[0.1, 0.7, 0.2], [0.6, 0.1, 0.3]])
+    chosen = torch.tensor([[True, False, True], [False, False, False]])
+    close(metrics.weight_on(probs, chosen), [0.3, NAN])
+
+
+def test_token_similarity_by_hand_and_by_pairs():
+    features = tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
+    close(metrics.token_similarity(features), (0 + math.sqrt(0.5) * 2) / 3)
+    close(metrics.token_similarity(features[:1]), NAN)
+    many = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.arange(7) >= torch.tensor([[7], [4]])
+    for row, found, length in zip(many, metrics.token_similarity(many, mask), (7, 4), strict=True):
+        pairs = [
+            float(torch.cosine_similarity(row[i], row[j], 0))
+            for i in range(length)
+            for j in range(length)
+            if i != j
+        ]
+        assert float(found) == pytest.approx(np.mean(pairs))
+
+
+def test_rollout_by_hand():
+    first, second = tensor([[1.0, 0.0], [0.5, 0.5]]), tensor([[0.0, 1.0], [1.0, 0.0]])
+    below = metrics.rollout(first)
+    close(below, [[1.0, 0.0], [0.25, 0.75]])
+    # (A + I) / 2 of the second is 0.5 everywhere
+    close(metrics.rollout(second, below), [[0.625, 0.375], [0.625, 0.375]])
+    random = torch.rand(3, 4, 6, 6, dtype=torch.float64).softmax(-1)
+    mixed = torch.eye(6, dtype=torch.float64)
+    found = None
+    for layer in random:
+        mixed = ((layer + torch.eye(6)) / 2) @ mixed
+        found = metrics.rollout(layer, found)
+    torch.testing.assert_close(found, mixed)
+    torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+
+
+def test_correlation_is_numpys():
+    x, y = torch.rand(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    mask = torch.zeros(3, 4, 5, dtype=torch.bool)
+    mask[1, 2:] = True
+    found = metrics.correlation(x, y, mask)
+    for row in range(3):
+        kept = ~mask[row]
+        expected = np.corrcoef(x[row][kept], y[row][kept])[0, 1]
+        assert float(found[row]) == pytest.approx(expected)
+    close(metrics.correlation(x, -x), [-1.0] * 3)
+    assert metrics.correlation(x, torch.full_like(x, 0.1)).isnan().all()
+
+
+# --- against loops over entries -----------------------------------------------------------------
+
+
+def test_sparsity_and_multi_modality_are_the_references():
+    scores, excluded, probs = random_rows()
+    given = tensor(scores), tensor(probs)
+    mask = torch.tensor(excluded)
+    checked = [0, 0]
+    for epsilon in (-1.0, 0.0, 0.5):
+        found = metrics.multi_modality(*given, epsilon, mask).tolist()
+        sparse = metrics.sparsity(*given, epsilon, 0.05, mask).tolist()
+        for row in range(len(scores)):
+            x, p = scores[row][~excluded[row]], probs[row][~excluded[row]]
+            if ((x > epsilon) & (x < x.max())).any():
+                checked[0] += 1
+                expected = reference.multi_modality(x, p, epsilon)
+                assert found[row] == pytest.approx(expected)
+            else:
+                assert math.isnan(found[row])
+            if (x < epsilon).any():
+                checked[1] += 1
+                assert sparse[row] == pytest.approx(reference.sparsity(x, p, epsilon, 0.05))
+            else:
+                assert math.isnan(sparse[row])
+    assert min(checked) > 300
+
+
+def test_head_diversity_is_the_mean_divergence_from_the_mean():
+    """JS as the mean of the heads' Kullback-Leibler divergences from their mean."""
+    probs = torch.rand(3, 4, 5, 7, dtype=torch.float64).mul(3).softmax(-1)
+    mean = probs.mean(1, keepdim=True)
+    divergence = (probs * (probs / mean).log()).sum(-1).mean(1) / math.log(4)
+    torch.testing.assert_close(metrics.head_diversity(probs), divergence)
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+@pytest.mark.parametrize("terms", ["both", "low", "high"])
+def test_modulator_slope_is_the_gradient(terms, heads):
+    torch.manual_seed(4)
+    module = Modulator(2, terms, heads, init_std=1.0).double()
+    x = (torch.randn(2, 3, 4, 5, dtype=torch.float64) * 4).requires_grad_()
+    parameters = (
+        module.low_coefficient,
+        module.low_threshold,
+        module.high_coefficient,
+        module.high_threshold,
+    )
+    (expected,) = torch.autograd.grad(modulate(x, *parameters).sum(), x)
+    slope = metrics.modulator_slope(x.detach(), *parameters)
+    torch.testing.assert_close(slope.detach(), expected)
+    assert (slope < 0).any()
+
+
+# --- the paper's propositions -------------------------------------------------------------------
+
+
+def test_proposition_3_5_softmax_trades_sparsity_for_multi_modality():
+    scores, excluded, _ = random_rows(seed=1)
+    scores, mask = tensor(scores), torch.tensor(excluded)
+    epsilon = metrics.mean_score(scores, mask)
+    uniform = metrics.uniform_probability(scores, mask)
+    modality, sparse = [], []
+    for temperature in (0.25, 0.5, 1.0, 2.0, 4.0):
+        probs = (scores / temperature).masked_fill(mask, -torch.inf).softmax(-1)
+        modality.append(metrics.multi_modality(scores, probs, epsilon, mask))
+        sparse.append(metrics.sparsity(scores, probs, epsilon, uniform, mask))
+        (at_once,) = metrics.over_temperatures(scores, [temperature], epsilon, uniform, mask)
+        torch.testing.assert_close(at_once, (sparse[-1], modality[-1]), equal_nan=True)
+    for rising in (torch.stack(modality), -torch.stack(sparse)):
+        defined = rising[:, ~rising[0].isnan()]
+        assert defined.shape[1] > 100
+        assert (defined.diff(dim=0) >= 0).all() and (defined[-1] > defined[0]).all()
+
+
+def modulated(seed=2):
+    """Scores, thresholds and both mappings, with the signs that 4.2 and 4.3 ask for."""
+    generator = np.random.default_rng(seed)
+    for _ in range(200):
+        x = tensor(generator.normal(scale=2.0, size=int(generator.integers(8, 40))))
+        b, d = (float(x.quantile(q)) + 1e-3 for q in (0.6, 0.75))
+        t_b, t_d = float(generator.uniform(1.05, 3.0)), float(generator.uniform(0.1, 0.95))
+        low, both = (
+            multimax(x, Modulator.from_values([t_b], [high], [b], [d])).detach()
+            for high in (1.0, t_d)
+        )
+        mean = x[x < b].mean() - math.log((x < b).sum()) / (x < b).sum()
+        bound = min(float(mean), b - (1 - t_d) / (t_b - 1) * (float(x.max()) - d))
+        yield x, (b, float(mean), bound), (x.softmax(-1), low, both)
+
+
+def test_propositions_4_2_and_4_3_on_sparsity():
+    """The low term alone, and both terms, are sparser than softmax."""
+    checked = [0, 0]
+    for x, (_, mean, bound), (softmax, low, both) in modulated():
+        for index, (threshold, ours) in enumerate(((mean, low), (bound, both))):
+            if (x < threshold).any():
+                checked[index] += 1
+                least = float(softmax.min())
+                ours, theirs = (metrics.sparsity(x, p, threshold, least) for p in (ours, softmax))
+                assert ours > theirs
+    assert checked[0] > 100 and checked[1] > 30
+
+
+def test_proposition_4_3_on_multi_modality():
+    """The high term adds multi-modality; what 4.2 says of it is false (see test_functional.py)."""
+    for x, (b, *_), (_, low, both) in modulated():
+        assert metrics.multi_modality(x, both, b) > metrics.multi_modality(x, low, b)
