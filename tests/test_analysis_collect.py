@@ -190,6 +190,7 @@ def test_every_kind_layer_and_head_is_there(collected, variant):
         # In the decoder, the mark is the last key: only it could attend to itself.
         assert (row["interrogation"] is None) == (row["kind"] == "decoder")
         assert (row["past_turning_point"] is None) == (not variant.startswith("multimax"))
+    assert (variant != "multimax") or any(row["past_turning_point"] > 0 for row in heads)
     dense = variant in ("softmax", "temperature")
     assert all(row["density"] == 1 for row in heads) == (dense or variant.startswith("multimax"))
     for row in table(folder, "layers"):

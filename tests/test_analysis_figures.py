@@ -102,7 +102,7 @@ def has_data(axis):
     else:
         lines = [np.asarray(line.get_xydata(), dtype=float) for line in axis.lines]
     return (
-        any(np.isfinite(line).any() and line.size > 2 for line in lines)
+        any(np.isfinite(line).any() for line in lines)
         or any(np.isfinite(np.asarray(image.get_array())).any() for image in axis.images)
         or any(patch.get_height() > 0 for patch in axis.patches if hasattr(patch, "get_height"))
     )

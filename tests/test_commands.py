@@ -8,8 +8,10 @@ import torch
 from commands import PLUGIN, ROOT, refused, run
 from corpus import ENGLISH, GERMAN
 from fairseq import checkpoint_utils
+from test_analysis_figures import check_figure
 
 from multimax_fairseq import Modulator
+from multimax_fairseq.analysis import collection, plot
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 DIMS = {"layers": 1, "embed-dim": 16, "ffn-embed-dim": 32, "attention-heads": 2}
@@ -105,6 +107,19 @@ def test_logs_are_the_stock_commands_own(translation, generated):
         assert not re.search(r"^INFO:", log, re.MULTILINE)
 
 
+def assert_every_figure_is_drawn(text, folder, data):
+    """Of what training left, the first checkpoint and the last."""
+    first, *_, last = numbered(text / folder)
+    out = text / f"{folder}-analysis"
+    words = ("python", "-m", "multimax_fairseq.analysis", "collect", first, last, data)
+    run(text, *words, "--out", out)
+    found = {entry.name: entry for entry in plot.figures([collection.read(out)])}
+    assert {"pareto", "density", "over-smoothing", "output-layer"} <= set(found)
+    for entry in found.values():
+        check_figure(entry)
+    return set(found)
+
+
 RIVALS = {
     "topk": ["--topk", "4"],
     "sparsemax": [],
@@ -127,6 +142,8 @@ def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
     path = text / folder / "checkpoint_last.pt"
     output = run(text, "fairseq-generate", "mt", *PLUGIN, "--path", path, "--max-len-b", "8", *ALL)
     assert len(hypotheses(output)) == 8
+    drawn = assert_every_figure_is_drawn(text, folder, "mt")
+    assert ("alpha-trajectories" in drawn) == (normalizer == "alpha_entmax")
     learned = {"alpha_entmax": "alpha", "softmax": "log_temperature"}.get(normalizer)
     listing = ("python", "-m", "multimax_fairseq.analysis", "parameters", path)
     if learned is None:
@@ -157,6 +174,13 @@ def test_a_sparse_output_layer_trains_translates_and_refuses_label_smoothing(tex
     path = ("--path", "mt-sparse/checkpoint_last.pt", "--max-len-b", "6", *ALL)
     found = hypotheses(run(text, "fairseq-generate", "mt", *PLUGIN, *path))
     assert len(found) == 8 and all(math.isfinite(score) for score, _ in found.values())
+
+
+def test_every_figure_is_drawn_of_modulators(text, translation, language_model):
+    drawn = assert_every_figure_is_drawn(text, "mt-model", "mt")
+    assert {"modulators-encoder", "modulators-cross", "parameters"} <= drawn
+    drawn = assert_every_figure_is_drawn(text, "lm-model", "lm")
+    assert {"modulators-decoder", "modulators-output"} <= drawn
 
 
 def test_the_learned_modulators_are_listed_in_the_papers_symbols(text, translation):
