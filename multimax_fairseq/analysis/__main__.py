@@ -55,9 +55,10 @@ def main() -> None:
         package = str(error.name).partition(".")[0]
         if package == "multimax_fairseq":
             raise
+        extra = "analysis" if package in ("jinja2", "matplotlib", "pandas") else "fairseq"
         sys.exit(
             f"multimax-analyze: error: the package {package} is missing: pip install "
-            "'multimax-fairseq[fairseq,analysis]'"
+            f"'multimax-fairseq[{extra}]'"
         )
     except Exception as error:
         text = compat.explain(error)
