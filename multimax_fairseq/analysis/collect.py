@@ -38,23 +38,12 @@ from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq import compat
-from multimax_fairseq.analysis import parameters
+from multimax_fairseq.analysis import COLUMNS, parameters
 from multimax_fairseq.analysis.record import Recorder, Words
 from multimax_fairseq.compat import UsageError
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = {
-    "parameters": "updates place layer head name value",
-    "heads": "updates kind layer head queries sparsity multi_modality entropy density offset "
-    "confidence bpe_merging interrogation past_turning_point",
-    "layers": "updates kind layer head_diversity token_similarity average_distance "
-    "rollout_similarity",
-    "histograms": "updates kind layer quantity left right count",
-    "temperatures": "updates kind layer temperature sparsity multi_modality",
-    "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
-    "probability_without_modulator",
-}
 SIGNATURE = "collection.json"
 EXAMPLES, LONGEST_EXAMPLE = 4, 32
 # A batch's share of memory: a few hundred MB, whatever the lengths and the model.

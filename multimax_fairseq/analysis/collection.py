@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.compat import UsageError
 
 KINDS = {
@@ -23,17 +24,6 @@ NORMALIZERS = {
     "entmax15": "1.5-entmax",
     "alpha_entmax": "α-entmax",
     "evsoftmax": "EvSoftmax",
-}
-COLUMNS = {
-    "parameters": "updates place layer head name value",
-    "heads": "updates kind layer head queries sparsity multi_modality entropy density offset "
-    "confidence bpe_merging interrogation past_turning_point",
-    "layers": "updates kind layer head_diversity token_similarity average_distance "
-    "rollout_similarity",
-    "histograms": "updates kind layer quantity left right count",
-    "temperatures": "updates kind layer temperature sparsity multi_modality",
-    "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
-    "probability_without_modulator",
 }
 TEXT = {"place", "kind", "name", "quantity", "bucket"}
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from multimax_fairseq.functional.modulator import modulate_backward
+
 
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean score of each query, (..., 1): the largest epsilon of Proposition 3.5."""
@@ -263,18 +265,5 @@ def modulator_slope(
         x: scores; with parameters a head, the heads are dimension -3.
         low_coefficient, low_threshold, high_coefficient, high_threshold: as `modulate`.
     """
-    slope = torch.ones_like(x)
-    for coefficients, thresholds, sign in (
-        (low_coefficient, low_threshold, -1),
-        (high_coefficient, high_threshold, 1),
-    ):
-        if coefficients is None or thresholds is None:
-            continue
-        for n in range(1, coefficients.shape[-1] + 1):
-            coefficient, threshold = coefficients[..., n - 1], thresholds[..., n - 1]
-            if coefficient.dim() == 1:
-                coefficient, threshold = coefficient[:, None, None], threshold[:, None, None]
-            distance = (sign * (x - threshold)).clamp(min=0)
-            power = distance.sign() if n == 1 else n * distance ** (n - 1)
-            slope = slope + sign * coefficient * power
-    return slope
+    parameters = (low_coefficient, low_threshold, high_coefficient, high_threshold)
+    return modulate_backward(torch.ones_like(x), x, *parameters)[0]
