@@ -37,7 +37,7 @@ from fairseq.data.data_utils import infer_language_pair
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.trainer import Trainer
-from paired import Case, Contestant, Ready, measure, quiet, report, signature
+from paired import Case, Contestant, Ready, conditions, measure, quiet, report
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
@@ -508,7 +508,7 @@ def main() -> None:
             if args.command == "train" and args.data is None:
                 args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 random_text(args.data, args.vocabulary)
-            signed = signature(args)  # of what runs, whatever changes in the meantime
+            signed = conditions(args)  # of what runs, whatever changes in the meantime
             report(measure(commands[args.command], args), signed, args)
     except (UsageError, CheckpointError, OSError) as error:
         sys.exit(f"benchmark.py: error: {error}")

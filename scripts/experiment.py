@@ -23,7 +23,6 @@ schedule. Without a GPU everything runs on the CPU, in float32.
 import argparse
 import datetime
 import fcntl
-import importlib.metadata
 import logging
 import os
 import platform
@@ -48,6 +47,7 @@ from tqdm import tqdm
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.signature import signature
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -274,21 +274,6 @@ def measured(log: str) -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """The checkout's git commit, marked where files differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + ("-dirty" if changed.stdout.strip() else "")
-
-
 def finish(run: Run, lock: int) -> None:
     """Train and evaluate, as far as that is not done; leaves result.json."""
     kept = run.folder / "command"
@@ -308,7 +293,6 @@ def finish(run: Run, lock: int) -> None:
         run.folder / "checkpoint_best.pt", run.data, log=run.folder / "evaluate.log"
     )
     print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
-    packages = ("torch", "fairseq-fixed", "multimax-fairseq", "sacrebleu", "entmax", "numpy")
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
     evaluate.write_json(
         run.folder / "result.json",
@@ -317,12 +301,7 @@ def finish(run: Run, lock: int) -> None:
             **result,
             **measured(log),
             "command": run.text.strip(),
-            "commit": commit(),
-            "versions": {
-                "python": platform.python_version(),
-                **{name: importlib.metadata.version(name) for name in packages},
-            },
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **signature("sacrebleu"),
         },
     )
 

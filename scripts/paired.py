@@ -5,9 +5,7 @@ median over the rounds of the ratio within a round: what slows the machine for a
 """
 
 import contextlib
-import datetime
 import gc
-import importlib.metadata
 import logging
 import math
 import os
@@ -26,12 +24,12 @@ from typing import Any, NamedTuple
 import evaluate
 import numpy as np
 import torch
-from experiment import commit
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.signature import signature
 
 # The most that two ways of computing the same may differ, as a share of the largest entry.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -296,7 +294,7 @@ def summary(
 # --- the report --------------------------------------------------------------------------------
 
 
-def signature(args: Any) -> dict[str, Any]:
+def conditions(args: Any) -> dict[str, Any]:
     """All that it takes to measure again."""
     if args.device == "cuda":
         device = torch.cuda.get_device_name()
@@ -305,19 +303,13 @@ def signature(args: Any) -> dict[str, Any]:
         text = info.read_text(encoding="utf-8") if info.exists() else ""
         names = [line.split(": ")[1] for line in text.splitlines() if line.startswith("model name")]
         device = names[0] if names else f"{platform.machine()} CPU"
-    packages = ("torch", "fairseq-fixed", "multimax-fairseq", "numpy")
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device,
         "threads": torch.get_num_threads(),
         "dtype": args.dtype,
         "rounds": args.rounds,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages},
-        },
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **signature(),
     }
 
 

@@ -17,16 +17,12 @@ source through the encoder. The target of an example is the decoder's input.
 import argparse
 import contextlib
 import csv
-import datetime
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +37,7 @@ from multimax_fairseq import compat
 from multimax_fairseq.analysis import COLUMNS, parameters
 from multimax_fairseq.analysis.record import Recorder, Words
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +110,7 @@ def collect(
         described.sort(key=lambda about: about["updates"])
         signed = {
             "command": command,
-            **_made_by(),
+            **signature(),
             "data": {"folder": str(data), "sha256": _hash_folder(data)},
             "subset": subset,
             **seen,
@@ -305,37 +302,7 @@ def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# --- the signature --------------------------------------------------------------------------------
-
-
-def _made_by() -> dict[str, Any]:
-    packages = ("multimax-fairseq", "torch", "fairseq-fixed", "entmax", "numpy")
-    versions = {"python": platform.python_version()}
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"versions": versions, "commit": _commit(), "date": now}
-
-
-def _commit() -> str | None:
-    """The checkout's git commit, marked where files differ from it; None for an installed copy."""
-    package = Path(compat.PACKAGE)
-    git = ["git", "-C", str(package.parent)]
-    outputs = []
-    for words in (
-        ["ls-files", "--error-unmatch", f"{package.name}/compat.py"],
-        ["rev-parse", "HEAD"],
-        ["status", "--porcelain", "--untracked-files=no"],
-    ):
-        try:
-            done = subprocess.run([*git, *words], capture_output=True, text=True)
-        except OSError:
-            return None
-        if done.returncode:
-            return None
-        outputs.append(done.stdout.strip())
-    return outputs[1] + ("-dirty" if outputs[2] else "")
+# --- the hash of what was read --------------------------------------------------------------------
 
 
 def _hash_file(path: Path) -> str:

@@ -1,0 +1,40 @@
+"""The signature of a result: what made it, so that it can be found again."""
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("multimax-fairseq", "torch", "fairseq-fixed", "entmax", "numpy")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def signature(*more: str) -> dict[str, Any]:
+    """Return versions (of PACKAGES and `more` that are installed), commit and date, for JSON."""
+    versions = {"python": platform.python_version()}
+    for name in (*PACKAGES, *more):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"versions": versions, "commit": commit(), "date": now}
+
+
+def commit() -> str | None:
+    """Return the checkout's git commit, marked where files differ from it; None outside of one."""
+    # An installed copy may lie in somebody else's checkout, whose commit says nothing of it.
+    if _git("ls-files", "--error-unmatch", __file__) is None:
+        return None
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return f"{_git('rev-parse', 'HEAD')}{'-dirty' if changed else ''}"
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    except OSError:
+        return None
+    return None if done.returncode else done.stdout.strip()
