@@ -231,6 +231,29 @@ def test_language_model_steps_are_the_full_context_function(build, lm_batch, fla
         torch.testing.assert_close(step[kept], expected[kept, t], **TOLERANCE)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_reordered_hypotheses_keep_their_own_past(build, grad):
+    """Hypotheses swapped, repeated and dropped between steps, also twice before the next."""
+    model = scatter_modulators(build("transformer_lm_multimax")).eval()
+    tokens = torch.randint(4, 20, (6, 1), generator=torch.Generator().manual_seed(1))
+    state = {}
+    orders = [[[0, 0, 2, 4, 5, 5]], [[3, 2, 1]], [[2, 0], [1, 1, 0]], [], [[0, 2, 1]]]
+    with torch.set_grad_enabled(grad):
+        for step, swaps in enumerate(orders):
+            ours = log_probs(model, model(tokens, incremental_state=state))[:, -1]
+            expected = log_probs(model, model(tokens))[:, -1]
+            kept = tokens.ne(1).all(1)
+            assert kept.any()
+            torch.testing.assert_close(ours[kept], expected[kept], **TOLERANCE)
+            for order in map(torch.tensor, swaps):
+                tokens = tokens[order]
+                model.decoder.reorder_incremental_state_scripting(state, order)
+            new = torch.arange(len(tokens))[:, None] + 2 * step + 5
+            if step == 0:
+                new[1] = 1  # the mask of what is padded goes with it
+            tokens = torch.cat([tokens, new], 1)
+
+
 @pytest.mark.parametrize("padding", ["source", "target"])
 @torch.no_grad()
 def test_padding_changes_nothing(build, translation_batch, padding):

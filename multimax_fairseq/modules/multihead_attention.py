@@ -90,9 +90,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
                 key_padding_mask = key_padding_mask[::beam]
         k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, buffer, static_kv)
         if incremental_state is not None:
-            buffer["prev_key"], buffer["prev_value"] = k, v
-            buffer["prev_key_padding_mask"] = key_padding_mask
-            self._set_input_buffer(incremental_state, buffer)
+            kept: dict[str, Tensor | None] = {"prev_key": k, "prev_value": v}
+            kept["prev_key_padding_mask"] = key_padding_mask
+            self._set_input_buffer(incremental_state, kept)
 
         # Where the hypotheses of a sentence share their keys, they are rows of one attention.
         beam = batch // k.shape[0]
@@ -121,6 +121,26 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if need_head_weights:
             return output, probs.transpose(0, 1)
         return output, probs.mean(1) if need_weights else None
+
+    @torch.jit.export
+    def reorder_incremental_state(
+        self,
+        incremental_state: dict[str, dict[str, Tensor | None]] | None,
+        new_order: Tensor,
+    ) -> dict[str, dict[str, Tensor | None]] | None:
+        """Let the cache follow the hypotheses: that of self-attention when it grows, in one copy
+        instead of two."""
+        if not self.self_attention:
+            return self._reorder_now(incremental_state, new_order)
+        buffer = self._get_input_buffer(incremental_state)
+        if buffer.get("prev_key") is not None:
+            order = buffer.get("order")
+            buffer["order"] = new_order if order is None else order.index_select(0, new_order)
+            self._set_input_buffer(incremental_state, buffer)
+        return incremental_state
+
+    # TorchScript knows no super().
+    _reorder_now = SoftmaxMultiheadAttention.reorder_incremental_state
 
     @torch.jit.unused
     def _fused(
@@ -183,7 +203,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Project the keys and values, and join them with the cached ones."""
         prev_k, prev_v = buffer.get("prev_key"), buffer.get("prev_value")
-        prev_padding = buffer.get("prev_key_padding_mask")
+        prev_padding, order = buffer.get("prev_key_padding_mask"), buffer.get("order")
+        if order is not None and prev_padding is not None:
+            prev_padding = prev_padding.index_select(0, order)
         if static_kv and prev_k is not None and prev_v is not None:
             return prev_k, prev_v, prev_padding
         if self.self_attention:
@@ -193,11 +215,24 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         assert key is not None and value is not None
         k, v = self._split_heads(self.k_proj(key)), self._split_heads(self.v_proj(value))
         if prev_k is not None and prev_v is not None:
-            k, v = torch.cat([prev_k, k], 2), torch.cat([prev_v, v], 2)
+            k, v = self._grow(prev_k, k, order), self._grow(prev_v, v, order)
             key_padding_mask = self._append_prev_key_padding_mask(
                 key_padding_mask, prev_padding, k.shape[0], k.shape[2], static_kv
             )
         return k, v, key_padding_mask
+
+    def _grow(self, cache: Tensor, new: Tensor, order: Tensor | None) -> Tensor:
+        """The cached keys or values in their order, and the new ones behind."""
+        if order is None:
+            return torch.cat([cache, new], 2)
+        if torch.is_grad_enabled():  # gradients know no `out`
+            return torch.cat([cache.index_select(0, order), new], 2)
+        batch, heads, steps, size = new.shape
+        length = cache.shape[2]
+        grown = cache.new_empty([batch, heads, length + steps, size])
+        torch.index_select(cache, 0, order, out=grown[:, :, :length])
+        grown[:, :, length:] = new
+        return grown
 
     def _with_extra_keys(
         self, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
