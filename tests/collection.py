@@ -68,12 +68,13 @@ def write(
                 ]
                 depth = (layer + 1) / layers
                 mixing = 0.6 if normalizer == "softmax" else 0.35
+                similarity = mixing * depth * (0.5 + trained / 2)
                 tables["layers"].append(
                     {
                         **row,
                         "head_diversity": 0.3 + 0.2 * np.sin(3 * depth) + random.uniform(0, 0.1),
-                        "token_similarity": mixing * depth * (0.5 + trained / 2),
-                        "average_distance": 6 - 2 * trained + random.uniform(0, depth),
+                        "token_similarity": similarity if kind != "cross" else None,
+                        "mean_average_distance": 1 - similarity if kind != "cross" else None,
                         "rollout_similarity": 1 - mixing * (depth - 1 / layers),
                     }
                 )

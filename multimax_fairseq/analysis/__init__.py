@@ -5,7 +5,7 @@ COLUMNS = {
     "parameters": "updates place layer head name value",
     "heads": "updates kind layer head queries sparsity multi_modality entropy density offset "
     "confidence bpe_merging interrogation past_turning_point",
-    "layers": "updates kind layer head_diversity token_similarity average_distance "
+    "layers": "updates kind layer head_diversity token_similarity mean_average_distance "
     "rollout_similarity",
     "histograms": "updates kind layer quantity left right count",
     "temperatures": "updates kind layer temperature sparsity multi_modality",

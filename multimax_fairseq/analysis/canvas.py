@@ -125,36 +125,33 @@ def empty(frame: pd.DataFrame, *columns: str) -> bool:
 def line_a_series(
     collections: list[Collection],
     table: str,
-    quantities: dict[str, str],
+    quantity: str,
+    label: str,
     all_updates: bool = False,
 ) -> Figure | None:
-    """A row a quantity, a column a kind: its mean over the layers, a line a series."""
+    """A column a kind: a quantity's mean over the layers, a line a series."""
     tables = [latest(getattr(c, table)) for c in collections]
     kinds = [
         kind
         for kind in kinds_of(collections)
-        if not all(empty(frame[frame["kind"] == kind], *quantities) for frame in tables)
+        if not all(empty(frame[frame["kind"] == kind], quantity) for frame in tables)
     ]
     if not kinds:
         return None
     drawn = series(collections, all_updates)
-    figure, axes = grid(len(quantities), len(kinds))
-    for row, (quantity, label) in enumerate(quantities.items()):
-        for axis, kind in zip(axes[row], kinds, strict=True):
-            layers: set[int] = set()
-            for index, entry in enumerate(drawn):
-                means = entry.of(table, kind=kind).groupby("layer")[quantity].mean().dropna()
-                if means.empty:
-                    continue
-                layers.update(means.index.astype(int))
-                look = ordered_style(index, len(drawn)) if all_updates else style(index)
-                axis.plot(means.index, means, label=entry.label, **look)
-            if not layers:  # as the tokens' similarity, which cross-attention has none of
-                axis.set_axis_off()
+    figure, axes = grid(1, len(kinds))
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        layers: set[int] = set()
+        for index, entry in enumerate(drawn):
+            means = entry.of(table, kind=kind).groupby("layer")[quantity].mean().dropna()
+            if means.empty:
                 continue
-            layer_axis(axis, sorted(layers))
-            axis.set_ylabel(label)
-            axis.set_title(KINDS[kind], fontsize=10)
+            layers.update(means.index.astype(int))
+            look = ordered_style(index, len(drawn)) if all_updates else style(index)
+            axis.plot(means.index, means, label=entry.label, **look)
+        layer_axis(axis, sorted(layers))
+        axis.set_ylabel(label)
+        axis.set_title(KINDS[kind], fontsize=10)
     legend_below(figure)
     return figure
 

@@ -10,8 +10,9 @@
     collection.json   what was collected from what, by which versions
 
 Kinds are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
-Cross-attention has the token similarity and the layers of the decoder, and the roll-out from the
-source through the encoder. The target of an example is the decoder's input.
+Token similarity, and the mean average distance, which is one minus it, are of the outputs of the
+encoder's and the decoder's layers. The roll-out of cross-attention goes on through the encoder to
+the source. The target of an example is the decoder's input.
 """
 
 import argparse

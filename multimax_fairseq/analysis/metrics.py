@@ -168,11 +168,6 @@ def top_offset(probs: Tensor, offsets: Tensor) -> Tensor:
     return offsets.expand(probs.shape).gather(-1, probs.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def average_distance(probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return the mean distance of the weight from the query, in positions, (..., queries)."""
-    return (probs * offsets.abs()).sum(-1)
-
-
 def median_of_counts(counts: Tensor, least: float = 0.0, most: float = 1.0) -> Tensor:
     """Return the median, to within a bin, of values counted in bins of equal width, (...).
 
@@ -203,6 +198,8 @@ def weight_on(probs: Tensor, chosen: Tensor) -> Tensor:
 
 def token_similarity(features: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean cosine similarity between the features of different tokens, (...).
+
+    One minus it is the mean average distance of Chen et al. 2020, over all pairs of tokens.
 
     Args:
         features: (..., tokens, C).

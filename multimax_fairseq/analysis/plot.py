@@ -569,43 +569,52 @@ def weight_distributions(collections: list[Collection], kind: str) -> Figure | N
 
 # --- over-smoothing ----------------------------------------------------------------------------
 
-SMOOTHING = {
-    "token_similarity": "token similarity (cosine)",
-    "average_distance": "average distance (positions)",
-}
+SIMILARITY = "token similarity (cosine)"
+
+
+def distance_axis(figure: Figure) -> None:
+    """The same curves as mean average distances, at the right."""
+    for axis in figure.axes:
+        opposite = (lambda value: 1 - value,) * 2
+        axis.secondary_yaxis("right", functions=opposite).set_ylabel("mean average distance")
 
 
 @picture("Over-smoothing over the layers", comparable=True)
 def over_smoothing(collections: list[Collection]) -> Figure | None:
-    """How alike the layer's outputs are for the tokens of a sentence (mean cosine similarity; near
-    one is over-smoothing), and how far in positions a query's attention lies on average. For one
-    model a line a checkpoint, darker for later ones (Fig. 4 of Zhou et al. 2024)."""
-    return line_a_series(collections, "layers", SMOOTHING, all_updates=len(collections) == 1)
+    """How alike the outputs of a layer are for the tokens of a sentence: their mean cosine
+    similarity, near one in over-smoothing (Fig. 4 of Zhou et al. 2024). One minus it is the mean
+    average distance (Chen et al. 2020). For one model a line a checkpoint, darker for later
+    ones."""
+    alone = len(collections) == 1
+    figure = line_a_series(collections, "layers", "token_similarity", SIMILARITY, alone)
+    if figure is not None:
+        distance_axis(figure)
+    return figure
 
 
 @picture("Over-smoothing over training")
 def over_smoothing_updates(collection: Collection) -> Figure | None:
-    """The same quantities over the updates, a line a layer."""
-    frame = collection.layers
-    if frame["updates"].nunique() < 2 or empty(frame, *SMOOTHING):
+    """The same over the updates, a line a layer."""
+    frame = collection.layers.dropna(subset="token_similarity")
+    if frame["updates"].nunique() < 2:
         return None
-    kinds = collection.kinds()
-    figure, axes = grid(len(SMOOTHING), len(kinds))
+    kinds = [kind for kind in KINDS if (frame["kind"] == kind).any()]
+    figure, axes = grid(1, len(kinds))
     layers = layers_of(frame)
-    for row, (quantity, label) in enumerate(SMOOTHING.items()):
-        for axis, kind in zip(axes[row], kinds, strict=True):
-            own = frame[frame["kind"] == kind]
-            for index, layer in enumerate(layers):
-                line = own[own["layer"] == layer].sort_values("updates")
-                axis.plot(
-                    line["updates"],
-                    line[quantity],
-                    label=f"layer {layer + 1}",
-                    **ordered_style(index, len(layers)),
-                )
-            axis.set_ylabel(label)
-            axis.set_title(KINDS[kind], fontsize=10)
-            updates_axis(axis)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        own = frame[frame["kind"] == kind]
+        for index, layer in enumerate(layers):
+            line = own[own["layer"] == layer].sort_values("updates")
+            axis.plot(
+                line["updates"],
+                line["token_similarity"],
+                label=f"layer {layer + 1}",
+                **ordered_style(index, len(layers)),
+            )
+        axis.set_ylabel(SIMILARITY)
+        axis.set_title(KINDS[kind], fontsize=10)
+        updates_axis(axis)
+    distance_axis(figure)
     legend_below(figure, columns=6)
     return figure
 
@@ -615,7 +624,7 @@ def rollout(collections: list[Collection]) -> Figure | None:
     """The correlation of each layer's own attention with the roll-out up to it, which multiplies
     the attentions of all layers below (Abnar and Zuidema 2020; Fig. 9 of Zhou et al. 2024). The
     lower, the less a layer's attention says where its information comes from."""
-    return line_a_series(collections, "layers", {"rollout_similarity": "correlation with roll-out"})
+    return line_a_series(collections, "layers", "rollout_similarity", "correlation with roll-out")
 
 
 @picture("Roll-out of an example")
@@ -858,7 +867,7 @@ def alpha_distribution(collection: Collection) -> Figure | None:
 def density(collections: list[Collection]) -> Figure | None:
     """The share of attention weights that are not exactly zero, of the keys that a query may look
     at: the mean over the heads (lines) and every head (pale markers)."""
-    figure = line_a_series(collections, "heads", {"density": "density (share of non-zeros)"})
+    figure = line_a_series(collections, "heads", "density", "density (share of non-zeros)")
     if figure is None:
         return None
     kinds = [k for k in kinds_of(collections) if KINDS[k] in {a.get_title() for a in figure.axes}]
@@ -887,9 +896,8 @@ def head_diversity(collections: list[Collection]) -> Figure | None:
     """How much the heads of a layer differ: generalised Jensen-Shannon divergence of their
     attention, with the logarithm to the base of the number of heads (Correia et al. 2019). 0: all
     heads alike; 1: no two heads look at the same place."""
-    return line_a_series(
-        collections, "layers", {"head_diversity": "Jensen-Shannon divergence (0 to 1)"}
-    )
+    label = "Jensen-Shannon divergence (0 to 1)"
+    return line_a_series(collections, "layers", "head_diversity", label)
 
 
 @picture("Positional heads")

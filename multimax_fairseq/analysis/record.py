@@ -120,7 +120,7 @@ class AttentionSums:
         names = ("sparsity", "multi_modality", "entropy", "density", "bpe_merging")
         self.heads = {name: Mean(heads) for name in (*names, "interrogation", "past_turning_point")}
         self.queries = 0
-        layer = ("head_diversity", "token_similarity", "average_distance", "rollout_similarity")
+        layer = ("head_diversity", "token_similarity", "rollout_similarity")
         self.layer = {name: Mean() for name in layer}
         self.temperatures = {t: (Mean(), Mean()) for t in TEMPERATURES}
         offsets = 2 * LARGEST_OFFSET + 1
@@ -158,8 +158,6 @@ class AttentionSums:
                 mean.add(value.masked_fill(padding, torch.nan)[None])
         diversity = metrics.head_diversity(probs)
         self.layer["head_diversity"].add(diversity.masked_fill(padding[:, 0], torch.nan)[None])
-        distance = metrics.average_distance(probs, pair.offsets)
-        self.layer["average_distance"].add(distance.masked_fill(padding, torch.nan)[None])
 
     def _turns(self, scores: Tensor, kept: Tensor) -> None:
         modulator = self.normalizer.modulator
@@ -208,7 +206,8 @@ class AttentionSums:
         return rows
 
     def layer_row(self) -> dict[str, Any]:
-        return {name: mean[0] for name, mean in self.layer.items()}
+        row = {name: mean[0] for name, mean in self.layer.items()}
+        return {**row, "mean_average_distance": 1 - row["token_similarity"]}
 
     def histogram_rows(self) -> list[dict[str, Any]]:
         edges = {
@@ -462,9 +461,7 @@ class Recorder:
         similarity = metrics.token_similarity(
             features.transpose(0, 1), self.pairs[kind].query_padding
         )
-        for attention in ("cross", kind):  # both lie in the decoder's layer
-            if attention != "cross" or kind == "decoder" and self.source is not None:
-                self.sums[attention, number].layer["token_similarity"].add(similarity[None])
+        self.sums[kind, number].layer["token_similarity"].add(similarity[None])
 
 
 def _pair(queries: Words, query_tokens: Tensor, keys: Words, key_tokens: Tensor) -> Pair:

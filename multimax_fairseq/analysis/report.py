@@ -19,7 +19,12 @@ from multimax_fairseq.compat import UsageError
 TEMPLATES = Path(__file__).parent / "templates"
 MEANS = {
     "heads": ["sparsity", "multi_modality", "entropy", "density", "past_turning_point"],
-    "layers": ["head_diversity", "token_similarity", "average_distance", "rollout_similarity"],
+    "layers": [
+        "head_diversity",
+        "token_similarity",
+        "mean_average_distance",
+        "rollout_similarity",
+    ],
 }
 # Collections that differ in one of these were not measured alike.
 MEASURED = {
