@@ -160,7 +160,7 @@ def trade(scores, probs):
 def head_metrics(random, kind, scores, probs, slope):
     probs = np.asarray(probs)
     logs = np.log(np.where(probs > 0, probs, 1))
-    confidence = float(np.median(probs.max(-1)))
+    confidence = float(np.mean(probs.max(-1)))
     return {
         "queries": QUERIES,
         **trade(scores, probs),

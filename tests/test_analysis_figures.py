@@ -395,6 +395,18 @@ def test_report_holds_everything(pages, folders, drawn):
     assert (len(list(file.parent.iterdir()))) == 1
 
 
+def test_positional_heads_are_counted_by_position(folders):
+    found = collection.read(folders["multimax"])
+    (table,) = report.positional_heads(found)
+    heads = pd.read_csv(folders["multimax"] / "heads.csv")
+    heads = heads[heads["updates"] == 40]
+    assert sum(int(row[2]) for row in table.rows) == len(heads)
+    for kind, position, count, median in table.rows:
+        own = heads[heads["kind"].map(collection.PLACES) == kind]
+        own = own[own["offset"] == int(position)]["confidence"]
+        assert int(count) == len(own) and float(median) == pytest.approx(own.median(), abs=1e-4)
+
+
 def test_report_of_a_language_model_without_examples(folders, tmp_path):
     folder = shutil.copytree(folders["sparsemax"], tmp_path / "c")
     (folder / "examples.json").write_text("[]", encoding="utf-8")

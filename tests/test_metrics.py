@@ -87,13 +87,11 @@ def test_positions_by_hand():
     assert metrics.top_offset(probs, offsets).tolist() == [[1, -1]]
 
 
-def test_median_of_counts():
-    values = torch.rand(1001, generator=torch.Generator().manual_seed(0))
-    counts = torch.histc(values, bins=200, min=0, max=1)
-    assert metrics.median_of_counts(counts) == pytest.approx(float(values.median()), abs=1 / 200)
-    close(metrics.median_of_counts(tensor([0, 4, 0, 0])), 0.375)
-    close(metrics.median_of_counts(tensor([1, 0, 0, 1]), -2, 2), -1.0)
-    close(metrics.median_of_counts(tensor([0, 0])), NAN)
+def test_largest_of_words_by_hand():
+    values = tensor([[[0.2, 0.5, 0.3, NAN, NAN]], [[0.1, NAN, 0.4, 0.6, 0.0]]])
+    words = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 1, 1, 1]])
+    found = metrics.largest_of_words(values, words)
+    close(found, [[[0.5, 0.3, NAN]], [[0.1, 0.6, NAN]]])
 
 
 def test_weight_on_chosen_keys():

@@ -168,21 +168,6 @@ def top_offset(probs: Tensor, offsets: Tensor) -> Tensor:
     return offsets.expand(probs.shape).gather(-1, probs.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def median_of_counts(counts: Tensor, least: float = 0.0, most: float = 1.0) -> Tensor:
-    """Return the median, to within a bin, of values counted in bins of equal width, (...).
-
-    Args:
-        counts: (..., bins).
-        least, most: where the bins begin and end.
-    """
-    below = counts.double().cumsum(-1)
-    half = below[..., -1:] / 2
-    index = (below < half).sum(-1, keepdim=True).clamp(max=counts.shape[-1] - 1)
-    inside = counts.double().gather(-1, index)
-    share = (half - (below.gather(-1, index) - inside)) / inside
-    return (least + (index + share) / counts.shape[-1] * (most - least)).squeeze(-1)
-
-
 def weight_on(probs: Tensor, chosen: Tensor) -> Tensor:
     """Return the weight that each query gives to chosen keys, (..., queries).
 
@@ -194,6 +179,23 @@ def weight_on(probs: Tensor, chosen: Tensor) -> Tensor:
         NaN for a query for which no key is chosen.
     """
     return (probs * chosen).sum(-1).masked_fill(~chosen.any(-1), torch.nan)
+
+
+def largest_of_words(values: Tensor, words: Tensor) -> Tensor:
+    """Return the largest value in each word, (B, heads, most words).
+
+    Args:
+        values: (B, heads, T); NaN does not count.
+        words: (B, T), the number of the word that a token belongs to, from 0 on.
+
+    Returns:
+        NaN for a word without a value, and where there is no such word.
+    """
+    batch, heads, _ = values.shape
+    found = values.new_full((batch, heads, int(words.max()) + 1), -torch.inf)
+    index = words[:, None].expand(values.shape)
+    found.scatter_reduce_(-1, index, values.nan_to_num(nan=-torch.inf), "amax")
+    return found.masked_fill_(found == -torch.inf, torch.nan)
 
 
 def token_similarity(features: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -903,15 +903,16 @@ def head_diversity(collections: list[Collection]) -> Figure | None:
 @picture("Positional heads")
 def positional_heads(collection: Collection) -> Figure | None:
     """The number in a cell is the relative position that a head looks at most often (-1: the token
-    before the query); the colour is its median weight there (confidence), high for a positional
+    before the query); the colour is its mean weight there (confidence), high for a positional
     head (Correia et al. 2019)."""
-    return heatmaps(collection, {"confidence": "confidence (weight, 0 to 1)"}, written="offset")
+    label = "confidence (mean weight, 0 to 1)"
+    return heatmaps(collection, {"confidence": label}, written="offset")
 
 
 @picture("Subword-merging heads")
 def bpe_merging_heads(collection: Collection) -> Figure | None:
-    """The mean weight that the subwords of a word give to the word's other subwords: high for a
-    head that puts words together (Correia et al. 2019)."""
+    """High for a head that puts words together: the largest weight that any subword of a word
+    gives to the word's other subwords, the mean over the words (Correia et al. 2019)."""
     return heatmaps(collection, {"bpe_merging": "weight on the own word (0 to 1)"})
 
 

@@ -26,7 +26,6 @@ SCORE_EDGES = np.arange(-40, 40 + SCORE_STEP / 2, SCORE_STEP)
 PROBABILITY_EDGES = np.concatenate([[0.0], np.logspace(-8, 0, 8 * BINS_A_DECADE + 1)])
 # Positional heads look at neighbours; a head that looks further has no offset worth the name.
 LARGEST_OFFSET = 32
-CONFIDENCE_BINS = 200
 # Frequent words in small steps, the long tail in one.
 BUCKET_RANKS = (50, 200, 1000, 4000, 20000)
 LOGITS_AT_ONCE = 1 << 22
@@ -108,7 +107,7 @@ class Pair:
     key_padding: Tensor  # (B, S)
     offsets: Tensor  # (B, 1, T, S)
     same: bool  # queries and keys are the same tokens
-    mates: Tensor | None  # (B, 1, T, S), other subwords of the query's word
+    words: Tensor  # (B, S), the number of the word that a key belongs to
     questions: Tensor  # (B, 1, 1, S)
 
 
@@ -125,7 +124,8 @@ class AttentionSums:
         self.temperatures = {t: (Mean(), Mean()) for t in TEMPERATURES}
         offsets = 2 * LARGEST_OFFSET + 1
         self.top_offsets = torch.zeros(heads, offsets, dtype=torch.long)
-        self.at_offsets = torch.zeros(heads, offsets, CONFIDENCE_BINS, dtype=torch.long)
+        self.at_offsets = torch.zeros(heads, offsets, dtype=torch.float64)
+        self.offset_pairs = torch.zeros(offsets, dtype=torch.long)
         self.scores = torch.zeros(len(SCORE_EDGES) + 1, dtype=torch.long)
         self.probs = torch.zeros(len(PROBABILITY_EDGES), dtype=torch.long)
 
@@ -143,10 +143,14 @@ class AttentionSums:
         }
         others = ~excluded & (pair.offsets != 0) if pair.same else ~excluded
         found["interrogation"] = metrics.weight_on(probs, others & pair.questions)
-        if pair.mates is not None:
-            found["bpe_merging"] = metrics.weight_on(probs, others & pair.mates)
+        if pair.same:
+            mates = pair.words[:, :, None] == pair.words[:, None, :]
+            found["bpe_merging"] = metrics.weight_on(probs, others & mates[:, None])
+        found = {name: values.masked_fill(padding, torch.nan) for name, values in found.items()}
+        if pair.same:
+            found["bpe_merging"] = metrics.largest_of_words(found["bpe_merging"], pair.words)
         for name, values in found.items():
-            self.heads[name].add(values.masked_fill(padding, torch.nan).transpose(0, 1))
+            self.heads[name].add(values.transpose(0, 1))
         kept = (~excluded & ~padding[..., None]).expand(scores.shape)
         self._turns(scores, kept)
         self._positions(probs, kept, padding, pair.offsets)
@@ -186,11 +190,9 @@ class AttentionSums:
         # A long text has many more pairs of positions than near ones.
         near = kept[:, 0] & (offsets[:, 0].abs() <= LARGEST_OFFSET)
         row, query, key = near.nonzero(as_tuple=True)
-        bins = (probs[row, :, query, key] * CONFIDENCE_BINS).long().clamp_(0, CONFIDENCE_BINS - 1)
-        place = head * width + (offsets[row, 0, query, key] + LARGEST_OFFSET)[:, None]
-        index = (place * CONFIDENCE_BINS + bins).flatten()
-        counts = torch.bincount(index, minlength=self.at_offsets.numel())
-        self.at_offsets += counts.view_as(self.at_offsets)
+        place = offsets[row, 0, query, key] + LARGEST_OFFSET
+        self.at_offsets.index_add_(1, place, probs[row, :, query, key].T.double())
+        self.offset_pairs += torch.bincount(place, minlength=width)
 
     def head_rows(self) -> list[dict[str, Any]]:
         """Return what heads.csv says of each head."""
@@ -201,7 +203,7 @@ class AttentionSums:
             if self.top_offsets[head].any():
                 best = int(self.top_offsets[head].argmax())
                 row["offset"] = best - LARGEST_OFFSET
-                row["confidence"] = float(metrics.median_of_counts(self.at_offsets[head, best]))
+                row["confidence"] = float(self.at_offsets[head, best] / self.offset_pairs[best])
             rows.append(row)
         return rows
 
@@ -471,13 +473,8 @@ def _pair(queries: Words, query_tokens: Tensor, keys: Words, key_tokens: Tensor)
     ]
     # Padding on the left must not move a sentence.
     offsets = metrics.relative_positions(*((~padding).cumsum(1) - 1 for padding in paddings))
-    same = query_tokens is key_tokens
-    mates = None
-    if same:
-        numbers = keys.numbers(key_tokens)
-        mates = (numbers[:, :, None] == numbers[:, None, :])[:, None]
-    questions = keys.questions(key_tokens)[:, None, None]
-    return Pair(*paddings, offsets[:, None], same, mates, questions)
+    words, questions = keys.numbers(key_tokens), keys.questions(key_tokens)[:, None, None]
+    return Pair(*paddings, offsets[:, None], query_tokens is key_tokens, words, questions)
 
 
 def _unknown(why: str) -> UsageError:

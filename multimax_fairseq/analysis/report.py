@@ -216,7 +216,19 @@ def tables(collection: Collection) -> list[Table]:
                 frame = frame.assign(**{column: pd.to_numeric(frame[column]) + 1})
         rows = [[number(cell) for cell in row] for row in frame.itertuples(index=False)]
         found.append(Table(title, [column.replace("_", " ") for column in frame.columns], rows))
-    return found
+    return [*found, *positional_heads(collection)]
+
+
+def positional_heads(collection: Collection) -> list[Table]:
+    """How many heads look at which relative position, and how surely (Correia et al. 2019)."""
+    heads = latest(collection.heads).dropna(subset=["offset", "confidence"])
+    rows = [
+        [PLACES[kind], f"{offset:+.0f}", str(len(own)), number(own["confidence"].median())]
+        for (kind, offset), own in heads.groupby(["kind", "offset"], sort=False)
+    ]
+    rows.sort(key=lambda row: (row[0], -int(row[2])))
+    columns = ["kind", "relative position", "heads", "median confidence"]
+    return [Table("Positional heads", columns, rows)] if rows else []
 
 
 def comparison(collections: list[Collection]) -> list[Table]:
