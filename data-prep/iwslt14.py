@@ -266,8 +266,16 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--archive", metavar="FILE", help="a file or an address")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=ROOT / "data" / "iwslt14")
-    parser.add_argument("--tokenization", choices=EVALUATION, default="moses-bpe")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=ROOT / "data" / "iwslt14",
+        help="default data/iwslt14 in the checkout",
+    )
+    parser.add_argument(
+        "--tokenization", choices=EVALUATION, default="moses-bpe", help="default moses-bpe"
+    )
     arguments = parser.parse_args()
     out, tokenization = arguments.out, arguments.tokenization
 

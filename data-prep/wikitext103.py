@@ -190,7 +190,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--archive", metavar="FILE", help="a file, an address or a folder")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=ROOT / "data" / "wikitext103")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=ROOT / "data" / "wikitext103",
+        help="default data/wikitext103 in the checkout",
+    )
     arguments = parser.parse_args()
     out, given = arguments.out, arguments.archive
 

@@ -433,11 +433,24 @@ def share(text: str) -> float:
 
 def parse(words: list[str]) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--rounds", type=whole, default=10, help="that are timed; default 10")
-    common.add_argument("--warmup", type=whole, default=2, help="rounds before them; default 2")
-    gpu = "cuda" if torch.cuda.is_available() else "cpu"
-    common.add_argument("--device", choices=["cpu", "cuda"], default=gpu)
-    common.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
+    common.add_argument(
+        "--rounds", type=whole, default=10, help="that are timed; default %(default)s"
+    )
+    common.add_argument(
+        "--warmup", type=whole, default=2, help="rounds before them; default %(default)s"
+    )
+    common.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="what it runs on; default %(default)s",
+    )
+    common.add_argument(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16"],
+        default="float32",
+        help="of inputs and parameters; default %(default)s",
+    )
     common.add_argument(
         "--no-memory", dest="memory", action="store_false", help="do not measure memory"
     )
@@ -449,28 +462,73 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    one = commands.add_parser("attention", parents=[common], help="attention alone")
-    one.add_argument("--shape", type=a_shape, nargs="+", default=[a_shape(s) for s in SHAPES])
-    one.add_argument("--mask", choices=["none", "causal", "padding", "both"], default="causal")
+    def command(name: str, told: str, **options: Any) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common], help=told, description=told, **options)
+
+    one = command("attention", "attention alone")
+    one.add_argument(
+        "--shape",
+        type=a_shape,
+        nargs="+",
+        metavar="BxHxTxD",
+        default=[a_shape(text) for text in SHAPES],
+        help=f"batch, heads, length and head size; default {' '.join(SHAPES)}",
+    )
+    masks = ["none", "causal", "padding", "both"]
+    one.add_argument(
+        "--mask", choices=masks, default="causal", help="what is excluded; default %(default)s"
+    )
     one.add_argument("--sweep", type=sizes, metavar="T,T,...", help="the first shape at lengths")
 
-    one = commands.add_parser("output", parents=[common], help="output layer and loss")
-    one.add_argument("--tokens", type=whole, default=512)
-    one.add_argument("--vocabulary", type=whole, default=267_744)
-    one.add_argument("--width", type=whole, default=512)
-    one.add_argument("--label-smoothing", type=share, default=0.0)
+    one = command("output", "output layer and loss")
+    one.add_argument(
+        "--tokens", type=whole, default=512, metavar="N", help="at once; default %(default)s"
+    )
+    one.add_argument(
+        "--vocabulary",
+        type=whole,
+        default=267_744,
+        metavar="V",
+        help="its words; default %(default)s",
+    )
+    one.add_argument(
+        "--width", type=whole, default=512, metavar="D", help="of the features; default %(default)s"
+    )
+    one.add_argument(
+        "--label-smoothing",
+        type=share,
+        default=0.0,
+        help="epsilon of the loss; default %(default)s",
+    )
     one.add_argument("--sweep", type=sizes, metavar="V,V,...", help="instead of --vocabulary")
 
-    one = commands.add_parser("train", parents=[common], help="training steps of whole models")
-    one.add_argument("data", type=Path, metavar="DATA-BIN", nargs="?")
-    one.add_argument("--vocabulary", type=whole, help="random text of so many words, without data")
+    one = command(
+        "train",
+        "training steps of whole models",
+        epilog="Options after -- are fairseq-train's: other sizes, another schedule.",
+    )
+    one.add_argument(
+        "data", type=Path, metavar="DATA-BIN", nargs="?", help="a folder of fairseq-preprocess"
+    )
+    one.add_argument(
+        "--vocabulary",
+        type=whole,
+        metavar="V",
+        help="a language model on random text of so many words, without data",
+    )
 
-    one = commands.add_parser("generate", parents=[common], help="beam search")
-    one.add_argument("data", type=Path, metavar="DATA-BIN")
-    one.add_argument("--checkpoint", type=Path, required=True, metavar="FILE")
-    one.add_argument("--subset", default="test")
-    one.add_argument("--beam", type=whole, default=5)
-    one.add_argument("--max-tokens", type=whole, default=4096, help="of a batch; default 4096")
+    one = command("generate", "beam search")
+    one.add_argument("data", type=Path, metavar="DATA-BIN", help="a folder of fairseq-preprocess")
+    one.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="FILE", help="of a MultiMax model"
+    )
+    one.add_argument("--subset", default="test", help="of DATA-BIN; default %(default)s")
+    one.add_argument(
+        "--beam", type=whole, default=5, help="hypotheses of a sentence; default %(default)s"
+    )
+    one.add_argument(
+        "--max-tokens", type=whole, default=4096, help="of a batch; default %(default)s"
+    )
 
     cut = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:cut])

@@ -208,10 +208,13 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("data", type=Path, metavar="DATA-BIN")
     parser.add_argument(
-        "--average", type=int, metavar="N", help="first average the folder's last N checkpoints"
+        "--average",
+        type=int,
+        metavar="N",
+        help="first average the folder's last N checkpoints, into averageN.pt there",
     )
-    parser.add_argument("--subset", default="test")
-    parser.add_argument("--beam", type=int, default=5)
+    parser.add_argument("--subset", default="test", help="of DATA-BIN; default test")
+    parser.add_argument("--beam", type=int, default=5, help="of a translation; default 5")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     compat.apply()

@@ -373,7 +373,13 @@ def parse(experiment: str) -> argparse.Namespace:
     parser.add_argument(
         "--archive", metavar="FILE", help="make --data-bin from it, as data-prep/ does"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / experiment, metavar="DIR")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "results" / experiment,
+        metavar="DIR",
+        help=f"default results/{experiment}",
+    )
     words = sys.argv[2:]
     cut = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:cut])

@@ -18,14 +18,20 @@ venv=$root/.venv
 requirements=$root/scripts/requirements.txt
 stamp=$venv/setup.stamp
 choice=$venv/setup.torch
-log=$(mktemp)
-pins=$(mktemp)
-trap 'rm -f "$log" "$pins"' EXIT
-
 fail() {
     printf 'setup.sh: %s\n' "$1" >&2
     exit 1
 }
+
+case ${1:-} in
+"") ;;
+-h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0" && exit ;;
+*) fail "it takes no arguments, but got '$1'; see --help." ;;
+esac
+
+log=$(mktemp)
+pins=$(mktemp)
+trap 'rm -f "$log" "$pins"' EXIT
 
 # quietly WHAT COMMAND...: one line and a dot every five seconds; all the output if it fails
 quietly() {

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
     for split in ("train", "valid", "test"):
         (folder / "text" / f"{split}.de").write_text(GERMAN, encoding="utf-8")
         (folder / "text" / f"{split}.en").write_text(ENGLISH, encoding="utf-8")
-        (folder / "text" / f"wiki.{split}.txt").write_text(ENGLISH, encoding="utf-8")
+        (folder / "text" / f"wiki.{split}.tokens").write_text(ENGLISH, encoding="utf-8")
     (folder / "bin").mkdir()
     for name in ("fairseq-train", "fairseq-hydra-train"):
         shim = folder / "bin" / name

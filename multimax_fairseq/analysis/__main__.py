@@ -17,30 +17,54 @@ def main() -> None:
     command = commands.add_parser(
         "parameters", help="print modulators, alphas and temperatures, layer by layer"
     )
-    command.add_argument("checkpoint", type=Path)
+    command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="of fairseq-train")
     command.set_defaults(run=print_parameters)
     command = commands.add_parser(
         "collect", help="measure attention and output of a run's checkpoints on data, into files"
     )
-    command.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT")
-    command.add_argument("data", type=Path, metavar="DATA-BIN")
-    command.add_argument("--subset", default="valid", help="default: valid")
     command.add_argument(
-        "--max-sentences", type=int, default=1000, metavar="N", help="default: 1000"
+        "checkpoints",
+        type=Path,
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="of fairseq-train; several of one run, at different updates, give trajectories",
     )
-    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    command.add_argument(
+        "data", type=Path, metavar="DATA-BIN", help="a folder of fairseq-preprocess"
+    )
+    command.add_argument("--subset", default="valid", help="of DATA-BIN; default: valid")
+    command.add_argument(
+        "--max-sentences",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="how many sentences, or blocks of text, from the first on; default: 1000",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the new collection; one that is there is replaced",
+    )
     command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
     command.set_defaults(run=collect)
-    for name, told, run in (
-        ("plot", "draw the figures of a collection, as PNG and SVG", plot),
-        ("report", "write one self-contained HTML page of a collection", report),
-        ("compare", "draw several collections in the same figures, and one HTML page", compare),
+    for name, told, run, default in (
+        ("plot", "draw the figures of a collection, as PNG and SVG", plot, "DIR/figures"),
+        ("report", "write one self-contained HTML page of a collection", report, "DIR"),
+        ("compare", "draw several collections in the same figures, and one page", compare, None),
     ):
         command = commands.add_parser(name, help=told)
         several = {"nargs": "+"} if name == "compare" else {}
-        command.add_argument("collection", type=Path, metavar="DIR", **several)
         command.add_argument(
-            "--out", type=Path, required=name == "compare", help="folder to write into"
+            "collection", type=Path, metavar="DIR", help="that `collect` wrote", **several
+        )
+        command.add_argument(
+            "--out",
+            type=Path,
+            required=default is None,
+            metavar="OUT",
+            help="folder to write into" + (f"; default: {default}" if default else ""),
         )
         command.set_defaults(run=run)
     args = parser.parse_args()

@@ -127,10 +127,11 @@ def fused_attention(
             key may be attended to; all hold.
         threshold: a float in a mask at or below it excludes; any other must be 0.
     """
-    choice = choose("attention", backend, query, key, value)
     alike = query.dim() == 4 and key.shape == value.shape and query.numel() * key.numel() > 0
     # What is not known to be a modulator of ours, or is a monotone one, is computed as it comes.
-    if choice == "plain" or not alike or getattr(modulator, "monotone", modulator is not None):
+    known = not getattr(modulator, "monotone", modulator is not None)
+    choice = choose("attention", backend, query, key, value, able=alike and known)
+    if choice == "plain":
         return None
     batch, heads, queries, size = query.shape
     keys = key.shape[2]

@@ -36,18 +36,19 @@ def requested(backend: str = "auto") -> str:
     return backend
 
 
-def choose(operation: str, backend: str, *tensors: Tensor | None) -> str:
+def choose(operation: str, backend: str, *tensors: Tensor | None, able: bool = True) -> str:
     """Return "plain", "cpp" or "triton" for an operation on these tensors, and log it once.
 
     The compiled kernels take float32 on the CPU, the Triton ones half precision and float32 on a
-    GPU with the memory they need on its chip (compute capability 8.0); what they cannot take is
-    plain, whatever is asked for. So is what torch.compile traces.
+    GPU with the memory they need on its chip (compute capability 8.0). What they cannot take, as
+    the caller may know (not `able`), is plain, whatever is asked for; so is what torch.compile
+    traces.
     """
     wanted = requested(backend)
     choice = "plain"
     given = [t for t in tensors if t is not None]
     device, dtypes = given[0].device.type, {t.dtype for t in given}
-    if wanted == "plain" or torch.compiler.is_compiling() or is_autocast(device):
+    if not able or wanted == "plain" or torch.compiler.is_compiling() or is_autocast(device):
         pass
     elif device == "cpu" and wanted != "triton":
         if dtypes == {torch.float32} and cpu.library() is not None:
