@@ -847,7 +847,7 @@ def alpha_distribution(collection: Collection) -> Figure | None:
     figure, axes = grid(1, len(kinds), 3.6, 2.9)
     for index, (axis, kind) in enumerate(zip(axes[0], kinds, strict=True)):
         values = frame[frame["place"] == kind]["value"]
-        axis.hist(
+        counts, _, _ = axis.hist(
             values,
             bins=np.linspace(1, 2, 21),
             color=COLOURS[index],
@@ -856,7 +856,8 @@ def alpha_distribution(collection: Collection) -> Figure | None:
             label=f"{len(values)} heads, mean {values.mean():.2f}",
         )
         alpha_guides(axis.axvline)
-        axis.set(xlabel="α", ylabel="heads", xlim=(0.97, 2.03))
+        # Room for the legend above the bars.
+        axis.set(xlabel="α", ylabel="heads", xlim=(0.97, 2.03), ylim=(0, 1.3 * max(counts)))
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_title(KINDS[kind], fontsize=10)
         axis.legend(fontsize=8)
