@@ -31,6 +31,7 @@ from rich.table import Table
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.signature import signature
 
+MARKERS = "os^Dv"  # of the contestants in a figure
 # The most that two ways of computing the same may differ, as a share of the largest entry.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -365,20 +366,22 @@ def show(cases: list[dict[str, Any]], signed: dict[str, Any]) -> None:
     )
 
 
-def plot(cases: list[dict[str, Any]], sweep: str | None, files: list[Path]) -> None:
+def plot(cases: list[dict[str, Any]], sweep: str | None, title: str, files: list[Path]) -> None:
     """Draw the ratios to the reference, or, of a sweep, what grows with what; and memory."""
     import matplotlib
+    from matplotlib import style
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    # For the colour-blind; and text stays text in SVG.
+    style.use("tableau-colorblind10")
+    matplotlib.rcParams["svg.fonttype"] = "none"
     quantity, reference = cases[0]["quantities"][0], cases[0]["references"][0]
     names = list(cases[0]["contestants"])
     entries = {name: [case["contestants"][name] for case in cases] for name in names}
     with_peaks = all("peak_memory" in entry for entry in entries[names[0]])
-    figure, axes = pyplot.subplots(
-        1, 1 + with_peaks, figsize=(6 * (1 + with_peaks), 4.5), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(6 * (1 + with_peaks), 4.5), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    axes = figure.subplots(1, 1 + with_peaks, squeeze=False)
     unit, ratio_of = ("ms", "time") if quantity == "seconds" else (quantity, quantity)
     factor = 1e3 if quantity == "seconds" else 1
     for index, name in enumerate(names):
@@ -388,11 +391,11 @@ def plot(cases: list[dict[str, Any]], sweep: str | None, files: list[Path]) -> N
             curves = [
                 [time[key] * factor for time in times] for key in ("median", "lower", "upper")
             ]
-            axes[0, 0].plot(x, curves[0], marker="o", label=name)
+            axes[0, 0].plot(x, curves[0], marker=MARKERS[index], label=name)
             axes[0, 0].fill_between(x, curves[1], curves[2], alpha=0.2)
             heights = [entry.get("peak_memory", 0) / 1e6 for entry in entries[name]]
             if with_peaks:
-                axes[0, 1].plot(x, heights, marker="o", label=name)
+                axes[0, 1].plot(x, heights, marker=MARKERS[index], label=name)
             continue
         width = 0.8 / len(names)
         x = [place + index * width for place in range(len(cases))]
@@ -420,7 +423,6 @@ def plot(cases: list[dict[str, Any]], sweep: str | None, files: list[Path]) -> N
         aside = file.with_name(f"{file.name}.{os.getpid()}.part")
         figure.savefig(aside, format=file.suffix[1:], dpi=150)
         aside.replace(file)
-    pyplot.close(figure)
 
 
 def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> None:
@@ -430,5 +432,6 @@ def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> No
         args.out.mkdir(parents=True, exist_ok=True)
         base = args.out / f"benchmark-{args.command}"
         evaluate.write_json(base.with_suffix(".json"), {**signed, "cases": cases})
-        plot(cases, getattr(args, "swept", None), [base.with_suffix(e) for e in (".png", ".svg")])
+        files = [base.with_suffix(ending) for ending in (".png", ".svg")]
+        plot(cases, getattr(args, "swept", None), signed["command"], files)
         print(f"Data and figures: {base}.json, .png, .svg")
