@@ -8,7 +8,9 @@ package, and the mark that something is patched sits on the patched object.
 
 import argparse
 import ast
+import atexit
 import builtins
+import contextlib
 import functools
 import inspect
 import math
@@ -689,8 +691,14 @@ def plain_errors():
             text = explain(error)
             if text is None:
                 original(kind, error, trace)
-            else:
-                print(f"{name}: error: {text}", file=sys.stderr)
+                return
+            print(f"{name}: error: {text}", file=sys.stderr)
+            # A thread that still reads data would be killed in C++ and abort the process.
+            atexit._run_exitfuncs()
+            with contextlib.suppress(OSError):  # nobody reads on
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(1)
 
         return excepthook
 

@@ -176,6 +176,21 @@ def test_a_sparse_output_layer_trains_translates_and_refuses_label_smoothing(tex
     assert len(found) == 8 and all(math.isfinite(score) for score, _ in found.values())
 
 
+def test_a_refused_command_waits_for_no_thread(text):
+    """One that reads data would be killed by the interpreter's end, and abort the process."""
+    plugin = text / "threads"
+    plugin.mkdir()
+    (plugin / "__init__.py").write_text(
+        "import atexit, pathlib, threading, time\n"
+        "import multimax_fairseq.models\n"
+        "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        "atexit.register(pathlib.Path('at-exit').touch)\n"
+    )
+    command = ("fairseq-train", "mt", "--user-dir", plugin, *TRANSLATE)
+    assert "--topk" in refused(text, *command, "--attention-normalizer", "topk")
+    assert (text / "at-exit").exists()
+
+
 def test_every_figure_is_drawn_of_modulators(text, translation, language_model):
     drawn = assert_every_figure_is_drawn(text, "mt-model", "mt")
     assert {"modulators-encoder", "modulators-cross", "parameters"} <= drawn
