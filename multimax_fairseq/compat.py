@@ -677,6 +677,17 @@ def explain(error):
     return None
 
 
+def _end(sentence):
+    """Say it and end the process, which threads that still read data would make abort: the
+    interpreter's end kills them inside of C++."""
+    print(sentence, file=sys.stderr)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # nobody reads on
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
+
+
 def plain_errors():
     """A user's mistake ends in one sentence; MULTIMAX_TRACEBACK=1 keeps every traceback.
 
@@ -691,14 +702,8 @@ def plain_errors():
             text = explain(error)
             if text is None:
                 original(kind, error, trace)
-                return
-            print(f"{name}: error: {text}", file=sys.stderr)
-            # A thread that still reads data would be killed in C++ and abort the process.
-            atexit._run_exitfuncs()
-            with contextlib.suppress(OSError):  # nobody reads on
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(1)
+            else:
+                _end(f"{name}: error: {text}")
 
         return excepthook
 
@@ -726,8 +731,7 @@ def plain_errors():
                     text = explain(error)
                     if text is None:
                         raise
-                    print(f"{name}: error: {text}", file=sys.stderr)
-                    sys.exit(1)
+                    _end(f"{name}: error: {text}")
 
             return original(reported)
 
