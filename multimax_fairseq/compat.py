@@ -264,7 +264,7 @@ def checkpoint_errors():
                     ) from error
                 raise CheckpointError(
                     f"'{path}' is damaged or incomplete; copy it again, or delete it and continue "
-                    "from another checkpoint (--restore-file)."
+                    "from another one."
                 ) from error
 
         return load_checkpoint_to_cpu

@@ -275,10 +275,12 @@ def signature(folder, normalizer, kinds, output, updates, order, separate, seed)
                 "architecture": "transformer_lm_multimax" if len(kinds) == 1 else "transformer",
                 "normalizer": {kind: normalizer for kind in kinds},
                 "output_normalizer": output,
-                "multimax_order": order,
-                "multimax_terms": "both",
-                "multimax_heads": "separate" if separate else "shared",
                 "seed": seed,
+                "settings": {
+                    "multimax_order": order,
+                    "multimax_terms": "both",
+                    "multimax_heads": "separate" if separate else "shared",
+                },
             }
             for update in updates
         ],

@@ -298,7 +298,8 @@ def test_the_signature_says_what_was_collected_from_what(data, collected, checkp
     assert about["path"] == str(path) and about["updates"] == 7 and len(about["sha256"]) == 64
     assert about["normalizer"] == dict.fromkeys(KINDS, "multimax")
     assert about["output_normalizer"] == "multimax" and about["architecture"] == TRANSLATION
-    assert (about["multimax_order"], about["multimax_terms"]) == (2, "both")
+    settings = about["settings"]
+    assert (settings["multimax_order"], settings["multimax_terms"]) == (2, "both")
 
 
 # --- against numpy, from the weights --------------------------------------------------------------
@@ -769,6 +770,9 @@ def test_checkpoints_of_other_runs_are_refused(data, checkpoint, monkeypatch, ca
     same = checkpoint(TRANSLATION, seed=2)
     sentence = told(monkeypatch, capsys, "collect", ours, same, data / "mt", *out)
     assert "both have 7 updates" in sentence
+    other = checkpoint(TRANSLATION, "--attention-normalizer", "sparsemax", updates=9)
+    sentence = told(monkeypatch, capsys, "collect", ours, other, data / "mt", *out)
+    assert "not of one run (attention_normalizer sparsemax and multimax)" in sentence
     stock = checkpoint("transformer_iwslt_de_en", updates=9)
     sentence = told(monkeypatch, capsys, "collect", ours, stock, data / "mt", *out)
     assert "not of one run" in sentence and "compare" in sentence

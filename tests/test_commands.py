@@ -340,6 +340,13 @@ def test_hydra_trains_the_same_model(text, settings, kind, translation, language
     argparse_model = parameters(text / f"{kind}-model" / "checkpoint_last.pt")
     for name, value in parameters(text / f"{kind}-hydra" / "checkpoint_last.pt").items():
         torch.testing.assert_close(value, argparse_model[name], msg=name)
+    described = []
+    for trained in ("model", "hydra"):
+        path, out = f"{kind}-{trained}/checkpoint_last.pt", f"{kind}-{trained}-collected"
+        run(text, "python", "-m", "multimax_fairseq.analysis", "collect", path, kind, "--out", out)
+        (about,) = collection.read(text / out).signed["checkpoints"]
+        described.append({key: about[key] for key in about.keys() - {"path", "sha256"}})
+    assert described[0] == described[1] and described[0]["settings"]["multimax_order"] == 2
 
 
 def test_a_stock_checkpoint_is_finetuned_from_the_identity(text):

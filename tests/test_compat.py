@@ -209,7 +209,7 @@ def test_damaged_checkpoint(translation, tmp_path, keep):
     content = translation.read_bytes()
     path = tmp_path / "cut.pt"
     path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
-    with pytest.raises(ValueError, match=r"cut\.pt' is damaged or incomplete.*--restore-file"):
+    with pytest.raises(ValueError, match=r"cut\.pt' is damaged or incomplete"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path))
 
 

@@ -25,6 +25,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from multimax_fairseq import compat
 from multimax_fairseq.analysis import COLUMNS, parameters
 from multimax_fairseq.analysis.record import Recorder, Words
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.models.config import NormalizerConfig, as_namespace
 from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
@@ -168,31 +170,35 @@ def _load(
         [str(path)], task=task, state=state
     )
     model.eval()
-    settings = cfg.model
+    settings = as_namespace(cfg.model)
     about = {
         "path": str(path),
         "sha256": _hash_file(path),
         "updates": updates,
         "architecture": getattr(settings, "arch", None) or settings._name,
-        "multimax_order": getattr(settings, "multimax_order", None),
-        "multimax_terms": getattr(settings, "multimax_terms", None),
-        "multimax_heads": getattr(settings, "multimax_heads", None),
         "seed": cfg.common.seed,
+        "settings": {
+            setting.name: getattr(settings, setting.name)
+            for setting in fields(NormalizerConfig)
+            if hasattr(settings, setting.name) and setting.name != "_name"
+        },
     }
     return model, about
 
 
 def _check_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
-    if one["architecture"] != other["architecture"]:
-        raise UsageError(
-            f"checkpoints '{one['path']}' ({one['architecture']}) and '{other['path']}' "
-            f"({other['architecture']}) are not of one run: collect each, then compare them"
-        )
+    paths = f"checkpoints '{one['path']}' and '{other['path']}'"
+    for key in ("architecture", "seed", "settings"):
+        if (mine := one[key]) != (theirs := other[key]):
+            if key == "settings":
+                key = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+                mine, theirs = mine.get(key), theirs.get(key)
+            raise UsageError(
+                f"{paths} are not of one run ({key} {mine} and {theirs}): collect each, then "
+                "compare them"
+            )
     if one["updates"] == other["updates"]:
-        raise UsageError(
-            f"checkpoints '{other['path']}' and '{one['path']}' both have {one['updates']:,} "
-            "updates: give one of them"
-        )
+        raise UsageError(f"{paths} both have {one['updates']:,} updates: give one of them")
 
 
 def _normalizers(model: Any, recorder: Recorder) -> dict[str, Any]:
