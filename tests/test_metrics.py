@@ -78,6 +78,11 @@ def test_head_diversity_by_hand():
     half = tensor([[[1.0, 0.0]], [[0.5, 0.5]]])
     mixed = -0.75 * math.log2(0.75) + 0.25 * 2
     close(metrics.head_diversity(half), [mixed - 0.5])
+    # To the base of the keys that may be attended to, not of the heads.
+    close(metrics.head_diversity(apart[:2]), [math.log(2, 3)])
+    mask = torch.tensor([[[False, False, True]]])
+    close(metrics.head_diversity(apart[:2], mask), [1.0])
+    close(metrics.head_diversity(apart[:2], ~mask), [NAN])
 
 
 def test_positions_by_hand():
@@ -176,7 +181,7 @@ def test_head_diversity_is_the_mean_divergence_from_the_mean():
     """JS as the mean of the heads' Kullback-Leibler divergences from their mean."""
     probs = torch.rand(3, 4, 5, 7, dtype=torch.float64).mul(3).softmax(-1)
     mean = probs.mean(1, keepdim=True)
-    divergence = (probs * (probs / mean).log()).sum(-1).mean(1) / math.log(4)
+    divergence = (probs * (probs / mean).log()).sum(-1).mean(1) / math.log(7)
     torch.testing.assert_close(metrics.head_diversity(probs), divergence)
 
 

@@ -7,7 +7,6 @@ metric is not defined, as for a query with a single key, it is NaN.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -134,23 +133,24 @@ def density(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     return (probs > 0).sum(-1).to(probs.dtype) / keys
 
 
-def head_diversity(probs: Tensor) -> Tensor:
+def head_diversity(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the generalised Jensen-Shannon divergence between heads, from 0 to 1.
 
-        JS = H(mean_j p_j) - mean_j H(p_j), logarithm to the base of the number of heads
+        JS = H(mean_j p_j) - mean_j H(p_j), logarithm to the base of the number of keys
                                                                           (Correia et al. 2019)
 
     Args:
         probs: (..., heads, queries, keys).
+        mask: the same for all heads.
 
     Returns:
-        (..., queries); 0 for a single head.
+        (..., queries); NaN for a single key.
     """
-    heads = probs.shape[-3]
-    if heads == 1:
-        return torch.zeros_like(probs[..., 0, :, 0])
+    if mask is None:
+        mask = torch.zeros_like(probs[..., :1, :, :], dtype=torch.bool)
+    keys = (~mask[..., 0, :, :]).sum(-1)
     divergence = entropy(probs.mean(-3)) - entropy(probs).mean(-2)
-    return divergence / math.log(heads)
+    return (divergence / keys.to(probs.dtype).log()).masked_fill(keys < 2, torch.nan)
 
 
 def relative_positions(query_positions: Tensor, key_positions: Tensor) -> Tensor:

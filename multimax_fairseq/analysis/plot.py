@@ -895,8 +895,8 @@ def density(collections: list[Collection]) -> Figure | None:
 @picture("Diversity of heads", comparable=True)
 def head_diversity(collections: list[Collection]) -> Figure | None:
     """How much the heads of a layer differ: generalised Jensen-Shannon divergence of their
-    attention, with the logarithm to the base of the number of heads (Correia et al. 2019). 0: all
-    heads alike; 1: no two heads look at the same place."""
+    attention, with the logarithm to the base of the number of keys (Correia et al. 2019). 0: all
+    heads alike; 1: each key has a head of its own."""
     label = "Jensen-Shannon divergence (0 to 1)"
     return line_a_series(collections, "layers", "head_diversity", label)
 

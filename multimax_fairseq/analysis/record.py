@@ -160,7 +160,7 @@ class AttentionSums:
         for means, values in zip(self.temperatures.values(), softmaxes, strict=True):
             for mean, value in zip(means, values, strict=True):
                 mean.add(value.masked_fill(padding, torch.nan)[None])
-        diversity = metrics.head_diversity(probs)
+        diversity = metrics.head_diversity(probs, excluded)
         self.layer["head_diversity"].add(diversity.masked_fill(padding[:, 0], torch.nan)[None])
 
     def _turns(self, scores: Tensor, kept: Tensor) -> None:
