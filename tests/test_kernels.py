@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import run
-from torch.utils import cpp_extension
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.functional import backend
@@ -466,7 +465,7 @@ def test_the_kernels_are_built_once_and_nothing_is_left_of_a_build_that_failed(
     tmp_path, monkeypatch
 ):
     folder = tmp_path / "multimax_fairseq"
-    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     flags = [*cpu.FLAGS, *cpu.MARCH[CAPABILITY]]
     with pytest.raises(subprocess.CalledProcessError):
         cpu._built([*flags, "--no-such-flag"])

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils import cpp_extension
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +64,13 @@ def library() -> ctypes.CDLL | None:
 def _built(flags: list[str]) -> Path:
     """Return the shared library for these flags, compiled unless that was done before."""
     torch_root = Path(torch.__file__).parent
-    command = [cpp_extension.get_cxx_compiler(), *flags, str(SOURCE)]
+    command = [os.environ.get("CXX", "c++"), *flags, str(SOURCE)]
     command += [f"-I{torch_root / 'include'}", f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
     signature = "\n".join([*command, torch.__version__]).encode() + SOURCE.read_bytes()
-    folder = Path(cpp_extension.get_default_build_root()) / "multimax_fairseq"
+    # Where torch keeps what it compiles; its own functions for that warn of a missing GPU.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    folder = Path(root) / "multimax_fairseq"
     target = folder / f"cpu-{hashlib.sha256(signature).hexdigest()[:16]}.so"
     if target.exists():
         return target
