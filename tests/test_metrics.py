@@ -198,7 +198,7 @@ def test_modulator_slope_is_the_gradient(terms, heads):
         module.high_threshold,
     )
     (expected,) = torch.autograd.grad(modulate(x, *parameters).sum(), x)
-    slope = metrics.modulator_slope(x.detach(), *parameters)
+    slope = metrics.modulator_slope(x.detach(), module)
     torch.testing.assert_close(slope.detach(), expected)
     assert (slope < 0).any()
 

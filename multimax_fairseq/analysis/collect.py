@@ -25,7 +25,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from multimax_fairseq import compat
 from multimax_fairseq.analysis import COLUMNS, parameters
 from multimax_fairseq.analysis.record import Recorder, Words
 from multimax_fairseq.compat import UsageError
-from multimax_fairseq.models.config import NormalizerConfig, as_namespace
+from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
@@ -179,8 +178,8 @@ def _load(
         "seed": cfg.common.seed,
         "settings": {
             setting.name: getattr(settings, setting.name)
-            for setting in fields(NormalizerConfig)
-            if hasattr(settings, setting.name) and setting.name != "_name"
+            for setting in SETTINGS
+            if hasattr(settings, setting.name)
         },
     }
     return model, about

@@ -57,8 +57,6 @@ class Collection:
     def normalizers(self) -> dict[str, str]:
         """{kind: name for people} of the last checkpoint."""
         found = self.checkpoint().get("normalizer", {})
-        if isinstance(found, str):
-            found = dict.fromkeys(self.kinds(), found)
         return {kind: NORMALIZERS.get(name, name) for kind, name in found.items() if name}
 
     def checkpoint(self) -> dict[str, Any]:

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multimax_fairseq.functional.modulator import modulate_backward
+from multimax_fairseq.functional.modulator import (
+    ModulatorParameters,
+    modulate_backward,
+    parameters_of,
+)
 
 
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -251,18 +255,11 @@ def correlation(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
     return product.sum((-1, -2)) / (lengths[0] * lengths[1]).sqrt()
 
 
-def modulator_slope(
-    x: Tensor,
-    low_coefficient: Tensor | None,
-    low_threshold: Tensor | None,
-    high_coefficient: Tensor | None,
-    high_threshold: Tensor | None,
-) -> Tensor:
+def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:
     """Return the derivative of `functional.modulate` by the scores, (...): negative past a turn.
 
     Args:
         x: scores; with parameters a head, the heads are dimension -3.
-        low_coefficient, low_threshold, high_coefficient, high_threshold: as `modulate`.
+        modulator: whose parameters `modulate` takes.
     """
-    parameters = (low_coefficient, low_threshold, high_coefficient, high_threshold)
-    return modulate_backward(torch.ones_like(x), x, *parameters)[0]
+    return modulate_backward(torch.ones_like(x), x, *parameters_of(modulator))[0]

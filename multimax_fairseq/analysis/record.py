@@ -170,13 +170,7 @@ class AttentionSums:
         share = self.heads["past_turning_point"]
         share.count += kept.sum((0, 2, 3))
         if not modulator.monotone:
-            slope = metrics.modulator_slope(
-                scores,
-                modulator.low_coefficient,
-                modulator.low_threshold,
-                modulator.high_coefficient,
-                modulator.high_threshold,
-            )
+            slope = metrics.modulator_slope(scores, modulator)
             share.total += ((slope < 0) & kept).sum((0, 2, 3))
 
     def _positions(self, probs: Tensor, kept: Tensor, padding: Tensor, offsets: Tensor) -> None:

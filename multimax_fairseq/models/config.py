@@ -85,6 +85,9 @@ class NormalizerConfig(FairseqDataclass):
     )
 
 
+SETTINGS = [setting for setting in fields(NormalizerConfig) if not setting.name.startswith("_")]
+
+
 def as_namespace(args: Any) -> argparse.Namespace:
     """Return a model's settings as the flat namespace that fairseq's Transformers read."""
     if isinstance(args, DictConfig):
@@ -94,9 +97,8 @@ def as_namespace(args: Any) -> argparse.Namespace:
 
 def set_defaults(args: Any, **defaults: Any) -> None:
     """Fill in the settings that are missing: first the given ones, then those of the dataclass."""
-    for setting in fields(NormalizerConfig):
-        if not setting.name.startswith("_"):
-            defaults.setdefault(setting.name, setting.default)
+    for setting in SETTINGS:
+        defaults.setdefault(setting.name, setting.default)
     for name, value in defaults.items():
         setattr(args, name, getattr(args, name, value))
 
