@@ -20,7 +20,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, NoReturn
 from urllib.error import HTTPError, URLError
@@ -31,10 +31,15 @@ SPLITS = ("train", "valid", "test")
 MARK = "prepared.sha256"  # in a finished folder: of all that it was made from
 LABELS = {"md5": "MD5", "sha256": "SHA-256"}
 BLOCK = 1 << 18
+TOLERANCE = 0.005  # of an expected count that a tokenizer has a part in
 
 
 def say(message: str) -> None:
     print(message, flush=True)
+
+
+def warn(message: str) -> None:
+    print(f"{Path(sys.argv[0]).name}: warning: {message}", file=sys.stderr, flush=True)
 
 
 def fail(message: str) -> NoReturn:
@@ -316,6 +321,39 @@ def copy_text(lines: Iterable[bytes], target: Path, name: object) -> None:
             file.write(line if line.endswith(b"\n") else line + b"\n")
 
 
+# --- counts ------------------------------------------------------------------------------------
+
+
+def differing_counts(
+    what: str,
+    expected: dict[str, int],
+    found: dict[str, int],
+    remedy: str,
+    tokenized: Collection[str] = (),
+) -> dict[str, dict[str, int]]:
+    """By split, the counts of an official text that are not the expected ones; each is said.
+
+    No two tokenizers agree to the last token, so a count that depends on one (those of the splits
+    `tokenized`) may be off by less than TOLERANCE. Any other difference is refused.
+    """
+    differing = {
+        split: {"expected": count, "found": found[split]}
+        for split, count in expected.items()
+        if found[split] != count
+    }
+    sentences = {
+        split: f"{split} has {counts['found']:,} {what}, but {counts['expected']:,} are expected"
+        for split, counts in differing.items()
+    }
+    for split, counts in differing.items():
+        apart = abs(counts["found"] - counts["expected"])
+        if split not in tokenized or apart >= TOLERANCE * counts["expected"]:
+            fail(f"{sentences[split]} of the official text: {remedy}.")
+    for sentence in sentences.values():
+        warn(f"{sentence}; the difference is small, and the signature of results will name it.")
+    return differing
+
+
 # --- steps -------------------------------------------------------------------------------------
 
 
@@ -355,7 +393,11 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
             shutil.rmtree(aside)
         say(f"Preparing {final}")
         aside.mkdir()
-        make(aside)
+        try:
+            make(aside)
+        except SystemExit:  # a refusal: the next run would not get further with what is there
+            shutil.rmtree(aside)
+            raise
         (aside / MARK).write_text(f"{mark}\n")
         aside.rename(final)
 

@@ -150,9 +150,9 @@ def xml(lines):
     return f'<?xml version="1.0"?>\n<doc docid="1">\n<url>x</url>\n{segments}</doc>\n'
 
 
-def layout():
+def layout(rows=None):
     files = {}
-    rows = training_pairs()
+    rows = rows or training_pairs()
     for side, language in enumerate(LANGUAGES):
         # The last line has no line feed.
         files[f"train.tags.de-en.{language}"] = "\n".join(row[side] for row in rows)
@@ -390,9 +390,74 @@ def test_wrong_contents(members, said, tmp_path):
 
 def test_official_counts(tgz, tmp_path):
     archive = archives.Archive(tgz, "", official=True)
-    with pytest.raises(SystemExit, match="160,239 / 7,283 / 6,750 sentence pairs, but here"):
+    with pytest.raises(SystemExit, match="train has .* pairs, but 160,239 are expected"):
         iwslt14.make_text(archive, "moses-bpe", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def nearly_official(tmp_path_factory):
+    """An archive of 10,000 training pairs, 3 of which this tokenizer's counts leave out."""
+    rows = [("Nein, danke.", "No, thanks.", None)] * 10_451
+    rows[5_000:5_000] = [("a b c d e", "a b c", None)] * 3
+    return pack(tmp_path_factory.mktemp("nearly") / "de-en.tgz", layout(rows).items())
+
+
+def prepare_official(archive, pairs, out, monkeypatch):
+    """iwslt14.py on an archive that its checksum makes the official one."""
+    own = iwslt14.Official("de-en.tgz", (), f"md5={archives.digest(archive, 'md5')}")
+    monkeypatch.setattr(iwslt14, "OFFICIAL", own)
+    monkeypatch.setattr(iwslt14, "PAIRS", pairs)
+    monkeypatch.setattr(sys, "argv", ["iwslt14.py", "--archive", str(archive), "--out", str(out)])
+    archives.run(iwslt14.main)
+
+
+def test_nearly_official_counts_are_said_and_written_down(
+    nearly_official, tmp_path, monkeypatch, capsys
+):
+    pairs = {"train": 10_000, "valid": 454, "test": 13}
+    prepare_official(nearly_official, pairs, tmp_path, monkeypatch)
+    printed = capsys.readouterr()
+    (warning,) = [line for line in printed.err.splitlines() if "warning:" in line]
+    assert warning.startswith(
+        "iwslt14.py: warning: train has 9,997 sentence pairs, but 10,000 are expected;"
+    )
+    assert "9,997 train, 454 valid" in printed.out
+    assert (tmp_path / "text" / "train.de").read_bytes().count(b"\n") == 9_997
+    evaluation = json.loads((tmp_path / "data-bin" / "evaluation.json").read_text())
+    assert evaluation["differing_counts"] == {"train": {"expected": 10_000, "found": 9_997}}
+
+
+@pytest.mark.parametrize(("split", "expected"), [("train", 10_201), ("test", 14)])
+def test_other_counts_of_the_official_archive_are_refused(
+    split, expected, nearly_official, tmp_path, monkeypatch
+):
+    """2% of the training pairs; a single test pair, none of which depends on a tokenizer."""
+    pairs = {"train": 10_000, "valid": 454, "test": 13, split: expected}
+    with pytest.raises(SystemExit) as refusal:
+        prepare_official(nearly_official, pairs, tmp_path, monkeypatch)
+    (sentence,) = str(refusal.value).splitlines()
+    found = {"train": "9,997", "test": "13"}[split]
+    assert f"{split} has {found} sentence pairs, but {expected:,} are expected" in sentence
+    assert "scripts/requirements.txt" in sentence
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_count_is_judged_by_its_share(capsys):
+    def differing(found, tokenized=("train",)):
+        counts = {"train": found, "test": 5}
+        return archives.differing_counts(
+            "pairs", {"train": 1000, "test": 5}, counts, "mend it", tokenized
+        )
+
+    assert differing(1000) == {} and not capsys.readouterr().err
+    for found in (996, 1004):
+        assert differing(found) == {"train": {"expected": 1000, "found": found}}
+        with pytest.raises(SystemExit, match=f"train has {found:,} pairs, but 1,000 .*: mend it."):
+            differing(found, tokenized=())
+    for found in (995, 1005, 0):
+        with pytest.raises(SystemExit, match=f"train has {found:,} pairs, but 1,000"):
+            differing(found)
 
 
 # --- archives ----------------------------------------------------------------------------------
@@ -737,7 +802,7 @@ def test_official_text_must_have_its_counts(tmp_path, monkeypatch):
     """Whatever it came as, for its number of lines gives it away."""
     text = make_folder(tmp_path / "text", "wiki.{}.tokens")
     monkeypatch.setitem(wikitext103.LINES, "train", wiki()["train"].count("\n"))
-    with pytest.raises(SystemExit, match="103,227,021 train"):
+    with pytest.raises(SystemExit, match="but 103,227,021 are expected"):
         wikitext103.make_data_bin(text, False, tmp_path / "data-bin")
 
 
