@@ -6,7 +6,8 @@
 Translation: SacreBLEU of the detokenised text, and BLEU of its Moses tokens, as older papers have
 it. The references are DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw
 text a line; else they are read back from DATA-BIN. Where evaluation.json there says that the model
-knows lower case alone, neither score looks at case.
+knows lower case alone, neither score looks at case; where it says that the data have other numbers
+of sentence pairs than expected, both signatures end in them.
 
 Language model: perplexity a token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
@@ -51,12 +52,18 @@ def command(name: str, *arguments: object) -> list[str]:
 
 
 def describe(data: Path, target: str) -> dict[str, Any]:
-    """What undoes the preparation of the text: evaluation.json, or what the dictionary tells."""
+    """What undoes the preparation of the text: evaluation.json, or what the dictionary tells; and
+    `pairs`, the numbers of sentence pairs where they are not those expected, for a signature."""
     if (described := data / "evaluation.json").is_file():
         try:
             found = json.loads(described.read_text(encoding="utf-8"))
-            return {key: found[key] for key in ("remove_bpe", "tokenizer", "lowercase")}
-        except (ValueError, KeyError, TypeError) as error:
+            text = {key: found[key] for key in ("remove_bpe", "tokenizer", "lowercase")}
+            text["pairs"] = ", ".join(
+                f"{split} {counts['found']:,} (expected {counts['expected']:,})"
+                for split, counts in found.get("differing_counts", {}).items()
+            )
+            return text
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise compat.UsageError(
                 f"{described} is not what data-prep/ writes ({error}): prepare the data again, or "
                 "remove that file"
@@ -70,7 +77,7 @@ def describe(data: Path, target: str) -> dict[str, Any]:
         remove = "sentencepiece"
     elif any(word.endswith("@@") for word in types):
         remove = "@@ "
-    return {"remove_bpe": remove, "tokenizer": None, "lowercase": False}
+    return {"remove_bpe": remove, "tokenizer": None, "lowercase": False, "pairs": ""}
 
 
 def run(words: list[str], log: Path) -> str:
@@ -136,12 +143,13 @@ def translation(
         target_tokens = [tokenize(line, return_str=True, escape=False) for line in references]
     bleu = BLEU(lowercase=text["lowercase"])
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
+    differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""  # in SacreBLEU's own form
     return {
         "metric": "SacreBLEU",
         "value": bleu.corpus_score(detokenized, [references]).score,
-        "signature": str(bleu.get_signature()),
+        "signature": f"{bleu.get_signature()}{differing}",
         "tokenized_bleu": tokenized.corpus_score(tokens, [target_tokens]).score,
-        "tokenized_signature": str(tokenized.get_signature()),
+        "tokenized_signature": f"{tokenized.get_signature()}{differing}",
         "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
         + ("raw text" if kept.is_file() else "read back from the binarised data"),
         "evaluation": words,

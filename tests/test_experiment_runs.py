@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -195,6 +196,17 @@ def test_evaluate_prints_what_the_run_found(experiment, tmp_path):
     if name == "wikitext103":
         output = run(folder, script, checkpoint, data, "--average", "2", "--subset", "valid")
         assert "perplexity" in output and (checkpoint.parent / "average2.pt").exists()
+    else:
+        # As data-prep/ leaves it where the numbers of sentence pairs are not those expected.
+        near = shutil.copytree(data, tmp_path / "near")
+        described = json.loads((near / "evaluation.json").read_text())
+        described["differing_counts"] = {"train": {"expected": 10_000, "found": 9_997}}
+        (near / "evaluation.json").write_text(json.dumps(described))
+        output = run(folder, script, checkpoint, near, "--json", tmp_path / "near.json")
+        found = json.loads((tmp_path / "near.json").read_text())
+        for kind in ("signature", "tokenized_signature"):
+            assert found[kind] == f"{result[kind]}|pairs:train 9,997 (expected 10,000)"
+            assert found[kind] in output
     output = run(folder, script, checkpoint, data / "none", code=1)
     assert "does not exist" in output and "Traceback" not in output
     (tmp_path / "none.jsonl").write_text('{"no": "result"}\n')

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import shutil
 import sys
 
@@ -143,6 +144,26 @@ def test_the_batch_is_the_same_on_any_number_of_gpus(experiment, name, batch, gp
     assert ("--fp16" in experiment.options(cfg)) == (gpus > 0 and "wikitext" in name)
     with pytest.raises(UsageError, match="--gpus 3"):
         experiment.fit(cfg, 3)
+
+
+# --- what data preparation leaves --------------------------------------------------------------
+
+
+def test_a_description_of_the_data_tells_where_its_counts_differ(experiment, tmp_path):
+    text = {"remove_bpe": "@@ ", "tokenizer": "moses", "lowercase": True}
+    file = tmp_path / "evaluation.json"
+    file.write_text(json.dumps(text))
+    assert experiment.evaluate.describe(tmp_path, "en") == {**text, "pairs": ""}
+    counts = {"train": {"expected": 10_000, "found": 9_997}, "valid": {"expected": 9, "found": 10}}
+    file.write_text(json.dumps({**text, "differing_counts": counts}))
+    assert experiment.evaluate.describe(tmp_path, "en") == {
+        **text,
+        "pairs": "train 9,997 (expected 10,000), valid 10 (expected 9)",
+    }
+    for wrong in ({"train": {}}, {"train": 9_997}, {"train": {"found": "a", "expected": "b"}}, 3):
+        file.write_text(json.dumps({**text, "differing_counts": wrong}))
+        with pytest.raises(UsageError, match="is not what data-prep/ writes"):
+            experiment.evaluate.describe(tmp_path, "en")
 
 
 # --- what a killed process leaves --------------------------------------------------------------
