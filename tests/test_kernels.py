@@ -1,8 +1,6 @@
 """The compiled CPU kernels: as accurate as plain PyTorch in every shape, mask and build."""
 
 import ctypes
-import os
-import subprocess
 import sys
 
 import pytest
@@ -13,11 +11,11 @@ from commands import run
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.functional import backend
 from multimax_fairseq.functional.cross_entropy import fused_scores
-from multimax_fairseq.kernels import cpu
+from multimax_fairseq.kernels import build, cpu
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(
-    CAPABILITY not in cpu.MARCH, reason=f"no CPU kernels for {CAPABILITY}: plain PyTorch is used"
+    CAPABILITY not in build.MARCH, reason=f"no CPU kernels for {CAPABILITY}: plain PyTorch is used"
 )
 
 
@@ -31,7 +29,7 @@ def kernels(request, monkeypatch):
         yield
         return
     if request.param == "AVX2 and MKL":
-        built = ctypes.CDLL(str(cpu._built([*cpu.FLAGS, *cpu.MARCH["AVX2"]])))
+        built = ctypes.CDLL(str(build._built([*build.FLAGS, *build.MARCH["AVX2"]])))
     if not built.start(0):
         pytest.skip("this torch has no MKL")
     monkeypatch.setattr(cpu, "library", lambda: built)
@@ -442,35 +440,3 @@ def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
         scaled_dot_product_attention(*parts, modulator=some_modulator())
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         scaled_dot_product_attention(*parts, modulator=some_modulator(), backend="cuda")
-
-
-def test_without_a_compiler_plain_pytorch_is_used_and_the_log_says_so(tmp_path):
-    script = """
-import logging, torch
-logging.basicConfig()
-from multimax_fairseq import Modulator
-print(Modulator(init_std=1.0)(torch.zeros(3)).shape)
-"""
-    elsewhere = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built"), "CXX": str(tmp_path / "none")}
-    printed = run(tmp_path, sys.executable, "-c", script, **elsewhere)
-    assert "torch.Size([3])" in printed and "plain PyTorch is used" in printed
-    assert not list(tmp_path.glob("built/**/*.so"))
-    refused = run(
-        tmp_path, sys.executable, "-c", script, code=1, MULTIMAX_BACKEND="cpp", **elsewhere
-    )
-    assert "MULTIMAX_BACKEND 'cpp' needs a C++ compiler" in refused
-
-
-def test_the_kernels_are_built_once_and_nothing_is_left_of_a_build_that_failed(
-    tmp_path, monkeypatch
-):
-    folder = tmp_path / "multimax_fairseq"
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    flags = [*cpu.FLAGS, *cpu.MARCH[CAPABILITY]]
-    with pytest.raises(subprocess.CalledProcessError):
-        cpu._built([*flags, "--no-such-flag"])
-    assert not list(folder.iterdir())
-    built = cpu._built(flags)
-    stamp = os.stat(built).st_mtime_ns
-    assert cpu._built(flags) == built and os.stat(built).st_mtime_ns == stamp
-    assert list(folder.iterdir()) == [built]
