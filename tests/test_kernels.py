@@ -1,6 +1,5 @@
 """The compiled CPU kernels: as accurate as plain PyTorch in every shape, mask and build."""
 
-import ctypes
 import sys
 
 import pytest
@@ -29,7 +28,7 @@ def kernels(request, monkeypatch):
         yield
         return
     if request.param == "AVX2 and MKL":
-        built = ctypes.CDLL(str(build._built([*build.FLAGS, *build.MARCH["AVX2"]])))
+        built = build.load([*build.FLAGS, *build.MARCH["AVX2"]])
     if not built.start(0):
         pytest.skip("this torch has no MKL")
     monkeypatch.setattr(cpu, "library", lambda: built)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multimax_fairseq.kernels.build import library as library
+from multimax_fairseq.kernels.build import library as library  # public here as well
 
 # What a fused loss may hold of the logits, and how many tokens go through it together: enough for
 # the weight to be read seldom, few enough for a tile to stay in the second-level cache.
