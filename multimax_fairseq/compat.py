@@ -11,6 +11,7 @@ import ast
 import atexit
 import builtins
 import contextlib
+import contextvars
 import functools
 import inspect
 import math
@@ -44,6 +45,7 @@ def apply():
     """Make fairseq, as installed, work with the torch and numpy that are installed."""
     checkpoint_classes()
     checkpoint_errors()
+    checkpoint_models()
     numpy_compat()
     token_blocks()
     last_batch()
@@ -270,6 +272,37 @@ def checkpoint_errors():
         return load_checkpoint_to_cpu
 
     _wrap(checkpoint_utils, "load_checkpoint_to_cpu", make)
+
+
+def checkpoint_models():
+    """A model is not told whether it is built to be trained, or for the parameters of a checkpoint.
+
+    So it cannot refuse a setting in training alone: see building_from_checkpoint(). Can go when
+    fairseq hands `from_checkpoint`, which its tasks get, on to the models.
+    """
+    from fairseq import checkpoint_utils
+
+    def make(original):
+        building = contextvars.ContextVar("building_from_checkpoint", default=False)
+
+        def load_model_ensemble_and_task(*args, **kwargs):
+            token = building.set(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                building.reset(token)
+
+        checkpoint_utils.building_from_checkpoint = building
+        return load_model_ensemble_and_task
+
+    _wrap(checkpoint_utils, "load_model_ensemble_and_task", make)
+
+
+def building_from_checkpoint():
+    """Whether fairseq is loading a checkpoint's model."""
+    from fairseq import checkpoint_utils
+
+    return checkpoint_utils.building_from_checkpoint.get()  # there for all copies of this module
 
 
 # --- numpy and data ------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ def why_plain(caplog):
 
 
 def test_every_function_of_the_source_is_looked_for():
-    defined = re.findall(r'^extern "C" \w+ (\w+)\(', build.SOURCE.read_text(), re.MULTILINE)
+    text = "".join(path.read_text() for path in build._sources())
+    defined = re.findall(r'^extern "C" \w+ (\w+)\(', text, re.MULTILINE)
     assert sorted(defined) == sorted(build.SYMBOLS)
 
 
@@ -192,6 +193,7 @@ def test_a_compiler_is_stopped_when_the_training_is(cache, compiler, tmp_path):
     def interrupt():
         for _ in range(3000):
             if wrote.exists() and wrote.read_text():
+                time.sleep(0.5)  # until it is waited for
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 break
             time.sleep(0.01)

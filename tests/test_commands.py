@@ -24,8 +24,9 @@ ALL = ("--required-batch-size-multiple", "1")
 TRAIN = [
     *("--optimizer", "adam", "--lr", "0.005", "--max-tokens", "120", "--max-update", "6", *ALL),
     *("--save-interval-updates", "2", "--no-epoch-checkpoints", "--log-interval", "1"),
-    *("--log-format", "simple", "--seed", "3", "--num-workers", "0", "--multimax-init-std", "0.3"),
+    *("--log-format", "simple", "--seed", "3", "--num-workers", "0"),
 ]
+FAR = ("--multimax-init-std", "0.3")
 TRANSLATE = [
     *("--arch", "transformer_iwslt_de_en_multimax", *ENCODER, *DECODER, "--share-all-embeddings"),
     *("--output-normalizer", "multimax", "--dropout", "0.1", *TRAIN),
@@ -75,12 +76,13 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="session")
 def translation(text):
     """The log of a trained translation model, whose checkpoints lie in mt-model/."""
-    return run(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--save-dir", "mt-model")
+    return run(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *FAR, "--save-dir", "mt-model")
 
 
 @pytest.fixture(scope="session")
 def language_model(text):
-    return run(text, "fairseq-train", "lm", *PLUGIN, *MODEL_LANGUAGE, "--save-dir", "lm-model")
+    command = ("fairseq-train", "lm", *PLUGIN, *MODEL_LANGUAGE, *FAR)
+    return run(text, *command, "--save-dir", "lm-model")
 
 
 @pytest.fixture(scope="session")
@@ -225,7 +227,7 @@ def test_the_learned_modulators_are_listed_in_the_papers_symbols(text, translati
 
 def test_a_stopped_run_goes_on_where_it_stopped(text):
     """Up to rounding: after a resume, fairseq orders sentences of one length otherwise."""
-    command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--dropout", "0", "--save-dir")
+    command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, *FAR, "--dropout", "0", "--save-dir")
     whole = losses(run(text, *command, "mt-whole"))
     run(text, *command, "mt-resumed", "--max-update", "3")
     resumed = run(text, *command, "mt-resumed")
@@ -352,7 +354,7 @@ def test_hydra_trains_the_same_model(text, settings, kind, translation, language
 def test_a_stock_checkpoint_is_finetuned_from_the_identity(text):
     """README's command: the first loss is the stock model's on the same data."""
     softmax = ["--arch", "transformer_iwslt_de_en", *ENCODER, *DECODER, "--share-all-embeddings"]
-    common = ["--dropout", "0", *TRAIN[:-2]]
+    common = ["--dropout", "0", *TRAIN]
     common += ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1"]
     run(text, "fairseq-train", "mt", *softmax, *common, "--save-dir", "mt-softmax")
     start = ["--finetune-from-model", "mt-softmax/checkpoint_last.pt", "--max-update", "1"]
@@ -381,7 +383,7 @@ def test_a_user_dir_of_ones_own_trains(text):
     small = ["--arch", "transformer_multimax_small", "--encoder-embed-dim", "16"]
     output = run(
         *(text, "fairseq-train", "mt", "--user-dir", ROOT / "user_dir", *small, *DECODER),
-        *(*TRAIN[:-2], "--max-update", "1", "--save-dir", "mt-small"),
+        *(*TRAIN, "--max-update", "1", "--save-dir", "mt-small"),
         *("--criterion", "label_smoothed_multimax_cross_entropy", "--label-smoothing", "0.1"),
     )
     assert math.isfinite(losses(output)[0])
@@ -399,11 +401,48 @@ def test_a_user_dir_of_ones_own_trains(text):
         (["--encoder-attention-heads", "3"], ["--encoder-attention-heads 3", "16"]),
         (["--multimax-order", "7"], ["--multimax-order 7", "1, 2"]),
         (["--attention-normalizer-at", "crosss"], ["'crosss'", "encoder, decoder, cross"]),
+        (["--topk", "5"], ["--topk 5 belongs to topk attention", "leave it out"]),
+        (["--multimax-init-std", "inf"], ["--multimax-init-std inf must be a finite number"]),
     ],
 )
 def test_what_a_user_gets_wrong_ends_in_one_sentence(text, flags, parts):
     sentence = refused(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags, "--no-save")
     assert all(part in sentence for part in parts)
+
+
+@pytest.mark.parametrize("kind", ["mt", "lm"])
+def test_a_key_of_another_mapping_is_refused_in_a_yaml(text, settings, kind):
+    config = ("--config-dir", text, "--config-name", kind)
+    sentence = refused(text, "fairseq-hydra-train", *config, "+model.entmax_alpha=1.5")
+    assert sentence.startswith("--entmax-alpha 1.5 belongs to alpha_entmax attention")
+
+
+def test_an_earlier_checkpoint_with_a_setting_that_does_nothing_loads(
+    text, translation, language_model
+):
+    """What training refuses now, it once let pass and stored."""
+    evaluation = ("--gen-subset", "valid", "--tokens-per-sample", "32", "--max-tokens", "120")
+    for kind, command in (
+        ("mt", ("fairseq-generate", "mt", "--max-len-b", "5")),
+        ("lm", ("fairseq-eval-lm", "lm", *evaluation)),
+    ):
+        state = torch.load(text / f"{kind}-model" / "checkpoint_last.pt")
+        stored = state["cfg"]["model"]
+        stored = stored if isinstance(stored, dict) else vars(stored)
+        # The second and the third did not even work, but nothing read them.
+        stored.update(topk=5, softmax_temperature=math.inf, entmax_alpha=0.5)
+        path = text / f"{kind}-earlier.pt"
+        torch.save(state, path)
+        output = run(text, *command, *PLUGIN, "--path", path, *ALL)
+        for setting in ("--topk 5", "--softmax-temperature inf", "--entmax-alpha 0.5"):
+            assert f"checkpoint's settings does nothing: {setting} belongs to" in output
+        with_original = run(
+            text, *command, *PLUGIN, "--path", f"{kind}-model/checkpoint_last.pt", *ALL
+        )
+        assert "does nothing" not in with_original
+        figures = r"^[HP]-\d+\t.*|Perplexity: .*"
+        found = [re.findall(figures, log, re.MULTILINE) for log in (output, with_original)]
+        assert found[0] == found[1] != []
 
 
 def test_an_unknown_normalizer_is_named_with_the_known_ones(text):

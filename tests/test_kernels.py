@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from commands import run
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.functional import backend
+from multimax_fairseq.functional import backend, cross_entropy
 from multimax_fairseq.functional.cross_entropy import fused_scores
 from multimax_fairseq.kernels import build, cpu
 
@@ -85,14 +85,14 @@ def assert_attention_as_accurate(shape, modulator, factor=1.0, mask=None, allowe
     found = []
     for dtype, kind in kinds:
         draws = []
-        for seed in range(4):
+        for seed in range(12):
             (query, *rest), grad = attention_inputs(*shape, seed=seed)
             parts = [factor * query, *rest]
             options |= {"backend": kind, "attn_mask": mask if kind == "cpp" else allowed}
             draws.append(attend(dtype, parts, grad, modulator, **options))
         found.append([torch.cat(parts) for parts in zip(*draws, strict=True)])
     assert_as_accurate(*found)
-    return [part.chunk(4)[-1] for part in found[0]]
+    return [part.chunk(12)[-1] for part in found[0]]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -151,19 +151,91 @@ def test_attention_reads_every_mask(kernels, name, kind):
     assert (fast[0][nothing] == 0).all() and (fast[1][nothing] == 0).all()
 
 
+FLOATS = {
+    "finite": lambda s, t: (s - t) / 10.0,
+    "a head": lambda s, t: -torch.tensor([0.1, 0.5])[:, None, None] * (t - s).abs(),
+    "a sentence": lambda s, t: torch.randn(3, 1, 1, 30, generator=torch.Generator().manual_seed(1)),
+    "as BERT": lambda s, t: -1e4 * (s > torch.tensor([30, 3, 17])[:, None, None, None]),
+    "finite and infinite": lambda s, t: torch.where((s + 2 * t) % 5 > 1, s / 20, -torch.inf),
+    "nothing left": lambda s, t: torch.where(t > 4, 0.3, -torch.inf) + 0 * s,
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", FLOATS)
+def test_attention_adds_every_float_mask_after_the_modulator(kernels, name, causal):
+    mask = FLOATS[name](torch.arange(30), torch.arange(30)[:, None])
+    fast = assert_attention_as_accurate(
+        (3, 2, 30, 30, 16), some_modulator(), mask=mask, allowed=mask, is_causal=causal
+    )
+    assert all(part.isfinite().all() for part in fast)
+    nothing = (mask == -torch.inf).expand(3, 2, 30, 30).all(-1)
+    assert (fast[0][nothing] == 0).all() and (fast[1][nothing] == 0).all()
+
+
+def test_a_float_mask_is_what_it_is_to_softmax_whatever_its_number():
+    parts, _ = attention_inputs(2, 2, 9, 9, 16)
+    allowed = torch.ones(9, 9, dtype=torch.bool).tril()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        module = Modulator(init_std=0.2)
+        for kind in ("cpp", "plain"):
+            options = {"modulator": module, "backend": kind}
+            expected = scaled_dot_product_attention(*parts, attn_mask=allowed, **options)
+            for number in (-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf):
+                mask = torch.zeros(9, 9).masked_fill(~allowed, number)
+                ours = scaled_dot_product_attention(*parts, attn_mask=mask, **options)
+                torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_windows_are_found_and_what_is_none_is_told():
     future = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
-    padding = torch.tensor([[False] * 4, [True, True, False, False]])[:, None].expand(2, 4, 4)
-    starts, ends = cpu.windows(
-        2, 4, 4, [(future.expand(2, 4, 4), False), (padding, False)], -1e4, False
-    )
-    assert starts.tolist() == [[0] * 4, [2] * 4]
+    padding = torch.tensor([[False] * 4, [True, True, False, False]])[:, None, None]
+    for kind in (future.expand(2, 1, 4, 4), future[None, None]):
+        starts, ends, more = cpu.windows(2, 4, 4, kind, False)
+        assert not more and starts.tolist() == [[0] * 4] * 2 and ends.tolist() == [[1, 2, 3, 4]] * 2
+    starts, ends, more = cpu.windows(2, 4, 4, padding, True)
+    assert not more and starts.tolist() == [[0] * 4, [2] * 4]
     assert ends.tolist() == [[1, 2, 3, 4], [2, 2, 3, 4]]
-    holes = torch.tensor([True, False, True, True]).expand(2, 4, 4)
-    assert cpu.windows(2, 4, 4, [(holes, True)], -1e4, False) is None
-    bias = torch.full((2, 4, 4), 0.5)
-    assert cpu.windows(2, 4, 4, [(bias, False)], -1e4, False) is None
-    assert cpu.windows(2, 4, 4, [], -1e4, False) == (None, None)
+    starts, ends, more = cpu.windows(
+        2, 4, 4, torch.tensor([False, True, False, False])[(None,) * 3], True
+    )
+    assert more and starts.tolist() == [[0] * 4] * 2 and ends.tolist() == [[1, 2, 3, 4]] * 2
+    assert cpu.windows(2, 4, 4, torch.full((2, 1, 4, 4), 0.5), False)[2]
+    assert cpu.windows(2, 4, 4, torch.zeros(1, 2, 4, 4), False) == (None, None, True)
+    assert cpu.windows(2, 4, 4, None, False) == (None, None, False)
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+def test_attention_of_a_monotone_modulator(kernels, heads):
+    module = some_modulator(heads, monotone=True)
+    with torch.no_grad():
+        module.low_coefficient[..., 1] = 0.2
+        module.high_coefficient[..., 1] = -0.3
+    plain = some_modulator(heads)
+    plain.load_state_dict(module.state_dict())
+    for causal in (False, True):
+        assert_attention_as_accurate((2, 3, 40, 30, 16), module, factor=3.0, is_causal=causal)
+    (query, *rest), grad = attention_inputs(2, 3, 40, 30, 16)
+    parts = [3 * query, *rest]
+    ours, theirs = (attend(torch.float32, parts, grad, m) for m in (module.float(), plain))
+    assert not torch.allclose(ours[0], theirs[0], atol=1e-2), "no score lies beyond a turn"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_in_half_precision_is_as_accurate_as_plain(kernels, dtype):
+    parts, grad = attention_inputs(2, 2, 40, 50, 32)
+    found = []
+    for kind, precision in (("cpp", dtype), ("plain", dtype), ("plain", torch.float64)):
+        module = some_modulator()
+        rounded = [part.to(dtype).to(precision).requires_grad_() for part in parts]
+        output = scaled_dot_product_attention(*rounded, modulator=module, backend=kind)
+        grads = torch.autograd.grad(
+            output, [*rounded, *module.parameters()], grad.to(dtype).to(precision)
+        )
+        assert output.dtype == precision
+        found.append([output.detach(), *grads[:3], torch.cat([g.flatten() for g in grads[3:]])])
+    assert_as_accurate(*found)
 
 
 def test_attention_of_any_layout_and_extreme_scores(kernels):
@@ -328,8 +400,80 @@ def test_only_the_gradients_that_are_needed_and_none_without_any_target(kernels,
     for found in losses(torch.float32, parts, some_modulator(), "cpp", monkeypatch):
         assert (found == 0).all()
     for wrong in (40, 1000):
-        with pytest.raises(ValueError, match=f"target {wrong} is not one of 40 classes"):
+        with pytest.raises(ValueError, match=f"target {wrong} is neither one of 40 classes"):
             linear_cross_entropy(features, weight, target.clone().fill_(wrong))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_classes_that_a_bias_of_minus_infinity_excludes_have_no_share(
+    kernels, monkeypatch, reduction
+):
+    monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
+    features, weight, bias, target = loss_inputs(20, 400, 16)
+    bias[128:256] = -torch.inf  # a whole tile of them
+    target = target % 128
+    for module in (None, some_modulator(), some_modulator(monotone=True)):
+        parts = [t.clone().requires_grad_() for t in (features, weight, bias)]
+        options = {"bias": parts[2], "modulator": module, "reduction": reduction}
+        loss, _ = linear_cross_entropy(*parts[:2], target, **options)
+        logits = F.linear(*(t.detach().double() for t in parts))
+        logits = logits if module is None else module.double()(logits)
+        expected = F.cross_entropy(logits, target, reduction=reduction)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+        grads = torch.autograd.grad(loss.sum(), parts)
+        assert all(grad.isfinite().all() for grad in grads)
+        assert (grads[1][128:256] == 0).all() and (grads[2][128:256] == 0).all()
+
+
+def test_without_gradients_no_gradient_is_formed(monkeypatch):
+    features, weight, bias, target = loss_inputs(20, 40, 16)
+    parameters = [torch.nn.Parameter(t) for t in (weight, bias)]
+    formed = []
+    plain, compiled = cross_entropy._plain_parts, cpu.output_loss
+
+    def noted(function):
+        def call(*inputs):
+            formed.append(inputs[5] is not None)
+            return function(*inputs)
+
+        return call
+
+    monkeypatch.setattr(cpu, "output_loss", noted(compiled))
+    monkeypatch.setattr(cross_entropy, "_plain_parts", noted(plain))
+    for kind in ("cpp", "plain"):
+        monkeypatch.setenv("MULTIMAX_BACKEND", kind)
+        for reduction in ("sum", "none"):
+            with torch.no_grad():
+                linear_cross_entropy(
+                    features, parameters[0], target, bias=parameters[1], reduction=reduction
+                )
+    assert formed == [False] * 4
+
+
+def test_the_code_that_onednn_makes_stays_bounded(tmp_path):
+    """It keeps some for every size of a product: the sizes must be few, whatever the lengths."""
+    script = """
+import resource, sys, torch
+from multimax_fairseq import Modulator, scaled_dot_product_attention
+torch.set_num_threads(1)
+module = Modulator()
+
+def attend(length):
+    parts = [torch.randn(1, 1, length, 64, requires_grad=True) for _ in range(3)]
+    scaled_dot_product_attention(*parts, modulator=module, backend="cpp").sum().backward()
+
+def used():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+attend(2048)
+for length in range(1, 100):
+    attend(length)
+start = used()
+for length in range(100, 1000, 9):
+    attend(length)
+print(f"{used() - start:.0f}")
+"""
+    assert float(run(tmp_path, sys.executable, "-c", script).split()[-1]) < 40
 
 
 def test_what_is_not_a_number_is_not_lost(kernels, monkeypatch):
@@ -430,7 +574,9 @@ def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
     assert backend.choose("x", "auto", parts[0].double()) == "plain"
     assert backend.choose("x", "plain", parts[0]) == "plain"
     with torch.autocast("cpu"):
-        assert backend.choose("x", "auto", parts[0]) == "plain"
+        assert backend.choose("x", "auto", parts[0], parts[1].bfloat16()) == "cpp"
+        assert backend.choose("x", "auto", parts[0].double()) == "plain"
+    assert backend.choose("x", "auto", parts[0], parts[1].bfloat16()) == "plain"
     monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
     assert backend.choose("x", "auto", parts[0]) == "plain"
     assert backend.choose("x", "cpp", parts[0]) == "cpp"

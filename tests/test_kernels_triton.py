@@ -1,10 +1,11 @@
-"""The Triton kernels: against the plain path in Triton's interpreter, and compiled for two GPUs.
+"""The Triton kernels: against plain formulas in Triton's interpreter, and compiled for two GPUs.
 
 Functions named check_* run in a process of their own, since Triton decides at its import whether
 it interprets; where there is a GPU, they run on it as well. Those named compile_* need no GPU.
 """
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -12,9 +13,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-
-from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.functional import modulator
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (it is published for Linux)", allow_module_level=True)
@@ -33,12 +31,12 @@ def run_functions(prefix, tmp_path, **environment):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_kernels_equal_the_plain_path_in_the_interpreter(tmp_path):
+def test_kernels_equal_the_plain_formulas_in_the_interpreter(tmp_path):
     run_functions("check", tmp_path, TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: interpreted and compiled only")
-def test_kernels_equal_the_plain_path_on_the_gpu(tmp_path):
+def test_kernels_equal_the_plain_formulas_on_the_gpu(tmp_path):
     run_functions("check", tmp_path)
 
 
@@ -46,7 +44,7 @@ def test_kernels_compile_ahead_of_time(tmp_path):
     run_functions("compile", tmp_path)
 
 
-# --- inputs, and what is right -----------------------------------------------------------------
+# --- what is right -----------------------------------------------------------------------------
 
 if INTERPRETED:
     import numpy as np
@@ -73,438 +71,510 @@ if INTERPRETED:
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 
 
+def modulated(x, table):
+    """sigma(x), x (..., heads, T, S), by the plain formula in float32 or wider."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if table is None:
+        return x
+    columns = table.to(x.dtype).T[:, :, None, None]
+    z = x
+    for order in (1, 2):
+        low = (columns[1 + order] - x).clamp(0, 1e18)
+        high = (x - columns[5 + order]).clamp(0, 1e18)
+        z = z + columns[order - 1] * low**order + columns[3 + order] * high**order
+    if len(columns) == 12:
+        low_turn, high_turn, low_offset, high_level = columns[8:]
+        z = torch.where(x < low_turn, x + low_offset, z)
+        z = torch.where(x > high_turn, high_level, z)
+    return z
+
+
 # Far from the identity, with sparse and multi-modal signs in both orders.
-FAR = ([1.9, 1.05], [0.4, 0.97], [0.3, -0.4], [0.6, 0.9])
-NAMES = ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")
+FAR = (-0.9, -0.05, 0.3, -0.4, -0.6, -0.03, 0.6, 0.9)
 
 
-def far_modulator(heads, order=2, terms="both"):
-    """Parameters a head, all different."""
-    t_b, t_d, b, d = ([[v + 0.05 * h for v in row[:order]] for h in range(heads)] for row in FAR)
-    low, high = ((t_b, b), (t_d, d))
-    low = low if terms != "high" else (None, None)
-    high = high if terms != "low" else (None, None)
-    return Modulator.from_values(low[0], high[0], low[1], high[1]).to(DEVICE)
+def far_table(rows, low=2, high=2):
+    """Parameters a head, all different; zeros for the orders that are not there."""
+    table = torch.tensor(FAR) + 0.05 * torch.arange(rows)[:, None]
+    present = [order <= side for side in (low, low, high, high) for order in (1, 2)]
+    return torch.where(torch.tensor(present), table, 0.0).to(DEVICE)
 
 
-def as_table(module, heads):
-    """The kernels' table, with zeros for what the module lacks."""
-    columns = []
-    for name in NAMES:
-        parameter = getattr(module, name)
-        column = torch.zeros(heads, 2) if parameter is None else parameter.detach().cpu()
-        columns.append(F.pad(column, (0, 2 - column.shape[-1])))
-    return torch.cat(columns, -1).float().to(DEVICE).requires_grad_()
+def monotone_table(rows, low_turn=-2.0, high_turn=1.5):
+    """Level beyond its turns, as whoever makes such a table does."""
+    table = far_table(rows).cpu()
+    turns = torch.tensor([low_turn, high_turn]) + 0.05 * torch.arange(rows)[:, None]
+    at_turns = modulated(turns[:, None].double(), table)[:, 0].float()
+    offset = torch.where(turns.isfinite(), at_turns - turns, 0.0)[:, :1]
+    level = torch.where(turns.isfinite(), at_turns, 0.0)[:, 1:]
+    return torch.cat([table, turns, offset, level], -1).to(DEVICE)
 
 
-def attention_inputs(batch, heads, length, keys, size, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, n, size) for n in (length, keys, keys, length)]
-    query, key, value, grad = (torch.randn(shape, generator=generator) for shape in shapes)
-    tensors = (1.5 * query, 1.5 * key, value, grad)
-    return [t.to(DEVICE, dtype).requires_grad_(n < 3) for n, t in enumerate(tensors)]
-
-
-def make_mask(kind, batch, length, keys):
-    generator = torch.Generator().manual_seed(1)
-    if kind is None:
-        return None
-    if kind == "padding":
-        lengths = torch.tensor([keys, keys // 2])[:batch]
-        return (torch.arange(keys) >= lengths[:, None]).view(batch, 1, 1, keys).to(DEVICE)
-    mask = torch.rand(batch, 1, length, keys, generator=generator) < 0.4
-    mask[0, :, length // 2] = True
-    return mask.to(DEVICE)
-
-
-# Scores and sums are formed in float32 in another order than the plain path's.
+# Scores and sums are formed in float32 in another order than the plain formula's.
 ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 
 def assert_as_accurate(ours, plain, exact):
-    """At most twice the plain path's error in the same type, and some roundings of float32."""
+    """At most twice the plain formula's error in the same type, and some roundings of float32."""
     for number, (a, b, truth) in enumerate(zip(ours, plain, exact, strict=True)):
         error, plain_error = ((t.double() - truth).norm().item() for t in (a, b))
         limit = 2 * plain_error + ROUNDING * truth.norm().item()
         assert error <= limit, (number, error, plain_error, limit)
 
 
+def by_parameter(table_grads, orders=(2, 2)):
+    """A table's gradient apart, in pairs of columns as far as a side's order goes, turns left out:
+    sums that cancel have an error of luck, which a few numbers together even out."""
+    pairs = [pair for grad in table_grads for pair in grad.split(2, -1)]
+    assert len(pairs) < 5 or (pairs[4] == 0).all()
+    sides = [pair[:, : orders[number // 2]] for number, pair in enumerate(pairs[:4])]
+    return [pair for pair in sides + pairs[5:] if pair.numel() > 0]
+
+
 # --- attention ---------------------------------------------------------------------------------
 
+
+def doubled(inputs, *others):
+    return [t.double() for t in inputs], *(t if t is None else t.double() for t in others)
+
+
+def plain_attention(query, key, value, table, mask=None, causal=False, scale=None):
+    """The plain formula, in the type of the inputs but for the softmax."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    z = modulated((query * scale) @ key.mT, table)
+    if mask is not None and mask.dtype != torch.bool:
+        z = z + mask.to(z.dtype)
+    elif mask is not None:
+        z = z.masked_fill(mask, -math.inf)
+    if causal:
+        z = z.masked_fill(torch.ones_like(z[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    some = (z > -math.inf).any(-1, keepdim=True)
+    probs = torch.where(some, z, 0.0).softmax(-1) * some
+    return probs.to(value.dtype) @ value
+
+
+def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), drop=(0, 0.0)):
+    """The kernels' [output, gradients by query, key, value and, if any, table]."""
+    from multimax_fairseq.kernels import triton_attention as kernels
+
+    inputs = [t.detach() for t in inputs]
+    scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
+    options = (table, mask, drop[0], causal, drop[1], scale, *orders)
+    out, total = kernels.attention_forward(*inputs, *options)
+    grads = kernels.attention_backward(grad, *inputs, out, total, *options, (True,) * 4)
+    assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
+    assert total.shape == (*out.shape[:2], 1, out.shape[2]) and total.dtype == torch.float32
+    assert (grads[3] is None) == (table is None)
+    return [out, *(g for g in grads if g is not None)]
+
+
+def plain_attend(inputs, grad, table, **options):
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    learned = [*inputs, *([] if table is None else [table])]
+    learned = [t.detach().requires_grad_() for t in learned]
+    out = plain_attention(*learned[:3], learned[3] if len(learned) > 3 else None, **options)
+    return [out.detach(), *torch.autograd.grad(out, learned, grad.to(out.dtype))]
+
+
+def attention_inputs(batch, heads, length, keys, size, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, heads, n, size) for n in (length, keys, keys, length)]
+    query, key, value, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [t.to(DEVICE, dtype) for t in (1.5 * query, 1.5 * key, value, grad)]
+
+
+def make_mask(kind, batch, heads, length, keys):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([keys, keys // 2])[:batch, None]
+    padding = (torch.arange(keys) >= lengths).view(batch, 1, 1, keys)
+    full = torch.rand(batch, 1, length, keys, generator=generator) < 0.4
+    full[0, :, length // 2] = True
+    far = torch.arange(keys) - torch.arange(length)[:, None]
+    if kind == "padding":
+        mask = padding
+    elif kind == "full":
+        mask = full
+    elif kind == "added padding":
+        mask = torch.where(padding, -1e9, 0.0)
+    elif kind == "added":  # a row of nothing but -1e4, another of nothing but -inf
+        mask = torch.where(full, -1e4, 0.0)
+        mask[:, :, 0] = -torch.inf
+    elif kind == "bias":  # relative positions, a slope a head
+        slopes = 0.5 ** torch.arange(1, heads + 1)
+        mask = -far.abs() * slopes.view(1, heads, 1, 1)
+    elif kind == "key bias":
+        mask = torch.randn(1, heads, 1, keys, generator=generator)
+        mask[..., -3:] = -torch.inf
+    elif kind == "row bias":
+        mask = torch.randn(batch, 1, length, 1, generator=generator)
+    else:
+        return None
+    return mask.to(DEVICE)
+
+
 CASES = [
-    # type, (B, H, T, S, D), mask, causal, order, terms
-    ("float32", (1, 2, 70, 70, 32), None, False, 2, "both"),
-    ("float32", (1, 1, 100, 100, 64), None, True, 2, "both"),
-    ("float32", (2, 2, 33, 75, 64), "padding", False, 2, "both"),
-    ("float32", (2, 1, 50, 70, 32), "full", False, 2, "both"),
-    ("float32", (2, 1, 70, 45, 32), "full", True, 2, "both"),
-    ("float32", (2, 2, 40, 40, 16), "padding", True, 2, "both"),
-    ("float32", (1, 2, 17, 41, 80), None, False, 1, "both"),
-    ("float32", (1, 2, 37, 37, 128), None, True, 2, "low"),
-    ("float32", (1, 2, 37, 40, 24), None, False, 2, "high"),
-    ("float32", (1, 2, 40, 37, 32), None, False, 1, "low"),
-    ("float32", (1, 2, 1, 9, 32), None, False, 1, "high"),
-    ("float32", (2, 2, 50, 50, 64), "full", True, 2, None),
-    ("float16", (2, 2, 150, 150, 64), None, True, 2, "both"),
-    ("float16", (2, 2, 70, 90, 80), "padding", False, 2, "both"),
-    ("float16", (2, 1, 130, 70, 128), "full", False, 1, "both"),
-    ("float16", (2, 2, 100, 130, 64), None, False, 2, None),
-    ("bfloat16", (2, 2, 150, 150, 64), None, True, 2, "both"),
-    ("bfloat16", (2, 2, 90, 140, 32), "padding", False, 2, "both"),
-    ("bfloat16", (2, 1, 130, 90, 128), "full", False, 2, "high"),
-    ("bfloat16", (2, 2, 70, 150, 64), None, False, 1, "low"),
-    ("bfloat16", (2, 2, 100, 130, 80), "padding", True, 2, None),
+    # type, (B, H, T, S, D), mask, causal, table (or orders of its sides)
+    ("float32", (1, 2, 50, 70, 32), None, False, "separate"),
+    ("float32", (1, 2, 50, 50, 64), None, True, "shared"),
+    ("float32", (2, 2, 33, 45, 64), "padding", False, "monotone"),
+    ("float32", (2, 1, 50, 70, 32), "full", False, "shared"),
+    ("float32", (2, 1, 70, 45, 32), "full", True, "no low turn"),
+    ("float32", (2, 2, 40, 40, 16), "padding", True, "no high turn"),
+    ("float32", (2, 2, 37, 45, 32), "added", False, "separate"),
+    ("float32", (2, 2, 40, 40, 16), "added", True, None),
+    ("float32", (2, 2, 33, 50, 16), "added padding", False, "monotone"),
+    ("float32", (1, 2, 33, 40, 16), "bias", False, "shared"),
+    ("float32", (1, 2, 40, 40, 16), "key bias", True, "shared"),
+    ("float32", (2, 1, 9, 33, 16), "row bias", False, "monotone"),
+    ("float32", (1, 2, 17, 41, 80), None, False, (1, 1)),
+    ("float32", (1, 2, 37, 37, 128), None, True, (2, 0)),
+    ("float32", (1, 2, 37, 40, 24), None, False, (0, 2)),
+    ("float32", (1, 2, 40, 37, 32), None, False, (1, 0)),
+    ("float32", (1, 2, 1, 9, 32), None, False, (0, 1)),
+    ("float32", (2, 2, 50, 50, 64), "full", True, None),
+    ("float16", (2, 2, 150, 150, 64), None, True, "separate"),
+    ("float16", (2, 2, 70, 90, 80), "padding", False, "shared"),
+    ("float16", (2, 1, 130, 70, 128), "full", False, (1, 1)),
+    ("float16", (2, 2, 70, 90, 64), "added", False, "monotone"),
+    ("float16", (2, 2, 100, 130, 64), None, False, None),
+    ("bfloat16", (2, 2, 150, 150, 64), None, True, "monotone"),
+    ("bfloat16", (2, 2, 90, 140, 32), "padding", False, "shared"),
+    ("bfloat16", (2, 1, 130, 90, 128), "full", False, (0, 2)),
+    ("bfloat16", (2, 2, 70, 150, 64), "added padding", False, (1, 0)),
+    ("bfloat16", (2, 2, 70, 130, 64), "bias", True, "shared"),
+    ("bfloat16", (2, 2, 100, 130, 80), "padding", True, None),
 ]
 
 
-@pytest.mark.parametrize("dtype, shape, masking, causal, order, terms", CASES)
-def check_attention_and_every_gradient(dtype, shape, masking, causal, order, terms):
-    from multimax_fairseq.kernels.triton_attention import attention
-
-    dtype, (batch, heads, length, keys, _) = getattr(torch, dtype), shape
-    *low, grad = attention_inputs(*shape, dtype)
-    wide = [t.detach().double().requires_grad_() for t in low]
-    mask = make_mask(masking, batch, length, keys)
-    options = {"attn_mask": None if mask is None else ~mask, "is_causal": causal}
-    learned, table, names = [], None, []
-    if terms is None:
-        options["normalizer"] = "softmax"
+@pytest.mark.parametrize("dtype, shape, masking, causal, kind", CASES)
+def check_attention_and_every_gradient(dtype, shape, masking, causal, kind):
+    *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
+    heads, orders = shape[1], (2, 2)
+    if isinstance(kind, tuple):
+        orders, table = kind, far_table(heads, *kind)
+    elif kind is None:
+        table = None
+    elif "turn" in kind:
+        turns = (-math.inf, 1.5) if kind == "no low turn" else (-2.0, math.inf)
+        table = monotone_table(heads, *turns)
     else:
-        options["modulator"] = module = far_modulator(heads, order, terms)
-        table = as_table(module, heads)
-        names = [name for name in NAMES if getattr(module, name) is not None]
-        learned = [getattr(module, name) for name in names]
-
-    def outputs(inputs):
-        out = scaled_dot_product_attention(*inputs, **options)
-        return [out, *torch.autograd.grad(out, (*inputs, *learned), grad.to(out.dtype))]
-
+        rows = 1 if kind == "shared" else heads
+        table = monotone_table(rows) if kind == "monotone" else far_table(rows)
+    options = {"mask": make_mask(masking, *shape[:4]), "causal": causal}
+    plain = plain_attend(inputs, grad, table, **options)
+    exact = plain_attend(*doubled(inputs, grad, table), **options)
     # One order too many reads the table's zeros, which changes nothing.
-    told = {} if terms is None else {"order": order, "terms": terms}
-    for extra in (told, {}) if order == 1 else (told,):
-        out = attention(*low, table, mask=mask, is_causal=causal, **extra)
-        grads = torch.autograd.grad(out, (*low, *([] if table is None else [table])), grad)
-        ours = [out, *grads[:3]]
-        for name in names:
-            start = 2 * NAMES.index(name)
-            ours.append(grads[3][:, start : start + order])
-        assert out.dtype == dtype and out.shape == low[0].shape
-        assert_as_accurate(ours, outputs(low), outputs(wide))
+    for told in {orders, tuple(2 if order == 1 else order for order in orders)}:
+        ours = attend(inputs, grad, table, orders=told, **options)
+        found = [[*list[:4], *by_parameter(list[4:], orders)] for list in (ours, plain, exact)]
+        if dtype != "float32" and table is not None:
+            # An output's rounding shows in all that its row gives to a single column.
+            found = [[*list[:4], torch.cat(list[4:], -1)] for list in found]
+        assert_as_accurate(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def check_what_is_excluded_has_no_part(dtype):
-    from multimax_fairseq.kernels.triton_attention import attention
-
+@pytest.mark.parametrize("form", ["bool", "float"])
+def check_what_is_excluded_has_no_part(dtype, form):
     *inputs, grad = attention_inputs(2, 2, 40, 70, 32, dtype)
-    table = as_table(far_modulator(2), 2)
-    mask = make_mask("full", 2, 40, 70) | make_mask("padding", 2, 40, 70)
-    out = attention(*inputs, table, mask=mask)
-    grads = torch.autograd.grad(out, (*inputs, table), grad)
+    table = far_table(2)
+    mask = make_mask("full", 2, 2, 40, 70) | make_mask("padding", 2, 2, 40, 70)
+    everything = torch.ones_like(mask)
+    if form == "float":
+        mask, everything = (torch.where(m, -math.inf, 0.0) for m in (mask, everything))
+    out, *grads = attend(inputs, grad, table, mask)
     assert all(t.isfinite().all() for t in (out, *grads))
     assert (out[0, :, 20] == 0).all() and (grads[0][0, :, 20] == 0).all()
     assert all((t[1, :, 35:] == 0).all() for t in grads[1:3])
-    nothing = attention(*inputs, table, mask=torch.ones_like(mask))
-    grads = torch.autograd.grad(nothing, (*inputs, table), grad)
-    assert all((t == 0).all() for t in (nothing, *grads))
+    assert all((t == 0).all() for t in attend(inputs, grad, table, everything))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+def check_a_number_is_no_exclusion(dtype, number):
+    # What it absorbs are equal shares, forward and backward, as of the plain formula.
+    *inputs, grad = attention_inputs(1, 2, 40, 70, 32, dtype)
+    mask = torch.full((1, 1, 40, 70), number, device=DEVICE)
+    ours = attend(inputs, grad, far_table(2), mask)
+    torch.testing.assert_close(ours[0], inputs[2].mean(2, keepdim=True).expand_as(ours[0]))
+    plain = plain_attend(inputs, grad, far_table(2), mask=mask)
+    exact = plain_attend([t.float() for t in inputs], grad, far_table(2), mask=mask)
+    assert_as_accurate(ours, plain, exact)
 
 
 def check_neutral_parameters_are_torchs_attention():
-    from multimax_fairseq.kernels.triton_attention import attention
-
-    *inputs, _ = attention_inputs(1, 2, 50, 50, 32)
+    *inputs, grad = attention_inputs(1, 2, 50, 50, 32)
     table = torch.zeros(2, 8, device=DEVICE)
     torch.testing.assert_close(
-        attention(*inputs, table, is_causal=True),
+        attend(inputs, grad, table, causal=True)[0],
         F.scaled_dot_product_attention(*inputs, is_causal=True),
     )
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
 def check_scale(scale):
-    from multimax_fairseq.kernels.triton_attention import attention
-
-    *inputs, _ = attention_inputs(1, 2, 20, 20, 16)
-    module = far_modulator(2)
-    torch.testing.assert_close(
-        attention(*inputs, as_table(module, 2), scale=scale),
-        scaled_dot_product_attention(*inputs, modulator=module.float(), scale=scale),
-    )
+    *inputs, grad = attention_inputs(1, 2, 20, 20, 16)
+    for table in (far_table(2), monotone_table(2, -0.4, 0.5)):
+        ours = attend(inputs, grad, table, scale=scale)
+        plain = plain_attend(inputs, grad, table, scale=scale)
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
-def check_strides_and_masks_of_any_rank():
-    from multimax_fairseq.kernels.triton_attention import attention
+def check_strides_and_what_is_not_needed():
+    from multimax_fairseq.kernels import triton_attention as kernels
 
-    *inputs, _ = attention_inputs(2, 2, 20, 20, 32)
-    table = as_table(far_modulator(2), 2)
-    mask = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.3
-    expected = attention(*inputs, table, mask=mask.expand(2, 2, 20, 20).contiguous())
+    *inputs, grad = attention_inputs(2, 2, 20, 20, 32)
+    table = far_table(2)
+    mask = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.3
+    expected = attend(inputs, grad, table, mask.expand(2, 2, 20, 20).contiguous())
     # (B, T, H, D) in memory, as projections leave it, and a last dimension that is strided.
     query = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
     key = inputs[1].transpose(2, 3).contiguous().transpose(2, 3)
-    out = attention(query, key, inputs[2], table, mask=mask)
-    assert torch.equal(out, expected) and out.stride() == query.stride()
-    ours = torch.autograd.grad(out.sum(), (*inputs, table))
-    theirs = torch.autograd.grad(expected, (*inputs, table), torch.ones_like(expected))
-    assert all(map(torch.equal, ours, theirs))
-    shared = table.detach()[:1]
+    turned = mask.mT.contiguous().mT
+    ours = attend([query, key, inputs[2]], grad, table, turned)
+    assert all(map(torch.equal, ours, expected)) and ours[0].stride() == query.stride()
+    # A gradient without strides, as of a sum.
+    ones = torch.ones((), device=DEVICE).expand(2, 2, 20, 20 + 12)
+    assert all(map(torch.equal, attend(inputs, ones, table), attend(inputs, ones.clone(), table)))
+    # One row for all heads is the same row a head, and its gradient the sum of theirs.
+    shared = attend(inputs, grad, table[:1], mask)
+    repeated = attend(inputs, grad, table[:1].repeat(2, 1), mask)
+    assert all(map(torch.equal, shared[:4], repeated[:4]))
+    torch.testing.assert_close(shared[4], repeated[4].sum(0, keepdim=True))
+    row = mask[:, :, :1]
+    expanded = row.expand(1, 1, 20, 20)
     assert torch.equal(
-        attention(*inputs, shared.expand(2, 8)), attention(*inputs, shared.repeat(2, 1))
+        attend(inputs, grad, table, row)[0], attend(inputs, grad, table, expanded)[0]
     )
-    row = mask[0]
-    assert torch.equal(
-        attention(*inputs, table, mask=row), attention(*inputs, table, mask=row.expand(20, 20))
-    )
+    options = (table, mask, 0, False, 0.0, 32**-0.5, 2, 2)
+    kept = kernels.attention_forward(*inputs, *options)
+    for wanted in range(4):
+        needed = [number == wanted for number in range(4)]
+        found = kernels.attention_backward(grad, *inputs, *kept, *options, needed)
+        assert [g is not None for g in found] == needed
+        torch.testing.assert_close(found[wanted], expected[1 + wanted])
 
 
 def check_nothing_to_attend_to_or_from():
-    from multimax_fairseq.kernels.triton_attention import attention
-
-    table = as_table(far_modulator(2), 2)
     for length, keys in ((0, 5), (5, 0)):
         *inputs, grad = attention_inputs(1, 2, length, keys, 16)
-        out = attention(*inputs, table)
-        grads = torch.autograd.grad(out, (*inputs, table), grad)
-        assert all((t == 0).all() for t in (out, *grads))
+        for table in (far_table(2), monotone_table(1), None):
+            assert all((t == 0).all() for t in attend(inputs, grad, table))
 
 
 def check_scores_beyond_the_cap_stay_finite():
-    from multimax_fairseq.kernels.triton_attention import attention
-    from multimax_fairseq.kernels.triton_modulator import MAX_DISTANCE
-
-    assert MAX_DISTANCE.value == modulator.MAX_DISTANCE
     *inputs, grad = attention_inputs(1, 1, 8, 8, 16)
-    module = far_modulator(1).float()
-    huge = [(inputs[0] * 1e10).detach(), (inputs[1] * 1e10).detach(), inputs[2]]
-    torch.testing.assert_close(
-        attention(*huge, as_table(module, 1)),
-        scaled_dot_product_attention(*huge, modulator=module),
-    )
+    huge = [inputs[0] * 1e10, inputs[1] * 1e10, inputs[2]]
+    for table in (far_table(1), monotone_table(1), monotone_table(1, -math.inf, math.inf)):
+        ours, plain = attend(huge, grad, table), plain_attend(huge, grad, table)
+        torch.testing.assert_close(ours[0], plain[0])
+        assert all(t.isfinite().all() for t in ours)
 
 
 def check_two_runs_agree_to_the_bit():
-    from multimax_fairseq.kernels.triton_attention import attention
-
     *inputs, grad = attention_inputs(2, 2, 90, 90, 32, torch.float16)
-    table = as_table(far_modulator(2), 2)
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        out = attention(*inputs, table, is_causal=True, dropout_p=0.1)
-        runs.append([out, *torch.autograd.grad(out, (*inputs, table), grad)])
-    assert all(map(torch.equal, *runs))
+    runs = [attend(inputs, grad, far_table(2), causal=True, drop=(seed, 0.1)) for seed in (7, 7, 8)]
+    assert all(map(torch.equal, *runs[:2])) and not torch.equal(runs[0][0], runs[2][0])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def check_dropout(causal):
-    from multimax_fairseq.kernels.triton_attention import attention
-
-    keys, share = 128, 0.3
-    query, key, _, grad = attention_inputs(2, 2, 90, keys, keys)
-    module = far_modulator(2).float()
-    table = as_table(module, 2)
+@pytest.mark.parametrize("causal, masking", [(False, None), (True, None), (False, "bias")])
+def check_dropout(causal, masking):
+    keys, share, seed = 64, 0.3, 2**40 + 5
+    query, key, _, grad = attention_inputs(2, 2, 40, keys, keys)
+    table, mask = far_table(2), make_mask(masking, 2, 2, 40, keys)
     # With the identity as the values, the outputs are the probabilities.
-    identity = torch.eye(keys, device=DEVICE).expand(2, 2, keys, keys)
-    value = identity.clone().requires_grad_()
-    torch.manual_seed(0)
-    out = attention(query, key, value, table, is_causal=causal, dropout_p=share)
-    probs = scaled_dot_product_attention(query, key, identity, modulator=module, is_causal=causal)
+    value = torch.eye(keys, device=DEVICE).expand(2, 2, keys, keys).contiguous()
+    ours = attend((query, key, value), grad, table, mask, causal, drop=(seed, share))
+    assert (attend((query, key, value), grad, table, drop=(0, 1.0))[0] == 0).all()
+    query, key, variable, table = learned = [
+        t.clone().requires_grad_() for t in (query, key, value, table)
+    ]
+    probs = plain_attention(query, key, value, table, mask, causal)
     seen = probs > 1e-30
-    kept = (out != 0) & seen
+    kept = (ours[0] != 0) & seen
     count = seen.sum().item()
     assert abs(kept.sum().item() / count - (1 - share)) < 4 * (share * (1 - share) / count) ** 0.5
     dense = probs * kept / (1 - share)
-    torch.testing.assert_close(out, dense)
+    torch.testing.assert_close(ours[0], dense)
     # Rows, keys, heads and batches draw each for themselves.
     flat = torch.where(seen, kept.float() - (1 - share), 0.0)
     for shift, dim in ((1, -1), (4, -1), (1, -2), (32, -2), (1, 1), (1, 0)):
         together = (flat * flat.roll(shift, dim)).sum() / count
         assert together.abs() < 4 * share * (1 - share) / count**0.5
-    ours = torch.autograd.grad(out, (query, key, value, table), grad)
-    theirs = torch.autograd.grad(
-        dense @ value, (query, key, value, *(getattr(module, name) for name in NAMES)), grad
+    theirs = torch.autograd.grad(dense @ variable, learned, grad)
+    torch.testing.assert_close(ours[1:4], list(theirs[:3]))
+    torch.testing.assert_close(ours[4], theirs[3], rtol=1e-4, atol=1e-4)
+
+
+def check_what_is_served():
+    from multimax_fairseq.kernels.triton_attention import serves
+
+    halves = (torch.float16, torch.bfloat16, torch.float32)
+    assert all(serves(dtype, size) for dtype in halves for size in (1, 80, 128))
+    assert not serves(torch.float64, 64) and not serves(torch.float32, 129)
+
+
+# --- the modulator, element by element ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 3, 20, 30), (3, 100, 90), (3, 1, 1)])
+@pytest.mark.parametrize("kind", ["shared", "separate", "monotone"])
+def check_modulator(dtype, shape, kind):
+    from multimax_fairseq.kernels.triton_modulator import modulate, modulate_backward
+
+    generator = torch.Generator().manual_seed(0)
+    scores, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+    scores, grad = (3 * scores).to(DEVICE, dtype), grad.to(DEVICE)
+    rows = 1 if kind == "shared" else 3
+    table = monotone_table(rows) if kind == "monotone" else far_table(rows)
+
+    def plain(wide):
+        learned = [t.detach().to(wide).clone().requires_grad_() for t in (scores, table)]
+        out = modulated(*learned)
+        by_scores, by_table = torch.autograd.grad(out, learned, grad.to(wide))
+        by_scores = by_scores if wide == torch.float64 else by_scores.to(dtype)
+        return [out.detach(), by_scores, *by_parameter([by_table])]
+
+    out, (by_scores, by_table) = modulate(scores, table), modulate_backward(grad, scores, table)
+    assert out.dtype == by_table.dtype == torch.float32 and by_scores.dtype == dtype
+    assert out.shape == by_scores.shape == scores.shape and by_table.shape == table.shape
+    ours = [out, by_scores, *by_parameter([by_table])]
+    assert_as_accurate(ours, plain(torch.float32), plain(torch.float64))
+    again = modulate_backward(grad, scores, table)
+    assert all(map(torch.equal, (by_scores, by_table), again))
+    turned = scores.mT.contiguous().mT
+    assert torch.equal(modulate(turned, table), out)
+
+
+def check_modulator_at_its_ends():
+    from multimax_fairseq.functional import modulator
+    from multimax_fairseq.kernels.triton_modulator import (
+        MAX_DISTANCE,
+        modulate,
+        modulate_backward,
     )
-    torch.testing.assert_close(ours[:3], theirs[:3])
-    torch.testing.assert_close(ours[3], torch.cat(theirs[3:], -1), rtol=1e-4, atol=1e-4)
-    assert not torch.equal(out, attention(query, key, value, table, dropout_p=share))
-    assert (attention(query, key, value, table, dropout_p=1.0) == 0).all()
 
-
-def check_unserved_arguments_are_refused():
-    from multimax_fairseq.kernels.triton_attention import attention
-
-    query = torch.zeros(1, 2, 4, 16, device=DEVICE)
-    wide = torch.zeros(1, 2, 4, 129, device=DEVICE)
-    for tensors, table, mask, part in (
-        ((wide,) * 3, None, None, "129"),
-        ((query, query.half(), query), None, None, "float16"),
-        ((query.double(),) * 3, None, None, "float64"),
-        ((query,) * 3, torch.zeros(8, device=DEVICE), None, r"\(2, 8\)"),
-        ((query,) * 3, None, torch.zeros(4, 4, device=DEVICE), "float32"),
-    ):
-        with pytest.raises(ValueError, match=part):
-            attention(*tensors, table, mask=mask)
+    assert MAX_DISTANCE.value == modulator.MAX_DISTANCE
+    ends = torch.tensor([-math.inf, -1e30, 1e30, math.inf, math.nan], device=DEVICE)
+    for table in (far_table(1), monotone_table(1, -math.inf, math.inf), -far_table(1)):
+        torch.testing.assert_close(
+            modulate(ends, table), modulated(ends.view(1, 1, 5), table)[0, 0], equal_nan=True
+        )
+        half = modulate(ends.half(), table)
+        assert half[0] == -math.inf and half[3] == math.inf
+        grads = modulate_backward(torch.zeros_like(ends), ends, table)
+        assert all((t[:4] == 0).all() for t in grads[:1])
+    # Beyond the turns, what the table says, and gradients by that alone.
+    table = torch.tensor([[*FAR, -2.0, 1.0, -7.0, 9.0]], device=DEVICE)
+    scores = torch.tensor([-3.0, -2.0, 1.0, 4.0], device=DEVICE)
+    out = modulate(scores, table)
+    assert out[0] == -10 and out[3] == 9
+    torch.testing.assert_close(out[1:3], modulate(scores[1:3], table[:, :8]))
+    outer = torch.tensor([2.0, 0.0, 0.0, 3.0], device=DEVICE)
+    by_scores, by_table = modulate_backward(outer, scores, table)
+    assert by_scores.tolist() == [2, 0, 0, 0] and by_table[0].tolist() == [0] * 10 + [2, 3]
+    for shape in ((0,), (2, 3, 0, 4)):
+        nothing = torch.zeros(shape, device=DEVICE)
+        assert modulate(nothing, table).shape == shape
+        assert (modulate_backward(nothing, nothing, table)[1] == 0).all()
 
 
 # --- the output loss ---------------------------------------------------------------------------
 
 
-def loss_inputs(dtype=torch.float32):
+def plain_loss(features, weight, bias, table, target, share, hit):
+    scores = F.linear(features, weight, bias)
+    z = modulated(scores[:, None, None], table)[:, 0, 0]
+    total = z.logsumexp(-1)
+    nll = (total - z.gather(-1, target.clamp(min=0)[:, None])[:, 0]).masked_fill(target < 0, 0.0)
+    smooth = (z.shape[-1] * total - z.sum(-1)).masked_fill(target < 0, 0.0)
+    return nll, smooth, share * smooth + hit * nll
+
+
+def loss_inputs(dtype, classes):
     generator = torch.Generator().manual_seed(0)
-    scores = (2 * torch.randn(6, 5000, generator=generator)).to(DEVICE, dtype)
-    target = torch.tensor([0, 4999, -1, 3000, 17, -100], device=DEVICE)
-    return scores, target, far_modulator(1)
-
-
-def run_statistics(scores, table, target, tile):
-    from multimax_fairseq.kernels.triton_cross_entropy import statistics
-
-    state = torch.tensor([-torch.inf, 0, 0, 0], device=DEVICE).repeat(len(scores), 1)
-    for first in range(0, scores.shape[1], tile):
-        statistics(scores[:, first : first + tile], table, target, first, state)
-    return state
+    shapes = ((9, 24), (classes, 24), (classes,))
+    inputs = [torch.randn(shape, generator=generator) / 3 for shape in shapes]
+    target = torch.randint(classes, (9,), generator=generator)
+    target[::4], target[1], target[2] = -1, 0, classes - 1
+    factors = torch.linspace(0.5, 2.0, 9)
+    factors[5] = 0.0
+    return [t.to(DEVICE, dtype) for t in inputs], target.to(DEVICE), factors.to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("modulated", [False, True])
-def check_statistics(dtype, modulated):
-    scores, target, module = loss_inputs(dtype)
-    table = as_table(module, 1)[0].detach() if modulated else None
+@pytest.mark.parametrize("kind", [None, "shared", "monotone"])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def check_loss_and_every_gradient(dtype, kind, chunk_size):
+    from multimax_fairseq.kernels.triton_cross_entropy import output_loss
 
-    def expected(scores):
-        z = scores if table is None else module(scores[:, None, None])[:, 0, 0]
-        top = z.amax(-1)
-        hit = z.gather(-1, target.clamp(min=0)[:, None])[:, 0]
-        total = (z - top[:, None]).exp().sum(-1)
-        return [top, total, z.sum(-1), hit.masked_fill(target < 0, 0.0)]
+    inputs, target, factors = loss_inputs(dtype, 2500)
+    table = {None: None, "shared": far_table(1), "monotone": monotone_table(1, -0.5, 1.0)}[kind]
+    share = 0.1 / 2499  # share * classes + hit = 1
+    hit = 0.9 - share
 
-    exact = expected(scores.double())
-    module.float()
-    for tile in (1700, 5000):
-        ours = run_statistics(scores, table, target, tile).unbind(-1)
-        assert_as_accurate(ours, expected(scores.float()), exact)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("modulated", [False, True])
-def check_gradient(dtype, modulated):
-    from multimax_fairseq.kernels.triton_cross_entropy import gradient
-
-    scores, target, module = loss_inputs(dtype)
-    table = as_table(module, 1)[0].detach() if modulated else None
-    row_scale = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.5, 0.0], device=DEVICE)
-    share, hit = 0.01, 0.9
-    scores[5] = torch.nan  # a row that does not count, whatever it holds
-
-    def expected(scores):
-        scores = scores.masked_fill(row_scale[:, None] == 0, 0.0).requires_grad_()
-        z = scores if table is None else module(scores[:, None, None])[:, 0, 0]
-        grad = z.softmax(-1) - share
-        grad = grad - hit * F.one_hot(target.clamp(min=0), z.shape[-1])
-        grad = (grad * row_scale[:, None]).detach()
-        # A row at a time, for the parameters' gradients.
-        rows = [torch.zeros(8, dtype=z.dtype, device=DEVICE) for _ in scores]
+    def expected(dtype):
+        learned = [t.to(dtype) for t in inputs]
         if table is not None:
-            learned = [getattr(module, name) for name in NAMES]
-            for row in range(len(rows)):
-                grads = torch.autograd.grad(z[row], learned, grad[row], retain_graph=True)
-                rows[row] = torch.cat([g.flatten() for g in grads])
-        log_total = z.logsumexp(-1).detach()
-        return log_total, [torch.autograd.grad(z, scores, grad)[0], torch.stack(rows)]
+            learned.append(table.to(torch.promote_types(dtype, torch.float32)))
+        learned = [t.clone().requires_grad_() for t in learned]
+        given = learned if table is not None else [*learned, None]
+        nll, smooth, loss = plain_loss(*given, target, share, hit)
+        grads = torch.autograd.grad(loss, learned, factors.to(loss.dtype))
+        return [nll, smooth, *grads[:3], *by_parameter(grads[3:])]
 
-    log_total, exact = expected(scores.double())
-    module.float()
-    plain = expected(scores.float())[1]
-    plain[0] = plain[0].to(dtype)
+    needed = (True,) * 4
     runs = []
-    for tile in (1700, 1700, 5000):
-        out = scores.clone()
-        table_grad = torch.zeros(6, 8, device=DEVICE)
-        for first in range(0, 5000, tile):
-            part = out[:, first : first + tile]
-            gradient(
-                part, table, target, first, log_total.float(), row_scale, share, hit, part,
-                table_grad if modulated else None,
-            )  # fmt: skip
-        assert_as_accurate([out, table_grad], plain, exact)
-        assert (out[row_scale == 0] == 0).all() and (table_grad[row_scale == 0] == 0).all()
-        runs.append((out, table_grad))
-    assert all(map(torch.equal, *runs[:2]))
+    for _ in range(2):
+        arguments = (*inputs, table, target, factors, share, hit, needed, chunk_size)
+        nll, smooth, grads = output_loss(*arguments)
+        assert nll.dtype == smooth.dtype == torch.float32
+        assert (grads[3] is None) == (table is None)
+        runs.append([nll, smooth, *(g for g in grads if g is not None)])
+    ours = [*runs[0][:5], *by_parameter(runs[0][5:])]
+    assert_as_accurate(ours, expected(dtype), expected(torch.float64))
+    assert all(map(torch.equal, *runs))
+    assert (runs[0][2][factors * (target >= 0) == 0] == 0).all()
+    nll, smooth, grads = output_loss(*inputs, table, target, None, share, hit, needed, chunk_size)
+    assert torch.equal(nll, runs[0][0]) and grads == [None] * 4
+    for wanted in range(4 if kind == "monotone" and dtype == torch.float32 else 0):
+        needed = [number == wanted for number in range(4)]
+        grads = output_loss(*inputs, table, target, factors, share, hit, needed, chunk_size)[2]
+        assert [g is not None for g in grads] == needed
+        torch.testing.assert_close(grads[wanted], runs[0][2 + wanted])
 
 
-# --- as they are called ------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", [None, "shared", "monotone"])
+def check_excluded_classes(dtype, kind):
+    from multimax_fairseq.kernels.triton_cross_entropy import BLOCK, output_loss
 
-
-@pytest.mark.parametrize("order, terms", [(2, "both"), (1, "low"), (2, "high")])
-@pytest.mark.parametrize("form", ["bool", "float"])
-def check_attention_as_it_is_called(form, order, terms):
-    *parts, grad = attention_inputs(2, 2, 30, 41, 32)
-    allowed = ~make_mask("padding", 2, 30, 41)
-    mask = allowed
-    if form == "float":
-        mask = torch.zeros(allowed.shape, device=DEVICE).masked_fill(~allowed, -torch.inf)
-    found = []
-    for backend, dtype in (("triton", None), ("plain", None), ("plain", torch.float64)):
-        module = far_modulator(2, order, terms).to(dtype or torch.float32)
-        inputs = [part.detach().to(dtype or part.dtype).requires_grad_() for part in parts]
-        chosen = mask if backend == "triton" else allowed
-        output = scaled_dot_product_attention(
-            *inputs, modulator=module, attn_mask=chosen, is_causal=True, backend=backend
-        )
-        learned = [*inputs, *module.parameters()]
-        found.append([output, *torch.autograd.grad(output, learned, grad.to(output.dtype))])
-    assert found[0][0].grad_fn.name() == "_AttentionBackward"
-    assert_as_accurate(*found)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("modulated", [False, True])
-def check_loss_as_it_is_called(monkeypatch, dtype, reduction, modulated):
-    from multimax_fairseq.kernels import triton_cross_entropy
-
-    generator = torch.Generator().manual_seed(0)
-    features, weight, bias = (
-        torch.randn(shape, generator=generator).to(DEVICE, dtype)
-        for shape in ((13, 24), (70, 24), (70,))
-    )
-    target = torch.randint(70, (13,), generator=generator).to(DEVICE)
-    target[::4] = 1
-    found, calls = [], []
-    statistics = triton_cross_entropy.statistics
-    monkeypatch.setattr(
-        triton_cross_entropy, "statistics", lambda *a: calls.append(1) or statistics(*a)
-    )
-    for backend, to in (("triton", dtype), ("plain", dtype), ("plain", torch.float64)):
-        monkeypatch.setenv("MULTIMAX_BACKEND", backend)
-        module = Modulator.from_values(*FAR).to(DEVICE, to) if modulated else None
-        inputs = [t.detach().to(to).requires_grad_() for t in (features, weight, bias)]
-        loss, nll_loss = linear_cross_entropy(
-            *inputs[:2],
-            target,
-            bias=inputs[2],
-            modulator=module,
-            label_smoothing=0.1,
-            ignore_index=1,
-            reduction=reduction,
-            chunk_size=5,
-        )
-        learned = [*inputs, *(module.parameters() if modulated else [])]
-        grads = torch.autograd.grad(loss.sum(), learned)
-        found.append([loss, nll_loss, *grads])
-    assert calls
-    assert_as_accurate(*found)
+    inputs, target, factors = loss_inputs(dtype, 5000)
+    inputs[2][128:256] = inputs[2][BLOCK : 2 * BLOCK] = -math.inf
+    target[(inputs[2][target.clamp(min=0)] == -math.inf)] = 0
+    table = {None: None, "shared": -far_table(1), "monotone": monotone_table(1, -math.inf)}[kind]
+    nll, _, grads = output_loss(*inputs, table, target, factors, 0.0, 1.0, (True,) * 4, None)
+    learned = [t.double().requires_grad_() for t in inputs[:2]]
+    expected, _, _ = plain_loss(*learned, inputs[2].double(), table, target, 0.0, 1.0)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float16 else {}
+    torch.testing.assert_close(nll.double(), expected, check_dtype=False, **tolerance)
+    assert all(g is None or g.isfinite().all() for g in grads)
+    assert (grads[1][128:256] == 0).all() and (grads[2][BLOCK : 2 * BLOCK] == 0).all()
+    # Nothing is read for a target that is not a class.
+    target[1] = len(inputs[1])
+    nll = output_loss(*inputs, table, target, None, 0.0, 1.0, (False,) * 4, None)[0]
+    assert nll[1].isnan() and nll[2:].isfinite().all()
 
 
 # --- ahead of time -----------------------------------------------------------------------------
 
 # The smallest that a GPU of compute capability 8.0 or above offers a program.
 SHARED_MEMORY = 99 * 1024
-FLOAT32 = ("TOTAL", "TABLE", "DELTA", "SUMS", "STATE", "ROW_SCALE", "TABLE_GRAD")
-INTEGERS = {"MASK": "*u8", "TARGET": "*i64"}
+FLOAT32 = {"TOTAL", "TABLE", "DELTA", "NORM", "SUMS", "FACTORS", "NLL", "SMOOTH", "TABLE_GRAD"}
 
 
-def build_kernel(kernel, capability, element, arguments):
+def build_kernel(kernel, capability, element, arguments, **types):
     """Compile with these constants, everything else as a launch would pass it."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -518,12 +588,12 @@ def build_kernel(kernel, capability, element, arguments):
         if name in arguments:
             signature[name], constants[(index,)] = "constexpr", arguments[name]
         elif name.isupper() and len(name) > 1 or name in "QKV":
-            signature[name] = INTEGERS.get(name, "*fp32" if name in FLOAT32 else f"*{element}")
+            signature[name] = types.get(name, "*fp32" if name in FLOAT32 else f"*{element}")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             floating = name in ("scale", "keep_scale", "share", "hit")
             signature[name] = "fp32" if floating else "i32"
-            if name[-2:] in ("_b", "_h", "_n"):
+            if name[-2:] in ("_b", "_h", "_n") and name != "t_h":
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
@@ -536,38 +606,50 @@ def build_kernel(kernel, capability, element, arguments):
     "capability, element, size, orders, masking, causal, dropout",
     [
         (90, "bf16", 64, (2, 2), 0, True, False),
-        (90, "fp16", 80, (1, 2), 1, False, False),
+        (90, "fp16", 80, (1, 2), 3, False, False),
         (80, "bf16", 64, (2, 2), 1, False, True),
-        (80, "fp16", 128, (0, 0), 2, True, False),
-        (80, "fp32", 32, (1, 0), 0, False, False),
+        (80, "fp16", 128, (0, 0), 4, True, False),
+        (80, "fp32", 32, (1, 0), 2, False, False),
     ],
 )
 def compile_attention(capability, element, size, orders, masking, causal, dropout):
-    import multimax_fairseq.kernels.triton_attention as kernels
+    import multimax_fairseq.kernels.triton_attention as launches
+    import multimax_fairseq.kernels.triton_attention_kernels as kernels
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[element]
-    arguments = {"D": size, "WIDTH": 1 << (size - 1).bit_length(), "CAP": element != "fp16"}
-    arguments |= {"LOW": orders[0], "HIGH": orders[1], "MASKING": masking}
+    summed, normed = sum(orders) > 0, element == "fp32" or masking > 2
+    arguments = {"D": size, "WIDTH": 1 << (size - 1).bit_length(), "CAP": 2 * (element != "fp16")}
+    arguments |= {"LOW": orders[0], "HIGH": orders[1], "MASKING": masking, "MONOTONE": summed}
     arguments |= {"CAUSAL": causal, "DROPOUT": dropout}
-    if not masking:
-        arguments["MASK"] = None
-    summed = sum(orders) > 0
-    if not summed:
-        arguments["TABLE"] = None
-    extra = {"EXACT": element == "fp32", "SUMMED": summed} | ({} if summed else {"SUMS": None})
+    arguments |= {} if masking else {"MASK": None}
+    arguments |= {} if summed else {"TABLE": None}
+    later = {"NORMED": normed} | ({} if normed else {"NORM": None})
     for kernel, blocks, constants in (
-        (kernels.forward_kernel, kernels.FORWARD, {}),
-        (kernels.query_kernel, kernels.QUERIES, extra),
-        (kernels.key_kernel, kernels.KEYS, {}),
+        (kernels.forward_kernel, launches.FORWARD, {}),
+        (kernels.mean_kernel, launches.QUERIES, {"EXACT": element == "fp32"}),
+        (kernels.query_kernel, launches.QUERIES, later | {"SUMMED": summed}),
+        (kernels.key_kernel, launches.KEYS, later),
     ):
-        chosen = kernels.launch(blocks, dtype, arguments["WIDTH"])
-        build_kernel(kernel, capability, element, arguments | constants | chosen)
+        if kernel is kernels.mean_kernel and not normed:
+            continue
+        chosen = launches.launch(blocks, dtype, arguments["WIDTH"])
+        types = {"MASK": "*fp32" if masking > 2 else "*u8"}
+        build_kernel(kernel, capability, element, arguments | constants | chosen, **types)
 
 
 @pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
 def compile_cross_entropy(capability, element):
     import multimax_fairseq.kernels.triton_cross_entropy as kernels
 
-    shared = {"ORDER": 2, "BLOCK": kernels.BLOCK, "num_warps": kernels.WARPS, "num_stages": 3}
-    build_kernel(kernels.statistics_kernel, capability, element, shared)
-    build_kernel(kernels.gradient_kernel, capability, element, shared | {"SUMMED": True})
+    arguments = {"ORDER": 2, "BLOCK": kernels.BLOCK, "num_warps": kernels.WARPS, "num_stages": 3}
+    arguments |= {"MONOTONE": True, "CAP": 2, "GRADIENT": True, "SUMMED": True}
+    build_kernel(kernels.loss_kernel, capability, element, arguments, TARGET="*i64")
+
+
+@pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
+def compile_modulator(capability, element):
+    import multimax_fairseq.kernels.triton_modulator as kernels
+
+    arguments = {"MONOTONE": True, "PIECE": 8192, "BLOCK": 1024, "num_warps": 4, "num_stages": 3}
+    build_kernel(kernels.modulate_kernel, capability, element, arguments, OUT="*fp32")
+    build_kernel(kernels.modulate_backward_kernel, capability, element, arguments, GRAD="*fp32")

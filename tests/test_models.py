@@ -21,6 +21,7 @@ from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
 SHARED = ("--share-all-embeddings",)
+SOFTMAX, ENTMAX = (("--attention-normalizer", name) for name in ("softmax", "alpha_entmax"))
 FLAGS = {
     "default": (),
     "output": ("--output-normalizer", "multimax"),
@@ -60,7 +61,7 @@ def attentions(model):
 # --- which attentions are built ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("places", ["encoder", "decoder", "cross", "encoder,cross", ""])
+@pytest.mark.parametrize("places", ["encoder", "decoder", "cross", "encoder,cross"])
 def test_the_normalizer_acts_where_it_is_asked_to(build, places):
     model = build(TRANSLATION[0], "--attention-normalizer-at", places)
     kinds = {"encoder.": "encoder", "decoder.": "decoder"}
@@ -81,24 +82,22 @@ def test_each_place_may_have_a_normalizer_of_its_own(build):
 
 def test_temperature_and_alpha_reach_the_attention(build, translation_batch):
     sample = translation_batch()
-    softmax = ("--attention-normalizer", "softmax")
-    entmax = ("--attention-normalizer", "alpha_entmax")
     full = [
         full_context(build(TRANSLATION[0], *flags).eval(), sample)
         for flags in (
-            softmax,
-            (*softmax, "--learn-temperature"),
-            (*entmax, "--entmax-alpha", "1"),
-            (*softmax, "--softmax-temperature", "0.5"),
-            (*softmax, "--softmax-temperature", "0.5", "--learn-temperature"),
-            (*entmax, "--entmax-alpha", "2"),
+            SOFTMAX,
+            (*SOFTMAX, "--learn-temperature"),
+            (*ENTMAX, "--entmax-alpha", "1"),
+            (*SOFTMAX, "--softmax-temperature", "0.5"),
+            (*SOFTMAX, "--softmax-temperature", "0.5", "--learn-temperature"),
+            (*ENTMAX, "--entmax-alpha", "2"),
             ("--attention-normalizer", "sparsemax"),
         )
     ]
     for one, other, same in ((0, 1, True), (0, 2, True), (3, 4, True), (5, 6, True), (0, 3, False)):
         assert torch.allclose(full[one], full[other], atol=1e-5) == same
-    learned = [p.numel() for p in build(TRANSLATION[0], *entmax).parameters() if p.dim() == 1]
-    shared = build(TRANSLATION[0], *entmax, "--entmax-heads", "shared")
+    learned = [p.numel() for p in build(TRANSLATION[0], *ENTMAX).parameters() if p.dim() == 1]
+    shared = build(TRANSLATION[0], *ENTMAX, "--entmax-heads", "shared")
     assert [learned.count(4), [p.shape for p in shared.parameters()].count((1,))] == [6, 6]
 
 
@@ -139,8 +138,8 @@ def test_identity_gives_stock_loss_and_gradients(
     build, arch, normalizer, translation_batch, lm_batch
 ):
     sample = lm_batch() if "_lm" in arch else translation_batch()
-    flags = ("--attention-normalizer", normalizer, "--multimax-init-std", "0")
-    flags += ("--output-normalizer", normalizer)
+    flags = ("--attention-normalizer", normalizer, "--output-normalizer", normalizer)
+    flags += ("--multimax-init-std", "0") if normalizer == "multimax" else ()
     results = []
     for model in (build(arch), build(arch + "_multimax", *flags)):
         lprobs = full_context(model, sample)
@@ -363,7 +362,8 @@ def test_what_cannot_be_scripted_says_so(build):
 def test_returned_attention_weights_are_a_distribution_over_the_source(
     build, translation_batch, normalizer
 ):
-    model = build(TRANSLATION[1], "--attention-normalizer", normalizer, "--topk", "5")
+    flags = ("--topk", "5") if normalizer == "topk" else ()
+    model = build(TRANSLATION[1], "--attention-normalizer", normalizer, *flags)
     model = scatter_modulators(model).eval()
     sample = translation_batch()
     outputs = {}
@@ -465,11 +465,18 @@ def test_layers_to_keep_prunes_a_trained_model(build, translation_batch):
     assert torch.equal(ours, model.encoder.layers[1].self_attn.normalizer.modulator.low_coefficient)
 
 
-@pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax"])
+@pytest.mark.parametrize(
+    "normalizer, settings",
+    [
+        ("multimax", {"init_std": 0.5}),
+        ("alpha_entmax", {}),
+        ("softmax", {"temperature": 0.3, "learn_temperature": True}),  # one for all heads
+    ],
+)
 @torch.no_grad()
-def test_pruned_heads_take_their_parameters_along(normalizer):
+def test_pruned_heads_take_their_parameters_along(normalizer, settings):
     stock = SoftmaxMultiheadAttention(8, 4, self_attention=True)
-    layer = MultiheadAttention(stock, Normalizer(normalizer, 4, init_std=0.5)).eval()
+    layer = MultiheadAttention(stock, Normalizer(normalizer, 4, **settings)).eval()
     x = torch.randn(5, 2, 8)
     _, before = layer(x, x, x, need_head_weights=True)
     layer._set_skip_embed_dim_check()
@@ -590,8 +597,21 @@ def test_hypotheses_that_share_keys_keep_their_masks():
         (("--attention-normalizer", "topk"), ("--topk K",)),
         (("--attention-normalizer-at", "cross=topk"), ("--topk K",)),
         (("--attention-normalizer-at", "cross=sofmax"), ("'sofmax'", "sparsemax")),
-        (("--softmax-temperature", "0"), ("--softmax-temperature 0",)),
-        (("--entmax-alpha", "0.5"), ("--entmax-alpha 0.5",)),
+        ((*SOFTMAX, "--softmax-temperature", "0"), ("--softmax-temperature 0.0", "above 0")),
+        ((*SOFTMAX, "--softmax-temperature", "inf"), ("--softmax-temperature inf", "above 0")),
+        ((*SOFTMAX, "--softmax-temperature", "nan"), ("--softmax-temperature nan", "above 0")),
+        ((*ENTMAX, "--entmax-alpha", "0.5"), ("--entmax-alpha 0.5", "at least 1")),
+        ((*ENTMAX, "--entmax-alpha", "inf"), ("--entmax-alpha inf", "at least 1")),
+        ((*ENTMAX, "--entmax-alpha", "nan"), ("--entmax-alpha nan", "at least 1")),
+        (
+            ("--output-normalizer", "alpha_entmax", "--output-entmax-alpha", "inf"),
+            ("--output-entmax-alpha inf", "above 1"),
+        ),
+        (("--scalar-gradient-scale", "inf"), ("--scalar-gradient-scale inf", "above 0")),
+        (("--multimax-init-std", "inf"), ("--multimax-init-std inf", "0 or more")),
+        (("--multimax-init-std", "nan"), ("--multimax-init-std nan", "0 or more")),
+        (("--attention-normalizer", "topk", "--topk", "0"), ("--topk K", "got 0")),
+        (("--attention-normalizer", "topk", "--topk", "-3"), ("--topk K", "got -3")),
         (("--attention-normalizer-at", "encoder,decodr"), ("decodr", "encoder, decoder, cross")),
     ],
 )
@@ -624,6 +644,15 @@ def test_hydra_settings_reach_the_model_and_slips_are_named(task):
     for slip, hint in (
         ({"attention_normaliser": "softmax"}, "'attention_normalizer'"),
         ({"attention_normalizer": "sofmax"}, "softmax, multimax, topk"),
+        ({"attention_normalizer_at": ["encoder", "cross"]}, "write .* with commas"),
+        ({"topk": 3}, "--topk 3 belongs to topk attention"),
+        ({"attention_normalizer": "topk", "topk": 2.5}, "whole K of at least 1, got 2.5"),
+        ({"attention_normalizer": "topk", "topk": True}, "whole K of at least 1, got True"),
+        ({"multimax_order": 2.0}, "--multimax-order 2.0 is not known: choose one of 1, 2"),
+        ({"multimax_order": True}, "--multimax-order True is not known: choose one of 1, 2"),
+        ({"multimax_init_std": "little"}, "--multimax-init-std little must be a finite number"),
+        ({"multimax_monotone": "no"}, "--multimax-monotone no must be true or false"),
+        ({"learn_temperature": "no"}, "--learn-temperature no must be true or false"),
     ):
         with pytest.raises(UsageError, match=hint):
             MultimaxTransformerModel.build_model(OmegaConf.create(settings | slip), task)
@@ -648,7 +677,8 @@ def test_gradients_of_the_learned_scalars_are_scaled(build, arch, translation_ba
 
 @pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "softmax"])
 def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer):
-    model = build(TRANSLATION[1], "--attention-normalizer", normalizer, "--learn-temperature")
+    flags = ("--learn-temperature",) if normalizer == "softmax" else ()
+    model = build(TRANSLATION[1], "--attention-normalizer", normalizer, *flags)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

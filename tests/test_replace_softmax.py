@@ -22,6 +22,7 @@ HEADS, LENGTH, WIDTH = 4, 5, 16
 EXAMPLE = pathlib.Path(__file__).parent.parent / "user_dir/vit_multimax.py"
 KINDS = ["tensor", "torch", "functional", "module", "bool", "float", "causal", "plain", "torch-mha"]
 SETTINGS = {"topk": {"k": 2}}
+IDENTITY = {"softmax": {}, "multimax": {"init_std": 0.0}}
 # Far from the identity, low scores and high ones.
 FAR = {
     "low_coefficient": [-0.9, -0.05],
@@ -119,7 +120,7 @@ def assert_same(actual, expected):
 def test_the_identity_changes_no_output_and_no_gradient(kind, normalizer):
     model = two_layers(kind)
     expected = outputs_and_grads(model)
-    names = replace_softmax(model, normalizer, init_std=0.0)
+    names = replace_softmax(model, normalizer, **IDENTITY[normalizer])
     assert names == (["0.inner", "2.inner"] if kind == "torch-mha" else ["0", "2"])
     assert_same(outputs_and_grads(model), expected)
     # torch fuses attention where nothing is to be learned.
@@ -338,6 +339,9 @@ def test_refusals():
     with pytest.raises(ValueError, match="unknown normalizer 'softermax'"):
         replace_softmax(two_layers("tensor"), "softermax")
     model = two_layers("tensor")
+    with pytest.raises(ValueError, match="'softmax' does not take init_std=0.5: .*temperature"):
+        replace_softmax(model, "softmax", init_std=0.5)
+    assert not hasattr(model[0], "normalizer")
     del model[2].num_heads
     with pytest.raises(ValueError, match="num_heads of module '2', got None"):
         replace_softmax(model, per_head=True)

@@ -12,11 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multimax_fairseq.functional.modulator import (
-    ModulatorParameters,
-    modulate_backward,
-    parameters_of,
-)
+from multimax_fairseq.functional.modulator import ModulatorParameters, modulated_slope, table_of
 
 
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -262,4 +258,5 @@ def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:
         x: scores; with parameters a head, the heads are dimension -3.
         modulator: whose parameters `modulate` takes.
     """
-    return modulate_backward(torch.ones_like(x), x, *parameters_of(modulator))[0]
+    table, low, high = table_of(modulator)
+    return modulated_slope(x, table.to(x.dtype), low, high)

@@ -429,7 +429,7 @@ class Recorder:
         pair, sums = self.pairs[kind], self.sums[kind, number]
         excluded = pair.key_padding[:, None, None].expand(-1, 1, scores.shape[-2], -1)
         if mask is not None:
-            excluded = excluded | mask
+            excluded = excluded | (mask if mask.dtype == torch.bool else mask == -torch.inf)
         sums.add(scores, probs, excluded, pair)
         mean = probs.mean(1)
         if kind == "cross":

@@ -112,15 +112,16 @@ class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCross
         logged["nll_loss"] = nll_loss.data
         if self.report_accuracy:
             counted = target.ne(self.padding_idx)
-            logged["total"] = int(counted.sum())
-            logged["n_correct"] = self._correct(model, features[counted], target[counted])
+            logged["total"] = counted.sum()
+            logged["n_correct"] = self._correct(model, features, target, counted)
         return loss, logged["sample_size"], logged
 
     @staticmethod
     @torch.no_grad()
-    def _correct(model, features: Tensor, target: Tensor) -> int:
+    def _correct(model, features: Tensor, target: Tensor, counted: Tensor) -> Tensor:
         """Count the targets that are the model's first choice, some rows of logits at a time."""
+        rows = zip(*(t.flatten(0, 1).split(256) for t in (features, target, counted)), strict=True)
         return sum(
-            int(model.decoder.output_layer(rows).argmax(-1).eq(wanted).sum())
-            for rows, wanted in zip(features.split(256), target.split(256), strict=True)
+            (model.decoder.output_layer(part).argmax(-1).eq(wanted) & counts).sum()
+            for part, wanted, counts in rows
         )

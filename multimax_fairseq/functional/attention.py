@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multimax_fairseq.functional.backend import choose
-from multimax_fairseq.functional.modulator import (
-    ModulatorParameters,
-    parameter_table,
-    parameters_of,
-)
-from multimax_fairseq.functional.normalizers import ScoreFunction, normalize
-from multimax_fairseq.kernels import cpu
+from multimax_fairseq.functional.backend import choose, is_autocast, requested
+from multimax_fairseq.functional.checks import check_flag, check_number, check_tensor
+from multimax_fairseq.functional.modulator import fits_heads, is_known, table_of
+from multimax_fairseq.functional.normalizers import ScoreFunction, normalize, normalizer_named
+from multimax_fairseq.kernels import operators
+
+# The mappings that the kernels have.
+FUSED = ("multimax", "softmax")
 
 
-def attention_scores(
-    query: Tensor, key: Tensor, bias: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """Return attention scores, (B, H, T, S): scale * Q K^T + bias.
+def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    """Return attention scores, (B, H, T, S): scale * Q K^T.
 
-    Equivalent to: scale * query @ key.mT + bias
+    Equivalent to: scale * query @ key.mT
 
     Args:
         query: (B, H, T, D).
         key: (B, H, S, D).
-        bias: broadcastable to the scores; None adds nothing.
         scale: default 1 / sqrt(D).
     """
     if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
+        scale = _default_scale(query)
     # The product of a half-precision pair is rounded once, as in the framework's own attention.
-    scores = (query * scale) @ key.transpose(-2, -1)
-    return scores if bias is None else scores + bias
+    return (query * scale) @ key.transpose(-2, -1)
+
+
+def _default_scale(query: Tensor) -> float:
+    return 1 / math.sqrt(max(query.shape[-1], 1))
 
 
 def scaled_dot_product_attention(
@@ -60,59 +59,82 @@ def scaled_dot_product_attention(
     Equivalent to: torch.nn.functional.scaled_dot_product_attention with another normaliser
 
     Args:
-        query: (B, H, T, D).
-        key, value: (B, H, S, D).
+        query: (B, H, T, D), floating.
+        key: (B, H, S, D), of query's dtype.
+        value: (B, H, S, D) or of another last dimension.
         normalizer: a key of `NORMALIZERS`.
-        modulator: for multimax.
+        modulator: for multimax, which needs it.
         attn_mask: broadcastable to (B, H, T, S). Bool: True may attend. Float: added to the
-            scores, and -inf excludes. A query that may attend to nothing gets zeros.
+            scores, for multimax to the modulated ones, with its gradient; -inf excludes. A query
+            that may attend to nothing gets zeros.
         is_causal: query t attends to keys up to t; together with attn_mask, both hold.
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
         backend: "cpp" and "triton" never hold the (T, S) probabilities; they serve multimax and
-            softmax, and masks that are 0 or -inf. "plain" holds them, and serves all. "auto"
-            takes what MULTIMAX_BACKEND says, else the fastest that can do it.
+            softmax. "plain" holds them, and serves all, twice differentiable outside of the
+            modulator. "auto" takes what MULTIMAX_BACKEND says, else the fastest that can do it.
         options: what else the normalizer takes, as `normalize`.
 
     Returns:
-        (B, H, T, D), in the dtype of value.
+        (B, H, T, D of value), in the dtype of value, or of autocast.
 
     Raises:
-        ValueError: an unknown normalizer or backend; multimax without a modulator.
+        TypeError: something that is no tensor; an option that the normalizer does not take.
+        ValueError: an unknown normalizer or backend; multimax without a modulator, or another
+            normalizer with one; shapes, dtypes or devices that do not fit; a dropout_p outside of
+            [0, 1]; a scale that is not finite.
     """
-    if modulator is None and normalizer == "multimax":
-        raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
-    if normalizer in ("multimax", "softmax") and not options:
-        masks = [] if attn_mask is None else [(attn_mask, True)]
+    _check(query, key, value, attn_mask, is_causal, dropout_p, scale)
+    if normalizer == "multimax":
+        if modulator is None:
+            raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
+        if not callable(modulator):
+            raise TypeError(
+                f"modulator must be a Modulator or a function of the scores, got {modulator!r}"
+            )
+    elif modulator is not None:
+        raise ValueError(
+            f"normalizer {normalizer!r} takes no modulator, got {modulator!r}: leave it out, or "
+            "pass normalizer='multimax'"
+        )
+    else:
+        normalizer_named(normalizer)
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = ~mask
+    if normalizer in FUSED and not options:
         fused = fused_attention(
-            query, key, value, modulator, masks, -math.inf, is_causal, dropout_p, scale, backend
+            query, key, value, modulator, mask, is_causal, dropout_p, scale, backend
         )
         if fused is not None:
             return fused
-    excluded, bias = None, None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        excluded = ~attn_mask
-    elif attn_mask is not None:
-        excluded, bias = split_float_mask(attn_mask, -math.inf)
+    requested(backend)
     if is_causal:
-        future = torch.ones(
-            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
-        ).triu(1)
-        excluded = future if excluded is None else excluded | future
+        mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
     if modulator is not None:
         options["modulator"] = modulator
-    scores = attention_scores(query, key, bias, scale)
-    probs = normalize(normalizer, scores, mask=excluded, **options)
-    return F.dropout(probs, dropout_p).to(value.dtype) @ value
+    scores = attention_scores(query, key, scale)
+    # With its dim, so that no other can be among the options.
+    probs = normalize(normalizer, scores, dim=-1, mask=mask, **options)
+    if dropout_p > 0:
+        probs = F.dropout(probs, dropout_p)
+    return probs.to(value.dtype) @ value
+
+
+def with_future(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return a mask (bool: True excludes; or float) that excludes later keys too, (..., T, S)."""
+    future = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
+    if mask is None:
+        return future
+    return mask | future if mask.dtype == torch.bool else mask.masked_fill(future, -math.inf)
 
 
 def fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    modulator: ScoreFunction | None,
-    masks: Sequence[tuple[Tensor, bool]],
-    threshold: float,
+    modulator: Any,
+    mask: Tensor | None,
     is_causal: bool,
     dropout_p: float,
     scale: float | None,
@@ -121,71 +143,96 @@ def fused_attention(
     """Return attention outputs that no probabilities were kept for, or None where that cannot be.
 
     Args:
-        query, key, value, is_causal, dropout_p, scale: as `scaled_dot_product_attention`.
+        query, key, value, is_causal, dropout_p, scale: as `scaled_dot_product_attention`, checked.
         modulator: None is softmax.
-        masks: each broadcastable to (B, H, T, S), bool or float, and whether True means that a
-            key may be attended to; all hold.
-        threshold: a float in a mask at or below it excludes; any other must be 0.
+        mask: broadcastable to (B, H, T, S) or None; bool: True excludes; float: added to the
+            modulated scores.
     """
-    alike = query.dim() == 4 and key.shape == value.shape and query.numel() * key.numel() > 0
-    # What is not known to be a modulator of ours, or is a monotone one, is computed as it comes.
-    known = not getattr(modulator, "monotone", modulator is not None)
-    choice = choose("attention", backend, query, key, value, able=alike and known)
-    if choice == "plain":
+    able = query.dim() == 4 and key.shape == value.shape and key.shape[:2] == query.shape[:2]
+    able = able and dropout_p <= operators.MAX_DROPOUT and operators.serves(query)
+    able = able and (modulator is None or is_known(modulator))
+    # A kernel gives a mask no gradient.
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        able = False
+    table: Tensor | None = None
+    low = high = 2
+    if able and modulator is not None:
+        table, low, high = table_of(modulator)
+        able = fits_heads(modulator, query.shape[1]) and table.device == query.device
+    if choose("attention", backend, query, key, value, able=able) == "plain":
         return None
-    batch, heads, queries, size = query.shape
-    keys = key.shape[2]
-    table = None
-    parameters = parameters_of(cast(ModulatorParameters | None, modulator))
-    if modulator is not None:
-        table = parameter_table(*parameters).float()
-    fits = key.shape == (batch, heads, keys, size) and (table is None or len(table) in (1, heads))
-    if not fits or not 0 <= dropout_p < 1:
-        return None
-    table = None if table is None else table.expand(heads, 8)
-    scale = 1 / math.sqrt(size) if scale is None else scale
-    if choice == "triton":
-        from multimax_fairseq.kernels import triton_attention
-
-        excluded: Tensor | None = None
-        for mask, allows in masks:
-            if mask.is_floating_point():
-                mask, bias = split_float_mask(mask, threshold)
-                if bias is not None:
-                    return None
-            elif allows:
-                mask = ~mask
-            excluded = mask if excluded is None else excluded | mask
-        return triton_attention.attention(
-            query,
-            key,
-            value,
-            table,
-            mask=excluded,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
-            scale=scale,
-            order=max((p.shape[-1] for p in parameters if p is not None), default=2),
-            terms="low" if parameters[2] is None else "high" if parameters[0] is None else "both",
-        )
-    rows = []
-    for mask, allows in masks:
+    if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-        if mask.shape[1] != 1 or mask.dtype not in (torch.bool, torch.float32):
-            return None
-        rows.append((mask[:, 0].expand(batch, queries, keys), allows))
-    found = cpu.windows(batch, queries, keys, rows, threshold, is_causal)
-    if found is None:
-        return None
-    return cpu.attention(query, key, value, table, *found, scale, dropout_p)
+        mask = mask if mask.dtype == torch.bool else mask.detach().float()
+    scale = _default_scale(query) if scale is None else float(scale)
+    # Drawn on the CPU, so that no device is waited for.
+    seed = torch.randint(2**31 - 1, ()) if dropout_p > 0 else None
+    output, _ = operators.call(
+        operators.attention,
+        *(query, key, value, None if table is None else table.float(), mask, seed),
+        *(is_causal, float(dropout_p), scale, low, high, False),
+    )
+    return output
 
 
-def split_float_mask(mask: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
-    """Read an additive mask: (what it excludes, the finite bias that is left or None).
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+        if tensor.dim() < 2 or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating-point (..., length, size), got {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but query on {query.device}: move one of them"
+            )
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            "query and key must agree in their last dimension, and key and value in their length, "
+            f"got query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+        )
+    if query.dtype != key.dtype and not is_autocast(query.device.type):
+        raise ValueError(f"query is {query.dtype}, but key {key.dtype}: cast one of them")
+    batch = query.shape[:-2]
+    if key.shape[:-2] != batch or value.shape[:-2] != batch:
+        try:
+            batch = torch.broadcast_shapes(batch, key.shape[:-2], value.shape[:-2])
+        except RuntimeError:
+            raise ValueError(
+                "the leading dimensions of query, key and value must be broadcastable, got "
+                f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+            ) from None
+    if attn_mask is not None:
+        _check_mask(attn_mask, (*batch, query.shape[-2], key.shape[-2]), query)
+    check_flag("is_causal", is_causal)
+    check_number("dropout_p", dropout_p)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+    if scale is not None:
+        check_number("scale", scale)
 
-    Entries at or below the threshold exclude. The two are separated because exclusion has to
-    come after the modulator, and a bias before it.
-    """
-    excluded = mask <= threshold
-    bias = mask.masked_fill(excluded, 0.0)
-    return excluded, bias if bias.any() else None
+
+def _check_mask(mask: Tensor, full: tuple[int, ...], query: Tensor) -> None:
+    check_tensor("attn_mask", mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask must be bool (True may attend) or floating-point (added), got {mask.dtype}"
+        )
+    if mask.device != query.device:
+        raise ValueError(
+            f"attn_mask is on {mask.device}, but query on {query.device}: move one of them"
+        )
+    fits = mask.dim() <= len(full) and all(
+        n in (1, m) for n, m in zip(reversed(mask.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"attn_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")

@@ -10,7 +10,8 @@ import os
 import torch
 from torch import Tensor
 
-from multimax_fairseq.kernels import cpu
+from multimax_fairseq.kernels import cpu, operators
+from multimax_fairseq.kernels.operators import traced
 
 logger = logging.getLogger(__name__)
 
@@ -29,42 +30,66 @@ def requested(backend: str = "auto") -> str:
         source, backend = VARIABLE, os.environ.get(VARIABLE) or "auto"
     if backend not in BACKENDS:
         raise ValueError(f"unknown {source} {backend!r}: choose one of {', '.join(BACKENDS)}")
-    if backend == "cpp" and cpu.library() is None:
+    if backend == "cpp" and not _has("cpp"):
         raise ValueError(f"{source} 'cpp' needs a C++ compiler and an x86 processor with AVX2")
-    if backend == "triton" and not _has_triton():
+    if backend == "triton" and not _has("triton"):
         raise ValueError(f"{source} 'triton' needs the package triton: pip install triton")
     return backend
 
 
-def choose(operation: str, backend: str, *tensors: Tensor | None, able: bool = True) -> str:
+def choose(
+    operation: str,
+    backend: str,
+    *tensors: Tensor | None,
+    able: bool = True,
+    dtypes: tuple[torch.dtype, ...] = operators.DTYPES,
+) -> str:
     """Return "plain", "cpp" or "triton" for an operation on these tensors, and log it once.
 
-    The compiled kernels take float32 on the CPU, the Triton ones half precision and float32 on a
-    GPU with the memory they need on its chip (compute capability 8.0). What they cannot take, as
-    the caller may know (not `able`), is plain, whatever is asked for; so is what torch.compile
-    traces.
+    A kernel is for tensors of one device and one dtype, one of `dtypes`: autocast makes them so.
+    What a kernel cannot take, as the caller may know (not `able`), is plain, whatever is asked
+    for; so is what torch.jit.trace records, which others than us may have to read, and what
+    torch.func or forward-mode differentiation transforms.
     """
-    wanted = requested(backend)
-    choice = "plain"
     given = [t for t in tensors if t is not None]
-    device, dtypes = given[0].device.type, {t.dtype for t in given}
-    if not able or wanted == "plain" or torch.compiler.is_compiling() or is_autocast(device):
-        pass
-    elif device == "cpu" and wanted != "triton":
-        if dtypes == {torch.float32} and cpu.library() is not None:
-            choice = "cpp"
-    elif wanted != "cpp" and torch.float64 not in dtypes and _has_triton():
-        # Triton's interpreter works on tensors anywhere.
-        able = device == "cuda" and torch.cuda.get_device_capability(given[0].device) >= (8, 0)
-        if able or os.environ.get("TRITON_INTERPRET") == "1":
-            choice = "triton"
-    _log(operation, choice)
+    first = given[0]
+    choice = _kernel(backend, str(first.device))
+    alike = all(t.device == first.device for t in given)
+    if alike and is_autocast(first.device.type):
+        alike = all(t.dtype in operators.DTYPES for t in given)
+    elif alike:
+        alike = first.dtype in dtypes and all(t.dtype == first.dtype for t in given)
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if not (able and alike) or tracing or operators.transformed():
+        choice = "plain"
+    if not traced():
+        _log(operation, choice)
     return choice
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kernel(backend: str, device: str) -> str:
+    """What could serve tensors on this device, of what was asked for."""
+    wanted = requested(backend)
+    kind = device.partition(":")[0]
+    if kind == "cpu" and operators.interpreted():
+        return "triton" if wanted in ("auto", "triton") and _has_triton() else "plain"
+    if kind == "cpu" and wanted in ("auto", "cpp") and cpu.library() is not None:
+        return "cpp"
+    if kind == "cuda" and wanted in ("auto", "triton") and _has_triton():
+        # What its kernels need of memory on the chip.
+        return "triton" if torch.cuda.get_device_capability(device) >= (8, 0) else "plain"
+    return "plain"
 
 
 def is_autocast(device: str) -> bool:
     """Whether autocast is on for this type of device; never for those that know none, as meta."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has(backend: str) -> bool:
+    return cpu.library() is not None if backend == "cpp" else _has_triton()
 
 
 @functools.cache

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from multimax_fairseq.functional.backend import choose, is_autocast
+from multimax_fairseq.functional.checks import check_integer, check_number, check_tensor
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
-    modulate,
-    modulate_backward,
-    parameter_table,
-    parameters_of,
-    table_columns,
+    is_known,
+    modulated,
+    table_of,
 )
-from multimax_fairseq.kernels import cpu
-
-# Logits held at a time by the paths that are not compiled C++. On the CPU a chunk should stay in
-# the last-level cache through the passes over it; on a GPU it has to fill the matrix units.
-CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**27}
+from multimax_fairseq.kernels import operators
+from multimax_fairseq.kernels.chunks import through_chunks
 
 
 def linear_cross_entropy(
@@ -47,18 +42,17 @@ def linear_cross_entropy(
 
     A chunk of rows is taken through both passes at once, so that (N, V) is never held. For
     reduction "none", and in float16, whose gradients would underflow without the loss scaling, the
-    gradients are formed in the backward pass, from logits that are computed again. A monotone
-    modulator keeps all logits.
+    gradients are formed in the backward pass, from logits that are computed again.
 
     Args:
-        features: (N, D) or (..., D).
-        weight: (V, D).
-        target: the leading shape of features, int64.
-        bias: (V,).
+        features: (N, D) or (..., D), floating.
+        weight: (V, D), of the dtype of features.
+        target: the leading shape of features, an integer type.
+        bias: (V,), of the dtype of features.
         modulator: a `Modulator` with shared heads; None is softmax.
         label_smoothing: in [0, 1).
         ignore_index: targets of this value count for nothing.
-        reduction: "sum", "mean" (over the targets that count) or "none".
+        reduction: "sum", "mean" (over the targets that count; nan where none does) or "none".
         chunk_size: rows taken at a time; None chooses.
 
     Returns:
@@ -66,42 +60,42 @@ def linear_cross_entropy(
         "none". nll_loss has no gradient.
 
     Raises:
-        ValueError: an unknown reduction; label smoothing out of range; a chunk size below 1; on the
-            CPU, a target outside of the V classes.
+        TypeError: something that is no tensor; a modulator that is no `Modulator`; an argument of
+            another type.
+        ValueError: shapes, dtypes or devices that do not fit; a modulator a head; an unknown
+            reduction; label smoothing out of range; a chunk size below 1; on the CPU, a target that
+            is neither one of the V classes nor ignore_index. Elsewhere, and in what torch.compile
+            made, such a target gives nan.
     """
+    _check_output(features, weight, bias, modulator)
+    target = _checked_target(features, target)
+    check_integer("ignore_index", ignore_index)
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"unknown reduction {reduction!r}: choose sum, mean or none")
+    check_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label smoothing must be in [0, 1), got {label_smoothing}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"the chunk size must be at least 1, got {chunk_size}")
-    shape, device = target.shape, features.device.type
-    features, target = features.reshape(-1, features.shape[-1]), target.reshape(-1)
-    if is_autocast(device):
-        # What F.linear would do.
-        dtype = torch.get_autocast_dtype(device)
-        features, weight = features.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    parameters = parameters_of(modulator)
-    inputs = (features, weight, bias, *parameters)
-    share = label_smoothing / max(weight.shape[0] - 1, 1)
-    settings = _Settings(share, 1 - label_smoothing - share, chunk_size)
-    target = target.masked_fill(target == ignore_index, -1)
-    if device == "cpu" and target.numel() and int(target.max()) >= weight.shape[0]:
-        raise ValueError(f"target {int(target.max())} is not one of {weight.shape[0]} classes")
-    if modulator is not None and modulator.monotone:
-        logits = modulate(F.linear(features, weight, bias), *parameters, True)
-        nll_loss, smooth_loss = _losses(logits, target)
-        loss, nll_loss = settings.mix(nll_loss, smooth_loss), nll_loss.detach()
-    elif reduction == "none" or features.dtype == torch.float16:
-        loss, nll_loss = _LateGradients.apply(settings, target, *inputs)
+        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size)
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    shape, classes = target.shape, weight.shape[0]
+    target = target.reshape(-1)
+    rows = features.reshape(target.shape[0], features.shape[-1])
+    share = label_smoothing / max(classes - 1, 1)
+    # Not 1 - label_smoothing - share: of a single class nothing is left to learn.
+    numbers = (share, 1 - share * classes, ignore_index, chunk_size)
+    summed = reduction != "none"
+    table, _, _ = (None, 0, 0) if modulator is None else table_of(modulator)
+    if _kernel("output loss", rows, weight, bias, table) != "plain":
+        table = None if table is None else table.float()
+        loss, nll_loss = operators.output_loss(rows, weight, bias, table, target, *numbers, summed)
     else:
-        loss, nll_loss = _EarlyGradients.apply(settings, target, *inputs)
-    if reduction == "none":
+        loss, nll_loss = _plain(rows, weight, bias, table, target, numbers, summed)
+    if not summed:
         return loss.view(shape), nll_loss.view(shape)
-    loss, nll_loss = loss.sum(), nll_loss.sum()
     if reduction == "mean":
-        count = (target >= 0).sum()
+        count = (target != ignore_index).sum()
         loss, nll_loss = loss / count, nll_loss / count
     return loss, nll_loss
 
@@ -121,243 +115,187 @@ def fused_scores(
         modulator: a `Modulator` with shared heads; None leaves the scores as they are.
 
     Returns:
-        (..., V) or None.
+        (..., V), float32, or None.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
     """
-    monotone = modulator is not None and modulator.monotone
-    if monotone or choose("output scores", "auto", features, weight) != "cpp":
+    _check_output(features, weight, bias, modulator)
+    table = None if modulator is None else table_of(modulator)[0]
+    if _kernel("output scores", features, weight, bias, table) != "cpp":
         return None
     with torch.no_grad():
-        table = None if modulator is None else parameter_table(*parameters_of(modulator)).float()
         rows = features.reshape(-1, features.shape[-1])
-        return cpu.project(rows, weight, bias, table).view(*features.shape[:-1], len(weight))
+        table = None if table is None else table.float()
+        scores = operators.call(operators.output_scores, rows, weight, bias, table)
+        return scores.view(*features.shape[:-1], weight.shape[0])
 
 
-class _Settings(NamedTuple):
-    share: float  # of the loss that each class has by label smoothing
-    hit: float  # what the target has beyond that
-    chunk_size: int | None
-
-    def mix(self, nll_loss: Tensor, smooth_loss: Tensor) -> Tensor:
-        return self.hit * nll_loss + self.share * smooth_loss if self.share else nll_loss
-
-
-class _LateGradients(torch.autograd.Function):
-    """The losses a row; everything is computed again for the gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, settings: _Settings, target: Tensor, *inputs: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.settings = settings
-        ctx.save_for_backward(target, *inputs)
-        nll_loss, smooth_loss, _ = _losses_and_gradients(settings, target, None, inputs)
-        ctx.mark_non_differentiable(nll_loss)
-        # Not the same tensor twice: one of the two has a gradient.
-        return settings.mix(nll_loss, smooth_loss).clone(), nll_loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        target, *inputs = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        grads = _losses_and_gradients(ctx.settings, target, grad, inputs, needed)[2]
-        return (None, None, *_narrow(grads, inputs))
+def _kernel(
+    operation: str, features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+) -> str:
+    able = features.numel() > 0 and weight.numel() > 0
+    able = able and (table is None or (table.shape[0] == 1 and table.device == features.device))
+    # The kernel for the CPU computes in float32: from a narrower weight it would need a copy.
+    cpu = features.device.type == "cpu" and not operators.interpreted()
+    dtypes = (torch.float32,) if cpu else operators.DTYPES
+    return choose(operation, "auto", features, weight, bias, able=able, dtypes=dtypes)
 
 
-class _EarlyGradients(torch.autograd.Function):
-    """The summed losses, with the gradients formed on the way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, settings: _Settings, target: Tensor, *inputs: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.settings = settings
-        ctx.save_for_backward(target, *inputs)
-        needed = ctx.needs_input_grad[2:]
-        factors = torch.ones_like(target, dtype=torch.float32) if any(needed) else None
-        nll_loss, smooth_loss, ctx.grads = _losses_and_gradients(
-            settings, target, factors, inputs, needed
+def _check_output(
+    features: Tensor, weight: Tensor, bias: Tensor | None, modulator: ModulatorParameters | None
+) -> None:
+    given = [("features", features), ("weight", weight)]
+    if bias is not None:
+        given.append(("bias", bias))
+    for name, tensor in given:
+        check_tensor(name, tensor)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
+        if tensor.device != features.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but features on {features.device}: move one of them"
+            )
+        if tensor.dtype != features.dtype and not is_autocast(features.device.type):
+            raise ValueError(
+                f"{name} is {tensor.dtype}, but features {features.dtype}: cast one of them"
+            )
+    if features.dim() < 1 or weight.dim() != 2 or features.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"features must be (..., D) and weight (V, D), got {list(features.shape)} and "
+            f"{list(weight.shape)}"
         )
-        loss, nll_loss = settings.mix(nll_loss, smooth_loss).sum(), nll_loss.sum()
-        ctx.mark_non_differentiable(nll_loss)
-        return loss, nll_loss
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight must have at least one class, got {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be ({weight.shape[0]},), got {list(bias.shape)}")
+    if modulator is None:
+        return
+    if not is_known(modulator):
+        raise TypeError(f"modulator must be a Modulator or None, got {modulator!r}")
+    for coefficient in (modulator.low_coefficient, modulator.high_coefficient):
+        if not isinstance(coefficient, Tensor):
+            continue  # None, or for table_of to refuse
+        if coefficient.device != features.device:
+            raise ValueError(
+                f"the modulator is on {coefficient.device}, but features on {features.device}: "
+                "move one of them"
+            )
+        if coefficient.dim() == 2:
+            raise ValueError(
+                "the modulator of an output layer has no heads, got one for "
+                f"{coefficient.shape[0]} heads: give Modulator(num_heads=None)"
+            )
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        target, *inputs = ctx.saved_tensors
-        # Given away rather than kept, so that they need no copy; a second backward pass through
-        # a retained graph forms them anew.
-        grads, ctx.grads = ctx.grads, None
-        if grads is None:
-            needed, factors = ctx.needs_input_grad[2:], torch.ones_like(target, dtype=torch.float32)
-            grads = _losses_and_gradients(ctx.settings, target, factors, inputs, needed)[2]
-        if grad != 1:
-            grads = [None if g is None else g.mul_(grad) for g in grads]
-        return (None, None, *_narrow(grads, inputs))
 
-
-def _narrow(grads: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    pairs = zip(grads, inputs, strict=True)
-    return [None if g is None or t is None else g.to(t.dtype) for g, t in pairs]
-
-
-def _losses_and_gradients(
-    settings: _Settings,
-    target: Tensor,
-    factors: Tensor | None,
-    inputs: Sequence[Tensor | None],
-    needed: Sequence[bool] = (False,) * 7,
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return nll and smooth losses a row and the gradients of those inputs that need one.
-
-    factors (N,) are the gradients by the losses of the rows; None for none.
-    """
-    features, weight, bias, *parameters = inputs
-    assert features is not None and weight is not None
-    wide = torch.promote_types(features.dtype, torch.float32)
-    has_modulator = any(p is not None for p in parameters)
-    table = parameter_table(*parameters).to(wide) if has_modulator else None
-    choice = choose("output loss", "auto", features, weight)
-    if choice == "cpp":
-        nll_loss, smooth_loss, grads = cpu.output_loss(
-            features,
-            weight,
-            bias,
-            table,
-            target,
-            factors,
-            settings.share,
-            settings.hit,
-            needed[:3],
-            settings.chunk_size,
+def _checked_target(features: Tensor, target: Tensor) -> Tensor:
+    """The targets as int64."""
+    check_tensor("target", target)
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target must be of an integer type, got {target.dtype}")
+    if target.dtype == torch.uint64:
+        raise ValueError("target is torch.uint64, of which int64 does not hold all: cast it")
+    if target.shape != features.shape[:-1]:
+        raise ValueError(
+            f"target must be {list(features.shape[:-1])}, as features {list(features.shape)}, got "
+            f"{list(target.shape)}"
         )
-        nll_loss, smooth_loss = nll_loss.float(), smooth_loss.float()
-    else:
-        nll_loss, smooth_loss, grads = _through_chunks(
-            settings, target, factors, features, weight, bias, table, needed, choice
+    if target.device != features.device:
+        raise ValueError(
+            f"target is on {target.device}, but features on {features.device}: move one of them"
         )
-    *grads, grad_table = grads
-    columns = [None] * 4 if grad_table is None else table_columns(grad_table, parameters)
-    return nll_loss, smooth_loss, [*grads, *columns]
+    return target.long()
 
 
-def _through_chunks(
-    settings: _Settings,
-    target: Tensor,
-    factors: Tensor | None,
+# --- the plain form ----------------------------------------------------------------------------
+
+
+def _plain(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     table: Tensor | None,
-    needed: Sequence[bool],
-    choice: str,
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """As `kernels.cpu.output_loss`, over chunks of rows."""
-    chunk_size = settings.chunk_size
-    if chunk_size is None:
-        budget = CHUNK_LOGITS.get(features.device.type, CHUNK_LOGITS["cuda"])
-        chunk_size = max(64, budget // weight.shape[0])
-    # Sums over many chunks: in float32 or wider whatever the inputs are.
-    wide = torch.promote_types(features.dtype, torch.float32)
-    nll_loss, smooth_loss = torch.zeros(2, len(target), dtype=wide, device=target.device)
-    grads: list[Tensor | None] = [None] * 4
-    if factors is not None:
-        given = zip((features, weight, bias, table), (*needed[:3], any(needed[3:])), strict=True)
-        grads = [
-            torch.zeros_like(t, dtype=wide) if t is not None and need else None for t, need in given
-        ]
-    one_chunk = _triton_chunk if choice == "triton" else _plain_chunk
-    for start in range(0, len(target), chunk_size):
-        rows = slice(start, start + chunk_size)
-        scores = F.linear(features[rows], weight, bias)
-        some = None if factors is None else factors[rows].to(wide)
-        nll_loss[rows], smooth_loss[rows], grad_scores, grad_table = one_chunk(
-            settings, scores, table, target[rows], some
+    target: Tensor,
+    numbers: Sequence[Any],
+    summed: bool,
+) -> tuple[Tensor, Tensor]:
+    if is_autocast(features.device.type):
+        # What F.linear would do.
+        dtype = torch.get_autocast_dtype(features.device.type)
+        features, weight = (
+            t if t.dtype == torch.float64 else t.to(dtype) for t in (features, weight)
         )
-        if grad_scores is None:
-            continue
-        narrow = grad_scores.to(weight.dtype)
-        if grads[0] is not None:
-            grads[0][rows] = narrow @ weight
-        if grads[1] is not None and grads[1].dtype == narrow.dtype:
-            grads[1].addmm_(narrow.T, features[rows])
-        elif grads[1] is not None:
-            grads[1] += narrow.T @ features[rows]
-        if grads[2] is not None:
-            grads[2] += grad_scores.sum(0, dtype=wide)
-        if grads[3] is not None and grad_table is not None:
-            grads[3] += grad_table
-    return nll_loss, smooth_loss, grads
+        bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
+    if table is not None:
+        table = table.to(torch.promote_types(features.dtype, torch.float32))
+    if operators.traced():
+        # In operations that can be recorded, and differentiated by torch itself.
+        nll, smooth = _losses(F.linear(features, weight, bias), table, target, numbers[2])
+    else:
+        if target.device.type == "cpu":
+            _check_range(target, weight.shape[0], numbers[2])
+        inputs = (features, weight, bias, table)
+        if operators.needs_gradient(*inputs):
+            return operators.OutputLoss.apply(_plain_parts, numbers, summed, target, *inputs)
+        nll, smooth = _plain_parts(*inputs, target, None, (False,) * 4, *numbers)[:2]
+    loss, nll = operators.mixed(nll, smooth, *numbers[:2]), nll.detach()
+    return (loss.sum(), nll.sum()) if summed else (loss, nll)
 
 
-def _losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """nll and smooth losses a row, from logits (N, V) that are modulated already."""
-    ignored = target < 0
-    log_total = logits.logsumexp(-1)
-    hit = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    smooth_loss = logits.shape[-1] * log_total - logits.sum(-1)
-    return (log_total - hit).masked_fill(ignored, 0.0), smooth_loss.masked_fill(ignored, 0.0)
+def _check_range(target: Tensor, classes: int, ignore_index: int) -> None:
+    wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+    if len(wrong) > 0:
+        raise ValueError(
+            f"target {int(wrong[0])} is neither one of {classes} classes nor ignore_index "
+            f"{ignore_index}"
+        )
 
 
-def _plain_chunk(
-    settings: _Settings,
-    scores: Tensor,
-    table: Tensor | None,
-    target: Tensor,
-    factors: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The losses of a chunk and its gradients by scores and table, from scores (N, V)."""
+def _losses(
+    scores: Tensor, table: Tensor | None, target: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """nll and smooth losses a row, from scores (N, V); nan for a target that is no class."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    parameters = [] if table is None else [p[0] for p in table.split(2, -1)]
-    logits = modulate(scores, *parameters)
-    nll_loss, smooth_loss = _losses(logits, target)
-    if factors is None:
-        return nll_loss, smooth_loss, None, None
-    ignored = (target < 0).unsqueeze(-1)
-    grad = logits.softmax(-1)
-    if settings.share:
-        grad.sub_(settings.share)
-    index = target.clamp(min=0).unsqueeze(-1)
-    grad.scatter_add_(-1, index, grad.new_full((), -settings.hit).expand(index.shape))
-    grad.mul_(factors.unsqueeze(-1)).masked_fill_(ignored, 0.0)
-    if table is None:
-        return nll_loss, smooth_loss, grad, None
-    grad, *columns = modulate_backward(grad, scores, *parameters)
-    return nll_loss, smooth_loss, grad, torch.cat([c for c in columns if c is not None])
+    logits = scores if table is None else modulated(scores, table, 2, 2)
+    classes = logits.shape[-1]
+    log_total = logits.logsumexp(-1)
+    hit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
+    hit = hit.masked_fill((target < 0) | (target >= classes), torch.nan)
+    ignored = target == ignore_index
+    smooth = classes * log_total - logits.sum(-1)
+    return (log_total - hit).masked_fill(ignored, 0.0), smooth.masked_fill(ignored, 0.0)
 
 
-def _triton_chunk(
-    settings: _Settings,
-    scores: Tensor,
+def _plain_parts(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     table: Tensor | None,
     target: Tensor,
     factors: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As `_plain_chunk`; the gradients take the place of the scores."""
-    from multimax_fairseq.kernels import triton_cross_entropy
+    needed: Sequence[bool],
+    share: float,
+    hit: float,
+    ignore_index: int,
+    chunk_size: int | None,
+) -> tuple[Any, ...]:
+    """As `operators.output_loss_parts`, in torch's own operations over chunks of rows."""
 
-    state = scores.new_tensor([-torch.inf, 0, 0, 0], dtype=torch.float32).repeat(len(scores), 1)
-    flat = None if table is None else table[0].contiguous()
-    triton_cross_entropy.statistics(scores, flat, target, 0, state)
-    top, total, sum_z, hit = state.unbind(-1)
-    ignored = target < 0
-    log_total = top + total.log()
-    nll_loss = (log_total - hit).masked_fill_(ignored, 0.0)
-    smooth_loss = (scores.shape[-1] * log_total - sum_z).masked_fill_(ignored, 0.0)
-    if factors is None:
-        return nll_loss, smooth_loss, None, None
-    grad_table = None if table is None else scores.new_zeros(len(scores), 8, dtype=torch.float32)
-    triton_cross_entropy.gradient(
-        scores,
-        flat,
-        target,
-        0,
-        log_total,
-        factors.masked_fill(ignored, 0.0),
-        settings.share,
-        settings.hit,
-        scores,
-        grad_table,
-    )
-    return nll_loss, smooth_loss, scores, None if grad_table is None else grad_table.sum(0)
+    def one_chunk(
+        scores: Tensor, table: Tensor | None, target: Tensor, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        if factors is None:
+            return *_losses(scores, table, target, ignore_index), None, None
+        scores = scores.to(factors.dtype).requires_grad_()
+        learned = None if table is None else table.detach().requires_grad_()
+        with torch.enable_grad():
+            nll, smooth = _losses(scores, learned, target, ignore_index)
+            loss = operators.mixed(nll, smooth, share, hit)
+        by = [scores] if learned is None else [scores, learned]
+        grad_scores, *rest = torch.autograd.grad(loss, by, factors)
+        return nll.detach(), smooth.detach(), grad_scores, rest[0] if rest else None
+
+    inputs = (features, weight, bias, table)
+    nll, smooth, grads = through_chunks(one_chunk, target, factors, *inputs, needed, chunk_size)
+    pairs = zip(grads, inputs, strict=True)
+    return nll, smooth, *(None if g is None or t is None else g.to(t.dtype) for g, t in pairs)

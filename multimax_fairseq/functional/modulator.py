@@ -13,16 +13,14 @@ The coefficients are offsets from the identity: all zero is exactly softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from multimax_fairseq.functional.backend import choose
-from multimax_fairseq.kernels import cpu
+from multimax_fairseq.functional.checks import check_flag, check_tensor
+from multimax_fairseq.kernels import operators
 
 # A distance to a threshold is capped here, far beyond any score of a live model, so that its
 # square stays finite in float32: an excluded score of -inf then maps to -inf instead of NaN.
@@ -44,140 +42,261 @@ def modulate(
     Equivalent to: x + sum(c * (b - x).relu() ** n) + sum(k * (x - d).relu() ** n)
 
     Args:
-        x: scores, any shape; with parameters a head, the heads are dimension -3.
+        x: scores, any shape and floating dtype; with parameters a head, the heads are dimension -3.
         low_coefficient, low_threshold: (order,) or (heads, order); both or neither (no low term).
+            The order is 1 or 2.
         high_coefficient, high_threshold: the same for the high term.
-        monotone: where sigma would fall with rising x, keep it level: the integral, from x = 0,
-            of max(sigma', 0). Equal to sigma as long as that rises all the way from 0 to x.
+        monotone: keep sigma from turning on either side of x = 0. Below the first point where it
+            would fall with rising x it goes on falling with slope one; above the first such point
+            on the other side it stays level. Equal to sigma between the two.
 
     Returns:
         The shape of x, in float32 or wider. Scores of -inf and +inf are kept.
 
     Raises:
-        ValueError: one of a pair is missing, shapes differ, or x has no dimension for the heads.
+        TypeError: something that is no tensor; a monotone that is no bool.
+        ValueError: x is not floating; one of a pair is missing, shapes differ, an order is neither
+            1 nor 2, x has no dimension for the heads, or is on another device.
     """
-    low = _check("low", x, low_coefficient, low_threshold)
-    high = _check("high", x, high_coefficient, high_threshold)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x = x.to(wide)
-    if not (low or high):
-        return x
-    lc = None if low_coefficient is None else low_coefficient.to(wide)
-    lt = None if low_threshold is None else low_threshold.to(wide)
-    hc = None if high_coefficient is None else high_coefficient.to(wide)
-    ht = None if high_threshold is None else high_threshold.to(wide)
-    if monotone:
-        return _monotone(x, lc, lt, hc, ht)
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return _Modulate.apply(x, lc, lt, hc, ht)
-    # TorchScript knows no autograd function of ours, and differentiates the plain form.
-    return _modulated(x, lc, lt, hc, ht)
+        check_tensor("scores", x)
+        check_flag("monotone", monotone)
+    if not x.is_floating_point():
+        raise ValueError(f"scores must be floating-point, got {x.dtype}")
+    low = _order("low", low_coefficient, low_threshold)
+    high = _order("high", high_coefficient, high_threshold)
+    _check_fits(x, low_coefficient)
+    _check_fits(x, high_coefficient)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if low == 0 and high == 0:
+        return x.to(wide)
+    table = parameter_table(
+        low_coefficient, low_threshold, high_coefficient, high_threshold, monotone
+    )
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return modulated(x.to(wide), table.to(wide), low, high)
+    return _modulate(x, table, low, high)
 
 
-def _check(side: str, x: Tensor, coefficient: Tensor | None, threshold: Tensor | None) -> bool:
-    """Whether this side has a term; ValueError if its parameters do not fit."""
+@torch.jit.unused
+def _modulate(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
+    # torch.compile makes one pass of the plain form by itself.
+    able = not torch.compiler.is_compiling() and table.device == x.device
+    if choose("modulator", "auto", x, able=able) != "plain":
+        return operators.call(operators.modulate, x, table.float())
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, table = x.to(wide), table.to(wide)
+    if operators.traced():
+        return modulated(x, table, low, high)
+    return _Modulate.apply(x, table, low, high)
+
+
+class _Modulate(torch.autograd.Function):
+    """Keeps only the scores for the backward pass: the distances are cheap to form again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
+        ctx.save_for_backward(x, table)
+        ctx.orders = low, high
+        return modulated(x, table, low, high)
+
+    @staticmethod
+    @operators.differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, table = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = modulated(x, table, *ctx.orders)
+        return (*torch.autograd.grad(out, (x, table), grad), None, None)
+
+
+def _order(side: str, coefficient: Tensor | None, threshold: Tensor | None) -> int:
+    """The order of this side's terms, 0 where it has none; ValueError if they do not fit."""
     if coefficient is None and threshold is None:
-        return False
+        return 0
     if coefficient is None or threshold is None:
         raise ValueError(f"{side}_coefficient and {side}_threshold come together: give both")
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_tensor(f"{side}_coefficient", coefficient)
+        check_tensor(f"{side}_threshold", threshold)
+    order = coefficient.shape[-1] if coefficient.dim() > 0 else 0
     if coefficient.shape != threshold.shape or coefficient.dim() not in (1, 2):
         raise ValueError(
             f"{side}_coefficient {list(coefficient.shape)} and {side}_threshold "
             f"{list(threshold.shape)} must both be (order,) or (heads, order)"
+        )
+    if order not in (1, 2):
+        raise ValueError(f"the order of {side}_coefficient must be 1 or 2, got {order}")
+    if not (coefficient.is_floating_point() and threshold.is_floating_point()):
+        raise ValueError(
+            f"{side}_coefficient and {side}_threshold must be floating-point, got "
+            f"{coefficient.dtype} and {threshold.dtype}"
+        )
+    if coefficient.shape[0] == 0:
+        raise ValueError(f"{side}_coefficient must be for one head or more, got none")
+    return order
+
+
+def _check_fits(x: Tensor, coefficient: Tensor | None) -> None:
+    if coefficient is None:
+        return
+    if coefficient.device != x.device:
+        raise ValueError(
+            f"the modulator is on {coefficient.device}, but scores on {x.device}: move one of them"
         )
     if coefficient.dim() == 2 and (x.dim() < 3 or x.shape[-3] != coefficient.shape[0]):
         raise ValueError(
             f"parameters for {coefficient.shape[0]} heads need scores with that size in "
             f"dimension -3, got scores of shape {list(x.shape)}"
         )
-    return True
 
 
-def _entry(parameter: Tensor, order: int) -> Tensor:
-    """The parameter's entry of an order, shaped to broadcast over scores (..., heads, T, S)."""
-    entry = parameter[..., order - 1]
-    return entry if entry.dim() == 0 else entry[:, None, None]
+def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
+    """Return sigma(x) written out in torch's operations.
 
-
-def _total(product: Tensor, entry: Tensor) -> Tensor:
-    """Sum a product over all that the parameter's entry was broadcast over: () or (heads,)."""
-    return product.sum() if entry.dim() == 0 else product.sum_to_size(entry.shape).view(-1)
-
-
-def _distance(x: Tensor, threshold: Tensor, sign: int, cap: float = MAX_DISTANCE) -> Tensor:
-    """How far x lies beyond the threshold: below it for sign -1, above it for sign 1, else 0."""
-    distance = x - threshold if sign > 0 else threshold - x
-    return distance.clamp_(0, cap)
-
-
-def _add_term(out: Tensor, x: Tensor, coefficient: Tensor, threshold: Tensor, sign: int) -> None:
-    for n in range(1, coefficient.shape[-1] + 1):
-        distance = _distance(x, _entry(threshold, n), sign)
-        out.addcmul_(distance if n == 1 else distance.pow(n), _entry(coefficient, n))
-
-
-def _modulated(
-    x: Tensor,
-    low_coefficient: Tensor | None,
-    low_threshold: Tensor | None,
-    high_coefficient: Tensor | None,
-    high_threshold: Tensor | None,
-) -> Tensor:
-    out = x.clone()
-    if low_coefficient is not None and low_threshold is not None:
-        _add_term(out, x, low_coefficient, low_threshold, -1)
-    if high_coefficient is not None and high_threshold is not None:
-        _add_term(out, x, high_coefficient, high_threshold, 1)
+    Args:
+        x: scores, any shape.
+        table: of `parameter_table`, in the dtype of x.
+        low, high: the order of each side; what the table has beyond it is not read.
+    """
+    columns = _spread(table)
+    out = x
+    for n in range(low):
+        out = out + columns[n] * _distance(columns[2 + n] - x, n + 1)
+    for n in range(high):
+        out = out + columns[4 + n] * _distance(x - columns[6 + n], n + 1)
+    if table.shape[1] > 8:
+        out = torch.where(x < columns[8], x + columns[10], out)
+        # A score of inf stays what it is, so that an overflow is not hidden.
+        out = torch.where((x > columns[9]) & (x < float("inf")), columns[11], out)
     return out
 
 
-def _monotone(
-    x: Tensor,
+def modulated_slope(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
+    """Return the derivative by x of `modulated`, with its arguments."""
+    columns = _spread(table)
+    slope = torch.ones_like(x)
+    for n in range(low):
+        distance = _distance(columns[2 + n] - x, 1)
+        slope = slope - columns[n] * (2 * distance if n > 0 else distance.sign())
+    for n in range(high):
+        distance = _distance(x - columns[6 + n], 1)
+        slope = slope + columns[4 + n] * (2 * distance if n > 0 else distance.sign())
+    if table.shape[1] > 8:
+        slope = slope.masked_fill(x < columns[8], 1.0).masked_fill(x > columns[9], 0.0)
+    return slope
+
+
+def _spread(table: Tensor) -> list[Tensor]:
+    """The table's columns, shaped to broadcast over scores (..., heads, T, S)."""
+    return [c[0] if table.shape[0] == 1 else c[:, None, None] for c in table.unbind(-1)]
+
+
+# TorchScript sees a global constant only as a default.
+def _distance(x: Tensor, power: int, cap: float = MAX_DISTANCE) -> Tensor:
+    """How far x lies above zero, to this power. At zero, its derivative is taken as zero."""
+    distance = x.relu().clamp(max=cap)
+    return distance if power == 1 else distance * distance
+
+
+def parameter_table(
     low_coefficient: Tensor | None,
     low_threshold: Tensor | None,
     high_coefficient: Tensor | None,
     high_threshold: Tensor | None,
-    limit: float = MAX_DISTANCE,
+    monotone: bool = False,
 ) -> Tensor:
-    """sigma at 0, and from there the integral of what of its derivative is positive."""
-    terms: list[tuple[Tensor, Tensor, int, int]] = []  # coefficient, threshold, order, sign
-    if low_coefficient is not None and low_threshold is not None:
-        for n in range(1, low_coefficient.shape[-1] + 1):
-            terms.append((_entry(low_coefficient, n), _entry(low_threshold, n), n, -1))
-    if high_coefficient is not None and high_threshold is not None:
-        for n in range(1, high_coefficient.shape[-1] + 1):
-            terms.append((_entry(high_coefficient, n), _entry(high_threshold, n), n, 1))
-    # Between two neighbouring thresholds the derivative is a straight line.
-    thresholds = torch.stack([threshold for _, threshold, _, _ in terms])
-    edges = torch.cat(
-        [
-            torch.full_like(thresholds[:1], -limit),
-            thresholds.sort(0).values,
-            torch.full_like(thresholds[:1], limit),
-        ]
+    """Return a modulator's parameters in the layout that the kernels read.
+
+    Args:
+        low_coefficient, low_threshold, high_coefficient, high_threshold: as `modulate`; at least
+            one pair.
+        monotone: append what a monotone modulator is beyond its turning points.
+
+    Returns:
+        (1, 8) or (heads, 8), in float32 or wider: the four in the order of the arguments, each for
+        the orders 1 and 2; a term that is not there has the coefficient 0. (..., 12) if monotone,
+        see `_tails`.
+    """
+    given = low_coefficient if low_coefficient is not None else high_coefficient
+    assert given is not None
+    heads = max(_heads(low_coefficient), _heads(high_coefficient))
+    columns = [
+        _columns(p, given, heads)
+        for p in (low_coefficient, low_threshold, high_coefficient, high_threshold)
+    ]
+    table = torch.cat(columns, -1)
+    table = table.to(torch.promote_types(table.dtype, torch.float32))
+    table = table.unsqueeze(0) if heads == 0 else table
+    return torch.cat([table, _tails(table)], -1) if monotone else table
+
+
+def _heads(parameter: Tensor | None) -> int:
+    """For how many heads a parameter is, 0 if all share it."""
+    return 0 if parameter is None or parameter.dim() == 1 else parameter.shape[0]
+
+
+def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
+    """The parameter's two columns, (2,) or (heads, 2)."""
+    if parameter is None:
+        parameter = torch.zeros([2], dtype=like.dtype, device=like.device)
+    if parameter.shape[-1] == 1:
+        parameter = torch.cat([parameter, torch.zeros_like(parameter)], -1)
+    return parameter if heads == 0 or parameter.dim() == 2 else parameter.expand(heads, 2)
+
+
+def _tails(table: Tensor, limit: float = MAX_DISTANCE) -> Tensor:
+    """Return what a monotone modulator is beyond its turning points, (heads, 4), of its parameters
+    (heads, 8): low_turn, high_turn, low_offset, high_level.
+
+    Below low_turn it is x + low_offset, above high_turn it is high_level; -inf and inf where sigma
+    does not turn. Low_turn is the last point up to 0 below which sigma falls with rising x,
+    high_turn the first one from 0 on.
+    """
+    c1, c2, t1, t2, k1, k2, d1, d2 = [c.unsqueeze(-1) for c in table.unbind(-1)]
+    # Between two neighbouring thresholds sigma is constant + level * x + slope / 2 * x^2.
+    edges = torch.cat([t1, t2, d1, d2], -1).sort(-1)[0]
+    far = torch.full_like(t1, limit)
+    left, right = torch.cat([-far, edges], -1), torch.cat([edges, far], -1)
+    c1, c2 = c1 * (right <= t1), c2 * (right <= t2)
+    k1, k2 = k1 * (left >= d1), k2 * (left >= d2)
+    constant = c1 * t1 + c2 * t2 * t2 - k1 * d1 + k2 * d2 * d2
+    level = 1 - c1 - 2 * c2 * t2 + k1 - 2 * k2 * d2
+    slope = 2 * (c2 + k2)
+    root = -level / torch.where(slope == 0, torch.ones_like(slope), slope)
+
+    # Of each piece the end that is nearer to 0, or else the point where its derivative is 0.
+    near, end = right.clamp(max=0), left
+    turn = torch.where(
+        level + slope * near < 0, near, torch.minimum(torch.maximum(root, end), near)
     )
-    zero = torch.zeros_like(edges[0])
-    at_zero = _modulated(zero, low_coefficient, low_threshold, high_coefficient, high_threshold)
-    out = at_zero.expand_as(x)
-    for i in range(edges.shape[0] - 1):
-        left, right = edges[i], edges[i + 1]
-        level, slope = zero + 1, zero
-        for coefficient, threshold, n, sign in terms:
-            active = right <= threshold if sign < 0 else left >= threshold
-            share = torch.where(active, coefficient, zero)
-            if n == 1:
-                level = level + sign * share
-            else:
-                level = level - 2 * share * threshold
-                slope = slope + 2 * share
-        flat = slope == 0
-        root = (-level / torch.where(flat, torch.ones_like(slope), slope)).clamp(left, right)
-        rising = torch.where(flat, torch.where(level > 0, left, right), root)
-        start = torch.where(slope < 0, left, rising)
-        end = torch.where(slope < 0, root, right)
-        here, origin = x.clamp(start, end), zero.clamp(start, end)
-        out = out + (here - origin) * (level + slope * (here + origin) / 2)
-    return torch.where(x.isinf(), x, out)
+    falls = (end < near) & ((level + slope * near < 0) | (level + slope * end < 0))
+    low_turn, low_value = _outermost(turn, falls, constant, level, slope, True)
+
+    near, end = left.clamp(min=0), right
+    turn = torch.where(
+        level + slope * near < 0, near, torch.maximum(torch.minimum(root, end), near)
+    )
+    falls = (near < end) & ((level + slope * near < 0) | (level + slope * end < 0))
+    high_turn, high_value = _outermost(turn, falls, constant, level, slope, False)
+    offset = torch.where(low_turn.isinf(), torch.zeros_like(low_value), low_value - low_turn)
+    return torch.stack([low_turn, high_turn, offset, high_value], -1)
+
+
+def _outermost(
+    turn: Tensor, falls: Tensor, constant: Tensor, level: Tensor, slope: Tensor, largest: bool
+) -> tuple[Tensor, Tensor]:
+    """The largest or the smallest of the turning points that there are, (heads,), and sigma there;
+    without any, -inf or inf, and 0."""
+    nowhere = -torch.inf if largest else torch.inf
+    at = turn.masked_fill(~falls, nowhere)
+    at, index = at.max(-1, keepdim=True) if largest else at.min(-1, keepdim=True)
+    point = torch.where(falls, turn, torch.zeros_like(turn)).gather(-1, index)
+    value = constant.gather(-1, index) + point * (
+        level.gather(-1, index) + slope.gather(-1, index) * point / 2
+    )
+    found = falls.gather(-1, index)
+    value = torch.where(found, value, torch.zeros_like(value))
+    return at.squeeze(-1), value.squeeze(-1)
 
 
 class ModulatorParameters(Protocol):
@@ -190,105 +309,26 @@ class ModulatorParameters(Protocol):
     monotone: bool
 
 
-FourParameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+def is_known(modulator: Any) -> bool:
+    """Whether a modulator is told by its parameters, and not a function that can only be called."""
+    return hasattr(modulator, "low_coefficient") and hasattr(modulator, "monotone")
 
 
-def parameters_of(modulator: ModulatorParameters | None) -> FourParameters:
-    """Return the four parameters in the order of `modulate`."""
-    if modulator is None:
-        return None, None, None, None
-    low = (modulator.low_coefficient, modulator.low_threshold)
-    return (*low, modulator.high_coefficient, modulator.high_threshold)
+def table_of(modulator: ModulatorParameters) -> tuple[Tensor, int, int]:
+    """Return `parameter_table` of a modulator, and the orders of its low and its high side.
 
-
-def parameter_table(
-    low_coefficient: Tensor | None,
-    low_threshold: Tensor | None,
-    high_coefficient: Tensor | None,
-    high_threshold: Tensor | None,
-) -> Tensor:
-    """Return a modulator's parameters in the layout that the kernels read, (1, 8) or (heads, 8).
-
-    The four in the order of the arguments, each for the orders 1 and 2; a term that is not there
-    has the coefficient 0.
+    Raises:
+        ValueError: parameters that `modulate` refuses, or none.
     """
-    given = (low_coefficient, low_threshold, high_coefficient, high_threshold)
-    present = [p for p in given if p is not None]
-    heads = max(p.shape[0] if p.dim() == 2 else 1 for p in present)
-    columns = []
-    for p in given:
-        p = present[0].new_zeros(2) if p is None else p
-        p = p if p.shape[-1] == 2 else F.pad(p, (0, 1))
-        columns.append(p.expand(heads, 2))
-    return torch.cat(columns, -1)
+    low, low_threshold = modulator.low_coefficient, modulator.low_threshold
+    high, high_threshold = modulator.high_coefficient, modulator.high_threshold
+    orders = _order("low", low, low_threshold), _order("high", high, high_threshold)
+    if orders == (0, 0):
+        raise ValueError("modulator has neither a low nor a high term: leave it out for softmax")
+    return parameter_table(low, low_threshold, high, high_threshold, modulator.monotone), *orders
 
 
-def table_columns(table: Tensor, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Take a gradient by `parameter_table` apart into those by its arguments."""
-    return [
-        None if p is None else columns[:, : p.shape[-1]].sum_to_size(p.shape)
-        for columns, p in zip(table.split(2, -1), parameters, strict=True)
-    ]
-
-
-class _Modulate(torch.autograd.Function):
-    """Keeps only the scores for the backward pass: the distances are cheap to form again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        low_coefficient: Tensor | None,
-        low_threshold: Tensor | None,
-        high_coefficient: Tensor | None,
-        high_threshold: Tensor | None,
-    ) -> Tensor:
-        parameters = (low_coefficient, low_threshold, high_coefficient, high_threshold)
-        ctx.save_for_backward(x, *parameters)
-        if choose("modulator", "auto", x) == "cpp":
-            return cpu.modulate(x, parameter_table(*parameters).float())
-        return _modulated(x, *parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return modulate_backward(grad, *ctx.saved_tensors)
-
-
-def modulate_backward(
-    grad: Tensor,
-    x: Tensor,
-    low_coefficient: Tensor | None,
-    low_threshold: Tensor | None,
-    high_coefficient: Tensor | None,
-    high_threshold: Tensor | None,
-) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-    """Return the gradients of `modulate` by its five arguments, given that by its result.
-
-    At a threshold the derivative of the distance is taken as zero.
-    """
-    parameters = (low_coefficient, low_threshold, high_coefficient, high_threshold)
-    if choose("modulator", "auto", grad, x) == "cpp":
-        grad_x, table = cpu.modulate_backward(grad, x, parameter_table(*parameters).float())
-        return grad_x, *table_columns(table, parameters)
-    grad_x = grad.clone()
-    grads: list[Tensor | None] = []
-    for coefficient, threshold, sign in (
-        (low_coefficient, low_threshold, -1),
-        (high_coefficient, high_threshold, 1),
-    ):
-        if coefficient is None or threshold is None:
-            grads += [None, None]
-            continue
-        grad_c, grad_t = [], []
-        for n in range(1, coefficient.shape[-1] + 1):
-            c, t = _entry(coefficient, n), _entry(threshold, n)
-            distance = _distance(x, t, sign)
-            # The derivative of distance^n by the distance, times the incoming gradient.
-            slope = distance.sign() if n == 1 else distance.pow(n - 1).mul_(n)
-            slope.mul_(grad)
-            grad_x.addcmul_(slope, c, value=sign)
-            grad_t.append(_total(slope, t) * coefficient[..., n - 1] * -sign)
-            grad_c.append(_total(slope.mul_(distance), c) / n)
-        grads += [torch.stack(grad_c, -1), torch.stack(grad_t, -1)]
-    return grad_x, *grads
+def fits_heads(modulator: ModulatorParameters, heads: int) -> bool:
+    """Whether a modulator is shared by all heads, or has parameters for this many."""
+    parameters = (modulator.low_coefficient, modulator.high_coefficient)
+    return all(p is None or p.dim() == 1 or p.shape[0] == heads for p in parameters)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import entmax
 import torch
 from torch import Tensor
+
+from multimax_fairseq.functional.checks import (
+    check_flag,
+    check_integer,
+    check_number,
+    check_tensor,
+)
+from multimax_fairseq.kernels.operators import traced
 
 # What EvSoftmax leaves of a score below the mean in training, so that its gradient does not vanish.
 EV_TRAINING_FACTOR = 1e-6
@@ -27,24 +36,25 @@ def softmax(
     Args:
         scores: any shape and floating dtype.
         dim: the dimension that sums to one.
-        mask: bool, broadcastable to scores; True excludes. A row that is wholly excluded is zero.
+        mask: broadcastable to scores. Bool: True excludes. Float: added to the scores, after the
+            temperature, -inf excludes; it gets its gradient. What is excluded has probability and
+            gradient 0, and so has all of a row of which nothing is left.
         temperature: above zero.
 
     Returns:
         The shape of scores, in float32 or wider.
 
     Raises:
-        ValueError: the temperature is not above zero; the mask is not bool.
+        ValueError: scores that are not floating, a dim that they do not have, a mask of another
+            dtype or shape, a temperature that is not above zero.
     """
-    if not temperature > 0:
-        raise ValueError(f"the temperature must be above 0, got {temperature}")
-    wide = _wide(scores)
-    if mask is not None:
-        wide = _exclude(wide, dim, mask)
-    if temperature != 1 and wide.numel() > 0:
-        wide = _below_top(wide, dim) / temperature
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_number("temperature", temperature)
+    if not (temperature > 0 and temperature < float("inf")):
+        raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
+    wide, excluded = _masked(scores, dim, mask, temperature)
     probs = wide.softmax(dim)
-    return probs if mask is None else probs.masked_fill(mask, 0.0)
+    return probs if excluded is None else probs.masked_fill(excluded, 0.0)
 
 
 def multimax(
@@ -59,17 +69,30 @@ def multimax(
         x: scores, any shape and floating dtype.
         modulator: a `Modulator`, or any function from scores to scores of the same shape.
         dim: the dimension that sums to one.
-        mask: bool, broadcastable to x; True excludes: probability and gradient are exactly 0
-            there. A row that is wholly excluded is zero.
+        mask: as `softmax`; a float mask is added to the modulated scores.
 
     Returns:
         The shape of x, in float32 or wider.
 
     Raises:
-        ValueError: the mask is not bool.
+        TypeError: the modulator cannot be called.
+        ValueError: as `softmax`.
     """
     # The mask comes after the modulator: a modulated -inf need not be -inf.
-    return softmax(modulator(x), dim, mask)
+    return softmax(_modulated(x, modulator), dim, mask)
+
+
+def _modulated(x: Tensor, modulator: ScoreFunction) -> Tensor:
+    if not callable(modulator):
+        raise TypeError(
+            f"modulator must be a Modulator or a function of the scores, got {modulator!r}"
+        )
+    _check_scores(x)
+    modulated = modulator(x)
+    if not isinstance(modulated, Tensor) or modulated.shape != x.shape:
+        given = list(modulated.shape) if isinstance(modulated, Tensor) else modulated
+        raise ValueError(f"modulator must keep the shape {list(x.shape)} of scores, gave {given}")
+    return modulated
 
 
 def log_multimax(
@@ -84,10 +107,9 @@ def log_multimax(
     Returns:
         The shape of x, in float32 or wider; a row that is wholly excluded is -inf.
     """
-    wide = _wide(modulator(x))
-    if mask is None:
-        return wide.log_softmax(dim)
-    return _exclude(wide, dim, mask).log_softmax(dim).masked_fill(mask, -torch.inf)
+    wide, excluded = _masked(_modulated(x, modulator), dim, mask)
+    log_probs = wide.log_softmax(dim)
+    return log_probs if excluded is None else log_probs.masked_fill(excluded, -torch.inf)
 
 
 def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -> Tensor:
@@ -104,8 +126,10 @@ def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -
         The shape of scores, in float32 or wider.
 
     Raises:
-        ValueError: k is below 1; the mask is not bool.
+        TypeError: k is no integer.
+        ValueError: k is below 1; as `softmax`.
     """
+    check_integer("k", k)
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
 
@@ -127,7 +151,7 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 
     Args, Returns, Raises: as `softmax`.
     """
-    return _over_allowed(lambda wide: entmax.sparsemax(wide, dim), scores, dim, mask)
+    return _over_allowed(lambda wide: _sorted(entmax.sparsemax, wide, dim), scores, dim, mask)
 
 
 def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -138,7 +162,17 @@ def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
 
     Args, Returns, Raises: as `softmax`.
     """
-    return _over_allowed(lambda wide: entmax.entmax15(wide, dim), scores, dim, mask)
+    return _over_allowed(lambda wide: _sorted(entmax.entmax15, wide, dim), scores, dim, mask)
+
+
+def _sorted(mapping: Callable[[Tensor, int], Tensor], wide: Tensor, dim: int) -> Tensor:
+    """One of entmax's mappings, and nan for a row whose largest score is nan or infinite.
+
+    Of such a row they would look up the score at index -1, which on a GPU ends the process.
+    """
+    top = wide.detach().amax(dim, keepdim=True)
+    wrong = top - top != 0
+    return mapping(wide.masked_fill(wrong, 0.0), dim).masked_fill(wrong, torch.nan)
 
 
 def alpha_entmax(
@@ -160,13 +194,18 @@ def alpha_entmax(
         The shape of scores, in float32 or wider.
 
     Raises:
-        ValueError: alpha is a number below 1; the mask is not bool.
+        TypeError: alpha is neither a number nor a tensor.
+        ValueError: alpha is a number below 1 or not finite, or a tensor of another dtype or shape;
+            as `softmax`.
     """
     if isinstance(alpha, Tensor):
+        _check_alpha(alpha, scores, dim)
         wide_alpha = alpha
         return _over_allowed(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
-    if not alpha >= 1:
-        raise ValueError(f"alpha must be at least 1, got {alpha}")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
+        raise TypeError(f"alpha must be a number or a tensor, got {alpha!r}")
+    if not 1 <= alpha <= sys.float_info.max:
+        raise ValueError(f"alpha must be at least 1 and finite, got {alpha}")
     if alpha == 1:
         return softmax(scores, dim, mask)
     if alpha == 1.5:
@@ -176,9 +215,37 @@ def alpha_entmax(
     return _over_allowed(lambda wide: _bisect(wide, alpha, dim), scores, dim, mask)
 
 
+def _check_alpha(alpha: Tensor, scores: Tensor, dim: int) -> None:
+    check_tensor("alpha", alpha)
+    _check_scores(scores)
+    _check_dim(scores, dim)
+    shape = list(scores.shape)
+    if shape:
+        shape[dim] = 1
+    if not alpha.is_floating_point() or not _broadcasts(list(alpha.shape), shape):
+        raise ValueError(
+            f"alpha must be floating-point and broadcastable to {shape}, got {alpha.dtype} "
+            f"{list(alpha.shape)}"
+        )
+    _check_device("alpha", alpha, scores)
+    # On a GPU, to look at the numbers would be to wait for them.
+    if alpha.device.type == "cpu" and not traced():
+        rounded = alpha.detach().to(torch.promote_types(scores.dtype, torch.float32))
+        wrong = rounded[~((rounded > 1) & (rounded < torch.inf))]
+        if len(wrong) > 0:
+            raise ValueError(
+                f"alpha must be above 1 and finite where it is a tensor, got {wrong[0].item()}"
+            )
+
+
 def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
+    limits = torch.finfo(wide.dtype)
     if isinstance(alpha, Tensor):
         alpha = alpha.to(wide.dtype)
+    elif alpha - 1 < limits.eps:
+        return wide.softmax(dim)  # what this dtype rounds to 1
+    else:
+        alpha = min(alpha, limits.max)
     # Each step halves an interval of length one at most: past the mantissa it changes nothing.
     steps = 30 if wide.dtype == torch.float32 else 60
     return entmax.entmax_bisect(_below_top(wide, dim), alpha, dim, steps)
@@ -200,8 +267,10 @@ def evsoftmax(
         The shape of scores, in float32 or wider.
 
     Raises:
-        ValueError: the mask is not bool.
+        ValueError: as `softmax`.
     """
+
+    check_flag("training", training)
 
     def mapping(wide: Tensor) -> Tensor:
         fixed = wide.detach()
@@ -233,26 +302,85 @@ def _over_allowed(
     mapping: Callable[[Tensor], Tensor], scores: Tensor, dim: int, mask: Tensor | None
 ) -> Tensor:
     """Apply a mapping that gives -inf the probability 0 to the scores that are not excluded."""
-    wide = _wide(scores)
+    wide, excluded = _masked(scores, dim, mask)
     if wide.numel() == 0:
         return wide
-    if mask is None:
-        return mapping(wide)
-    return mapping(_exclude(wide, dim, mask)).masked_fill(mask, 0.0)
+    probs = mapping(wide) if wide.dim() > 0 else mapping(wide.unsqueeze(0)).squeeze(0)
+    return probs if excluded is None else probs.masked_fill(excluded, 0.0)
 
 
-def _exclude(scores: Tensor, dim: int, mask: Tensor) -> Tensor:
-    """Put -inf where the mask excludes, except in rows where nothing would be left.
+def _check_scores(scores: Tensor) -> None:
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_tensor("scores", scores)
+    if not scores.is_floating_point():
+        raise ValueError(f"scores must be floating-point, got {scores.dtype}")
 
-    Those rows are blanked after normalising instead, so that no NaN ever arises, not even in the
-    backward pass.
+
+def _check_dim(scores: Tensor, dim: int) -> None:
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_integer("dim", dim)
+    ndim = max(scores.dim(), 1)
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"dim must be in [{-ndim}, {ndim - 1}], got {dim}")
+
+
+def _check_device(name: str, tensor: Tensor, scores: Tensor) -> None:
+    if tensor.device != scores.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but scores on {scores.device}: move one of them"
+        )
+
+
+def _broadcasts(shape: list[int], to: list[int]) -> bool:
+    """Whether a shape can be broadcast to another without enlarging that."""
+    if len(shape) > len(to):
+        return False
+    for i in range(len(shape)):
+        if shape[i] != 1 and shape[i] != to[len(to) - len(shape) + i]:
+            return False
+    return True
+
+
+def _masked(
+    scores: Tensor, dim: int, mask: Tensor | None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores at a temperature, in float32 or wider, with what a float mask adds and -inf
+    where the mask excludes; and where it does.
+
+    Rows where nothing would be left keep their scores: they are blanked after normalising instead,
+    so that no NaN ever arises, not even in the backward pass.
     """
-    if mask.dtype != torch.bool:
-        raise ValueError(f"the mask must be bool (True excludes), got {mask.dtype}")
-    dim = dim - scores.dim() if dim >= 0 else dim
+    _check_scores(scores)
+    _check_dim(scores, dim)
+    wide = _wide(scores)
+    if mask is None:
+        return _at(temperature, wide, dim), None
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_tensor("mask", mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"mask must be bool (True excludes) or floating-point (added), got {mask.dtype}"
+        )
+    if not _broadcasts(list(mask.shape), list(wide.shape)):
+        raise ValueError(
+            f"mask must be broadcastable to the scores {list(wide.shape)}, got {list(mask.shape)}"
+        )
+    _check_device("mask", mask, scores)
+    excluded = mask if mask.dtype == torch.bool else mask == -float("inf")
+    dim = dim - wide.dim() if dim >= 0 else dim
     # A mask without this dimension excludes whole rows or none of a row.
-    empty = mask.all(dim, keepdim=True) if mask.dim() >= -dim else mask
-    return scores.masked_fill(mask & ~empty, -torch.inf)
+    empty = excluded.all(dim, keepdim=True) if mask.dim() >= -dim else excluded
+    wide = _at(temperature, wide.masked_fill(excluded & ~empty, -float("inf")), dim)
+    if mask.dtype != torch.bool:
+        # Not -inf itself, whose sum with a score has a gradient.
+        wide = wide + mask.to(wide.dtype).masked_fill(excluded, 0.0)
+    return wide, excluded
+
+
+def _at(temperature: float, wide: Tensor, dim: int) -> Tensor:
+    if temperature == 1 or wide.numel() == 0:
+        return wide
+    return _below_top(wide, dim) / temperature
 
 
 # name -> function(scores, dim, mask, **options)
@@ -284,14 +412,14 @@ def normalize(
         The shape of scores, in float32 or wider.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name; as the mapping.
         TypeError: an option that the mapping does not take, or lacks.
     """
-    return normalizer(name)(scores, dim=dim, mask=mask, **options)
+    return normalizer_named(name)(scores, dim=dim, mask=mask, **options)
 
 
-def normalizer(name: str) -> Callable[..., Tensor]:
+def normalizer_named(name: str) -> Callable[..., Tensor]:
     """Return the function of a named mapping; ValueError names the known ones."""
-    if name not in NORMALIZERS:
+    if not isinstance(name, str) or name not in NORMALIZERS:
         raise ValueError(f"unknown normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}")
     return NORMALIZERS[name]

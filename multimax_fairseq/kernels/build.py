@@ -31,7 +31,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "cpu.cpp"
 SYMBOLS = (
     "start",
     "attention_forward",
@@ -156,7 +156,13 @@ def _signature(command: list[str]) -> str:
     """Return what tells libraries apart that may lie in one folder, which machines may share."""
     parts = [*command, torch.__version__, torch.version.git_version, *platform.libc_ver()]
     text = os.fsencode("\n".join(map(str, parts)))
-    return hashlib.sha256(text + SOURCE.read_bytes()).hexdigest()[:16]
+    sources = b"".join(path.read_bytes() for path in _sources())
+    return hashlib.sha256(text + sources).hexdigest()[:16]
+
+
+def _sources() -> list[Path]:
+    """The file that is compiled, and the headers beside it."""
+    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
 def _cache_folder() -> Path:

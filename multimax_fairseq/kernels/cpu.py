@@ -1,7 +1,7 @@
 """The compiled kernels for the CPU, called by their addresses, if `library` has any.
 
-The functions take float32 tensors on the CPU. `table` is (heads, 8) float32, a modulator's
-parameters in the order of `modulator.parameter_table`.
+`table` is (1 or heads, 8 or 12) float32, a modulator's parameters in the order of
+`functional.modulator.parameter_table`. Inputs are checked by `operators`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from multimax_fairseq.kernels.build import library as library  # public here as well
 
@@ -22,7 +21,7 @@ MAX_LOGITS, MAX_TOKENS = 70_000_000, 256
 # Scores that a thread takes at a time, where one modulator serves all of them.
 PIECE = 2**15
 
-# The structures of cpu.cpp, field by field.
+# The structures of cpp/*.h, field by field.
 _Fields = list[tuple[str, Any]]
 
 
@@ -34,30 +33,32 @@ class _Rows(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
 
 
+class _Mask(ctypes.Structure):
+    _fields_ = [
+        *_fields("data", ctypes.c_void_p),
+        *_fields("is_float", ctypes.c_int64),
+        ("strides", ctypes.c_int64 * 4),
+    ]
+
+
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *_fields("batch heads queries keys size threads", ctypes.c_int64),
+        *_fields("batch heads queries keys size threads columns table_row", ctypes.c_int64),
         *_fields("scale dropout", ctypes.c_float),
         *_fields("seed", ctypes.c_uint64),
         *_fields("starts ends table statistics grad_table", ctypes.c_void_p),
+        *_fields("mask", _Mask),
         *_fields("query key value output", _Rows),
         *_fields("grad_output grad_query grad_key grad_value", _Rows),
     ]
 
 
-class _Mask(ctypes.Structure):
-    _fields_ = [
-        *_fields("data", ctypes.c_void_p),
-        *_fields("is_float allows", ctypes.c_int64),
-        *_fields("threshold", ctypes.c_float),
-        *_fields("batch queries keys", ctypes.c_int64),
-        ("strides", ctypes.c_int64 * 3),
-    ]
+_WITH_STRIDES = {field[0] for field in _Attention._fields_ if field[1] is _Rows}
 
 
 class _OutputLoss(ctypes.Structure):
     _fields_ = [
-        *_fields("tokens classes size chunk threads", ctypes.c_int64),
+        *_fields("tokens classes size chunk threads columns ignore_index", ctypes.c_int64),
         *_fields("share hit", ctypes.c_float),
         *_fields("features weight bias table target factors nll smooth", ctypes.c_void_p),
         *_fields("grad_features grad_weight grad_bias grad_table", ctypes.c_void_p),
@@ -66,154 +67,171 @@ class _OutputLoss(ctypes.Structure):
 
 class _Projection(ctypes.Structure):
     _fields_ = [
-        *_fields("tokens classes size threads", ctypes.c_int64),
+        *_fields("tokens classes size threads columns", ctypes.c_int64),
         *_fields("features weight bias table out", ctypes.c_void_p),
     ]
 
 
 class _Modulation(ctypes.Structure):
     _fields_ = [
-        *_fields("count inner heads threads", ctypes.c_int64),
+        *_fields("count inner heads threads columns", ctypes.c_int64),
         *_fields("table scores grad out grad_table", ctypes.c_void_p),
     ]
 
 
 def _call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
     """Call a kernel with a structure of numbers and tensors; None is a null pointer."""
-    kinds = {field[0]: field[1] for field in structure._fields_}
     filled = structure()
     for field, value in values.items():
-        if isinstance(value, Tensor) and kinds[field] is _Rows:
-            value = _Rows(value.data_ptr(), (ctypes.c_int64 * 3)(*value.stride()[:3]))
-        elif isinstance(value, Tensor):
-            value = value.data_ptr()
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            value = _Rows(address, value.stride()[:3]) if field in _WITH_STRIDES else address
         if value is not None:
             setattr(filled, field, value)
     kernels = library()
     assert kernels is not None
-    return int(getattr(kernels, name)(ctypes.byref(filled)))
+    status = int(getattr(kernels, name)(ctypes.byref(filled)))
+    if status == 0:
+        raise MemoryError(f"{name}: not enough memory for its buffers; give smaller batches")
+    return status
+
+
+def _columns(table: Tensor | None) -> int:
+    return 0 if table is None else table.shape[1]
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    """As float32, which the kernels compute in; with a dense last dimension."""
+    if tensor is None:
+        return None
+    tensor = tensor.float()
+    return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory for a tensor of this shape, in its order of dimensions, the last one dense."""
+    out = torch.empty_like(tensor, dtype=dtype)
+    return out if out.stride(-1) == 1 else out.new_empty(out.shape)
+
+
+def _mask_of(mask: Tensor) -> _Mask:
+    strides = [0 if n == 1 else step for n, step in zip(mask.shape, mask.stride(), strict=True)]
+    return _Mask(mask.data_ptr(), mask.dtype == torch.float32, tuple(strides))
 
 
 def windows(
-    batch: int,
-    queries: int,
-    keys: int,
-    masks: Sequence[tuple[Tensor, bool]],
-    threshold: float,
-    is_causal: bool,
-) -> tuple[Tensor | None, Tensor | None] | None:
-    """Return the keys that each query may attend to as starts <= s < ends, both (batch, queries)
-    int32; (None, None) where that is all, and None where the masks cannot be written so.
+    batch: int, queries: int, keys: int, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return which keys each query may attend to, as starts <= s < ends.
 
     Args:
-        masks: each (batch, queries, keys), of any strides, bool or float32, and whether True
-            means that a key may be attended to; a float at or below the threshold excludes, and
-            any other must be 0.
+        mask: as in `attention_forward`.
         is_causal: query t attends to keys up to t.
+
+    Returns:
+        starts and ends, (batch, queries) int32, or None for all keys; whether the mask says more
+        than they do.
     """
-    if not masks and not is_causal:
-        return None, None
+    known = mask is None or mask.shape[1] == 1
+    if not is_causal and (mask is None or not known):
+        return None, None, mask is not None
     starts = torch.zeros(batch, queries, dtype=torch.int32)
     ends = torch.full((batch, queries), keys, dtype=torch.int32)
     if is_causal:
         last = torch.arange(1, queries + 1, dtype=torch.int32).clamp_(max=keys)
         ends = last.repeat(batch, 1)
-    for mask, allows in masks:
-        filled = _Mask(
-            data=mask.data_ptr(),
-            is_float=mask.dtype == torch.float32,
-            allows=allows,
-            threshold=threshold,
-            batch=batch,
-            queries=queries,
-            keys=keys,
-            strides=(ctypes.c_int64 * 3)(*mask.stride()),
-        )
-        kernels = library()
-        assert kernels is not None
-        ok = kernels.narrow_windows(
-            ctypes.byref(filled),
-            ctypes.c_void_p(starts.data_ptr()),
-            ctypes.c_void_p(ends.data_ptr()),
-        )
-        if not ok:
-            return None
-    return starts, ends
+    if mask is None or not known:
+        return starts, ends, mask is not None
+    kernels = library()
+    assert kernels is not None
+    found = kernels.narrow_windows(
+        ctypes.byref(_mask_of(mask)),
+        *(ctypes.c_int64(n) for n in (batch, queries, keys)),
+        ctypes.c_void_p(starts.data_ptr()),
+        ctypes.c_void_p(ends.data_ptr()),
+    )
+    return starts, ends, not found
 
 
-def attention(
+def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    scale: float,
+    mask: Tensor | None,
+    seed: int,
+    is_causal: bool,
     dropout_p: float,
-) -> Tensor:
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Return MultiMax attention, or softmax attention where the table is None.
 
-        O = dropout(softmax(sigma(scale Q K^T))) V
+        O = dropout(softmax(sigma(scale Q K^T) + mask)) V
     Equivalent to: functional.scaled_dot_product_attention(..., backend="plain")
 
     Args:
         query: (B, H, T, D). key, value: (B, H, S, D). None of the sizes is 0.
-        starts, ends: (B, T) int32 or None, of `windows`.
+        mask: (B or 1, H or 1, T or 1, S or 1) or None: bool, where True excludes, or float32.
         dropout_p: below 1.
+        keep: whether there will be a backward pass.
 
     Returns:
-        (B, H, T, D), laid out as (T, B, H, D), which is what fairseq reads.
+        (B, H, T, D), in query's order of dimensions in memory, and what the backward pass needs:
+        (B, H, 2, T) or None.
     """
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    seed = int(torch.randint(2**62, ())) if dropout_p > 0 else 0
-    return _Attend.apply(query, key, value, table, starts, ends, scale, dropout_p, seed)
+    output = dense_like(query, torch.float32)
+    statistics = None
+    if keep:
+        batch, heads, queries, _ = query.shape
+        statistics = output.new_empty(batch, heads, 2, queries)
+    _call(
+        "attention_forward",
+        _Attention,
+        output=output,
+        statistics=statistics,
+        **_arguments(query, key, value, table, mask, seed, is_causal, dropout_p, scale),
+    )
+    return output.to(query.dtype), statistics
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        table: Tensor | None,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        *numbers: Any,
-    ) -> Tensor:
-        batch, heads, queries, size = query.shape
-        output = query.new_empty(queries, batch, heads, size).permute(1, 2, 0, 3)
-        statistics = None
-        if any(ctx.needs_input_grad):
-            statistics = query.new_empty(batch, heads, 2, queries)
-        table = None if table is None else table.contiguous()
-        ctx.numbers = numbers
-        saved = (query, key, value, table, starts, ends, statistics)
-        _call("attention_forward", _Attention, output=output, **_arguments(*saved, *numbers))
-        ctx.save_for_backward(*saved)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, table, *_ = saved = ctx.saved_tensors
-        grads = tuple(map(torch.empty_like, (query, key, value)))
-        grad_table = None
-        if table is not None:
-            grad_table = torch.zeros(query.shape[0], *table.shape, dtype=torch.float64)
-        _call(
-            "attention_backward",
-            _Attention,
-            **_arguments(*saved, *ctx.numbers),
-            grad_output=grad if grad.stride(-1) == 1 else grad.contiguous(),
-            grad_query=grads[0],
-            grad_key=grads[1],
-            grad_value=grads[2],
-            grad_table=grad_table,
-        )
-        if grad_table is not None:
-            grads += (grad_table.sum(0).float(),)
-        return grads + (None,) * (9 - len(grads))
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    statistics: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    seed: int,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients by query, key, value and table."""
+    arguments = _arguments(query, key, value, table, mask, seed, is_causal, dropout_p, scale)
+    grads = [dense_like(t, torch.float32) for t in (query, key, value)]
+    grad_table = None
+    if table is not None:
+        batch, heads = query.shape[:2]
+        grad_table = torch.zeros(batch, heads, 12, dtype=torch.float64)
+    _call(
+        "attention_backward",
+        _Attention,
+        **arguments,
+        statistics=statistics,
+        grad_output=_wide(grad),
+        grad_query=grads[0],
+        grad_key=grads[1],
+        grad_value=grads[2],
+        grad_table=grad_table,
+    )
+    if table is not None and grad_table is not None:
+        sums = grad_table.sum(0) if len(table) > 1 else grad_table.sum((0, 1)).unsqueeze(0)
+        grad_table = sums[:, : table.shape[1]].float()
+    narrow = (g.to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
+    grad_query, grad_key, grad_value = narrow
+    return grad_query, grad_key, grad_value, grad_table
 
 
 def _arguments(
@@ -221,17 +239,26 @@ def _arguments(
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    statistics: Tensor | None,
-    scale: float,
-    dropout: float,
+    mask: Tensor | None,
     seed: int,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
 ) -> dict[str, Any]:
-    arguments = dict(locals())
     batch, heads, queries, size = query.shape
-    arguments |= {"batch": batch, "heads": heads, "queries": queries, "size": size}
-    return arguments | {"keys": key.shape[2], "threads": torch.get_num_threads()}
+    keys = key.shape[2]
+    starts, ends, more = windows(batch, queries, keys, mask, is_causal)
+    arguments: dict[str, Any] = {"query": _wide(query), "key": _wide(key), "value": _wide(value)}
+    arguments |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "size": size}
+    arguments |= {"starts": starts, "ends": ends, "seed": seed, "scale": scale}
+    arguments |= {"dropout": dropout_p, "threads": torch.get_num_threads()}
+    if more and mask is not None:
+        arguments["mask"] = _mask_of(mask)
+    if table is not None:
+        table = table.contiguous()
+        arguments |= {"table": table, "columns": table.shape[1]}
+        arguments["table_row"] = table.shape[1] if len(table) > 1 else 0
+    return arguments
 
 
 def output_loss(
@@ -243,8 +270,9 @@ def output_loss(
     factors: Tensor | None,
     share: float,
     hit: float,
-    needed: Sequence[bool],
+    ignore_index: int,
     chunk_size: int | None,
+    needed: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the sums that a loss over a linear layer is made of, and its gradients.
 
@@ -252,46 +280,54 @@ def output_loss(
         z = sigma(W h + b)
 
     Args:
-        features: (N, D). weight: (V, D). bias: (V,) or None.
-        table: (1, 8) or None, which is softmax.
-        target: (N,) int64; a negative one is ignored.
-        factors: (N,), the gradient by each token's loss; None for no gradients.
+        features: (N, D) float32. weight: (V, D) float32. bias: (V,) float32 or None.
+        table: (1, 8 or 12) or None, which is softmax.
+        target: (N,) int64; ignore_index counts for nothing.
+        factors: (N,) float32, the gradient by each token's loss; None for no gradients.
         share, hit: the loss is share * smooth + hit * nll; both terms together weigh each p_k
             once, so share * V + hit = 1.
-        needed: whether features, weight and bias need gradients.
         chunk_size: tokens taken at a time; None chooses.
+        needed: whether features, weight, bias and table need gradients.
 
     Returns:
-        nll and smooth, (N,) float64, 0 where ignored; the gradients by features, weight, bias and
+        nll and smooth, (N,) float32, 0 where ignored; the gradients by features, weight, bias and
         table, None where not needed.
+
+    Raises:
+        ValueError: a target that is neither one of the classes nor ignore_index.
     """
     tokens, classes = len(target), len(weight)
     if chunk_size is None:
         most = max(16, min(MAX_TOKENS, MAX_LOGITS // classes))
         chunks = max(1, -(-tokens // most))
-        chunk_size = -(-tokens // chunks)
-    features, weight = features.contiguous(), weight.contiguous()
+        chunk_size = max(1, -(-tokens // chunks))
+    features, weight, target = features.contiguous(), weight.contiguous(), target.contiguous()
     nll, smooth = torch.empty(2, tokens, dtype=torch.float64)
     grads: list[Tensor | None] = [None] * 3
-    grad_table = torch.zeros(1, 8, dtype=torch.float64)
+    grad_table = torch.zeros(1, 12, dtype=torch.float64)
     if factors is not None:
-        inputs = zip((features, weight, bias), needed, strict=True)
-        grads = [torch.empty_like(t) if t is not None and need else None for t, need in inputs]
-    _call(
+        inputs = zip((features, weight, bias), needed, strict=False)
+        grads = [
+            torch.empty(t.shape, dtype=torch.float32) if t is not None and need else None
+            for t, need in inputs
+        ]
+    status = _call(
         "output_loss",
         _OutputLoss,
         tokens=tokens,
         classes=classes,
         size=weight.shape[1],
-        chunk=max(chunk_size, 1),
+        chunk=chunk_size,
         threads=torch.get_num_threads(),
+        columns=_columns(table),
+        ignore_index=ignore_index,
         share=share,
         hit=hit,
         features=features,
         weight=weight,
         bias=None if bias is None else bias.contiguous(),
         table=None if table is None else table.contiguous(),
-        target=target.contiguous(),
+        target=target,
         factors=None if factors is None else factors.contiguous(),
         nll=nll,
         smooth=smooth,
@@ -300,18 +336,26 @@ def output_loss(
         grad_bias=grads[2],
         grad_table=grad_table,
     )
-    needs_table = table is not None and factors is not None
-    return nll, smooth, [*grads, grad_table.float() if needs_table else None]
+    if status < 0:
+        raise ValueError(
+            f"target {int(target[-1 - status])} is neither one of {classes} classes nor "
+            f"ignore_index {ignore_index}"
+        )
+    grads.append(None)
+    if table is not None and factors is not None and needed[3]:
+        grads[3] = grad_table[:, : table.shape[1]].float()
+    return nll.float(), smooth.float(), grads
 
 
-def project(features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
-    """Return the modulated scores of a linear layer, (N, V), which no gradient reaches.
+def output_scores(
+    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+) -> Tensor:
+    """Return the modulated scores of a linear layer, (N, V).
 
     Args:
-        features: (N, D). weight: (V, D). bias: (V,) or None.
-        table: (1, 8) or None, which leaves the scores as they are.
+        features: (N, D) float32. weight: (V, D) float32. bias: (V,) float32 or None.
+        table: (1, 8 or 12) or None, which leaves the scores as they are.
     """
-    features, weight = features.contiguous(), weight.contiguous()
     out = features.new_empty(len(features), len(weight))
     _call(
         "projection",
@@ -320,8 +364,9 @@ def project(features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor
         classes=len(weight),
         size=weight.shape[1],
         threads=torch.get_num_threads(),
-        features=features,
-        weight=weight,
+        columns=_columns(table),
+        features=features.contiguous(),
+        weight=weight.contiguous(),
         bias=None if bias is None else bias.contiguous(),
         table=None if table is None else table.contiguous(),
         out=out,
@@ -330,38 +375,41 @@ def project(features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor
 
 
 def modulate(scores: Tensor, table: Tensor) -> Tensor:
-    """Return the modulated scores, as `functional.modulator.modulate`.
+    """Return the modulated scores, as `functional.modulator.modulate`, in float32.
 
     Args:
         scores: any shape; with parameters a head, (..., heads, T, S).
-        table: (1, 8), or (heads, 8).
+        table: (1 or heads, 8 or 12).
     """
     return _modulation(scores, table, None)[0]
 
 
 def modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `modulate` by its scores and its table, given that by its result."""
-    return _modulation(scores, table, grad)
+    grad_scores, grad_table = _modulation(scores, table, grad)
+    return grad_scores.to(scores.dtype), grad_table
 
 
 def _modulation(scores: Tensor, table: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor]:
-    scores = scores.contiguous()
+    scores = scores.float().contiguous()
     heads = len(table)
     inner = PIECE if heads == 1 else scores.shape[-1] * scores.shape[-2]
     out = torch.empty_like(scores)
     pieces = -(-scores.numel() // max(inner, 1))
-    grad_table = torch.zeros(pieces, 8, dtype=torch.float64)
-    _call(
-        "modulation",
-        _Modulation,
-        count=scores.numel(),
-        inner=inner,
-        heads=heads,
-        threads=torch.get_num_threads(),
-        table=table.contiguous(),
-        scores=scores,
-        grad=None if grad is None else grad.contiguous(),
-        out=out,
-        grad_table=grad_table,
-    )
-    return out, grad_table.view(-1, heads, 8).sum(0).float()
+    grad_table = torch.zeros(pieces, 12, dtype=torch.float64)
+    if pieces > 0:
+        _call(
+            "modulation",
+            _Modulation,
+            count=scores.numel(),
+            inner=inner,
+            heads=heads,
+            threads=torch.get_num_threads(),
+            columns=table.shape[1],
+            table=table.contiguous(),
+            scores=scores,
+            grad=None if grad is None else grad.float().contiguous(),
+            out=out,
+            grad_table=grad_table,
+        )
+    return out, grad_table.view(-1, heads, 12).sum(0)[:, : table.shape[1]].float()

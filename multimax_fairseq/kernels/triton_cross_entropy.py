@@ -1,22 +1,30 @@
-"""Row kernels of the fused output loss, over a tile of the classes at a time.
+"""The fused output loss on a GPU: a program goes through a row of scores, twice for gradients.
 
-What is between them, the matrix products and the loop over tiles, is in `functional`. A row has
-one program, so that two runs agree to the bit.
+Between the matrix products, which are in `chunks`, nothing of the size of the scores is read or
+written but here. A row has one program, so that two runs agree to the bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from multimax_fairseq.kernels.chunks import through_chunks
 from multimax_fairseq.kernels.triton_modulator import (
+    CAP_BOTH,
+    CAP_LOW,
+    MONOTONE_COLUMNS,
     fold,
+    no_sums,
     sigma,
     sigma_backward,
     sigma_backward_and_sums,
-    table_gradients,
+    store_table_gradients,
 )
 
 # Classes that a program takes at a time, and its warps: eight sums an element are kept.
@@ -24,137 +32,137 @@ BLOCK = 2048
 WARPS = 8
 
 
-@triton.jit(do_not_specialize=["first"])
-def statistics_kernel(
-    SCORES, TABLE, TARGET, STATE, scores_n, state_n, first, classes,
-    ORDER: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["classes"])
+def loss_kernel(
+    SCORES, TABLE, TARGET, FACTORS, NLL, SMOOTH, TABLE_GRAD, scores_n, classes, share, hit,
+    ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, GRADIENT: tl.constexpr,
+    SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    scores = SCORES + row * scores_n
-    state = STATE + row * state_n
-    folded = fold(TABLE, 0, 1.0, 1.0, ORDER, ORDER)
-    top, total, plain = tl.load(state), tl.load(state + 1), tl.load(state + 2)
-    for start in range(0, classes, BLOCK):
+    """A program a row of scores (N, V): NLL and SMOOTH (N,), 0 where the target is negative.
+
+    If GRADIENT, the gradient of FACTORS * (share * SMOOTH + hit * NLL) takes the place of the
+    scores; a row whose factor is 0 or whose target is negative gets zeros, whatever it holds.
+    If SUMMED, TABLE_GRAD (N, columns) has the rows' gradients by the table.
+    """
+    row = tl.program_id(0)
+    scores = SCORES + row.to(tl.int64) * scores_n
+    folded = fold(TABLE, 0, 1.0, 1.0, ORDER, ORDER, MONOTONE)
+    target = tl.load(TARGET + row)
+    counts = target >= 0
+    # Before the sums that all warps wait for, hence before the first gradient is stored over it.
+    # A target that is not one of the classes shows as a loss of NaN.
+    score = tl.load(scores + target, mask=counts & (target < classes), other=float("nan"))
+    of_target = sigma(score.to(tl.float32), folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+
+    top, total, plain = -float("inf"), 0.0, 0.0
+    for start in range(0, tl.where(counts, classes, 0), BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < classes
         s = tl.load(scores + columns, mask=inside, other=0.0).to(tl.float32)
-        z = sigma(s, folded[1], folded, ORDER, ORDER, True)
+        z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
         plain += tl.sum(tl.where(inside, z, 0.0), 0)
         z = tl.where(inside, z, -float("inf"))
         previous = top
         top = tl.maximum(top, tl.max(z, 0))
+        # Nothing but -inf so far: any finite base keeps -inf - -inf from being NaN.
         base = tl.where(top == -float("inf"), 0.0, top)
         total = total * tl.exp(previous - base) + tl.sum(tl.exp(z - base), 0)
-    tl.store(state, top)
-    tl.store(state + 1, total)
-    tl.store(state + 2, plain)
-    hit = tl.load(TARGET + row) - first
-    if (hit >= 0) & (hit < classes):
-        s = tl.load(scores + hit).to(tl.float32)
-        tl.store(state + 3, sigma(s, folded[1], folded, ORDER, ORDER, True))
+    total = top + tl.log(total)
+    tl.store(NLL + row, tl.where(counts, total - of_target, 0.0))
+    tl.store(SMOOTH + row, tl.where(counts, classes * total - plain, 0.0))
 
-
-@triton.jit(do_not_specialize=["first"])
-def gradient_kernel(
-    SCORES, TABLE, TARGET, TOTAL, ROW_SCALE, OUT, TABLE_GRAD,
-    scores_n, out_n, grad_n, first, classes, share, hit,
-    ORDER: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    scores, out = SCORES + row * scores_n, OUT + row * out_n
-    factor = tl.load(ROW_SCALE + row)
-    if factor == 0:
-        for start in range(0, classes, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            tl.store(out + columns, 0.0, mask=columns < classes)
-    else:
-        folded = fold(TABLE, 0, 1.0, 1.0, ORDER, ORDER)
-        total = tl.load(TOTAL + row)
-        target = tl.load(TARGET + row) - first
-        zero = tl.zeros([BLOCK], tl.float32)
-        sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-        for start in range(0, classes, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < classes
-            s = tl.load(scores + columns, mask=inside, other=0.0).to(tl.float32)
-            z = sigma(s, folded[1], folded, ORDER, ORDER, True)
-            grad = tl.exp(z - total) - share - tl.where(columns == target, hit, 0.0)
-            grad = tl.where(inside, grad * factor, 0.0)
-            if SUMMED:
-                grad_s, sums = sigma_backward_and_sums(
-                    s, grad, sums, folded, None, ORDER, ORDER, True
-                )
-            else:
-                grad_s = sigma_backward(s, grad, folded, ORDER, ORDER, True)
-            tl.store(out + columns, grad_s.to(OUT.dtype.element_ty), mask=inside)
+    if GRADIENT:
+        factor = tl.where(counts, tl.load(FACTORS + row), 0.0)
+        sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+        if factor == 0:
+            for start in range(0, classes, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                tl.store(scores + columns, 0.0, mask=columns < classes)
+        else:
+            for start in range(0, classes, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                inside = columns < classes
+                s = tl.load(scores + columns, mask=inside, other=0.0).to(tl.float32)
+                z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+                grad = tl.exp(z - total) - share - tl.where(columns == target, hit, 0.0)
+                grad = tl.where(inside, grad * factor, 0.0)
+                if SUMMED:
+                    grad, sums = sigma_backward_and_sums(
+                        s, grad, sums, folded, None, ORDER, ORDER, MONOTONE, CAP
+                    )
+                else:
+                    grad = sigma_backward(s, grad, folded, ORDER, ORDER, MONOTONE, CAP)
+                tl.store(scores + columns, grad.to(SCORES.dtype.element_ty), mask=inside)
         if SUMMED:
-            grads = table_gradients(sums, folded, 1.0, ORDER, ORDER)
-            for column in tl.static_range(8):
-                pointer = TABLE_GRAD + row * grad_n + column
-                tl.store(pointer, tl.load(pointer) + tl.sum(grads[column], 0))
+            store_table_gradients(TABLE_GRAD, row, sums, folded, 1.0, ORDER, ORDER, MONOTONE)
 
 
-def statistics(
-    scores: Tensor, table: Tensor | None, target: Tensor, first: int, state: Tensor
-) -> None:
-    """Add a tile of the classes to each row's running statistics, with z = sigma(scores).
+def output_loss(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    target: Tensor,
+    factors: Tensor | None,
+    share: float,
+    hit: float,
+    needed: Sequence[bool],
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Return the sums that a loss over a linear layer is made of, and its gradients.
 
-    Equivalent to, once every tile is in: state = (m, (z - m).exp().sum(-1), z.sum(-1),
-    z.gather(-1, target)) with m = z.max(-1)
+        nll = log sum_k exp(z_k) - z_y,  smooth = sum_k (log sum_j exp(z_j) - z_k),
+        z = sigma(W h + b)
 
     Args:
-        scores: (R, v), floating, with unit last stride: the classes first..first + v - 1.
-        table: (8,) float32, contiguous, as a row of the attention's; None leaves the scores as
-            they are.
-        target: (R,) int64, contiguous; one that lies outside the tile changes nothing.
-        first: the tile's first class.
-        state: (R, 4) float32, (-inf, 0, 0, 0) before the first tile; updated in place.
+        features: (N, D), float16, bfloat16 or float32. weight: (V, D). bias: (V,) or None.
+        table: (1, 8 or 12) float32, as in `triton_modulator`, or None, which is softmax.
+        target: (N,) int64; a negative one is ignored.
+        factors: (N,) float32, the gradient by each token's loss; None for no gradients.
+        share, hit: the loss is share * smooth + hit * nll; both terms together weigh each p_k
+            once, so share * V + hit = 1.
+        needed: whether features, weight, bias and table need gradients.
+        chunk_size: tokens taken at a time; None chooses.
+
+    Returns:
+        nll and smooth, (N,) float32, 0 where ignored; the gradients by features, weight, bias and
+        table, as of `through_chunks`.
     """
-    rows, classes = scores.shape
-    if rows == 0 or classes == 0:
-        return
-    with torch.cuda.device_of(scores):
-        statistics_kernel[(rows,)](
-            scores, table, target, state, scores.stride(0), state.stride(0), first, classes,
-            ORDER=0 if table is None else 2,
-            BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+    one_chunk = partial(_one_chunk, share=share, hit=hit, needs_table=needed[3])
+    table = None if table is None else table.contiguous()
+    factors = None if factors is None else factors.contiguous()
+    target = target.contiguous()
+    return through_chunks(
+        one_chunk, target, factors, features, weight, bias, table, needed, chunk_size
+    )
 
 
-def gradient(
+def _one_chunk(
     scores: Tensor,
     table: Tensor | None,
     target: Tensor,
-    first: int,
-    log_total: Tensor,
-    row_scale: Tensor,
+    factors: Tensor | None,
     share: float,
     hit: float,
-    out: Tensor,
-    table_grad: Tensor | None,
-) -> None:
-    """Store a tile of the loss's gradient by the scores, and add that by the table, row by row.
-
-        grad_z = row_scale (exp(z - log_total) - share - hit [class = target]),   z = sigma(score)
-    Equivalent to: out = grad_z * sigma'(scores); table_grad += grad_z * (d z / d table), a row each
-
-    Args:
-        scores, table, target, first: as in `statistics`.
-        log_total: (R,) float32, contiguous, the logarithm of the sum of exp(z) over all classes.
-        row_scale: (R,) float32, contiguous; a row of 0 gets zeros, whatever its scores are.
-        share, hit: what is subtracted from each probability, and besides from the target's.
-        out: (R, v), floating, with unit last stride; may be scores.
-        table_grad: (R, 8) float32, or None where it is not needed.
-    """
+    needs_table: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As `through_chunks` wants it; the gradients take the place of the scores."""
     rows, classes = scores.shape
-    if rows == 0 or classes == 0:
-        return
-    summed = table is not None and table_grad is not None
+    nll, smooth = scores.new_empty(2, rows, dtype=torch.float32)
+    table_grad = None
+    if factors is not None and table is not None and needs_table:
+        table_grad = table.new_empty(rows, table.shape[1])
     with torch.cuda.device_of(scores):
-        gradient_kernel[(rows,)](
-            scores, table, target, log_total, row_scale, out, table_grad,
-            scores.stride(0), out.stride(0), 0 if table_grad is None else table_grad.stride(0),
-            first, classes, share, hit,
-            ORDER=0 if table is None else 2, SUMMED=summed,
+        loss_kernel[(rows,)](
+            scores, table, target, factors, nll, smooth, table_grad,
+            scores.stride(0), classes, share, hit,
+            ORDER=0 if table is None else 2,
+            MONOTONE=table is not None and table.shape[1] == MONOTONE_COLUMNS,
+            # No square of a float16 overflows, but one of them is -inf.
+            CAP=(CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
+            GRADIENT=factors is not None, SUMMED=table_grad is not None,
             BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
+    if factors is None:
+        return nll, smooth, None, None
+    return nll, smooth, scores, None if table_grad is None else table_grad.sum(0, keepdim=True)

@@ -2,22 +2,40 @@
 
 import argparse
 import difflib
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.compat import UsageError, building_from_checkpoint
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.functional.backend import requested
 from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.modules.arguments import is_finite, is_whole
 from multimax_fairseq.modules.modulator import ORDERS, TERMS
+from multimax_fairseq.modules.normalizer import OPTIONS
+
+logger = logging.getLogger(__name__)
 
 PLACES = ("encoder", "decoder", "cross")
 SPARSE_OUTPUTS = ("sparsemax", "entmax15", "alpha_entmax")
 OUTPUTS = ("softmax", "multimax", *SPARSE_OUTPUTS)
+# The setting that stands for each option of a `Normalizer`.
+SETTING_OF = {
+    "order": "multimax_order",
+    "terms": "multimax_terms",
+    "init_std": "multimax_init_std",
+    "monotone": "multimax_monotone",
+    "temperature": "softmax_temperature",
+    "learn_temperature": "learn_temperature",
+    "k": "topk",
+    "alpha": "entmax_alpha",
+}
 
 
 @dataclass
@@ -30,7 +48,7 @@ class NormalizerConfig(FairseqDataclass):
         metadata={
             "help": "comma-separated attentions that get it: encoder and decoder self-attention, "
             "cross-attention; one with a normalizer of its own as cross=sparsemax; the others "
-            "keep softmax"
+            "keep softmax, and for softmax in all give --attention-normalizer softmax"
         },
     )
     # fairseq's parser cannot read `int | None`.
@@ -74,7 +92,7 @@ class NormalizerConfig(FairseqDataclass):
     )
     multimax_monotone: bool = field(
         default=False,
-        metadata={"help": "keep the modulators from turning downwards with rising scores"},
+        metadata={"help": "keep the modulators from turning: slope one below, level above"},
     )
     scalar_gradient_scale: Optional[float] = field(  # noqa: UP045
         default=None,
@@ -85,6 +103,7 @@ class NormalizerConfig(FairseqDataclass):
     )
 
 
+DEFAULTS = NormalizerConfig()
 SETTINGS = [setting for setting in fields(NormalizerConfig) if not setting.name.startswith("_")]
 
 
@@ -103,8 +122,15 @@ def set_defaults(args: Any, **defaults: Any) -> None:
         setattr(args, name, getattr(args, name, value))
 
 
-def check(args: Any) -> None:
-    """Raise UsageError, in one sentence, for settings that cannot work together."""
+def check(args: Any, attentions: Sequence[str] = PLACES) -> None:
+    """Raise UsageError, in one sentence, for settings that cannot work together.
+
+    A setting that does nothing is refused too, but in a checkpoint's model: earlier versions let
+    it pass, and their checkpoints are to load, so that it is logged as a warning there.
+
+    Args:
+        attentions: those of `PLACES` that the model has.
+    """
     for name, choices in (
         ("attention_normalizer", tuple(NORMALIZERS)),
         ("output_normalizer", OUTPUTS),
@@ -114,7 +140,8 @@ def check(args: Any) -> None:
         ("entmax_heads", ("separate", "shared")),
     ):
         value = getattr(args, name)
-        if value not in choices:
+        # A YAML file may say 2.0 or true, which Python takes for equal to 2 and 1.
+        if value not in choices or isinstance(value, (bool, float)):
             raise UsageError(
                 f"{flag(name)} {value} is not known: choose one of {', '.join(map(str, choices))}"
             )
@@ -122,33 +149,48 @@ def check(args: Any) -> None:
         requested()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    used = set(places(args).values())
-    if "topk" in used and not (args.topk or 0) > 0:
+    idle = _idle(args, attentions)
+    _refuse_idle(args, idle, attentions)
+    if "topk" not in idle and not is_whole(args.topk):
         raise UsageError(
-            f"the attention normalizer topk needs --topk K with a K of at least 1, got {args.topk}"
+            "the attention normalizer topk needs --topk K with a whole K of at least 1, got "
+            f"{args.topk}"
         )
-    if not args.softmax_temperature > 0:
-        raise UsageError(
-            f"--softmax-temperature {args.softmax_temperature} must be above 0: 1 is softmax"
-        )
-    if args.entmax_alpha is not None and not args.entmax_alpha >= 1:
-        raise UsageError(
-            f"--entmax-alpha {args.entmax_alpha} must be at least 1: 1 is softmax, 2 sparsemax"
-        )
-    if not args.output_entmax_alpha > 1:
-        raise UsageError(
-            f"--output-entmax-alpha {args.output_entmax_alpha} must be above 1: for 1, softmax, "
-            "give --output-normalizer softmax"
-        )
-    if args.scalar_gradient_scale is not None and not args.scalar_gradient_scale > 0:
-        raise UsageError(
-            f"--scalar-gradient-scale {args.scalar_gradient_scale} must be above 0: 1 scales the "
-            "output layer's alone"
-        )
-    if not args.multimax_init_std >= 0:
-        raise UsageError(
-            f"--multimax-init-std {args.multimax_init_std} must not be negative: give 0 or more"
-        )
+    temperature, std = args.softmax_temperature, args.multimax_init_std
+    alpha, output_alpha = args.entmax_alpha, args.output_entmax_alpha
+    scale = args.scalar_gradient_scale
+    for name, works, must in (
+        (
+            "softmax_temperature",
+            is_finite(temperature) and temperature > 0,
+            "a finite number above 0: 1 is softmax",
+        ),
+        (
+            "entmax_alpha",
+            alpha is None or is_finite(alpha) and alpha >= 1,
+            "a finite number of at least 1: 1 is softmax, 2 sparsemax",
+        ),
+        (
+            "output_entmax_alpha",
+            is_finite(output_alpha) and output_alpha > 1,
+            "a finite number above 1: for 1, softmax, give --output-normalizer softmax",
+        ),
+        (
+            "scalar_gradient_scale",
+            scale is None or is_finite(scale) and scale > 0,
+            "a finite number above 0: 1 scales the output layer's alone",
+        ),
+        (
+            "multimax_init_std",
+            is_finite(std) and std >= 0,
+            "a finite number, 0 or more: 0 is softmax",
+        ),
+        # A YAML file may give text here, and any text is true to Python.
+        ("learn_temperature", isinstance(args.learn_temperature, bool), "true or false"),
+        ("multimax_monotone", isinstance(args.multimax_monotone, bool), "true or false"),
+    ):
+        if name not in idle and not works:
+            raise UsageError(f"{_shown(args, name)} must be {must}")
     if args.output_normalizer != "softmax" and getattr(args, "adaptive_softmax_cutoff", None):
         raise UsageError(
             f"--output-normalizer {args.output_normalizer} cannot act inside the adaptive softmax "
@@ -164,6 +206,92 @@ def check(args: Any) -> None:
             )
 
 
+def _refuse_idle(args: Any, idle: dict[str, tuple[str, str]], attentions: Sequence[str]) -> None:
+    """Refuse the settings that somebody gave and that do nothing; of a checkpoint, name them."""
+    usual = _usual(args)
+
+    def given(name: str) -> bool:
+        # argparse does not tell a default that was typed from one that was not.
+        return getattr(args, name) not in (getattr(usual, name), getattr(DEFAULTS, name))
+
+    wrong = []
+    named, chosen = _named(args), places(args)
+    unused = args.attention_normalizer not in [chosen[place] for place in attentions]
+    # Where all that are named have a normalizer of their own, nobody meant the default to act.
+    if unused and (given("attention_normalizer") or not named.keys() & set(attentions)):
+        fact = (
+            f"{_shown(args, 'attention_normalizer')} acts nowhere, as --attention-normalizer-at "
+            f"{args.attention_normalizer_at!r} gives it to none of {', '.join(attentions)}"
+        )
+        wrong.append((fact, "name one of these there, or give --attention-normalizer softmax"))
+    for name, (owner, remedy) in idle.items():
+        if given(name):
+            fact = f"{_shown(args, name)} belongs to {owner}, which this model does not have"
+            wrong.append((fact, f"leave it out, or give {remedy}"))
+    for fact, remedy in wrong:
+        if not building_from_checkpoint():
+            raise UsageError(f"{fact}: {remedy}")
+        logger.warning("one of the checkpoint's settings does nothing: %s", fact)
+
+
+def _idle(args: Any, attentions: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return (what it belongs to, how to get that) for each setting that does nothing here."""
+    chosen = places(args)
+    used, output = {chosen[place] for place in attentions}, args.output_normalizer
+    learned_alpha = "alpha_entmax" in used and args.entmax_alpha is None
+    learned_temperature = "softmax" in used and args.learn_temperature
+    found = {}
+    for mapping, options in OPTIONS.items():
+        # Of the output layer's mappings, only multimax reads these settings.
+        acts, owner = mapping in used, f"{mapping} attention"
+        if mapping == "multimax":
+            acts, owner = acts or output == "multimax", f"{owner} or output layer"
+        if not acts:
+            for option in options:
+                found[SETTING_OF[option]] = (owner, f"--attention-normalizer {mapping}")
+    for name, acts, owner, remedy in (
+        (
+            "multimax_heads",
+            "multimax" in used,  # the output layer has no heads
+            "multimax attention",
+            "--attention-normalizer multimax",
+        ),
+        (
+            "entmax_heads",
+            learned_alpha,
+            "alpha_entmax attention whose alpha is learned",
+            "--attention-normalizer alpha_entmax without --entmax-alpha",
+        ),
+        (
+            "output_entmax_alpha",
+            output == "alpha_entmax",
+            "an alpha_entmax output layer",
+            "--output-normalizer alpha_entmax",
+        ),
+        (
+            "scalar_gradient_scale",
+            "multimax" in (*used, output) or learned_alpha or learned_temperature,
+            "learned scalars",
+            "a normalizer that learns some, such as --attention-normalizer multimax",
+        ),
+    ):
+        if not acts:
+            found[name] = (owner, remedy)
+    return found
+
+
+def _usual(args: Any) -> argparse.Namespace:
+    """Return the settings as they are where nobody gives any: what an architecture of a user's own
+    sets is no mistake of whoever trains it."""
+    names = {setting.name for setting in SETTINGS}
+    usual = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in names})
+    name = getattr(args, "_name", None) or getattr(args, "arch", None)
+    if name in ARCH_CONFIG_REGISTRY:
+        ARCH_CONFIG_REGISTRY[name](usual)
+    set_defaults(usual)
+    return usual
+
+
 def check_keys(args: DictConfig, known: set[str]) -> None:
     """Raise UsageError for a key that nothing would read, which is a slip of the pen."""
     for key in args:
@@ -175,7 +303,17 @@ def check_keys(args: DictConfig, known: set[str]) -> None:
 
 def places(args: Any) -> dict[str, str]:
     """Return the normalizer of each attention."""
-    chosen = dict.fromkeys(PLACES, "softmax")
+    return {**dict.fromkeys(PLACES, "softmax"), **_named(args)}
+
+
+def _named(args: Any) -> dict[str, str]:
+    """Return the normalizer of each attention that --attention-normalizer-at names."""
+    chosen: dict[str, str] = {}
+    if not isinstance(args.attention_normalizer_at, str):  # a YAML file's list
+        raise UsageError(
+            f"--attention-normalizer-at {args.attention_normalizer_at} must be one text: write the "
+            "attentions with commas between them, as encoder,cross"
+        )
     for part in args.attention_normalizer_at.split(","):
         place, _, own = (word.strip() for word in part.partition("="))
         if not part.strip():
@@ -197,20 +335,16 @@ def build_normalizer(args: Any, name: str, num_heads: int | None = None) -> Norm
     them, are those of the stock model.
     """
     separate = args.multimax_heads if name == "multimax" else args.entmax_heads
+    options = {option: getattr(args, SETTING_OF[option]) for option in OPTIONS[name]}
     with torch.random.fork_rng(devices=[]):
-        return Normalizer(
-            name,
-            num_heads if separate == "separate" else None,
-            order=args.multimax_order,
-            terms=args.multimax_terms,
-            init_std=args.multimax_init_std,
-            monotone=args.multimax_monotone,
-            temperature=args.softmax_temperature,
-            learn_temperature=args.learn_temperature,
-            k=args.topk,
-            alpha=args.entmax_alpha,
-        )
+        return Normalizer(name, num_heads if separate == "separate" else None, **options)
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _shown(args: Any, name: str) -> str:
+    """Return a setting as it is written on the command line."""
+    value = getattr(args, name)
+    return flag(name) if value is True else f"{flag(name)} {value}"

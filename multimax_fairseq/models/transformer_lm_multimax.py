@@ -36,7 +36,7 @@ class MultimaxLanguageModel(LoadsSoftmaxCheckpoints, TransformerLanguageModel):
     def build_model(cls, args, task):
         """Build a new model instance; UsageError for settings that cannot work."""
         args = as_namespace(args)
-        check(args)
+        check(args, attentions=("decoder",))
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if args.max_target_positions is None:

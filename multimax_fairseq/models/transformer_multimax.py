@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+import types
+from typing import Any
 
 import torch
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -13,20 +15,24 @@ from fairseq.models.transformer import (
     TransformerEncoderBase,
     TransformerModel,
     base_architecture,
+    transformer_encoder,
     transformer_iwslt_de_en,
 )
-from fairseq.modules import FairseqDropout
+from fairseq.modules import FairseqDropout, SinusoidalPositionalEmbedding
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
 )
+from fairseq.utils import make_positions
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.functional.backend import traced
 from multimax_fairseq.functional.cross_entropy import fused_scores
 from multimax_fairseq.models.config import (
+    PLACES,
     SPARSE_OUTPUTS,
     NormalizerConfig,
     as_namespace,
@@ -85,13 +91,72 @@ class MultimaxDecoderLayer(TransformerDecoderLayerBase):
         return normalized_attention(super().build_encoder_attention(embed_dim, cfg), cfg, "cross")
 
 
+class SinusoidalPositions(SinusoidalPositionalEmbedding):
+    """The stock embedding, which asks a tensor for the length: a graph cannot branch on that."""
+
+    def forward(self, input, incremental_state=None, timestep=None, positions=None):
+        """Return the embeddings of the positions in (B, T) tokens, (B, T, C)."""
+        if timestep is not None or not traced():
+            return super().forward(input, incremental_state, timestep, positions)
+        batch, length = input.shape
+        weights, needed = self.weights, self.padding_idx + 1 + length
+        if needed > weights.shape[0]:
+            weights = self.get_embedding(needed, self.embedding_dim, self.padding_idx).to(weights)
+        if incremental_state is not None:
+            return weights[self.padding_idx + length].expand(batch, 1, -1)
+        return nn.functional.embedding(make_positions(input, self.padding_idx), weights)
+
+    def __prepare_scriptable__(self):
+        stock = SinusoidalPositionalEmbedding.__new__(SinusoidalPositionalEmbedding)
+        stock.__dict__ = self.__dict__
+        return stock
+
+
+def traceable_positions(module: nn.Module) -> None:
+    """Give an encoder or decoder positions that torch can trace."""
+    if type(module.embed_positions) is SinusoidalPositionalEmbedding:
+        module.embed_positions.__class__ = SinusoidalPositions
+
+
 class MultimaxEncoder(TransformerEncoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, return_fc=False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc)
         keep_dropout_names(self, "TransformerEncoder")
+        traceable_positions(self)
 
     def build_encoder_layer(self, cfg):
         return wrap_layer(MultimaxEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+
+    def forward(
+        self,
+        src_tokens,
+        src_lengths: Tensor | None = None,
+        return_all_hiddens: bool = False,
+        token_embeddings: Tensor | None = None,
+    ):
+        """Encode as the stock encoder; where torch traces it, there is always a padding mask."""
+        if not torch.jit.is_scripting():
+            if traced():
+                return self._traced(src_tokens, src_lengths, return_all_hiddens, token_embeddings)
+        return self.forward_scriptable(
+            src_tokens, src_lengths, return_all_hiddens, token_embeddings
+        )
+
+    @torch.jit.unused
+    def _traced(self, *inputs: Any):
+        return _padded_forward(self, *inputs)
+
+
+# The stock encoder's body asks whether there is padding at all, on which a graph cannot branch:
+# `torch.tensor(device is xla) or mask.any()`. Here the first part says yes, as it does on xla.
+_yes = types.SimpleNamespace(type_as=lambda tensor: 1)
+_padded_forward = types.FunctionType(
+    TransformerEncoderBase.forward_scriptable.__code__,
+    {
+        **vars(transformer_encoder),
+        "torch": types.SimpleNamespace(tensor=lambda _: _yes, jit=torch.jit, int32=torch.int32),
+    },
+)
 
 
 class MultimaxDecoder(TransformerDecoderBase):
@@ -104,15 +169,16 @@ class MultimaxDecoder(TransformerDecoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
         keep_dropout_names(self, "TransformerDecoder")
+        traceable_positions(self)
         self.need_attn = False
         self.output_modulator = None
         if cfg.output_normalizer == "multimax":
             self.output_modulator = build_normalizer(cfg, "multimax").modulator
         self.output_normalizer = None
         if cfg.output_normalizer in SPARSE_OUTPUTS:
-            self.output_normalizer = Normalizer(
-                cfg.output_normalizer, alpha=cfg.output_entmax_alpha
-            )
+            entmax = cfg.output_normalizer == "alpha_entmax"
+            options = {"alpha": cfg.output_entmax_alpha} if entmax else {}
+            self.output_normalizer = Normalizer(cfg.output_normalizer, **options)
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         layer = MultimaxDecoderLayer(cfg, no_encoder_attn)
@@ -136,6 +202,8 @@ class MultimaxDecoder(TransformerDecoderBase):
         is named or `make_generation_fast_(need_attn=True)` was called: they are slow to form."""
         if alignment_layer is None and not self.need_attn:
             alignment_layer = self.num_layers  # there is none
+        if not torch.jit.is_scripting():
+            self._mask_always(traced())
         features, extra = self.extract_features_scriptable(
             prev_output_tokens,
             encoder_out,
@@ -148,9 +216,20 @@ class MultimaxDecoder(TransformerDecoderBase):
             self._show_output_parameters(extra)
         return features, extra
 
+    @torch.jit.unused
+    def _mask_always(self, always: bool):
+        """Have the stock decoder make a padding mask without asking whether there is padding, on
+        which a graph cannot branch. What it reads the flag for otherwise is up to its layers."""
+        self.cross_self_attention = always or self.cfg.cross_self_attention
+
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         """Return fairseq's mask, (T, T), marked as what it is: attention then need not read it."""
         length = tensor.size(0)
+        if not torch.jit.is_scripting():
+            if traced():  # a graph keeps nothing
+                mask = tensor.new_full([length, length], float("-inf")).triu(1)
+                mask.is_future_mask = True
+                return mask
         mask = self._future_mask
         # TorchScript cannot read `!=` between devices.
         if mask.size(0) < length or not mask.device == tensor.device:
@@ -259,7 +338,8 @@ class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
             check_keys(args, cls._known_keys())
         args = as_namespace(args)
         multimax_architecture(args)
-        check(args)
+        without = ("cross",) if args.no_cross_attention else ()
+        check(args, attentions=[place for place in PLACES if place not in without])
         for side in ("encoder", "decoder"):
             # The command line gives a list where the stock model expects its text.
             kept = getattr(args, f"{side}_layers_to_keep")

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from multimax_fairseq.modules.arguments import is_whole
+
 # The gradient by alpha is a difference of probabilities over (alpha - 1)^2: closer to 1, its
 # rounding error in float32 would outgrow it.
 LEAST_ALPHA = 1.01
@@ -20,13 +22,15 @@ class EntmaxAlpha(nn.Module):
     Parameter: `logit`, (num_heads,), drawn from the standard normal distribution.
 
     Raises:
-        ValueError: num_heads is below 1.
+        ValueError: num_heads is no whole number of at least 1.
     """
 
     def __init__(self, num_heads: int = 1) -> None:
         super().__init__()
-        if num_heads < 1:
-            raise ValueError(f"the number of heads must be at least 1, got {num_heads}")
+        if not is_whole(num_heads):
+            raise ValueError(
+                f"alpha's number of heads must be a whole number of at least 1, got {num_heads!r}"
+            )
         self.logit = nn.Parameter(torch.randn(num_heads))
 
     def forward(self) -> Tensor:

@@ -1,12 +1,14 @@
 """The modulator's parameters."""
 
+import contextlib
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.functional.modulator import modulate
+from multimax_fairseq.modules.arguments import is_finite, is_whole
 
 TERMS = ("both", "low", "high")
 ORDERS = (1, 2)
@@ -25,7 +27,8 @@ class Modulator(nn.Module):
         num_heads: None shares the parameters; else each head has its own, and scores carry the
             heads in dimension -3.
         init_std: standard deviation at the start; 0 is exactly softmax.
-        monotone: keep sigma level where it would fall with rising scores; see `modulate`.
+        monotone: keep sigma from turning: for low scores it goes on falling with slope one, for
+            high ones it stays level; see `modulate`.
 
     Parameters: `low_coefficient`, `low_threshold`, `high_coefficient`, `high_threshold`, each
     (order,) or (num_heads, order), or None where `terms` leaves that side out.
@@ -34,10 +37,12 @@ class Modulator(nn.Module):
         ValueError: an argument out of its range.
     """
 
-    low_coefficient: Tensor | None
-    low_threshold: Tensor | None
-    high_coefficient: Tensor | None
-    high_threshold: Tensor | None
+    # Not for TorchScript: torch.jit.trace would take each parameter for one that may be None.
+    if TYPE_CHECKING:
+        low_coefficient: Tensor | None
+        low_threshold: Tensor | None
+        high_coefficient: Tensor | None
+        high_threshold: Tensor | None
 
     def __init__(
         self,
@@ -48,16 +53,23 @@ class Modulator(nn.Module):
         monotone: bool = False,
     ) -> None:
         super().__init__()
-        if order not in ORDERS:
-            raise ValueError(f"the modulator's order must be 1 or 2, got {order}")
+        if not is_whole(order) or order not in ORDERS:
+            raise ValueError(f"the modulator's order must be 1 or 2, got {order!r}")
         if terms not in TERMS:
             raise ValueError(
                 f"the modulator's terms must be one of {', '.join(TERMS)}, got {terms!r}"
             )
-        if num_heads is not None and num_heads < 1:
-            raise ValueError(f"the modulator's number of heads must be at least 1, got {num_heads}")
-        if init_std < 0:
-            raise ValueError(f"the modulator's init_std must not be negative, got {init_std}")
+        if num_heads is not None and not is_whole(num_heads):
+            raise ValueError(
+                "the modulator's number of heads must be a whole number of at least 1, or None "
+                f"for all heads alike, got {num_heads!r}"
+            )
+        if not is_finite(init_std) or init_std < 0:
+            raise ValueError(
+                f"the modulator's init_std must be a finite number of at least 0, got {init_std!r}"
+            )
+        if not isinstance(monotone, bool):
+            raise ValueError(f"the modulator's monotone must be True or False, got {monotone!r}")
         self.order, self.terms, self.num_heads, self.init_std = order, terms, num_heads, init_std
         self.monotone = monotone
         shape = (order,) if num_heads is None else (num_heads, order)
@@ -95,16 +107,17 @@ class Modulator(nn.Module):
             A float64 module.
 
         Raises:
-            ValueError: one of a pair is missing, shapes differ, or nothing is given.
+            ValueError: one of a pair is missing, shapes differ, nothing is given, or what is
+                given are no finite numbers.
         """
         values: dict[str, Tensor] = {}
         for side, temperature, threshold in (("low", t_b, b), ("high", t_d, d)):
             if (temperature is None) != (threshold is None):
                 raise ValueError(f"the {side} term needs both its temperature and its threshold")
             if temperature is not None and threshold is not None:
-                offset = torch.as_tensor(temperature, dtype=torch.float64) - 1
+                offset = _numbers(f"the {side} term's temperature", temperature) - 1
                 values[f"{side}_coefficient"] = -offset if side == "low" else offset
-                values[f"{side}_threshold"] = torch.as_tensor(threshold, dtype=torch.float64)
+                values[f"{side}_threshold"] = _numbers(f"the {side} term's threshold", threshold)
         shapes = {tuple(value.shape) for value in values.values()}
         if len(shapes) != 1 or len(shape := shapes.pop()) not in (1, 2):
             raise ValueError(
@@ -131,3 +144,15 @@ class Modulator(nn.Module):
         heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
         monotone = ", monotone=True" if self.monotone else ""
         return f"order={self.order}, terms={self.terms!r}{heads}{monotone}"
+
+
+def _numbers(name: str, given: Any) -> Tensor:
+    """Return what is given in float64; ValueError by name if it is not of finite numbers."""
+    # What torch raises for lists that are ragged, of text, or of integers past a float.
+    with contextlib.suppress(ValueError, TypeError, RuntimeError, OverflowError):
+        values = torch.as_tensor(given, dtype=torch.float64)
+        if values.isfinite().all():
+            return values
+    raise ValueError(
+        f"{name} must be finite numbers, one an order or (heads, order), got {given!r}"
+    )

@@ -4,11 +4,7 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import (
-    attention_scores,
-    fused_attention,
-    split_float_mask,
-)
+from multimax_fairseq.functional.attention import attention_scores, fused_attention
 from multimax_fairseq.modules.normalizer import Normalizer
 
 
@@ -41,8 +37,6 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             )
         self.__dict__.update(softmax_attention.__dict__)
         self.normalizer = normalizer
-        # fairseq writes "excluded" as -inf, -1e8 or, in half precision, -1e4.
-        self.excluding = -1e4
 
     def forward(
         self,
@@ -66,8 +60,8 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             incremental_state: fairseq's decoding state; self-attention appends to its cache.
             need_weights: return the probabilities, averaged over the heads.
             static_kv: the keys are the same at every step.
-            attn_mask: (T, S); bool or uint8: non-zero excludes; float: added to the scores, and
-                -1e4 or less excludes.
+            attn_mask: (T, S); bool or uint8: non-zero excludes; float: added to the scores, to
+                those of MultiMax after the modulator, with its gradient; -inf excludes.
             before_softmax: must be False.
             need_head_weights: return the probabilities of each head.
 
@@ -100,21 +94,15 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
         if not (need_weights or need_head_weights) and not torch.jit.is_scripting():
-            attended = self._fused(q, k, v, attn_mask, key_padding_mask)
+            is_causal = self._is_future(attn_mask)
+            rest = self._mask(None if is_causal else attn_mask, key_padding_mask)
+            attended = self._fused(q, k, v, rest, is_causal)
             if attended is not None:
                 return self._project(attended, beam), None
-        mask: Tensor | None = None
-        bias: Tensor | None = None
-        if attn_mask is not None and attn_mask.is_floating_point():
-            mask, bias = split_float_mask(attn_mask, self.excluding)
-        elif attn_mask is not None:
-            mask = attn_mask.to(torch.bool)
-        if key_padding_mask is not None:
-            padding = key_padding_mask.to(torch.bool)[:, None, None]
-            mask = padding if mask is None else mask | padding
-        k, v, mask, bias = self._with_extra_keys(k, v, mask, bias)
+        mask = self._mask(attn_mask, key_padding_mask)
+        k, v, mask = self._with_extra_keys(k, v, mask)
 
-        probs = self.normalizer(attention_scores(q, k, bias, self.scaling), -1, mask)
+        probs = self.normalizer(attention_scores(q, k, self.scaling), -1, mask)
         output = self._project(self.dropout_module(probs.to(v.dtype)) @ v, beam)
         if beam > 1:
             probs = self._split_beams(probs, beam)
@@ -143,31 +131,37 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     _reorder_now = SoftmaxMultiheadAttention.reorder_incremental_state
 
     @torch.jit.unused
+    def _is_future(self, attn_mask: Tensor | None) -> bool:
+        """Whether this is the decoder's mask of future keys, marked as such."""
+        return getattr(attn_mask, "is_future_mask", False)
+
+    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+        """Return both masks as one, broadcastable to (B, heads, T, S): bool, or float to add."""
+        if attn_mask is not None and not attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(torch.bool)
+        if key_padding_mask is None:
+            return attn_mask
+        padding = key_padding_mask.to(torch.bool)[:, None, None]
+        if attn_mask is None:
+            return padding
+        if attn_mask.is_floating_point():
+            return attn_mask.masked_fill(padding, -float("inf"))
+        return attn_mask | padding
+
+    @torch.jit.unused
     def _fused(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
     ) -> Tensor | None:
         """Attend without holding the probabilities, where a kernel can; else None."""
         if self.normalizer.name != "multimax" or self.bias_k is not None or self.add_zero_attn:
             return None
-        is_causal = getattr(attn_mask, "is_future_mask", False)
         dropout = self.dropout_module
-        masks = []
-        if attn_mask is not None and not is_causal:
-            masks.append(attn_mask if attn_mask.is_floating_point() else attn_mask.bool())
-        if key_padding_mask is not None:
-            masks.append(key_padding_mask.bool()[:, None, None])
         return fused_attention(
             q,
             k,
             v,
             self.normalizer.modulator,
-            [(mask, False) for mask in masks],
-            self.excluding,
+            mask,
             is_causal,
             dropout.p if dropout.training or dropout.apply_during_inference else 0.0,
             self.scaling,
@@ -235,8 +229,8 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         return grown
 
     def _with_extra_keys(
-        self, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append the learned and the zero key, which everybody may attend to; never cached."""
         keys, values = [k], [v]
         shape = (k.shape[0], self.num_heads, 1, self.head_dim)
@@ -250,5 +244,4 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if extra > 0:
             k, v = torch.cat(keys, 2), torch.cat(values, 2)
             mask = None if mask is None else nn.functional.pad(mask, [0, extra])
-            bias = None if bias is None else nn.functional.pad(bias, [0, extra])
-        return k, v, mask, bias
+        return k, v, mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multimax_fairseq.functional.attention import attention_scores
+from multimax_fairseq.functional.attention import (
+    attention_scores,
+    scaled_dot_product_attention,
+    with_future,
+)
 from multimax_fairseq.modules.normalizer import Normalizer
+
+# No score of a live model lies this low. Of a lower one the rest is added after the modulator,
+# whose square of a mask's -1e9 would leave nothing of a float's precision.
+LOWEST_SCORE = -1024.0
 
 
 def replace_softmax(
@@ -31,10 +40,16 @@ def replace_softmax(
 
     While such a module's forward runs, each softmax and scaled_dot_product_attention of torch is
     answered by the `Normalizer` that it now has as its submodule `normalizer`: trained, saved and
-    moved with it. A score of -inf, or at most half its dtype's lowest number, is excluded:
-    probability and gradient are exactly 0 there, and a row that is wholly excluded is zero. Any
-    other additive mask is part of the score. Load the weights of a softmax model first.
-    torch.compile leaves these modules as they are.
+    moved with it. Load the weights of a softmax model first. Not answered: log_softmax, and
+    attention that never calls torch's softmax (torch._softmax, xFormers, flex_attention).
+
+    The masks of scaled_dot_product_attention and nn.MultiheadAttention act after the modulator, as
+    in `scaled_dot_product_attention`. A softmax's mask is part of its scores: -inf excludes, with
+    probability and gradient exactly 0 and a wholly excluded row zero; any other number is a score.
+    So that it still means next to nothing, MultiMax is monotone here unless told otherwise.
+
+    torch.compile, torch.export and tracing record the normalizer. Where torch.compile has to break
+    the graph inside of such a module, that module runs uncompiled.
 
     Args:
         model: changed in place; it may be an attention module itself.
@@ -43,19 +58,32 @@ def replace_softmax(
             "Attention", and that of no module inside it does.
         per_head: learn the parameters a head. The scores have the heads in dimension -3, and the
             module has their number as `num_heads`.
-        settings: what else `Normalizer` takes.
+        settings: what else `Normalizer` takes; for MultiMax, monotone is True by default.
 
     Raises:
+        TypeError: an argument of another type; a setting that Normalizer does not know.
         ValueError: no such module; one that is changed already, has a `normalizer` or a forward
             of its own, or lacks `num_heads`; settings out of range. The model is then as before.
-        RuntimeError: in forward, when a changed module met no softmax.
+        RuntimeError: in forward, when a changed module met no softmax, or met it inside of
+            torch.utils.checkpoint, whose second pass would be softmax.
     """
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("normalizer", normalizer, str),
+        ("per_head", per_head, bool),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+    if not (where is None or callable(where)):
+        raise TypeError(f"where must be a function of a name and a module, got {where!r}")
     where = where or _is_innermost_attention
     picked = {name: module for name, module in model.named_modules() if where(name, module)}
     if not picked:
         raise ValueError(
             f"no attention module in {type(model).__name__}: say by `where` which modules have one"
         )
+    if normalizer == "multimax":
+        settings = {"monotone": True, **settings}
     made = {
         name: Normalizer(normalizer, _heads(name, module, per_head), **settings)
         for name, module in picked.items()
@@ -106,25 +134,91 @@ def _keep(module: nn.Module, inputs: Any, output: Any) -> None:
     """A hook that changes nothing."""
 
 
-class _Answers(TorchFunctionMode):
-    """Answers the calls of torch's softmax by a normalizer, and notes that there were any."""
+# A mode is asked about this function as a whole, and no more about what its body calls. Here is the
+# body alone, for a mode to be asked about its softmax.
+_multi_head_body: Any = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
-    def __init__(self, normalizer: nn.Module) -> None:
+
+class _Answers(TorchFunctionMode):
+    """Answers the calls of torch's softmax by a module's normalizer, and notes if there were any.
+
+    Args:
+        module: has the normalizer.
+        traced: by torch.compile, which then enters this mode on paper only.
+        num_heads: inside of `F.multi_head_attention_forward`, where the scores are (B H, T, S).
+    """
+
+    def __init__(self, module: Any, traced: bool, num_heads: int | None = None) -> None:
         super().__init__()
-        self.normalizer, self.met = normalizer, False
+        self.module, self.traced, self.num_heads, self.met = module, traced, num_heads, False
+        self.trains = torch.is_grad_enabled()
         self.answers: dict[Any, Callable[..., Any]] = {
             torch.softmax: self.softmax,
             torch.special.softmax: self.softmax,
+            torch.ops.aten.softmax: self.softmax,
+            torch.ops.aten.softmax.int: self.softmax,
             Tensor.softmax: self.softmax,
             F.softmax: self.softmax,
             F.scaled_dot_product_attention: self.attention,
             F.multi_head_attention_forward: self.multi_head_attention,
         }
+        if num_heads is not None:
+            self.answers |= {torch.baddbmm: self.scores_and_mask, F.softmax: self.softmax_of_heads}
+
+    # Having its own, it is no mode in which torch.compile may break a graph and go on in another: a
+    # graph that runs while the mode is in force may be asked about its softmax a second time.
+    def __enter__(self) -> _Answers:
+        super().__enter__()
+        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.answers.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        answer = self.answers.get(func)
+        if answer is not None:
+            if not self.traced:
+                self.check_caller()
+            return answer(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and args and isinstance(args[0], Tensor):
+            # The methods that torch wrote in Python it knows as methods only.
+            name = getattr(func, "__name__", "")
+            if getattr(Tensor, name, None) is func:
+                return getattr(args[0], name)(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def checked(self, output: Any) -> Any:
+        if not self.met:
+            raise RuntimeError(
+                f"module {self.module.replaced_at!r} ({type(self.module).__name__}) met no softmax "
+                "of torch in its forward, so that nothing was replaced: leave it out by `where`"
+            )
+        return output
+
+    def check_caller(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            # Something inside of this module's forward is compiled by itself.
+            torch._dynamo.graph_break(msg="the softmax of replace_softmax")
+            return
+        frame = sys._getframe(2) if self.trains else None
+        while frame is not None and frame.f_code is not _Normalized._run.__code__:
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                raise RuntimeError(
+                    f"module {self.module.replaced_at!r} calls softmax inside of "
+                    "torch.utils.checkpoint, whose second pass would not be answered: checkpoint "
+                    "the module as a whole, or leave it out by `where`"
+                )
+            frame = frame.f_back
+
+    def normalized(self, scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+        self.met = True
+        # No other mode is asked either, as that of a module around this one.
+        with torch._C.DisableTorchFunction():
+            return self.module.normalizer(scores, dim, mask)
 
     def softmax(
         self,
@@ -136,16 +230,13 @@ class _Answers(TorchFunctionMode):
     ) -> Tensor:
         if dim is None:
             raise ValueError("softmax without a dim: give the dimension that sums to one")
-        self.met = True
         # torch's three signatures have the dtype in different places.
         dtype = next((place for place in places if isinstance(place, torch.dtype)), dtype)
-        excluded = input <= torch.finfo(input.dtype).min / 2
-        # Not -inf: a learned temperature's gradient would be 0 * inf.
-        scores = input.masked_fill(excluded, 0.0)
-        probs: Tensor = self.normalizer(
-            scores if dtype is None else scores.to(dtype), dim, excluded
-        )
-        return probs.to(dtype or input.dtype)
+        # What torch would give, under autocast too.
+        dtype = torch.softmax(input.new_empty(0), 0, dtype).dtype
+        wide = input.to(torch.promote_types(dtype, torch.float32))
+        scores = wide.clamp(min=LOWEST_SCORE)
+        return self.normalized(scores, dim, wide - scores).to(dtype)
 
     def attention(
         self,
@@ -162,30 +253,59 @@ class _Answers(TorchFunctionMode):
         if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-        boolean = attn_mask is not None and attn_mask.dtype == torch.bool
-        scores = attention_scores(query, key, None if boolean else attn_mask, scale)
-        if attn_mask is not None and boolean:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        normalizer = self.module.normalizer
+        if normalizer.name in ("softmax", "multimax"):
+            self.met = True
+            with torch._C.DisableTorchFunction():
+                return scaled_dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    # At a temperature, softmax is that of what a function makes of the scores.
+                    normalizer="softmax" if normalizer.modulator is None else "multimax",
+                    modulator=normalizer.modulator,
+                    attn_mask=attn_mask,
+                    is_causal=is_causal,
+                    dropout_p=dropout_p,
+                    # torch.jit.trace has made a tensor of what was computed of a shape.
+                    scale=float(scale) if isinstance(scale, Tensor) else scale,
+                )
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = ~mask
         if is_causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(future, -torch.inf)
-        return F.dropout(self.softmax(scores, -1).to(value.dtype), dropout_p) @ value
+            mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
+        probs = self.normalized(attention_scores(query, key, scale), -1, mask)
+        return F.dropout(probs, dropout_p).to(value.dtype) @ value
 
-    def multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
-        num_heads = args[4]
+    def multi_head_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embed_dim_to_check: int,
+        num_heads: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        inside = _Answers(self.module, self.traced, num_heads)
+        with inside:
+            output = _multi_head_body(
+                query, key, value, embed_dim_to_check, num_heads, *args, **kwargs
+            )
+        self.met = self.met or inside.met
+        return output
 
-        def softmax(scores: Tensor, dim: int) -> Tensor:
-            return self.softmax(scores.unflatten(0, (-1, num_heads)), dim).flatten(0, 1)
+    def scores_and_mask(self, mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """In place of their sum, which the body gives to nothing but softmax."""
+        return torch.bmm(query, key), mask
 
-        # A mode is asked about this function as a whole, and no more about what its body calls.
-        names = {"softmax": softmax, "scaled_dot_product_attention": self.attention}
-        function = F.multi_head_attention_forward
-        body = types.FunctionType(
-            function.__code__,
-            {**vars(F), **names, "has_torch_function": lambda tensors: False},
-            argdefs=function.__defaults__,
-        )
-        return body(*args, **kwargs)
+    def softmax_of_heads(self, input: Tensor | tuple[Tensor, Tensor], dim: int, **_: Any) -> Tensor:
+        scores, mask = (input, None) if isinstance(input, Tensor) else input
+        if mask is not None:
+            mask = mask[None] if len(mask) == 1 else mask.unflatten(0, (-1, self.num_heads))
+        probs = self.normalized(scores.unflatten(0, (-1, self.num_heads)), dim, mask)
+        return probs.flatten(0, 1).to(scores.dtype)
 
 
 class _Normalized(nn.Module):
@@ -194,17 +314,24 @@ class _Normalized(nn.Module):
     softmax_class: Any
     normalizer: nn.Module
 
-    # What torch.compile (2.13) makes of this forward gives wrong numbers, without an error.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _Answers(self.normalizer) as answers:
+        if not torch.compiler.is_dynamo_compiling():
+            return self._run_apart(*args, **kwargs)
+        # All of it here: a graph that breaks inside of `with` gives up this function as a whole,
+        # which then runs, and takes the other way.
+        answers = _Answers(self, traced=True)
+        with answers:
             output = super().forward(*args, **kwargs)
-        if not answers.met:
-            raise RuntimeError(
-                f"module {self.replaced_at!r} ({type(self).__name__}) met no softmax of torch in "
-                "its forward, so that nothing was replaced: leave it out by `where`"
-            )
-        return output
+        return answers.checked(output)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        answers = _Answers(self, traced=False)
+        with answers:
+            output = super().forward(*args, **kwargs)
+        return answers.checked(output)
+
+    # While the mode is in force, no graph is to run that has a softmax of the normalizer.
+    _run_apart = torch.compiler.disable(_run)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle and deepcopy find no class that was made on the way.

@@ -1,0 +1,496 @@
+// Attention whose scores are modulated before the softmax, forward and backward.
+#pragma once
+
+#include "modulator.h"
+#include "vectors.h"
+
+struct Tensor4 {  // (batch, heads, length, size), the last dimension dense
+  float* data;
+  int64_t batch, head, row;
+  float* at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
+};
+
+struct Mask {  // (batch, heads, queries, keys), the stride of a dimension of size 1 being 0
+  const void* data;       // null for none
+  int64_t is_float;       // added to the modulated scores; else bool, where true excludes
+  int64_t strides[4];
+};
+
+struct Attention {
+  int64_t batch, heads, queries, keys, size, threads;
+  int64_t columns, table_row;  // of the table, 0 for none; from a head's row to the next
+  float scale, dropout;        // dropout: the probability of dropping
+  uint64_t seed;
+  // Query t of sentence b may attend to keys starts[b, t] <= s < ends[b, t]; null: to all.
+  const int32_t *starts, *ends;
+  const float* table;
+  float* statistics;   // (batch, heads, 2, queries): the largest score, 1 / sum of exp; or null
+  double* grad_table;  // (batch, heads, COLUMNS), or null
+  Mask mask;           // what the windows do not say
+  Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
+
+  template <class Sigma>
+  Sigma sigma(int64_t h) const {
+    return Sigma(table + h * table_row);
+  }
+};
+
+namespace {
+
+constexpr int64_t QUERIES = 64;  // a block; with KEYS rows of it the tiles stay in the L2 cache
+constexpr int64_t KEYS = 512, KEYS_BACKWARD = 64;
+constexpr int64_t FEW_QUERIES = 8;
+
+// Keys s0 <= s < the result go through a product together: never across a multiple of `most`, and
+// in few different numbers, because oneDNN keeps the code that it makes for each size of a product.
+inline int64_t block_end(int64_t s0, int64_t last, int64_t most) {
+  const int64_t end = std::min((s0 / most + 1) * most, last);
+  return end - s0 < 64 ? end : s0 + (end - s0) / 64 * 64;
+}
+
+// Keys or values transposed: blocks of KEYS columns, each (size, pitch), for the same reason.
+struct Columns {
+  int64_t size, pitch;
+  Columns(int64_t keys, int64_t size) : size(size), pitch(padded(keys)) {
+    if (keys <= 64) return;
+    for (pitch = 128; pitch < std::min(keys, KEYS);) pitch *= 2;
+    pitch += LANES;  // rows that are powers of two apart would share cache lines
+  }
+  int64_t floats(int64_t keys) const { return (keys + KEYS - 1) / KEYS * size * pitch; }
+  void fill(const float* in, int64_t row, int64_t keys, float* out) const {
+    for (int64_t s = 0; s < keys; s += KEYS, out += size * pitch) {
+      const int64_t count = std::min(KEYS, keys - s);
+      transpose(in + s * row, row, count, size, out, pitch);
+      for (int64_t d = 0; d < size; d++)
+        std::fill(out + d * pitch + count, out + d * pitch + padded(count), 0.0f);
+    }
+  }
+  const float* at(const float* out, int64_t s) const {
+    return out + s / KEYS * size * pitch + s % KEYS;
+  }
+};
+
+// What the mask says of query t and key s: 0 or -inf, or the float itself.
+inline float mask_at(const Mask& m, int64_t row, int64_t s) {
+  const int64_t i = row + s * m.strides[3];
+  if (m.is_float) return static_cast<const float*>(m.data)[i];
+  return static_cast<const uint8_t*>(m.data)[i] ? -INFINITE : 0;
+}
+inline int64_t mask_row(const Mask& m, int64_t b, int64_t h, int64_t t) {
+  return b * m.strides[0] + h * m.strides[1] + t * m.strides[2];
+}
+
+// The same of queries q0 <= t < q0 + count and keys s0 <= s < s1, as (s1 - s0, QUERIES).
+void mask_tile(
+    const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t count, int64_t s0, int64_t s1,
+    float* out) {
+  std::fill_n(out, (s1 - s0) * QUERIES, 0.0f);
+  for (int64_t q = 0; q < count; q++) {
+    const int64_t row = mask_row(a.mask, b, h, q0 + q);
+    for (int64_t s = s0; s < std::min(s1, a.keys); s++)
+      out[(s - s0) * QUERIES + q] = mask_at(a.mask, row, s);
+  }
+}
+// -inf excludes whatever the score is.
+inline Vec masked(Vec z, Vec mask) { return mask == -INFINITE ? mask : z + mask; }
+
+// The keys that a block of queries may attend to.
+struct Window {
+  alignas(64) int32_t starts[QUERIES], ends[QUERIES];
+  int64_t first, last;            // the union over the queries: first <= s < last
+  int64_t common_first, common_last;  // what all of them may attend to
+};
+
+Window window(const Attention& a, int64_t b, int64_t q0, int64_t count) {
+  Window w;
+  w.first = a.keys, w.last = 0, w.common_first = 0, w.common_last = a.keys;
+  for (int64_t q = 0; q < QUERIES; q++) {
+    const bool real = q < count;
+    const int64_t at = b * a.queries + q0 + q;
+    w.starts[q] = real && a.starts ? a.starts[at] : 0;
+    w.ends[q] = !real ? 0 : a.ends ? a.ends[at] : a.keys;
+    if (!real) continue;
+    if (w.starts[q] < w.ends[q]) {
+      w.first = std::min<int64_t>(w.first, w.starts[q]);
+      w.last = std::max<int64_t>(w.last, w.ends[q]);
+    }
+    w.common_first = std::max<int64_t>(w.common_first, w.starts[q]);
+    w.common_last = std::min<int64_t>(w.common_last, w.ends[q]);
+  }
+  // Nothing to read of the columns that only fill the block.
+  if (count % LANES) w.common_last = 0;
+  w.first = std::min(w.first, w.last);
+  return w;
+}
+
+// All ones where query q + lane may attend to key s.
+inline IntVec may_attend(const Window& w, int64_t q, int64_t s) {
+  const int32_t key = s;
+  return (load(w.starts + q) <= key) & (load(w.ends + q) > key);
+}
+
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// 1 / (1 - dropout) where an attention probability is kept, else 0: a hash of where it stands.
+struct Dropout {
+  float factor;
+  uint32_t threshold;
+  uint64_t seed;
+  Dropout(const Attention& a, int64_t bh)
+      : factor(1 / (1 - a.dropout)),
+        threshold(static_cast<uint32_t>(a.dropout * 4294967296.0)),
+        seed(mix(a.seed + 0x9e3779b97f4a7c15u * (bh + 1))) {}
+  uint32_t key(int64_t s) const { return static_cast<uint32_t>(mix(seed + s)); }
+  Vec keep(uint32_t key, int64_t q) const {
+    UintVec x;
+    for (int64_t i = 0; i < LANES; i++) x[i] = static_cast<uint32_t>(q + i);
+    x = x * 0x9e3779b9u ^ key;
+    x = (x ^ (x >> 16)) * 0x85ebca6bu;
+    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+    x = x ^ (x >> 16);
+    return x >= threshold ? all(factor) : Vec{};
+  }
+};
+
+template <class Sigma, bool MASKED>
+void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
+  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
+  const Sigma sigma = a.sigma<Sigma>(h);
+  const Dropout dropout(a, bh);
+  const Columns columns(keys, size);
+  float* key = scratch;                            // (keys, size)
+  float* value = key + keys * size;                // its columns
+  float* query = value + columns.floats(keys);     // (size, QUERIES), scaled
+  float* output = query + size * QUERIES;          // (size, QUERIES)
+  float* scores = output + size * QUERIES;         // (KEYS, QUERIES)
+  float* mask = scores + KEYS * QUERIES;           // (KEYS, QUERIES), if there is a mask
+  std::fill(key, value, 0.0f);
+  copy(a.key.at(b, h), a.key.row, a.keys, size, key);
+  columns.fill(a.value.at(b, h), a.value.row, a.keys, value);
+
+  for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
+    const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
+    const Window w = window(a, b, q0, count);
+    std::fill(query, query + size * QUERIES, 0.0f);
+    transpose(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, QUERIES,
+              a.scale);
+    std::fill(output, output + size * QUERIES, 0.0f);
+    alignas(64) float top[QUERIES], sum[QUERIES], shrink[QUERIES];
+    std::fill(top, top + QUERIES, -INFINITE);
+    std::fill(sum, sum + QUERIES, 0.0f);
+    const int64_t first = w.first / LANES * LANES;
+    for (int64_t s0 = first, s1; s0 < w.last; s0 = s1) {
+      s1 = block_end(s0, padded(w.last), KEYS);
+      const int64_t rows = s1 - s0;
+      product(rows, width, size, key + s0 * size, size, query, QUERIES, scores, QUERIES, false);
+      if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
+      for (int64_t q = 0; q < width; q += LANES) {
+        Vec most = load(top + q);
+        for (int64_t s = s0; s < s1; s++) {
+          float* at = scores + (s - s0) * QUERIES + q;
+          Vec z = sigma.value(load(at));
+          if (MASKED) z = masked(z, load(mask + (at - scores)));
+          if (s < w.common_first || s >= w.common_last)
+            z = may_attend(w, q, s) ? z : all(-INFINITE);
+          store(at, z);
+          most = larger(most, z);
+        }
+        const Vec old = load(top + q);
+        store(top + q, most);
+        // Nothing to attend to so far: any finite number keeps exp(-inf - it) at 0.
+        most = most == -INFINITE ? Vec{} : most;
+        Vec parts[4] = {};  // shorter sums, which round less
+        for (int64_t s = s0; s < s1; s++) {
+          float* at = scores + (s - s0) * QUERIES + q;
+          const Vec p = exponential(load(at) - most);
+          parts[s % 4] += p;
+          store(at, a.dropout > 0 ? p * dropout.keep(dropout.key(s), q0 + q) : p);
+        }
+        const Vec factor = exponential(old - most);
+        store(shrink + q, factor);
+        store(sum + q, load(sum + q) * factor + (parts[0] + parts[1]) + (parts[2] + parts[3]));
+      }
+      if (s0 > first)
+        for (int64_t d = 0; d < size; d++)
+          for (int64_t q = 0; q < width; q += LANES) {
+            float* at = output + d * QUERIES + q;
+            store(at, load(at) * load(shrink + q));
+          }
+      product(size, width, rows, columns.at(value, s0), columns.pitch, scores, QUERIES, output,
+              QUERIES, true);
+    }
+    float inverse[QUERIES];
+    for (int64_t q = 0; q < count; q++) {
+      inverse[q] = sum[q] > 0 ? 1 / sum[q] : 0;
+      if (!a.statistics) continue;
+      // A query that may attend to nothing has the inverse 0, and a finite top.
+      float* kept = a.statistics + 2 * bh * a.queries + q0 + q;
+      kept[0] = sum[q] > 0 ? top[q] : 0, kept[a.queries] = inverse[q];
+    }
+    float* out = a.output.at(b, h) + q0 * a.output.row;
+    transpose(output, QUERIES, size, count, out, a.output.row);
+    for (int64_t q = 0; q < count; q++)
+      for (int64_t d = 0; d < size; d++) out[q * a.output.row + d] *= inverse[q];
+  }
+}
+
+int64_t forward_scratch(const Attention& a) {
+  const int64_t keys = padded(a.keys), tiles = a.mask.data ? 2 : 1;
+  return keys * a.size + Columns(keys, a.size).floats(keys) + 2 * a.size * QUERIES +
+         tiles * KEYS * QUERIES;
+}
+
+// Decoding: too few queries to fill a tile. Keys are read where they are.
+template <class Sigma>
+void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
+  const int64_t size = a.size, length = padded(a.keys);
+  const Sigma sigma = a.sigma<Sigma>(h);
+  for (int64_t t = 0; t < a.queries; t++) {
+    const int64_t at = b * a.queries + t;
+    const int64_t first = a.starts ? a.starts[at] : 0, last = a.ends ? a.ends[at] : a.keys;
+    const float* query = a.query.at(b, h) + t * a.query.row;
+    const float* key = a.key.at(b, h);
+    const float* value = a.value.at(b, h);
+    float* out = a.output.at(b, h) + t * a.output.row;
+    std::fill(scratch, scratch + length, -INFINITE);
+    for (int64_t s = first; s < last; s++) {
+      Vec sum{};
+      for (int64_t d = 0; d < size; d += LANES)
+        sum += load(query + d) * load(key + s * a.key.row + d);
+      float score = 0;
+      for (int i = 0; i < LANES; i++) score += sum[i];
+      scratch[s] = a.scale * score;
+    }
+    Vec most = all(-INFINITE);
+    for (int64_t s = 0; s < length; s += LANES) {
+      const Vec x = load(scratch + s);
+      const Vec z = x == -INFINITE ? x : sigma.value(x);
+      store(scratch + s, z);
+      most = larger(most, z);
+    }
+    float top = -INFINITE;
+    if (a.mask.data) {
+      const int64_t row = mask_row(a.mask, b, h, t);
+      for (int64_t s = first; s < last; s++) {
+        const float mask = mask_at(a.mask, row, s);
+        scratch[s] = mask == -INFINITE ? mask : scratch[s] + mask;
+        top = std::max(top, scratch[s]);
+      }
+    } else {
+      for (int i = 0; i < LANES; i++) top = std::max(top, most[i]);
+    }
+    Vec sums{};
+    for (int64_t s = 0; s < length; s += LANES) {
+      const Vec p = exponential(load(scratch + s) - (top == -INFINITE ? 0 : top));
+      store(scratch + s, p);
+      sums += p;
+    }
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    const float inverse = sum > 0 ? 1 / sum : 0;
+    for (int64_t d = 0; d < size; d += LANES) {
+      Vec result{};
+      for (int64_t s = first; s < last; s++)
+        result += scratch[s] * load(value + s * a.value.row + d);
+      store(out + d, result * inverse);
+    }
+  }
+}
+
+template <class Sigma, bool MASKED>
+void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
+  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
+  const Sigma sigma = a.sigma<Sigma>(h);
+  const Dropout dropout(a, bh);
+  const Columns columns(keys, size);
+  float* key = scratch;                            // (keys, size)
+  float* key_t = key + keys * size;                // its columns
+  float* value = key_t + columns.floats(keys);     // (keys, size)
+  float* grad_key = value + keys * size;       // (keys, size)
+  float* grad_value = grad_key + keys * size;  // (keys, size)
+  float* query = grad_value + keys * size;     // (QUERIES, size), scaled
+  float* query_t = query + size * QUERIES;     // (size, QUERIES)
+  float* grad_output = query_t + size * QUERIES;            // (QUERIES, size)
+  float* grad_output_t = grad_output + size * QUERIES;      // (size, QUERIES)
+  float* grad_query_t = grad_output_t + size * QUERIES;     // (size, QUERIES)
+  float* scores = grad_query_t + size * QUERIES;            // (keys, QUERIES), then their gradients
+  float* probs = scores + keys * QUERIES;                   // (keys, QUERIES)
+  float* grad_probs = probs + keys * QUERIES;               // (keys, QUERIES)
+  float* mask = grad_probs + keys * QUERIES;  // (KEYS_BACKWARD, QUERIES), if there is a mask
+  std::fill(key, key_t, 0.0f);
+  std::fill(value, query, 0.0f);
+  copy(a.key.at(b, h), a.key.row, a.keys, size, key);
+  columns.fill(a.key.at(b, h), a.key.row, a.keys, key_t);
+  copy(a.value.at(b, h), a.value.row, a.keys, size, value);
+
+  for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
+    const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
+    const Window w = window(a, b, q0, count);
+    const int64_t first = w.first / LANES * LANES, last = padded(w.last);
+    std::fill(query, scores, 0.0f);
+    const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
+    copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, a.scale);
+    transpose(query, size, count, size, query_t, QUERIES);
+    copy(grads, a.grad_output.row, count, size, grad_output);
+    transpose(grads, a.grad_output.row, count, size, grad_output_t, QUERIES);
+    alignas(64) float tops[QUERIES] = {}, inverses[QUERIES] = {}, means[QUERIES] = {};
+    const float* statistics = a.statistics + 2 * bh * a.queries + q0;
+    std::copy_n(statistics, count, tops);
+    std::copy_n(statistics + a.queries, count, inverses);
+
+    // The probabilities, and the mean of their gradients: formed of the very numbers that it is
+    // subtracted from, because what is left of them has to sum to zero. The product of the output
+    // and its gradient is the same, but for the rounding of the output.
+    for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
+      s1 = block_end(s0, last, KEYS_BACKWARD);
+      const int64_t rows = s1 - s0;
+      product(rows, width, size, key + s0 * size, size, query_t, QUERIES, scores + s0 * QUERIES,
+              QUERIES, false);
+      product(rows, width, size, value + s0 * size, size, grad_output_t, QUERIES,
+              grad_probs + s0 * QUERIES, QUERIES, false);
+      if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
+      for (int64_t q = 0; q < width; q += LANES) {
+        const Vec top = load(tops + q), inverse = load(inverses + q);
+        Vec mean{};
+        for (int64_t s = s0; s < s1; s++) {
+          const int64_t at = s * QUERIES + q;
+          Vec z = sigma.value(load(scores + at));
+          if (MASKED) z = masked(z, load(mask + (s - s0) * QUERIES + q));
+          Vec p = exponential(z - top) * inverse;
+          if (s < w.common_first || s >= w.common_last) p = may_attend(w, q, s) ? p : Vec{};
+          if (a.dropout > 0)
+            store(grad_probs + at,
+                  load(grad_probs + at) * dropout.keep(dropout.key(s), q0 + q));
+          mean += p * load(grad_probs + at);
+          store(probs + at, p);
+        }
+        store(means + q, load(means + q) + mean);
+      }
+    }
+    for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
+      s1 = block_end(s0, last, KEYS_BACKWARD);
+      const int64_t rows = s1 - s0;
+      Sums sums;
+      for (int64_t q = 0; q < width; q += LANES) {
+        const Vec mean = load(means + q);
+        for (int64_t s = s0; s < s1; s++) {
+          const int64_t at = s * QUERIES + q;
+          const Vec p = load(probs + at), grad = p * (load(grad_probs + at) - mean);
+          store(scores + at, sigma.backward(load(scores + at), grad, sums));
+          if (a.dropout > 0) store(probs + at, p * dropout.keep(dropout.key(s), q0 + q));
+        }
+      }
+      if (a.grad_table) sigma.add(sums, a.grad_table + bh * COLUMNS);
+      product(rows, size, width, probs + s0 * QUERIES, QUERIES, grad_output, size,
+              grad_value + s0 * size, size, true);
+      product(rows, size, width, scores + s0 * QUERIES, QUERIES, query, size,
+              grad_key + s0 * size, size, true);
+      product(size, width, rows, columns.at(key_t, s0), columns.pitch, scores + s0 * QUERIES,
+              QUERIES, grad_query_t, QUERIES, true);
+    }
+    transpose(grad_query_t, QUERIES, size, count, a.grad_query.at(b, h) + q0 * a.grad_query.row,
+              a.grad_query.row, a.scale);
+  }
+  for (int64_t s = 0; s < a.keys; s++) {
+    std::copy_n(grad_key + s * size, size, a.grad_key.at(b, h) + s * a.grad_key.row);
+    std::copy_n(grad_value + s * size, size, a.grad_value.at(b, h) + s * a.grad_value.row);
+  }
+}
+
+int64_t backward_scratch(const Attention& a) {
+  const int64_t keys = padded(a.keys), tile = a.mask.data ? KEYS_BACKWARD * QUERIES : 0;
+  return keys * (4 * a.size + 3 * QUERIES) + Columns(keys, a.size).floats(keys) +
+         5 * a.size * QUERIES + tile;
+}
+
+template <class Head>
+void every_head(const Attention& a, int64_t scratch_size, Head head) {
+  const int64_t heads = a.batch * a.heads, threads = std::min(a.threads, heads);
+  // Not in the threads, where running out of memory would end the process.
+  const Buffer scratch(threads * padded(scratch_size));
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t i = 0; i < threads; i++) {
+    for (int64_t j = heads * i / threads; j < heads * (i + 1) / threads; j++)
+      head(a, j / a.heads, j % a.heads, scratch + i * padded(scratch_size));
+    end_products();
+  }
+}
+
+
+}  // namespace
+
+extern "C" int attention_forward(const Attention* attention) {
+  const Attention& a = *attention;
+  // The backward pass wants statistics of the very scores that it forms.
+  const bool few = a.queries <= FEW_QUERIES && a.size % LANES == 0 && a.dropout == 0;
+  return guarded([&] {
+    with_modulator(a.columns, [&](auto* kind) {
+      using Sigma = std::remove_pointer_t<decltype(kind)>;
+      if (few && !a.statistics)
+        every_head(a, padded(a.keys), forward_few<Sigma>);
+      else
+        every_head(a, forward_scratch(a),
+                   a.mask.data ? forward_head<Sigma, true> : forward_head<Sigma, false>);
+    });
+  });
+}
+
+extern "C" int attention_backward(const Attention* attention) {
+  const Attention& a = *attention;
+  return guarded([&] {
+    with_modulator(a.columns, [&](auto* kind) {
+      using Sigma = std::remove_pointer_t<decltype(kind)>;
+      every_head(a, backward_scratch(a),
+                 a.mask.data ? backward_head<Sigma, true> : backward_head<Sigma, false>);
+    });
+  });
+}
+
+namespace {
+
+// The keys that a row of a mask allows, start <= s < end; false if they are not in a row, or if a
+// float both allows and is not 0.
+bool read_row(
+    const Mask& mask, int64_t row, int64_t keys, uint8_t* allowed, int32_t* start, int32_t* end) {
+  bool odd = false;
+  for (int64_t s = 0; s < keys; s++) {
+    const float x = mask_at(mask, row, s);
+    allowed[s] = x != -INFINITE;
+    odd |= allowed[s] && x != 0;
+  }
+  const uint8_t* stop = allowed + keys;
+  const uint8_t* first = std::find(allowed, const_cast<uint8_t*>(stop), 1);
+  const uint8_t* last = std::find(first, stop, 0);
+  *start = first - allowed, *end = first == stop ? *start : last - allowed;
+  return !odd && std::find(last, stop, 1) == stop;
+}
+
+}  // namespace
+
+// Narrows the window of keys of each query, starts and ends (batch, queries), to what a mask that is
+// the same for all heads allows. Returns 0, the windows as they were, where it is not a window for
+// each query.
+extern "C" int narrow_windows(
+    const Mask* mask, int64_t batch, int64_t queries, int64_t keys, int32_t* starts,
+    int32_t* ends) {
+  const Mask& m = *mask;
+  const int64_t rows = m.strides[2] ? queries : 1, sentences = m.strides[0] ? batch : 1;
+  std::vector<uint8_t> allowed(keys);
+  std::vector<int32_t> found(2 * rows * sentences);
+  for (int64_t i = 0; i < rows * sentences; i++)
+    if (!read_row(m, mask_row(m, i / rows, 0, i % rows), keys, allowed.data(), &found[2 * i],
+                  &found[2 * i + 1]))
+      return 0;
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t t = 0; t < queries; t++) {
+      const int32_t* row = &found[2 * ((sentences > 1 ? b : 0) * rows + (rows > 1 ? t : 0))];
+      int32_t& start = starts[b * queries + t];
+      int32_t& end = ends[b * queries + t];
+      start = std::max(start, row[0]), end = std::max(start, std::min(end, row[1]));
+    }
+  return 1;
+}

@@ -1,0 +1,161 @@
+// The modulator: sigma, its derivatives, and the kernel for it alone.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// The columns of a parameter table. The last four are a monotone modulator's alone: below LOW_TURN
+// it is x + LOW_OFFSET, above HIGH_TURN it is HIGH_LEVEL.
+enum {
+  LOW_C1, LOW_C2, LOW_T1, LOW_T2, HIGH_C1, HIGH_C2, HIGH_T1, HIGH_T2,
+  LOW_TURN, HIGH_TURN, LOW_OFFSET, HIGH_LEVEL, COLUMNS
+};
+constexpr int64_t PLAIN_COLUMNS = LOW_TURN;
+
+// What the gradients of the parameters are formed from: sums of the incoming gradient times
+// (is below, distance, distance^2), for each threshold where it is needed.
+struct Sums {
+  Vec low_is{}, low_1{}, low_2{}, low_22{}, high_is{}, high_1{}, high_2{}, high_22{};
+  Vec below_turn{}, above_turn{};
+};
+
+struct NoModulator {
+  explicit NoModulator(const float*) {}
+  Vec value(Vec x) const { return x; }
+  Vec backward(Vec, Vec grad, Sums&) const { return grad; }
+  void add(const Sums&, double*) const {}
+};
+
+struct Modulator {
+  float p[PLAIN_COLUMNS];
+  explicit Modulator(const float* table) { std::copy(table, table + PLAIN_COLUMNS, p); }
+
+  Vec value(Vec x) const {
+    const Vec low_1 = distance(p[LOW_T1] - x), low_2 = distance(p[LOW_T2] - x);
+    const Vec high_1 = distance(x - p[HIGH_T1]), high_2 = distance(x - p[HIGH_T2]);
+    return x + p[LOW_C1] * low_1 + p[LOW_C2] * low_2 * low_2 + p[HIGH_C1] * high_1 +
+           p[HIGH_C2] * high_2 * high_2;
+  }
+
+  // The gradient by x, given that by value(x); the parameters' share is added to sums.
+  Vec backward(Vec x, Vec grad, Sums& sums) const {
+    const Vec low_1 = distance(p[LOW_T1] - x), low_2 = distance(p[LOW_T2] - x);
+    const Vec high_1 = distance(x - p[HIGH_T1]), high_2 = distance(x - p[HIGH_T2]);
+    const Vec low_is = low_1 > Vec{} ? grad : Vec{}, high_is = high_1 > Vec{} ? grad : Vec{};
+    const Vec low_g = grad * low_2, high_g = grad * high_2;
+    sums.low_is += low_is;
+    sums.low_1 += grad * low_1;
+    sums.low_2 += low_g;
+    sums.low_22 += low_g * low_2;
+    sums.high_is += high_is;
+    sums.high_1 += grad * high_1;
+    sums.high_2 += high_g;
+    sums.high_22 += high_g * high_2;
+    return grad - p[LOW_C1] * low_is - 2 * p[LOW_C2] * low_g + p[HIGH_C1] * high_is +
+           2 * p[HIGH_C2] * high_g;
+  }
+
+  void add(const Sums& s, double* out) const {
+    out[LOW_C1] += total(s.low_1);
+    out[LOW_C2] += total(s.low_22);
+    out[LOW_T1] += p[LOW_C1] * total(s.low_is);
+    out[LOW_T2] += 2 * p[LOW_C2] * total(s.low_2);
+    out[HIGH_C1] += total(s.high_1);
+    out[HIGH_C2] += total(s.high_22);
+    out[HIGH_T1] -= p[HIGH_C1] * total(s.high_is);
+    out[HIGH_T2] -= 2 * p[HIGH_C2] * total(s.high_2);
+  }
+};
+
+struct MonotoneModulator {
+  Modulator inside;
+  float low_turn, high_turn, low_offset, high_level;
+  explicit MonotoneModulator(const float* table)
+      : inside(table),
+        low_turn(table[LOW_TURN]),
+        high_turn(table[HIGH_TURN]),
+        low_offset(table[LOW_OFFSET]),
+        high_level(table[HIGH_LEVEL]) {}
+
+  IntVec is_below(Vec x) const { return x < all(low_turn); }
+  // A score of inf stays what it is, so that an overflow is not hidden.
+  IntVec is_above(Vec x) const { return (x > all(high_turn)) & (x < all(INFINITE)); }
+
+  Vec value(Vec x) const {
+    const Vec z = is_below(x) ? x + low_offset : inside.value(x);
+    return is_above(x) ? all(high_level) : z;
+  }
+
+  Vec backward(Vec x, Vec grad, Sums& sums) const {
+    const Vec below = is_below(x) ? grad : Vec{}, above = is_above(x) ? grad : Vec{};
+    sums.below_turn += below;
+    sums.above_turn += above;
+    return inside.backward(x, (is_below(x) | is_above(x)) ? Vec{} : grad, sums) + below;
+  }
+
+  void add(const Sums& s, double* out) const {
+    inside.add(s, out);
+    out[LOW_OFFSET] += total(s.below_turn);
+    out[HIGH_LEVEL] += total(s.above_turn);
+  }
+};
+
+// Calls a function of a modulator's type, for a table of these many columns: 0 where there is none.
+template <class Function>
+void with_modulator(int64_t columns, Function function) {
+  if (columns == COLUMNS)
+    function(static_cast<MonotoneModulator*>(nullptr));
+  else if (columns)
+    function(static_cast<Modulator*>(nullptr));
+  else
+    function(static_cast<NoModulator*>(nullptr));
+}
+
+}  // namespace
+
+struct Modulation {
+  int64_t count, inner, heads, threads;  // scores, dense; inner of them a head, in turn
+  int64_t columns;
+  const float* table;                    // (heads, columns)
+  const float *scores, *grad;            // grad is null for the values
+  float* out;                            // the modulated scores, or the gradient by scores
+  double* grad_table;                    // (count / inner rounded up, COLUMNS)
+};
+
+namespace {
+
+template <class Sigma>
+void modulate(const Modulation& m) {
+  const int64_t pieces = (m.count + m.inner - 1) / m.inner;
+#pragma omp parallel for num_threads(std::min(m.threads, pieces)) schedule(static)
+  for (int64_t i = 0; i < pieces; i++) {
+    const Sigma sigma(m.table + i % m.heads * m.columns);
+    double grads[COLUMNS] = {};
+    constexpr int64_t BLOCK = 64 * LANES;
+    const int64_t end = std::min((i + 1) * m.inner, m.count);
+    for (int64_t j0 = i * m.inner; j0 < end; j0 += BLOCK) {
+      const int64_t j1 = std::min(j0 + BLOCK, end);
+      Sums sums;
+      for (int64_t j = j0; j < j1; j += LANES) {
+        const int64_t bytes = std::min(LANES, j1 - j) * 4;
+        Vec x{}, grad{};
+        std::memcpy(&x, m.scores + j, bytes);
+        if (m.grad) std::memcpy(&grad, m.grad + j, bytes);
+        const Vec out = m.grad ? sigma.backward(x, grad, sums) : sigma.value(x);
+        std::memcpy(m.out + j, &out, bytes);
+      }
+      if (m.grad) sigma.add(sums, grads);
+    }
+    if (m.grad) std::copy_n(grads, COLUMNS, m.grad_table + i * COLUMNS);
+  }
+}
+
+}  // namespace
+
+extern "C" int modulation(const Modulation* modulation) {
+  with_modulator(modulation->columns, [&](auto* kind) {
+    modulate<std::remove_pointer_t<decltype(kind)>>(*modulation);
+  });
+  return 1;
+}

@@ -1,0 +1,276 @@
+// The output layer: its loss with all gradients, and its scores to decode with.
+#pragma once
+
+#include "modulator.h"
+#include "vectors.h"
+
+struct OutputLoss {
+  int64_t tokens, classes, size, chunk, threads, columns, ignore_index;
+  // The gradient by z[k] is factors[token] * (p[k] - share - hit * [k is target]).
+  float share, hit;
+  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
+  const float* table;                     // (columns), or null where they are 0
+  const int64_t* target;                  // (tokens)
+  const float* factors;                   // (tokens); null for no gradients
+  double *nll, *smooth;  // (tokens): log sum exp z - z[target], and sum_k (log sum exp z - z[k])
+  float *grad_features, *grad_weight, *grad_bias;  // each may be null
+  double* grad_table;                              // (COLUMNS)
+};
+
+namespace {
+
+constexpr int64_t CLASSES = 128, TOKENS = 64;  // a tile
+
+// What a chunk of tokens needs to know of itself, and what the threads find out about it.
+struct Chunk {
+  int64_t count, width;
+  const int64_t* rows;             // which tokens
+  Buffer features, features_t;     // (width, size), (size, width)
+  Buffer logits;                   // (classes, width), not modulated
+  Buffer tops, inverses, factors;  // (width)
+};
+
+// The statistics of a column of modulated logits, relative to their largest.
+struct Column {
+  float top = -INFINITE;
+  double sum = 0, sum_z = 0, target_z = 0;
+  void join(float other_top, double other_sum) {
+    if (other_top > top) std::swap(top, other_top), std::swap(sum, other_sum);
+    // -inf - -inf is NaN where there is nothing yet; a NaN among the logits has to stay one.
+    if (other_sum != 0) sum += other_sum * std::exp(double(other_top) - top);
+  }
+};
+
+template <class Sigma>
+void tile_statistics(const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, Column* columns) {
+  const Sigma sigma(a.table);
+  float* logits = c.logits + v0 * c.width;
+  product(rows, c.width, a.size, a.weight + v0 * a.size, a.size, c.features_t, c.width, logits,
+          c.width, false);
+  for (int64_t q = 0; q < c.width; q += LANES) {
+    Vec most = all(-INFINITE), sum_z{};
+    for (int64_t v = 0; v < rows; v++) {
+      float* at = logits + v * c.width + q;
+      if (a.bias) store(at, load(at) + a.bias[v0 + v]);
+      const Vec z = sigma.value(load(at));
+      most = larger(most, z);
+      sum_z += z;
+    }
+    Vec sum{};
+    // Where all classes of a tile are -inf, any finite number keeps their exp at 0.
+    const Vec base = most == -INFINITE ? Vec{} : most;
+    for (int64_t v = 0; v < rows; v++)
+      sum += exponential(sigma.value(load(logits + v * c.width + q)) - base);
+    for (int64_t i = 0; i < LANES; i++) {
+      columns[q + i].join(most[i], sum[i]);
+      columns[q + i].sum_z += sum_z[i];
+    }
+  }
+  for (int64_t q = 0; q < c.count; q++) {
+    const int64_t v = a.target[c.rows[q]] - v0;
+    if (v >= 0 && v < rows) columns[q].target_z = sigma.value(all(logits[v * c.width + q]))[0];
+  }
+}
+
+// Turns a tile of logits into the gradients by them, and adds what the tile gives to the others.
+template <class Sigma>
+void tile_gradients(
+    const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, bool first, float* scratch,
+    float* grad_features, double* grad_table) {
+  const Sigma sigma(a.table);
+  float* logits = c.logits + v0 * c.width;
+  Sums sums;
+  float* transposed = scratch;                      // (width, CLASSES)
+  float* at_target = scratch + c.width * CLASSES;  // (width)
+  for (int64_t q = 0; q < c.count; q++) {
+    const int64_t v = a.target[c.rows[q]] - v0;
+    if (v >= 0 && v < rows) at_target[q] = logits[v * c.width + q];
+  }
+  for (int64_t q = 0; q < c.width; q += LANES) {
+    const Vec top = load(c.tops + q), inverse = load(c.inverses + q), factor = load(c.factors + q);
+    for (int64_t v = 0; v < rows; v++) {
+      float* at = logits + v * c.width + q;
+      const Vec x = load(at);
+      const Vec p = exponential(sigma.value(x) - top) * inverse;
+      store(at, sigma.backward(x, factor * (p - a.share), sums));
+    }
+  }
+  for (int64_t q = 0; q < c.count; q++) {
+    const int64_t v = a.target[c.rows[q]] - v0;
+    if (v < 0 || v >= rows) continue;
+    Vec grad{};
+    grad[0] = -a.hit * c.factors[q];
+    logits[v * c.width + q] += sigma.backward(all(at_target[q]), grad, sums)[0];
+  }
+  sigma.add(sums, grad_table);
+  if (a.grad_bias)
+    for (int64_t v = 0; v < rows; v++) {
+      Vec sum{};
+      for (int64_t q = 0; q < c.width; q += LANES) sum += load(logits + v * c.width + q);
+      a.grad_bias[v0 + v] = (first ? 0 : a.grad_bias[v0 + v]) + total(sum);
+    }
+  if (a.grad_weight)
+    product(rows, a.size, c.width, logits, c.width, c.features, a.size,
+            a.grad_weight + v0 * a.size, a.size, !first);
+  if (grad_features) {
+    transpose(logits, c.width, rows, c.width, transposed, CLASSES);
+    product(c.width, a.size, rows, transposed, CLASSES, a.weight + v0 * a.size, a.size,
+            grad_features, a.size, true);
+  }
+}
+
+template <class Sigma>
+void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
+  const int64_t tiles = (a.classes + CLASSES - 1) / CLASSES;
+  const int64_t threads = std::min(a.threads, tiles);
+  std::fill(c.features + 0, c.features + c.width * a.size, 0.0f);
+  for (int64_t q = 0; q < c.count; q++)
+    std::copy_n(a.features + c.rows[q] * a.size, a.size, c.features + q * a.size);
+  transpose(c.features, a.size, c.width, a.size, c.features_t, c.width);
+
+  std::vector<Column> columns(threads * c.width);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t i = 0; i < threads; i++) {
+    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
+      tile_statistics<Sigma>(a, c, t * CLASSES, std::min(CLASSES, a.classes - t * CLASSES),
+                             &columns[i * c.width]);
+    end_products();
+  }
+  for (int64_t q = 0; q < c.width; q++) {
+    Column all = columns[q];
+    for (int64_t i = 1; i < threads; i++) {
+      const Column& part = columns[i * c.width + q];
+      all.join(part.top, part.sum);
+      all.sum_z += part.sum_z, all.target_z += part.target_z;
+    }
+    c.tops[q] = all.top, c.inverses[q] = 1 / all.sum, c.factors[q] = 0;
+    if (q >= c.count) continue;
+    const double log_total = all.top + std::log(all.sum);
+    a.nll[c.rows[q]] = log_total - all.target_z;
+    a.smooth[c.rows[q]] = a.classes * log_total - all.sum_z;
+    if (a.factors) c.factors[q] = a.factors[c.rows[q]];
+  }
+  if (!a.factors) return;
+
+  const int64_t features = a.grad_features ? c.width * a.size : 0;
+  const Buffer grad_features(threads * features);
+  std::fill(grad_features + 0, grad_features + threads * features, 0.0f);
+  std::vector<double> grad_tables(threads * COLUMNS);
+  const int64_t scratch_size = c.width * (CLASSES + 1);
+  const Buffer scratch(threads * scratch_size);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t i = 0; i < threads; i++) {
+    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
+      tile_gradients<Sigma>(a, c, t * CLASSES, std::min(CLASSES, a.classes - t * CLASSES), first,
+                            scratch + i * scratch_size, features ? grad_features + i * features : nullptr,
+                            &grad_tables[i * COLUMNS]);
+    end_products();
+  }
+  for (int64_t i = 0; i < threads; i++) {
+    for (int j = 0; j < COLUMNS; j++) a.grad_table[j] += grad_tables[i * COLUMNS + j];
+    for (int64_t q = 0; features && q < c.count; q++) {
+      float* out = a.grad_features + c.rows[q] * a.size;
+      const float* part = grad_features + i * features + q * a.size;
+      for (int64_t d = 0; d < a.size; d++) out[d] = (i ? out[d] : 0) + part[d];
+    }
+  }
+}
+
+}  // namespace
+
+namespace {
+
+// `rows` are the tokens that count.
+template <class Sigma>
+void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
+  const int64_t tokens = rows.size();
+  if (!tokens) {
+    if (a.grad_weight) std::fill_n(a.grad_weight, a.classes * a.size, 0.0f);
+    if (a.grad_bias) std::fill_n(a.grad_bias, a.classes, 0.0f);
+    return;
+  }
+  const int64_t most = padded(std::min(a.chunk, tokens));
+  Chunk c{0, 0, nullptr, Buffer(most * a.size), Buffer(most * a.size), Buffer(most * a.classes),
+          Buffer(most), Buffer(most), Buffer(most)};
+  for (int64_t n = 0; n < tokens; n += a.chunk) {
+    c.count = std::min(a.chunk, tokens - n), c.width = padded(c.count), c.rows = &rows[n];
+    output_loss_chunk<Sigma>(a, c, n == 0);
+  }
+}
+
+}  // namespace
+
+// Returns 1; 0 if it ran out of memory; -1 - n if the target n, the first such, is no class.
+extern "C" int output_loss(const OutputLoss* loss) {
+  const OutputLoss& a = *loss;
+  for (int64_t n = 0; n < a.tokens; n++)
+    if (a.target[n] != a.ignore_index && (a.target[n] < 0 || a.target[n] >= a.classes))
+      return static_cast<int>(-1 - n);
+  return guarded([&] {
+    std::vector<int64_t> rows;
+    for (int64_t n = 0; n < a.tokens; n++) {
+      if (a.target[n] != a.ignore_index) {
+        rows.push_back(n);
+        continue;
+      }
+      a.nll[n] = a.smooth[n] = 0;
+      if (a.grad_features) std::fill_n(a.grad_features + n * a.size, a.size, 0.0f);
+    }
+    with_modulator(a.columns, [&](auto* kind) {
+      output_loss_rows<std::remove_pointer_t<decltype(kind)>>(a, rows);
+    });
+  });
+}
+
+struct Projection {
+  int64_t tokens, classes, size, threads, columns;
+  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
+  const float* table;                     // (columns), or null where they are 0
+  float* out;                             // (tokens, classes), modulated
+};
+
+namespace {
+
+template <class Sigma>
+void project(const Projection& a) {
+  const Sigma sigma(a.table);
+  const int64_t tiles = (a.classes + CLASSES - 1) / CLASSES;
+  const int64_t threads = std::min(a.threads, tiles);
+  const Buffer weights(threads * a.size * CLASSES);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t i = 0; i < threads; i++) {
+    float* weight = weights + i * a.size * CLASSES;
+    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++) {
+      const int64_t v0 = t * CLASSES, count = std::min(CLASSES, a.classes - v0);
+      transpose(a.weight + v0 * a.size, a.size, count, a.size, weight, CLASSES);
+      for (int64_t n = 0; n < a.tokens; n += TOKENS) {
+        const int64_t rows = std::min(TOKENS, a.tokens - n);
+        float* out = a.out + n * a.classes + v0;
+        product(rows, count, a.size, a.features + n * a.size, a.size, weight, CLASSES, out,
+                a.classes, false);
+        if (!a.bias && !a.table) continue;
+        for (int64_t r = 0; r < rows; r++)
+          for (int64_t v = 0; v < count; v += LANES) {
+            const int64_t bytes = std::min(LANES, count - v) * 4;
+            float* at = out + r * a.classes + v;
+            Vec x{}, bias{};
+            std::memcpy(&x, at, bytes);
+            if (a.bias) std::memcpy(&bias, a.bias + v0 + v, bytes);
+            x = sigma.value(x + bias);
+            std::memcpy(at, &x, bytes);
+          }
+      }
+    }
+    end_products();
+  }
+}
+
+}  // namespace
+
+extern "C" int projection(const Projection* projection) {
+  return guarded([&] {
+    with_modulator(projection->columns, [&](auto* kind) {
+      project<std::remove_pointer_t<decltype(kind)>>(*projection);
+    });
+  });
+}

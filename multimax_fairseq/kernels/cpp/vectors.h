@@ -1,0 +1,148 @@
+// What all kernels are made of: vectors of float, their exp, matrix products, memory.
+#pragma once
+
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+extern "C" __attribute__((weak)) void sgemm_(
+    const char*, const char*, const int*, const int*, const int*, const float*, const float*,
+    const int*, const float*, const int*, const float*, float*, const int*);
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16;
+#else
+constexpr int64_t LANES = 8;
+#endif
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t UintVec __attribute__((vector_size(4 * LANES)));
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline IntVec load(const int32_t* p) {
+  IntVec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline Vec all(float x) { return x - Vec{}; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+// How far x lies above zero, capped far beyond any score of a live model, so that its square is
+// finite and an infinite score stays what it is.
+inline Vec distance(Vec x) {
+  const Vec most = all(1e18f);
+  x = larger(x, Vec{});
+  return x < most ? x : most;
+}
+inline double total(Vec v) {
+  double sum = 0;
+  for (int i = 0; i < LANES; i++) sum += v[i];
+  return sum;
+}
+inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// exp for x at or below some 88, within 2 units in the last place; below -87 it is 0.
+inline Vec exponential(Vec x) {
+  const Vec shift = all(12582912.0f);  // 1.5 * 2^23: rounds to an integer, left in the low bits
+  const Vec shifted = x * 1.44269504f + shift;
+  const Vec n = shifted - shift;
+  Vec r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  const IntVec power = ((IntVec)shifted + 127) << 23;
+  return x < all(-87.0f) ? Vec{} : y * (Vec)power;
+}
+
+// C (m, n) = A (m, k) B (k, n), or added to C; all row-major.
+// oneDNN's kernels where the processor has AVX-512, which are about twice as fast as MKL on AMD.
+bool use_onednn = false;
+
+inline void product(
+    int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb,
+    float* c, int64_t ldc, bool accumulate) {
+  if (use_onednn) {
+    at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, accumulate, a, b, c, false);
+    return;
+  }
+  const int M = n, N = m, K = k, A = ldb, B = lda, C = ldc;
+  const float one = 1, beta = accumulate;
+  sgemm_("N", "N", &M, &N, &K, &one, b, &A, a, &B, &beta, c, &C);
+}
+
+inline void end_products() {
+  if (use_onednn) at::native::cpublas::brgemm_release(false);
+}
+
+// out (columns, ld) = factor * in (rows, columns) transposed.
+void transpose(
+    const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, int64_t ld,
+    float factor = 1) {
+  for (int64_t r0 = 0; r0 < rows; r0 += LANES)
+    for (int64_t c0 = 0; c0 < columns; c0 += LANES) {
+      const int64_t r1 = std::min(r0 + LANES, rows), c1 = std::min(c0 + LANES, columns);
+      if (r1 - r0 == LANES && c1 - c0 == LANES) {
+        float tile[LANES][LANES];
+        for (int64_t i = 0; i < LANES; i++)
+          for (int64_t j = 0; j < LANES; j++) tile[j][i] = factor * in[(r0 + i) * stride + c0 + j];
+        for (int64_t j = 0; j < LANES; j++)
+          std::memcpy(out + (c0 + j) * ld + r0, tile[j], sizeof tile[j]);
+        continue;
+      }
+      for (int64_t r = r0; r < r1; r++)
+        for (int64_t c = c0; c < c1; c++) out[c * ld + r] = factor * in[r * stride + c];
+    }
+}
+
+void copy(
+    const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, float factor = 1) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) out[r * columns + c] = factor * in[r * stride + c];
+}
+
+// Scratch memory on a cache line; not cleared.
+struct Buffer {
+  std::unique_ptr<float, void (*)(void*)> memory;
+  explicit Buffer(int64_t size)
+      : memory(static_cast<float*>(std::aligned_alloc(64, padded(std::max<int64_t>(size, 1)) * 4)),
+               std::free) {
+    if (!memory) throw std::bad_alloc();
+  }
+  operator float*() const { return memory.get(); }
+};
+
+// Runs a kernel; 0 if it ran out of memory.
+template <class Kernel>
+int guarded(Kernel kernel) {
+  try {
+    kernel();
+    return 1;
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,59 @@
+"""The kernels as operators of torch: torch.ops.multimax_fairseq.modulate, .attention, .output_loss
+and .output_scores, each with its checks, its fake form, its gradient and its rule for autocast.
+
+On the CPU they are C++ (or Triton's, where TRITON_INTERPRET=1 has it interpreted), on a GPU Triton.
+They serve float32, float16 and bfloat16 and refuse what they cannot take; that plain PyTorch takes
+it instead is for `functional` to decide. Defined at the lower level of torch.library: the wrappers
+of the higher one cost more than a decoding step's attention.
+
+A `table` is (1 or heads, 8) float32, a modulator's parameters in the order of
+`functional.modulator.parameter_table`, or (1 or heads, 12) with the tails of a monotone one.
+"""
+
+from multimax_fairseq.kernels.operators.attend import (
+    attention,
+    attention_backward,
+    serves,
+)
+from multimax_fairseq.kernels.operators.definition import (
+    DTYPES,
+    MAX_DROPOUT,
+    call,
+    differentiable_once,
+    interpreted,
+    needs_gradient,
+    traced,
+    transformed,
+)
+from multimax_fairseq.kernels.operators.modulator import (
+    modulate,
+    modulate_backward,
+)
+from multimax_fairseq.kernels.operators.output import (
+    OutputLoss,
+    mixed,
+    output_loss,
+    output_loss_parts,
+    output_scores,
+)
+
+__all__ = [
+    "DTYPES",
+    "MAX_DROPOUT",
+    "OutputLoss",
+    "attention",
+    "attention_backward",
+    "call",
+    "differentiable_once",
+    "interpreted",
+    "mixed",
+    "modulate",
+    "modulate_backward",
+    "needs_gradient",
+    "output_loss",
+    "output_loss_parts",
+    "output_scores",
+    "serves",
+    "traced",
+    "transformed",
+]

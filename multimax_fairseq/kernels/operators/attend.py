@@ -1,0 +1,321 @@
+"""The operators attention and attention_backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.kernels import cpu
+from multimax_fairseq.kernels.operators.definition import (
+    DTYPES,
+    MAX_DROPOUT,
+    below_autograd,
+    check_device,
+    check_float,
+    check_table,
+    define,
+    differentiable_once,
+    interpreted,
+    needs_gradient,
+    no_autocast,
+    without_gradient,
+)
+
+# On a GPU, as far as a tile of it fits on the chip.
+MAX_HEAD_SIZE = 128
+
+
+def serves(query: Tensor) -> bool:
+    """Whether an attention of this head size has a kernel."""
+    on_cpu = query.device.type != "cuda" and not interpreted()
+    return on_cpu or query.shape[-1] <= MAX_HEAD_SIZE
+
+
+# What an attention is asked for besides its tensors.
+_NUMBERS = "bool is_causal, float dropout_p, float scale, int low, int high"
+
+
+def _check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    low: int,
+    high: int,
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must be (B, H, length, D), got {list(tensor.shape)}")
+        check_float(name, tensor, query, "query")
+    batch, heads, queries, size = query.shape
+    keys = key.shape[2]
+    if key.shape != (batch, heads, keys, size) or value.shape != key.shape:
+        raise ValueError(
+            f"key and value must be ({batch}, {heads}, S, {size}), as query, got "
+            f"{list(key.shape)} and {list(value.shape)}"
+        )
+    if not serves(query):
+        raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not served on a GPU, got {size}")
+    if table is not None:
+        check_table(table, heads, query, "query")
+    if mask is not None:
+        full = (batch, heads, queries, keys)
+        fits = mask.dim() == 4 and all(
+            n == 1 or n == m for n, m in zip(mask.shape, full, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"mask must be 4-dimensional and broadcastable to {list(full)}, got "
+                f"{list(mask.shape)}"
+            )
+        if mask.dtype not in (torch.bool, torch.float32):
+            raise ValueError(
+                f"mask must be bool (True excludes) or float32 (added), got {mask.dtype}"
+            )
+        check_device("mask", mask, query, "query")
+    if keys >= 2**31:
+        raise ValueError(f"key must have fewer than 2**31 rows, got {keys}")
+    if not 0 <= dropout_p <= MAX_DROPOUT:
+        raise ValueError(f"dropout_p must be in [0, 1) as a float32, got {dropout_p}")
+    if not -torch.inf < scale < torch.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
+    if dropout_p > 0 and seed is None:
+        raise ValueError("dropout needs a seed: give a scalar of int64 on the CPU, got None")
+    if seed is not None and (seed.dim(), seed.dtype, seed.device.type) != (0, torch.int64, "cpu"):
+        raise ValueError(
+            f"seed must be a scalar of int64 on the CPU, got {list(seed.shape)}, {seed.dtype} on "
+            f"{seed.device}"
+        )
+    if low not in (0, 1, 2) or high not in (0, 1, 2):
+        raise ValueError(f"the orders low and high must be 0, 1 or 2, got {low} and {high}")
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+    low: int,
+    high: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    _check_attention(query, key, value, table, mask, seed, dropout_p, scale, low, high)
+    drawn = 0 if seed is None else int(seed)
+    statistics: Tensor | None
+    if query.numel() == 0 or key.numel() == 0:
+        output = cpu.dense_like(query).zero_()
+        statistics = query.new_zeros(_statistics_shape(query), dtype=torch.float32)
+    elif query.device.type == "cuda" or interpreted():
+        from multimax_fairseq.kernels import triton_attention
+
+        output, statistics = triton_attention.attention_forward(
+            query, key, value, table, mask, drawn, is_causal, dropout_p, scale, low, high
+        )
+    else:
+        output, statistics = cpu.attention_forward(
+            query, key, value, table, mask, drawn, is_causal, dropout_p, scale, keep
+        )
+    if not keep or statistics is None:
+        statistics = torch.empty(0, dtype=torch.float32, device=query.device)
+    return output, statistics
+
+
+def _statistics_shape(query: Tensor) -> tuple[int, ...]:
+    """Of a row: the largest score and one over the sum; on a GPU the logarithm of the sum."""
+    batch, heads, queries, _ = query.shape
+    return batch, heads, 1 if query.device.type == "cuda" or interpreted() else 2, queries
+
+
+def _attention_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+    low: int,
+    high: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    _check_attention(query, key, value, table, mask, seed, dropout_p, scale, low, high)
+    shape = _statistics_shape(query) if keep else (0,)
+    return cpu.dense_like(query), torch.empty(shape, dtype=torch.float32, device=query.device)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        table: Tensor | None,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        *numbers: Any,
+    ) -> tuple[Tensor, Tensor]:
+        output, statistics = attention(query, key, value, table, mask, seed, *numbers, True)
+        ctx.save_for_backward(query, key, value, output, statistics, table, mask, seed)
+        ctx.numbers = numbers
+        ctx.mark_non_differentiable(statistics)
+        return output, statistics
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # to be asked for once: checkpointing computes them for it
+        grads = attention_backward(grad, *saved, *ctx.numbers)
+        by_table = grads[3] if saved[5] is not None else None
+        return (*grads[:3], by_table, *(None,) * 7)
+
+
+def _attention_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    if not needs_gradient(*inputs[:5]):
+        return below_autograd(attention, *inputs)
+    if inputs[4] is not None and inputs[4].requires_grad:
+        raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
+    return _Attend.apply(*inputs[:-1])
+
+
+def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    # As torch casts the inputs of its own attention. The table stays float32, and so does a mask.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device)
+    parts = (t.to(dtype) if t.dtype in DTYPES else t for t in (query, key, value))
+    return no_autocast(device, attention, *parts, *rest)
+
+
+attention: Any = define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? mask, Tensor? seed, "
+    f"{_NUMBERS}, bool keep) -> (Tensor, Tensor)",
+    _attention,
+    _attention_fake,
+    _attention_autograd,
+    _attention_autocast,
+)
+
+
+def _attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    statistics: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+    low: int,
+    high: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_attention_backward(
+        *(grad, query, key, value, output, statistics, table, mask, seed),
+        *(dropout_p, scale, low, high),
+    )
+    drawn = 0 if seed is None else int(seed)
+    grads: Sequence[Tensor | None]
+    if query.numel() == 0 or key.numel() == 0:
+        grads = [cpu.dense_like(t).zero_() for t in (query, key, value)]
+        grads.append(None if table is None else torch.zeros_like(table))
+    elif query.device.type == "cuda" or interpreted():
+        from multimax_fairseq.kernels import triton_attention
+
+        grads = triton_attention.attention_backward(
+            *(grad, query, key, value, output, statistics, table, mask, drawn),
+            *(is_causal, dropout_p, scale, low, high, (True, True, True, table is not None)),
+        )
+    else:
+        grads = cpu.attention_backward(
+            *(grad, query, key, value, statistics, table, mask, drawn),
+            *(is_causal, dropout_p, scale),
+        )
+    by_query, by_key, by_value, by_table = grads
+    assert by_query is not None and by_key is not None and by_value is not None
+    if by_table is None:
+        by_table = query.new_empty(0, dtype=torch.float32)
+    return by_query, by_key, by_value, by_table
+
+
+def _check_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    statistics: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    low: int,
+    high: int,
+) -> None:
+    _check_attention(query, key, value, table, mask, seed, dropout_p, scale, low, high)
+    for name, tensor in (("grad", grad), ("output", output)):
+        if tensor.shape != query.shape:
+            raise ValueError(f"{name} must be {list(query.shape)}, got {list(tensor.shape)}")
+        check_float(name, tensor, query, "query")
+    shape = _statistics_shape(query)
+    if tuple(statistics.shape) != shape or statistics.dtype != torch.float32:
+        raise ValueError(
+            f"statistics must be float32 {list(shape)}, of a call with keep=True, got "
+            f"{statistics.dtype} {list(statistics.shape)}"
+        )
+    check_device("statistics", statistics, query, "query")
+    if not statistics.is_contiguous():
+        raise ValueError("statistics must be contiguous, as the forward pass gave them")
+
+
+def _attention_backward_fake(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    statistics: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float,
+    low: int,
+    high: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_attention_backward(
+        *(grad, query, key, value, output, statistics, table, mask, seed),
+        *(dropout_p, scale, low, high),
+    )
+    shape = (0,) if table is None else table.shape
+    by_table = query.new_empty(shape, dtype=torch.float32)
+    return cpu.dense_like(query), cpu.dense_like(key), cpu.dense_like(value), by_table
+
+
+attention_backward: Any = define(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor "
+    f"statistics, Tensor? table, Tensor? mask, Tensor? seed, {_NUMBERS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _attention_backward_fake,
+    without_gradient("attention_backward"),
+    lambda grad, *rest: no_autocast(grad.device.type, attention_backward, grad, *rest),
+)

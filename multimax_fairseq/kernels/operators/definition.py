@@ -1,0 +1,172 @@
+"""How an operator is defined, called and differentiated, and the checks that all of them make."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+LIBRARY = torch.library.Library("multimax_fairseq", "DEF")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The largest below 1 in float32, which the kernels take it as.
+MAX_DROPOUT = 1 - 2**-24
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, which takes tensors on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any],
+    autocast: Callable[..., Any],
+) -> Any:
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, kernel, device)
+        LIBRARY.impl(name, autocast, f"Autocast{device}")
+    LIBRARY.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"multimax_fairseq::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.multimax_fairseq, name).default
+
+
+def call(operator: Any, *inputs: Any) -> Any:
+    """Call an operator, where no gradient can be wanted past its rule for that, which is Python."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return operator(*inputs)
+    return below_autograd(operator, *inputs)
+
+
+def below_autograd(operator: Any, *inputs: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*inputs)
+
+
+def no_autocast(device: str, operator: Any, *inputs: Any) -> Any:
+    key = torch._C.DispatchKey.AutocastCPU if device == "cpu" else torch._C.DispatchKey.AutocastCUDA
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        return operator(*inputs)
+
+
+def traced() -> bool:
+    """Whether torch records or transforms what is called rather than only runs it."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._len_torch_dispatch_stack() > 0
+        or transformed()
+    )
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, which has no rule for us."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    given = [t for t in tensors if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return True
+    # torch.autograd.Function then says that it has no rule for them.
+    forward = forward_ad._current_level >= 0
+    return forward and any(forward_ad.unpack_dual(t).tangent is not None for t in given)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """What a graph with gradients recorded, and runs where inputs require them, has no second
+    ones: that is said where they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *inputs: Any) -> Any:
+        ctx.name = name
+        return getattr(torch.ops.multimax_fairseq, name).default(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"torch.ops.multimax_fairseq.{ctx.name} has no gradient")
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the derivatives of what a Function's backward returns refused, by whatever they are.
+
+    torch's once_differentiable lets a graph that reaches its inputs in another way as well pass by.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        given = [i for i, t in enumerate(found) if t is not None]
+        parts = _Once.apply(len(sources), *sources, *(found[i] for i in given))
+        found = list(found)
+        for i, part in zip(given, parts, strict=True):
+            found[i] = part
+        return tuple(found)
+
+    return wrapper
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, in a graph of what they were formed from: it cannot be walked."""
+
+    @staticmethod
+    def forward(ctx: Any, sources: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[sources:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError(
+            "this gradient has no derivative of its own: write the function out in plain PyTorch"
+        )
+
+
+def without_gradient(name: str) -> Callable[..., Any]:
+    """The autograd rule of an operator that has no gradient: clear words instead of zeros."""
+
+    def autograd(*inputs: Any) -> Any:
+        if needs_gradient(*(x for x in inputs if isinstance(x, Tensor))):
+            return _WithoutGradient.apply(name, *inputs)
+        return below_autograd(getattr(torch.ops.multimax_fairseq, name).default, *inputs)
+
+    return autograd
+
+
+# --- checks ------------------------------------------------------------------------------------
+
+
+def check_float(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
+    if tensor.dtype not in DTYPES or tensor.dtype != like.dtype:
+        raise ValueError(
+            f"{name} must be float32, float16 or bfloat16, and of the dtype of {like_name} "
+            f"({like.dtype}), got {tensor.dtype}"
+        )
+    check_device(name, tensor, like, like_name)
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but {like_name} on {like.device}: move one of them"
+        )
+
+
+def check_table(table: Tensor, heads: int | None, like: Tensor, like_name: str) -> None:
+    rows = (1, heads) if heads else (1,)
+    if table.dim() != 2 or table.shape[0] not in rows or table.shape[1] not in (8, 12):
+        wanted = " or ".join(map(str, dict.fromkeys(rows)))
+        raise ValueError(f"table must be ({wanted}, 8 or 12), got {list(table.shape)}")
+    if table.dtype != torch.float32:
+        raise ValueError(f"table must be float32, got {table.dtype}")
+    check_device("table", table, like, like_name)

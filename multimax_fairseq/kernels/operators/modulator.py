@@ -1,0 +1,110 @@
+"""The operators modulate and modulate_backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.kernels import cpu
+from multimax_fairseq.kernels.operators.definition import (
+    below_autograd,
+    check_device,
+    check_float,
+    check_table,
+    define,
+    differentiable_once,
+    interpreted,
+    needs_gradient,
+    no_autocast,
+    without_gradient,
+)
+
+
+def _check_modulate(scores: Tensor, table: Tensor) -> None:
+    check_float("scores", scores, scores, "scores")
+    heads = scores.shape[-3] if scores.dim() >= 3 else None
+    check_table(table, heads, scores, "scores")
+
+
+def _modulate(scores: Tensor, table: Tensor) -> Tensor:
+    _check_modulate(scores, table)
+    if scores.device.type == "cuda" or interpreted():
+        from multimax_fairseq.kernels import triton_modulator
+
+        return triton_modulator.modulate(scores, table)
+    return cpu.modulate(scores, table)
+
+
+def _modulate_fake(scores: Tensor, table: Tensor) -> Tensor:
+    _check_modulate(scores, table)
+    return scores.new_empty(scores.shape, dtype=torch.float32)
+
+
+class _Modulate(torch.autograd.Function):
+    """Keeps only the scores for the backward pass: the distances are cheap to form again."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(scores, table)
+        return modulate(scores, table)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return modulate_backward(grad, *ctx.saved_tensors)
+
+
+def _modulate_autograd(scores: Tensor, table: Tensor) -> Tensor:
+    if needs_gradient(scores, table):
+        return _Modulate.apply(scores, table)
+    return below_autograd(modulate, scores, table)
+
+
+def _modulate_autocast(scores: Tensor, table: Tensor) -> Tensor:
+    # Any dtype is computed in float32: there is nothing to cast.
+    return no_autocast(scores.device.type, modulate, scores, table)
+
+
+modulate: Any = define(
+    "modulate(Tensor scores, Tensor table) -> Tensor",
+    _modulate,
+    _modulate_fake,
+    _modulate_autograd,
+    _modulate_autocast,
+)
+
+
+def _modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    _check_gradient(grad, scores)
+    _check_modulate(scores, table)
+    if scores.device.type == "cuda" or interpreted():
+        from multimax_fairseq.kernels import triton_modulator
+
+        return triton_modulator.modulate_backward(grad, scores, table)
+    return cpu.modulate_backward(grad, scores, table)
+
+
+def _modulate_backward_fake(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    _check_gradient(grad, scores)
+    _check_modulate(scores, table)
+    return scores.new_empty(scores.shape), table.new_empty(table.shape)
+
+
+def _check_gradient(grad: Tensor, output: Tensor) -> None:
+    if grad.shape != output.shape:
+        raise ValueError(f"grad must be {list(output.shape)}, got {list(grad.shape)}")
+    check_float("grad", grad, grad, "grad")
+    check_device("grad", grad, output, "the output")
+
+
+modulate_backward: Any = define(
+    "modulate_backward(Tensor grad, Tensor scores, Tensor table) -> (Tensor, Tensor)",
+    _modulate_backward,
+    _modulate_backward_fake,
+    without_gradient("modulate_backward"),
+    lambda grad, scores, table: no_autocast(
+        scores.device.type, modulate_backward, grad, scores, table
+    ),
+)

@@ -1,0 +1,58 @@
+"""What recorded programs hold, and what is called while a program runs."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multimax_fairseq.kernels import build
+
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+NEEDS_KERNELS = pytest.mark.skipif(
+    CAPABILITY not in build.MARCH, reason=f"no CPU kernels for {CAPABILITY}: no operator serves"
+)
+
+QUERIES, KEYS = 37, 41  # sizes that nothing else has
+
+
+class Recorder(TorchDispatchMode):
+    """Notes which of our operators are called, and what is made of scores in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.wide = set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        if func.namespace == "multimax_fairseq":
+            self.names.add(func._opname)
+        for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
+            if isinstance(output, torch.Tensor) and is_wide(output):
+                self.wide.append((str(func), tuple(output.shape)))
+        return outputs
+
+
+def is_wide(tensor):
+    """Whether this is a float32 number for each query and key of a head, or token and class."""
+    big = tensor.dim() > 1 and {*tensor.shape[-2:]} <= {QUERIES, KEYS}
+    return big and tensor.dtype == torch.float32 and not is_future_mask(tensor)
+
+
+def is_future_mask(tensor):
+    """fairseq's decoder makes one for all of its heads; the kernels read none."""
+    return tensor.shape == (QUERIES, QUERIES)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def ours(graph):
+    """The names of this package's operators in a graph."""
+    targets = (str(node.target) for node in graph.nodes)
+    return {t.split(".")[1] for t in targets if t.startswith("multimax_fairseq.")}
+
+
+def assert_plain(traced):
+    kinds = {node.kind() for node in traced.inlined_graph.nodes()}
+    assert {kind.partition("::")[0] for kind in kinds} <= {"aten", "prim"}
+    assert "prim::PythonOp" not in kinds

@@ -1,0 +1,155 @@
+"""The modules' arguments: which are taken, and by what name the others are refused."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from multimax_fairseq import NORMALIZERS, Modulator
+from multimax_fairseq.modules import EntmaxAlpha, Normalizer, Temperature
+from multimax_fairseq.modules.normalizer import OPTIONS
+
+# --- what a module learns ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, part",
+    [
+        ({"order": 3}, "order .* got 3"),
+        ({"order": True}, "order .* got True"),
+        ({"order": 2.0}, r"order .* got 2\.0"),
+        ({"order": "2"}, "order .* got '2'"),
+        ({"terms": "middle"}, "terms .* got 'middle'"),
+        ({"terms": None}, "terms .* got None"),
+        ({"terms": ["low"]}, r"terms .* got \['low'\]"),
+        ({"num_heads": 0}, "heads .* got 0"),
+        ({"num_heads": 1.5}, r"heads .* got 1\.5"),
+        ({"num_heads": True}, "heads .* got True"),
+        ({"init_std": -1.0}, r"init_std .* got -1\.0"),
+        ({"init_std": math.nan}, "init_std .* got nan"),
+        ({"init_std": math.inf}, "init_std .* got inf"),
+        ({"init_std": "0.02"}, "init_std .* got '0.02'"),
+        ({"monotone": "no"}, "monotone .* got 'no'"),
+    ],
+)
+def test_modulator_refuses_arguments_by_name(arguments, part):
+    with pytest.raises(ValueError, match=part):
+        Modulator(**arguments)
+
+
+def test_numbers_of_numpy_are_numbers():
+    module = Modulator(np.int64(1), num_heads=np.int32(3), init_std=np.float32(0.1))
+    assert module.low_threshold.shape == (3, 1)
+    assert Normalizer("topk", k=np.int64(2)).fixed == {"k": 2}
+
+
+@pytest.mark.parametrize(
+    "low, high, part",
+    [
+        ([[1.0, 2.0], [1.0]], [1.0, 2.0], r"low term's temperature .* got \[\[1\.0, 2\.0\], \[1"),
+        ([1.0, "a"], [1.0, 2.0], "low term's temperature .* got .*'a'"),
+        ("12", [1.0, 2.0], "low term's temperature .* got '12'"),
+        ([1.0, 2.0], [1.0, math.nan], "high term's temperature .* nan"),
+        ([1.0, math.inf], [1.0, 2.0], "low term's temperature .* inf"),
+        ([1.0, 2.0], [1.0, None], "high term's temperature .* None"),
+        ([10**400], [1.0], "low term's temperature .* got "),
+        ([1.0], [1.0, 2.0], "one shape"),
+        (1.0, 1.0, "one shape"),
+        ([], [], "order must be 1 or 2, got 0"),
+        ([[], []], [[], []], "order must be 1 or 2, got 0"),
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], "order must be 1 or 2, got 3"),
+    ],
+)
+def test_values_that_are_no_modulators_are_refused(low, high, part):
+    with pytest.raises(ValueError, match=part):
+        Modulator.from_values(low, high, low, high)
+
+
+def test_values_may_be_integers_and_thresholds_are_numbers_too():
+    ours, expected = (Modulator.from_values([a], [a], [b], [b]) for a, b in ((2, 1), (2.0, 1.0)))
+    assert all(map(torch.equal, ours.parameters(), expected.parameters()))
+    with pytest.raises(ValueError, match="high term's threshold .* got .*inf"):
+        Modulator.from_values([1.0], [1.0], [0.0], [-math.inf])
+
+
+@pytest.mark.parametrize("heads", [0, 1.5, True, None])
+def test_the_heads_of_alpha_are_counted(heads):
+    with pytest.raises(ValueError, match=f"heads .* got {heads}"):
+        EntmaxAlpha(heads)
+
+
+@pytest.mark.parametrize("temperature", [-2, 0, math.nan, math.inf, 10**400, True, "1", None])
+def test_a_temperature_is_a_number_above_zero(temperature):
+    for learned in (False, True):
+        with pytest.raises(ValueError, match=f"above 0, got {temperature!r}"):
+            Temperature(temperature, learned)
+
+
+def test_a_temperature_is_learned_or_not():
+    with pytest.raises(ValueError, match="bool, got 'no'"):
+        Temperature(1.0, "no")
+
+
+# --- the normalizer ----------------------------------------------------------------------------
+
+# Of each option of any mapping, a value that is not its default.
+VALUES = {
+    "temperature": 2.0,
+    "learn_temperature": True,
+    "order": 1,
+    "terms": "low",
+    "init_std": 0.0,
+    "monotone": True,
+    "k": 3,
+    "alpha": 1.5,
+}
+
+
+def test_the_table_of_options_covers_every_normalizer_and_option():
+    assert OPTIONS.keys() == NORMALIZERS.keys()
+    taken = {option for options in OPTIONS.values() for option in options}
+    signature = inspect.signature(Normalizer).parameters
+    assert taken == VALUES.keys() == signature.keys() - {"name", "num_heads"}
+    assert all(signature[option].default != value for option, value in VALUES.items())
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_an_option_belongs_to_its_mapping(name):
+    needed = {"k": 3} if name == "topk" else {}
+    for option, value in VALUES.items():
+        default = inspect.signature(Normalizer).parameters[option].default
+        if option in OPTIONS[name]:
+            Normalizer(name, **{**needed, option: value})
+            continue
+        Normalizer(name, 4, **needed, **{option: default})
+        with pytest.raises(ValueError) as refusal:
+            Normalizer(name, **needed, **{option: value})
+        message = str(refusal.value)
+        assert f"{option}={value!r}" in message and repr(name) in message
+        assert (", ".join(OPTIONS[name]) or "none") in message
+
+
+@pytest.mark.parametrize(
+    "name, arguments, part",
+    [
+        ("topk", {}, "got None"),
+        ("topk", {"k": 0}, "got 0"),
+        ("topk", {"k": 2.5}, r"got 2\.5"),
+        ("topk", {"k": True}, "got True"),
+        ("alpha_entmax", {"alpha": 0.5}, r"got 0\.5"),
+        ("alpha_entmax", {"alpha": math.nan}, "got nan"),
+        ("alpha_entmax", {"alpha": math.inf}, "got inf"),
+        ("alpha_entmax", {"alpha": "1.5"}, "got '1.5'"),
+        ("softmax", {"temperature": math.inf}, "got inf"),
+        ("softmax", {"temperature": True}, "got True"),
+        ("softmax", {"learn_temperature": 0}, "got 0"),
+        ("softmax", {"num_heads": 0}, "heads .* got 0"),
+        ("sparsemax", {"num_heads": 1.5}, r"heads .* got 1\.5"),
+        ("alpha_entmax", {"num_heads": 0}, "heads .* got 0"),
+    ],
+)
+def test_normalizer_refuses_arguments_by_name(name, arguments, part):
+    with pytest.raises(ValueError, match=part):
+        Normalizer(name, **arguments)

@@ -1,0 +1,578 @@
+"""A call that is odd and yet not wrong is right: against the plain line in float64, gradients too.
+
+An odd call is an ordinary one in which a tensor, or some, lie oddly in memory or are of an odd
+dtype or shape. The plain line gets the same tensors in float64.
+"""
+
+import functools
+import itertools
+import math
+import types
+
+import numpy as np
+import pytest
+import reference
+import separately
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from multimax_fairseq import (
+    NORMALIZERS,
+    linear_cross_entropy,
+    log_multimax,
+    multimax,
+    scaled_dot_product_attention,
+)
+from multimax_fairseq.functional import cross_entropy, modulate
+from multimax_fairseq.kernels import cpu
+
+B, H, T, S, D, N, V = 3, 4, 5, 6, 16, 10, 300
+PARAMETERS = ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def offsets(*shape):
+    """The parameters of a modulator that does much to scores of a few units."""
+    return {name: 0.2 * drawn(*shape, seed=n) for n, name in enumerate(PARAMETERS)}
+
+
+class Given(types.SimpleNamespace):
+    """A modulator of these parameters, whatever tensors they are."""
+
+    monotone = False
+
+    def __call__(self, x):
+        return modulate(x, **vars(self))
+
+
+def given(options):
+    """The modulator among the options, which lose its parameters; None without any."""
+    parameters = {name: options.pop(name) for name in PARAMETERS if name in options}
+    return Given(**parameters) if parameters else None
+
+
+# --- ours and the plain lines, of the same arguments --------------------------------------------
+
+
+def ours_multimax(x, mask=None, dim=-1, **parameters):
+    return multimax(x, given(parameters), dim, mask)
+
+
+def ours_log_multimax(x, mask=None, dim=-1, **parameters):
+    # Without what is excluded, of which the logarithm is -inf.
+    return log_multimax(x, given(parameters), dim, mask).clamp(min=-100)
+
+
+def ours_attention(query, key, value, **options):
+    modulator = given(options)
+    name = "softmax" if modulator is None else "multimax"
+    return scaled_dot_product_attention(
+        query, key, value, modulator=modulator, normalizer=name, **options
+    )
+
+
+def ours_loss(features, weight, target, **options):
+    return linear_cross_entropy(features, weight, target, modulator=given(options), **options)[0]
+
+
+def ours_scores(features, weight, bias=None, **parameters):
+    scores = cross_entropy.fused_scores(features, weight, bias, given(dict(parameters)))
+    # Where no kernel can, the caller does it.
+    return plain_scores(features, weight, bias, **parameters) if scores is None else scores
+
+
+def plain_modulate(x, **parameters):
+    gone = x == -math.inf
+    x = out = x.masked_fill(gone, 0.0)
+    for side, sign in (("low", -1), ("high", 1)):
+        coefficient, threshold = (
+            parameters.get(f"{side}_{n}") for n in ("coefficient", "threshold")
+        )
+        for n in range(0 if coefficient is None else coefficient.shape[-1]):
+            c, t = (p[n] if p.dim() == 1 else p[:, None, None, n] for p in (coefficient, threshold))
+            out = out + c * (sign * (x - t)).relu() ** (n + 1)
+    return out.masked_fill(gone, -math.inf)
+
+
+def plain_multimax(x, mask=None, dim=-1, **parameters):
+    return plain_softmax(plain_modulate(x, **parameters), mask, dim)
+
+
+def plain_log_multimax(x, mask=None, dim=-1, **parameters):
+    return plain_multimax(x, mask, dim, **parameters).clamp(min=math.exp(-100)).log()
+
+
+def plain_softmax(x, mask=None, dim=-1):
+    if mask is not None:
+        x = x.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else x + mask
+    if x.numel() == 0:
+        return x
+    weights = (x - x.detach().amax(dim, True).clamp(min=-1e300)).exp()
+    # A row of which nothing is left gives zeros.
+    return weights / weights.sum(dim, True).clamp(min=1e-30)
+
+
+def plain_attention(
+    query, key, value, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None, **parameters
+):
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    scores = plain_modulate(query @ key.mT * scale, **parameters)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = ~attn_mask
+    return (1 - dropout_p) * plain_softmax(scores, attn_mask) @ value
+
+
+def plain_scores(features, weight, bias=None, **parameters):
+    return plain_modulate(F.linear(features, weight, bias), **parameters).detach()
+
+
+def plain_loss(
+    features,
+    weight,
+    target,
+    bias=None,
+    label_smoothing=0.0,
+    ignore_index=-100,
+    reduction="sum",
+    chunk_size=None,
+    **parameters,
+):
+    log_probs = plain_modulate(F.linear(features, weight, bias), **parameters).log_softmax(-1)
+    counts = target.long() != ignore_index
+    losses = -log_probs.gather(-1, target.long().where(counts, 0)[..., None])[..., 0]
+    if label_smoothing:
+        others = -log_probs.sum(-1) - losses
+        share = label_smoothing / max(len(weight) - 1, 1)
+        losses = (1 - label_smoothing) * losses + share * others
+    losses = losses * counts
+    if reduction == "none":
+        return losses
+    return losses.sum() / (counts.sum() if reduction == "mean" else 1)
+
+
+BIAS, TARGET = drawn(V), 29 * torch.arange(N)
+LOSS = dict(features=drawn(N, D), weight=drawn(V, D, seed=1), bias=BIAS, target=TARGET)
+ATTENTION = dict(
+    query=2 * drawn(B, H, T, D), key=drawn(B, H, S, D, seed=1), value=drawn(B, H, S, D)
+)
+MASKED = dict(x=2 * drawn(B, H, T, S), mask=drawn(B, H, T, S) > 0.5)
+FUNCTIONS = {
+    "modulate": (modulate, plain_modulate, dict(x=2 * drawn(B, H, T, S)) | offsets(H, 2)),
+    "multimax": (ours_multimax, plain_multimax, MASKED | offsets(2)),
+    "log_multimax": (ours_log_multimax, plain_log_multimax, MASKED | offsets(2)),
+    "attention": (
+        ours_attention,
+        plain_attention,
+        ATTENTION | dict(attn_mask=drawn(B, H, T, S, seed=3) > -1) | offsets(H, 2),
+    ),
+    # With a gradient for the mask.
+    "attention and a bias": (
+        ours_attention,
+        plain_attention,
+        ATTENTION | dict(attn_mask=drawn(B, H, T, S, seed=3)) | offsets(2),
+    ),
+    "softmax attention": (ours_attention, plain_attention, ATTENTION),
+    "loss": (ours_loss, plain_loss, LOSS | offsets(2)),
+    "softmax loss": (ours_loss, plain_loss, LOSS),
+    "fused_scores": (
+        ours_scores,
+        plain_scores,
+        {name: LOSS[name] for name in ("features", "weight", "bias")} | offsets(2),
+    ),
+}
+
+
+def compared(name, changes=None, **options):
+    """What is not as in the plain line, without gradients and with them: {what: how far off}."""
+    ours, plain, good = FUNCTIONS[name]
+    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in good.items()}
+    for key, change in (changes or {}).items():
+        arguments[key] = change(arguments[key]) if callable(change) else change
+    floats = [k for k, v in arguments.items() if v is not None and v.is_floating_point()]
+    before = {k: None if v is None else v.clone() for k, v in arguments.items()}
+    learned = [arguments[k].requires_grad_() for k in floats]
+    exact = arguments | {k: arguments[k].double() for k in floats}
+    with torch.no_grad():
+        quick = ours(**arguments, **options)
+    found, true = ours(**arguments, **options), plain(**exact, **options)
+    pairs = {"without gradients": (quick, true), "values": (found, true)}
+    if found.requires_grad:
+        grad = drawn(*true.shape, seed=9)
+        grads = torch.autograd.grad(found, learned, grad.to(found.dtype), allow_unused=True)
+        trues = torch.autograd.grad(true, learned, grad.double(), allow_unused=True)
+        pairs |= {f"gradient by {k}": p for k, *p in zip(floats, grads, trues, strict=True)}
+    narrow = {arguments[k].dtype for k in floats}
+    error = 0.05 if torch.bfloat16 in narrow else 0.01 if torch.float16 in narrow else 1e-4
+    off = {what: distance(*pair, error) for what, pair in pairs.items()}
+    for key, value in before.items():
+        if value is not None and not torch.equal(arguments[key], value):
+            off[key] = "was written to"
+    return {what: how for what, how in off.items() if how}
+
+
+def distance(found, true, error):
+    if found is None or true is None:
+        return None if found is true else "one of them is missing"
+    if found.shape != true.shape:
+        return f"{list(found.shape)} is not {list(true.shape)}"
+    if found.numel() == 0:
+        return None
+    far, most = ((t.double().abs().max().item()) for t in (found - true, true))
+    return None if far <= error * (most + 0.3) else f"off by {far} of {most}"
+
+
+# --- what is odd: CASES[what is tested][what is odd] = a function that says what is off ----------
+
+LAYOUTS = {
+    "turned": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+    "one row for all": lambda t: t[:1].expand_as(t),
+    "one column for all": lambda t: t[..., :1].expand_as(t),
+    "one number for all": lambda t: t.flatten()[0].expand_as(t),
+    "sliced": lambda t: torch.cat([t, t], -1)[..., t.shape[-1] // 2 :][..., : t.shape[-1]],
+    "every second column": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "every second row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "behind others": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "overlapping": lambda t: t.flatten().as_strided(t.shape, (1,) * t.dim()),
+    "overlapping rows": lambda t: t.flatten().as_strided(t.shape, (*range(2, t.dim() + 1), 1)),
+}
+OF_FLOATS = {
+    "negated in place of a copy": lambda t: torch.complex(torch.zeros_like(t), t).conj().imag,
+    "a zero without memory": lambda t: torch._efficientzerotensor(t.shape),
+    "a parameter": lambda t: nn.Parameter(t),
+}
+DTYPES = (torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
+ALL = " ".join(PARAMETERS)
+# What is laid out oddly; what may be of another dtype than the rest.
+TENSORS = {
+    "modulate": ["x", ALL],
+    "multimax": ["x", "mask"],
+    "log_multimax": ["x"],
+    "attention": ["query", "key", "value", "query key value", "attn_mask", ALL],
+    "attention and a bias": ["attn_mask"],
+    "softmax attention": ["query key"],
+    "loss": ["features", "weight", "bias", "target", ALL],
+    "softmax loss": ["features weight"],
+    "fused_scores": ["features", "weight", "bias"],
+}
+OTHER_DTYPE = {
+    "modulate": ["x", *PARAMETERS],
+    "multimax": ["x", *PARAMETERS],
+    "attention": ["value", "query key", "query key value", "low_coefficient high_threshold"],
+    "attention and a bias": ["attn_mask"],
+    "softmax attention": ["query key value", "value"],
+    "loss": ["features weight bias", *PARAMETERS],
+    "fused_scores": ["features weight bias"],
+}
+CASES = {}
+
+
+def case(group, what, function, *arguments, **options):
+    CASES.setdefault(group, {})[what] = functools.partial(function, *arguments, **options)
+
+
+def odd(name, what, changes, **options):
+    case(name, what, compared, name, changes, **options)
+
+
+for name, inputs in TENSORS.items():
+    for arguments, (what, change) in itertools.product(inputs, (LAYOUTS | OF_FLOATS).items()):
+        floats = arguments not in ("mask", "target") and (name, arguments) != (
+            "attention",
+            "attn_mask",
+        )
+        # Of equal scores the gradients are sums that cancel.
+        if (floats or what in LAYOUTS) and (arguments, what) != (
+            "query key value",
+            "one number for all",
+        ):
+            odd(name, f"{arguments}: {what}", dict.fromkeys(arguments.split(), change))
+for name, inputs in OTHER_DTYPE.items():
+    for arguments, dtype in itertools.product(inputs, DTYPES):
+        odd(
+            name,
+            f"{arguments}: {dtype}",
+            dict.fromkeys(arguments.split(), lambda t, d=dtype: t.to(d)),
+        )
+for dtype in INTEGERS:
+    odd("loss", f"target: {dtype}", dict(target=(TARGET % 100).to(dtype)), ignore_index=29)
+
+# Masks of every shape that can be broadcast.
+for shape in [s[n:] for n in range(5) for s in itertools.product((1, B), (1, H), (1, T), (1, S))]:
+    allowed = drawn(*shape, seed=len(shape)) > -0.5
+    bias = drawn(*shape, seed=7).masked_fill(~allowed, -math.inf)
+    for causal in (False, True):
+        for name, mask in (("attention", allowed), ("attention and a bias", bias)):
+            what = f"{list(shape)}{', causal' * causal}"
+            odd(name, what, dict(attn_mask=mask), is_causal=causal)
+    odd("multimax", f"mask {list(shape)}", dict(mask=~allowed))
+    odd("multimax", f"float mask {list(shape)}", dict(mask=bias))
+for dim in (0, 1, 2, -4):
+    odd("multimax", f"dim {dim}", {}, dim=dim)
+    odd("log_multimax", f"dim {dim}", {}, dim=dim)
+
+# Sizes: (B, H, T, S, D), (N, V, D), and of what is over the last dimension.
+for b, h, t, s, d in (
+    *((2, 2, t, s, 16) for t in (0, 1, 8, 9, 65) for s in (0, 1, 7, 64, 130)),
+    *((1, 2, 3, 20, d) for d in (0, 1, 3, 15, 17, 33, 80, 256)),
+    *((1, 1, 70, 513, d) for d in (1, 33, 256)),
+    (0, 2, 3, 4, 16),
+    (2, 0, 3, 4, 16),
+):
+    sizes = dict(
+        query=2 * drawn(b, h, t, d), key=drawn(b, h, s, d), value=drawn(b, h, s, d, seed=2)
+    )
+    for causal in (False, True):
+        what = f"{[b, h, t, s, d]}{', causal' * causal}"
+        odd("softmax attention", what, sizes, is_causal=causal)
+        of_heads = offsets(h, 2) if h else offsets(2)
+        odd("attention", what, sizes | of_heads | dict(attn_mask=None), is_causal=causal)
+for shape in [(0, H, T, S), (B, H, 0, S), (B, H, T, 0), (B, H, 1, 1), (2, B, H, T, S), (H, T, S)]:
+    odd("modulate", f"{list(shape)}", dict(x=drawn(*shape)))
+for shape in [(), (0,), (1,), (7,), (3, 4), (2, 0, 3, 3)]:
+    odd("modulate", f"{list(shape)}, shared", dict(x=drawn(*shape)) | offsets(2))
+for n, v, d in [
+    (0, 9, 4),
+    (1, 1, 1),
+    (7, 1, 5),
+    (17, 2, 3),
+    (257, 129, 33),
+    (5, 128, 0),
+    (0, 9, 0),
+]:
+    sizes = dict(
+        features=drawn(n, d), weight=drawn(v, d, seed=1), bias=drawn(v), target=torch.arange(n) % v
+    )
+    for reduction, smoothing, name in itertools.product(
+        ("sum", "none"), (0, 0.2), ("loss", "softmax loss")
+    ):
+        what = f"{[n, v, d]}, {reduction}, smoothed by {smoothing}"
+        odd(name, what, sizes, reduction=reduction, label_smoothing=smoothing)
+for shape in [(), (2, 3), (0, 2), (2, 0, 3), (1, 1, 1)]:
+    features = drawn(*shape, D)
+    target = torch.full(shape, 5)
+    odd("loss", f"{list(shape)}", dict(features=features, target=target), reduction="none")
+    odd("fused_scores", f"{list(shape)}", dict(features=features))
+
+# Parameters, and numbers.
+for name, heads in {
+    "modulate": (H,),
+    "multimax": (),
+    "attention": (H,),
+    "loss": (),
+    "fused_scores": (),
+}.items():
+    for side in ("low", "high"):
+        odd(name, f"no {side} term", {f"{side}_{n}": None for n in ("coefficient", "threshold")})
+        order = {n: p[..., :1] for n, p in offsets(*heads, 2).items() if side in n}
+        odd(name, f"the {side} term of order 1", order)
+for ignored, reduction in itertools.product(
+    (29, 0, -1, V, 2**62, -(2**63)), ("sum", "mean", "none")
+):
+    target = torch.where(torch.arange(N) % 3 > 0, TARGET, ignored)
+    what = f"{ignored} ignored, {reduction}"
+    odd("loss", what, dict(target=target), ignore_index=ignored, reduction=reduction)
+odd("loss", "all ignored", dict(target=torch.full((N,), -100)))
+for start, name in itertools.product((0, 100, 128, 172), ("loss", "softmax loss")):
+    excluded = BIAS.index_fill(0, torch.arange(start, start + 128), -math.inf)
+    others = (start + 128 + 7 * torch.arange(N)) % V
+    odd(name, f"128 classes of -inf from {start}", dict(bias=excluded, target=others))
+for chunk in (1, 3, 2**40, 2**63 - 1):
+    odd("loss", f"chunks of {chunk}", {}, chunk_size=chunk)
+for scale in (0, 0.0, -1, 3, 1e-300):
+    odd("attention", f"scale {scale}", {}, scale=scale)
+odd("attention", "all dropped", {}, dropout_p=1)
+
+
+# --- the mappings, which have no kernels ---------------------------------------------------------
+
+
+def mapped(name, x, mask=None, dim=-1, **options):
+    """What is not as in the reference, which is numpy and loops."""
+    functions = {
+        "softmax": lambda x, excluded, temperature: reference.softmax(x / temperature, excluded),
+        "topk": reference.topk,
+        "sparsemax": lambda x, excluded: reference.entmax(x, excluded, 2),
+        "entmax15": lambda x, excluded: reference.entmax(x, excluded, 1.5),
+        "alpha_entmax": reference.entmax,
+        "evsoftmax": reference.evsoftmax,
+    }
+    found = NORMALIZERS[name](x, dim, mask, **options)
+    excluded = torch.zeros(x.shape, dtype=torch.bool) if mask is None else mask.expand(x.shape)
+    rows = [np.moveaxis(np.atleast_1d(t.numpy()), dim, -1) for t in (x.double(), excluded)]
+    true = np.moveaxis(functions[name](*rows, **options), -1, dim)
+    off = distance(found, torch.from_numpy(np.array(true)).reshape(x.shape), 1e-4)
+    return {"values": off} if off else {}
+
+
+def near(alpha):
+    """What alpha_entmax is when alpha comes so near to 1 that it is softmax, or far above it."""
+    limit = SCORES.softmax(-1) if alpha < 2 else F.one_hot(SCORES.argmax(-1), 4)
+    found = {t: NORMALIZERS["alpha_entmax"](SCORES.to(t), alpha=alpha) for t in DTYPES}
+    off = {f"{t}": distance(probs, limit.double(), 0.01) for t, probs in found.items()}
+    return {t: how for t, how in off.items() if how}
+
+
+def lost(name, wrong, **options):
+    """Nothing where a row with a score that no softmax can be taken of is nan, and no other row."""
+    rows = SCORES.clone()
+    rows[1] = wrong
+    found = NORMALIZERS[name](rows, **options)
+    good = found.isnan().all(-1).tolist() == [False, True, False]
+    return {} if good and found.isnan().sum() == 4 else {"values": f"{found}"}
+
+
+SCORES, ROWS = 2 * drawn(3, 4), drawn(3, 4, seed=1) > 0
+for name, options in {
+    "softmax": dict(temperature=0.3),
+    "topk": dict(k=2),
+    "sparsemax": {},
+    "entmax15": {},
+    "alpha_entmax": dict(alpha=1.3),
+    "evsoftmax": {},
+}.items():
+    given_oddly = {what: dict(x=change(SCORES)) for what, change in LAYOUTS.items()} | {
+        "negated in place of a copy": dict(x=OF_FLOATS["negated in place of a copy"](SCORES)),
+        "a scalar": dict(x=SCORES[0, 0]),
+        "a scalar, masked": dict(x=SCORES[0, 0], mask=torch.tensor(True)),
+        "far apart": dict(x=SCORES * 1e5),
+    }
+    given_oddly |= {f"mask {k}": dict(x=SCORES, mask=change(ROWS)) for k, change in LAYOUTS.items()}
+    given_oddly |= {f"{dtype}": dict(x=SCORES.to(dtype)) for dtype in DTYPES}
+    given_oddly |= {f"dim {dim}": dict(x=SCORES, mask=ROWS, dim=dim) for dim in (0, 1, -2)}
+    for mask in (ROWS[0], ROWS[:, :1], ROWS[0, :1], ROWS[0, 0]):
+        given_oddly[f"mask {list(mask.shape)}"] = dict(x=SCORES, mask=mask)
+    for shape in ((1,), (3, 1), (0, 3), (3, 0), (0,)):
+        given_oddly[f"{list(shape)}"] = dict(x=drawn(*shape))
+    for what, arguments in given_oddly.items():
+        case(name, what, mapped, name, **arguments, **options)
+    for wrong in (math.nan, math.inf, -math.inf):
+        case(
+            name,
+            f"a row of {wrong}",
+            lost,
+            name,
+            torch.tensor([wrong, 1, 2, 3] if wrong > 0 or wrong != wrong else wrong),
+            **options,
+        )
+for alpha in (1, 1 + 1e-15, 1 + 1e-9, 1 + 1e-6, 1e4, 1e300):
+    case("alpha_entmax", f"alpha {alpha}", near, alpha)
+
+
+# --- and the rest ------------------------------------------------------------------------------
+
+
+def no_gradients_without_need():
+    """Whether the gradients of the loss are formed where nobody can ask for them."""
+    formed = []
+
+    def recording(function):
+        def record(*arguments):
+            formed.append(arguments[5] is not None)
+            return function(*arguments)
+
+        return record
+
+    modules = ((cpu, "output_loss"), (cross_entropy, "_plain_parts"))
+    functions = [getattr(*module) for module in modules]
+    for module, function in zip(modules, functions, strict=True):
+        setattr(*module, recording(function))
+    try:
+        arguments = LOSS | dict(weight=nn.Parameter(LOSS["weight"]))
+        with torch.no_grad():
+            linear_cross_entropy(**arguments)
+        linear_cross_entropy(**arguments)
+        linear_cross_entropy(**LOSS)
+    finally:
+        for module, function in zip(modules, functions, strict=True):
+            setattr(*module, function)
+    return {} if formed == [False, True, False] else {"gradients formed": f"{formed}"}
+
+
+def differentiable_graph(name):
+    """Whether the gradients are the same where a graph of them was asked for."""
+    ours, _, good = FUNCTIONS[name]
+    arguments = {k: v.clone() for k, v in good.items()}
+    learned = [v.requires_grad_() for v in arguments.values() if v.is_floating_point()]
+    grads = [
+        torch.autograd.grad(ours(**arguments).sum(), learned, create_graph=graph)
+        for graph in (False, True)
+    ]
+    same = all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+    return {} if same else {"gradients": "are others"}
+
+
+def under(context, name, error):
+    """What is off under a context, from the plain line without it."""
+    ours, plain, good = FUNCTIONS[name]
+    with context():
+        found = ours(**good)
+    exact = {k: v.double() if v.is_floating_point() else v for k, v in good.items()}
+    off = distance(found, plain(**exact), error)
+    return {"values": off} if off else {}
+
+
+def thrice():
+    """Attention of a tensor to itself, with all gradients into one."""
+    x = ATTENTION["query"].clone().requires_grad_()
+    modulator = offsets(H, 2)
+    pairs = []
+    for t, function in ((x, ours_attention), (x.double(), plain_attention)):
+        out = function(t, t, t, **{k: v.to(t.dtype) for k, v in modulator.items()})
+        pairs.append((out, torch.autograd.grad(out.pow(2).sum(), x)[0]))
+    off = {n: distance(*pair, 1e-4) for n, pair in enumerate(zip(*pairs, strict=True))}
+    return {n: how for n, how in off.items() if how}
+
+
+case("loss", "no gradients are formed without need", no_gradients_without_need)
+case("attention", "of a tensor to itself", thrice)
+bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+for name in FUNCTIONS:
+    case(name, "in inference mode", under, torch.inference_mode, name, 1e-4)
+    case(name, "under autocast", under, bfloat16, name, 0.05)
+    if name != "fused_scores":
+        case(name, "with a graph of the gradients", differentiable_graph, name)
+
+
+# --- the tests ---------------------------------------------------------------------------------
+
+CALLS = [
+    (group, what, backend)
+    for group, cases in CASES.items()
+    for what in cases
+    for backend in (separately.BACKENDS if group in FUNCTIONS else ("auto",))
+]
+
+
+def attempt(group, what):
+    try:
+        return CASES[group][what]()
+    except Exception as error:
+        return {type(error).__name__: str(error)}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return separately.outcomes(__file__)
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_odd_calls_are_right(outcomes, group):
+    done, gone = outcomes
+    calls = {call[1:]: index for index, call in enumerate(CALLS) if call[0] == group}
+    off = {call: gone.get(index) or done[index] for call, index in calls.items()}
+    off = {call: how for call, how in off.items() if how}
+    assert not off, "\n".join(f"{call}: {how}" for call, how in off.items())
+
+
+if __name__ == "__main__":
+    separately.child(
+        (backend, functools.partial(attempt, group, what)) for group, what, backend in CALLS
+    )

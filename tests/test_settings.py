@@ -1,0 +1,130 @@
+"""Settings that do nothing: refused by name before training."""
+
+import argparse
+
+import pytest
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
+
+from multimax_fairseq.compat import UsageError
+from multimax_fairseq.models.config import (
+    PLACES,
+    SETTINGS,
+    NormalizerConfig,
+    check,
+    flag,
+    set_defaults,
+)
+from multimax_fairseq.models.transformer_multimax import multimax_architecture
+
+SOFTMAX, ENTMAX, TOPK, MULTIMAX = (
+    ("--attention-normalizer", name) for name in ("softmax", "alpha_entmax", "topk", "multimax")
+)
+LANGUAGE_MODEL, TRANSLATION = "transformer_lm_multimax", "transformer_multimax"
+NOWHERE = (*SOFTMAX, "--output-normalizer", "softmax")
+OUTPUT = ("--output-normalizer", "multimax")
+FIXED = (*ENTMAX, "--entmax-alpha", "1.5", "--output-normalizer", "sparsemax")
+MODULATED = "multimax attention or output layer,"
+# Beside some flags this one does nothing; what it belongs to; flags that it does something with.
+FOREIGN = [
+    ((), "--topk 5", "topk attention,", TOPK),
+    ((), "--topk 0", "topk attention,", None),
+    (ENTMAX, "--topk -1", "topk attention,", None),
+    ((), "--softmax-temperature 2.0", "softmax attention,", SOFTMAX),
+    ((), "--softmax-temperature inf", "softmax attention,", None),
+    ((), "--learn-temperature", "softmax attention,", SOFTMAX),
+    (("--attention-normalizer", "entmax15"), "--entmax-alpha 2.0", "alpha_entmax at", ENTMAX),
+    ((), "--entmax-heads shared", "alpha_entmax attention whose alpha is learned,", ENTMAX),
+    (FIXED, "--entmax-heads shared", "alpha_entmax attention whose alpha is learned,", None),
+    (FIXED, "--output-entmax-alpha 1.3", "an alpha_entmax out", ("--output-normalizer", ENTMAX[1])),
+    (NOWHERE, "--multimax-order 1", MODULATED, OUTPUT),
+    (NOWHERE, "--multimax-terms high", MODULATED, OUTPUT),
+    (NOWHERE, "--multimax-init-std 0.5", MODULATED, OUTPUT),
+    (NOWHERE, "--multimax-monotone", MODULATED, MULTIMAX),
+    (FIXED, "--multimax-monotone", MODULATED, OUTPUT),
+    ((*NOWHERE, *OUTPUT), "--multimax-heads separate", "multimax attention,", MULTIMAX),
+    (NOWHERE, "--scalar-gradient-scale 0.5", "learned scalars,", ("--learn-temperature",)),
+    (NOWHERE, "--scalar-gradient-scale 2.0", "learned scalars,", ENTMAX),
+    (FIXED, "--scalar-gradient-scale 0.5", "learned scalars,", OUTPUT),
+]
+
+
+def checked(*flags):
+    """Check these flags alone, as a model of all three attentions does."""
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)  # as fairseq's
+    gen_parser_from_dataclass(parser, NormalizerConfig(), delete_default=True)
+    args = parser.parse_args(flags)
+    set_defaults(args)
+    check(args, PLACES)
+
+
+@pytest.mark.parametrize("beside, setting, owner, home", FOREIGN)
+def test_a_setting_belongs_to_its_mapping(beside, setting, owner, home):
+    checked(*beside)
+    with pytest.raises(UsageError) as error:
+        checked(*beside, *setting.split())
+    message = str(error.value)
+    assert message.startswith(f"{setting} belongs to {owner}") and "\n" not in message
+    assert ": leave it out, or give " in message
+    if home is not None:
+        checked(*beside, *setting.split(), *home)
+
+
+def test_every_setting_belongs_to_a_mapping_or_chooses_it():
+    chosen = {"--attention-normalizer", "--attention-normalizer-at", "--output-normalizer"}
+    flags = {flag(setting.name) for setting in SETTINGS}
+    assert {setting.split()[0] for _, setting, *_ in FOREIGN} == flags - chosen
+
+
+def test_a_setting_may_belong_to_one_attention_of_several():
+    checked("--attention-normalizer-at", "cross", "--softmax-temperature", "0.5")
+    checked("--attention-normalizer-at", "encoder,cross=topk", "--topk", "3")
+
+
+@pytest.mark.parametrize(
+    "arch, flags",
+    [
+        (LANGUAGE_MODEL, ("--attention-normalizer-at", "decoder,cross=topk")),
+        (TRANSLATION, ("--no-cross-attention", "--attention-normalizer-at", "encoder,cross=topk")),
+    ],
+)
+def test_an_attention_that_the_model_lacks_uses_nothing(build, arch, flags):
+    with pytest.raises(UsageError, match="--topk 3 belongs to topk attention"):
+        build(arch, *flags, "--topk", "3")
+
+
+@pytest.mark.parametrize(
+    "arch, normalizer, places, parts",
+    [
+        (TRANSLATION, "multimax", "", ("multimax acts nowhere", "''", "encoder, decoder, cross")),
+        (TRANSLATION, "entmax15", "cross=sparsemax", ("entmax15 acts nowhere", "'cross=sparse")),
+        (LANGUAGE_MODEL, "multimax", "encoder,cross", ("multimax acts", "to none of decoder: ")),
+    ],
+)
+def test_an_attention_normalizer_that_acts_nowhere_is_refused(
+    build, arch, normalizer, places, parts
+):
+    words = ("--attention-normalizer-at", places, "--output-normalizer", "softmax")
+    with pytest.raises(UsageError) as error:
+        build(arch, "--attention-normalizer", normalizer, *words)
+    message = str(error.value)
+    assert all(part in message for part in parts) and "\n" not in message
+    build(arch, *SOFTMAX, *words)
+
+
+def test_what_an_architecture_sets_is_nobodys_mistake(build):
+    """It may set what belongs to its own normalizer, and be trained with another one."""
+    name = "transformer_multimax_with_settings"
+    if name not in ARCH_CONFIG_REGISTRY:
+
+        @register_model_architecture("transformer_multimax", name)
+        def with_settings(args):
+            own = {"multimax_heads": "separate", "multimax_order": 1}
+            set_defaults(args, output_normalizer="softmax", **own)
+            multimax_architecture(args)
+
+    assert build(name).encoder.layers[0].self_attn.normalizer.modulator.num_heads == 4
+    build(name, *SOFTMAX)
+    build(name, *SOFTMAX, "--multimax-order", "2")
+    with pytest.raises(UsageError, match="--multimax-terms low belongs to multimax attention"):
+        build(name, *SOFTMAX, "--multimax-terms", "low")
