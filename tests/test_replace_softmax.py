@@ -3,19 +3,24 @@
 import copy
 import importlib.util
 import io
+import math
 import pathlib
 import pickle
 import re
 import sys
+import threading
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import TABLE_7, TABLE_8
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import _get_current_function_mode
+from torch.utils.checkpoint import checkpoint
 
-from multimax_fairseq import NORMALIZERS, Modulator, multimax, replace_softmax
+from multimax_fairseq import NORMALIZERS, Modulator, multimax, normalize, replace_softmax
 from multimax_fairseq.modules import Normalizer
 
 HEADS, LENGTH, WIDTH = 4, 5, 16
@@ -76,6 +81,24 @@ class TorchAttention(nn.Module):
     def forward(self, x):
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         return self.inner(x, x, x, attn_mask=future, need_weights=self.need_weights)[0]
+
+
+class Calls(nn.Module):
+    """Calls a function in its forward, and returns what it does."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def replaced(function, normalizer="multimax", **settings):
+    """Return a module whose forward is this function, its softmax replaced."""
+    module = Calls(function)
+    replace_softmax(module, normalizer, where=lambda name, _: name == "", **settings)
+    return module
 
 
 def two_layers(kind, seed=0):
@@ -300,12 +323,459 @@ def test_torchs_fused_encoder_is_left(normalizer):
     assert torch.allclose(fast, expected, atol=1e-5) == (normalizer == "softmax")
 
 
-@pytest.mark.parametrize("kind", ["tensor", "causal", "torch-mha"])
-def test_a_compiled_model_gives_the_same_numbers(kind):
-    model = two_layers(kind)
+# --- masks ---------------------------------------------------------------------------------------
+
+
+def softmax_with_sum(scores, mask):
+    return (scores + mask).softmax(-1)
+
+
+def softmax_with_fill(scores, mask):
+    return F.softmax(scores.masked_fill(mask < 0, mask.min().item()), -1)
+
+
+def attention_weights(scores, mask):
+    """Of scaled_dot_product_attention, whose values are the unit vectors, and so its keys."""
+    unit = torch.eye(scores.shape[-1])
+    return F.scaled_dot_product_attention(scores, unit, unit, mask, scale=1.0)
+
+
+def attention_weights_of_kernel(scores, mask):
+    unit = torch.eye(scores.shape[-1])[None, None]
+    return F.scaled_dot_product_attention(scores[None, None], unit, unit, mask, scale=1.0)[0, 0]
+
+
+def masked_scores(number, length=16):
+    generator = torch.Generator().manual_seed(0)
+    scores = 2 * torch.randn(64, length, generator=generator)
+    dropped = torch.rand(64, length, generator=generator) < 0.4
+    dropped[:, 0] = False
+    return scores, dropped, torch.zeros(64, length).masked_fill(dropped, number)
+
+
+TABLES = {"TABLE_7": TABLE_7, "TABLE_8": TABLE_8}
+
+
+@pytest.mark.parametrize("values", ["init_std 0.02", "init_std 0.2", "TABLE_7", "TABLE_8"])
+@pytest.mark.parametrize(
+    "call",
+    [softmax_with_sum, softmax_with_fill, attention_weights, attention_weights_of_kernel],
+)
+def test_any_number_that_masks_does(call, values):
+    """Swin's -100, BERT's -1e4, -1e9, the lowest number there is, and -inf."""
+    for index in range(20) if "init" in values else range(len(TABLES[values])):
+        torch.manual_seed(index)
+        if "init" in values:
+            module = replaced(call, init_std=float(values.split()[1]))
+        else:
+            module = replaced(call)
+            learned = Modulator.from_values(*TABLES[values][index])
+            module.normalizer.modulator.load_state_dict(learned.state_dict())
+        for number in (-100.0, -1e4, -1e9, torch.finfo(torch.float32).min, -math.inf):
+            scores, dropped, mask = masked_scores(number)
+            assert call(scores, mask)[dropped].max() < 1e-6
+            scores.requires_grad_()
+            probs = module(scores, mask)
+            assert probs[dropped].max() < 1e-6, (index, number)
+            torch.testing.assert_close(probs.sum(-1), torch.ones(64))
+            (grad,) = torch.autograd.grad(probs.square().sum(), scores)
+            assert grad.isfinite().all()
+            if number == -math.inf:
+                assert probs[dropped].eq(0).all() and grad[dropped].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("std", [0.02, 0.2])
+def test_numbers_that_mask_in_half_precision(dtype, std):
+    module = replaced(softmax_with_sum, init_std=std)
+    for number in (-100.0, -1e4, torch.finfo(dtype).min, -math.inf):
+        scores, dropped, mask = masked_scores(number)
+        probs = module(scores.to(dtype), mask.to(dtype))
+        assert probs.dtype == dtype and probs[dropped].max() < 1e-6
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_row_that_is_masked_by_a_number_is_as_of_softmax(normalizer, number):
+    module = replaced(softmax_with_fill, normalizer, **SETTINGS.get(normalizer, {}))
+    pull_far(module)
+    scores = torch.randn(2, 3, 4, 5, requires_grad=True)
+    mask = torch.zeros(4, 5)
+    mask[0] = number
+    probs = module(scores, mask)
+    torch.testing.assert_close(probs[..., 0, :], torch.full((2, 3, 5), 0.2))
+    (probs * torch.randn_like(probs)).sum().backward()
+    for tensor in (scores, *module.parameters()):
+        assert tensor.grad.isfinite().all() and tensor.grad.abs().max() < 100
+
+
+def test_multimax_alone_is_monotone_by_default():
+    assert replaced(softmax_with_sum).normalizer.modulator.monotone
+    given = replaced(softmax_with_sum, monotone=False, init_std=0.0)
+    assert not given.normalizer.modulator.monotone
+    given.normalizer.modulator.low_coefficient.data[1] = 0.05
+    # What monotone is for: here sigma turns upwards at -10.
+    scores = torch.tensor([[0.0, 0.0]])
+    mask = torch.tensor([[0.0, -100.0]])
+    assert given(scores, mask)[0, 1] > 0.99
+    replaced(softmax_with_sum, "sparsemax")
+
+
+@pytest.mark.parametrize("normalizer", ["multimax", "sparsemax"])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_learned_bias_comes_after_the_modulator(normalizer, kernel):
+    torch.manual_seed(0)
+    module = replaced(F.scaled_dot_product_attention, normalizer)
+    pull_far(module)
+    shape = (2, HEADS, LENGTH, 4) if kernel else (LENGTH, 4)
+    q, k, v = torch.randn(3, *shape).unbind()
+    bias = torch.randn(LENGTH, LENGTH, requires_grad=True)
+    with torch.no_grad():
+        bias[0, 1] = -torch.inf
+    options = {"modulator": module.normalizer.modulator} if normalizer == "multimax" else {}
+    expected = normalize(normalizer, q @ k.mT / 2, mask=bias, **options) @ v
+    out = module(q, k, v, bias)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    grads = [torch.autograd.grad(x.square().sum(), bias)[0] for x in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+    assert grads[0].ne(0).sum() > LENGTH and grads[0][0, 1] == 0
+    torch.testing.assert_close(module(q, k, v, bias.detach()), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("masks", ["none", "bool", "float", "padding", "both", "heads", "causal"])
+def test_torchs_attention_is_the_same_with_and_without_weights(masks, per_head):
+    torch.manual_seed(0)
+    # torch's is_causal takes the learned key for one more position.
+    learned_key = masks != "causal"
+    inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, add_bias_kv=learned_key)
+    replace_softmax(inner, per_head=per_head)
+    pull_far(inner)
+    x = batch()
+    padding = torch.zeros(3, LENGTH, dtype=torch.bool)
+    padding[0, 3:] = True
+    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    bias = torch.randn(3 * HEADS if masks == "heads" else 1, LENGTH, LENGTH, requires_grad=True)
+    given = {
+        "bool": {"attn_mask": future},
+        "float": {"attn_mask": bias[0]},
+        "padding": {"key_padding_mask": padding},
+        "both": {"attn_mask": bias[0], "key_padding_mask": padding.float() * -1e9},
+        "heads": {"attn_mask": bias},
+        "causal": {"attn_mask": future, "is_causal": True},
+    }.get(masks, {})
+
+    def run(need_weights):
+        out, weights = inner(x, x, x, need_weights=need_weights, **given)
+        learned = [p for p in inner.parameters()] + (
+            [bias] if bias is given.get("attn_mask") else []
+        )
+        return out, weights, torch.autograd.grad(out.square().sum(), learned)
+
+    out, weights, grads = run(True)
+    plain, none, plain_grads = run(False)
+    assert none is None
+    torch.testing.assert_close(plain, out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(plain_grads, grads, rtol=1e-4, atol=1e-5)
+
+    q, k, v = F.linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, -1)
+    if learned_key:
+        k = torch.cat([k, inner.bias_k.expand(3, 1, -1)], 1)
+        v = torch.cat([v, inner.bias_v.expand(3, 1, -1)], 1)
+    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+    mask = torch.zeros(1, 1, LENGTH, LENGTH)
+    if masks in ("bool", "causal"):
+        mask = mask.masked_fill(future, -torch.inf)
+    if masks in ("float", "both", "heads"):
+        mask = mask + bias.unflatten(0, (-1, HEADS if masks == "heads" else 1))
+    if masks in ("padding", "both"):
+        mask = mask.masked_fill(padding[:, None, None], -torch.inf)
+    probs = multimax(
+        q @ k.mT / 2, inner.normalizer.modulator, mask=F.pad(mask, (0, int(learned_key)))
+    )
+    torch.testing.assert_close(weights, probs.mean(1), rtol=1e-5, atol=1e-6)
+    expected = inner.out_proj((probs @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- torch.compile, torch.export, tracing, checkpointing -----------------------------------------
+
+
+def one_layer(kind):
+    torch.manual_seed(0)
+    if kind.startswith("torch-mha"):
+        return nn.Sequential(TorchAttention("weights" in kind), nn.GELU())
+    return nn.Sequential(OwnAttention(kind), nn.GELU())
+
+
+def far_layer(kind, normalizer="multimax", **settings):
+    model = one_layer(kind)
+    replace_softmax(model, normalizer, **settings)
+    return pull_far(model)
+
+
+def assert_same_numbers(function, model):
+    """Forward and all gradients, of another batch too."""
+    for x in (batch(), 2 * batch().flip(1)):
+        results = []
+        for run in (function, model):
+            given = x.clone().requires_grad_()
+            model.zero_grad()
+            out = run(given)
+            out.square().sum().backward()
+            results.append((out, given.grad, *(p.grad for p in model.parameters())))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        assert all(grad.ne(0).any() for grad in results[1])
+
+
+ALL = [*KINDS, "torch-mha-weights"]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_compiled_in_one_graph(kind):
+    model = far_layer(kind)
+    torch._dynamo.reset()
+    # What runs is torch's functions as they were recorded: nothing answers those any more.
+    assert_same_numbers(torch.compile(model, backend="eager", fullgraph=True), model)
+    model.eval()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(batch()), model(batch()))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "float", "torch-mha", "torch-mha-weights"])
+def test_compiled_down_to_operators(kind):
+    model = far_layer(kind, per_head=True)
+    torch._dynamo.reset()
+    assert_same_numbers(torch.compile(model, backend="aot_eager", fullgraph=True), model)
+
+
+@pytest.mark.parametrize("normalizer", ["topk", "evsoftmax", "alpha_entmax"])
+def test_compiled_with_another_normalizer(normalizer):
+    model = far_layer("causal", normalizer, **SETTINGS.get(normalizer, {}))
+    torch._dynamo.reset()
+    # entmax itself cannot be recorded, and is called between two graphs.
+    whole = normalizer != "alpha_entmax"
+    assert_same_numbers(torch.compile(model, backend="eager", fullgraph=whole), model)
+
+
+def test_compiled_with_torchs_encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
     replace_softmax(model)
     pull_far(model)
-    torch.testing.assert_close(torch.compile(model, backend="eager")(batch()), model(batch()))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(batch()), model(batch()))
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_exported_and_traced(kind):
+    model = far_layer(kind)
+    traced = torch.jit.trace(model, batch())
+    assert_same_numbers(traced, model)
+    assert_same_numbers(make_fx(lambda x: model(x), pre_dispatch=True)(batch()), model)
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(model, (batch(),), dynamic_shapes=({1: length},)).module()
+    for x in (batch(), batch(length=9)):
+        torch.testing.assert_close(exported(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+def test_exported_gradients(strict):
+    model = far_layer("functional")
+    exported = torch.export.export(model, (batch(),), strict=strict).module()
+    grads = []
+    for module in (model, exported):
+        module(batch()).square().sum().backward()
+        grads.append({name: p.grad for name, p in module.named_parameters()})
+    torch.testing.assert_close(*grads)
+    # Nothing but the normalizer's own softmax is left.
+    assert [str(node.target) for node in exported.graph.nodes].count("aten.softmax.int") == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_graph_break_inside_leaves_the_module_uncompiled(where, backend):
+    def function(x):
+        if where == "before":
+            torch._dynamo.graph_break()
+        out = x.softmax(-1) + x
+        if where == "after":
+            torch._dynamo.graph_break()
+        return out * 2
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), pull_far(replaced(function)), nn.ReLU())
+    torch._dynamo.reset()
+    assert_same_numbers(torch.compile(model, backend=backend), model)
+    with pytest.raises(Exception, match="graph_break"):
+        torch.compile(model, backend=backend, fullgraph=True)(batch())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_what_is_compiled_inside_of_a_module_is_answered(outer, backend):
+    def function(x):
+        return (2 * x).softmax(-1)
+
+    torch._dynamo.reset()
+    inner = torch.compile(function, backend=backend)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), pull_far(replaced(inner)))
+    expected = pull_far(replaced(function))
+    expected.load_state_dict(model[1].state_dict())
+    run = torch.compile(model, backend=backend) if outer else model
+    torch.testing.assert_close(run(batch()), expected(model[0](batch())))
+    torch.testing.assert_close(inner(batch()), function(batch()))
+
+
+def test_replaced_after_it_was_compiled():
+    model = one_layer("tensor")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(batch())
+    replace_softmax(model)
+    pull_far(model)
+    assert_same_numbers(compiled, model)
+    assert (compiled(batch()) - before).abs().max() > 1e-3
+
+
+def test_a_module_without_softmax_is_an_error_when_compiled_too():
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="met no softmax"):
+        torch.compile(replaced(torch.relu), backend="eager")(batch())
+    with pytest.raises(RuntimeError, match="met no softmax"):
+        torch.export.export(replaced(torch.relu), (batch(),))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "causal", "torch-mha-weights"])
+def test_checkpointed_as_a_whole(kind, reentrant):
+    model = far_layer(kind)
+    assert_same_numbers(lambda x: checkpoint(model, x, use_reentrant=reentrant), model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert_same_numbers(lambda x: checkpoint(compiled, x, use_reentrant=reentrant), model)
+    outside = torch.compile(
+        lambda x: checkpoint(model, x, use_reentrant=reentrant), backend="eager"
+    )
+    assert_same_numbers(outside, model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_is_refused(reentrant):
+    def function(x):
+        return checkpoint(lambda y: y.softmax(-1), x, use_reentrant=reentrant)
+
+    module = replaced(function)
+    with pytest.raises(RuntimeError, match="module '' calls softmax inside of torch.utils.checkp"):
+        module(batch().requires_grad_())
+    with torch.no_grad():  # there will be no second pass
+        torch.testing.assert_close(module(batch()), module.normalizer(batch()))
+
+
+# --- what else a model may do --------------------------------------------------------------------
+
+
+def test_threads_do_not_see_each_other():
+    models = [far_layer("causal"), far_layer("tensor", "sparsemax"), far_layer("torch-mha-weights")]
+    expected = [model(batch()) for model in models]
+    softmax = batch().softmax(-1)
+    wrong, start = [], threading.Barrier(4)
+
+    def work(index):
+        start.wait()
+        for _ in range(30):
+            if index == 3:
+                same = batch().softmax(-1).equal(softmax)
+            else:
+                same = torch.allclose(models[index](batch()), expected[index], atol=1e-6)
+            wrong.extend([] if same else [index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", ["causal", "torch-mha"])
+def test_replicas_of_data_parallel(kind):
+    module = far_layer(kind)[0]
+    twins = {m: m._replicate_for_data_parallel() for m in module.modules()}
+    for original, twin in twins.items():
+        for name, child in original.named_children():
+            setattr(twin, name, twins[child])
+        for name, parameter in original.named_parameters(recurse=False):
+            setattr(twin, name, parameter * 1)
+    torch.testing.assert_close(twins[module](batch()), module(batch()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_inside_of_another_answers_for_itself(compiled):
+    class OuterAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Calls(lambda x: x.softmax(-1) * 3)
+
+        def forward(self, x):
+            return self.inner(x.softmax(-1)).softmax(-1)
+
+    model = OuterAttention()
+    replace_softmax(model, where=lambda name, _: name == "inner")
+    replace_softmax(model, "sparsemax", where=lambda name, _: name == "")
+    pull_far(model)
+    scores = 3 * torch.randn(2, 4, 6)
+    inner = multimax(normalize("sparsemax", scores), model.inner.normalizer.modulator)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager") if compiled else model
+    torch.testing.assert_close(run(scores), normalize("sparsemax", 3 * inner))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_autocast(kind):
+    model, softmax = far_layer(kind), one_layer(kind)
+    exact, expected = model(batch()), softmax(batch())
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, rounded = model(batch()), softmax(batch())
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(batch())
+    assert out.dtype == rounded.dtype
+    # The rounding is that of the projections.
+    assert (out - exact).abs().max() < 2 * (rounded - expected).abs().max()
+    torch.testing.assert_close(compiled, out)
+
+
+def test_every_public_name_of_softmax_is_answered():
+    scores = torch.randn(2, 6)
+    names = {
+        "Tensor.softmax": lambda x: x.softmax(dim=-1),
+        "torch.softmax": lambda x: torch.softmax(x, dim=-1),
+        "torch.special.softmax": lambda x: torch.special.softmax(x, -1),
+        "F.softmax": lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
+        "nn.Softmax": lambda x: nn.Softmax(-1)(x),
+        "nn.Softmax2d": lambda x: nn.Softmax2d()(x[..., None, None])[..., 0, 0],
+        "torch.masked.softmax": lambda x: torch.masked.softmax(x, -1, mask=x < 9),
+        "aten.softmax": lambda x: torch.ops.aten.softmax(x, -1),
+        "aten.softmax.int": lambda x: torch.ops.aten.softmax.int(x, -1),
+    }
+    for name, function in names.items():
+        module = replaced(function, "sparsemax")
+        if name == "nn.Softmax2d":
+            torch.testing.assert_close(module(scores), normalize("sparsemax", scores), msg=name)
+        else:
+            assert module(scores).equal(normalize("sparsemax", scores)), name
+    for other in (
+        lambda x: x.log_softmax(-1),
+        lambda x: F.log_softmax(x, -1),
+        lambda x: torch._softmax(x, -1, False),
+    ):
+        with pytest.raises(RuntimeError, match="met no softmax"):
+            replaced(other)(scores)
 
 
 def test_where_chooses():
@@ -334,14 +804,20 @@ def test_nothing_is_active_outside_of_forward():
 
 
 def test_refusals():
+    with pytest.raises(TypeError, match="model must be a Module, got <built-in"):
+        replace_softmax(torch.softmax)
+    for name, wrong in (("normalizer", None), ("per_head", 1), ("where", "attn")):
+        with pytest.raises(TypeError, match=f"{name} must be a .*, got {wrong!r}"):
+            replace_softmax(two_layers("tensor"), **{name: wrong})
+    with pytest.raises(TypeError, match="'heads'"):
+        replace_softmax(two_layers("tensor"), heads=2)
+    with pytest.raises(ValueError, match="softmax needs floating-point scores or a dtype"):
+        replaced(lambda x: x.softmax(-1))(torch.arange(3))
     with pytest.raises(ValueError, match="no attention module in Linear: say by `where`"):
         replace_softmax(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="unknown normalizer 'softermax'"):
         replace_softmax(two_layers("tensor"), "softermax")
     model = two_layers("tensor")
-    with pytest.raises(ValueError, match="'softmax' does not take init_std=0.5: .*temperature"):
-        replace_softmax(model, "softmax", init_std=0.5)
-    assert not hasattr(model[0], "normalizer")
     del model[2].num_heads
     with pytest.raises(ValueError, match="num_heads of module '2', got None"):
         replace_softmax(model, per_head=True)

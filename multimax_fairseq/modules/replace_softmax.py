@@ -18,10 +18,12 @@ from multimax_fairseq.functional.attention import (
     scaled_dot_product_attention,
     with_future,
 )
+from multimax_fairseq.functional.backend import is_autocast
 from multimax_fairseq.modules.normalizer import Normalizer
 
-# No score of a live model lies this low. Of a lower one the rest is added after the modulator,
-# whose square of a mask's -1e9 would leave nothing of a float's precision.
+# No score of a live model lies this low. One that does is modulated as if it were this, and the
+# rest of it is added after: the square of a mask's -1e9 would make gradients of rounding errors,
+# and that of -3e38 is infinite.
 LOWEST_SCORE = -1024.0
 
 
@@ -41,15 +43,16 @@ def replace_softmax(
     While such a module's forward runs, each softmax and scaled_dot_product_attention of torch is
     answered by the `Normalizer` that it now has as its submodule `normalizer`: trained, saved and
     moved with it. Load the weights of a softmax model first. Not answered: log_softmax, and
-    attention that never calls torch's softmax (torch._softmax, xFormers, flex_attention).
+    attention that calls none of torch's public softmaxes (xFormers, flex_attention).
 
-    The masks of scaled_dot_product_attention and nn.MultiheadAttention act after the modulator, as
-    in `scaled_dot_product_attention`. A softmax's mask is part of its scores: -inf excludes, with
-    probability and gradient exactly 0 and a wholly excluded row zero; any other number is a score.
-    So that it still means next to nothing, MultiMax is monotone here unless told otherwise.
+    The masks of scaled_dot_product_attention and of nn.MultiheadAttention act after the modulator,
+    as in `multimax_fairseq.scaled_dot_product_attention`. A softmax gets scores and mask (or
+    position bias) as one: -inf excludes, with probability and gradient exactly 0, and a row that is
+    wholly excluded is zero; any other number is modulated like a score. So that it goes on meaning
+    next to nothing, be it -100 or -1e9, multimax is monotone here unless told otherwise.
 
-    torch.compile, torch.export and tracing record the normalizer. Where torch.compile has to break
-    the graph inside of such a module, that module runs uncompiled.
+    torch.compile, torch.export and tracing record the normalizer. A changed module in which
+    torch.compile has to break the graph runs uncompiled.
 
     Args:
         model: changed in place; it may be an attention module itself.
@@ -58,10 +61,10 @@ def replace_softmax(
             "Attention", and that of no module inside it does.
         per_head: learn the parameters a head. The scores have the heads in dimension -3, and the
             module has their number as `num_heads`.
-        settings: what else `Normalizer` takes; for MultiMax, monotone is True by default.
+        settings: what else `Normalizer` takes; monotone is True by default.
 
     Raises:
-        TypeError: an argument of another type; a setting that Normalizer does not know.
+        TypeError: an argument of another type; a setting that `Normalizer` does not know.
         ValueError: no such module; one that is changed already, has a `normalizer` or a forward
             of its own, or lacks `num_heads`; settings out of range. The model is then as before.
         RuntimeError: in forward, when a changed module met no softmax, or met it inside of
@@ -169,8 +172,8 @@ class _Answers(TorchFunctionMode):
         if num_heads is not None:
             self.answers |= {torch.baddbmm: self.scores_and_mask, F.softmax: self.softmax_of_heads}
 
-    # Having its own, it is no mode in which torch.compile may break a graph and go on in another: a
-    # graph that runs while the mode is in force may be asked about its softmax a second time.
+    # One of its own keeps torch.compile from breaking a graph inside of the mode: of the two parts,
+    # one would run while the mode is in force, which would answer the normalizer's own softmax.
     def __enter__(self) -> _Answers:
         super().__enter__()
         return self
@@ -185,7 +188,7 @@ class _Answers(TorchFunctionMode):
                 self.check_caller()
             return answer(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and args and isinstance(args[0], Tensor):
-            # The methods that torch wrote in Python it knows as methods only.
+            # torch.compile knows the methods that are written in Python as methods only.
             name = getattr(func, "__name__", "")
             if getattr(Tensor, name, None) is func:
                 return getattr(args[0], name)(*args[1:], **kwargs)
@@ -201,8 +204,8 @@ class _Answers(TorchFunctionMode):
 
     def check_caller(self) -> None:
         if torch.compiler.is_dynamo_compiling():
-            # Something inside of this module's forward is compiled by itself.
-            torch._dynamo.graph_break(msg="the softmax of replace_softmax")
+            # The model itself compiles what it calls here: see `__enter__`.
+            torch._dynamo.graph_break()
             return
         frame = sys._getframe(2) if self.trains else None
         while frame is not None and frame.f_code is not _Normalized._run.__code__:
@@ -216,7 +219,7 @@ class _Answers(TorchFunctionMode):
 
     def normalized(self, scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
         self.met = True
-        # No other mode is asked either, as that of a module around this one.
+        # Nor does the mode of a module around this one answer the normalizer's own softmax.
         with torch._C.DisableTorchFunction():
             return self.module.normalizer(scores, dim, mask)
 
@@ -232,8 +235,9 @@ class _Answers(TorchFunctionMode):
             raise ValueError("softmax without a dim: give the dimension that sums to one")
         # torch's three signatures have the dtype in different places.
         dtype = next((place for place in places if isinstance(place, torch.dtype)), dtype)
-        # What torch would give, under autocast too.
-        dtype = torch.softmax(input.new_empty(0), 0, dtype).dtype
+        dtype = dtype or _dtype_of_softmax(input)
+        if not dtype.is_floating_point:
+            raise ValueError(f"softmax needs floating-point scores or a dtype, got {dtype}")
         wide = input.to(torch.promote_types(dtype, torch.float32))
         scores = wide.clamp(min=LOWEST_SCORE)
         return self.normalized(scores, dim, wide - scores).to(dtype)
@@ -303,9 +307,16 @@ class _Answers(TorchFunctionMode):
     def softmax_of_heads(self, input: Tensor | tuple[Tensor, Tensor], dim: int, **_: Any) -> Tensor:
         scores, mask = (input, None) if isinstance(input, Tensor) else input
         if mask is not None:
-            mask = mask[None] if len(mask) == 1 else mask.unflatten(0, (-1, self.num_heads))
+            mask = mask[None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, self.num_heads))
         probs = self.normalized(scores.unflatten(0, (-1, self.num_heads)), dim, mask)
-        return probs.flatten(0, 1).to(scores.dtype)
+        return probs.flatten(0, 1).to(_dtype_of_softmax(scores))
+
+
+def _dtype_of_softmax(scores: Tensor) -> torch.dtype:
+    """What torch gives for scores of this dtype: autocast makes it float32, but not on the CPU."""
+    device = scores.device.type
+    wide = device != "cpu" and is_autocast(device)
+    return torch.promote_types(scores.dtype, torch.float32) if wide else scores.dtype
 
 
 class _Normalized(nn.Module):
@@ -330,7 +341,7 @@ class _Normalized(nn.Module):
             output = super().forward(*args, **kwargs)
         return answers.checked(output)
 
-    # While the mode is in force, no graph is to run that has a softmax of the normalizer.
+    # For the same reason nothing is compiled while the mode is in force.
     _run_apart = torch.compiler.disable(_run)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
