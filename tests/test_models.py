@@ -336,8 +336,9 @@ def test_beam_search_over_a_sparse_output_layer_stays_finite(
 )
 def test_a_scripted_model_is_the_same_function(build, translation_batch, dictionary, flags):
     model = scatter_modulators(build(TRANSLATION[0], *FLAGS[flags])).eval()
-    file = io.BytesIO()
+    file, classes = io.BytesIO(), [type(module) for module in model.modules()]
     torch.jit.save(torch.jit.script(model), file)
+    assert [type(module) for module in model.modules()] == classes  # it may be traced later
     file.seek(0)
     sample = translation_batch()
     scripted, _ = torch.jit.load(file)(**sample["net_input"])

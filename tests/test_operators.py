@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from recording import KEYS, NEEDS_KERNELS, QUERIES, Recorder, assert_plain, autocast, ours
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -320,11 +321,13 @@ def test_inductor_makes_code_that_gives_the_same_numbers():
         assert_same(module, compiled, [*some_heads(), mask, random(CLASSES, SIZE), target])
 
 
-def test_a_function_exports(case):
-    exported = torch.export.export(case, tuple(case.inputs(*LENGTHS[0])))
+def test_a_function_exports_for_all_lengths(case):
+    inputs = tuple(case.inputs(*LENGTHS[0]))
+    sizes = [{dim: Dim.DYNAMIC for at, dim in case.dynamic if at == i} for i in range(len(inputs))]
+    exported = torch.export.export(case, inputs, dynamic_shapes={"inputs": tuple(sizes)})
     assert ours(exported.graph) == case.names - {"modulate"}
-    for _ in range(2):
-        assert_same(case, exported.module(), case.inputs(*LENGTHS[0]))
+    for lengths in LENGTHS:
+        assert_same(case, exported.module(), case.inputs(*lengths))
 
 
 @pytest.mark.parametrize("mode", ["real", "symbolic"])

@@ -830,6 +830,10 @@ def test_refusals():
         setattr(model[2], taken, nn.Identity())
         with pytest.raises(ValueError, match=f"module '2' has a '{taken}' of its own"):
             replace_softmax(model)
+    model = two_layers("tensor")
+    model[2].__class__ = type("Attention", (type(model[2]),), {"normalizer": "of the class"})
+    with pytest.raises(ValueError, match="module '2' has a 'normalizer' of its own"):
+        replace_softmax(model)
 
 
 def test_a_forward_without_softmax_is_an_error():

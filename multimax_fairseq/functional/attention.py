@@ -79,7 +79,8 @@ def scaled_dot_product_attention(
         (B, H, T, D of value), in the dtype of value, or of autocast.
 
     Raises:
-        TypeError: something that is no tensor; an option that the normalizer does not take.
+        TypeError: something that is no tensor; an argument of another type; an option that the
+            normalizer does not take.
         ValueError: an unknown normalizer or backend; multimax without a modulator, or another
             normalizer with one; shapes, dtypes or devices that do not fit; a dropout_p outside of
             [0, 1]; a scale that is not finite.

@@ -92,24 +92,28 @@ class MultimaxDecoderLayer(TransformerDecoderLayerBase):
 
 
 class SinusoidalPositions(SinusoidalPositionalEmbedding):
-    """The stock embedding, which asks a tensor for the length: a graph cannot branch on that."""
+    """The stock embedding, but that it asks the shape for the length: what asks a tensor, as the
+    stock one does, cannot be recorded in a graph."""
 
-    def forward(self, input, incremental_state=None, timestep=None, positions=None):
-        """Return the embeddings of the positions in (B, T) tokens, (B, T, C)."""
-        if timestep is not None or not traced():
-            return super().forward(input, incremental_state, timestep, positions)
-        batch, length = input.shape
-        weights, needed = self.weights, self.padding_idx + 1 + length
-        if needed > weights.shape[0]:
-            weights = self.get_embedding(needed, self.embedding_dim, self.padding_idx).to(weights)
-        if incremental_state is not None:
-            return weights[self.padding_idx + length].expand(batch, 1, -1)
-        return nn.functional.embedding(make_positions(input, self.padding_idx), weights)
-
-    def __prepare_scriptable__(self):
-        stock = SinusoidalPositionalEmbedding.__new__(SinusoidalPositionalEmbedding)
-        stock.__dict__ = self.__dict__
-        return stock
+    def forward(
+        self,
+        input,
+        incremental_state: Any | None = None,
+        timestep: Tensor | None = None,
+        positions: Any | None = None,
+    ):
+        """Return the embeddings of the positions in (B, T) tokens, (B, T, C); of the last one
+        alone, (B, 1, C), in incremental decoding."""
+        last = self.padding_idx + input.size(1)
+        if last >= self.weights.size(0):
+            self.weights = self.get_embedding(last + 1, self.embedding_dim, self.padding_idx).to(
+                self.weights
+            )
+        if incremental_state is None:
+            return nn.functional.embedding(make_positions(input, self.padding_idx), self.weights)
+        if timestep is not None:
+            last = int(timestep.view(-1)[0]) + 1 + self.padding_idx
+        return self.weights[last].expand(input.size(0), 1, -1)
 
 
 def traceable_positions(module: nn.Module) -> None:

@@ -21,9 +21,9 @@ from multimax_fairseq.functional.attention import (
 from multimax_fairseq.functional.backend import is_autocast
 from multimax_fairseq.modules.normalizer import Normalizer
 
-# No score of a live model lies this low. One that does is modulated as if it were this, and the
-# rest of it is added after: the square of a mask's -1e9 would make gradients of rounding errors,
-# and that of -3e38 is infinite.
+# No score of a live model lies this low. One that does is modulated as if it were this, and what it
+# lies below is added after: a gradient by the square of -1e9, a mask's, would be a rounding error,
+# and the square of -3e38 is infinite.
 LOWEST_SCORE = -1024.0
 
 
@@ -116,8 +116,12 @@ def _heads(name: str, module: nn.Module, per_head: bool) -> int | None:
     """Return for how many heads this module is to learn; ValueError if it cannot be changed."""
     if isinstance(module, _Normalized):
         raise ValueError(f"the softmax of module {name!r} is replaced already: do so once")
-    for taken in ("normalizer", "forward"):
-        if taken in module.__dict__ or taken in module._modules:
+    own_forward = "forward" in module.__dict__ or "forward" in module._modules
+    for taken, is_taken in (
+        ("normalizer", hasattr(module, "normalizer")),
+        ("forward", own_forward),
+    ):
+        if is_taken:
             raise ValueError(
                 f"module {name!r} has a {taken!r} of its own, which would be in the way: leave the "
                 "module out by `where`"
@@ -172,8 +176,8 @@ class _Answers(TorchFunctionMode):
         if num_heads is not None:
             self.answers |= {torch.baddbmm: self.scores_and_mask, F.softmax: self.softmax_of_heads}
 
-    # One of its own keeps torch.compile from breaking a graph inside of the mode: of the two parts,
-    # one would run while the mode is in force, which would answer the normalizer's own softmax.
+    # One of its own keeps torch.compile from breaking a graph inside of the mode: the second graph
+    # would run while the mode is in force, which would answer the normalizer's own softmax.
     def __enter__(self) -> _Answers:
         super().__enter__()
         return self
@@ -203,12 +207,13 @@ class _Answers(TorchFunctionMode):
         return output
 
     def check_caller(self) -> None:
+        """Refuse to answer what will be called again without an answer."""
         if torch.compiler.is_dynamo_compiling():
             # The model itself compiles what it calls here: see `__enter__`.
             torch._dynamo.graph_break()
             return
         frame = sys._getframe(2) if self.trains else None
-        while frame is not None and frame.f_code is not _Normalized._run.__code__:
+        while frame is not None and frame.f_code is not _Normalized._forward_answered.__code__:
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise RuntimeError(
                     f"module {self.module.replaced_at!r} calls softmax inside of "
@@ -265,7 +270,7 @@ class _Answers(TorchFunctionMode):
                     query,
                     key,
                     value,
-                    # At a temperature, softmax is that of what a function makes of the scores.
+                    # Softmax at a temperature is softmax of a function of the scores.
                     normalizer="softmax" if normalizer.modulator is None else "multimax",
                     modulator=normalizer.modulator,
                     attn_mask=attn_mask,
@@ -327,7 +332,7 @@ class _Normalized(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            return self._run_apart(*args, **kwargs)
+            return self._forward_uncompiled(*args, **kwargs)
         # All of it here: a graph that breaks inside of `with` gives up this function as a whole,
         # which then runs, and takes the other way.
         answers = _Answers(self, traced=True)
@@ -335,14 +340,14 @@ class _Normalized(nn.Module):
             output = super().forward(*args, **kwargs)
         return answers.checked(output)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_answered(self, *args: Any, **kwargs: Any) -> Any:
         answers = _Answers(self, traced=False)
         with answers:
             output = super().forward(*args, **kwargs)
         return answers.checked(output)
 
     # For the same reason nothing is compiled while the mode is in force.
-    _run_apart = torch.compiler.disable(_run)
+    _forward_uncompiled = torch.compiler.disable(_forward_answered)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle and deepcopy find no class that was made on the way.

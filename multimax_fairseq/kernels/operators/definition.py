@@ -73,12 +73,12 @@ def transformed() -> bool:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    given = [t for t in tensors if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
-    # torch.autograd.Function then says that it has no rule for them.
-    forward = forward_ad._current_level >= 0
-    return forward and any(forward_ad.unpack_dual(t).tangent is not None for t in given)
+    # For what is differentiated forwards, torch.autograd.Function says that it has no rule.
+    return forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
 
 
 class _WithoutGradient(torch.autograd.Function):
