@@ -244,7 +244,7 @@ def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
     return parameter if heads == 0 or parameter.dim() == 2 else parameter.expand(heads, 2)
 
 
-def _tails(table: Tensor, limit: float = MAX_DISTANCE) -> Tensor:
+def _tails(table: Tensor) -> Tensor:
     """Return what a monotone modulator is beyond its turning points, (heads, 4), of its parameters
     (heads, 8): low_turn, high_turn, low_offset, high_level.
 
@@ -252,6 +252,18 @@ def _tails(table: Tensor, limit: float = MAX_DISTANCE) -> Tensor:
     does not turn. Low_turn is the last point up to 0 below which sigma falls with rising x,
     high_turn the first one from 0 on.
     """
+    # The high side of sigma(x) is the low side of -sigma(-x).
+    mirrored = -torch.cat([table[:, 4:], table[:, :4]], -1)
+    turn, value = _low_turn(torch.cat([table, mirrored]))
+    heads = table.shape[0]
+    low_turn, low_value = turn[:heads], value[:heads]
+    offset = torch.where(low_turn.isinf(), low_value, low_value - low_turn)
+    return torch.cat([low_turn, -turn[heads:], offset, -value[heads:]], -1)
+
+
+def _low_turn(table: Tensor, limit: float = MAX_DISTANCE) -> tuple[Tensor, Tensor]:
+    """The last point up to 0 below which sigma falls with rising x, and sigma there, (rows, 1)
+    each; -inf and 0 where there is none."""
     c1, c2, t1, t2, k1, k2, d1, d2 = [c.unsqueeze(-1) for c in table.unbind(-1)]
     # Between two neighbouring thresholds sigma is constant + level * x + slope / 2 * x^2.
     edges = torch.cat([t1, t2, d1, d2], -1).sort(-1)[0]
@@ -259,44 +271,21 @@ def _tails(table: Tensor, limit: float = MAX_DISTANCE) -> Tensor:
     left, right = torch.cat([-far, edges], -1), torch.cat([edges, far], -1)
     c1, c2 = c1 * (right <= t1), c2 * (right <= t2)
     k1, k2 = k1 * (left >= d1), k2 * (left >= d2)
-    constant = c1 * t1 + c2 * t2 * t2 - k1 * d1 + k2 * d2 * d2
     level = 1 - c1 - 2 * c2 * t2 + k1 - 2 * k2 * d2
     slope = 2 * (c2 + k2)
-    root = -level / torch.where(slope == 0, torch.ones_like(slope), slope)
+    constant = c1 * t1 + c2 * t2 * t2 - k1 * d1 + k2 * d2 * d2
 
     # Of each piece the end that is nearer to 0, or else the point where its derivative is 0.
-    near, end = right.clamp(max=0), left
-    turn = torch.where(
-        level + slope * near < 0, near, torch.minimum(torch.maximum(root, end), near)
-    )
-    falls = (end < near) & ((level + slope * near < 0) | (level + slope * end < 0))
-    low_turn, low_value = _outermost(turn, falls, constant, level, slope, True)
-
-    near, end = left.clamp(min=0), right
-    turn = torch.where(
-        level + slope * near < 0, near, torch.maximum(torch.minimum(root, end), near)
-    )
-    falls = (near < end) & ((level + slope * near < 0) | (level + slope * end < 0))
-    high_turn, high_value = _outermost(turn, falls, constant, level, slope, False)
-    offset = torch.where(low_turn.isinf(), torch.zeros_like(low_value), low_value - low_turn)
-    return torch.stack([low_turn, high_turn, offset, high_value], -1)
-
-
-def _outermost(
-    turn: Tensor, falls: Tensor, constant: Tensor, level: Tensor, slope: Tensor, largest: bool
-) -> tuple[Tensor, Tensor]:
-    """The largest or the smallest of the turning points that there are, (heads,), and sigma there;
-    without any, -inf or inf, and 0."""
-    nowhere = -torch.inf if largest else torch.inf
-    at = turn.masked_fill(~falls, nowhere)
-    at, index = at.max(-1, keepdim=True) if largest else at.min(-1, keepdim=True)
-    point = torch.where(falls, turn, torch.zeros_like(turn)).gather(-1, index)
-    value = constant.gather(-1, index) + point * (
-        level.gather(-1, index) + slope.gather(-1, index) * point / 2
-    )
-    found = falls.gather(-1, index)
-    value = torch.where(found, value, torch.zeros_like(value))
-    return at.squeeze(-1), value.squeeze(-1)
+    right = right.clamp(max=0)
+    falls_right = level + slope * right < 0
+    falls = (left < right) & (falls_right | (level + slope * left < 0))
+    root = -level / torch.where(slope == 0, torch.ones_like(slope), slope)
+    turn = torch.where(falls_right, right, torch.minimum(torch.maximum(root, left), right))
+    turn, piece = turn.masked_fill(~falls, -torch.inf).max(-1, keepdim=True)
+    at = turn.masked_fill(turn.isinf(), 0)
+    value = level.gather(-1, piece) + slope.gather(-1, piece) * at / 2
+    value = constant.gather(-1, piece) + at * value
+    return turn, value.masked_fill(turn.isinf(), 0)
 
 
 class ModulatorParameters(Protocol):
