@@ -168,8 +168,7 @@ def fused_attention(
     scale = _default_scale(query) if scale is None else float(scale)
     # Drawn on the CPU, so that no device is waited for.
     seed = torch.randint(2**31 - 1, ()) if dropout_p > 0 else None
-    output, _ = operators.call(
-        operators.attention,
+    output, _ = operators.attention(
         *(query, key, value, None if table is None else table.float(), mask, seed),
         *(is_causal, float(dropout_p), scale, low, high, False),
     )

@@ -127,7 +127,7 @@ def fused_scores(
     with torch.no_grad():
         rows = features.reshape(-1, features.shape[-1])
         table = None if table is None else table.float()
-        scores = operators.call(operators.output_scores, rows, weight, bias, table)
+        scores = operators.output_scores(rows, weight, bias, table)
         return scores.view(*features.shape[:-1], weight.shape[0])
 
 

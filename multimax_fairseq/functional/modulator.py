@@ -83,7 +83,7 @@ def _modulate(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
     # torch.compile makes one pass of the plain form by itself.
     able = not torch.compiler.is_compiling() and table.device == x.device
     if choose("modulator", "auto", x, able=able) != "plain":
-        return operators.call(operators.modulate, x, table.float())
+        return operators.modulate(x, table.float())
     wide = torch.promote_types(x.dtype, torch.float32)
     x, table = x.to(wide), table.to(wide)
     if operators.traced():

@@ -18,7 +18,6 @@ from multimax_fairseq.kernels.operators.attend import (
 from multimax_fairseq.kernels.operators.definition import (
     DTYPES,
     MAX_DROPOUT,
-    call,
     differentiable_once,
     interpreted,
     needs_gradient,
@@ -43,7 +42,6 @@ __all__ = [
     "OutputLoss",
     "attention",
     "attention_backward",
-    "call",
     "differentiable_once",
     "interpreted",
     "mixed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from multimax_fairseq.kernels import cpu
 from multimax_fairseq.kernels.operators.definition import (
     DTYPES,
     MAX_DROPOUT,
-    below_autograd,
+    Operator,
     check_device,
     check_float,
     check_table,
@@ -184,9 +184,9 @@ class _Attend(torch.autograd.Function):
         return (*grads[:3], by_table, *(None,) * 7)
 
 
-def _attention_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     if not needs_gradient(*inputs[:5]):
-        return below_autograd(attention, *inputs)
+        return below(*inputs)
     if inputs[4] is not None and inputs[4].requires_grad:
         raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
     return _Attend.apply(*inputs[:-1])
@@ -200,7 +200,7 @@ def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
     return no_autocast(device, attention, *parts, *rest)
 
 
-attention: Any = define(
+attention: Operator = define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? mask, Tensor? seed, "
     f"{_NUMBERS}, bool keep) -> (Tensor, Tensor)",
     _attention,
@@ -310,7 +310,7 @@ def _attention_backward_fake(
     return cpu.dense_like(query), cpu.dense_like(key), cpu.dense_like(value), by_table
 
 
-attention_backward: Any = define(
+attention_backward: Operator = define(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor "
     f"statistics, Tensor? table, Tensor? mask, Tensor? seed, {_NUMBERS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",

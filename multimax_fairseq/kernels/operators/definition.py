@@ -22,39 +22,61 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class Operator:
+    """An operator of torch. Called here, it runs without the dispatcher, whose ways through Python
+    cost more than a decoding step's attention, unless somebody looks: a compiler, a mode, a
+    profiler, a class of tensors, autocast."""
+
+    def __init__(self, name: str, kernel: Callable[..., Any], autograd: Callable[..., Any]) -> None:
+        self.overload = getattr(torch.ops.multimax_fairseq, name).default
+        self.eager = functools.partial(autograd, kernel)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_seen(inputs):
+            return self.overload(*inputs)
+        return self.eager(*inputs)
+
+
+def _is_seen(inputs: tuple[Any, ...]) -> bool:
+    return (
+        traced()
+        or torch.is_autocast_enabled(inputs[0].device.type)
+        or torch._C._autograd._profiler_enabled()
+        or any(
+            isinstance(t, Tensor) and type(t) not in (Tensor, torch.nn.Parameter) for t in inputs
+        )
+    )
+
+
 def define(
     schema: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     autograd: Callable[..., Any],
     autocast: Callable[..., Any],
-) -> Any:
+) -> Operator:
+    """Define an operator; autograd(below, *inputs) calls `below` with them where no gradient can be
+    wanted."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
+    operator = Operator(name, kernel, autograd)
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, device)
         LIBRARY.impl(name, autocast, f"Autocast{device}")
-    LIBRARY.impl(name, autograd, "Autograd")
+
+    def below(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.overload(*inputs)
+
+    LIBRARY.impl(name, functools.partial(autograd, below), "Autograd")
     torch.library.register_fake(f"multimax_fairseq::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.multimax_fairseq, name).default
+    return operator
 
 
-def call(operator: Any, *inputs: Any) -> Any:
-    """Call an operator, where no gradient can be wanted past its rule for that, which is Python."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return operator(*inputs)
-    return below_autograd(operator, *inputs)
-
-
-def below_autograd(operator: Any, *inputs: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*inputs)
-
-
-def no_autocast(device: str, operator: Any, *inputs: Any) -> Any:
+def no_autocast(device: str, operator: Operator, *inputs: Any) -> Any:
     key = torch._C.DispatchKey.AutocastCPU if device == "cpu" else torch._C.DispatchKey.AutocastCUDA
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-        return operator(*inputs)
+        return operator.overload(*inputs)
 
 
 def traced() -> bool:
@@ -135,10 +157,10 @@ class _Once(torch.autograd.Function):
 def without_gradient(name: str) -> Callable[..., Any]:
     """The autograd rule of an operator that has no gradient: clear words instead of zeros."""
 
-    def autograd(*inputs: Any) -> Any:
+    def autograd(below: Callable[..., Any], *inputs: Any) -> Any:
         if needs_gradient(*(x for x in inputs if isinstance(x, Tensor))):
             return _WithoutGradient.apply(name, *inputs)
-        return below_autograd(getattr(torch.ops.multimax_fairseq, name).default, *inputs)
+        return below(*inputs)
 
     return autograd
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from multimax_fairseq.kernels import cpu
 from multimax_fairseq.kernels.operators.definition import (
-    below_autograd,
+    Operator,
     check_device,
     check_float,
     check_table,
@@ -56,10 +57,10 @@ class _Modulate(torch.autograd.Function):
         return modulate_backward(grad, *ctx.saved_tensors)
 
 
-def _modulate_autograd(scores: Tensor, table: Tensor) -> Tensor:
+def _modulate_autograd(below: Callable[..., Any], scores: Tensor, table: Tensor) -> Any:
     if needs_gradient(scores, table):
         return _Modulate.apply(scores, table)
-    return below_autograd(modulate, scores, table)
+    return below(scores, table)
 
 
 def _modulate_autocast(scores: Tensor, table: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def _modulate_autocast(scores: Tensor, table: Tensor) -> Tensor:
     return no_autocast(scores.device.type, modulate, scores, table)
 
 
-modulate: Any = define(
+modulate: Operator = define(
     "modulate(Tensor scores, Tensor table) -> Tensor",
     _modulate,
     _modulate_fake,
@@ -99,7 +100,7 @@ def _check_gradient(grad: Tensor, output: Tensor) -> None:
     check_device("grad", grad, output, "the output")
 
 
-modulate_backward: Any = define(
+modulate_backward: Operator = define(
     "modulate_backward(Tensor grad, Tensor scores, Tensor table) -> (Tensor, Tensor)",
     _modulate_backward,
     _modulate_backward_fake,

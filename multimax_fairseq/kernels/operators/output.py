@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multimax_fairseq.kernels import cpu
 from multimax_fairseq.kernels.operators.definition import (
-    below_autograd,
+    Operator,
     check_device,
     check_float,
     check_table,
@@ -149,7 +149,7 @@ def _output_loss_parts_fake(
     return nll, smooth, *grads
 
 
-output_loss_parts: Any = define(
+output_loss_parts: Operator = define(
     f"output_loss_parts({_OUTPUT}, Tensor target, Tensor? factors, bool[] needed, {_LOSS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _output_loss_parts,
@@ -249,10 +249,10 @@ def _output_loss_fake(
     return loss, nll
 
 
-def _output_loss_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _output_loss_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     *tensors, target, share, hit, ignore_index, chunk_size, summed = inputs
     if not needs_gradient(*tensors):
-        return below_autograd(output_loss, *inputs)
+        return below(*inputs)
     numbers = (share, hit, ignore_index, chunk_size)
     return OutputLoss.apply(output_loss_parts, numbers, summed, target, *tensors)
 
@@ -284,7 +284,7 @@ def cast_output(
     return features, weight, bias
 
 
-output_loss: Any = define(
+output_loss: Operator = define(
     f"output_loss({_OUTPUT}, Tensor target, {_LOSS}, bool summed) -> (Tensor, Tensor)",
     _output_loss,
     _output_loss_fake,
@@ -310,7 +310,7 @@ def _output_scores_fake(
     return features.new_empty(features.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-output_scores: Any = define(
+output_scores: Operator = define(
     f"output_scores({_OUTPUT}) -> Tensor",
     _output_scores,
     _output_scores_fake,
