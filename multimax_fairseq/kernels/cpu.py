@@ -81,16 +81,16 @@ class _Modulation(ctypes.Structure):
 
 def _call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
     """Call a kernel with a structure of numbers and tensors; None is a null pointer."""
-    filled = structure()
+    filled: dict[str, Any] = {}
     for field, value in values.items():
         if isinstance(value, Tensor):
             address = value.data_ptr()
-            value = _Rows(address, value.stride()[:3]) if field in _WITH_STRIDES else address
-        if value is not None:
-            setattr(filled, field, value)
+            filled[field] = (address, value.stride()[:3]) if field in _WITH_STRIDES else address
+        elif value is not None:
+            filled[field] = value
     kernels = library()
     assert kernels is not None
-    status = int(getattr(kernels, name)(ctypes.byref(filled)))
+    status = int(getattr(kernels, name)(ctypes.byref(structure(**filled))))
     if status == 0:
         raise MemoryError(f"{name}: not enough memory for its buffers; give smaller batches")
     return status

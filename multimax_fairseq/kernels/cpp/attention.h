@@ -39,21 +39,21 @@ namespace {
 
 constexpr int64_t QUERIES = 64;  // a block; with KEYS rows of it the tiles stay in the L2 cache
 constexpr int64_t KEYS = 512, KEYS_BACKWARD = 64;
-constexpr int64_t FEW_QUERIES = 8;
+constexpr int64_t FEW_QUERIES = 8, FEW_KEYS = 128;
 
 // Keys s0 <= s < the result go through a product together: never across a multiple of `most`, and
 // in few different numbers, because oneDNN keeps the code that it makes for each size of a product.
 inline int64_t block_end(int64_t s0, int64_t last, int64_t most) {
   const int64_t end = std::min((s0 / most + 1) * most, last);
-  return end - s0 < 64 ? end : s0 + (end - s0) / 64 * 64;
+  return end - s0 <= FEW_KEYS ? end : s0 + (end - s0) / 64 * 64;
 }
 
 // Keys or values transposed: blocks of KEYS columns, each (size, pitch), for the same reason.
 struct Columns {
   int64_t size, pitch;
   Columns(int64_t keys, int64_t size) : size(size), pitch(padded(keys)) {
-    if (keys <= 64) return;
-    for (pitch = 128; pitch < std::min(keys, KEYS);) pitch *= 2;
+    if (keys <= FEW_KEYS) return;
+    for (pitch = 2 * FEW_KEYS; pitch < std::min(keys, KEYS);) pitch *= 2;
     pitch += LANES;  // rows that are powers of two apart would share cache lines
   }
   int64_t floats(int64_t keys) const { return (keys + KEYS - 1) / KEYS * size * pitch; }

@@ -13,6 +13,7 @@
 #include <memory>
 #include <new>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 extern "C" __attribute__((weak)) void sgemm_(
@@ -97,6 +98,34 @@ inline void end_products() {
   if (use_onednn) at::native::cpublas::brgemm_release(false);
 }
 
+// Elements of a and b in turn, those from this one on.
+template <int64_t from, size_t... i>
+inline Vec interleaved(Vec a, Vec b, std::index_sequence<i...>) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, (from + i / 2 + i % 2 * LANES)...);
+#else
+  return __builtin_shuffle(a, b, IntVec{(from + i / 2 + i % 2 * LANES)...});
+#endif
+}
+
+// out (LANES, ld) = factor * in (LANES, LANES) transposed.
+inline void transpose_tile(
+    const float* in, int64_t stride, float* out, int64_t ld, float factor) {
+  constexpr auto lanes = std::make_index_sequence<LANES>();
+  Vec tile[LANES], next[LANES];
+  for (int64_t i = 0; i < LANES; i++) tile[i] = factor * load(in + i * stride);
+  // Each turn moves the highest bit of an element's place (row, column) behind the others: after
+  // as many as a column has bits, row and column have changed places.
+  for (int64_t n = 1; n < LANES; n *= 2) {
+    for (int64_t i = 0; i < LANES / 2; i++) {
+      next[2 * i] = interleaved<0>(tile[i], tile[i + LANES / 2], lanes);
+      next[2 * i + 1] = interleaved<LANES / 2>(tile[i], tile[i + LANES / 2], lanes);
+    }
+    std::copy_n(next, LANES, tile);
+  }
+  for (int64_t j = 0; j < LANES; j++) store(out + j * ld, tile[j]);
+}
+
 // out (columns, ld) = factor * in (rows, columns) transposed.
 void transpose(
     const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, int64_t ld,
@@ -105,11 +134,7 @@ void transpose(
     for (int64_t c0 = 0; c0 < columns; c0 += LANES) {
       const int64_t r1 = std::min(r0 + LANES, rows), c1 = std::min(c0 + LANES, columns);
       if (r1 - r0 == LANES && c1 - c0 == LANES) {
-        float tile[LANES][LANES];
-        for (int64_t i = 0; i < LANES; i++)
-          for (int64_t j = 0; j < LANES; j++) tile[j][i] = factor * in[(r0 + i) * stride + c0 + j];
-        for (int64_t j = 0; j < LANES; j++)
-          std::memcpy(out + (c0 + j) * ld + r0, tile[j], sizeof tile[j]);
+        transpose_tile(in + r0 * stride + c0, stride, out + c0 * ld + r0, ld, factor);
         continue;
       }
       for (int64_t r = r0; r < r1; r++)

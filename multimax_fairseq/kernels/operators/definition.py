@@ -42,10 +42,24 @@ def _is_seen(inputs: tuple[Any, ...]) -> bool:
         traced()
         or torch.is_autocast_enabled(inputs[0].device.type)
         or torch._C._autograd._profiler_enabled()
-        or any(
-            isinstance(t, Tensor) and type(t) not in (Tensor, torch.nn.Parameter) for t in inputs
-        )
+        or not all(_is_ordinary(t) for t in inputs if isinstance(t, Tensor))
     )
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is its numbers in memory: not sparse, lazily negated, or of a subclass."""
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    known = _ordinary_keys(tensor.device.type)
+    return type(tensor) in (Tensor, torch.nn.Parameter) and keys in known
+
+
+@functools.cache
+def _ordinary_keys(device: str) -> frozenset[int]:
+    found = []
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            found.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    return frozenset(found)
 
 
 def define(
