@@ -24,6 +24,8 @@ COLUMNS = [
     *("kernel", "block", "warps", "registers", "spills", "shared KB", "loop", "a score"),
     *("MMA", "ex2/lg2", "without the modulator: registers", "loop", "a score"),
 ]
+# Of a kernel that is nothing but the modulator.
+ALONE = ["kernel", "block", "warps", "registers", "spills", "loop", "a score"]
 # What a launch is specialised in besides its element type and head size; the first alone unless
 # all are asked for.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -38,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Launch(NamedTuple):
-    """A kernel with what it is compiled for: see `launches`."""
+    """A kernel's name, the dtype of queries, the padded head size, and the launch's arguments."""
 
     kernel: str
     dtype: torch.dtype
@@ -58,26 +60,11 @@ class Compiled(NamedTuple):
 
 
 def launches() -> Iterator[Launch]:
-    """Every shape of a launch of attention that may be chosen, of `triton_attention.launches`.
-
-    That yields (the kernel's name in triton_attention_kernels, the dtype of queries, the padded
-    head size, {"BLOCK_T", "BLOCK_S", "num_warps", "num_stages"}); without it, what its tables say.
-    """
+    """Every launch of attention that may be chosen."""
     import multimax_fairseq.kernels.triton_attention as kernels
 
-    if hasattr(kernels, "launches"):
-        yield from (Launch(*found) for found in kernels.launches())
-        return
-    tables = {
-        "forward_kernel": kernels.FORWARD,
-        "mean_kernel": kernels.QUERIES,
-        "query_kernel": kernels.QUERIES,
-        "key_kernel": kernels.KEYS,
-    }
-    for name, table in tables.items():
-        for dtype in NAMES:
-            for width in table:
-                yield Launch(name, dtype, width, kernels.launch(table, dtype, width))
+    for found in kernels.launches():
+        yield Launch(*found)
 
 
 def build(kernel: Any, capability: int, element: str, arguments: dict[str, Any], **types: str):
@@ -195,6 +182,24 @@ def compiled_loss(
     return read(program), kernels.BLOCK // (32 * kernels.WARPS)
 
 
+def alone(capability: int, name: str, dtype: torch.dtype, monotone: bool) -> Finding:
+    """A kernel of the modulator by itself, whose scores come from memory and go back there."""
+    import multimax_fairseq.kernels.triton_modulator as kernels
+
+    arguments = {"MONOTONE": monotone, "PIECE": kernels.PIECE, "BLOCK": kernels.BLOCK}
+    arguments |= {"num_warps": kernels.WARPS, "num_stages": 3}
+    # The modulated scores are float32, and so is what comes back to them.
+    types = {"OUT": "*fp32"} if name == "modulate_kernel" else {"GRAD": "*fp32"}
+    found = read(build(getattr(kernels, name), capability, NAMES[dtype], arguments, **types))
+    label = f"{name.removesuffix('_kernel')} {NAMES[dtype]}{', monotone' if monotone else ''}"
+    scores = kernels.BLOCK // (32 * kernels.WARPS)
+    row = [label, kernels.BLOCK, kernels.WARPS, found.registers, found.spills, found.loop]
+    row += [f"{found.loop / scores:.1f}"]
+    title = f"Compiled for sm_{capability}: the modulator by itself"
+    note = "instructions that spill"
+    return Finding(found.spills, 0, note, (title, ALONE, [[*map(str, row)]]))
+
+
 def compare(
     capability: int,
     label: str,
@@ -242,6 +247,10 @@ def checks(place: Place) -> dict[str, Callable[[], Finding]]:
         for dtype in NAMES if place.full else [torch.bfloat16]:
             for monotone in (False, True) if place.full else (False,):
                 add_loss(found, capability, dtype, monotone)
+                for name in ("modulate_kernel", "modulate_backward_kernel"):
+                    kind = f"{NAMES[dtype]}{', monotone' if monotone else ''}"
+                    label = f"sm_{capability} {name.removesuffix('_kernel')} {kind}"
+                    found[label] = functools.partial(alone, capability, name, dtype, monotone)
     return found
 
 

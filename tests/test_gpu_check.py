@@ -54,9 +54,7 @@ def test_runs_to_its_end_without_a_gpu(tmp_path):
         for status in ("passed", "failed", "left out")
     }
     assert sum(map(len, by_status.values())) == len(checks)
-    # What the compiler spills is for the launches to mend; that it is told is what counts here.
-    assert all("spill" in check["note"] for check in by_status["failed"]), by_status["failed"]
-    assert code == bool(by_status["failed"])
+    assert code == 0 and by_status["failed"] == []
     assert {check["note"] for check in by_status["left out"]} == REASONS
     assert f"LEFT OUT, {len(by_status['left out'])} of {len(checks)} checks" in printed
     ran = [check for check in checks if check["status"] != "left out"]
@@ -67,10 +65,14 @@ def test_runs_to_its_end_without_a_gpu(tmp_path):
         assert len(row) == 1 and check["status"] in row[0] and check["note"] in row[0]
     for capability in (80, 90):
         kernels = [c["name"].split()[1] for c in ran if c["name"].startswith(f"sm_{capability}")]
-        assert {"forward", "query", "key", "loss"} <= set(kernels)
+        assert {"forward", "query", "key", "loss", "modulate", "modulate_backward"} == set(kernels)
         assert f"Compiled for sm_{capability}: instructions of the inner loop" in printed
+        assert f"Compiled for sm_{capability}: the modulator by itself" in printed
     tables = [check["table"] for check in ran if check["section"] == "compiler"]
-    for _, heads, [row] in tables:
+    for title, heads, [row] in tables:
+        if "by itself" in title:
+            assert int(row[heads.index("registers")]) > 0 and float(row[heads.index("a score")]) > 0
+            continue
         # The last column of the two is that without the modulator.
         assert float(row[heads.index("a score")]) > float(row[-1]) > 0
         row = dict(zip(heads, row, strict=True))

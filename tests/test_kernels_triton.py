@@ -379,7 +379,7 @@ def check_two_runs_agree_to_the_bit():
 
 @pytest.mark.parametrize("causal, masking", [(False, None), (True, None), (False, "bias")])
 def check_dropout(causal, masking):
-    keys, share, seed = 64, 0.3, 2**40 + 5
+    keys, share, seed = 64, 0.3125, 2**40 + 5
     query, key, _, grad = attention_inputs(2, 2, 40, keys, keys)
     table, mask = far_table(2), make_mask(masking, 2, 2, 40, keys)
     # With the identity as the values, the outputs are the probabilities.
@@ -404,14 +404,6 @@ def check_dropout(causal, masking):
     theirs = torch.autograd.grad(dense @ variable, learned, grad)
     torch.testing.assert_close(ours[1:4], list(theirs[:3]))
     torch.testing.assert_close(ours[4], theirs[3], rtol=1e-4, atol=1e-4)
-
-
-def check_what_is_served():
-    from multimax_fairseq.kernels.triton_attention import serves
-
-    halves = (torch.float16, torch.bfloat16, torch.float32)
-    assert all(serves(dtype, size) for dtype in halves for size in (1, 80, 128))
-    assert not serves(torch.float64, 64) and not serves(torch.float32, 129)
 
 
 # --- the modulator, element by element ---------------------------------------------------------
@@ -474,6 +466,12 @@ def check_modulator_at_its_ends():
     outer = torch.tensor([2.0, 0.0, 0.0, 3.0], device=DEVICE)
     by_scores, by_table = modulate_backward(outer, scores, table)
     assert by_scores.tolist() == [2, 0, 0, 0] and by_table[0].tolist() == [0] * 10 + [2, 3]
+    # What overflowed, or is no number, stays so beyond a turn.
+    for dtype in (torch.float32, torch.float16):
+        lost = torch.tensor([math.inf, math.nan, -math.inf], device=DEVICE, dtype=dtype)
+        for kind in (table, -table):
+            out = modulate(lost, torch.cat([kind[:, :8], table[:, 8:]], -1))
+            assert out[0] == math.inf and out[1].isnan() and out[2] == -math.inf
     for shape in ((0,), (2, 3, 0, 4)):
         nothing = torch.zeros(shape, device=DEVICE)
         assert modulate(nothing, table).shape == shape
@@ -567,6 +565,25 @@ def check_excluded_classes(dtype, kind):
     assert nll[1].isnan() and nll[2:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def check_a_monotone_modulator_hides_no_overflow(dtype, number):
+    from multimax_fairseq.kernels.triton_cross_entropy import output_loss
+
+    table = monotone_table(1, -2.0, 1.0)
+    inputs, target, _ = loss_inputs(dtype, 2500)
+    inputs[2][7] = number
+    for kind in (table, torch.cat([-table[:, :8], table[:, 8:]], -1)):
+        nll = output_loss(*inputs, kind, target, None, 0.0, 1.0, (False,) * 4, None)[0]
+        assert not nll[target >= 0].isfinite().any()
+        *attended, grad = attention_inputs(1, 1, 20, 40, 16, dtype)
+        attended[1][0, 0, 3, 0] = number
+        out = attend(attended, grad, kind)[0]
+        # A score of -inf has no part.
+        lost = attended[0][0, 0, :, 0] > (-math.inf if math.isnan(number) else 0)
+        assert lost.any() and not out[0, 0, lost].isfinite().any()
+
+
 # --- ahead of time -----------------------------------------------------------------------------
 
 # The smallest that a GPU of compute capability 8.0 or above offers a program.
@@ -613,8 +630,8 @@ def build_kernel(kernel, capability, element, arguments, **types):
     ],
 )
 def compile_attention(capability, element, size, orders, masking, causal, dropout):
-    import multimax_fairseq.kernels.triton_attention as launches
     import multimax_fairseq.kernels.triton_attention_kernels as kernels
+    from multimax_fairseq.kernels.launches import candidates
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[element]
     summed, normed = sum(orders) > 0, element == "fp32" or masking > 2
@@ -624,17 +641,18 @@ def compile_attention(capability, element, size, orders, masking, causal, dropou
     arguments |= {} if masking else {"MASK": None}
     arguments |= {} if summed else {"TABLE": None}
     later = {"NORMED": normed} | ({} if normed else {"NORM": None})
-    for kernel, blocks, constants in (
-        (kernels.forward_kernel, launches.FORWARD, {}),
-        (kernels.mean_kernel, launches.QUERIES, {"EXACT": element == "fp32"}),
-        (kernels.query_kernel, launches.QUERIES, later | {"SUMMED": summed}),
-        (kernels.key_kernel, launches.KEYS, later),
+    for name, constants in (
+        ("forward_kernel", {}),
+        ("mean_kernel", {"EXACT": element == "fp32"}),
+        ("query_kernel", later | {"SUMMED": summed}),
+        ("key_kernel", later),
     ):
-        if kernel is kernels.mean_kernel and not normed:
+        if name == "mean_kernel" and not normed:
             continue
-        chosen = launches.launch(blocks, dtype, arguments["WIDTH"])
         types = {"MASK": "*fp32" if masking > 2 else "*u8"}
-        build_kernel(kernel, capability, element, arguments | constants | chosen, **types)
+        for launch in candidates(name, dtype, arguments["WIDTH"]):
+            chosen = arguments | constants | launch.arguments()
+            build_kernel(getattr(kernels, name), capability, element, chosen, **types)
 
 
 @pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
@@ -650,6 +668,7 @@ def compile_cross_entropy(capability, element):
 def compile_modulator(capability, element):
     import multimax_fairseq.kernels.triton_modulator as kernels
 
-    arguments = {"MONOTONE": True, "PIECE": 8192, "BLOCK": 1024, "num_warps": 4, "num_stages": 3}
+    arguments = {"MONOTONE": True, "PIECE": kernels.PIECE, "BLOCK": kernels.BLOCK}
+    arguments |= {"num_warps": kernels.WARPS, "num_stages": 3}
     build_kernel(kernels.modulate_kernel, capability, element, arguments, OUT="*fp32")
     build_kernel(kernels.modulate_backward_kernel, capability, element, arguments, GRAD="*fp32")

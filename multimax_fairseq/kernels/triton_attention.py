@@ -6,13 +6,14 @@ once by rows of queries (their gradient and the modulator's) and once by rows of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from multimax_fairseq.kernels.launches import Launch, Result, candidates, run_fastest
 from multimax_fairseq.kernels.triton_attention_kernels import (
     forward_kernel,
     key_kernel,
@@ -21,43 +22,20 @@ from multimax_fairseq.kernels.triton_attention_kernels import (
 )
 from multimax_fairseq.kernels.triton_modulator import CAP_BOTH, CAP_NONE, MONOTONE_COLUMNS
 
-MAX_HEAD_SIZE = 128
+# What decides, besides the lengths, which launch is fastest.
+_FLAGS = ("WIDTH", "LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
+_RANDOM = 2**16
 
 
-def serves(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the kernels take queries, keys and values of this type and size."""
-    floating = (torch.float16, torch.bfloat16, torch.float32)
-    return dtype in floating and 0 < head_size <= MAX_HEAD_SIZE
-
-
-class _Launch(NamedTuple):
-    """Block sizes in queries and keys, warps a program, and stages of the loop's pipeline."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-# By the padded head size. Chosen from the compiler's report for sm_90 (registers, spills and
-# instructions a score): small blocks, of which several share a processor, so that one's arithmetic
-# on scores overlaps another's matrix products.
-FORWARD = {64: _Launch(64, 64, 4, 2), 128: _Launch(64, 64, 4, 2)}
-QUERIES = {64: _Launch(64, 64, 4, 2), 128: _Launch(64, 32, 4, 2)}
-KEYS = {64: _Launch(64, 64, 4, 2), 128: _Launch(32, 64, 4, 2)}
-# Its products use no tensor cores.
-FLOAT32 = {64: _Launch(32, 32, 4, 2), 128: _Launch(32, 32, 8, 2)}
-
-
-def launch(table: dict[int, _Launch], dtype: torch.dtype, width: int) -> dict[str, int]:
-    """The keyword arguments of a kernel that depend on the element type and head size alone."""
-    chosen = (FLOAT32 if dtype == torch.float32 else table)[max(width, 64)]
-    return {
-        "BLOCK_T": chosen.queries,
-        "BLOCK_S": chosen.keys,
-        "num_warps": chosen.num_warps,
-        "num_stages": chosen.num_stages,
-    }
+def launches() -> Iterator[tuple[str, torch.dtype, int, dict[str, int]]]:
+    """Yield every launch that may be chosen: the kernel, the dtype of queries, the padded head
+    size, and the arguments that are the launch's own."""
+    for kernel in (forward_kernel, mean_kernel, query_kernel, key_kernel):
+        name = kernel.__name__
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for width in (16, 32, 64, 128):
+                for launch in candidates(name, dtype, width):
+                    yield name, dtype, width, launch.arguments()
 
 
 def attention_forward(
@@ -78,7 +56,7 @@ def attention_forward(
         O = dropout(softmax(sigma(scale * Q K^T) + mask)) V
 
     Args:
-        query: (B, H, T, D), of a type and size that `serves` takes, any strides.
+        query: (B, H, T, D), D up to 128, float16, bfloat16 or float32, any strides.
         key, value: (B, H, S, D), of the same dtype.
         table: (H or 1, 8 or 12) float32, as in `triton_modulator`; None is softmax.
         mask: None, or four dimensions that are each 1 or that of (B, H, T, S), of any strides.
@@ -102,12 +80,14 @@ def attention_forward(
         arguments = _arguments(
             query, key, value, table, mask, seed, is_causal, dropout_p, scale, low, high
         )
-        chosen = launch(FORWARD, query.dtype, arguments["WIDTH"])
-        programs = triton.cdiv(query.shape[2], chosen["BLOCK_T"]) * out.shape[0] * out.shape[1]
-        with torch.cuda.device_of(query):
+
+        def run(launch: Launch) -> None:
+            programs = triton.cdiv(query.shape[2], launch.queries) * out.shape[0] * out.shape[1]
             forward_kernel[(programs,)](
-                OUT=out, TOTAL=total, **_strides(o=out), **arguments, **chosen
+                OUT=out, TOTAL=total, **_strides(o=out), **arguments, **launch.arguments()
             )
+
+        _run_fastest("forward_kernel", arguments, run)
     return out, total
 
 
@@ -152,35 +132,53 @@ def attention_backward(
     by_query = {"OUT": output, **_strides(o=output)}
     grad_query, grad_key, grad_value = (_empty_like(t) for t in (scaled, key, value))
     grad_table = None
-    with torch.cuda.device_of(query):
-        chosen = launch(QUERIES, query.dtype, arguments["WIDTH"])
-        blocks = triton.cdiv(length, chosen["BLOCK_T"])
-        if is_exact or is_added:
-            arguments["NORM"] = norm = torch.empty_like(total)
-            mean_kernel[(blocks * batch * heads,)](
-                EXACT=is_exact, **by_query, **arguments, **chosen
-            )
-        arguments |= {"NORM": norm, "NORMED": norm is not None}
-        sums = None
+
+    def run_means(launch: Launch) -> None:
+        programs = triton.cdiv(length, launch.queries) * batch * heads
+        mean_kernel[(programs,)](EXACT=is_exact, **by_query, **arguments, **launch.arguments())
+
+    def run_queries(launch: Launch) -> Tensor | None:
+        blocks, sums = triton.cdiv(length, launch.queries), None
         if needs_table:
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
         query_kernel[(blocks * batch * heads,)](
             GRAD_Q=grad_query, SUMS=sums, SUMMED=needs_table,
-            **_strides(gq=grad_query), **by_query, **arguments, **chosen,
+            **_strides(gq=grad_query), **by_query, **arguments, **launch.arguments(),
         )  # fmt: skip
-        if needed[1] or needed[2]:
-            chosen = launch(KEYS, query.dtype, arguments["WIDTH"])
-            blocks = triton.cdiv(key.shape[2], chosen["BLOCK_S"])
-            key_kernel[(blocks * batch * heads,)](
-                GRAD_K=grad_key, GRAD_V=grad_value,
-                **_strides(gk=grad_key, gv=grad_value), **arguments, **chosen,
-            )  # fmt: skip
+        return sums
+
+    def run_keys(launch: Launch) -> None:
+        programs = triton.cdiv(key.shape[2], launch.keys) * batch * heads
+        key_kernel[(programs,)](
+            GRAD_K=grad_key, GRAD_V=grad_value,
+            **_strides(gk=grad_key, gv=grad_value), **arguments, **launch.arguments(),
+        )  # fmt: skip
+
+    if is_exact or is_added:
+        arguments["NORM"] = norm = torch.empty_like(total)
+        _run_fastest("mean_kernel", arguments, run_means)
+    arguments |= {"NORM": norm, "NORMED": norm is not None}
+    sums = _run_fastest("query_kernel", arguments, run_queries, needs_table)
+    if needed[1] or needed[2]:
+        _run_fastest("key_kernel", arguments, run_keys)
     if scale <= 0:
         grad_query *= scale
     if needs_table:
         grad_table = sums.sum((0, 2)).sum_to_size(table.shape)
     grads = (grad_query, grad_key, grad_value, grad_table)
     return tuple(g if n else None for g, n in zip(grads, needed, strict=True))
+
+
+def _run_fastest(
+    kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result], *more: bool
+) -> Result:
+    """`run_fastest` for a call with these arguments: their lengths count as powers of two."""
+    query = arguments["Q"]
+    lengths = (arguments[name].bit_length() for name in "TS")
+    flags = (arguments[name] for name in _FLAGS)
+    call = (kernel, query.dtype, query.device, *lengths, *flags, *more)
+    with torch.cuda.device_of(query):
+        return run_fastest(candidates(kernel, query.dtype, arguments["WIDTH"]), call, run)
 
 
 def _arguments(
@@ -205,6 +203,8 @@ def _arguments(
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         mask_strides = mask.stride()
     table = None if table is None else table.contiguous()
+    # Of so many random numbers; what is kept is scaled by the share that this makes of them.
+    threshold = round(dropout_p * _RANDOM)
     return _strides(q=query, k=key, v=value) | {
         "Q": query,
         "K": key,
@@ -218,8 +218,8 @@ def _arguments(
         "S": key.shape[2],
         "scale": scale,
         "seed": seed & (2**31 - 1),
-        "threshold": min(round(dropout_p * 2**31), 2**31 - 1),
-        "keep_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
+        "threshold": threshold,
+        "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,
         "D": size,
         "WIDTH": max(16, triton.next_power_of_2(size)),
         "LOW": 0 if table is None else low,

@@ -101,17 +101,16 @@ def _modulated(
     else:
         z = sigma(scores, folded[1], folded, LOW, HIGH, MONOTONE, CAP)
     if MASKING > 0:
-        pointers = mask + columns.to(tl.int64) * m_s
-        inside = columns < S
+        # What lies beyond the last query or key gets what that one has: it is not used.
+        seen = tl.minimum(columns, S - 1) if EDGE else columns
+        pointers = mask + seen.to(tl.int64) * m_s
         if MASKING % 2 == 0:
-            pointers = pointers + rows.to(tl.int64) * m_t
-            inside = inside & (rows < T)
+            pointers = pointers + tl.minimum(rows, T - 1).to(tl.int64) * m_t
         if MASKING <= 2:
-            excluded = tl.load(pointers, mask=inside, other=1) != 0
-            z = tl.where(excluded, -float("inf"), z)
+            z = tl.where(tl.load(pointers) != 0, -float("inf"), z)
         else:
             # The sum comes before the total, so that -1e9 absorbs the same in every pass.
-            z = z + tl.load(pointers, mask=inside, other=-float("inf")) - total
+            z = z + tl.load(pointers) - total
     if EDGE:
         allowed = columns < S
         if CAUSAL:
@@ -123,13 +122,14 @@ def _modulated(
 @triton.jit
 def _kept(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
     """What dropout keeps of a (BLOCK_T, BLOCK_S) tile: a function of the seed and (b, h, t, s)."""
-    # One call makes the random numbers of four neighbouring keys.
-    zero = tl.zeros([BLOCK_T, BLOCK_S // 4], tl.int32)
+    # One call makes the random numbers, of 16 bits, of eight neighbouring keys.
+    zero = tl.zeros([BLOCK_T, BLOCK_S // 8], tl.int32)
     t = zero + (t0 + tl.arange(0, BLOCK_T))[:, None]
-    s = zero + (s0 // 4 + tl.arange(0, BLOCK_S // 4))[None, :]
+    s = zero + (s0 // 8 + tl.arange(0, BLOCK_S // 8))[None, :]
     a, b, c, d = tl.philox(seed, s, t, zero + bh, zero, _ROUNDS)
-    bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK_T, BLOCK_S)
-    return (bits >> 1).to(tl.int32) >= threshold
+    bits = tl.join(tl.join(a, c), tl.join(b, d))
+    bits = tl.join(bits & 0xFFFF, bits >> 16).reshape(BLOCK_T, BLOCK_S)
+    return bits.to(tl.int32) >= threshold
 
 
 @triton.jit
@@ -160,6 +160,7 @@ def forward_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a block of queries: OUT and TOTAL (B, H, T), the logarithm of each row's sum.
 
@@ -179,7 +180,8 @@ def forward_kernel(
     out = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
-        for s0 in range(inner if phase == 1 else 0, end if phase == 1 else inner, BLOCK_S):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
             columns = s0 + tl.arange(0, BLOCK_S)
             k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -214,6 +216,7 @@ def mean_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a block of queries: DELTA and NORM (B, H, T), where `query_kernel`'s will not do.
 
@@ -242,7 +245,8 @@ def mean_kernel(
         is_large = tl.max(size, 0) > _LARGE_TOTAL
         inner, end = tl.where(is_large, inner, 0), tl.where(is_large, end, 0)
     for phase in tl.static_range(2):
-        for s0 in range(inner if phase == 1 else 0, end if phase == 1 else inner, BLOCK_S):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
             columns = s0 + tl.arange(0, BLOCK_S)
             k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -277,7 +281,7 @@ def query_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, NORMED: tl.constexpr, SUMMED: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a block of queries: GRAD_Q and, if SUMMED, a row of SUMS.
 
@@ -305,10 +309,11 @@ def query_kernel(
         norm = 1.0
 
     grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
-    sums = no_sums(tl.zeros([BLOCK_T], tl.float32), MONOTONE)
+    sums = no_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
     inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
-        for s0 in range(inner if phase == 1 else 0, end if phase == 1 else inner, BLOCK_S):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
             columns = s0 + tl.arange(0, BLOCK_S)
             k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
             v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
@@ -327,7 +332,7 @@ def query_kernel(
                 grad_z *= norm[:, None]
             if SUMMED:
                 grad_scores, sums = sigma_backward_and_sums(
-                    scores, grad_z, sums, folded, 1, LOW, HIGH, MONOTONE, CAP
+                    scores, grad_z, sums, folded, LOW, HIGH, MONOTONE, CAP
                 )
             else:
                 grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
@@ -346,6 +351,7 @@ def key_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, NORMED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a block of keys: GRAD_K and GRAD_V. Tiles are transposed: (keys, queries)."""
     blocks = tl.cdiv(S, BLOCK_S)
@@ -371,7 +377,7 @@ def key_kernel(
     for phase in tl.static_range(0 if CAUSAL else 1, 3):
         begin = first if phase == 0 else inner if phase == 1 else outer
         end = inner if phase == 0 else outer if phase == 1 else T
-        for t0 in range(begin, end, BLOCK_T):
+        for t0 in tl.range(begin, end, BLOCK_T, num_stages=STAGES, disable_licm=STAGES == 1):
             rows = t0 + tl.arange(0, BLOCK_T)
             q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, phase != 1, D, WIDTH)
             grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, phase != 1, D, WIDTH)

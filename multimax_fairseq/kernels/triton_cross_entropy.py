@@ -6,6 +6,7 @@ written but here. A row has one program, so that two runs agree to the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,16 +21,28 @@ from multimax_fairseq.kernels.triton_modulator import (
     CAP_LOW,
     MONOTONE_COLUMNS,
     fold,
+    load_scores,
     no_sums,
     sigma,
     sigma_backward,
     sigma_backward_and_sums,
+    store,
     store_table_gradients,
+    summed,
 )
 
-# Classes that a program takes at a time, and its warps: eight sums an element are kept.
+# Classes that a program takes at a time, and its warps.
 BLOCK = 2048
 WARPS = 8
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def _finite(top):
+    """A maximum, or any base that keeps -inf - -inf from being NaN while nothing else was seen."""
+    return tl.where(top == -float("inf"), 0.0, top)
 
 
 @triton.jit(do_not_specialize=["classes"])
@@ -46,7 +59,8 @@ def loss_kernel(
     """
     row = tl.program_id(0)
     scores = SCORES + row.to(tl.int64) * scores_n
-    folded = fold(TABLE, 0, 1.0, 1.0, ORDER, ORDER, MONOTONE)
+    # To the base 2, which saves an instruction a score.
+    folded = fold(TABLE, 0, 1.0, _LOG2_E, ORDER, ORDER, MONOTONE)
     target = tl.load(TARGET + row)
     counts = target >= 0
     # Before the sums that all warps wait for, hence before the first gradient is stored over it.
@@ -54,45 +68,58 @@ def loss_kernel(
     score = tl.load(scores + target, mask=counts & (target < classes), other=float("nan"))
     of_target = sigma(score.to(tl.float32), folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
 
-    top, total, plain = -float("inf"), 0.0, 0.0
-    for start in range(0, tl.where(counts, classes, 0), BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < classes
-        s = tl.load(scores + columns, mask=inside, other=0.0).to(tl.float32)
-        z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
-        plain += tl.sum(tl.where(inside, z, 0.0), 0)
-        z = tl.where(inside, z, -float("inf"))
-        previous = top
-        top = tl.maximum(top, tl.max(z, 0))
-        # Nothing but -inf so far: any finite base keeps -inf - -inf from being NaN.
-        base = tl.where(top == -float("inf"), 0.0, top)
-        total = total * tl.exp(previous - base) + tl.sum(tl.exp(z - base), 0)
-    total = top + tl.log(total)
-    tl.store(NLL + row, tl.where(counts, total - of_target, 0.0))
-    tl.store(SMOOTH + row, tl.where(counts, classes * total - plain, 0.0))
+    # Four neighbours have a running maximum and sums of their own: no thread waits for another.
+    lanes: tl.constexpr = BLOCK // 4
+    tops = tl.full([lanes], -float("inf"), tl.float32)
+    totals, plain = tl.zeros([lanes], tl.float32), tl.zeros([lanes], tl.float32)
+    seen = tl.where(counts, classes, 0)
+    whole = seen // BLOCK * BLOCK
+    for phase in tl.static_range(2):
+        for start in range(whole if phase == 1 else 0, seen if phase == 1 else whole, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            s = load_scores(scores, columns, classes, phase == 1)
+            z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+            if phase == 1:
+                plain += summed(tl.where(columns < classes, z, 0.0))
+                z = tl.where(columns < classes, z, -float("inf"))
+            else:
+                plain += summed(z)
+            z = tl.reshape(z, (lanes, 4))
+            previous = tops
+            tops = tl.maximum(tops, tl.max(z, 1))
+            base = _finite(tops)
+            totals = totals * tl.exp2(previous - base) + tl.sum(tl.exp2(z - base[:, None]), 1)
+    top = tl.max(tops, 0)
+    total = top + tl.log2(tl.sum(totals * tl.exp2(tops - _finite(top)), 0))
+    tl.store(NLL + row, tl.where(counts, (total - of_target) * _LN_2, 0.0))
+    tl.store(SMOOTH + row, tl.where(counts, (classes * total - tl.sum(plain, 0)) * _LN_2, 0.0))
 
     if GRADIENT:
         factor = tl.where(counts, tl.load(FACTORS + row), 0.0)
         sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+        whole = classes // BLOCK * BLOCK
         if factor == 0:
             for start in range(0, classes, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                tl.store(scores + columns, 0.0, mask=columns < classes)
+                store(scores, columns, classes, tl.zeros([BLOCK], tl.float32), True)
         else:
-            for start in range(0, classes, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                inside = columns < classes
-                s = tl.load(scores + columns, mask=inside, other=0.0).to(tl.float32)
-                z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
-                grad = tl.exp(z - total) - share - tl.where(columns == target, hit, 0.0)
-                grad = tl.where(inside, grad * factor, 0.0)
-                if SUMMED:
-                    grad, sums = sigma_backward_and_sums(
-                        s, grad, sums, folded, None, ORDER, ORDER, MONOTONE, CAP
-                    )
-                else:
-                    grad = sigma_backward(s, grad, folded, ORDER, ORDER, MONOTONE, CAP)
-                tl.store(scores + columns, grad.to(SCORES.dtype.element_ty), mask=inside)
+            for phase in tl.static_range(2):
+                begin, end = whole if phase == 1 else 0, classes if phase == 1 else whole
+                for start in range(begin, end, BLOCK):
+                    columns = start + tl.arange(0, BLOCK)
+                    s = load_scores(scores, columns, classes, phase == 1)
+                    z = sigma(s, folded[1] - total, folded, ORDER, ORDER, MONOTONE, CAP)
+                    grad = tl.exp2(z) * factor - share * factor
+                    grad = tl.where(columns == target, grad - hit * factor, grad)
+                    if phase == 1:
+                        grad = tl.where(columns < classes, grad, 0.0)
+                    if SUMMED:
+                        grad, sums = sigma_backward_and_sums(
+                            s, grad, sums, folded, ORDER, ORDER, MONOTONE, CAP
+                        )
+                    else:
+                        grad = sigma_backward(s, grad, folded, ORDER, ORDER, MONOTONE, CAP)
+                    store(scores, columns, classes, grad, phase == 1)
         if SUMMED:
             store_table_gradients(TABLE_GRAD, row, sums, folded, 1.0, ORDER, ORDER, MONOTONE)
 

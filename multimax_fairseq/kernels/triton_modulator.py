@@ -30,9 +30,9 @@ MAX_DISTANCE = tl.constexpr(1e18)
 CAP_NONE, CAP_LOW, CAP_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # Elements that a program of the element-by-element kernels takes, and how many at a time.
-_PIECE, _BLOCK, _WARPS = 8192, 1024, 4
+PIECE, BLOCK, WARPS = 8192, 1024, 4
 # A new shape is no reason to compile anew.
-_VARYING = ["count", "pieces", "heads", "t_h"]
+_VARYING = ["pieces", "heads", "t_h"]
 
 
 @triton.jit
@@ -141,7 +141,9 @@ def sigma(
     if MONOTONE:
         low_turn, high_turn, low_offset, high_level = turns
         z = tl.where(s < low_turn, line + low_offset, z)
-        z = tl.where(s > high_turn, offset + high_level, z)
+        # A score of inf stays what it is, so that an overflow is not hidden.
+        level = tl.where(s < float("inf"), offset + high_level, line)
+        z = tl.where(s > high_turn, level, z)
     return z
 
 
@@ -187,8 +189,21 @@ def sigma_backward(
 
 
 @triton.jit
+def summed(product):
+    """Sums of what a thread has of each row, or of all: none waits for what another has."""
+    if len(product.shape) == 1:
+        return tl.sum(tl.reshape(product, (product.shape[0] // 4, 4)), 1)
+    else:
+        # The layout of a matrix product's result: two neighbours of every eight.
+        rows: tl.constexpr = product.shape[0]
+        parts = tl.reshape(product, (rows, product.shape[1] // 8, 4, 2))
+        return tl.sum(tl.sum(parts, 3), 1)
+
+
+@triton.jit
 def no_sums(zero, MONOTONE: tl.constexpr):
-    """What `sigma_backward_and_sums` starts from, given a zero in the shape of a sum."""
+    """What `sigma_backward_and_sums` starts from, given zeros in the shape of the scores."""
+    zero = summed(zero)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     if MONOTONE:
         sums = sums + (zero, zero)
@@ -196,16 +211,8 @@ def no_sums(zero, MONOTONE: tl.constexpr):
 
 
 @triton.jit
-def _summed(product, AXIS: tl.constexpr):
-    if AXIS is None:
-        return product
-    else:
-        return tl.sum(product, AXIS)
-
-
-@triton.jit
 def _sum_side(
-    grad_s, sums, s, grad, cap, side, AXIS: tl.constexpr, SIGN: tl.constexpr,
+    grad_s, sums, s, grad, cap, side, SIGN: tl.constexpr,
     ORDER: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     edge, edge_2, _, _, _, _, step, _, _ = side
@@ -213,26 +220,25 @@ def _sum_side(
     s = _capped(s, cap, SIGN, CAP)
     part = tl.where(_is_beyond(s, edge, SIGN), grad, 0.0)
     grad_s += step * part
-    beyond += _summed(part, AXIS)
+    beyond += summed(part)
     # Not s itself: beyond the other side, that may be infinite.
-    line += _summed(part * _up_to(s, edge, SIGN), AXIS)
+    line += summed(part * _up_to(s, edge, SIGN))
     if ORDER == 2:
         distance = _up_to(s, edge_2, SIGN) - edge_2
         product = grad * distance
-        slope += _summed(product, AXIS)
-        square += _summed(product * distance, AXIS)
+        slope += summed(product)
+        square += summed(product * distance)
     return grad_s, (line, square, beyond, slope)
 
 
 @triton.jit
 def sigma_backward_and_sums(
-    s, grad, sums, folded, AXIS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    s, grad, sums, folded, LOW: tl.constexpr, HIGH: tl.constexpr,
     MONOTONE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Return (grad * sigma'(scale * s), sums with what these scores contribute to them).
 
-    The sums are those that `store_table_gradients` takes: over AXIS, or element by element where
-    that is None.
+    The sums are those that `store_table_gradients` takes.
     """
     _, _, _, cap, low, high, turns = folded
     of_low, of_high, of_turns = sums[:4], sums[4:8], sums[8:]
@@ -240,13 +246,13 @@ def sigma_backward_and_sums(
         low_turn, high_turn, _, _ = turns
         below = tl.where(s < low_turn, grad, 0.0)
         above = tl.where(s > high_turn, grad, 0.0)
-        of_turns = (of_turns[0] + _summed(below, AXIS), of_turns[1] + _summed(above, AXIS))
+        of_turns = (of_turns[0] + summed(below), of_turns[1] + summed(above))
         grad = tl.where((s < low_turn) | (s > high_turn), 0.0, grad)
     grad_s = grad * _slope(s, folded, LOW, HIGH, CAP, False)
     if LOW > 0:
-        grad_s, of_low = _sum_side(grad_s, of_low, s, grad, cap, low, AXIS, -1, LOW, CAP)
+        grad_s, of_low = _sum_side(grad_s, of_low, s, grad, cap, low, -1, LOW, CAP)
     if HIGH > 0:
-        grad_s, of_high = _sum_side(grad_s, of_high, s, grad, cap, high, AXIS, 1, HIGH, CAP)
+        grad_s, of_high = _sum_side(grad_s, of_high, s, grad, cap, high, 1, HIGH, CAP)
     if MONOTONE:
         grad_s += below
     return grad_s, of_low + of_high + of_turns
@@ -282,11 +288,29 @@ def _table_gradients(
 def store_table_gradients(
     SUMS, row, sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):  # fmt: skip
-    """Store the gradients by a row of the table, from vectors of sums, as a row of SUMS."""
+    """Store the gradients by a row of the table, from a program's sums, as a row of SUMS."""
     grads = _table_gradients(sums, folded, scale, LOW, HIGH, MONOTONE)
     columns: tl.constexpr = 12 if MONOTONE else 8
     for column in tl.static_range(columns):
-        tl.store(SUMS + row.to(tl.int64) * columns + column, tl.sum(grads[column], 0))
+        tl.store(SUMS + row.to(tl.int64) * columns + column, tl.sum(grads[column]))
+
+
+@triton.jit
+def load_scores(start, index, limit, EDGE: tl.constexpr):
+    """Scores as float32, 0 beyond the limit. Without bounds, many are loaded at once."""
+    if EDGE:
+        return tl.load(start + index, mask=index < limit, other=0.0).to(tl.float32)
+    else:
+        return tl.load(start + index).to(tl.float32)
+
+
+@triton.jit
+def store(start, index, limit, values, EDGE: tl.constexpr):
+    values = values.to(start.dtype.element_ty)
+    if EDGE:
+        tl.store(start + index, values, mask=index < limit)
+    else:
+        tl.store(start + index, values)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -299,12 +323,14 @@ def modulate_kernel(
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
     folded = fold(TABLE, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
-    for start in range(0, left, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        s = tl.load(SCORES + first + index, mask=index < left, other=0.0).to(tl.float32)
-        # Capped whatever the type: a score of -inf or inf is kept.
-        z = sigma(s, folded[1], folded, 2, 2, MONOTONE, CAP_BOTH)
-        tl.store(OUT + first + index, z, mask=index < left)
+    whole = left // BLOCK * BLOCK
+    for phase in tl.static_range(2):
+        for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            s = load_scores(SCORES + first, index, left, phase == 1)
+            # Capped whatever the type: a score of -inf or inf is kept.
+            z = sigma(s, folded[1], folded, 2, 2, MONOTONE, CAP_BOTH)
+            store(OUT + first, index, left, z, phase == 1)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -318,14 +344,14 @@ def modulate_backward_kernel(
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
     folded = fold(TABLE, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
     sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
-    for start in range(0, left, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        s = tl.load(SCORES + first + index, mask=index < left, other=0.0).to(tl.float32)
-        grad = tl.load(GRAD + first + index, mask=index < left, other=0.0).to(tl.float32)
-        grad_s, sums = sigma_backward_and_sums(
-            s, grad, sums, folded, None, 2, 2, MONOTONE, CAP_BOTH
-        )
-        tl.store(OUT + first + index, grad_s.to(OUT.dtype.element_ty), mask=index < left)
+    whole = left // BLOCK * BLOCK
+    for phase in tl.static_range(2):
+        for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            s = load_scores(SCORES + first, index, left, phase == 1)
+            grad = load_scores(GRAD + first, index, left, phase == 1)
+            grad_s, sums = sigma_backward_and_sums(s, grad, sums, folded, 2, 2, MONOTONE, CAP_BOTH)
+            store(OUT + first, index, left, grad_s, phase == 1)
     store_table_gradients(SUMS, tl.program_id(0), sums, folded, 1.0, 2, 2, MONOTONE)
 
 
@@ -368,9 +394,9 @@ def _pieces(scores: Tensor, table: Tensor) -> tuple[int, dict[str, Any]]:
     table = table.contiguous()
     heads, columns = table.shape
     count = scores.numel() if heads == 1 else scores.shape[-1] * scores.shape[-2]
-    pieces = triton.cdiv(count, _PIECE)
+    pieces = triton.cdiv(count, PIECE)
     return scores.numel() // count * pieces, {
         "TABLE": table, "count": count, "pieces": pieces, "heads": heads, "t_h": columns,
         "MONOTONE": columns == MONOTONE_COLUMNS,
-        "PIECE": _PIECE, "BLOCK": _BLOCK, "num_warps": _WARPS, "enable_fp_fusion": True,
+        "PIECE": PIECE, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
     }  # fmt: skip

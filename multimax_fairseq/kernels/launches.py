@@ -1,0 +1,131 @@
+"""Which block sizes the kernels of attention are launched with, and which of some is fastest here.
+
+What the compiler says of a kernel does not tell how two kernels that it likes alike compare on a
+given GPU, so that each is tried there, once for each kind of call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
+
+import torch
+from triton.runtime.errors import OutOfResources, PTXASError
+
+Result = TypeVar("Result")
+
+
+class Launch(NamedTuple):
+    """Block sizes in queries and keys, warps a program, and stages of the loop's pipeline."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    def arguments(self) -> dict[str, int]:
+        """As a kernel takes them. With one stage, nothing is carried from one block to the next."""
+        return {
+            "BLOCK_T": self.queries,
+            "BLOCK_S": self.keys,
+            "STAGES": self.num_stages,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+# By whether the products are float32, without tensor cores, and the padded head size. All are to
+# spill no register on sm_80 and sm_90, which scripts/gpu_check.sh tells; of those the first is the
+# best by its report: few instructions a score, and blocks that leave room for a second program.
+_CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
+    "forward_kernel": {
+        (False, 64): [Launch(64, 64, 4, 2)],
+        (False, 128): [Launch(64, 64, 4, 1)],
+        (True, 64): [Launch(32, 32, 4, 1)],
+        (True, 128): [Launch(32, 16, 4, 1)],
+    },
+    "mean_kernel": {
+        # In float32 it rounds as query_kernel does only with the same blocks.
+        (False, 64): [Launch(64, 32, 4, 2)],
+        (False, 128): [Launch(64, 32, 4, 2)],
+        (True, 64): [Launch(32, 16, 4, 2)],
+        (True, 128): [Launch(32, 16, 4, 2)],
+    },
+    "query_kernel": {
+        (False, 64): [Launch(64, 16, 4, 2), Launch(128, 16, 8, 2)],
+        (False, 128): [Launch(128, 16, 8, 2)],
+        (True, 64): [Launch(32, 16, 4, 1)],
+        (True, 128): [Launch(32, 16, 4, 1)],
+    },
+    "key_kernel": {
+        (False, 64): [Launch(32, 64, 4, 1), Launch(32, 128, 8, 1), Launch(64, 32, 4, 2)],
+        (False, 128): [Launch(32, 32, 4, 1)],
+        (True, 64): [Launch(32, 32, 4, 1)],
+        (True, 128): [Launch(32, 32, 8, 1)],
+    },
+}
+# What was fastest, for the life of the process.
+_fastest: dict[Hashable, Launch] = {}
+
+
+def candidates(kernel: str, dtype: torch.dtype, width: int) -> list[Launch]:
+    """The launches of a kernel for this type and padded head size, best by the compiler first."""
+    return _CANDIDATES[kernel][dtype == torch.float32, max(width, 64)]
+
+
+def _milliseconds(run: Callable[[], object], repetitions: int = 5) -> float:
+    """The shortest of some runs on the GPU, after one that compiles."""
+    run()
+    times = []
+    for _ in range(repetitions):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)
+
+
+def run_fastest(
+    choice: list[Launch],
+    call: Hashable,
+    run: Callable[[Launch], Result],
+    timer: Callable[[Callable[[], object]], float] = _milliseconds,
+) -> Result:
+    """Run a kernel with the launch that is fastest here, and return what that run returns.
+
+    Args:
+        choice: of `candidates`.
+        call: what decides which is fastest, the kernel included: for calls that are equal in it,
+            they are tried once in the life of the process.
+        run: runs the kernel. Its outputs are written, not added to: it may run again and again.
+        timer: gives the time of a call.
+
+    Nothing is tried where there is no choice, where runs must not differ from one process to the
+    next, in the interpreter, and while a CUDA graph is recorded: the first candidate runs then.
+    """
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if len(choice) == 1 or is_interpreted or torch.are_deterministic_algorithms_enabled():
+        return run(choice[0])
+    if call not in _fastest:
+        if torch.cuda.is_current_stream_capturing():
+            return run(choice[0])
+        _fastest[call] = _try(choice, run, timer)
+    return run(_fastest[call])
+
+
+def _try(
+    choice: list[Launch],
+    run: Callable[[Launch], object],
+    timer: Callable[[Callable[[], object]], float],
+) -> Launch:
+    """The fastest of these; the first if none of them can be launched, which then says why."""
+    times = {}
+    for launch in choice:
+        with contextlib.suppress(OutOfResources, PTXASError):  # more than this GPU has
+            times[launch] = timer(functools.partial(run, launch))
+    return min(times, key=times.__getitem__, default=choice[0])
