@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multimax_fairseq.functional.modulator import ModulatorParameters, modulated_slope, table_of
+from multimax_fairseq.functional.modulator import (
+    ModulatorParameters,
+    modulated_gradients,
+    table_of,
+)
 
 
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -259,4 +263,4 @@ def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:
         modulator: whose parameters `modulate` takes.
     """
     table, low, high = table_of(modulator)
-    return modulated_slope(x, table.to(x.dtype), low, high)
+    return modulated_gradients(torch.ones_like(x), x, table.detach().to(x.dtype), low, high)[0]

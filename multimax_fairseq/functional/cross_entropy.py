@@ -15,6 +15,7 @@ from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
     is_known,
     modulated,
+    modulated_gradients,
     table_of,
 )
 from multimax_fairseq.kernels import operators
@@ -230,7 +231,8 @@ def _plain(
         table = table.to(torch.promote_types(features.dtype, torch.float32))
     if operators.traced():
         # In operations that can be recorded, and differentiated by torch itself.
-        nll, smooth = _losses(F.linear(features, weight, bias), table, target, numbers[2])
+        logits = _logits(F.linear(features, weight, bias), table)
+        nll, smooth = _losses(logits, target, numbers[2])
     else:
         if target.device.type == "cpu":
             _check_range(target, weight.shape[0], numbers[2])
@@ -251,12 +253,13 @@ def _check_range(target: Tensor, classes: int, ignore_index: int) -> None:
         )
 
 
-def _losses(
-    scores: Tensor, table: Tensor | None, target: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """nll and smooth losses a row, from scores (N, V); nan for a target that is no class."""
+def _logits(scores: Tensor, table: Tensor | None) -> Tensor:
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    logits = scores if table is None else modulated(scores, table, 2, 2)
+    return scores if table is None else modulated(scores, table, 2, 2)
+
+
+def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """nll and smooth losses a row, from logits (N, V); nan for a target that is no class."""
     classes = logits.shape[-1]
     log_total = logits.logsumexp(-1)
     hit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
@@ -284,16 +287,19 @@ def _plain_parts(
     def one_chunk(
         scores: Tensor, table: Tensor | None, target: Tensor, factors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        logits = _logits(scores, table)
+        nll, smooth = _losses(logits, target, ignore_index)
         if factors is None:
-            return *_losses(scores, table, target, ignore_index), None, None
-        scores = scores.to(factors.dtype).requires_grad_()
-        learned = None if table is None else table.detach().requires_grad_()
-        with torch.enable_grad():
-            nll, smooth = _losses(scores, learned, target, ignore_index)
-            loss = operators.mixed(nll, smooth, share, hit)
-        by = [scores] if learned is None else [scores, learned]
-        grad_scores, *rest = torch.autograd.grad(loss, by, factors)
-        return nll.detach(), smooth.detach(), grad_scores, rest[0] if rest else None
+            return nll, smooth, None, None
+        # The gradient of hit * nll + share * smooth, of which share * V + hit = 1; nan as the loss.
+        grad = logits.softmax(-1).sub_(share)
+        index = target.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        grad.scatter_add_(-1, index, grad.new_full((), -hit).expand(index.shape))
+        factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
+        grad = (grad.mul_(factors)).masked_fill_((target == ignore_index).unsqueeze(-1), 0.0)
+        if table is None:
+            return nll, smooth, grad, None
+        return nll, smooth, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
 
     inputs = (features, weight, bias, table)
     nll, smooth, grads = through_chunks(one_chunk, target, factors, *inputs, needed, chunk_size)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.functional.backend import choose
@@ -103,10 +104,7 @@ class _Modulate(torch.autograd.Function):
     @staticmethod
     @operators.differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, table = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = modulated(x, table, *ctx.orders)
-        return (*torch.autograd.grad(out, (x, table), grad), None, None)
+        return (*modulated_gradients(grad, *ctx.saved_tensors, *ctx.orders), None, None)
 
 
 def _order(side: str, coefficient: Tensor | None, threshold: Tensor | None) -> int:
@@ -161,9 +159,9 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
     columns = _spread(table)
     out = x
     for n in range(low):
-        out = out + columns[n] * _distance(columns[2 + n] - x, n + 1)
+        out = torch.addcmul(out, columns[n], _distance(columns[2 + n] - x, n + 1))
     for n in range(high):
-        out = out + columns[4 + n] * _distance(x - columns[6 + n], n + 1)
+        out = torch.addcmul(out, columns[4 + n], _distance(x - columns[6 + n], n + 1))
     if table.shape[1] > 8:
         out = torch.where(x < columns[8], x + columns[10], out)
         # A score of inf stays what it is, so that an overflow is not hidden.
@@ -171,19 +169,37 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
     return out
 
 
-def modulated_slope(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
-    """Return the derivative by x of `modulated`, with its arguments."""
+def modulated_gradients(
+    grad: Tensor, x: Tensor, table: Tensor, low: int, high: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients by x and table of `modulated`, given that by its result.
+
+    A turning point gets none: what lies beyond it is continuous.
+    """
     columns = _spread(table)
-    slope = torch.ones_like(x)
-    for n in range(low):
-        distance = _distance(columns[2 + n] - x, 1)
-        slope = slope - columns[n] * (2 * distance if n > 0 else distance.sign())
-    for n in range(high):
-        distance = _distance(x - columns[6 + n], 1)
-        slope = slope + columns[4 + n] * (2 * distance if n > 0 else distance.sign())
+    heads = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
+
+    def total(product: Tensor) -> Tensor:
+        return product.sum().unsqueeze(0) if table.shape[0] == 1 else product.sum(heads)
+
+    sums = [table.new_zeros(table.shape[0])] * table.shape[1]
     if table.shape[1] > 8:
-        slope = slope.masked_fill(x < columns[8], 1.0).masked_fill(x > columns[9], 0.0)
-    return slope
+        below, above = x < columns[8], (x > columns[9]) & (x < float("inf"))
+        sums[10] = total(grad.masked_fill(~below, 0.0))
+        sums[11] = total(grad.masked_fill(~above, 0.0))
+        by_x, grad = grad.masked_fill(above, 0.0), grad.masked_fill(below | above, 0.0)
+    else:
+        by_x = grad.clone()
+    for side, sign, order in ((0, -1, low), (4, 1, high)):
+        for n in range(order):
+            coefficient, threshold = columns[side + n], columns[side + 2 + n]
+            distance = (x - threshold) if sign > 0 else (threshold - x)
+            distance.clamp_(0, MAX_DISTANCE)
+            part = distance.sign().mul_(grad) if n == 0 else distance * grad
+            by_x.addcmul_(coefficient, part, value=sign * (n + 1))
+            sums[side + 2 + n] = -sign * (n + 1) * table[:, side + n] * total(part)
+            sums[side + n] = total(part.mul_(distance))
+    return by_x, torch.stack(sums, -1)
 
 
 def _spread(table: Tensor) -> list[Tensor]:
@@ -193,8 +209,8 @@ def _spread(table: Tensor) -> list[Tensor]:
 
 # TorchScript sees a global constant only as a default.
 def _distance(x: Tensor, power: int, cap: float = MAX_DISTANCE) -> Tensor:
-    """How far x lies above zero, to this power. At zero, its derivative is taken as zero."""
-    distance = x.relu().clamp(max=cap)
+    """How far x lies above zero, to this power; x is overwritten. At zero, its derivative is 0."""
+    distance = F.hardtanh(x, 0.0, cap, inplace=True)
     return distance if power == 1 else distance * distance
 
 
