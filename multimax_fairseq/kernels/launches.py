@@ -45,7 +45,7 @@ _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
         (False, 64): [Launch(64, 64, 4, 2)],
         (False, 128): [Launch(64, 32, 4, 2)],
         (True, 64): [Launch(32, 32, 4, 1)],
-        (True, 128): [Launch(32, 16, 4, 2)],
+        (True, 128): [Launch(32, 16, 8, 2)],
     },
     "mean_kernel": {
         # In float32 it rounds as query_kernel does only with the same blocks.
@@ -61,7 +61,7 @@ _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
         (True, 128): [Launch(32, 16, 4, 1)],
     },
     "key_kernel": {
-        (False, 64): [Launch(32, 64, 4, 1), Launch(32, 128, 8, 1), Launch(64, 32, 4, 2)],
+        (False, 64): [Launch(32, 64, 4, 1), Launch(32, 128, 8, 1)],
         (False, 128): [Launch(32, 32, 4, 1)],
         (True, 64): [Launch(32, 32, 8, 1)],
         (True, 128): [Launch(32, 16, 8, 1)],
