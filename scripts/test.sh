@@ -16,6 +16,5 @@ python -c "import triton" 2>/dev/null ||
 ruff check .
 ruff format --check .
 mypy
-# --dist loadfile: a file's tests share the checkpoints that its fixtures train;
-# without reordering, the files that take longest are not the last ones
-python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# --dist loadfile: a file's tests share the checkpoints that its fixtures train
+python -m pytest tests -n 2 --dist loadfile "$@"
