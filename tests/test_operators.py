@@ -330,6 +330,13 @@ def test_a_function_exports_for_all_lengths(case):
         assert_same(case, exported.module(), case.inputs(*lengths))
 
 
+@torch.no_grad()
+def test_make_fx_records_a_function_before_dispatch(case):
+    recorded = make_fx(case, pre_dispatch=True)(*case.inputs(*LENGTHS[0]))
+    inputs = case.inputs(*LENGTHS[0])
+    torch.testing.assert_close(recorded(*inputs), case(*inputs), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_make_fx_records_a_function_and_its_gradients(case, mode):
     function, parameters = with_gradients(case), dict(case.named_parameters())
