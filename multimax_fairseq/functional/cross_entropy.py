@@ -296,7 +296,7 @@ def _plain_parts(
         index = target.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
         grad.scatter_add_(-1, index, grad.new_full((), -hit).expand(index.shape))
         factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
-        grad = (grad.mul_(factors)).masked_fill_((target == ignore_index).unsqueeze(-1), 0.0)
+        grad = grad.mul_(factors).masked_fill_((target == ignore_index).unsqueeze(-1), 0.0)
         if table is None:
             return nll, smooth, grad, None
         return nll, smooth, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)

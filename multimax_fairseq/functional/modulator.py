@@ -193,8 +193,7 @@ def modulated_gradients(
     for side, sign, order in ((0, -1, low), (4, 1, high)):
         for n in range(order):
             coefficient, threshold = columns[side + n], columns[side + 2 + n]
-            distance = (x - threshold) if sign > 0 else (threshold - x)
-            distance.clamp_(0, MAX_DISTANCE)
+            distance = _distance(x - threshold if sign > 0 else threshold - x, 1)
             part = distance.sign().mul_(grad) if n == 0 else distance * grad
             by_x.addcmul_(coefficient, part, value=sign * (n + 1))
             sums[side + 2 + n] = -sign * (n + 1) * table[:, side + n] * total(part)
