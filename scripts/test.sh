@@ -16,5 +16,6 @@ python -c "import triton" 2>/dev/null ||
 ruff check .
 ruff format --check .
 mypy
-# --dist loadfile: a file's tests share the checkpoints that its fixtures train
-python -m pytest tests -n 2 --dist loadfile "$@"
+# --dist loadfile: a file's tests share the checkpoints that its fixtures train. The files are
+# handed out in the order of tests/conftest.py.
+python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -14,6 +14,14 @@ from multimax_fairseq.modules import Modulator
 SIZES = (
     "--{0}-layers 2 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 4 --dropout 0"
 )
+# The files that take minutes come first, so that no process is left alone with one of them.
+LONGEST = [
+    f"test_{name}.py" for name in ("commands", "experiment_runs", "compat", "kernels_triton")
+]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: [*LONGEST, item.path.name].index(item.path.name))
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,7 @@ def test_a_decoder_without_the_interface_gets_the_stock_loss(
     model, sample = build("transformer"), translation_batch()
     MultimaxCrossEntropyCriterion._warned = False
     expected = CrossEntropyCriterion(task, False)(model, sample)[0]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", MultimaxCrossEntropyCriterion.__module__):
         criterion = MultimaxCrossEntropyCriterion(task, False)
         losses = [criterion(model, sample)[0] for _ in range(2)]
     assert losses == [expected, expected]

@@ -567,7 +567,7 @@ def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
     parts, _ = attention_inputs(1, 1, 4, 4, 16)
     backend._log.cache_clear()
     monkeypatch.delenv("MULTIMAX_BACKEND", raising=False)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", backend.__name__):
         for _ in range(2):
             scaled_dot_product_attention(*parts, modulator=some_modulator())
     assert caplog.messages.count("attention: cpp backend") == 1
