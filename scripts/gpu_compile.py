@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,14 +57,6 @@ class Compiled(NamedTuple):
     loop: int
     mma: int
     mufu: int
-
-
-def launches() -> Iterator[Launch]:
-    """Every launch of attention that may be chosen."""
-    import multimax_fairseq.kernels.triton_attention as kernels
-
-    for found in kernels.launches():
-        yield Launch(*found)
 
 
 def build(kernel: Any, capability: int, element: str, arguments: dict[str, Any], **types: str):
@@ -182,7 +174,7 @@ def compiled_loss(
     return read(program), kernels.BLOCK // (32 * kernels.WARPS)
 
 
-def alone(capability: int, name: str, dtype: torch.dtype, monotone: bool) -> Finding:
+def alone(capability: int, label: str, name: str, dtype: torch.dtype, monotone: bool) -> Finding:
     """A kernel of the modulator by itself, whose scores come from memory and go back there."""
     import multimax_fairseq.kernels.triton_modulator as kernels
 
@@ -191,7 +183,6 @@ def alone(capability: int, name: str, dtype: torch.dtype, monotone: bool) -> Fin
     # The modulated scores are float32, and so is what comes back to them.
     types = {"OUT": "*fp32"} if name == "modulate_kernel" else {"GRAD": "*fp32"}
     found = read(build(getattr(kernels, name), capability, NAMES[dtype], arguments, **types))
-    label = f"{name.removesuffix('_kernel')} {NAMES[dtype]}{', monotone' if monotone else ''}"
     scores = kernels.BLOCK // (32 * kernels.WARPS)
     row = [label, kernels.BLOCK, kernels.WARPS, found.registers, found.spills, found.loop]
     row += [f"{found.loop / scores:.1f}"]
@@ -230,13 +221,15 @@ def compare(
 
 def checks(place: Place) -> dict[str, Callable[[], Finding]]:
     """A kernel with its launch each; those of bfloat16 and heads of 64 unless all are asked for."""
+    from multimax_fairseq.kernels.triton_attention import launches
+
     capabilities = [80, 90]
     if place.is_gpu:
         major, minor = torch.cuda.get_device_capability()
         capabilities = [10 * major + minor]
     found: dict[str, Callable[[], Finding]] = {}
     for capability in capabilities:
-        for launch in launches():
+        for launch in (Launch(*one) for one in launches()):
             if not place.full and (launch.dtype, launch.width) != (torch.bfloat16, 64):
                 continue
             for variant in VARIANTS if place.full else ["causal"]:
@@ -246,11 +239,13 @@ def checks(place: Place) -> dict[str, Callable[[], Finding]]:
                 add_attention(found, capability, launch, variant)
         for dtype in NAMES if place.full else [torch.bfloat16]:
             for monotone in (False, True) if place.full else (False,):
-                add_loss(found, capability, dtype, monotone)
+                kind = f"{NAMES[dtype]}{', monotone' if monotone else ''}"
+                add_loss(found, capability, f"loss {kind}", dtype, monotone)
                 for name in ("modulate_kernel", "modulate_backward_kernel"):
-                    kind = f"{NAMES[dtype]}{', monotone' if monotone else ''}"
-                    label = f"sm_{capability} {name.removesuffix('_kernel')} {kind}"
-                    found[label] = functools.partial(alone, capability, name, dtype, monotone)
+                    label = f"{name.removesuffix('_kernel')} {kind}"
+                    found[f"sm_{capability} {label}"] = functools.partial(
+                        alone, capability, label, name, dtype, monotone
+                    )
     return found
 
 
@@ -268,11 +263,14 @@ def add_attention(
 
 
 def add_loss(
-    found: dict[str, Callable[[], Finding]], capability: int, dtype: torch.dtype, monotone: bool
+    found: dict[str, Callable[[], Finding]],
+    capability: int,
+    label: str,
+    dtype: torch.dtype,
+    monotone: bool,
 ) -> None:
     import multimax_fairseq.kernels.triton_cross_entropy as kernels
 
-    label = f"loss {NAMES[dtype]}{', monotone' if monotone else ''}"
     make = functools.partial(compiled_loss, capability, dtype, monotone)
     found[f"sm_{capability} {label}"] = functools.partial(
         compare, capability, label, str(kernels.BLOCK), kernels.WARPS, make

@@ -37,32 +37,41 @@ class Launch(NamedTuple):
         }
 
 
-# By whether the products are float32, without tensor cores, and the padded head size. All are to
-# spill no register on sm_80 and sm_90, which scripts/gpu_check.sh tells; of those the first is the
-# best by its report: few instructions a score, and blocks that leave room for a second program.
+# By whether the products are float32, without tensor cores, and the padded head size, from 32. All
+# are to spill no register on sm_80 and sm_90, which scripts/gpu_check.sh tells; of those the first
+# is the best by its report: few instructions a score, and blocks that leave room for a second
+# program.
 _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
     "forward_kernel": {
+        (False, 32): [Launch(64, 32, 4, 2)],
         (False, 64): [Launch(64, 64, 4, 2)],
         (False, 128): [Launch(64, 32, 4, 2)],
-        (True, 64): [Launch(32, 32, 4, 1)],
+        (True, 32): [Launch(16, 16, 4, 2)],
+        (True, 64): [Launch(32, 32, 8, 1)],
         (True, 128): [Launch(32, 16, 8, 2)],
     },
     "mean_kernel": {
         # In float32 it rounds as query_kernel does only with the same blocks.
+        (False, 32): [Launch(64, 32, 4, 2)],
         (False, 64): [Launch(64, 32, 4, 2)],
         (False, 128): [Launch(64, 32, 4, 2)],
+        (True, 32): [Launch(32, 16, 4, 2)],
         (True, 64): [Launch(32, 16, 4, 2)],
-        (True, 128): [Launch(32, 16, 4, 2)],
+        (True, 128): [Launch(16, 16, 8, 2)],
     },
     "query_kernel": {
+        (False, 32): [Launch(64, 16, 4, 2)],
         (False, 64): [Launch(64, 16, 4, 2), Launch(128, 16, 8, 2)],
         (False, 128): [Launch(128, 16, 8, 2)],
-        (True, 64): [Launch(32, 16, 4, 1)],
-        (True, 128): [Launch(32, 16, 4, 1)],
+        (True, 32): [Launch(32, 16, 4, 2)],
+        (True, 64): [Launch(32, 16, 4, 2)],
+        (True, 128): [Launch(16, 16, 4, 2)],
     },
     "key_kernel": {
+        (False, 32): [Launch(32, 64, 4, 1)],
         (False, 64): [Launch(32, 64, 4, 1), Launch(32, 128, 8, 1)],
-        (False, 128): [Launch(32, 32, 4, 1)],
+        (False, 128): [Launch(32, 32, 4, 2), Launch(64, 32, 8, 1)],
+        (True, 32): [Launch(16, 16, 4, 2)],
         (True, 64): [Launch(32, 32, 8, 1)],
         (True, 128): [Launch(32, 16, 8, 1)],
     },
@@ -73,7 +82,7 @@ _fastest: dict[Hashable, Launch] = {}
 
 def candidates(kernel: str, dtype: torch.dtype, width: int) -> list[Launch]:
     """The launches of a kernel for this type and padded head size, best by the compiler first."""
-    return _CANDIDATES[kernel][dtype == torch.float32, max(width, 64)]
+    return _CANDIDATES[kernel][dtype == torch.float32, max(width, 32)]
 
 
 def _milliseconds(run: Callable[[], object], repetitions: int = 5) -> float:
