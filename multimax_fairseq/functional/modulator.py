@@ -157,11 +157,15 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
         low, high: the order of each side; what the table has beyond it is not read.
     """
     columns = _spread(table)
+    terms = [(columns[n], columns[2 + n], -1, n + 1) for n in range(low)]
+    terms += [(columns[4 + n], columns[6 + n], 1, n + 1) for n in range(high)]
     out = x
-    for n in range(low):
-        out = torch.addcmul(out, columns[n], _distance(columns[2 + n] - x, n + 1))
-    for n in range(high):
-        out = torch.addcmul(out, columns[4 + n], _distance(x - columns[6 + n], n + 1))
+    for i, (coefficient, threshold, sign, power) in enumerate(terms):
+        distance = _distance(x - threshold if sign > 0 else threshold - x, power)
+        if i == 0:
+            out = torch.addcmul(x, coefficient, distance)
+        else:  # in the memory of the first sum, which nobody else has
+            out = out.addcmul_(coefficient, distance)
     if table.shape[1] > 8:
         out = torch.where(x < columns[8], x + columns[10], out)
         # A score of inf stays what it is, so that an overflow is not hidden.
