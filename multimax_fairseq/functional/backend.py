@@ -84,7 +84,13 @@ def _kernel(backend: str, device: str) -> str:
 
 def is_autocast(device: str) -> bool:
     """Whether autocast is on for this type of device; never for those that know none, as meta."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _knows_autocast(device) and torch.is_autocast_enabled(device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _knows_autocast(device: str) -> bool:
+    # The compiler of torch 2.10 cannot look into it.
+    return torch.amp.is_autocast_available(device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
