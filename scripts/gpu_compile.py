@@ -18,8 +18,6 @@ from gpu_reference import Finding, Place
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # What is float32 whatever the scores are.
 FLOAT32 = {"TOTAL", "TABLE", "DELTA", "NORM", "SUMS", "FACTORS", "NLL", "SMOOTH", "TABLE_GRAD"}
-# The smallest that a GPU of compute capability 8.0 or above offers a program.
-SHARED_MEMORY = 99 * 1024
 COLUMNS = [
     *("kernel", "block", "warps", "registers", "spills", "shared KB", "loop", "a score"),
     *("MMA", "ex2/lg2", "without the modulator: registers", "loop", "a score"),
@@ -37,15 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "causal, dropout": {"CAUSAL": True, "DROPOUT": True},
     "causal, monotone": {"CAUSAL": True, "MONOTONE": True},
 }
-
-
-class Launch(NamedTuple):
-    """A kernel's name, the dtype of queries, the padded head size, and the launch's arguments."""
-
-    kernel: str
-    dtype: torch.dtype
-    width: int
-    blocks: dict[str, int]
 
 
 class Compiled(NamedTuple):
@@ -126,36 +115,37 @@ def read(program: Any) -> Compiled:
     )
 
 
-def attention_arguments(launch: Launch, order: int, variant: dict[str, Any]) -> dict[str, Any]:
+def attention_arguments(
+    call: Any, blocks: dict[str, int], order: int, variant: dict[str, Any]
+) -> dict[str, Any]:
     """The constants of a launch, as triton_attention would pass them."""
     chosen = {"MASKING": 0, "CAUSAL": False, "DROPOUT": False, "MONOTONE": False} | variant
-    exact = launch.dtype == torch.float32
+    exact = call.dtype == torch.float32
     normed = exact or chosen["MASKING"] > 2
     chosen["MONOTONE"] = chosen["MONOTONE"] and order > 0
-    found = {"D": launch.width, "WIDTH": launch.width, "LOW": order, "HIGH": order} | chosen
-    found |= {"CAP": 0 if launch.dtype == torch.float16 else 2}
+    found = {"D": call.width, "WIDTH": call.width, "LOW": order, "HIGH": order} | chosen
+    found |= {"CAP": 0 if call.dtype == torch.float16 else 2}
     found |= {} if chosen["MASKING"] else {"MASK": None}
     found |= {} if order else {"TABLE": None}
-    if launch.kernel == "mean_kernel":
+    if call.kernel == "mean_kernel":
         found["EXACT"] = exact
-    if launch.kernel in ("query_kernel", "key_kernel"):
+    if call.kernel in ("query_kernel", "key_kernel"):
         found |= {"NORMED": normed} | ({} if normed else {"NORM": None})
-    if launch.kernel == "query_kernel":
+    if call.kernel == "query_kernel":
         found |= {"SUMMED": order > 0} | ({} if order else {"SUMS": None})
-    return found | launch.blocks
+    return found | blocks
 
 
 def compiled_attention(
-    capability: int, launch: Launch, variant: str, order: int
+    capability: int, call: Any, blocks: dict[str, int], variant: str, order: int
 ) -> tuple[Compiled, int]:
     """The program, and how many scores a tile has of each thread."""
     import multimax_fairseq.kernels.triton_attention_kernels as kernels
 
-    arguments = attention_arguments(launch, order, VARIANTS[variant])
+    arguments = attention_arguments(call, blocks, order, VARIANTS[variant])
     types = {"MASK": "*fp32" if arguments["MASKING"] > 2 else "*u8"}
-    kernel = getattr(kernels, launch.kernel)
-    program = build(kernel, capability, NAMES[launch.dtype], arguments, **types)
-    blocks = launch.blocks
+    kernel = getattr(kernels, call.kernel)
+    program = build(kernel, capability, NAMES[call.dtype], arguments, **types)
     return read(program), blocks["BLOCK_T"] * blocks["BLOCK_S"] // (32 * blocks["num_warps"])
 
 
@@ -199,9 +189,11 @@ def compare(
     make: Callable[[int], tuple[Compiled, int]],
 ) -> Finding:
     """A kernel at the order 2, and without the modulator."""
+    from multimax_fairseq.kernels.launches import shared_memory
+
     (ours, scores), (softmax, _) = make(2), make(0)
     for found in (ours, softmax):
-        if found.shared > SHARED_MEMORY:
+        if found.shared > shared_memory(capability):
             raise RuntimeError(
                 f"{label}: {found.shared} bytes of shared memory, above what all have"
             )
@@ -229,14 +221,17 @@ def checks(place: Place) -> dict[str, Callable[[], Finding]]:
         capabilities = [10 * major + minor]
     found: dict[str, Callable[[], Finding]] = {}
     for capability in capabilities:
-        for launch in (Launch(*one) for one in launches()):
-            if not place.full and (launch.dtype, launch.width) != (torch.bfloat16, 64):
+        for call, blocks in launches(capability):
+            if not place.full and (call.dtype, call.width) != (torch.bfloat16, 64):
                 continue
             for variant in VARIANTS if place.full else ["causal"]:
-                added = VARIANTS[variant].get("MASKING", 0) > 2
-                if launch.kernel == "mean_kernel" and launch.dtype != torch.float32 and not added:
+                chosen = VARIANTS[variant]
+                added = chosen.get("MASKING", 0) > 2
+                if call.kernel == "mean_kernel" and call.dtype != torch.float32 and not added:
                     continue  # its numbers are another kernel's there
-                add_attention(found, capability, launch, variant)
+                heavy = chosen.get("MASKING", 0) > 1 or "DROPOUT" in chosen or "MONOTONE" in chosen
+                if heavy == call.is_heavy:
+                    add_attention(found, capability, call, blocks, variant)
         for dtype in NAMES if place.full else [torch.bfloat16]:
             for monotone in (False, True) if place.full else (False,):
                 kind = f"{NAMES[dtype]}{', monotone' if monotone else ''}"
@@ -250,15 +245,16 @@ def checks(place: Place) -> dict[str, Callable[[], Finding]]:
 
 
 def add_attention(
-    found: dict[str, Callable[[], Finding]], capability: int, launch: Launch, variant: str
+    found: dict[str, Callable[[], Finding]],
+    capability: int,
+    call: Any,
+    blocks: dict[str, int],
+    variant: str,
 ) -> None:
-    blocks = launch.blocks
     block = f"{blocks['BLOCK_T']}x{blocks['BLOCK_S']}"
-    label = (
-        f"{launch.kernel.removesuffix('_kernel')} {NAMES[launch.dtype]} {launch.width}, {variant}"
-    )
+    label = f"{call.kernel.removesuffix('_kernel')} {NAMES[call.dtype]} {call.width}, {variant}"
     name = f"sm_{capability} {label}, {block}"
-    make = functools.partial(compiled_attention, capability, launch, variant)
+    make = functools.partial(compiled_attention, capability, call, blocks, variant)
     found[name] = functools.partial(compare, capability, label, block, blocks["num_warps"], make)
 
 

@@ -98,7 +98,8 @@ def through(*names: str) -> Iterator[None]:
 
 
 def some_modulator(kind: str, heads: int, device: str) -> Modulator | None:
-    """Far from the identity, with sparse and multi-modal signs; all heads different."""
+    """Far from the identity, with sparse and multi-modal signs; a smooth one has no term of the
+    first order, whose slope makes a step: of a score beside it, any rounding may change it."""
     if kind == "softmax":
         return None
     terms = "low" if kind == "low side" else "both"
@@ -118,6 +119,8 @@ def some_modulator(kind: str, heads: int, device: str) -> Modulator | None:
             value = torch.tensor(values[name])[:order]
             rows = 0.05 * torch.arange(heads)[:, None] if separate else 0
             parameter.copy_(value + rows)
+            if kind == "smooth" and "coefficient" in name:
+                parameter[0] = 0
     return modulator.to(device)
 
 

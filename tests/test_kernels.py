@@ -10,6 +10,7 @@ from commands import run
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.functional import backend, cross_entropy
 from multimax_fairseq.functional.cross_entropy import fused_scores
+from multimax_fairseq.functional.modulator import tails
 from multimax_fairseq.kernels import build, cpu
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -585,3 +586,22 @@ def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
         scaled_dot_product_attention(*parts, modulator=some_modulator())
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         scaled_dot_product_attention(*parts, modulator=some_modulator(), backend="cuda")
+
+
+def test_where_a_monotone_modulator_turns_and_how_that_depends_on_its_parameters():
+    tables = torch.randn(1000, 8, generator=torch.Generator().manual_seed(2))
+    tables[:, [1, 5]] *= 0.5
+    # Almost the identity; of the first order alone; with the same threshold twice.
+    tables[::4] *= 0.02
+    tables[1::4, [1, 5]] = 0
+    tables[2::4, 3] = tables[2::4, 2]
+    exact = tables.double().requires_grad_()
+    expected = tails(exact)
+    finite = expected.isfinite()
+    assert 0.2 < finite[:, :2].double().mean() < 0.8
+    found, jacobian = cpu.tails(tables)
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for column in range(4):
+        total = expected[:, column].where(finite[:, column], 0).sum()
+        by = torch.autograd.grad(total, exact, retain_graph=True)[0]
+        torch.testing.assert_close(jacobian[:, column].double(), by, rtol=1e-4, atol=1e-4)

@@ -95,6 +95,10 @@ def test_the_modulator_is_an_operator_to_torch(options, dtype):
     opcheck(OPERATORS.modulate_backward, (gradient, scores.detach(), table.detach()))
 
 
+def test_where_a_modulator_turns_is_an_operator_to_torch():
+    opcheck(OPERATORS.tails, (some_table(num_heads=3),))
+
+
 # table, mask, causal, dropout, keep, whether heads lie inside of the positions in memory
 ATTENTIONS = {
     "plain": (None, None, False, 0.0, False, False),

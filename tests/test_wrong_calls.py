@@ -486,6 +486,16 @@ OPERATORS = {
         dict(grad=drawn(B, H, T, S, seed=1), scores=drawn(B, H, T, S), table=TABLE),
         [*kinds("grad scores"), *shapes("grad"), *double("grad"), *OF_TABLE],
     ),
+    "tails": (
+        dict(table=TABLE),
+        [
+            *kinds("table", without="on meta"),
+            *shapes("table", without="a scalar, a row less, a row more"),
+            *double("table"),
+            *missing("table"),
+            *(("table", f"of {n} columns", torch.zeros(1, n)) for n in (0, 1, 4, 7, 9, 12)),
+        ],
+    ),
     "attention": (
         ATTEND | dict(keep=True),
         [

@@ -40,29 +40,32 @@ def requested(backend: str = "auto") -> str:
 def choose(
     operation: str,
     backend: str,
-    *tensors: Tensor | None,
+    first: Tensor,
+    *others: Tensor | None,
     able: bool = True,
     dtypes: tuple[torch.dtype, ...] = operators.DTYPES,
 ) -> str:
-    """Return "plain", "cpp" or "triton" for an operation on these tensors, and log it once.
+    """Return "plain", "cpp" or "triton" for an operation on these tensors, and log it once, if it
+    has a name.
 
     A kernel is for tensors of one device and one dtype, one of `dtypes`: autocast makes them so.
     What a kernel cannot take, as the caller may know (not `able`), is plain, whatever is asked
     for; so is what torch.jit.trace records, which others than us may have to read, and what
     torch.func or forward-mode differentiation transforms.
     """
-    given = [t for t in tensors if t is not None]
-    first = given[0]
-    choice = _kernel(backend, str(first.device))
-    alike = all(t.device == first.device for t in given)
-    if alike and is_autocast(first.device.type):
-        alike = all(t.dtype in operators.DTYPES for t in given)
-    elif alike:
-        alike = first.dtype in dtypes and all(t.dtype == first.dtype for t in given)
+    device, dtype = first.device, first.dtype
+    choice = _kernel(backend, str(device))
+    is_cast = is_autocast(device.type)
+    allowed = operators.DTYPES if is_cast else dtypes
+    alike = dtype in allowed
+    for other in others:
+        if other is not None:
+            fits = other.dtype in allowed if is_cast else other.dtype == dtype
+            alike = alike and fits and other.device == device
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if not (able and alike) or tracing or operators.transformed():
         choice = "plain"
-    if not traced():
+    if operation and not traced():
         _log(operation, choice)
     return choice
 

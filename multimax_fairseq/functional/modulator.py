@@ -234,7 +234,7 @@ def parameter_table(
     Returns:
         (1, 8) or (heads, 8), in float32 or wider: the four in the order of the arguments, each for
         the orders 1 and 2; a term that is not there has the coefficient 0. (..., 12) if monotone,
-        see `_tails`.
+        see `tails`.
     """
     given = low_coefficient if low_coefficient is not None else high_coefficient
     assert given is not None
@@ -246,7 +246,11 @@ def parameter_table(
     table = torch.cat(columns, -1)
     table = table.to(torch.promote_types(table.dtype, torch.float32))
     table = table.unsqueeze(0) if heads == 0 else table
-    return torch.cat([table, _tails(table)], -1) if monotone else table
+    if not monotone:
+        return table
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.cat([table, tails(table)], -1)
+    return torch.cat([table, _fused_tails(table)], -1)
 
 
 def _heads(parameter: Tensor | None) -> int:
@@ -263,7 +267,15 @@ def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
     return parameter if heads == 0 or parameter.dim() == 2 else parameter.expand(heads, 2)
 
 
-def _tails(table: Tensor) -> Tensor:
+@torch.jit.unused
+def _fused_tails(table: Tensor) -> Tensor:
+    # So many operations on so few numbers take longer than an attention.
+    if choose("", "auto", table, able=not operators.traced()) == "plain":
+        return tails(table)
+    return operators.tails(table)[0]
+
+
+def tails(table: Tensor) -> Tensor:
     """Return what a monotone modulator is beyond its turning points, (heads, 4), of its parameters
     (heads, 8): low_turn, high_turn, low_offset, high_level.
 

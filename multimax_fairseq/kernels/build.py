@@ -39,6 +39,7 @@ SYMBOLS = (
     "narrow_windows",
     "output_loss",
     "modulation",
+    "tails",
     "projection",
 )
 # What a processor must have, by the names that torch and compilers use.

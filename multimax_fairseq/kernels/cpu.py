@@ -79,6 +79,10 @@ class _Modulation(ctypes.Structure):
     ]
 
 
+class _Tails(ctypes.Structure):
+    _fields_ = [*_fields("rows", ctypes.c_int64), *_fields("table out jacobian", ctypes.c_void_p)]
+
+
 def _call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
     """Call a kernel with a structure of numbers and tensors; None is a null pointer."""
     filled: dict[str, Any] = {}
@@ -413,3 +417,11 @@ def _modulation(scores: Tensor, table: Tensor, grad: Tensor | None) -> tuple[Ten
             grad_table=grad_table,
         )
     return out, grad_table.view(-1, heads, 12).sum(0)[:, : table.shape[1]].float()
+
+
+def tails(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a monotone modulator's last four columns, (rows, 4), and their derivatives by the
+    others, (rows, 4, 8), given those, (rows, 8)."""
+    out, jacobian = table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
+    _call("tails", _Tails, rows=len(table), table=table.contiguous(), out=out, jacobian=jacobian)
+    return out, jacobian

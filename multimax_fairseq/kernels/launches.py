@@ -37,6 +37,18 @@ class Launch(NamedTuple):
         }
 
 
+class Call(NamedTuple):
+    """What of a call decides which launches it may have."""
+
+    kernel: str
+    dtype: torch.dtype
+    # The head size, padded to a power of two.
+    width: int
+    # Whether registers are short: for dropout, a monotone modulator, or a mask that is added or has
+    # a row for each query.
+    is_heavy: bool
+
+
 # By whether the products are float32, without tensor cores, and the padded head size, from 32. All
 # are to spill no register on sm_80 and sm_90, which scripts/gpu_check.sh tells; of those the first
 # is the best by its report: few instructions a score, and blocks that leave room for a second
@@ -76,13 +88,40 @@ _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
         (True, 128): [Launch(32, 16, 8, 1)],
     },
 }
+# Half precision where a program may have much shared memory: of some fifteen a kernel, the fastest
+# on an H100 that spill nothing there. By kernel and padded head size, and what heavy calls have
+# instead.
+_LARGE: dict[tuple[str, int], Launch] = {
+    ("forward_kernel", 64): Launch(64, 64, 4, 3),
+    ("forward_kernel", 128): Launch(64, 64, 4, 3),
+    ("query_kernel", 64): Launch(64, 16, 4, 3),
+    ("query_kernel", 128): Launch(64, 32, 4, 1),
+    ("key_kernel", 64): Launch(32, 64, 4, 2),
+    ("key_kernel", 128): Launch(32, 64, 4, 1),
+}
+_LARGE_HEAVY: dict[tuple[str, int], Launch] = {
+    ("query_kernel", 128): Launch(64, 16, 4, 3),
+    ("key_kernel", 64): Launch(16, 64, 4, 2),
+    ("key_kernel", 128): Launch(16, 64, 4, 1),
+}
+_LEAST_MEMORY = 99 * 1024
 # What was fastest, for the life of the process.
 _fastest: dict[Hashable, Launch] = {}
 
 
-def candidates(kernel: str, dtype: torch.dtype, width: int) -> list[Launch]:
-    """The launches of a kernel for this type and padded head size, best by the compiler first."""
-    return _CANDIDATES[kernel][dtype == torch.float32, max(width, 32)]
+def shared_memory(capability: int) -> int:
+    """Bytes that every GPU of such a compute capability, 80 or more, offers a program."""
+    return 227 * 1024 if capability // 10 in (9, 10) else _LEAST_MEMORY
+
+
+@functools.cache
+def candidates(call: Call, capability: int) -> list[Launch]:
+    """The launches of such a call, the best by the compiler first, on a GPU of this compute
+    capability, as 90 for 9.0."""
+    is_exact, place = call.dtype == torch.float32, (call.kernel, call.width)
+    if not is_exact and place in _LARGE and shared_memory(capability) > _LEAST_MEMORY:
+        return [_LARGE_HEAVY.get(place, _LARGE[place]) if call.is_heavy else _LARGE[place]]
+    return _CANDIDATES[call.kernel][is_exact, max(call.width, 32)]
 
 
 def _milliseconds(run: Callable[[], object], repetitions: int = 5) -> float:

@@ -6,14 +6,15 @@ once by rows of queries (their gradient and the modulator's) and once by rows of
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from multimax_fairseq.kernels.launches import Launch, Result, candidates, run_fastest
+from multimax_fairseq.kernels.launches import Call, Launch, Result, candidates, run_fastest
 from multimax_fairseq.kernels.triton_attention_kernels import (
     forward_kernel,
     key_kernel,
@@ -23,19 +24,20 @@ from multimax_fairseq.kernels.triton_attention_kernels import (
 from multimax_fairseq.kernels.triton_modulator import CAP_BOTH, CAP_NONE, MONOTONE_COLUMNS
 
 # What decides, besides the lengths, which launch is fastest.
-_FLAGS = ("WIDTH", "LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
+_FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
 _RANDOM = 2**16
+_CAPS = {True: CAP_NONE.value, False: CAP_BOTH.value}
 
 
-def launches() -> Iterator[tuple[str, torch.dtype, int, dict[str, int]]]:
-    """Yield every launch that may be chosen: the kernel, the dtype of queries, the padded head
-    size, and the arguments that are the launch's own."""
-    for kernel in (forward_kernel, mean_kernel, query_kernel, key_kernel):
-        name = kernel.__name__
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            for width in (16, 32, 64, 128):
-                for launch in candidates(name, dtype, width):
-                    yield name, dtype, width, launch.arguments()
+def launches(capability: int) -> Iterator[tuple[Call, dict[str, int]]]:
+    """Yield every launch that may be chosen on a GPU of this compute capability, as 90 for 9.0: the
+    kind of call, and the arguments that are the launch's own."""
+    names = (k.__name__ for k in (forward_kernel, mean_kernel, query_kernel, key_kernel))
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    for kind in itertools.product(names, dtypes, (16, 32, 64, 128), (False, True)):
+        call = Call(*kind)
+        for launch in candidates(call, capability):
+            yield call, launch.arguments()
 
 
 def attention_forward(
@@ -82,9 +84,9 @@ def attention_forward(
         )
 
         def run(launch: Launch) -> None:
-            programs = triton.cdiv(query.shape[2], launch.queries) * out.shape[0] * out.shape[1]
+            programs = -(-query.shape[2] // launch.queries) * out.shape[0] * out.shape[1]
             forward_kernel[(programs,)](
-                OUT=out, TOTAL=total, **_strides(o=out), **arguments, **launch.arguments()
+                OUT=out, TOTAL=total, **_strides("o", out), **arguments, **launch.arguments()
             )
 
         _run_fastest("forward_kernel", arguments, run)
@@ -128,30 +130,30 @@ def attention_backward(
     )
     is_exact, is_added = query.dtype == torch.float32, arguments["MASKING"] > 2
     delta, norm = torch.empty_like(total), None
-    arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **_strides(g=grad)}
-    by_query = {"OUT": output, **_strides(o=output)}
+    arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **_strides("g", grad)}
+    by_query = {"OUT": output, **_strides("o", output)}
     grad_query, grad_key, grad_value = (_empty_like(t) for t in (scaled, key, value))
     grad_table = None
 
     def run_means(launch: Launch) -> None:
-        programs = triton.cdiv(length, launch.queries) * batch * heads
+        programs = -(-length // launch.queries) * batch * heads
         mean_kernel[(programs,)](EXACT=is_exact, **by_query, **arguments, **launch.arguments())
 
     def run_queries(launch: Launch) -> Tensor | None:
-        blocks, sums = triton.cdiv(length, launch.queries), None
+        blocks, sums = -(-length // launch.queries), None
         if needs_table:
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
         query_kernel[(blocks * batch * heads,)](
             GRAD_Q=grad_query, SUMS=sums, SUMMED=needs_table,
-            **_strides(gq=grad_query), **by_query, **arguments, **launch.arguments(),
+            **_strides("gq", grad_query), **by_query, **arguments, **launch.arguments(),
         )  # fmt: skip
         return sums
 
     def run_keys(launch: Launch) -> None:
-        programs = triton.cdiv(key.shape[2], launch.keys) * batch * heads
+        programs = -(-key.shape[2] // launch.keys) * batch * heads
         key_kernel[(programs,)](
-            GRAD_K=grad_key, GRAD_V=grad_value,
-            **_strides(gk=grad_key, gv=grad_value), **arguments, **launch.arguments(),
+            GRAD_K=grad_key, GRAD_V=grad_value, **_strides("gk", grad_key),
+            **_strides("gv", grad_value), **arguments, **launch.arguments(),
         )  # fmt: skip
 
     if is_exact or is_added:
@@ -164,7 +166,7 @@ def attention_backward(
     if scale <= 0:
         grad_query *= scale
     if needs_table:
-        grad_table = sums.sum((0, 2)).sum_to_size(table.shape)
+        grad_table = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
     grads = (grad_query, grad_key, grad_value, grad_table)
     return tuple(g if n else None for g, n in zip(grads, needed, strict=True))
 
@@ -173,12 +175,25 @@ def _run_fastest(
     kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result], *more: bool
 ) -> Result:
     """`run_fastest` for a call with these arguments: their lengths count as powers of two."""
-    query = arguments["Q"]
-    lengths = (arguments[name].bit_length() for name in "TS")
-    flags = (arguments[name] for name in _FLAGS)
-    call = (kernel, query.dtype, query.device, *lengths, *flags, *more)
+    query, masking = arguments["Q"], arguments["MASKING"]
+    is_heavy = masking > 1 or arguments["DROPOUT"] or arguments["MONOTONE"]
+    kind = Call(kernel, query.dtype, arguments["WIDTH"], is_heavy)
+    choice = candidates(kind, _capability(query.device))
     with torch.cuda.device_of(query):
-        return run_fastest(candidates(kernel, query.dtype, arguments["WIDTH"]), call, run)
+        if len(choice) == 1:
+            return run(choice[0])
+        lengths = (arguments[name].bit_length() for name in "TS")
+        flags = (arguments[name] for name in _FLAGS)
+        return run_fastest(choice, (kind, query.device, *lengths, *flags, *more), run)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """Of a GPU; 0 in the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _arguments(
@@ -205,13 +220,19 @@ def _arguments(
     table = None if table is None else table.contiguous()
     # Of so many random numbers; what is kept is scaled by the share that this makes of them.
     threshold = round(dropout_p * _RANDOM)
-    return _strides(q=query, k=key, v=value) | {
+    return {
+        **_strides("q", query),
+        **_strides("k", key),
+        **_strides("v", value),
         "Q": query,
         "K": key,
         "V": value,
         "TABLE": table,
         "MASK": mask,
-        **dict(zip(("m_b", "m_h", "m_t", "m_s"), mask_strides, strict=True)),
+        "m_b": mask_strides[0],
+        "m_h": mask_strides[1],
+        "m_t": mask_strides[2],
+        "m_s": mask_strides[3],
         "t_h": 0 if table is None or len(table) == 1 else table.stride(0),
         "heads": heads,
         "T": length,
@@ -221,12 +242,12 @@ def _arguments(
         "threshold": threshold,
         "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,
         "D": size,
-        "WIDTH": max(16, triton.next_power_of_2(size)),
+        "WIDTH": max(16, 1 << (size - 1).bit_length()),
         "LOW": 0 if table is None else low,
         "HIGH": 0 if table is None else high,
         "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
         # No product of two float16 rows comes near the cap.
-        "CAP": (CAP_NONE if query.dtype == torch.float16 else CAP_BOTH).value,
+        "CAP": _CAPS[query.dtype == torch.float16],
         "MASKING": masking,
         "CAUSAL": is_causal,
         "DROPOUT": dropout_p > 0,
@@ -250,9 +271,11 @@ def _empty_like(t: Tensor) -> Tensor:
     return out if out.stride(-1) == 1 else out.new_empty(t.shape)
 
 
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    return {
-        f"{name}_{axis}": stride
-        for name, tensor in tensors.items()
-        for axis, stride in zip("bhn", tensor.stride(), strict=False)
-    }
+@functools.cache
+def _names(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{axis}" for axis in "bhn")
+
+
+def _strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Of the three dimensions before the last, under the names that the kernels have for them."""
+    return dict(zip(_names(name), tensor.stride(), strict=False))

@@ -355,6 +355,93 @@ def modulate_backward_kernel(
     store_table_gradients(SUMS, tl.program_id(0), sums, folded, 1.0, 2, 2, MONOTONE)
 
 
+@triton.jit
+def _low_turn(c1, c2, t1, t2, k1, k2, d1, d2):
+    """The last point up to 0 below which sigma falls with rising x, -inf if there is none; sigma
+    there, or 0; the derivatives of both by the parameters."""
+    first, second = tl.minimum(t1, t2), tl.minimum(d1, d2)
+    third, fourth = tl.maximum(t1, t2), tl.maximum(d1, d2)
+    low, high = tl.maximum(first, second), tl.minimum(third, fourth)
+    first, fourth = tl.minimum(first, second), tl.maximum(third, fourth)
+    second, third = tl.minimum(low, high), tl.maximum(low, high)
+    far = tl.full([], MAX_DISTANCE, tl.float32)
+    edges = (-far, first, second, third, fourth, far)
+    at, level, slope, edge = -float("inf"), 0.0, 0.0, 0.0
+    has_t1, has_t2, has_d1, has_d2 = 0.0, 0.0, 0.0, 0.0
+    is_root = False
+    # Upwards, over the pieces between neighbouring thresholds: the last that falls is the nearest
+    # to 0. There, sigma' is level + slope * x.
+    for piece in tl.static_range(5):
+        left, right = edges[piece], edges[piece + 1]
+        end = tl.minimum(right, 0.0)
+        below_1, below_2 = tl.where(right <= t1, 1.0, 0.0), tl.where(right <= t2, 1.0, 0.0)
+        above_1, above_2 = tl.where(left >= d1, 1.0, 0.0), tl.where(left >= d2, 1.0, 0.0)
+        a = 1 - below_1 * c1 - 2 * below_2 * c2 * t2 + above_1 * k1 - 2 * above_2 * k2 * d2
+        b = 2 * (below_2 * c2 + above_2 * k2)
+        falls_at_end = a + b * end < 0
+        falls = (left < end) & (falls_at_end | (a + b * left < 0))
+        root = tl.minimum(tl.maximum(-a / tl.where(b == 0, 1.0, b), left), end)
+        at = tl.where(falls, tl.where(falls_at_end, end, root), at)
+        level, slope = tl.where(falls, a, level), tl.where(falls, b, slope)
+        edge, is_root = tl.where(falls, right, edge), tl.where(falls, ~falls_at_end, is_root)
+        has_t1, has_t2 = tl.where(falls, below_1, has_t1), tl.where(falls, below_2, has_t2)
+        has_d1, has_d2 = tl.where(falls, above_1, has_d1), tl.where(falls, above_2, has_d2)
+    x = tl.where(at > -float("inf"), at, 0.0)
+    below_1, below_2 = has_t1 * (t1 - x), has_t2 * (t2 - x)
+    above_1, above_2 = has_d1 * (x - d1), has_d2 * (x - d2)
+    value = x + c1 * below_1 + c2 * below_2 * below_2 + k1 * above_1 + k2 * above_2 * above_2
+    # A root moves with the derivative, an edge with the threshold that it is.
+    by = tl.where(is_root, 1 / tl.where(slope == 0, 1.0, slope), 0.0)
+    free = (at > -float("inf")) & (edge <= 0) & ~is_root
+    on_t1 = tl.where(free & (t1 == at), 1.0, 0.0)
+    on_t2 = tl.where(free & (t2 == at), 1 - on_t1, 0.0)
+    on_d1 = tl.where(free & (d1 == at), 1 - on_t1 - on_t2, 0.0)
+    on_d2 = tl.where(free, 1 - on_t1 - on_t2 - on_d1, 0.0)
+    at_by = (
+        has_t1 * by, 2 * below_2 * by, on_t1, 2 * has_t2 * c2 * by + on_t2,
+        -has_d1 * by, -2 * above_2 * by, on_d1, 2 * has_d2 * k2 * by + on_d2,
+    )  # fmt: skip
+    fixed = (
+        below_1, below_2 * below_2, has_t1 * c1, 2 * c2 * below_2,
+        above_1, above_2 * above_2, -has_d1 * k1, -2 * k2 * above_2,
+    )  # fmt: skip
+    return at, value, level + slope * x, at_by, fixed
+
+
+@triton.jit
+def tails_kernel(TABLE, OUT, JACOBIAN):
+    """A program a side of a row: see `tails`."""
+    row, side = tl.program_id(0).to(tl.int64) // 2, tl.program_id(0) % 2
+    # The high side of sigma(x) is the low side of -sigma(-x).
+    sign = 1.0 - 2.0 * side
+    own, other = TABLE + row * 8 + 4 * side, TABLE + row * 8 + 4 - 4 * side
+    at, value, derivative, at_by, fixed = _low_turn(
+        sign * tl.load(own), sign * tl.load(own + 1),
+        sign * tl.load(own + 2), sign * tl.load(own + 3),
+        sign * tl.load(other), sign * tl.load(other + 1),
+        sign * tl.load(other + 2), sign * tl.load(other + 3),
+    )  # fmt: skip
+    turns = at > -float("inf")
+    # The low side's is an offset from x.
+    less = tl.where(side == 0, 1.0, 0.0)
+    out = OUT + row * 4 + side
+    tl.store(out, sign * at)
+    tl.store(out + 2, sign * (value - less * tl.where(turns, at, 0.0)))
+    for i in tl.static_range(8):
+        by = JACOBIAN + row * 32 + side * 8 + (i + 4 * side) % 8
+        tl.store(by, at_by[i])
+        tl.store(by + 16, tl.where(turns, fixed[i] + (derivative - less) * at_by[i], 0.0))
+
+
+def tails(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a monotone modulator's last four columns, (rows, 4), and their derivatives by the
+    others, (rows, 4, 8), given those, (rows, 8)."""
+    out, jacobian = table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
+    with torch.cuda.device_of(table):
+        tails_kernel[(2 * len(table),)](table.contiguous(), out, jacobian, num_warps=1)
+    return out, jacobian
+
+
 def modulate(scores: Tensor, table: Tensor) -> Tensor:
     """Return sigma(scores).
 

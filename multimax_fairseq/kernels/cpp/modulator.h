@@ -1,4 +1,4 @@
-// The modulator: sigma, its derivatives, and the kernel for it alone.
+// The modulator: sigma, its derivatives, where it turns, and the kernels for these alone.
 #pragma once
 
 #include "vectors.h"
@@ -157,5 +157,96 @@ extern "C" int modulation(const Modulation* modulation) {
   with_modulator(modulation->columns, [&](auto* kind) {
     modulate<std::remove_pointer_t<decltype(kind)>>(*modulation);
   });
+  return 1;
+}
+
+struct Tails {
+  int64_t rows;
+  const float* table;  // (rows, PLAIN_COLUMNS)
+  float* out;          // (rows, 4): the columns of a table from LOW_TURN on
+  float* jacobian;     // (rows, 4, PLAIN_COLUMNS): their derivatives by the columns before
+};
+
+namespace {
+
+// The last point up to 0 below which sigma falls with rising x, and sigma there, with their
+// derivatives by the parameters; -inf and 0 where there is none.
+struct Turn {
+  double at = -INFINITE, value = 0;
+  double at_by[PLAIN_COLUMNS] = {}, value_by[PLAIN_COLUMNS] = {};
+};
+
+Turn low_turn(const double* p) {
+  const double thresholds[] = {p[LOW_T1], p[LOW_T2], p[HIGH_T1], p[HIGH_T2]};
+  double edges[6] = {-MAX_DISTANCE, 0, 0, 0, 0, MAX_DISTANCE};
+  std::copy_n(thresholds, 4, edges + 1);
+  std::sort(edges + 1, edges + 5);
+  // From 0 downwards, the first of the pieces between neighbouring thresholds where sigma falls.
+  // There, sigma' is level + slope x.
+  for (int piece = 4; piece >= 0; piece--) {
+    const double left = edges[piece], right = edges[piece + 1], end = std::min(right, 0.0);
+    const bool low_1 = right <= p[LOW_T1], low_2 = right <= p[LOW_T2];
+    const bool high_1 = left >= p[HIGH_T1], high_2 = left >= p[HIGH_T2];
+    const double level = 1 - low_1 * p[LOW_C1] - 2 * low_2 * p[LOW_C2] * p[LOW_T2] +
+                         high_1 * p[HIGH_C1] - 2 * high_2 * p[HIGH_C2] * p[HIGH_T2];
+    const double slope = 2 * (low_2 * p[LOW_C2] + high_2 * p[HIGH_C2]);
+    const bool falls_at_end = level + slope * end < 0;
+    if (left >= end || !(falls_at_end || level + slope * left < 0)) continue;
+    Turn turn;
+    const double x = turn.at = falls_at_end ? end : std::clamp(-level / slope, left, end);
+    const double below_1 = low_1 * (p[LOW_T1] - x), below_2 = low_2 * (p[LOW_T2] - x);
+    const double above_1 = high_1 * (x - p[HIGH_T1]), above_2 = high_2 * (x - p[HIGH_T2]);
+    turn.value = x + p[LOW_C1] * below_1 + p[LOW_C2] * below_2 * below_2 + p[HIGH_C1] * above_1 +
+                 p[HIGH_C2] * above_2 * above_2;
+    double* at_by = turn.at_by;
+    if (!falls_at_end) {
+      at_by[LOW_C1] = low_1 / slope;
+      at_by[LOW_C2] = 2 * below_2 / slope;
+      at_by[LOW_T2] = 2 * low_2 * p[LOW_C2] / slope;
+      at_by[HIGH_C1] = -high_1 / slope;
+      at_by[HIGH_C2] = -2 * above_2 / slope;
+      at_by[HIGH_T2] = 2 * high_2 * p[HIGH_C2] / slope;
+    } else if (right <= 0) {  // it moves with the threshold that it lies on
+      const int64_t columns[] = {LOW_T1, LOW_T2, HIGH_T1, HIGH_T2};
+      at_by[columns[std::find(thresholds, thresholds + 3, right) - thresholds]] = 1;
+    }
+    const double by_parameters[] = {
+        below_1, below_2 * below_2, low_1 * p[LOW_C1], 2 * p[LOW_C2] * below_2,
+        above_1, above_2 * above_2, -high_1 * p[HIGH_C1], -2 * p[HIGH_C2] * above_2};
+    for (int64_t i = 0; i < PLAIN_COLUMNS; i++)
+      turn.value_by[i] = by_parameters[i] + (level + slope * x) * at_by[i];
+    return turn;
+  }
+  return {};
+}
+
+}  // namespace
+
+extern "C" int tails(const Tails* tails) {
+  constexpr int64_t HALF = PLAIN_COLUMNS / 2;
+  for (int64_t row = 0; row < tails->rows; row++) {
+    const float* table = tails->table + row * PLAIN_COLUMNS;
+    float* out = tails->out + row * HALF;
+    float* jacobian = tails->jacobian + row * HALF * PLAIN_COLUMNS;
+    // The high side of sigma(x) is the low side of -sigma(-x).
+    double low[PLAIN_COLUMNS], high[PLAIN_COLUMNS];
+    for (int64_t i = 0; i < PLAIN_COLUMNS; i++) {
+      low[i] = table[i];
+      high[i] = -table[(i + HALF) % PLAIN_COLUMNS];
+    }
+    const Turn below = low_turn(low), above = low_turn(high);
+    const bool turns = below.at > -INFINITE;
+    out[0] = below.at;
+    out[1] = -above.at;
+    out[2] = turns ? below.value - below.at : 0;
+    out[3] = -above.value;
+    for (int64_t i = 0; i < PLAIN_COLUMNS; i++) {
+      const int64_t mirrored = (i + HALF) % PLAIN_COLUMNS;
+      jacobian[i] = below.at_by[i];
+      jacobian[PLAIN_COLUMNS + i] = above.at_by[mirrored];
+      jacobian[2 * PLAIN_COLUMNS + i] = below.value_by[i] - below.at_by[i];
+      jacobian[3 * PLAIN_COLUMNS + i] = above.value_by[mirrored];
+    }
+  }
   return 1;
 }

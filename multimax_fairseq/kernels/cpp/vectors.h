@@ -28,6 +28,8 @@ constexpr int64_t LANES = 16;
 constexpr int64_t LANES = 8;
 #endif
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
+// Of a score to a threshold, far beyond any of a live model.
+constexpr float MAX_DISTANCE = 1e18f;
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
@@ -46,10 +48,10 @@ inline IntVec load(const int32_t* p) {
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline Vec all(float x) { return x - Vec{}; }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-// How far x lies above zero, capped far beyond any score of a live model, so that its square is
-// finite and an infinite score stays what it is.
+// How far x lies above zero, capped so that its square is finite and an infinite score stays what
+// it is.
 inline Vec distance(Vec x) {
-  const Vec most = all(1e18f);
+  const Vec most = all(MAX_DISTANCE);
   x = larger(x, Vec{});
   return x < most ? x : most;
 }

@@ -1,5 +1,6 @@
-"""The kernels as operators of torch: torch.ops.multimax_fairseq.modulate, .attention, .output_loss
-and .output_scores, each with its checks, its fake form, its gradient and its rule for autocast.
+"""The kernels as operators of torch: torch.ops.multimax_fairseq.modulate, .tails, .attention,
+.output_loss and .output_scores, each with its checks, its fake form, its gradient and its rule for
+autocast.
 
 On the CPU they are C++ (or Triton's, where TRITON_INTERPRET=1 has it interpreted), on a GPU Triton.
 They serve float32, float16 and bfloat16 and refuse what they cannot take; that plain PyTorch takes
@@ -27,6 +28,7 @@ from multimax_fairseq.kernels.operators.definition import (
 from multimax_fairseq.kernels.operators.modulator import (
     modulate,
     modulate_backward,
+    tails,
 )
 from multimax_fairseq.kernels.operators.output import (
     OutputLoss,
@@ -52,6 +54,7 @@ __all__ = [
     "output_loss_parts",
     "output_scores",
     "serves",
+    "tails",
     "traced",
     "transformed",
 ]

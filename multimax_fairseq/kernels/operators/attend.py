@@ -161,6 +161,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        below: Callable[..., Any],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -169,7 +170,7 @@ class _Attend(torch.autograd.Function):
         seed: Tensor | None,
         *numbers: Any,
     ) -> tuple[Tensor, Tensor]:
-        output, statistics = attention(query, key, value, table, mask, seed, *numbers, True)
+        output, statistics = below(query, key, value, table, mask, seed, *numbers, True)
         ctx.save_for_backward(query, key, value, output, statistics, table, mask, seed)
         ctx.numbers = numbers
         ctx.mark_non_differentiable(statistics)
@@ -181,7 +182,7 @@ class _Attend(torch.autograd.Function):
         saved = ctx.saved_tensors  # to be asked for once: checkpointing computes them for it
         grads = attention_backward(grad, *saved, *ctx.numbers)
         by_table = grads[3] if saved[5] is not None else None
-        return (*grads[:3], by_table, *(None,) * 7)
+        return (None, *grads[:3], by_table, *(None,) * 7)
 
 
 def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
@@ -189,7 +190,7 @@ def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
         return below(*inputs)
     if inputs[4] is not None and inputs[4].requires_grad:
         raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
-    return _Attend.apply(*inputs[:-1])
+    return _Attend.apply(below, *inputs[:-1])
 
 
 def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:

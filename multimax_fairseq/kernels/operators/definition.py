@@ -32,34 +32,36 @@ class Operator:
         self.eager = functools.partial(autograd, kernel)
 
     def __call__(self, *inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_seen(inputs):
-            return self.overload(*inputs)
-        return self.eager(*inputs)
+        return self.overload(*inputs) if _is_seen(inputs) else self.eager(*inputs)
 
 
 def _is_seen(inputs: tuple[Any, ...]) -> bool:
-    return (
-        traced()
-        or torch.is_autocast_enabled(inputs[0].device.type)
-        or torch._C._autograd._profiler_enabled()
-        or not all(_is_ordinary(t) for t in inputs if isinstance(t, Tensor))
-    )
+    if traced() or torch._C._autograd._profiler_enabled():
+        return True
+    if torch.is_autocast_enabled(inputs[0].device.type):
+        return True
+    # A loop of few calls: this is a good part of what a decoding step's attention costs.
+    for tensor in inputs:
+        if type(tensor) in (Tensor, torch.nn.Parameter):
+            keys = torch._C._dispatch_keys(tensor).raw_repr()
+            if keys not in _ORDINARY and not _is_ordinary(tensor, keys):
+                return True
+        elif isinstance(tensor, Tensor):
+            return True
+    return False
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is its numbers in memory: not sparse, lazily negated, or of a subclass."""
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
-    known = _ordinary_keys(tensor.device.type)
-    return type(tensor) in (Tensor, torch.nn.Parameter) and keys in known
+# The keys, under which torch dispatches, of tensors that are their numbers in memory: not sparse,
+# lazily negated, or wrapped.
+_ORDINARY: set[int] = set()
 
 
-@functools.cache
-def _ordinary_keys(device: str) -> frozenset[int]:
-    found = []
+def _is_ordinary(tensor: Tensor, keys: int) -> bool:
     for mode in (False, True):
         with torch.inference_mode(mode):
-            found.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
-    return frozenset(found)
+            like = torch.empty(0, device=tensor.device.type)
+            _ORDINARY.add(torch._C._dispatch_keys(like).raw_repr())
+    return keys in _ORDINARY
 
 
 def define(

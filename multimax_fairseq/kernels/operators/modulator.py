@@ -1,4 +1,4 @@
-"""The operators modulate and modulate_backward."""
+"""The operators modulate, modulate_backward and tails."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class _Modulate(torch.autograd.Function):
     """Keeps only the scores for the backward pass: the distances are cheap to form again."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, table: Tensor) -> Tensor:
+    def forward(ctx: Any, below: Callable[..., Any], scores: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(scores, table)
-        return modulate(scores, table)
+        return below(scores, table)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return modulate_backward(grad, *ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        return None, *modulate_backward(grad, *ctx.saved_tensors)
 
 
 def _modulate_autograd(below: Callable[..., Any], scores: Tensor, table: Tensor) -> Any:
     if needs_gradient(scores, table):
-        return _Modulate.apply(scores, table)
+        return _Modulate.apply(below, scores, table)
     return below(scores, table)
 
 
@@ -108,4 +108,54 @@ modulate_backward: Operator = define(
     lambda grad, scores, table: no_autocast(
         scores.device.type, modulate_backward, grad, scores, table
     ),
+)
+
+
+def _check_tails(table: Tensor) -> None:
+    if table.dim() != 2 or table.shape[0] == 0 or table.shape[1] != 8:
+        raise ValueError(f"table must be (1 or more, 8), got {list(table.shape)}")
+    if table.dtype != torch.float32:
+        raise ValueError(f"table must be float32, got {table.dtype}")
+
+
+def _tails(table: Tensor) -> tuple[Tensor, Tensor]:
+    _check_tails(table)
+    if table.device.type == "cuda" or interpreted():
+        from multimax_fairseq.kernels import triton_modulator
+
+        return triton_modulator.tails(table)
+    return cpu.tails(table)
+
+
+def _tails_fake(table: Tensor) -> tuple[Tensor, Tensor]:
+    _check_tails(table)
+    return table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
+
+
+class _Tails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, below: Callable[..., Any], table: Tensor) -> tuple[Tensor, Tensor]:
+        out, jacobian = below(table)
+        ctx.save_for_backward(jacobian)
+        ctx.mark_non_differentiable(jacobian)
+        return out, jacobian
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[None, Tensor]:
+        (jacobian,) = ctx.saved_tensors
+        # Not a matrix product, which autocast or a GPU may round.
+        return None, (grad.unsqueeze(-1) * jacobian).sum(1)
+
+
+def _tails_autograd(below: Callable[..., Any], table: Tensor) -> Any:
+    return _Tails.apply(below, table) if needs_gradient(table) else below(table)
+
+
+tails: Operator = define(
+    "tails(Tensor table) -> (Tensor, Tensor)",
+    _tails,
+    _tails_fake,
+    _tails_autograd,
+    lambda table: no_autocast(table.device.type, tails, table),
 )
