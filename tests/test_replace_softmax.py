@@ -573,7 +573,10 @@ def test_compiled_with_torchs_encoder():
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_exported_and_traced(kind):
+def test_exported_and_traced(kind, request):
+    if kind == "torch-mha-weights" and torch.__version__.startswith("2.10."):
+        reason = "torch 2.10 cannot tell that min(s * s, 4 * s * s) is s * s"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     model = far_layer(kind)
     traced = torch.jit.trace(model, batch())
     assert_same_numbers(traced, model)
