@@ -17,9 +17,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DROPOUT = 1 - 2**-24
 
 
+# As Triton reads it, at its import.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, which takes tensors on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return _INTERPRETED
 
 
 class Operator:
@@ -41,16 +45,18 @@ def _is_seen(inputs: tuple[Any, ...]) -> bool:
     if torch.is_autocast_enabled(inputs[0].device.type):
         return True
     # A loop of few calls: this is a good part of what a decoding step's attention costs.
-    for tensor in inputs:
-        if type(tensor) in (Tensor, torch.nn.Parameter):
-            keys = torch._C._dispatch_keys(tensor).raw_repr()
-            if keys not in _ORDINARY and not _is_ordinary(tensor, keys):
+    for given in inputs:
+        kind = type(given)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            keys = torch._C._dispatch_keys(given).raw_repr()
+            if keys not in _ORDINARY and not _is_ordinary(given, keys):
                 return True
-        elif isinstance(tensor, Tensor):
+        elif kind not in _NO_TENSORS and isinstance(given, Tensor):
             return True
     return False
 
 
+_NO_TENSORS = {type(None), bool, int, float}
 # The keys, under which torch dispatches, of tensors that are their numbers in memory: not sparse,
 # lazily negated, or wrapped.
 _ORDINARY: set[int] = set()
