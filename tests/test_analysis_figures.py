@@ -16,7 +16,8 @@ import pytest
 from commands import refused, run
 from reference import sigma
 
-from multimax_fairseq.analysis import __main__, collection, plot, report
+from multimax_fairseq.analysis import __main__, collection, figures, report
+from multimax_fairseq.analysis.figures.modulators import percent
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 
@@ -62,7 +63,7 @@ def drawn(folders):
 
     def draw(name):
         if name not in kept:
-            found = plot.figures([collection.read(folders[name])])
+            found = figures.draw([collection.read(folders[name])])
             kept[name] = {entry.name: entry for entry in found}
         return kept[name]
 
@@ -138,7 +139,7 @@ def test_a_single_checkpoint_of_first_order_with_a_modulator_a_head(tmp_path):
     folder = made_up.write(
         tmp_path / "one", order=1, separate=True, updates=(7,), layers=1, heads=2
     )
-    found = {entry.name: entry for entry in plot.figures([collection.read(folder)])}
+    found = {entry.name: entry for entry in figures.draw([collection.read(folder)])}
     assert not [name for name in found if "trajectories" in name or name.endswith("updates")]
     (axis, _) = found["modulators-encoder"].figure.axes
     assert len(axis.lines) == 3  # the identity, and two heads
@@ -152,11 +153,11 @@ def test_one_sided_modulators_and_learned_temperatures(tmp_path):
     table[table["name"].isin(["t_b1", "t_b2", "b1", "b2"])].to_csv(
         folder / "parameters.csv", index=False
     )
-    found = {entry.name: entry for entry in plot.figures([collection.read(folder)])}
+    found = {entry.name: entry for entry in figures.draw([collection.read(folder)])}
     check_figure(found["modulators-decoder"])
     check_figure(found["parameters"])
     folder = made_up.write(tmp_path / "t", "softmax", temperature=True, **SMALL)
-    found = {entry.name: entry for entry in plot.figures([collection.read(folder)])}
+    found = {entry.name: entry for entry in figures.draw([collection.read(folder)])}
     for name in ("parameters", "parameter-trajectories-cross", "simplex-2d"):
         check_figure(found[name])
 
@@ -184,12 +185,12 @@ def test_modulators_are_drawn_as_the_paper_defines_them(drawn, folders):
         np.testing.assert_allclose(curve[:, 1], wanted, atol=1e-9)
         chosen = heads[(heads["updates"] == 40) & (heads["kind"] == "cross")]
         share = chosen[chosen["layer"] == layer]["past_turning_point"].mean()
-        assert axis.texts[0].get_text().endswith(plot.percent(share))
+        assert axis.texts[0].get_text().endswith(percent(share))
 
 
 def test_percent_never_rounds_to_nothing():
-    words = {0: "0 %", 1: "1e+02 %", 0.5: "50 %", 0.0004: "0.04 %", 1e-7: "1e-05 %"}
-    assert {share: plot.percent(share) for share in words} == words
+    words = {0: "0 %", 1: "100 %", 0.997: "100 %", 0.5: "50 %", 0.0004: "0.04 %", 1e-7: "1e-05 %"}
+    assert {share: percent(share) for share in words} == words
 
 
 def test_sparsity_against_multi_modality_shows_the_files_numbers(drawn, folders):
@@ -254,7 +255,7 @@ def test_open_ends_of_histograms_may_be_empty(tmp_path, labels):
         table = pd.read_csv(folder / "histograms.csv")
         table.replace([np.inf, -np.inf], np.nan).to_csv(folder / "histograms.csv", index=False)
     table = collection.read(folder).histograms
-    left, right, share = plot.bins(table[table["quantity"] == "score"])
+    left, right, share = collection.bins(table[table["quantity"] == "score"])
     assert left[0] == -np.inf and right[-1] == np.inf and share.sum() == pytest.approx(1)
     assert (left[1:] == right[:-1]).all()
 
@@ -279,7 +280,7 @@ COMPARED = ("softmax", "multimax", "alpha_entmax")
 def test_compared_figures_have_every_model_in_them(folders):
     found = collection.read_all([folders[name] for name in COMPARED])
     names = set()
-    for entry in plot.figures(found):
+    for entry in figures.draw(found):
         names.add(entry.name)
         check_figure(entry)
         shown = {text.get_text() for legend in entry.figure.legends for text in legend.texts}
@@ -292,7 +293,7 @@ def test_compared_figures_have_every_model_in_them(folders):
 
 
 def test_a_language_model_beside_a_translation_model(folders):
-    for entry in plot.figures(collection.read_all([folders["lm"], folders["softmax"]])):
+    for entry in figures.draw(collection.read_all([folders["lm"], folders["softmax"]])):
         check_figure(entry)
 
 
@@ -430,7 +431,7 @@ def test_report_of_a_language_model_without_examples(folders, tmp_path):
 
 
 def test_words_of_the_text_cannot_end_the_script(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(plot, "figures", lambda _: iter(()))
+    monkeypatch.setattr(figures, "draw", lambda _: iter(()))
     folder = shutil.copytree(folders["lm"], tmp_path / "c")
     examples = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
     examples[0]["target"]["tokens"][0] = "</script><b>"
@@ -590,7 +591,7 @@ def test_a_folder_that_cannot_be_written(folders, tmp_path, monkeypatch, command
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     found = collection.read(folders["lm"])
     start = {
-        "plot": lambda: plot.plot(found, tmp_path),
+        "plot": lambda: figures.plot(found, tmp_path),
         "report": lambda: report.report(found, tmp_path),
         "compare": lambda: report.compare([found, found], tmp_path),
     }[command]
@@ -630,7 +631,7 @@ def test_a_missing_package_is_named_with_what_installs_it(folders, tmp_path):
 
 def test_figures_need_no_fairseq(tmp_path):
     code = (
-        "import sys; from multimax_fairseq.analysis import collection, plot, report; "
+        "import sys; from multimax_fairseq.analysis import collection, figures, report; "
         "print('fairseq' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     assert run(tmp_path, sys.executable, "-c", code).split()[-2:] == ["False", "False"]

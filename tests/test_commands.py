@@ -11,7 +11,7 @@ from fairseq import checkpoint_utils
 from test_analysis_figures import check_figure
 
 from multimax_fairseq import Modulator
-from multimax_fairseq.analysis import collection, plot
+from multimax_fairseq.analysis import collection, figures
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 DIMS = {"layers": 1, "embed-dim": 16, "ffn-embed-dim": 32, "attention-heads": 2}
@@ -115,7 +115,7 @@ def assert_every_figure_is_drawn(text, folder, data):
     out = text / f"{folder}-analysis"
     words = ("python", "-m", "multimax_fairseq.analysis", "collect", first, last, data)
     run(text, *words, "--out", out)
-    found = {entry.name: entry for entry in plot.figures([collection.read(out)])}
+    found = {entry.name: entry for entry in figures.draw([collection.read(out)])}
     assert {"pareto", "density", "over-smoothing", "output-layer"} <= set(found)
     for entry in found.values():
         check_figure(entry)

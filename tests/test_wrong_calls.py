@@ -494,6 +494,10 @@ OPERATORS = {
             *double("table"),
             *missing("table"),
             *(("table", f"of {n} columns", torch.zeros(1, n)) for n in (0, 1, 4, 7, 9, 12)),
+            *(("table", f"of {n} dimensions", torch.zeros((1,) * (n - 1) + (8,))) for n in (3, 4)),
+            *(("table", f"of {d}", lambda t, d=d: t.to(d)) for d in (torch.half, torch.bfloat16)),
+            *(("table", f"of {d}", lambda t, d=d: t.to(d)) for d in (torch.int32, torch.uint8)),
+            *values("table", 1.0, "table", [0.0] * 8, [[0.0] * 8], {}, True, PLAIN),
         ],
     ),
     "attention": (

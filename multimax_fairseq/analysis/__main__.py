@@ -127,7 +127,7 @@ def collect(args: argparse.Namespace) -> None:
 
 def plot(args: argparse.Namespace) -> None:
     out = args.out or args.collection / "figures"
-    tell(room("plot").plot(room("collection").read(args.collection), out), out)
+    tell(room("figures").plot(room("collection").read(args.collection), out), out)
 
 
 def report(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from multimax_fairseq.analysis.collection import KINDS, Collection, latest
 
 # Okabe and Ito's palette less yellow, which is lost on paper: told apart by colour-blind readers.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
+PALE = "#BBBBBB"
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1))]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from multimax_fairseq.analysis import COLUMNS
@@ -146,3 +147,13 @@ def _damaged(file: Path, why: str) -> UsageError:
     return UsageError(
         f"'{file}' is not what `multimax-analyze collect` writes ({why}): collect again"
     )
+
+
+def bins(frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Left and right edge and share of a histogram's bins; an open end is infinite."""
+    frame = frame.sort_values(["left", "right"])
+    left = frame["left"].fillna(-np.inf).to_numpy(dtype=float)
+    right = frame["right"].fillna(np.inf).to_numpy(dtype=float)
+    count = frame["count"].to_numpy(dtype=float)
+    order = np.lexsort((right, left))
+    return left[order], right[order], count[order] / max(count.sum(), 1)

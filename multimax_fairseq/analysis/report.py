@@ -12,7 +12,8 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from multimax_fairseq.analysis import plot
+from multimax_fairseq.analysis import figures
+from multimax_fairseq.analysis.canvas import kinds_of
 from multimax_fairseq.analysis.collection import COLUMNS, PLACES, Collection, latest
 from multimax_fairseq.compat import UsageError
 
@@ -60,7 +61,7 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
     """
     check_writable(out)
     drawn = []
-    for figure in plot.figures([collection]):
+    for figure in figures.draw([collection]):
         held = io.BytesIO()
         figure.figure.savefig(held, format="png", dpi=110)
         drawn.append(inline(figure, held.getvalue()))
@@ -92,8 +93,8 @@ def compare(collections: list[Collection], out: Path) -> Iterator[str]:
         raise UsageError("compare takes two collections or more: for one there is `report`")
     check_writable(out)
     drawn = []
-    for figure in plot.figures(collections):
-        png, _ = plot.write(figure, out)
+    for figure in figures.draw(collections):
+        png, _ = figures.write(figure, out)
         drawn.append(inline(figure, png.read_bytes()))
         yield figure.name
     page = render(
@@ -123,7 +124,7 @@ def check_writable(out: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(plot.cannot_write(out, error)) from None
+        raise UsageError(figures.cannot_write(out, error)) from None
 
 
 def write(file: Path, text: str) -> None:
@@ -132,7 +133,7 @@ def write(file: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
         aside.replace(file)
     except OSError as error:
-        raise UsageError(plot.cannot_write(file.parent, error)) from None
+        raise UsageError(figures.cannot_write(file.parent, error)) from None
 
 
 def render(template: str, **values: Any) -> str:
@@ -146,7 +147,7 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def inline(drawn: plot.Drawn, png: bytes) -> Inlined:
+def inline(drawn: figures.Drawn, png: bytes) -> Inlined:
     encoded = base64.b64encode(png).decode("ascii")
     return Inlined(drawn.name, drawn.title, drawn.caption, encoded)
 
@@ -238,7 +239,7 @@ def comparison(collections: list[Collection]) -> list[Table]:
     names = list(dict.fromkeys(name for column in about for name in column))
     rows = [[name, *(column.get(name, "") for column in about)] for name in names]
     found = [Table("The models", ["", *labels], rows, settings=True)]
-    for kind in plot.kinds_of(collections):
+    for kind in kinds_of(collections):
         rows = []
         for table, columns in MEANS.items():
             for column in columns:

@@ -1,0 +1,54 @@
+"""What a figure is, and how a module enters its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from matplotlib.figure import Figure
+
+
+@dataclass
+class Picture:
+    """A figure of the catalogue: `draw` takes a list of collections if several can be compared,
+    else one; then a place if there is a figure for each of `places`."""
+
+    name: str
+    title: str
+    draw: Callable[..., Figure | None]
+    comparable: bool
+    places: tuple[str, ...]
+
+    @property
+    def caption(self) -> str:
+        return " ".join((self.draw.__doc__ or "").split())
+
+
+@dataclass
+class Drawn:
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+# By the module that draws them.
+_pictures: dict[str, list[Picture]] = {}
+
+
+def picture(
+    title: str, comparable: bool = False, places: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Figure | None]], Callable[..., Figure | None]]:
+    """Enter a function into the catalogue, among those of its module in their order."""
+
+    def enter(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
+        name = draw.__name__.replace("_", "-")
+        entry = Picture(name, title, draw, comparable, places)
+        _pictures.setdefault(draw.__module__, []).append(entry)
+        return draw
+
+    return enter
+
+
+def catalogue(*themes: ModuleType) -> list[Picture]:
+    """Return the figures of these modules, in this order."""
+    return [entry for theme in themes for entry in _pictures[theme.__name__]]

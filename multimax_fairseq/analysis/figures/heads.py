@@ -1,0 +1,146 @@
+"""What single heads do: learned alphas, densities, and the roles that a head can have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from multimax_fairseq.analysis.canvas import (
+    COLOURS,
+    grid,
+    heatmaps,
+    kinds_of,
+    layers_of,
+    legend_below,
+    line_a_series,
+    ordered_style,
+    series,
+    style,
+    updates_axis,
+)
+from multimax_fairseq.analysis.collection import KINDS, Collection, latest
+from multimax_fairseq.analysis.figures.catalogue import picture
+
+
+@picture("Learned alpha over training")
+def alpha_trajectories(collection: Collection) -> Figure | None:
+    """The learned alpha of every head over the updates, coloured and marked by layer (Correia et
+    al. 2019). 1 is softmax, 2 is sparsemax."""
+    frame = collection.parameters[collection.parameters["name"] == "alpha"]
+    if frame["updates"].nunique() < 2:
+        return None
+    kinds = [kind for kind in KINDS if (frame["place"] == kind).any()]
+    layers = layers_of(frame)
+    figure, axes = grid(1, len(kinds), 3.8, 3.4)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        own = frame[frame["place"] == kind].assign(head=frame["head"].fillna(0))
+        for (layer, head), line in own.groupby(["layer", "head"]):
+            index = layers.index(int(layer))
+            axis.plot(
+                line["updates"],
+                line["value"],
+                label=f"layer {int(layer) + 1}" if head == own["head"].min() else None,
+                **{**ordered_style(index, len(layers)), "linewidth": 1, "markersize": 4},
+            )
+        alpha_guides(axis.axhline)
+        axis.set(ylabel="α", ylim=(0.97, 2.03))
+        axis.set_title(KINDS[kind], fontsize=10)
+        updates_axis(axis)
+    legend_below(figure, columns=6)
+    return figure
+
+
+def alpha_guides(line: Callable[..., Any]) -> None:
+    for alpha in (1, 1.5, 2):
+        line(alpha, color="black", linestyle=":", linewidth=0.8)
+
+
+@picture("Distribution of the learned alpha")
+def alpha_distribution(collection: Collection) -> Figure | None:
+    """The alphas of all heads of the last checkpoint (Correia et al. 2019): 1 is softmax, 1.5 is
+    1.5-entmax, 2 is sparsemax (dotted)."""
+    frame = latest(collection.parameters)
+    frame = frame[frame["name"] == "alpha"]
+    kinds = [kind for kind in KINDS if (frame["place"] == kind).any()]
+    if not kinds:
+        return None
+    figure, axes = grid(1, len(kinds), 3.6, 2.9)
+    for index, (axis, kind) in enumerate(zip(axes[0], kinds, strict=True)):
+        values = frame[frame["place"] == kind]["value"]
+        counts, _, _ = axis.hist(
+            values,
+            bins=np.linspace(1, 2, 21),
+            color=COLOURS[index],
+            edgecolor="black",
+            linewidth=0.5,
+            label=f"{len(values)} heads, mean {values.mean():.2f}",
+        )
+        alpha_guides(axis.axvline)
+        # Room for the legend above the bars.
+        axis.set(xlabel="α", ylabel="heads", xlim=(0.97, 2.03), ylim=(0, 1.3 * max(counts)))
+        axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_title(KINDS[kind], fontsize=10)
+        axis.legend(fontsize=8)
+    return figure
+
+
+@picture("Density of attention", comparable=True)
+def density(collections: list[Collection]) -> Figure | None:
+    """The share of attention weights that are not exactly zero, of the keys that a query may look
+    at: the mean over the heads (lines) and every head (pale markers)."""
+    figure = line_a_series(collections, "heads", "density", "density (share of non-zeros)")
+    if figure is None:
+        return None
+    kinds = [k for k in kinds_of(collections) if KINDS[k] in {a.get_title() for a in figure.axes}]
+    drawn = series(collections)
+    for axis, kind in zip(figure.axes, kinds, strict=True):
+        for index, entry in enumerate(drawn):
+            heads = entry.of("heads", kind=kind)
+            # Beside each other, so that one series does not hide the next.
+            shift = 0.12 * (index - (len(drawn) - 1) / 2)
+            look = style(index)
+            axis.plot(
+                heads["layer"] + shift,
+                heads["density"],
+                marker=look["marker"],
+                color=look["color"],
+                linestyle="",
+                alpha=0.35,
+                markersize=4,
+            )
+        axis.set_ylim(-0.03, 1.05)
+    return figure
+
+
+@picture("Diversity of heads", comparable=True)
+def head_diversity(collections: list[Collection]) -> Figure | None:
+    """How much the heads of a layer differ: generalised Jensen-Shannon divergence of their
+    attention, with the logarithm to the base of the number of keys (Correia et al. 2019). 0: all
+    heads alike; 1: each key has a head of its own."""
+    label = "Jensen-Shannon divergence (0 to 1)"
+    return line_a_series(collections, "layers", "head_diversity", label)
+
+
+@picture("Positional heads")
+def positional_heads(collection: Collection) -> Figure | None:
+    """The number in a cell is the relative position that a head looks at most often (-1: the token
+    before the query); the colour is its mean weight there (confidence), high for a positional
+    head (Correia et al. 2019)."""
+    label = "confidence (mean weight, 0 to 1)"
+    return heatmaps(collection, {"confidence": label}, written="offset")
+
+
+@picture("Subword-merging heads")
+def bpe_merging_heads(collection: Collection) -> Figure | None:
+    """High for a head that puts words together: the largest weight that any subword of a word
+    gives to the word's other subwords, the mean over the words (Correia et al. 2019)."""
+    return heatmaps(collection, {"bpe_merging": "weight on the own word (0 to 1)"})
+
+
+@picture("Interrogation heads")
+def interrogation_heads(collection: Collection) -> Figure | None:
+    """The mean weight that a head gives to a final question mark (Correia et al. 2019); over the
+    sentences that end with one."""
+    return heatmaps(collection, {"interrogation": "weight on the question mark (0 to 1)"})

@@ -1,0 +1,238 @@
+"""The learned modulators, and their parameters over training."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from multimax_fairseq.analysis.canvas import (
+    COLOURS,
+    PALE,
+    layers_of,
+    legend_below,
+    ordered_style,
+    style,
+    updates_axis,
+    wrapped,
+)
+from multimax_fairseq.analysis.collection import PLACES, Collection, bins, latest
+from multimax_fairseq.analysis.figures.catalogue import picture
+from multimax_fairseq.modules import Modulator
+
+WARNING = "#D55E00"
+
+SYMBOLS = ["t_b1", "t_b2", "t_d1", "t_d2", "b1", "b2", "d1", "d2"]
+IDENTITY = {symbol: float(symbol.startswith("t_")) for symbol in SYMBOLS} | {"temperature": 1.0}
+
+
+def modulators_of(
+    collection: Collection, place: str, updates: int | None = None
+) -> dict[int, list[Modulator]]:
+    """{layer: modulators, one or one a head}; the output layer's is under 0."""
+    frame = collection.parameters
+    frame = frame[(frame["place"] == place) & frame["name"].isin(SYMBOLS)]
+    if frame.empty:
+        return {}
+    frame = frame[frame["updates"] == (frame["updates"].max() if updates is None else updates)]
+    frame = frame.assign(layer=frame["layer"].fillna(0).astype(int), head=frame["head"].fillna(-1))
+    found: dict[int, list[Modulator]] = {}
+    for (layer, _), rows in frame.groupby(["layer", "head"]):
+        values = dict(zip(rows["name"], rows["value"], strict=True))
+        terms = {
+            symbol: [values[f"{symbol}{n}"] for n in (1, 2) if f"{symbol}{n}" in values] or None
+            for symbol in ("t_b", "t_d", "b", "d")
+        }
+        found.setdefault(layer, []).append(Modulator.from_values(**terms))
+    return found
+
+
+def modulated(modulator: Modulator, scores: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return modulator(torch.from_numpy(np.asarray(scores, dtype=np.float64))).numpy()
+
+
+@picture("Modulators", places=tuple(PLACES))
+def modulators(collection: Collection, place: str) -> Figure | None:
+    """The learned modulator sigma of each layer (a line a head where heads have their own) against
+    the identity, which is softmax. Below it the distribution of the real scores. Hatched: where
+    sigma falls with a rising score (past the turning point), and the share of scores there. After
+    Figs. 3 and 10 of Zhou et al. 2024."""
+    found = modulators_of(collection, place)
+    if not found:
+        return None
+    figure, panels = wrapped(len(found), 3.5, 2.9)
+    with_scores = falls = False
+    for axis, (layer, own) in zip(panels, found.items(), strict=True):
+        frame = latest(collection.histograms)
+        frame = frame[(frame["kind"] == place) & (frame["quantity"] == "score")]
+        left, right, share = bins(frame[frame["layer"] == layer])
+        low, high = score_range(left, right, share)
+        x = np.linspace(low, high, 500)
+        if share.sum() > 0:
+            with_scores = True
+            under = axis.twinx()
+            under.set_yticks([])
+            shown = np.isfinite(right - left)
+            widths = (right - left)[shown]
+            density = share[shown] / widths
+            under.bar(left[shown], density, widths, align="edge", color=PALE, linewidth=0)
+            under.set_ylim(0, 3.2 * density.max())
+            # The curves go above the bars, which belong to the axes made later.
+            axis.set_zorder(under.get_zorder() + 1)
+            axis.patch.set_visible(False)
+        axis.plot(x, x, "--", color="black", linewidth=1)
+        for index, modulator in enumerate(own):
+            look = style(0) if len(own) == 1 else ordered_style(index, len(own))
+            y = modulated(modulator, x)
+            axis.plot(
+                x,
+                y,
+                **{**look, "marker": look["marker"] if len(own) > 1 else None},
+                markevery=(20 + 17 * index, 120),
+            )
+            falling = np.diff(y, append=y[-1]) < 0
+            for start, end in runs(falling):
+                falls = True
+                axis.axvspan(
+                    x[start], x[end], facecolor="none", edgecolor=WARNING, hatch="///", alpha=0.5
+                )
+        share_past = past_turning_point(collection, place, layer)
+        words = "" if share_past is None else f"past the turning point: {percent(share_past)}"
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+        axis.text(0.03, 0.97, words, transform=axis.transAxes, va="top", fontsize=8, bbox=box)
+        axis.set_title("output" if place == "output" else f"layer {layer + 1}", fontsize=10)
+        axis.set(xlabel="score x", ylabel="modulated score σ(x)", xlim=(low, high))
+    handles: list[Any] = [
+        Line2D([], [], color="black", linestyle="--", label="identity (softmax)"),
+        Line2D(
+            [],
+            [],
+            color=COLOURS[0],
+            label="σ" if all(len(o) == 1 for o in found.values()) else "σ, a line a head",
+        ),
+    ]
+    if with_scores:
+        handles.append(Patch(color=PALE, label="distribution of the scores (no scale)"))
+    if falls:
+        handles.append(Patch(facecolor="none", edgecolor=WARNING, hatch="///", label="σ falls"))
+    legend_below(figure, handles)
+    return figure
+
+
+def past_turning_point(collection: Collection, kind: str, layer: int) -> float | None:
+    heads = latest(collection.heads)
+    values = heads[(heads["kind"] == kind) & (heads["layer"] == layer)]["past_turning_point"]
+    return None if values.isna().all() else float(values.mean())
+
+
+def percent(share: float) -> str:
+    """A share as people read it: never 0 % for what is not 0."""
+    if share == 0:
+        return "0 %"
+    if share < 1e-5:
+        return f"{100 * share:.0e} %"
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"
+
+
+def runs(marked: np.ndarray) -> list[tuple[int, int]]:
+    """First and last index of every stretch of marked entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], marked.astype(int), [0]])))
+    return [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def score_range(left: np.ndarray, right: np.ndarray, share: np.ndarray) -> tuple[float, float]:
+    """Where nearly all scores lie, and zero with its neighbourhood."""
+    low, high = -6.0, 6.0
+    inner = np.isfinite(left) & np.isfinite(right)
+    if share[inner].sum() > 0:
+        reached = np.cumsum(share[inner]) / share[inner].sum()
+        low = min(low, left[inner][np.searchsorted(reached, 1e-4)] - 1)
+        high = max(high, right[inner][np.searchsorted(reached, 1 - 1e-4)] + 1)
+    return low, high
+
+
+@picture("Learned parameters")
+def parameters(collection: Collection) -> Figure | None:
+    """The learned parameters of the last checkpoint in the paper's symbols (Eq. 6; Tables 7 and 8
+    of Zhou et al. 2024), a line a layer, the mean over the heads where they have their own. The
+    colour is the distance from the identity (t = 1, b = d = 0), which is softmax."""
+    frame = latest(collection.parameters)
+    frame = frame[frame["name"].isin(IDENTITY)].assign(layer=lambda f: f["layer"].fillna(0))
+    places = [place for place in PLACES if (frame["place"] == place).any()]
+    if not places:
+        return None
+    symbols = [name for name in IDENTITY if (frame["name"] == name).any()]
+    tables = [
+        frame[frame["place"] == place]
+        .pivot_table(index="layer", columns="name", values="value", aggfunc="mean")
+        .reindex(columns=symbols)
+        for place in places
+    ]
+    heights = [len(table) + 1.5 for table in tables]
+    figure = Figure(
+        figsize=(max(5.5, 0.95 * len(symbols) + 2.2), 0.36 * sum(heights) + 1.2),
+        layout="constrained",
+    )
+    axes = figure.subplots(len(places), 1, squeeze=False, height_ratios=heights)[:, 0]
+    identity = np.array([IDENTITY[name] for name in symbols])
+    extent = max(1e-3, *(np.nanmax(np.abs(t.to_numpy() - identity)) for t in tables))
+    for axis, place, table in zip(axes, places, tables, strict=True):
+        away = table.to_numpy() - identity
+        image = axis.imshow(away, cmap="PuOr", vmin=-extent, vmax=extent, aspect="auto")
+        for (i, j), value in np.ndenumerate(table.to_numpy()):
+            if np.isfinite(value):
+                dark = abs(away[i, j]) > 0.65 * extent
+                axis.text(
+                    j,
+                    i,
+                    f"{value:.3f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if dark else "black",
+                )
+        axis.set_title(PLACES[place], fontsize=10)
+        axis.set_xticks(range(len(symbols)), [symbol_text(name) for name in symbols])
+        axis.set(xlabel="parameter", ylabel="layer")
+        axis.set_yticks(
+            range(len(table)), ["" if place == "output" else str(int(i) + 1) for i in table.index]
+        )
+    figure.colorbar(image, ax=list(axes), label="value − value of the identity", shrink=0.8)
+    return figure
+
+
+def symbol_text(name: str) -> str:
+    """t_b1 as the paper sets it."""
+    if name == "temperature":
+        return name
+    side, order = name.removeprefix("t_")[0], name[-1]
+    return f"$t_{{{side}_{order}}}$" if name.startswith("t_") else f"${side}_{order}$"
+
+
+@picture("Parameters over training", places=tuple(PLACES))
+def parameter_trajectories(collection: Collection, place: str) -> Figure | None:
+    """How the learned parameters moved over the updates, a line a layer (the mean over the heads
+    where they have their own). Dotted: the identity, which is softmax."""
+    frame = collection.parameters
+    frame = frame[(frame["place"] == place) & frame["name"].isin(IDENTITY)]
+    frame = frame.assign(layer=frame["layer"].fillna(0))
+    if frame["updates"].nunique() < 2:
+        return None
+    symbols = [name for name in IDENTITY if (frame["name"] == name).any()]
+    layers = layers_of(frame)
+    figure, panels = wrapped(len(symbols), 2.9, 2.4)
+    for axis, name in zip(panels, symbols, strict=True):
+        axis.axhline(IDENTITY[name], color="black", linestyle=":", linewidth=1)
+        for index, layer in enumerate(layers):
+            own = frame[(frame["name"] == name) & (frame["layer"] == layer)]
+            means = own.groupby("updates")["value"].mean()
+            label = "output layer" if place == "output" else f"layer {layer + 1}"
+            axis.plot(means.index, means, label=label, **ordered_style(index, len(layers)))
+        axis.set_title(symbol_text(name), fontsize=11)
+        axis.set_ylabel("value")
+        updates_axis(axis)
+    legend_below(figure, columns=6)
+    return figure

@@ -1,0 +1,37 @@
+"""The output layer by the frequency of words."""
+
+from matplotlib.figure import Figure
+
+from multimax_fairseq.analysis.canvas import empty, grid, legend_below, series, style
+from multimax_fairseq.analysis.collection import Collection, latest
+from multimax_fairseq.analysis.figures.catalogue import picture
+
+
+@picture("Output layer by word frequency", comparable=True)
+def output_layer(collections: list[Collection]) -> Figure | None:
+    """The predicted distribution by the frequency of the right word (rank in the dictionary,
+    frequent words left). Hollow markers: the same model with its output modulator left out, which
+    shows what the modulator does to frequent and rare words."""
+    quantities = {
+        "entropy": "entropy (nats)",
+        "sparsity": "sparsity (0 to 1)",
+        "nll": "negative log-likelihood (nats)",
+        "probability": "probability of the right word",
+    }
+    if all(empty(latest(c.output), *quantities) for c in collections):
+        return None
+    figure, axes = grid(2, 2, 4.2, 2.9)
+    for axis, (quantity, label) in zip(axes.flat, quantities.items(), strict=True):
+        for index, entry in enumerate(series(collections)):
+            frame = entry.of("output")
+            axis.plot(frame["bucket"], frame[quantity], label=entry.label, **style(index))
+            bare = f"{quantity}_without_modulator"
+            if bare in frame and frame[bare].notna().any():
+                look = {**style(index), "linestyle": ":", "markerfacecolor": "white"}
+                axis.plot(
+                    frame["bucket"], frame[bare], label=f"{entry.label}, without modulator", **look
+                )
+        axis.set(xlabel="dictionary rank of the right word", ylabel=label)
+        axis.tick_params(axis="x", labelsize=8)
+    legend_below(figure, columns=3)
+    return figure

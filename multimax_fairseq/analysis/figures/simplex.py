@@ -1,0 +1,173 @@
+"""What mappings do with two and with three scores."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from multimax_fairseq.analysis.canvas import PALE, legend_below, ordered_style, style, wrapped
+from multimax_fairseq.analysis.collection import KINDS, Collection, latest
+from multimax_fairseq.analysis.figures.catalogue import picture
+from multimax_fairseq.analysis.figures.modulators import modulators_of
+from multimax_fairseq.functional import normalize
+from multimax_fairseq.modules import Modulator
+
+# Learned parameters of Zhou et al. 2024, as (t_b, t_d, b, d): a hidden layer of its Table 7
+# (Deit-small, ImageNet; layer 8) and the first of Table 8 (WikiText-103).
+PAPER = {
+    "MultiMax (paper, Table 7, layer 8)": (
+        (0.64486825, 2.5263662),
+        (0.79173684, 0.968745),
+        (3.0230901, 1.6307493),
+        (0.62191963, 1.6259384),
+    ),
+    "MultiMax (paper, Table 8, layer 1)": (
+        (0.6467285, 0.98324585),
+        (0.7980957, 0.9649048),
+        (0.7475586, 0.3395996),
+        (-0.87939453, -0.14501953),
+    ),
+}
+# The scores of the simplex pictures: two that matter, one that does not.
+EXAMPLE = (2.0, 1.5, 0.0)
+SECOND = np.linspace(0.0, 2.0, 7)  # what the second score runs through
+
+
+Mapping = Callable[[np.ndarray], np.ndarray]
+
+
+def mapping(name: str, **options: Any) -> Mapping:
+    def apply(scores: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            given = torch.from_numpy(np.asarray(scores, dtype=np.float64))
+            return normalize(name, given, **options).numpy()
+
+    return apply
+
+
+def known_mappings() -> dict[str, Mapping]:
+    return {
+        "softmax": mapping("softmax"),
+        "1.5-entmax": mapping("entmax15"),
+        "sparsemax": mapping("sparsemax"),
+        "EvSoftmax": mapping("evsoftmax"),
+        **{
+            label: mapping("multimax", modulator=Modulator.from_values(*values))
+            for label, values in PAPER.items()
+        },
+    }
+
+
+def learned_mappings(collection: Collection, kind: str) -> dict[int, Mapping]:
+    """{layer: the mapping that the last checkpoint has learned there, the mean over its heads}."""
+    found: dict[int, list[Mapping]] = {
+        layer: [mapping("multimax", modulator=modulator) for modulator in own]
+        for layer, own in modulators_of(collection, kind).items()
+    }
+    frame = latest(collection.parameters)
+    frame = frame[frame["place"] == kind]
+    for name, normalizer in (("alpha", "alpha_entmax"), ("temperature", "softmax")):
+        for row in frame[frame["name"] == name].itertuples():
+            options = {name: float(row.value)}
+            found.setdefault(int(row.layer), []).append(mapping(normalizer, **options))
+    return {layer: mean_of(own) for layer, own in sorted(found.items())}
+
+
+def mean_of(mappings: list[Mapping]) -> Mapping:
+    return lambda scores: np.mean([apply(scores) for apply in mappings], axis=0)
+
+
+def learned_places(collection: Collection) -> dict[str, dict[int, Mapping]]:
+    found = {kind: learned_mappings(collection, kind) for kind in collection.kinds()}
+    return {kind: mappings for kind, mappings in found.items() if mappings}
+
+
+@picture("Mappings of two scores")
+def simplex_2d(collection: Collection) -> Figure | None:
+    """The weight of the first of two scores, x and 0, by x (Fig. 2 of Zhou et al. 2024; softmax is
+    the logistic function there). First panel: known mappings, and MultiMax with the paper's
+    parameters; then what this model has learned, a line a layer (the mean over its heads), against
+    softmax."""
+    places = learned_places(collection)
+    figure, panels = wrapped(1 + len(places), 4.2, 3.8)
+    x = np.linspace(-4, 4, 401)
+    scores = np.stack([x, np.zeros_like(x)], -1)
+    for index, (label, apply) in enumerate(known_mappings().items()):
+        every = (index * 9, 60)
+        panels[0].plot(x, apply(scores)[:, 0], label=label, markevery=every, **style(index))
+    panels[0].set_title("known mappings", fontsize=10)
+    for axis, (kind, found) in zip(panels[1:], places.items(), strict=True):
+        axis.plot(x, mapping("softmax")(scores)[:, 0], "k--", linewidth=1, label="softmax")
+        for index, (layer, apply) in enumerate(found.items()):
+            look = {**ordered_style(index, len(found)), "markevery": (index * 9 % 60, 60)}
+            axis.plot(x, apply(scores)[:, 0], label=f"layer {layer + 1}", **look)
+        axis.set_title(f"learned: {KINDS[kind]}", fontsize=10)
+    for axis in panels:
+        axis.set(xlabel="score x (the other is 0)", ylabel="weight of x", ylim=(-0.03, 1.03))
+        axis.legend(fontsize=7, loc="lower right" if axis is not panels[0] else "upper left")
+    # Room for the long names above the curves.
+    panels[0].set_ylim(-0.03, 1.45)
+    return figure
+
+
+@picture("Mappings on the simplex of three weights")
+def simplex_3d(collection: Collection) -> Figure | None:
+    """The weights that mappings give three scores (Fig. 1 of Zhou et al. 2024). A corner of the
+    triangle is all weight on one, an edge is two modes with the third ignored. First panel: the
+    scores 2, 1.5 and 0; the band is softmax over temperatures. Then the second score runs from
+    0 to 2, with the paper's parameters, and with what this model has learned (a line a layer, the
+    mean over its heads)."""
+    places = learned_places(collection)
+    count = 2 + len(places)
+    columns = 2 if count in (2, 4) else 3
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4.2 * columns, 4.6 * rows + 0.8), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, i + 1, projection="3d") for i in range(count)]
+    for axis in axes:
+        triangle(axis)
+    temperatures = np.geomspace(0.1, 10, 80)
+    line = np.stack([mapping("softmax", temperature=t)(np.array(EXAMPLE)) for t in temperatures])
+    shades = np.log10(temperatures)
+    image = axes[0].scatter(*line.T, c=shades, cmap="cividis", s=14, depthshade=False)
+    bar = figure.colorbar(image, ax=axes[0], location="bottom", shrink=0.6, pad=0.08)
+    bar.set_label("softmax temperature")
+    bar.set_ticks([-1, 0, 1], labels=["0.1", "1", "10"])
+    axes[0].set_title("scores 2, 1.5, 0", fontsize=10)
+    first, _, third = EXAMPLE
+    sweep = np.stack([np.full_like(SECOND, first), SECOND, np.full_like(SECOND, third)], -1)
+    for index, (label, apply) in enumerate(known_mappings().items()):
+        look = style(index)
+        point = apply(np.array(EXAMPLE))[:, None]
+        only = {**look, "linestyle": "", "markersize": 8, "markeredgecolor": "white"}
+        axes[0].plot(*point, **only, zorder=10)
+        axes[1].plot(*apply(sweep).T, **look, label=label)
+    axes[1].set_title("scores 2, 0 to 2, 0", fontsize=10)
+    for axis, (kind, found) in zip(axes[2:], places.items(), strict=True):
+        axis.plot(*mapping("softmax")(sweep).T, "k--", linewidth=1.2, label="softmax, T = 1")
+        for index, (layer, apply) in enumerate(found.items()):
+            look = ordered_style(index, len(found))
+            axis.plot(*apply(sweep).T, **look, label=f"layer {layer + 1}")
+        axis.set_title(f"learned: {KINDS[kind]}", fontsize=10)
+    legend_below(figure, columns=3)
+    return figure
+
+
+def triangle(axis: Any) -> None:
+    """The simplex itself, and a view at right angles to it."""
+    corners = np.eye(3)
+    axis.plot_trisurf(*corners.T, color=PALE, alpha=0.15)
+    axis.plot(*np.vstack([corners, corners[:1]]).T, color="black", linewidth=0.8)
+    # Where the x and the y axis meet, their ends would be written over each other.
+    axis.set(xticks=[0, 0.5], yticks=[0, 0.5], zticks=[0, 0.5, 1])
+    axis.set(xlim=(0, 1), ylim=(0, 1), zlim=(0, 1))
+    axis.set_xlabel("weight of score 1", fontsize=8)
+    axis.set_ylabel("weight of score 2", fontsize=8)
+    axis.set_zlabel("weight of score 3", fontsize=8)
+    axis.tick_params(labelsize=7, pad=0)
+    for side in (axis.xaxis, axis.yaxis, axis.zaxis):
+        side.pane.set_visible(False)
+    axis.set_proj_type("ortho")
+    axis.view_init(elev=np.degrees(np.arctan(0.5**0.5)), azim=45)
+    axis.set_box_aspect((1, 1, 1), zoom=0.85)

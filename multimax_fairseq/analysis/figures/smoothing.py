@@ -1,0 +1,107 @@
+"""Over-smoothing: how alike the tokens become, and the roll-out of attention."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from multimax_fairseq.analysis.canvas import (
+    grid,
+    layers_of,
+    legend_below,
+    line_a_series,
+    ordered_style,
+    updates_axis,
+)
+from multimax_fairseq.analysis.collection import KINDS, Collection
+from multimax_fairseq.analysis.figures.catalogue import picture
+
+SIMILARITY = "token similarity (cosine)"
+
+
+def distance_axis(figure: Figure) -> None:
+    """The same curves as mean average distances, at the right."""
+    for axis in figure.axes:
+        opposite = (lambda value: 1 - value,) * 2
+        axis.secondary_yaxis("right", functions=opposite).set_ylabel("mean average distance")
+
+
+@picture("Over-smoothing over the layers", comparable=True)
+def over_smoothing(collections: list[Collection]) -> Figure | None:
+    """How alike the outputs of a layer are for the tokens of a sentence: their mean cosine
+    similarity, near one in over-smoothing (Fig. 4 of Zhou et al. 2024). One minus it is the mean
+    average distance (Chen et al. 2020). For one model a line a checkpoint, darker for later
+    ones."""
+    alone = len(collections) == 1
+    figure = line_a_series(collections, "layers", "token_similarity", SIMILARITY, alone)
+    if figure is not None:
+        distance_axis(figure)
+    return figure
+
+
+@picture("Over-smoothing over training")
+def over_smoothing_updates(collection: Collection) -> Figure | None:
+    """The same over the updates, a line a layer."""
+    frame = collection.layers.dropna(subset="token_similarity")
+    if frame["updates"].nunique() < 2:
+        return None
+    kinds = [kind for kind in KINDS if (frame["kind"] == kind).any()]
+    figure, axes = grid(1, len(kinds))
+    layers = layers_of(frame)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        own = frame[frame["kind"] == kind]
+        for index, layer in enumerate(layers):
+            line = own[own["layer"] == layer].sort_values("updates")
+            axis.plot(
+                line["updates"],
+                line["token_similarity"],
+                label=f"layer {layer + 1}",
+                **ordered_style(index, len(layers)),
+            )
+        axis.set_ylabel(SIMILARITY)
+        axis.set_title(KINDS[kind], fontsize=10)
+        updates_axis(axis)
+    distance_axis(figure)
+    legend_below(figure, columns=6)
+    return figure
+
+
+@picture("Roll-out against single-layer attention", comparable=True)
+def rollout(collections: list[Collection]) -> Figure | None:
+    """The correlation of each layer's own attention with the roll-out up to it, which multiplies
+    the attentions of all layers below (Abnar and Zuidema 2020; Fig. 9 of Zhou et al. 2024). The
+    lower, the less a layer's attention says where its information comes from."""
+    return line_a_series(collections, "layers", "rollout_similarity", "correlation with roll-out")
+
+
+@picture("Roll-out of an example")
+def rollout_example(collection: Collection) -> Figure | None:
+    """Attention of single layers (mean over the heads; above) beside the roll-out up to them
+    (below) for the first stored sentence: queries down, keys across. Each picture has its own
+    scale, from zero to its largest weight."""
+    for example in collection.examples:
+        for kind in KINDS:
+            if rolled := example.get("rollout", {}).get(kind):
+                return draw_rollout(example["attention"][kind], rolled, kind)
+    return None
+
+
+def draw_rollout(attention: list[Any], rolled: list[Any], kind: str) -> Figure:
+    chosen = sorted({int(i) for i in np.linspace(0, len(rolled) - 1, 6).round()})
+    figure, axes = grid(2, len(chosen), 2.2, 2.3)
+    for column, layer in enumerate(chosen):
+        for row, values in enumerate((np.mean(attention[layer], axis=0), np.array(rolled[layer]))):
+            axis = axes[row, column]
+            image = axis.imshow(values, cmap="cividis", vmin=0)
+            axis.set_title(
+                f"{'layer' if row == 0 else 'roll-out to layer'} {layer + 1}", fontsize=9
+            )
+            axis.set(xlabel="key position", ylabel="query position")
+            for ticks in (axis.xaxis, axis.yaxis):
+                ticks.set_major_locator(MaxNLocator(4, integer=True))
+    figure.colorbar(
+        image, ax=axes, label="weight (0 to each picture's largest)", ticks=[], shrink=0.6
+    )
+    axes[0, 0].annotate(KINDS[kind], (0, 1.2), xycoords="axes fraction", fontsize=9)
+    return figure

@@ -1,0 +1,103 @@
+"""Sparsity against multi-modality, on the same scores."""
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from multimax_fairseq.analysis.canvas import (
+    empty,
+    grid,
+    heatmaps,
+    kinds_of,
+    layers_of,
+    legend_below,
+    ordered_style,
+    style,
+)
+from multimax_fairseq.analysis.collection import KINDS, Collection, latest
+from multimax_fairseq.analysis.figures.catalogue import picture
+
+
+@picture("Sparsity and multi-modality of each head")
+def sparsity_multi_modality(collection: Collection) -> Figure | None:
+    """Sparsity (Definition 3.3 of Zhou et al. 2024: how near to zero the small scores' weights
+    are) and multi-modality (Definition 3.2: how near to the largest the relevant scores' weights
+    are), a cell a head; of the last checkpoint."""
+    return heatmaps(
+        collection, {"sparsity": "sparsity (0 to 1)", "multi_modality": "multi-modality (0 to 1)"}
+    )
+
+
+@picture("Sparsity against multi-modality", comparable=True)
+def pareto(collections: list[Collection]) -> Figure | None:
+    """Sparsity and multi-modality on the same scores: softmax at temperatures (lines, along which
+    one is given up for the other; Proposition 3.5 of Zhou et al. 2024) and the model's own mapping
+    (large markers). Above and to the right of a line is better than softmax at any temperature.
+    For one model a line a layer; for several the mean over the layers."""
+    kinds = kinds_of(collections)
+    if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not kinds:
+        return None
+    figure, axes = grid(1, len(kinds), 4.3, 3.6)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        for place, collection in enumerate(collections):
+            frame = latest(collection.temperatures)
+            frame = frame[frame["kind"] == kind]
+            if frame.empty:
+                continue
+            if len(collections) > 1:
+                mean = frame.groupby("temperature", dropna=False).mean(numeric_only=True)
+                trade(axis, mean.reset_index(), style(place), collection.label, words=place == 0)
+                continue
+            layers = layers_of(frame)
+            for index, layer in enumerate(layers):
+                look = ordered_style(index, len(layers))
+                trade(
+                    axis,
+                    frame[frame["layer"] == layer],
+                    look,
+                    f"layer {layer + 1}",
+                    words=index == 0,
+                )
+        axis.set(xlabel="sparsity (0 to 1)", ylabel="multi-modality (0 to 1)")
+        axis.set_title(KINDS[kind], fontsize=10)
+        axis.margins(0.12)
+    legend_below(figure, columns=6)
+    return figure
+
+
+def trade(
+    axis: Axes, frame: pd.DataFrame, look: dict[str, Any], label: str, words: bool = True
+) -> None:
+    """Softmax over temperatures as a line, its ends named, and the model's own mapping."""
+    line = frame[frame["temperature"].notna()].sort_values("temperature")
+    axis.plot(
+        line["sparsity"],
+        line["multi_modality"],
+        color=look["color"],
+        linewidth=1,
+        linestyle=look["linestyle"],
+        marker=".",
+        markersize=3,
+    )
+    if words:
+        for (_, end), shift in zip(line.iloc[[0, -1]].iterrows(), (-32, 4), strict=True):
+            axis.annotate(
+                f"T = {end['temperature']:g}",
+                (end["sparsity"], end["multi_modality"]),
+                xytext=(shift, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+    own = frame[frame["temperature"].isna()]
+    axis.plot(
+        own["sparsity"],
+        own["multi_modality"],
+        color=look["color"],
+        marker=look["marker"],
+        markersize=9,
+        markeredgecolor="black",
+        linestyle="",
+        label=label,
+    )

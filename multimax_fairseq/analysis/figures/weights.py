@@ -1,0 +1,102 @@
+"""How large the attention weights are."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from multimax_fairseq.analysis.canvas import Series, layers_of, legend_below, series, style, wrapped
+from multimax_fairseq.analysis.collection import KINDS, Collection, bins
+from multimax_fairseq.analysis.figures.catalogue import picture
+
+# Where logarithmic axes show weights of exactly zero, and where the last bin above it ends.
+ZERO, SMALLEST = 1e-10, 1e-9
+
+
+def probability_panels(
+    collections: list[Collection], kind: str
+) -> tuple[Figure, list[tuple[Axes, int, Series, Any]]] | None:
+    """The figure, and for each layer and series its axis and the bins of its probabilities."""
+    wanted = []
+    for entry in series(collections):
+        frame = entry.of("histograms", kind=kind, quantity="probability")
+        wanted += [
+            (layer, entry, bins(frame[frame["layer"] == layer])) for layer in layers_of(frame)
+        ]
+    layers = sorted({layer for layer, _, _ in wanted})
+    if not layers:
+        return None
+    figure, panels = wrapped(len(layers))
+    axes = dict(zip(layers, panels, strict=True))
+    lowest = min(left[share > 0].min(initial=1) for _, _, (left, _, share) in wanted)
+    for layer, axis in axes.items():
+        axis.set_title(f"layer {layer + 1}", fontsize=10)
+        axis.set_xscale("log")
+        axis.set_xlabel("attention weight")
+        if lowest < SMALLEST:
+            axis.set_xlim(ZERO / 2, 1.5)
+            axis.set_xticks([ZERO, 1e-8, 1e-4, 1], ["0", "$10^{-8}$", "$10^{-4}$", "1"])
+            axis.minorticks_off()
+        else:
+            axis.set_xlim(lowest / 2, 1.5)
+    return figure, [(axes[layer], layer, entry, found) for layer, entry, found in wanted]
+
+
+def look_of(collections: list[Collection], entry: Series) -> dict[str, Any]:
+    if len(collections) > 1:
+        return style([c.label for c in collections].index(entry.label))
+    return style([s.updates for s in series(collections)].index(entry.updates))
+
+
+@picture("Histograms of attention weights", comparable=True, places=tuple(KINDS))
+def weight_histograms(collections: list[Collection], kind: str) -> Figure | None:
+    """How many of the attention weights have which size, both axes logarithmic, a panel a layer
+    (Fig. 5 of Zhou et al. 2024, where they are called attention scores). The marker at the left:
+    weights that are exactly zero; the first step: all others below 1e-8."""
+    found = probability_panels(collections, kind)
+    if found is None:
+        return None
+    figure, panels = found
+    for axis, _, entry, (left, right, share) in panels:
+        look = look_of(collections, entry)
+        shown = right > 0
+        sides = np.maximum(np.stack([left[shown], right[shown]], -1), SMALLEST)
+        heights = np.where(share > 0, share, np.nan)[shown] / np.diff(np.log10(sides))[:, 0]
+        axis.plot(
+            sides.ravel(),
+            np.repeat(heights, 2),
+            color=look["color"],
+            linestyle=look["linestyle"],
+            linewidth=1.5,
+            label=entry.label,
+        )
+        if zero := share[right == 0].sum():
+            look = {**look, "linestyle": "", "label": f"exactly 0: {entry.label}"}
+            axis.plot([ZERO], [zero], clip_on=False, **look)
+        axis.set_yscale("log")
+        axis.set_ylabel("share of weights a decade")
+    legend_below(figure)
+    return figure
+
+
+@picture("Cumulative distributions of attention weights", comparable=True, places=tuple(KINDS))
+def weight_distributions(collections: list[Collection], kind: str) -> Figure | None:
+    """The share of attention weights that are at most as large as a threshold, a panel a layer
+    (Fig. 8 of Zhou et al. 2024). Where a line starts above zero, that share is exactly zero."""
+    found = probability_panels(collections, kind)
+    if found is None:
+        return None
+    figure, panels = found
+    for axis, _, entry, (_, right, share) in panels:
+        look = look_of(collections, entry)
+        axis.plot(
+            np.maximum(right, ZERO),
+            np.cumsum(share),
+            label=entry.label,
+            **{**look, "markersize": 4},
+            markevery=12,
+        )
+        axis.set(ylabel="share of weights up to it", ylim=(-0.03, 1.03))
+    legend_below(figure)
+    return figure
