@@ -10,7 +10,6 @@ With --last the N newest numbered checkpoints of the folder are taken, those of 
 
 import argparse
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from fairseq import checkpoint_utils  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from multimax_fairseq import compat  # noqa: E402
+from multimax_fairseq.files import whole  # noqa: E402
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -62,9 +62,8 @@ def average(files: list[Path]) -> dict:
 
 def write_average(files: list[Path], output: Path) -> None:
     """Write `average` of the files, complete or not at all."""
-    aside = output.with_name(output.name + ".part")
-    torch.save(average(files), aside)
-    os.replace(aside, output)
+    with whole(output) as aside:
+        torch.save(average(files), aside)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ token after at least 400 earlier ones in blocks of 512 (in the same proportion f
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ from sacrebleu.metrics import BLEU
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
+from multimax_fairseq.files import whole
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -198,9 +198,8 @@ def evaluate(
 
 def write(file: Path, text: str) -> None:
     """Write a file, complete or not at all, whoever else is writing it."""
-    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
+    with whole(file) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -47,6 +47,7 @@ from tqdm import tqdm
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.files import whole
 from multimax_fairseq.signature import signature
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,12 +177,11 @@ def mend(folder: Path) -> None:
     numbered = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda f: int(f.stem.split("_")[2]))
     files = [file for file in (*numbered, *copies) if file.exists()]
     broken = [file for file in files if not zipfile.is_zipfile(file)]
-    whole = [file for file in (*copies, *numbered) if file in files and file not in broken]
+    sound = [file for file in (*copies, *numbered) if file in files and file not in broken]
     for file in broken:
-        if whole:
-            aside = file.with_name(file.name + ".part")
-            shutil.copyfile(whole[-1], aside)
-            aside.replace(file)
+        if sound:
+            with whole(file) as aside:
+                shutil.copyfile(sound[-1], aside)
         else:
             file.unlink()
 

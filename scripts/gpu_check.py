@@ -301,9 +301,10 @@ def conditions(device: str, words: list[str]) -> dict[str, Any]:
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
-    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    aside.replace(file)
+    from multimax_fairseq.files import whole
+
+    with whole(file) as aside:
+        aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 # --- the command line --------------------------------------------------------------------------

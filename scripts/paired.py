@@ -30,6 +30,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.files import whole
 from multimax_fairseq.signature import signature
 
 MARKERS = "os^Dv"  # of the contestants in a figure
@@ -423,9 +424,8 @@ def plot(cases: list[dict[str, Any]], sweep: str | None, title: str, files: list
     if with_peaks:
         axes[0, 1].set_ylabel("peak memory, MB")
     for file in files:
-        aside = file.with_name(f"{file.name}.{os.getpid()}.part")
-        figure.savefig(aside, format=file.suffix[1:], dpi=150)
-        aside.replace(file)
+        with whole(file) as aside:
+            figure.savefig(aside, format=file.suffix[1:], dpi=150)
 
 
 def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> None:

@@ -16,6 +16,7 @@ from multimax_fairseq.analysis import figures
 from multimax_fairseq.analysis.canvas import kinds_of
 from multimax_fairseq.analysis.collection import COLUMNS, PLACES, Collection, latest
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.files import whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 MEANS = {
@@ -128,10 +129,9 @@ def check_writable(out: Path) -> None:
 
 
 def write(file: Path, text: str) -> None:
-    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(file)
+        with whole(file) as aside:
+            aside.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(figures.cannot_write(file.parent, error)) from None
 

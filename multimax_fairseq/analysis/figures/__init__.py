@@ -4,7 +4,6 @@ A module a theme, a function a figure; its docstring is the caption that the rep
 it. A function returns None where a collection has nothing to show.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from multimax_fairseq.analysis.figures import (
 )
 from multimax_fairseq.analysis.figures.catalogue import Drawn, catalogue
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.files import whole
 
 # In the order of a report.
 CATALOGUE = catalogue(modulators, sparsity, weights, smoothing, simplex, heads, output)
@@ -68,12 +68,11 @@ def write(drawn: Drawn, out: Path) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file in files:
-            aside = file.with_name(f"{file.name}.{os.getpid()}.part")
             # Text stays text in SVG, and nothing random or dated: the same files each time.
-            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name}):
+            same = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name})
+            with whole(file) as aside, same:
                 dated = {"Date": None} if file.suffix == ".svg" else None
                 drawn.figure.savefig(aside, format=file.suffix[1:], dpi=150, metadata=dated)
-            aside.replace(file)
             # Laid out for the first format; the second need not wait for it again.
             drawn.figure.set_layout_engine("none")
     except OSError as error:
