@@ -22,7 +22,8 @@ from omegaconf import OmegaConf
 
 from multimax_fairseq.analysis import __main__ as command
 from multimax_fairseq.analysis import collect as collection
-from multimax_fairseq.analysis.record import Recorder, Words
+from multimax_fairseq.analysis.recorder import Recorder
+from multimax_fairseq.analysis.words import WordBoundaries
 
 TRANSLATION, LANGUAGE_MODEL = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
 VARIANTS = {
@@ -597,7 +598,9 @@ def test_watching_does_not_change_the_model(data, checkpoint, arch):
     sample = task.dataset("valid").collater([task.dataset("valid")[i] for i in range(4)])
     with torch.no_grad():
         before = model(**sample["net_input"])[0]
-        recorder = Recorder(model, Words(task.src_dict), Words(task.tgt_dict), set())
+        recorder = Recorder(
+            model, WordBoundaries(task.src_dict), WordBoundaries(task.tgt_dict), set()
+        )
         recorder.run(sample)
         after = model(**sample["net_input"])[0]
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
@@ -640,7 +643,7 @@ def test_layers_that_are_one_module_are_told_apart(data, checkpoint):
         side.layers[1] = side.layers[0]
     task.load_dataset("valid")
     sample = task.dataset("valid").collater([task.dataset("valid")[0]])
-    recorder = Recorder(model, Words(task.src_dict), Words(task.tgt_dict), set())
+    recorder = Recorder(model, WordBoundaries(task.src_dict), WordBoundaries(task.tgt_dict), set())
     with torch.no_grad():
         recorder.run(sample)
         recorder.run(sample)
@@ -684,7 +687,7 @@ def test_subwords_are_joined_for_display():
     ):
         dictionary = Dictionary()
         tokens = torch.tensor([dictionary.add_symbol(s) for s in symbols] + [dictionary.eos()])
-        shown = Words(dictionary).display(tokens)
+        shown = WordBoundaries(dictionary).display(tokens)
         assert [word["word"] for word in shown["words"]] == [*words, "</s>"]
         assert shown["tokens"] == [*symbols, "</s>"]
         spans = [tuple(range(word["start"], word["end"])) for word in shown["words"]]
@@ -696,7 +699,7 @@ def test_a_question_mark_counts_at_the_end_of_a_sentence():
     a, mark = dictionary.add_symbol("a"), dictionary.add_symbol("▁?")
     eos, pad = dictionary.eos(), dictionary.pad()
     tokens = torch.tensor([[a, mark, a, mark, eos], [eos, a, a, mark, pad], [mark, a, a, a, mark]])
-    found = Words(dictionary).questions(tokens)
+    found = WordBoundaries(dictionary).questions(tokens)
     assert found.nonzero().tolist() == [[0, 3], [1, 3], [2, 4]]
 
 

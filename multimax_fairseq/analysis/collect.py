@@ -36,7 +36,8 @@ from tqdm import tqdm
 import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq import compat
 from multimax_fairseq.analysis import COLUMNS, parameters
-from multimax_fairseq.analysis.record import Recorder, Words
+from multimax_fairseq.analysis.recorder import Recorder
+from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.compat import UsageError
 from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.signature import signature
@@ -229,8 +230,8 @@ def _pass(
     short = [i for i in indices if dataset.num_tokens(i) <= LONGEST_EXAMPLE] or list(indices)
     recorder = Recorder(
         model,
-        Words(task.source_dictionary) if is_translation else None,
-        Words(task.target_dictionary),
+        WordBoundaries(task.source_dictionary) if is_translation else None,
+        WordBoundaries(task.target_dictionary),
         {int(i) for i in short[:EXAMPLES]},
         LONGEST_EXAMPLE,
     )

@@ -1,9 +1,6 @@
-"""What a model's forward passes show, summed up as they run: memory does not grow with the data."""
+"""Running sums of what forward passes show: memory does not grow with the data."""
 
-import contextlib
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,14 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq.data import Dictionary
-from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.analysis import metrics
-from multimax_fairseq.compat import UsageError
-from multimax_fairseq.functional.backend import VARIABLE
 from multimax_fairseq.modules import Modulator, Normalizer
-from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
 SCORE_STEP, BINS_A_DECADE = 0.5, 8
@@ -31,7 +24,7 @@ BUCKET_RANKS = (50, 200, 1000, 4000, 20000)
 LOGITS_AT_ONCE = 1 << 22
 
 
-class Mean:
+class RunningMean:
     """Running means of what is not NaN, one for each row that `add` is given."""
 
     def __init__(self, rows: int = 1) -> None:
@@ -51,56 +44,8 @@ class Mean:
         return float(self.total.sum() / self.count.sum())
 
 
-class Words:
-    """Which tokens of a dictionary make up a word, by the marks of its subword model."""
-
-    def __init__(self, dictionary: Dictionary) -> None:
-        self.dictionary = dictionary
-        symbols = dictionary.symbols
-        special = [index < dictionary.nspecial for index in range(len(symbols))]
-        pieces = any(s.startswith("▁") for s in symbols)
-        joined = any(s.endswith("@@") for s in symbols)
-        # SentencePiece leaves punctuation at the word before it.
-        alone = [
-            special[i] or not any(c.isalnum() or c == "▁" for c in s[1:] or s)
-            for i, s in enumerate(symbols)
-        ]
-        if pieces:
-            self.starts = torch.tensor(alone) | torch.tensor([s[:1] == "▁" for s in symbols])
-            self.ends = torch.tensor(alone)
-        else:
-            self.ends = torch.tensor([not (joined and s.endswith("@@")) for s in symbols])
-            self.starts = torch.tensor(special)
-        self.asks = torch.tensor([s.strip("▁") == "?" for s in symbols])
-
-    def numbers(self, tokens: Tensor) -> Tensor:
-        """Return the number of the word that each token belongs to, (B, T)."""
-        new = self.starts[tokens]
-        new[:, 1:] |= self.ends[tokens[:, :-1]]
-        return new.cumsum(1)
-
-    def questions(self, tokens: Tensor) -> Tensor:
-        """Return where a question mark ends a sentence, (B, T)."""
-        pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        after = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], pad)], 1)
-        return self.asks[tokens] & (after.eq(pad) | after.eq(eos))
-
-    def display(self, tokens: Tensor) -> dict[str, Any]:
-        """Return the tokens of a sentence and, of each of its words, text and range."""
-        numbers = self.numbers(tokens[None])[0].tolist()
-        symbols = [self.dictionary[int(token)] for token in tokens]
-        words: list[dict[str, Any]] = []
-        for index, (symbol, number) in enumerate(zip(symbols, numbers, strict=True)):
-            if index == 0 or number != numbers[index - 1]:
-                words.append({"word": "", "start": index, "end": index})
-            text = symbol.removesuffix("@@") if not self.ends[tokens[index]] else symbol
-            words[-1]["word"] += text.replace("▁", "")
-            words[-1]["end"] = index + 1
-        return {"tokens": symbols, "words": words}
-
-
 @dataclass
-class Pair:
+class QueriesAndKeys:
     """What is known of the queries and keys of an attention in this batch."""
 
     query_padding: Tensor  # (B, T)
@@ -117,11 +62,13 @@ class AttentionSums:
     def __init__(self, normalizer: Normalizer, heads: int) -> None:
         self.normalizer, self.size = normalizer, heads
         names = ("sparsity", "multi_modality", "entropy", "density", "bpe_merging")
-        self.heads = {name: Mean(heads) for name in (*names, "interrogation", "past_turning_point")}
+        self.heads = {
+            name: RunningMean(heads) for name in (*names, "interrogation", "past_turning_point")
+        }
         self.queries = 0
         layer = ("head_diversity", "token_similarity", "rollout_similarity")
-        self.layer = {name: Mean() for name in layer}
-        self.temperatures = {t: (Mean(), Mean()) for t in TEMPERATURES}
+        self.layer = {name: RunningMean() for name in layer}
+        self.temperatures = {t: (RunningMean(), RunningMean()) for t in TEMPERATURES}
         offsets = 2 * LARGEST_OFFSET + 1
         self.top_offsets = torch.zeros(heads, offsets, dtype=torch.long)
         self.at_offsets = torch.zeros(heads, offsets, dtype=torch.float64)
@@ -129,7 +76,7 @@ class AttentionSums:
         self.scores = torch.zeros(len(SCORE_EDGES) + 1, dtype=torch.long)
         self.probs = torch.zeros(len(PROBABILITY_EDGES), dtype=torch.long)
 
-    def add(self, scores: Tensor, probs: Tensor, excluded: Tensor, pair: Pair) -> None:
+    def add(self, scores: Tensor, probs: Tensor, excluded: Tensor, pair: QueriesAndKeys) -> None:
         """Take in a batch: scores, probs and excluded (B, heads, T, S)."""
         padding = pair.query_padding[:, None]
         self.queries += int((~padding).sum())
@@ -255,7 +202,8 @@ class OutputSums:
         self.ranks = torch.tensor([rank for rank in BUCKET_RANKS if rank < words], dtype=torch.long)
         names = ("entropy", "sparsity", "nll", "nll_without_modulator", "probability")
         self.means = {
-            name: Mean(len(self.ranks) + 1) for name in (*names, "probability_without_modulator")
+            name: RunningMean(len(self.ranks) + 1)
+            for name in (*names, "probability_without_modulator")
         }
         self.tokens = torch.zeros(len(self.ranks) + 1, dtype=torch.long)
 
@@ -319,174 +267,3 @@ class OutputSums:
             for number, name in enumerate(names)
             if self.tokens[number] > 0
         ]
-
-
-class Recorder:
-    """Watches a model's own forward passes, from hooks on its normalizers and layers.
-
-    fairseq's own attention layers are put into ours with softmax as the normalizer: the same
-    function, in which scores and probabilities can be seen.
-
-    Args:
-        model: changed in place; a Transformer of fairseq or of this package.
-        source: the source's words; None for a language model.
-        target: the target's words.
-        wanted: the numbers of the sentences to keep as examples.
-        longest: of longer ones, so many first tokens are kept.
-
-    Raises:
-        UsageError: a model of another build.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        source: Words | None,
-        target: Words,
-        wanted: set[int],
-        longest: int = 32,
-    ) -> None:
-        self.model, self.source, self.target = model, source, target
-        self.wanted, self.longest = wanted, longest
-        self.sums: dict[tuple[str, int], AttentionSums] = {}
-        self.examples: dict[int, dict[str, Any]] = {}
-        self.output = OutputSums(target.dictionary)
-        # Where layers share a module, its calls come in the order of the layers.
-        self.places: dict[nn.Module, list[tuple[str, int]]] = {}
-        for side in ("encoder", "decoder"):
-            layers = getattr(getattr(model, side, None), "layers", None)
-            if layers is None:
-                if side == "encoder" and source is None:
-                    continue
-                raise _unknown(f"it has no {side} layers")
-            for number, layer in enumerate(layers):
-                self._watch_layer(side, number, layer)
-        for module in self.places:
-            hook = self._on_scores if isinstance(module, Normalizer) else self._on_features
-            module.register_forward_hook(hook)
-
-    def _watch_layer(self, side: str, number: int, layer: nn.Module) -> None:
-        if getattr(layer, "cross_self_attention", False):
-            raise _unknown("--cross-self-attention joins its two attentions")
-        self.places.setdefault(layer, []).append((side, number))
-        for name, kind in (("self_attn", side), ("encoder_attn", "cross")):
-            attention = getattr(layer, name, None)
-            if attention is None:
-                continue
-            if type(attention) is SoftmaxMultiheadAttention:
-                try:
-                    attention = MultiheadAttention(attention, Normalizer("softmax")).eval()
-                except ValueError as error:
-                    raise _unknown(str(error)) from None
-                setattr(layer, name, attention)
-            if not isinstance(attention, MultiheadAttention):
-                raise _unknown(f"its attention is a {type(attention).__name__}")
-            normalizer = attention.normalizer
-            self.places.setdefault(normalizer, []).append((kind, number))
-            self.sums[kind, number] = AttentionSums(normalizer, attention.num_heads)
-
-    def run(self, sample: dict[str, Any]) -> None:
-        """Run the model on a batch and take in what it shows."""
-        inputs = sample["net_input"]
-        decoded = inputs["src_tokens" if self.source is None else "prev_output_tokens"]
-        tokens = {"decoder": (self.target, decoded)}
-        if self.source is not None:
-            tokens["encoder"] = (self.source, inputs["src_tokens"])
-        self.pairs = {kind: _pair(*given, *given) for kind, given in tokens.items()}
-        if self.source is not None:
-            self.pairs["cross"] = _pair(*tokens["decoder"], *tokens["encoder"])
-        self.rollouts: dict[str, Tensor] = {}
-        self.calls = dict.fromkeys(self.places, 0)
-        self.ids = sample["id"].tolist()
-        for row, number in enumerate(self.ids):
-            if number in self.wanted:
-                shown = {
-                    side: words.display(
-                        found[row][found[row] != words.dictionary.pad()][: self.longest]
-                    )
-                    for side, (words, found) in tokens.items()
-                }
-                self.examples[number] = {
-                    "source": shown.get("encoder", {"tokens": [], "words": []}),
-                    "target": shown["decoder"],
-                    "attention": {kind: [] for kind in self.pairs},
-                    "rollout": {kind: [] for kind in self.pairs},
-                }
-        counted = sample["target"] != self.target.dictionary.pad()
-        with _plain_backend(), torch.no_grad():
-            features = self.model(**inputs, features_only=True)[0]
-            self.output.add(self.model.decoder, features[counted], sample["target"][counted])
-        assert all(self.calls.values()), "an attention was computed that could not be seen"
-
-    def _place(self, module: nn.Module) -> tuple[str, int]:
-        places = self.places[module]
-        self.calls[module] += 1
-        return places[(self.calls[module] - 1) % len(places)]
-
-    def _on_scores(self, module: nn.Module, inputs: Any, probs: Tensor) -> None:
-        scores, _, mask = inputs
-        kind, number = self._place(module)
-        pair, sums = self.pairs[kind], self.sums[kind, number]
-        excluded = pair.key_padding[:, None, None].expand(-1, 1, scores.shape[-2], -1)
-        if mask is not None:
-            excluded = excluded | (mask if mask.dtype == torch.bool else mask == -torch.inf)
-        sums.add(scores, probs, excluded, pair)
-        mean = probs.mean(1)
-        if kind == "cross":
-            mixed = mean @ self.rollouts["encoder"]
-        else:
-            mixed = metrics.rollout(mean, self.rollouts.get(kind))
-            self.rollouts[kind] = mixed
-        unseen = excluded[:, 0] | pair.query_padding[..., None]
-        if pair.same:  # what the residual connection adds is no attention
-            unseen = unseen | (pair.offsets[:, 0] == 0)
-        sums.layer["rollout_similarity"].add(metrics.correlation(mixed, mean, unseen)[None])
-        for row, example in enumerate(self.ids):
-            if example in self.wanted:
-                queries, keys = (
-                    (~padding[row]).nonzero()[: self.longest, 0]
-                    for padding in (pair.query_padding, pair.key_padding)
-                )
-                for name, values in (("attention", probs[row]), ("rollout", mixed[row])):
-                    shown = values[..., queries, :][..., keys].double().numpy().round(4)
-                    self.examples[example][name][kind].append(shown.tolist())
-
-    def _on_features(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        kind, number = self._place(module)
-        features = output[0] if isinstance(output, tuple) else output
-        similarity = metrics.token_similarity(
-            features.transpose(0, 1), self.pairs[kind].query_padding
-        )
-        self.sums[kind, number].layer["token_similarity"].add(similarity[None])
-
-
-def _pair(queries: Words, query_tokens: Tensor, keys: Words, key_tokens: Tensor) -> Pair:
-    paddings = [
-        found == words.dictionary.pad()
-        for words, found in ((queries, query_tokens), (keys, key_tokens))
-    ]
-    # Padding on the left must not move a sentence.
-    offsets = metrics.relative_positions(*((~padding).cumsum(1) - 1 for padding in paddings))
-    words, questions = keys.numbers(key_tokens), keys.questions(key_tokens)[:, None, None]
-    return Pair(*paddings, offsets[:, None], query_tokens is key_tokens, words, questions)
-
-
-def _unknown(why: str) -> UsageError:
-    return UsageError(
-        f"the checkpoint's architecture cannot be analysed ({why}): give one of a transformer, "
-        "transformer_lm or their multimax variants"
-    )
-
-
-@contextlib.contextmanager
-def _plain_backend() -> Iterator[None]:
-    """The kernels hold no probabilities: only plain PyTorch has what there is to see."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "plain"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
