@@ -16,7 +16,8 @@ SIZES = (
 )
 # The files that take minutes come first, so that no process is left alone with one of them.
 LONGEST = [
-    f"test_{name}.py" for name in ("commands", "experiment_runs", "compat", "kernels_triton")
+    f"test_{name}.py"
+    for name in "commands experiment_runs compat kernels_triton readme quickstart gpu_check".split()
 ]
 
 

@@ -1,24 +1,18 @@
 """Any normalizer in the attention of models that know nothing of this package."""
 
 import copy
-import importlib.util
 import io
 import math
 import pathlib
 import pickle
-import re
-import sys
 import threading
-import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from reference import TABLE_7, TABLE_8
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import _get_current_function_mode
-from torch.utils.checkpoint import checkpoint
 
 from multimax_fairseq import NORMALIZERS, Modulator, multimax, normalize, replace_softmax
 from multimax_fairseq.modules import Normalizer
@@ -26,6 +20,7 @@ from multimax_fairseq.modules import Normalizer
 HEADS, LENGTH, WIDTH = 4, 5, 16
 EXAMPLE = pathlib.Path(__file__).parent.parent / "user_dir/vit_multimax.py"
 KINDS = ["tensor", "torch", "functional", "module", "bool", "float", "causal", "plain", "torch-mha"]
+ALL = [*KINDS, "torch-mha-weights"]
 SETTINGS = {"topk": {"k": 2}}
 IDENTITY = {"softmax": {}, "multimax": {"init_std": 0.0}}
 # Far from the identity, low scores and high ones.
@@ -123,6 +118,19 @@ def pull_far(model):
                     far = far + 0.1 * torch.arange(len(parameter))[:, None]
                 parameter.data.copy_(far)
     return model
+
+
+def one_layer(kind):
+    torch.manual_seed(0)
+    if kind.startswith("torch-mha"):
+        return nn.Sequential(TorchAttention("weights" in kind), nn.GELU())
+    return nn.Sequential(OwnAttention(kind), nn.GELU())
+
+
+def far_layer(kind, normalizer="multimax", **settings):
+    model = one_layer(kind)
+    replace_softmax(model, normalizer, **settings)
+    return pull_far(model)
 
 
 def outputs_and_grads(model):
@@ -498,188 +506,6 @@ def test_torchs_attention_is_the_same_with_and_without_weights(masks, per_head):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
-# --- torch.compile, torch.export, tracing, checkpointing -----------------------------------------
-
-
-def one_layer(kind):
-    torch.manual_seed(0)
-    if kind.startswith("torch-mha"):
-        return nn.Sequential(TorchAttention("weights" in kind), nn.GELU())
-    return nn.Sequential(OwnAttention(kind), nn.GELU())
-
-
-def far_layer(kind, normalizer="multimax", **settings):
-    model = one_layer(kind)
-    replace_softmax(model, normalizer, **settings)
-    return pull_far(model)
-
-
-def assert_same_numbers(function, model):
-    """Forward and all gradients, of another batch too."""
-    for x in (batch(), 2 * batch().flip(1)):
-        results = []
-        for run in (function, model):
-            given = x.clone().requires_grad_()
-            model.zero_grad()
-            out = run(given)
-            out.square().sum().backward()
-            results.append((out, given.grad, *(p.grad for p in model.parameters())))
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-        assert all(grad.ne(0).any() for grad in results[1])
-
-
-ALL = [*KINDS, "torch-mha-weights"]
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_compiled_in_one_graph(kind):
-    model = far_layer(kind)
-    torch._dynamo.reset()
-    # What runs is torch's functions as they were recorded: nothing answers those any more.
-    assert_same_numbers(torch.compile(model, backend="eager", fullgraph=True), model)
-    model.eval()
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(batch()), model(batch()))
-
-
-@pytest.mark.parametrize("kind", ["tensor", "float", "torch-mha", "torch-mha-weights"])
-def test_compiled_down_to_operators(kind):
-    model = far_layer(kind, per_head=True)
-    torch._dynamo.reset()
-    assert_same_numbers(torch.compile(model, backend="aot_eager", fullgraph=True), model)
-
-
-@pytest.mark.parametrize("normalizer", ["topk", "evsoftmax", "alpha_entmax"])
-def test_compiled_with_another_normalizer(normalizer):
-    model = far_layer("causal", normalizer, **SETTINGS.get(normalizer, {}))
-    torch._dynamo.reset()
-    # entmax itself cannot be recorded, and is called between two graphs.
-    whole = normalizer != "alpha_entmax"
-    assert_same_numbers(torch.compile(model, backend="eager", fullgraph=whole), model)
-
-
-def test_compiled_with_torchs_encoder():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2).eval()
-    replace_softmax(model)
-    pull_far(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(batch()), model(batch()))
-
-
-@pytest.mark.parametrize("kind", ALL)
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_exported_and_traced(kind, request):
-    if kind == "torch-mha-weights" and torch.__version__.startswith("2.10."):
-        reason = "torch 2.10 cannot tell that min(s * s, 4 * s * s) is s * s"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    model = far_layer(kind)
-    traced = torch.jit.trace(model, batch())
-    assert_same_numbers(traced, model)
-    assert_same_numbers(make_fx(lambda x: model(x), pre_dispatch=True)(batch()), model)
-    length = torch.export.Dim("length", min=2, max=64)
-    exported = torch.export.export(model, (batch(),), dynamic_shapes=({1: length},)).module()
-    for x in (batch(), batch(length=9)):
-        torch.testing.assert_close(exported(x), model(x), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
-def test_exported_gradients(strict):
-    model = far_layer("functional")
-    exported = torch.export.export(model, (batch(),), strict=strict).module()
-    grads = []
-    for module in (model, exported):
-        module(batch()).square().sum().backward()
-        grads.append({name: p.grad for name, p in module.named_parameters()})
-    torch.testing.assert_close(*grads)
-    # Nothing but the normalizer's own softmax is left.
-    assert [str(node.target) for node in exported.graph.nodes].count("aten.softmax.int") == 1
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_graph_break_inside_leaves_the_module_uncompiled(where, backend):
-    def function(x):
-        if where == "before":
-            torch._dynamo.graph_break()
-        out = x.softmax(-1) + x
-        if where == "after":
-            torch._dynamo.graph_break()
-        return out * 2
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), pull_far(replaced(function)), nn.ReLU())
-    torch._dynamo.reset()
-    assert_same_numbers(torch.compile(model, backend=backend), model)
-    with pytest.raises(Exception, match="graph_break"):
-        torch.compile(model, backend=backend, fullgraph=True)(batch())
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("outer", [False, True])
-def test_what_is_compiled_inside_of_a_module_is_answered(outer, backend):
-    def function(x):
-        return (2 * x).softmax(-1)
-
-    torch._dynamo.reset()
-    inner = torch.compile(function, backend=backend)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), pull_far(replaced(inner)))
-    expected = pull_far(replaced(function))
-    expected.load_state_dict(model[1].state_dict())
-    run = torch.compile(model, backend=backend) if outer else model
-    torch.testing.assert_close(run(batch()), expected(model[0](batch())))
-    torch.testing.assert_close(inner(batch()), function(batch()))
-
-
-def test_replaced_after_it_was_compiled():
-    model = one_layer("tensor")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    before = compiled(batch())
-    replace_softmax(model)
-    pull_far(model)
-    assert_same_numbers(compiled, model)
-    assert (compiled(batch()) - before).abs().max() > 1e-3
-
-
-def test_a_module_without_softmax_is_an_error_when_compiled_too():
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match="met no softmax"):
-        torch.compile(replaced(torch.relu), backend="eager")(batch())
-    with pytest.raises(RuntimeError, match="met no softmax"):
-        torch.export.export(replaced(torch.relu), (batch(),))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["tensor", "causal", "torch-mha-weights"])
-def test_checkpointed_as_a_whole(kind, reentrant):
-    model = far_layer(kind)
-    assert_same_numbers(lambda x: checkpoint(model, x, use_reentrant=reentrant), model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    assert_same_numbers(lambda x: checkpoint(compiled, x, use_reentrant=reentrant), model)
-    outside = torch.compile(
-        lambda x: checkpoint(model, x, use_reentrant=reentrant), backend="eager"
-    )
-    assert_same_numbers(outside, model)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_inside_is_refused(reentrant):
-    def function(x):
-        return checkpoint(lambda y: y.softmax(-1), x, use_reentrant=reentrant)
-
-    module = replaced(function)
-    with pytest.raises(RuntimeError, match="module '' calls softmax inside of torch.utils.checkp"):
-        module(batch().requires_grad_())
-    with torch.no_grad():  # there will be no second pass
-        torch.testing.assert_close(module(batch()), module.normalizer(batch()))
-
-
 # --- what else a model may do --------------------------------------------------------------------
 
 
@@ -856,84 +682,3 @@ def test_a_forward_without_softmax_is_an_error():
     replace_softmax(attention)
     with pytest.raises(ValueError, match="softmax without a dim"):
         attention(batch())
-
-
-# --- the example -------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """As timm's, with its names."""
-
-    def __init__(self, dim, num_heads):
-        super().__init__()
-        self.num_heads, self.fused_attn = num_heads, True
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.fused_attn:
-            x = F.scaled_dot_product_attention(q, k, v)
-        else:
-            x = (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1) @ v
-        return self.proj(x.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim), Attention(dim, 6)
-        self.norm2, self.mlp = nn.LayerNorm(dim), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class VisionTransformer(nn.Module):
-    def __init__(self, dim=24):
-        super().__init__()
-        self.patch_embed = nn.Conv2d(3, dim, 56, 56)
-        self.blocks = nn.Sequential(*(Block(dim) for _ in range(12)))
-        self.head = nn.Linear(dim, 1000)
-
-    def forward(self, images):
-        x = self.patch_embed(images).flatten(2).transpose(1, 2)
-        return self.head(self.blocks(x).mean(1))
-
-
-def run_example(monkeypatch, timm):
-    monkeypatch.setitem(sys.modules, "timm", timm)
-    spec = importlib.util.spec_from_file_location("vit_multimax", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_example_with_a_stand_in_for_timm(monkeypatch, capsys):
-    """A small model with timm's names; timm's own DeiT-small was run by hand."""
-    asked = []
-
-    def create_model(name, **options):
-        asked.append((name, options))
-        return VisionTransformer()
-
-    example = run_example(monkeypatch, types.SimpleNamespace(create_model=create_model))
-    example.main()
-    assert asked == [("deit_small_patch16_224", {"global_pool": "avg", "class_token": False})]
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 13 + 2 and lines[-2] == "104 extra scalars"
-    assert not any("by up to 0.0e+00" in line for line in lines)
-    before, _, after = (float(number) for number in re.findall(r"\d+\.\d+", lines[-1]))
-    assert after < before
-
-    model = example.build("sparsemax", num_classes=10)
-    assert isinstance(model.head, nn.Linear) and asked[-1][1]["num_classes"] == 10
-    fused = model(torch.ones(1, 3, 224, 224))
-    for block in model.blocks:
-        block.attn.fused_attn = False
-    torch.testing.assert_close(model(torch.ones(1, 3, 224, 224)), fused)
-
-
-def test_the_example_without_timm_says_how_to_get_it(monkeypatch):
-    with pytest.raises(SystemExit, match="pip install timm"):
-        run_example(monkeypatch, None)

@@ -1,0 +1,135 @@
+"""linear_cross_entropy in plain PyTorch: against formulas, in every dtype and layout."""
+
+import numpy as np
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from test_functional import far_modulator, random_scores
+from torch.autograd import gradcheck
+
+from multimax_fairseq import (
+    linear_cross_entropy,
+)
+
+
+def loss_inputs(dtype=torch.float64, bias=True):
+    features, weight = random_scores(7, 6, spread=1.0), random_scores(13, 6, seed=1, spread=1.0)
+    target = torch.tensor([0, 12, 5, 1, 5, 1, 3])
+    offsets = random_scores(13, seed=2) if bias else None
+    return (
+        features.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        target,
+        offsets if offsets is None else offsets.to(dtype).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100, None])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("modulated", [False, True])
+def test_fused_loss_equals_reference(chunk_size, label_smoothing, modulated):
+    features, weight, target, bias = loss_inputs()
+    module = far_modulator() if modulated else None
+    logits = (features @ weight.T + bias).detach()
+    logits = module(logits).detach() if modulated else logits
+    expected = reference.cross_entropy(logits.numpy(), target.numpy(), label_smoothing, 1)
+    ours = linear_cross_entropy(
+        features,
+        weight,
+        target,
+        bias=bias,
+        modulator=module,
+        label_smoothing=label_smoothing,
+        ignore_index=1,
+        chunk_size=chunk_size,
+    )
+    np.testing.assert_allclose([t.item() for t in ours], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("modulated", [False, True])
+def test_fused_loss_gradients(reduction, modulated):
+    features, weight, target, bias = loss_inputs()
+    module = far_modulator() if modulated else None
+    learned = list(module.parameters()) if modulated else []
+
+    def loss(features, weight, bias, *_):
+        return linear_cross_entropy(
+            features,
+            weight,
+            target,
+            bias=bias,
+            modulator=module,
+            label_smoothing=0.1,
+            ignore_index=1,
+            reduction=reduction,
+            chunk_size=3,
+        )[0]
+
+    assert gradcheck(loss, (features, weight, bias, *learned))
+
+
+def test_fused_loss_equals_torch_and_scales_its_gradients():
+    features, weight, target, _ = loss_inputs()
+    plain = F.cross_entropy(features @ weight.T, target, reduction="mean", ignore_index=1)
+    fused = linear_cross_entropy(features, weight, target, reduction="mean", ignore_index=1)[0]
+    torch.testing.assert_close(fused, plain)
+    for retain in (True, False):
+        ours = torch.autograd.grad(fused * 3, (features, weight), retain_graph=retain)
+        theirs = torch.autograd.grad(plain * 3, (features, weight), retain_graph=retain)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_fused_loss_without_any_counted_target_is_zero_with_zero_gradients():
+    features, weight, target, bias = loss_inputs()
+    loss, nll_loss = linear_cross_entropy(
+        features,
+        weight,
+        torch.ones_like(target),
+        bias=bias,
+        modulator=far_modulator(),
+        ignore_index=1,
+    )
+    loss.backward()
+    assert loss == nll_loss == 0
+    assert all((t.grad == 0).all() for t in (features, weight, bias))
+    empty = linear_cross_entropy(features[:0], weight, target[:0])[0]
+    assert empty == 0 and empty.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_fused_loss_in_each_dtype_is_as_good_as_the_plain_line(dtype):
+    exact = loss_inputs()
+    module = far_modulator()
+
+    def gradients(inputs, fused):
+        features, weight, target, bias = inputs
+        if fused:
+            loss = linear_cross_entropy(
+                features, weight, target, bias=bias, modulator=module, chunk_size=3
+            )[0]
+        else:
+            loss = F.cross_entropy(
+                module(F.linear(features, weight, bias)), target, reduction="sum"
+            )
+        return [loss, *torch.autograd.grad(loss, (features, weight, bias, *module.parameters()))]
+
+    truth = gradients(exact, fused=False)
+    low = [t if t.dtype == torch.int64 else t.detach().to(dtype).requires_grad_() for t in exact]
+    for ours, plain, true in zip(gradients(low, True), gradients(low, False), truth, strict=True):
+        assert ours.dtype == plain.dtype
+        scale = true.abs().max() * torch.finfo(dtype).eps
+        error, plain_error = ((t.double() - true).abs().max() for t in (ours, plain))
+        assert error <= 2 * plain_error + 4 * scale
+
+
+def test_fused_loss_refuses_what_it_does_not_know():
+    features, weight, target, _ = loss_inputs()
+    for options, part in (
+        ({"reduction": "product"}, "product"),
+        ({"label_smoothing": 1.0}, "1.0"),
+        ({"chunk_size": 0}, "0"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            linear_cross_entropy(features, weight, target, **options)

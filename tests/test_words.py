@@ -1,0 +1,30 @@
+"""Which tokens make up a word, by the marks of a subword model."""
+
+import torch
+from fairseq.data import Dictionary
+
+from multimax_fairseq.analysis.words import WordBoundaries
+
+
+def test_subwords_are_joined_for_display():
+    for symbols, words in (
+        (["ein", "un@@", "be@@", "kannt", "?"], ["ein", "unbekannt", "?"]),
+        (["▁ein", "▁un", "be", "kannt", "?"], ["ein", "unbekannt", "?"]),
+        (["ein", "unbekannt"], ["ein", "unbekannt"]),
+    ):
+        dictionary = Dictionary()
+        tokens = torch.tensor([dictionary.add_symbol(s) for s in symbols] + [dictionary.eos()])
+        shown = WordBoundaries(dictionary).display(tokens)
+        assert [word["word"] for word in shown["words"]] == [*words, "</s>"]
+        assert shown["tokens"] == [*symbols, "</s>"]
+        spans = [tuple(range(word["start"], word["end"])) for word in shown["words"]]
+        assert sum(spans, ()) == tuple(range(len(tokens)))
+
+
+def test_a_question_mark_counts_at_the_end_of_a_sentence():
+    dictionary = Dictionary()
+    a, mark = dictionary.add_symbol("a"), dictionary.add_symbol("▁?")
+    eos, pad = dictionary.eos(), dictionary.pad()
+    tokens = torch.tensor([[a, mark, a, mark, eos], [eos, a, a, mark, pad], [mark, a, a, a, mark]])
+    found = WordBoundaries(dictionary).questions(tokens)
+    assert found.nonzero().tolist() == [[0, 3], [1, 3], [2, 4]]
