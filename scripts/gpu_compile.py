@@ -213,6 +213,7 @@ def compare(
 
 def checks(place: Place) -> dict[str, Callable[[], Finding]]:
     """A kernel with its launch each; those of bfloat16 and heads of 64 unless all are asked for."""
+    from multimax_fairseq.kernels.launches import is_heavy
     from multimax_fairseq.kernels.triton_attention import launches
 
     capabilities = [80, 90]
@@ -229,8 +230,7 @@ def checks(place: Place) -> dict[str, Callable[[], Finding]]:
                 added = chosen.get("MASKING", 0) > 2
                 if call.kernel == "mean_kernel" and call.dtype != torch.float32 and not added:
                     continue  # its numbers are another kernel's there
-                heavy = chosen.get("MASKING", 0) > 1 or "DROPOUT" in chosen or "MONOTONE" in chosen
-                if heavy == call.is_heavy:
+                if is_heavy(**chosen) == call.is_heavy:
                     add_attention(found, capability, call, blocks, variant)
         for dtype in NAMES if place.full else [torch.bfloat16]:
             for monotone in (False, True) if place.full else (False,):

@@ -44,9 +44,14 @@ class Call(NamedTuple):
     dtype: torch.dtype
     # The head size, padded to a power of two.
     width: int
-    # Whether registers are short: for dropout, a monotone modulator, or a mask that is added or has
-    # a row for each query.
+    # As `is_heavy` tells.
     is_heavy: bool
+
+
+def is_heavy(MASKING: int = 0, DROPOUT: bool = False, MONOTONE: bool = False, **_: object) -> bool:
+    """Whether registers are short, by a kernel's constants: for dropout, a monotone modulator, or a
+    mask that is added or has a row for each query."""
+    return MASKING > 1 or DROPOUT or MONOTONE
 
 
 # By whether the products are float32, without tensor cores, and the padded head size, from 32. All

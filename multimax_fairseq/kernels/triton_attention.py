@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.kernels.launches import Call, Launch, Result, candidates, run_fastest
+from multimax_fairseq.kernels.launches import (
+    Call,
+    Launch,
+    Result,
+    candidates,
+    is_heavy,
+    run_fastest,
+)
 from multimax_fairseq.kernels.triton_attention_kernels import (
     forward_kernel,
     key_kernel,
@@ -175,9 +182,8 @@ def _run_fastest(
     kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result], *more: bool
 ) -> Result:
     """`run_fastest` for a call with these arguments: their lengths count as powers of two."""
-    query, masking = arguments["Q"], arguments["MASKING"]
-    is_heavy = masking > 1 or arguments["DROPOUT"] or arguments["MONOTONE"]
-    kind = Call(kernel, query.dtype, arguments["WIDTH"], is_heavy)
+    query = arguments["Q"]
+    kind = Call(kernel, query.dtype, arguments["WIDTH"], is_heavy(**arguments))
     choice = candidates(kind, _capability(query.device))
     with torch.cuda.device_of(query):
         if len(choice) == 1:

@@ -16,8 +16,9 @@ ZERO, SMALLEST = 1e-10, 1e-9
 
 def probability_panels(
     collections: list[Collection], kind: str
-) -> tuple[Figure, list[tuple[Axes, int, Series, Any]]] | None:
-    """The figure, and for each layer and series its axis and the bins of its probabilities."""
+) -> tuple[Figure, list[tuple[Axes, str, dict[str, Any], Any]]] | None:
+    """The figure, and for each layer and series its axis, label and look, and the bins of its
+    probabilities."""
     wanted = []
     for entry in series(collections):
         frame = entry.of("histograms", kind=kind, quantity="probability")
@@ -40,7 +41,10 @@ def probability_panels(
             axis.minorticks_off()
         else:
             axis.set_xlim(lowest / 2, 1.5)
-    return figure, [(axes[layer], layer, entry, found) for layer, entry, found in wanted]
+    return figure, [
+        (axes[layer], entry.label, look_of(collections, entry), found)
+        for layer, entry, found in wanted
+    ]
 
 
 def look_of(collections: list[Collection], entry: Series) -> dict[str, Any]:
@@ -58,8 +62,7 @@ def weight_histograms(collections: list[Collection], kind: str) -> Figure | None
     if found is None:
         return None
     figure, panels = found
-    for axis, _, entry, (left, right, share) in panels:
-        look = look_of(collections, entry)
+    for axis, label, look, (left, right, share) in panels:
         shown = right > 0
         sides = np.maximum(np.stack([left[shown], right[shown]], -1), SMALLEST)
         heights = np.where(share > 0, share, np.nan)[shown] / np.diff(np.log10(sides))[:, 0]
@@ -69,11 +72,11 @@ def weight_histograms(collections: list[Collection], kind: str) -> Figure | None
             color=look["color"],
             linestyle=look["linestyle"],
             linewidth=1.5,
-            label=entry.label,
+            label=label,
         )
         if zero := share[right == 0].sum():
-            look = {**look, "linestyle": "", "label": f"exactly 0: {entry.label}"}
-            axis.plot([ZERO], [zero], clip_on=False, **look)
+            only = {**look, "linestyle": "", "label": f"exactly 0: {label}"}
+            axis.plot([ZERO], [zero], clip_on=False, **only)
         axis.set_yscale("log")
         axis.set_ylabel("share of weights a decade")
     legend_below(figure)
@@ -88,12 +91,11 @@ def weight_distributions(collections: list[Collection], kind: str) -> Figure | N
     if found is None:
         return None
     figure, panels = found
-    for axis, _, entry, (_, right, share) in panels:
-        look = look_of(collections, entry)
+    for axis, label, look, (_, right, share) in panels:
         axis.plot(
             np.maximum(right, ZERO),
             np.cumsum(share),
-            label=entry.label,
+            label=label,
             **{**look, "markersize": 4},
             markevery=12,
         )
