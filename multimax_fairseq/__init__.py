@@ -6,10 +6,13 @@ fairseq imports by itself under `--user-dir`, registers the architectures and th
 
 from multimax_fairseq.functional import (
     NORMALIZERS,
+    Mapping,
+    Option,
     linear_cross_entropy,
     log_multimax,
     multimax,
     normalize,
+    register,
     scaled_dot_product_attention,
 )
 from multimax_fairseq.modules import Modulator, Normalizer, replace_softmax
@@ -18,12 +21,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NORMALIZERS",
+    "Mapping",
     "Modulator",
     "Normalizer",
+    "Option",
     "linear_cross_entropy",
     "log_multimax",
     "multimax",
     "normalize",
+    "register",
     "replace_softmax",
     "scaled_dot_product_attention",
 ]

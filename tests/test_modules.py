@@ -1,6 +1,5 @@
 """The modules' arguments: which are taken, and by what name the others are refused."""
 
-import inspect
 import math
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 
 from multimax_fairseq import NORMALIZERS, Modulator
 from multimax_fairseq.modules import EntmaxAlpha, Normalizer, Temperature
-from multimax_fairseq.modules.normalizer import OPTIONS
 
 # --- what a module learns ----------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ def test_a_temperature_is_a_number_above_zero(temperature):
 
 
 def test_a_temperature_is_learned_or_not():
-    with pytest.raises(ValueError, match="bool, got 'no'"):
+    with pytest.raises(ValueError, match="true or false, got 'no'"):
         Temperature(1.0, "no")
 
 
@@ -107,28 +105,30 @@ VALUES = {
 }
 
 
-def test_the_table_of_options_covers_every_normalizer_and_option():
-    assert OPTIONS.keys() == NORMALIZERS.keys()
-    taken = {option for options in OPTIONS.values() for option in options}
-    signature = inspect.signature(Normalizer).parameters
-    assert taken == VALUES.keys() == signature.keys() - {"name", "num_heads"}
-    assert all(signature[option].default != value for option, value in VALUES.items())
+OPTIONS = {name: [o.name for o in mapping.options] for name, mapping in NORMALIZERS.items()}
+DEFAULTS = {o.name: o.default for mapping in NORMALIZERS.values() for o in mapping.options}
+
+
+def test_there_is_a_value_for_every_option_of_any_normalizer():
+    assert DEFAULTS.keys() == VALUES.keys()
+    assert all(DEFAULTS[option] != value for option, value in VALUES.items())
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_an_option_belongs_to_its_mapping(name):
     needed = {"k": 3} if name == "topk" else {}
     for option, value in VALUES.items():
-        default = inspect.signature(Normalizer).parameters[option].default
         if option in OPTIONS[name]:
             Normalizer(name, **{**needed, option: value})
             continue
-        Normalizer(name, 4, **needed, **{option: default})
+        Normalizer(name, 4, **needed, **{option: DEFAULTS[option]})
         with pytest.raises(ValueError) as refusal:
             Normalizer(name, **needed, **{option: value})
         message = str(refusal.value)
         assert f"{option}={value!r}" in message and repr(name) in message
         assert (", ".join(OPTIONS[name]) or "none") in message
+    with pytest.raises(TypeError, match=rf"'warmth': the options of '{name}' are "):
+        Normalizer(name, warmth=1.0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,12 @@ FOREIGN = [
     (("--attention-normalizer", "entmax15"), "--entmax-alpha 2.0", "alpha_entmax at", ENTMAX),
     ((), "--entmax-heads shared", "alpha_entmax attention whose alpha is learned,", ENTMAX),
     (FIXED, "--entmax-heads shared", "alpha_entmax attention whose alpha is learned,", None),
-    (FIXED, "--output-entmax-alpha 1.3", "an alpha_entmax out", ("--output-normalizer", ENTMAX[1])),
+    (
+        FIXED,
+        "--output-entmax-alpha 1.3",
+        "alpha_entmax output layer,",
+        ("--output-normalizer", ENTMAX[1]),
+    ),
     (NOWHERE, "--multimax-order 1", MODULATED, OUTPUT),
     (NOWHERE, "--multimax-terms high", MODULATED, OUTPUT),
     (NOWHERE, "--multimax-init-std 0.5", MODULATED, OUTPUT),

@@ -98,11 +98,16 @@ def room(name: str) -> Any:
     return importlib.import_module(f"multimax_fairseq.analysis.{name}")
 
 
-def with_fairseq(name: str) -> Any:
-    """Import a module of the analysis that reads checkpoints."""
+def with_fairseq(name: str, plugin: str | None = None) -> Any:
+    """Import a module of the analysis that reads checkpoints, and before it a --user-dir, which
+    may add mappings."""
     from multimax_fairseq import compat
 
     compat.apply()
+    if plugin is not None and Path(plugin).resolve() != Path(compat.PACKAGE):
+        from fairseq import utils
+
+        utils.import_user_module(argparse.Namespace(user_dir=plugin))
     return room(name)
 
 
@@ -112,9 +117,7 @@ def print_parameters(args: argparse.Namespace) -> None:
 
 
 def collect(args: argparse.Namespace) -> None:
-    collection = with_fairseq("collect")
-    collection.load_plugin(args.user_dir)
-    collection.collect(
+    with_fairseq("collect", args.user_dir).collect(
         args.checkpoints,
         args.data,
         args.subset,

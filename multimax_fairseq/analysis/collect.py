@@ -15,7 +15,6 @@ encoder's and the decoder's layers. The roll-out of cross-attention goes on thro
 the source. The target of an example is the decoder's input.
 """
 
-import argparse
 import contextlib
 import csv
 import hashlib
@@ -34,11 +33,11 @@ from fairseq import checkpoint_utils, tasks, utils
 from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq import compat
 from multimax_fairseq.analysis import COLUMNS, parameters
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.signature import signature
 
@@ -51,12 +50,6 @@ TOKENS_AT_ONCE, SCORES_AT_ONCE = 4000, 1 << 22
 HASHED = 1 << 20
 
 Tables = dict[str, list[dict[str, Any]]]
-
-
-def load_plugin(folder: str | None) -> None:
-    """Register the models of a --user-dir; this package's own are registered already."""
-    if folder is not None and Path(folder).resolve() != Path(compat.PACKAGE):
-        utils.import_user_module(argparse.Namespace(user_dir=folder))
 
 
 def collect(
@@ -103,7 +96,7 @@ def collect(
             for other in described:
                 _check_same_run(about, other)
             recorder, seen = _pass(model, task, subset, max_sentences, path)
-            described.append({**about, **_normalizers(model, recorder)})
+            described.append({**about, **_normalizers(about["settings"], model, recorder)})
             examples[about["updates"]] = [e for _, e in sorted(recorder.examples.items())]
             _add_rows(tables, about["updates"], model, recorder)
         for name, columns in COLUMNS.items():
@@ -201,14 +194,13 @@ def _check_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
         raise UsageError(f"{paths} both have {one['updates']:,} updates: give one of them")
 
 
-def _normalizers(model: Any, recorder: Recorder) -> dict[str, Any]:
-    output = "softmax"
-    if getattr(model.decoder, "output_modulator", None) is not None:
-        output = "multimax"
-    elif getattr(model.decoder, "output_normalizer", None) is not None:
-        output = model.decoder.output_normalizer.name
+def _normalizers(settings: dict[str, Any], model: Any, recorder: Recorder) -> dict[str, Any]:
+    own = ("output_modulator", "output_normalizer")  # of our decoders
+    is_softmax = all(getattr(model.decoder, name, None) is None for name in own)
+    output = "softmax" if is_softmax else settings["output_normalizer"]
     kinds = {kind: sums.normalizer.name for (kind, _), sums in recorder.sums.items()}
-    return {"normalizer": kinds, "output_normalizer": output}
+    labels = {name: NORMALIZERS[name].label for name in (*kinds.values(), output)}
+    return {"normalizer": kinds, "output_normalizer": output, "labels": labels}
 
 
 def _pass(
@@ -286,7 +278,7 @@ def _parameter_rows(
         {**at, "head": head if len(values) > 1 else None, "value": float(value)}
         | {"name": "temperature" if name == "t" else name}
         for parameter, tensor in module.named_parameters()
-        for name, values in parameters.symbols(parameter, tensor.detach()).items()
+        for name, values in parameters.symbols(f"normalizer.{parameter}", tensor.detach()).items()
         for head, value in enumerate(values)
     ]
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.compat import UsageError
+from multimax_fairseq.functional import NORMALIZERS
 
 KINDS = {
     "encoder": "encoder self-attention",
@@ -17,15 +18,6 @@ KINDS = {
     "cross": "cross-attention",
 }
 PLACES = {**KINDS, "output": "output layer"}
-NORMALIZERS = {
-    "multimax": "MultiMax",
-    "softmax": "softmax",
-    "topk": "top-k",
-    "sparsemax": "sparsemax",
-    "entmax15": "1.5-entmax",
-    "alpha_entmax": "α-entmax",
-    "evsoftmax": "EvSoftmax",
-}
 TEXT = {"place", "kind", "name", "quantity", "bucket"}
 
 
@@ -57,8 +49,11 @@ class Collection:
 
     def normalizers(self) -> dict[str, str]:
         """{kind: name for people} of the last checkpoint."""
-        found = self.checkpoint().get("normalizer", {})
-        return {kind: NORMALIZERS.get(name, name) for kind, name in found.items() if name}
+        checkpoint = self.checkpoint()
+        labels = {name: mapping.label for name, mapping in NORMALIZERS.items()}
+        labels |= checkpoint.get("labels", {})
+        found = checkpoint.get("normalizer", {})
+        return {kind: labels.get(name, name) for kind, name in found.items() if name}
 
     def checkpoint(self) -> dict[str, Any]:
         """What collection.json says of the last checkpoint."""

@@ -16,7 +16,8 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     """Return {place: {symbol: (heads,) in float64}}, in the model's order.
 
     Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha, t
-    (temperature). Where heads share a parameter there is one.
+    (temperature); of a mapping that was added, the parameter's name. Where heads share a parameter
+    there is one.
 
     Raises:
         UsageError: no such checkpoint, or nothing learned in it.
@@ -40,7 +41,7 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
     """Return {symbol: (heads,) in float64} of a normalizer's parameter; {} for any other.
 
     Args:
-        parameter: its name in a state dict, with or without the modules that it lies in.
+        parameter: its name in a state dict, from its normalizer or output modulator on at least.
         value: its value there.
     """
     owner, _, name = parameter.rpartition(".")
@@ -58,7 +59,8 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
         return {"alpha": alpha().detach().flatten()}
     if name == "log_temperature":
         return {"t": value.exp().reshape(1)}
-    return {}
+    added = re.search(r"(?:^|\.)normalizer\.(.+)", parameter)
+    return {added[1]: value.reshape(-1)} if added and value.dim() < 2 else {}
 
 
 def place(module: str) -> str:
@@ -73,8 +75,9 @@ def place(module: str) -> str:
 
 def table(found: dict[str, dict[str, Tensor]]) -> str:
     """Return an aligned text table, a line for each head that has parameters of its own."""
-    order = ("t_b1", "t_b2", "b1", "b2", "t_d1", "t_d2", "d1", "d2", "alpha", "t")
-    symbols = [s for s in order if any(s in values for values in found.values())]
+    papers = ("t_b1", "t_b2", "b1", "b2", "t_d1", "t_d2", "d1", "d2", "alpha", "t")
+    there = dict.fromkeys(symbol for values in found.values() for symbol in values)
+    symbols = [s for s in papers if s in there] + [s for s in there if s not in papers]
     lines = [["", *symbols]]
     for name, values in found.items():
         heads = max(len(value) for value in values.values())

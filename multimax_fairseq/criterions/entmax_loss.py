@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import entmax
 import torch
 from fairseq import metrics
 from fairseq.criterions import FairseqCriterion, register_criterion
@@ -10,13 +9,7 @@ from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
 from multimax_fairseq.compat import UsageError
-
-# Of (logits (N, V), target (N,), alpha) to losses (N,).
-LOSSES = {
-    "sparsemax": lambda logits, target, alpha: entmax.sparsemax_loss(logits, target),
-    "entmax15": lambda logits, target, alpha: entmax.entmax15_loss(logits, target),
-    "alpha_entmax": lambda logits, target, alpha: entmax.entmax_bisect_loss(logits, target, alpha),
-}
+from multimax_fairseq.functional import NORMALIZERS
 
 
 @dataclass
@@ -45,16 +38,17 @@ class EntmaxLossCriterion(FairseqCriterion):
         """Return (loss, sample size, logged fields) of a batch."""
         normalizer = getattr(model.decoder, "output_normalizer", None)
         if normalizer is None:
+            sparse = [name for name, mapping in NORMALIZERS.items() if mapping.output_loss]
             raise UsageError(
                 "--criterion entmax_loss is for sparse output layers: add --output-normalizer "
-                f"{', '.join(LOSSES)}, or choose multimax_cross_entropy"
+                f"{', '.join(sparse)}, or choose multimax_cross_entropy"
             )
         net_output = model(**sample["net_input"])
         target = model.get_targets(sample, net_output)
         counted = target.ne(self.padding_idx)
         logits, wanted = net_output[0][counted], target[counted]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = LOSSES[normalizer.name](logits, wanted, normalizer.fixed.get("alpha"))
+        losses = NORMALIZERS[normalizer.name].output_loss(logits, wanted, **normalizer.fixed)
         with torch.no_grad():
             probs = normalizer(logits).gather(-1, wanted.unsqueeze(-1))
         loss = (

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from multimax_fairseq.functional.backend import choose, is_autocast, requested
 from multimax_fairseq.functional.checks import check_flag, check_number, check_tensor
+from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.functional.modulator import fits_heads, is_known, table_of
-from multimax_fairseq.functional.normalizers import ScoreFunction, normalize, normalizer_named
+from multimax_fairseq.functional.normalizers import ScoreFunction, multimax
 from multimax_fairseq.kernels import operators
-
-# The mappings that the kernels have.
-FUSED = ("multimax", "softmax")
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
@@ -86,9 +84,12 @@ def scaled_dot_product_attention(
             [0, 1]; a scale that is not finite.
     """
     _check(query, key, value, attn_mask, is_causal, dropout_p, scale)
-    if normalizer == "multimax":
+    mapping = mapping_named(normalizer)
+    if mapping.function is multimax:
         if modulator is None:
-            raise ValueError("normalizer 'multimax' needs a modulator: pass modulator=Modulator()")
+            raise ValueError(
+                f"normalizer {normalizer!r} needs a modulator: pass modulator=Modulator()"
+            )
         if not callable(modulator):
             raise TypeError(
                 f"modulator must be a Modulator or a function of the scores, got {modulator!r}"
@@ -98,17 +99,15 @@ def scaled_dot_product_attention(
             f"normalizer {normalizer!r} takes no modulator, got {modulator!r}: leave it out, or "
             "pass normalizer='multimax'"
         )
-    else:
-        normalizer_named(normalizer)
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = ~mask
-    if normalizer in FUSED and not options:
-        fused = fused_attention(
+    if mapping.kernel and not options:
+        context = fused_attention(
             query, key, value, modulator, mask, is_causal, dropout_p, scale, backend
         )
-        if fused is not None:
-            return fused
+        if context is not None:
+            return context
     requested(backend)
     if is_causal:
         mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
@@ -116,18 +115,25 @@ def scaled_dot_product_attention(
         options["modulator"] = modulator
     scores = attention_scores(query, key, scale)
     # With its dim, so that no other can be among the options.
-    probs = normalize(normalizer, scores, dim=-1, mask=mask, **options)
-    if dropout_p > 0:
-        probs = F.dropout(probs, dropout_p)
-    return probs.to(value.dtype) @ value
+    probs = mapping.function(scores, dim=-1, mask=mask, **options)
+    return weighted_values(probs, value, dropout_p)
+
+
+def weighted_values(probs: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+    """Return the values under probabilities of which some are dropped, in the values' dtype.
+
+    Equivalent to: dropout(probs, dropout_p) @ value
+    """
+    probs = probs.to(value.dtype)
+    return (F.dropout(probs, dropout_p) if dropout_p > 0 else probs) @ value
 
 
 def with_future(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """Return a mask (bool: True excludes; or float) that excludes later keys too, (..., T, S)."""
-    future = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
+    future = torch.ones([queries, keys], dtype=torch.bool, device=device).triu(1)
     if mask is None:
         return future
-    return mask | future if mask.dtype == torch.bool else mask.masked_fill(future, -math.inf)
+    return mask | future if mask.dtype == torch.bool else mask.masked_fill(future, -float("inf"))
 
 
 def fused_attention(

@@ -1,12 +1,32 @@
-"""What an argument is, by its type; TorchScript, which knows the types, skips it."""
+"""What an argument is: numbers, flags and tensors; TorchScript, which knows the types, skips it."""
 
 from __future__ import annotations
 
-import sys
+import math
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def is_whole(value: object, least: int = 1) -> bool:
+    """Whether a value is an integer, at least `least`, that int64 holds; neither True nor 2.0
+    is one."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        return False
+    return least <= int(value) < 2**63
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold, and neither NaN nor infinite; True is
+    none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer past any float
+        return False
 
 
 @torch.jit.unused
@@ -22,18 +42,18 @@ def check_tensor(name: str, tensor: Any) -> None:
 @torch.jit.unused
 def check_number(name: str, value: Any) -> None:
     """Raise TypeError for what is no number, ValueError for nan and what no float holds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not abs(value) <= sys.float_info.max:
+    if not is_finite(value):
         raise ValueError(f"{name} must be finite, got {value}")
 
 
 @torch.jit.unused
 def check_integer(name: str, value: Any) -> None:
-    """Raise TypeError for what is no int, ValueError for one that int64 does not hold."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """Raise TypeError for what is no integer, ValueError for one that int64 does not hold."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not -(2**63) <= value < 2**63:
+    if not is_whole(value, least=-(2**63)):
         raise ValueError(f"{name} must be within int64, got {value}")
 
 

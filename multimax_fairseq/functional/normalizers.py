@@ -1,10 +1,9 @@
-"""The mappings from scores to probabilities, one entry each, over one table."""
+"""The mappings from scores to probabilities."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import entmax
 import torch
@@ -384,45 +383,3 @@ def _at(temperature: float, wide: Tensor, dim: int) -> Tensor:
     if temperature == 1 or wide.numel() == 0:
         return wide
     return _below_top(wide, dim) / temperature
-
-
-# name -> function(scores, dim, mask, **options)
-NORMALIZERS: dict[str, Callable[..., Tensor]] = {
-    "softmax": softmax,
-    "multimax": multimax,
-    "topk": topk,
-    "sparsemax": sparsemax,
-    "entmax15": entmax15,
-    "alpha_entmax": alpha_entmax,
-    "evsoftmax": evsoftmax,
-}
-
-
-def normalize(
-    name: str, scores: Tensor, dim: int = -1, mask: Tensor | None = None, **options: Any
-) -> Tensor:
-    """Return the probabilities of a named mapping.
-
-    Equivalent to: NORMALIZERS[name](scores, dim=dim, mask=mask, **options)
-
-    Args:
-        name: a key of `NORMALIZERS`.
-        scores, dim, mask: as `multimax`.
-        options: what the mapping takes: `temperature` (softmax), `modulator` (multimax),
-            `k` (topk), `alpha` (alpha_entmax), `training` (evsoftmax).
-
-    Returns:
-        The shape of scores, in float32 or wider.
-
-    Raises:
-        ValueError: an unknown name; as the mapping.
-        TypeError: an option that the mapping does not take, or lacks.
-    """
-    return normalizer_named(name)(scores, dim=dim, mask=mask, **options)
-
-
-def normalizer_named(name: str) -> Callable[..., Tensor]:
-    """Return the function of a named mapping; ValueError names the known ones."""
-    if not isinstance(name, str) or name not in NORMALIZERS:
-        raise ValueError(f"unknown normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}")
-    return NORMALIZERS[name]

@@ -1,10 +1,11 @@
 """The flags, for argparse and hydra alike, and their checks."""
 
 import argparse
+import dataclasses
 import difflib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -13,34 +14,27 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.compat import UsageError, building_from_checkpoint
-from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.functional.backend import requested
+from multimax_fairseq.functional.checks import is_finite
+from multimax_fairseq.functional.mapping import Mapping, Option, all_mappings, settings_of
 from multimax_fairseq.modules import Normalizer
-from multimax_fairseq.modules.arguments import is_finite, is_whole
-from multimax_fairseq.modules.modulator import ORDERS, TERMS
-from multimax_fairseq.modules.normalizer import OPTIONS
 
 logger = logging.getLogger(__name__)
 
 PLACES = ("encoder", "decoder", "cross")
-SPARSE_OUTPUTS = ("sparsemax", "entmax15", "alpha_entmax")
-OUTPUTS = ("softmax", "multimax", *SPARSE_OUTPUTS)
-# The setting that stands for each option of a `Normalizer`.
-SETTING_OF = {
-    "order": "multimax_order",
-    "terms": "multimax_terms",
-    "init_std": "multimax_init_std",
-    "monotone": "multimax_monotone",
-    "temperature": "softmax_temperature",
-    "learn_temperature": "learn_temperature",
-    "k": "topk",
-    "alpha": "entmax_alpha",
+MAPPINGS = {mapping.name: mapping for mapping in all_mappings("multimax_fairseq.models")}
+OUTPUTS = tuple(name for name, mapping in MAPPINGS.items() if mapping.output_options is not None)
+# The options of all mappings, by their names among a model's settings.
+OPTIONS = {
+    name: option for mapping in MAPPINGS.values() for name, option in settings_of(mapping).items()
 }
 
 
 @dataclass
-class NormalizerConfig(FairseqDataclass):
-    attention_normalizer: ChoiceEnum(list(NORMALIZERS)) = field(  # type: ignore[valid-type]
+class _AllMappings(FairseqDataclass):
+    """The settings that no mapping owns."""
+
+    attention_normalizer: ChoiceEnum(list(MAPPINGS)) = field(  # type: ignore[valid-type]
         default="multimax", metadata={"help": "mapping from attention scores to probabilities"}
     )
     attention_normalizer_at: str = field(
@@ -51,22 +45,6 @@ class NormalizerConfig(FairseqDataclass):
             "keep softmax, and for softmax in all give --attention-normalizer softmax"
         },
     )
-    # fairseq's parser cannot read `int | None`.
-    topk: Optional[int] = field(  # noqa: UP045
-        default=None, metadata={"help": "how many scores the normalizer topk keeps"}
-    )
-    softmax_temperature: float = field(
-        default=1.0, metadata={"help": "temperature of softmax attention, or its start"}
-    )
-    learn_temperature: bool = field(
-        default=False, metadata={"help": "learn the temperature of softmax, one a layer"}
-    )
-    entmax_alpha: Optional[float] = field(  # noqa: UP045
-        default=None, metadata={"help": "fixed alpha of alpha_entmax; by default it is learned"}
-    )
-    entmax_heads: ChoiceEnum(["separate", "shared"]) = field(  # type: ignore[valid-type]
-        default="separate", metadata={"help": "a learned alpha for each head, or one a layer"}
-    )
     output_normalizer: ChoiceEnum(list(OUTPUTS)) = field(  # type: ignore[valid-type]
         default="multimax",
         metadata={
@@ -74,37 +52,39 @@ class NormalizerConfig(FairseqDataclass):
             "--criterion entmax_loss"
         },
     )
-    output_entmax_alpha: float = field(
-        default=1.5, metadata={"help": "alpha of the output normalizer alpha_entmax"}
-    )
-    multimax_order: int = field(
-        default=2, metadata={"help": "polynomial order of the modulators: 1 or 2"}
-    )
-    multimax_terms: ChoiceEnum(list(TERMS)) = field(  # type: ignore[valid-type]
-        default="both", metadata={"help": "modulate low scores, high scores, or both"}
-    )
-    multimax_heads: ChoiceEnum(["shared", "separate"]) = field(  # type: ignore[valid-type]
-        default="shared", metadata={"help": "one modulator a layer, or one a head"}
-    )
-    multimax_init_std: float = field(
-        default=0.02,
-        metadata={"help": "standard deviation of the modulators at the start; 0 is softmax"},
-    )
-    multimax_monotone: bool = field(
-        default=False,
-        metadata={"help": "keep the modulators from turning: slope one below, level above"},
-    )
     scalar_gradient_scale: Optional[float] = field(  # noqa: UP045
         default=None,
         metadata={
-            "help": "factor on the gradients of all learned scalars, and 1/sqrt(vocabulary) more "
-            "on the output layer's, so that clipping does not slow the model for them"
+            "help": "factor on the gradients of all learned scalars; those of the output layer are "
+            "also multiplied by 1/sqrt(vocabulary), so that clipping does not slow the model for "
+            "them"
         },
     )
 
 
+def _type_of(option: Option) -> Any:
+    """Return a type that argparse and hydra both know by the option's kind."""
+    kind = ChoiceEnum(list(option.kind)) if isinstance(option.kind, tuple) else option.kind
+    return Optional[kind] if option.default is None else kind  # noqa: UP045
+
+
+NormalizerConfig: Any = dataclasses.make_dataclass(
+    "NormalizerConfig",
+    [
+        (
+            name,
+            _type_of(option),
+            field(default=option.default, metadata={"help": option.help}),
+        )
+        for name, option in OPTIONS.items()
+    ],
+    bases=(_AllMappings,),
+    namespace={"__module__": __name__, "__doc__": "The flags of this package's models."},
+)
 DEFAULTS = NormalizerConfig()
-SETTINGS = [setting for setting in fields(NormalizerConfig) if not setting.name.startswith("_")]
+SETTINGS = [
+    setting for setting in dataclasses.fields(NormalizerConfig) if not setting.name.startswith("_")
+]
 
 
 def as_namespace(args: Any) -> argparse.Namespace:
@@ -132,18 +112,13 @@ def check(args: Any, attentions: Sequence[str] = PLACES) -> None:
         attentions: those of `PLACES` that the model has.
     """
     for name, choices in (
-        ("attention_normalizer", tuple(NORMALIZERS)),
+        ("attention_normalizer", tuple(MAPPINGS)),
         ("output_normalizer", OUTPUTS),
-        ("multimax_order", ORDERS),
-        ("multimax_terms", TERMS),
-        ("multimax_heads", ("shared", "separate")),
-        ("entmax_heads", ("separate", "shared")),
     ):
         value = getattr(args, name)
-        # A YAML file may say 2.0 or true, which Python takes for equal to 2 and 1.
-        if value not in choices or isinstance(value, (bool, float)):
+        if value not in choices:
             raise UsageError(
-                f"{flag(name)} {value} is not known: choose one of {', '.join(map(str, choices))}"
+                f"{flag(name)} {value} is not known: choose one of {', '.join(choices)}"
             )
     try:
         requested()
@@ -151,46 +126,23 @@ def check(args: Any, attentions: Sequence[str] = PLACES) -> None:
         raise UsageError(str(error)) from None
     idle = _idle(args, attentions)
     _refuse_idle(args, idle, attentions)
-    if "topk" not in idle and not is_whole(args.topk):
-        raise UsageError(
-            "the attention normalizer topk needs --topk K with a whole K of at least 1, got "
-            f"{args.topk}"
-        )
-    temperature, std = args.softmax_temperature, args.multimax_init_std
-    alpha, output_alpha = args.entmax_alpha, args.output_entmax_alpha
+    for name, option in OPTIONS.items():
+        value = getattr(args, name)
+        if name in idle or option.is_right(value):
+            continue
+        if value is None:
+            owner = next(own for own, mapping in MAPPINGS.items() if name in settings_of(mapping))
+            raise UsageError(f"the normalizer {owner} needs {flag(name)}: give {option.must}")
+        remark = f": {option.remark}" if option.remark else ""
+        raise UsageError(f"{flag(name)} {value} must be {option.must}{remark}")
     scale = args.scalar_gradient_scale
-    for name, works, must in (
-        (
-            "softmax_temperature",
-            is_finite(temperature) and temperature > 0,
-            "a finite number above 0: 1 is softmax",
-        ),
-        (
-            "entmax_alpha",
-            alpha is None or is_finite(alpha) and alpha >= 1,
-            "a finite number of at least 1: 1 is softmax, 2 sparsemax",
-        ),
-        (
-            "output_entmax_alpha",
-            is_finite(output_alpha) and output_alpha > 1,
-            "a finite number above 1: for 1, softmax, give --output-normalizer softmax",
-        ),
-        (
-            "scalar_gradient_scale",
-            scale is None or is_finite(scale) and scale > 0,
-            "a finite number above 0: 1 scales the output layer's alone",
-        ),
-        (
-            "multimax_init_std",
-            is_finite(std) and std >= 0,
-            "a finite number, 0 or more: 0 is softmax",
-        ),
-        # A YAML file may give text here, and any text is true to Python.
-        ("learn_temperature", isinstance(args.learn_temperature, bool), "true or false"),
-        ("multimax_monotone", isinstance(args.multimax_monotone, bool), "true or false"),
+    if "scalar_gradient_scale" not in idle and not (
+        scale is None or is_finite(scale) and scale > 0
     ):
-        if name not in idle and not works:
-            raise UsageError(f"{_shown(args, name)} must be {must}")
+        raise UsageError(
+            f"{_shown(args, 'scalar_gradient_scale')} must be a finite number above 0: 1 scales "
+            "the output layer's alone"
+        )
     if args.output_normalizer != "softmax" and getattr(args, "adaptive_softmax_cutoff", None):
         raise UsageError(
             f"--output-normalizer {args.output_normalizer} cannot act inside the adaptive softmax "
@@ -238,46 +190,40 @@ def _idle(args: Any, attentions: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return (what it belongs to, how to get that) for each setting that does nothing here."""
     chosen = places(args)
     used, output = {chosen[place] for place in attentions}, args.output_normalizer
-    learned_alpha = "alpha_entmax" in used and args.entmax_alpha is None
-    learned_temperature = "softmax" in used and args.learn_temperature
-    found = {}
-    for mapping, options in OPTIONS.items():
-        # Of the output layer's mappings, only multimax reads these settings.
-        acts, owner = mapping in used, f"{mapping} attention"
-        if mapping == "multimax":
-            acts, owner = acts or output == "multimax", f"{owner} or output layer"
-        if not acts:
-            for option in options:
-                found[SETTING_OF[option]] = (owner, f"--attention-normalizer {mapping}")
-    for name, acts, owner, remedy in (
-        (
-            "multimax_heads",
-            "multimax" in used,  # the output layer has no heads
-            "multimax attention",
-            "--attention-normalizer multimax",
-        ),
-        (
-            "entmax_heads",
-            learned_alpha,
-            "alpha_entmax attention whose alpha is learned",
-            "--attention-normalizer alpha_entmax without --entmax-alpha",
-        ),
-        (
-            "output_entmax_alpha",
-            output == "alpha_entmax",
-            "an alpha_entmax output layer",
-            "--output-normalizer alpha_entmax",
-        ),
-        (
-            "scalar_gradient_scale",
-            "multimax" in (*used, output) or learned_alpha or learned_temperature,
+    found: dict[str, tuple[str, str]] = {}
+    something_learned = False
+    for name, mapping in MAPPINGS.items():
+        of_output = mapping.output_options or ()
+        for option in (*mapping.options, *of_output):
+            kinds = {"attention": option in mapping.options, "output layer": option in of_output}
+            acts = kinds["attention"] and name in used or kinds["output layer"] and name == output
+            if not acts:
+                flag_word = "attention" if kinds["attention"] else "output"
+                owner = f"{name} {' or '.join(kind for kind, has in kinds.items() if has)}"
+                found[mapping.setting_of(option)] = (owner, f"--{flag_word}-normalizer {name}")
+        learns = mapping.learns(**_options(args, mapping))
+        something_learned |= learns and (name in used or name == output and mapping.modulated)
+        if mapping.heads is not None and not (learns and name in used):
+            fixed = [
+                flag(mapping.setting_of(option))
+                for option in mapping.options
+                if not learns and _options(args, mapping)[option.name] != option.default
+            ]
+            remedy = " without ".join([f"--attention-normalizer {name}", *fixed])
+            owner = f"{name} attention {mapping.heads.remark}".strip()
+            found[mapping.setting_of(mapping.heads)] = (owner, remedy)
+    if not something_learned:
+        found["scalar_gradient_scale"] = (
             "learned scalars",
             "a normalizer that learns some, such as --attention-normalizer multimax",
-        ),
-    ):
-        if not acts:
-            found[name] = (owner, remedy)
+        )
     return found
+
+
+def _options(args: Any, mapping: Mapping, *, of_output: bool = False) -> dict[str, Any]:
+    """Return the options of a mapping, in attention or in the output layer, as the settings say."""
+    options = (mapping.output_options or ()) if of_output else mapping.options
+    return {option.name: getattr(args, mapping.setting_of(option)) for option in options}
 
 
 def _usual(args: Any) -> argparse.Namespace:
@@ -318,7 +264,7 @@ def _named(args: Any) -> dict[str, str]:
         place, _, own = (word.strip() for word in part.partition("="))
         if not part.strip():
             continue
-        for word, known in ((place, PLACES), (own or "softmax", tuple(NORMALIZERS))):
+        for word, known in ((place, PLACES), (own or "softmax", tuple(MAPPINGS))):
             if word not in known:
                 raise UsageError(
                     f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
@@ -328,16 +274,21 @@ def _named(args: Any) -> dict[str, str]:
     return chosen
 
 
-def build_normalizer(args: Any, name: str, num_heads: int | None = None) -> Normalizer:
+def build_normalizer(
+    args: Any, name: str, num_heads: int | None = None, *, of_output: bool = False
+) -> Normalizer:
     """Return the normalizer that the flags ask for; num_heads None has no heads to tell apart.
 
     Drawn from a fork of the random generator, so that all other parameters, and dropout after
     them, are those of the stock model.
     """
-    separate = args.multimax_heads if name == "multimax" else args.entmax_heads
-    options = {option: getattr(args, SETTING_OF[option]) for option in OPTIONS[name]}
+    mapping = MAPPINGS[name]
+    is_separate = (
+        mapping.heads is not None and getattr(args, mapping.setting_of(mapping.heads)) == "separate"
+    )
     with torch.random.fork_rng(devices=[]):
-        return Normalizer(name, num_heads if separate == "separate" else None, **options)
+        options = _options(args, mapping, of_output=of_output)
+        return Normalizer(name, num_heads if is_separate else None, **options)
 
 
 def flag(name: str) -> str:

@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from multimax_fairseq.modules import EntmaxAlpha, Modulator, Temperature
+from multimax_fairseq.modules import Normalizer
 
 
 def learned_scalars(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of each module of learned scalars, in the model's order."""
-    kinds = (EntmaxAlpha, Modulator, Temperature)
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    """Return (name, module) of each module of learned scalars, in the model's order: what lies in
+    its normalizers, and the modulator of its output layer."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, Normalizer):
+            found += [(f"{name}.{part}", learned) for part, learned in module.named_children()]
+        elif name.endswith("output_modulator"):
+            found.append((name, module))
+    return found
 
 
 def prepare_scalars(model: nn.Module, args: Any) -> None:

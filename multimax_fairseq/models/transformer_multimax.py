@@ -33,7 +33,6 @@ from multimax_fairseq.functional.backend import traced
 from multimax_fairseq.functional.cross_entropy import fused_scores
 from multimax_fairseq.models.config import (
     PLACES,
-    SPARSE_OUTPUTS,
     NormalizerConfig,
     as_namespace,
     build_normalizer,
@@ -43,7 +42,7 @@ from multimax_fairseq.models.config import (
     set_defaults,
 )
 from multimax_fairseq.models.learned_scalars import learned_scalars, prepare_scalars
-from multimax_fairseq.modules import Modulator, Normalizer
+from multimax_fairseq.modules import Modulator
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 logger = logging.getLogger(__name__)
@@ -54,10 +53,10 @@ def normalized_attention(attention: nn.Module, cfg, place: str) -> nn.Module:
 
     Plain softmax stays fairseq's own layer.
     """
-    name = places(cfg)[place]
-    if name == "softmax" and cfg.softmax_temperature == 1 and not cfg.learn_temperature:
+    normalizer = build_normalizer(cfg, places(cfg)[place], attention.num_heads)
+    if normalizer.name == "softmax" and normalizer.modulator is None:
         return attention
-    return MultiheadAttention(attention, build_normalizer(cfg, name, attention.num_heads))
+    return MultiheadAttention(attention, normalizer)
 
 
 def keep_dropout_names(module: nn.Module, stock_name: str) -> None:
@@ -175,14 +174,9 @@ class MultimaxDecoder(TransformerDecoderBase):
         keep_dropout_names(self, "TransformerDecoder")
         traceable_positions(self)
         self.need_attn = False
-        self.output_modulator = None
-        if cfg.output_normalizer == "multimax":
-            self.output_modulator = build_normalizer(cfg, "multimax").modulator
-        self.output_normalizer = None
-        if cfg.output_normalizer in SPARSE_OUTPUTS:
-            entmax = cfg.output_normalizer == "alpha_entmax"
-            options = {"alpha": cfg.output_entmax_alpha} if entmax else {}
-            self.output_normalizer = Normalizer(cfg.output_normalizer, **options)
+        normalizer = build_normalizer(cfg, cfg.output_normalizer, of_output=True)
+        self.output_modulator = normalizer.modulator
+        self.output_normalizer = None if normalizer.modulated else normalizer
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         layer = MultimaxDecoderLayer(cfg, no_encoder_attn)
@@ -308,17 +302,14 @@ class LoadsSoftmaxCheckpoints:
 
     def upgrade_state_dict_named(self, state_dict, name):
         super().upgrade_state_dict_named(state_dict, name)
-        own = self.state_dict()
         start = {
-            f"{module_name}.{parameter_name}": torch.zeros_like
-            if isinstance(module, Modulator)
-            else torch.clone
-            for module_name, module in learned_scalars(self)
-            for parameter_name, _ in module.named_parameters()
+            f"{name}.{parameter}": value.detach().clone()
+            for name, module in learned_scalars(self)
+            for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
         if start and not any(key in state_dict for key in start):
             logger.info("the checkpoint has no modulator: all of them start at identity (softmax)")
-            state_dict.update((key, first(own[key])) for key, first in start.items())
+            state_dict.update(start)
 
 
 @register_model("transformer_multimax")

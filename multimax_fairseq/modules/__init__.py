@@ -1,5 +1,6 @@
 """Parameters and layers. The attention layer needs fairseq and is imported by its own name."""
 
+from multimax_fairseq.modules import mappings  # noqa: F401  fills NORMALIZERS
 from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
 from multimax_fairseq.modules.modulator import Modulator
 from multimax_fairseq.modules.normalizer import Normalizer

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.modules.arguments import is_whole
+from multimax_fairseq.functional.checks import is_whole
 
 # The gradient by alpha is a difference of probabilities over (alpha - 1)^2: closer to 1, its
 # rounding error in float32 would outgrow it.

@@ -7,11 +7,41 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from multimax_fairseq.functional.checks import is_finite, is_whole
+from multimax_fairseq.functional.mapping import Option, chosen_from, yes_or_no
 from multimax_fairseq.functional.modulator import modulate
-from multimax_fairseq.modules.arguments import is_finite, is_whole
 
-TERMS = ("both", "low", "high")
-ORDERS = (1, 2)
+OPTIONS = (
+    Option(
+        "order",
+        2,
+        int,
+        must="1 or 2",
+        is_right=lambda order: is_whole(order) and order <= 2,
+        help="polynomial order of the modulators: 1 or 2",
+    ),
+    Option(
+        "terms",
+        "both",
+        help="modulate low scores, high scores, or both",
+        **chosen_from(("both", "low", "high")),
+    ),
+    Option(
+        "init_std",
+        0.02,
+        float,
+        must="a finite number, 0 or more",
+        is_right=lambda std: is_finite(std) and std >= 0,
+        help="standard deviation of the modulators at the start; 0 is softmax",
+        remark="0 is softmax",
+    ),
+    Option(
+        "monotone",
+        False,
+        help="keep the modulators from turning: slope one below, level above",
+        **yes_or_no(),
+    ),
+)
 
 
 class Modulator(nn.Module):
@@ -53,23 +83,13 @@ class Modulator(nn.Module):
         monotone: bool = False,
     ) -> None:
         super().__init__()
-        if not is_whole(order) or order not in ORDERS:
-            raise ValueError(f"the modulator's order must be 1 or 2, got {order!r}")
-        if terms not in TERMS:
-            raise ValueError(
-                f"the modulator's terms must be one of {', '.join(TERMS)}, got {terms!r}"
-            )
         if num_heads is not None and not is_whole(num_heads):
             raise ValueError(
                 "the modulator's number of heads must be a whole number of at least 1, or None "
                 f"for all heads alike, got {num_heads!r}"
             )
-        if not is_finite(init_std) or init_std < 0:
-            raise ValueError(
-                f"the modulator's init_std must be a finite number of at least 0, got {init_std!r}"
-            )
-        if not isinstance(monotone, bool):
-            raise ValueError(f"the modulator's monotone must be True or False, got {monotone!r}")
+        for option, value in zip(OPTIONS, (order, terms, init_std, monotone), strict=True):
+            option.check(value, f"the modulator's {option.name}")
         self.order, self.terms, self.num_heads, self.init_std = order, terms, num_heads, init_std
         self.monotone = monotone
         shape = (order,) if num_heads is None else (num_heads, order)
@@ -87,6 +107,10 @@ class Modulator(nn.Module):
             else:
                 bound = 2 * self.init_std
                 nn.init.trunc_normal_(parameter, std=self.init_std, a=-bound, b=bound)
+
+    def softmax_state(self) -> dict[str, Tensor]:
+        """Return the state dict at which sigma is the identity, so that MultiMax is softmax."""
+        return {name: torch.zeros_like(value) for name, value in self.state_dict().items()}
 
     @classmethod
     def from_values(

@@ -4,12 +4,9 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import attention_scores, fused_attention
-from multimax_fairseq.modules.normalizer import Normalizer
-
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
-    """Multi-head attention over a named normalizer; call it as the layer that it takes over.
+    """Multi-head attention by a module of ours; call it as the layer that it takes over.
 
     One body serves training, teacher forcing and incremental decoding, so that they cannot
     differ.
@@ -18,7 +15,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         softmax_attention: the layer built by fairseq. Its projections, options and incremental
             state are taken over, not copied, so that both share their initial weights; do not
             use it further.
-        normalizer: what takes the place of softmax.
+        normalizer: a `Normalizer`, or any module with its `attend` and its `keep_heads`.
 
     Raises:
         ValueError: the layer computes its own softmax (xFormers).
@@ -27,13 +24,13 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     def __init__(
         self,
         softmax_attention: SoftmaxMultiheadAttention,
-        normalizer: Normalizer,
+        normalizer: nn.Module,
     ) -> None:
         nn.Module.__init__(self)
         if softmax_attention.use_xformers:
             raise ValueError(
-                f"xFormers computes its own softmax, so the attention normalizer "
-                f"{normalizer.name!r} cannot act in it: leave out the xFormers option"
+                "xFormers computes its own softmax, so no attention normalizer can act in it: "
+                "leave out the xFormers option"
             )
         self.__dict__.update(softmax_attention.__dict__)
         self.normalizer = normalizer
@@ -93,22 +90,31 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if beam > 1:
             q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
-        if not (need_weights or need_head_weights) and not torch.jit.is_scripting():
+        is_causal = False
+        if not torch.jit.is_scripting():
             is_causal = self._is_future(attn_mask)
-            rest = self._mask(None if is_causal else attn_mask, key_padding_mask)
-            attended = self._fused(q, k, v, rest, is_causal)
-            if attended is not None:
-                return self._project(attended, beam), None
-        mask = self._mask(attn_mask, key_padding_mask)
+        mask = self._mask(None if is_causal else attn_mask, key_padding_mask)
         k, v, mask = self._with_extra_keys(k, v, mask)
-
-        probs = self.normalizer(attention_scores(q, k, self.scaling), -1, mask)
-        output = self._project(self.dropout_module(probs.to(v.dtype)) @ v, beam)
+        dropout = self.dropout_module
+        drops = dropout.training or dropout.apply_during_inference
+        context, probs = self.normalizer.attend(
+            q,
+            k,
+            v,
+            mask,
+            is_causal=is_causal,
+            dropout_p=dropout.p if drops else 0.0,
+            scale=self.scaling,
+            need_probs=need_weights or need_head_weights,
+        )
+        output = self._project(context, beam)
+        if probs is None:
+            return output, None
         if beam > 1:
             probs = self._split_beams(probs, beam)
         if need_head_weights:
             return output, probs.transpose(0, 1)
-        return output, probs.mean(1) if need_weights else None
+        return output, probs.mean(1)
 
     @torch.jit.export
     def reorder_incremental_state(
@@ -132,8 +138,10 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
     @torch.jit.unused
     def _is_future(self, attn_mask: Tensor | None) -> bool:
-        """Whether this is the decoder's mask of future keys, marked as such."""
-        return getattr(attn_mask, "is_future_mask", False)
+        """Whether this is the decoder's mask of future keys, marked as such, and there are no
+        extra keys, which are not in the future."""
+        extra = self.bias_k is not None or self.add_zero_attn
+        return not extra and getattr(attn_mask, "is_future_mask", False)
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return both masks as one, broadcastable to (B, heads, T, S): bool, or float to add."""
@@ -148,30 +156,11 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             return attn_mask.masked_fill(padding, -float("inf"))
         return attn_mask | padding
 
-    @torch.jit.unused
-    def _fused(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
-    ) -> Tensor | None:
-        """Attend without holding the probabilities, where a kernel can; else None."""
-        if self.normalizer.name != "multimax" or self.bias_k is not None or self.add_zero_attn:
-            return None
-        dropout = self.dropout_module
-        return fused_attention(
-            q,
-            k,
-            v,
-            self.normalizer.modulator,
-            mask,
-            is_causal,
-            dropout.p if dropout.training or dropout.apply_during_inference else 0.0,
-            self.scaling,
-        )
-
-    def _project(self, attended: Tensor, beam: int) -> Tensor:
+    def _project(self, context: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, head size) to the layer's output (T, B beam, C)."""
         if beam > 1:
-            attended = self._split_beams(attended, beam)
-        return self.out_proj(attended.permute(2, 0, 1, 3).flatten(2))
+            context = self._split_beams(context, beam)
+        return self.out_proj(context.permute(2, 0, 1, 3).flatten(2))
 
     def _adaptive_prune_heads(self, reserve_head_index: list[tuple[int, int]]) -> None:
         kept = [start // self.head_dim for start, _ in reserve_head_index]

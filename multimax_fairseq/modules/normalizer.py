@@ -1,153 +1,157 @@
-"""A named mapping from scores to probabilities, with what it learns."""
+"""A named mapping from scores to probabilities, with what it learns, and attention by it."""
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.normalizers import NORMALIZERS, normalize, softmax
-from multimax_fairseq.modules.arguments import is_finite, is_whole
-from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
-from multimax_fairseq.modules.modulator import Modulator
-from multimax_fairseq.modules.temperature import Temperature
-
-# Softmax of some function of the scores, which TorchScript can read; it finds nothing by its name.
-SCRIPTED = ("softmax", "multimax")
-
-# The options of `Normalizer` that each mapping takes.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "softmax": ("temperature", "learn_temperature"),
-    "multimax": ("order", "terms", "init_std", "monotone"),
-    "topk": ("k",),
-    "sparsemax": (),
-    "entmax15": (),
-    "alpha_entmax": ("alpha",),
-    "evsoftmax": (),
-}
+from multimax_fairseq.functional.attention import (
+    attention_scores,
+    fused_attention,
+    weighted_values,
+    with_future,
+)
+from multimax_fairseq.functional.checks import is_whole
+from multimax_fairseq.functional.mapping import mapping_named
+from multimax_fairseq.functional.normalizers import softmax
 
 
 class Normalizer(nn.Module):
-    """Any of `NORMALIZERS` as a module: `normalizer(scores, dim, mask)` gives probabilities.
+    """Any of `NORMALIZERS` as a module: `normalizer(scores, dim, mask)` gives probabilities, and
+    `normalizer.attend(query, key, value, mask)` the values under them.
 
     Args:
         name: a key of `NORMALIZERS`.
         num_heads: None learns one set of parameters; else each head has its own, and scores carry
             the heads in dimension -3. Any mapping takes it, for a model has one number of heads
-            whatever the mapping; it changes nothing but multimax and a learned alpha.
-        order, terms, init_std, monotone: multimax, as `Modulator`.
-        temperature, learn_temperature: softmax, as `Temperature`.
-        k: topk.
-        alpha: alpha_entmax at this alpha; None learns it, as `EntmaxAlpha`.
+            whatever the mapping; it changes nothing where nothing is learned.
+        options: of the mapping, `NORMALIZERS[name].options`:
+            order, terms, init_std, monotone: multimax, as `Modulator`.
+            temperature, learn_temperature: softmax, as `Temperature`.
+            k: topk.
+            alpha: alpha_entmax at this alpha; None learns it, as `EntmaxAlpha`.
 
-    Submodules, or None: `modulator` (multimax; softmax at a temperature), `alpha` (alpha_entmax).
+    Submodules: what is learned, under the name of the function's argument: `alpha` (alpha_entmax)
+    and `modulator` (multimax; softmax at a temperature), which other mappings have as None.
 
     Raises:
+        TypeError: an option that no mapping has.
         ValueError: an unknown name, an option that this mapping does not take with a value other
-            than its default (`OPTIONS` has those it takes), or an argument out of its range.
+            than its default, or an argument out of its range.
     """
 
     def __init__(
-        self,
-        name: str = "multimax",
-        num_heads: int | None = None,
-        *,
-        order: int = 2,
-        terms: str = "both",
-        init_std: float = 0.02,
-        monotone: bool = False,
-        temperature: float = 1.0,
-        learn_temperature: bool = False,
-        k: int | None = None,
-        alpha: float | None = None,
+        self, name: str = "multimax", num_heads: int | None = None, **options: Any
     ) -> None:
         super().__init__()
-        if name not in NORMALIZERS:
-            raise ValueError(f"unknown normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}")
+        mapping = mapping_named(name)
         if num_heads is not None and not is_whole(num_heads):
             raise ValueError(
                 "the number of heads must be a whole number of at least 1, or None for all heads "
                 f"alike, got {num_heads!r}"
             )
-        _refuse_foreign(
-            name,
-            order=order,
-            terms=terms,
-            init_std=init_std,
-            monotone=monotone,
-            temperature=temperature,
-            learn_temperature=learn_temperature,
-            k=k,
-            alpha=alpha,
-        )
-        self.name, self.num_heads = name, num_heads
-        self.scriptable = name in SCRIPTED
+        self.name, self.num_heads, self.modulated = name, num_heads, mapping.modulated
         self.modulator: nn.Module | None = None
-        self.alpha: EntmaxAlpha | None = None
+        self.alpha: nn.Module | None = None
         self.fixed: dict[str, Any] = {}
-        if name == "multimax":
-            self.modulator = Modulator(order, terms, num_heads, init_std, monotone)
-        elif name == "softmax":
-            tempered = Temperature(temperature, learn_temperature)
-            if temperature != 1 or learn_temperature:
-                self.modulator = tempered
-        elif name == "topk":
-            if not is_whole(k):
-                raise ValueError(f"topk needs as k a whole number of at least 1, got {k!r}")
-            self.fixed["k"] = k
-        elif name == "alpha_entmax":
-            if alpha is None:
-                self.alpha = EntmaxAlpha(num_heads or 1)
-            elif is_finite(alpha) and alpha >= 1:
-                self.fixed["alpha"] = alpha
+        for argument, value in mapping.build(num_heads, **mapping.complete(options)).items():
+            if isinstance(value, nn.Module):
+                setattr(self, argument, value)
             else:
-                raise ValueError(f"alpha must be a finite number of at least 1, got {alpha!r}")
+                self.fixed[argument] = value
 
     def forward(self, scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
         """Return probabilities, the shape of scores, in float32 or wider; the mask excludes."""
-        if not torch.jit.is_scripting() and not self.scriptable:  # type: ignore[attr-defined]
+        if not torch.jit.is_scripting() and not self.modulated:  # type: ignore[attr-defined]
             return self._named(scores, dim, mask)
         if self.modulator is not None:
             scores = self.modulator(scores)
         return softmax(scores, dim, mask)
 
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        need_probs: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the context of each query, and the probabilities that it was formed by.
+
+            context = dropout(normalizer(scale * Q K^T, mask)) V
+        Any module with this method can stand in fairseq's attention and in `replace_softmax`.
+
+        Args:
+            query: (B, H, T, D), floating.
+            key, value: (B, H, S, D) and (B, H, S, any size), of query's dtype.
+            mask: broadcastable to (B, H, T, S). Bool: True excludes. Float: added to the modulated
+                scores.
+            is_causal: query t attends to keys up to t; together with a mask, both hold.
+            dropout_p: probability of dropping a probability.
+            scale: default 1 / sqrt(D).
+            need_probs: whether anybody reads the probabilities: the kernels do not hold them.
+
+        Returns:
+            ((B, H, T, size of a value) in the dtype of value, or of autocast; None, or the
+            probabilities before dropout, (B, H, T, S) in float32 or wider).
+        """
+        if not torch.jit.is_scripting() and not need_probs:  # type: ignore[attr-defined]
+            context = self._fused(query, key, value, mask, is_causal, dropout_p, scale)
+            if context is not None:
+                return context, None
+        if is_causal:
+            mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
+        scores = attention_scores(query, key, scale)
+        # TorchScript knows no call of a module by itself, and hooks no module that is called so.
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            probs = self.forward(scores, -1, mask)
+        else:
+            probs = self(scores, -1, mask)
+        return weighted_values(probs, value, dropout_p), probs if need_probs else None
+
+    @torch.jit.unused
+    def _fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        scale: float | None,
+    ) -> Tensor | None:
+        if not mapping_named(self.name).kernel:
+            return None
+        return fused_attention(query, key, value, self.modulator, mask, is_causal, dropout_p, scale)
+
     @torch.jit.unused
     def _named(self, scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
-        options = dict(self.fixed)
-        if self.alpha is not None:
-            options["alpha"] = self.alpha()
-        if self.name == "evsoftmax":
-            options["training"] = self.training
-        return normalize(self.name, scores, dim, mask, **options)
+        mapping, arguments = mapping_named(self.name), dict(self.fixed)
+        for argument, module in self.named_children():
+            arguments[argument] = module if argument == "modulator" else module()
+        if mapping.training:
+            arguments["training"] = self.training
+        return mapping.function(scores, dim=dim, mask=mask, **arguments)
 
     def keep_heads(self, heads: list[int]) -> None:
         """Forget all but these heads' parameters, where each head has its own."""
         if self.num_heads is None:
             return
-        for module in filter(None, (self.modulator, self.alpha)):
-            for parameter in module.parameters():
-                if parameter.dim() > 0:  # a learned temperature is one for all heads
-                    parameter.data = parameter.data[heads]  # in place, for what is tied to it
+        for parameter in self.parameters():
+            if parameter.dim() > 0:  # a learned temperature is one for all heads
+                parameter.data = parameter.data[heads]  # in place, for what is tied to it
         self.num_heads = len(heads)
 
     def __prepare_scriptable__(self) -> "Normalizer":
-        if not self.scriptable:
+        if not self.modulated:
             raise ValueError(
-                f"the normalizer {self.name!r} has no TorchScript form: only softmax and multimax "
-                "can be scripted"
+                f"the normalizer {self.name!r} has no TorchScript form: only softmax of a function "
+                "of the scores, as softmax and multimax are, can be scripted"
             )
         return self
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.name), *(f"{key}={v}" for key, v in self.fixed.items())])
-
-
-def _refuse_foreign(name: str, **options: Any) -> None:
-    """Raise ValueError for an option that would do nothing, being another mapping's."""
-    parameters = inspect.signature(Normalizer).parameters
-    for option, value in options.items():
-        if option not in OPTIONS[name] and value != parameters[option].default:
-            raise ValueError(
-                f"the normalizer {name!r} does not take {option}={value!r}: leave it out; its "
-                f"options are {', '.join(OPTIONS[name]) or 'none'}"
-            )

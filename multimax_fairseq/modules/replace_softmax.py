@@ -13,11 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multimax_fairseq.functional.attention import (
-    attention_scores,
-    scaled_dot_product_attention,
-    with_future,
-)
 from multimax_fairseq.functional.backend import is_autocast
 from multimax_fairseq.modules.normalizer import Normalizer
 
@@ -262,30 +257,22 @@ class _Answers(TorchFunctionMode):
         if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-        normalizer = self.module.normalizer
-        if normalizer.name in ("softmax", "multimax"):
-            self.met = True
-            with torch._C.DisableTorchFunction():
-                return scaled_dot_product_attention(
-                    query,
-                    key,
-                    value,
-                    # Softmax at a temperature is softmax of a function of the scores.
-                    normalizer="softmax" if normalizer.modulator is None else "multimax",
-                    modulator=normalizer.modulator,
-                    attn_mask=attn_mask,
-                    is_causal=is_causal,
-                    dropout_p=dropout_p,
-                    # torch.jit.trace has made a tensor of what was computed of a shape.
-                    scale=float(scale) if isinstance(scale, Tensor) else scale,
-                )
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask
-        if is_causal:
-            mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
-        probs = self.normalized(attention_scores(query, key, scale), -1, mask)
-        return F.dropout(probs, dropout_p).to(value.dtype) @ value
+        self.met = True
+        with torch._C.DisableTorchFunction():
+            context, _ = self.module.normalizer.attend(
+                query,
+                key,
+                value,
+                mask,
+                is_causal=is_causal,
+                dropout_p=dropout_p,
+                # torch.jit.trace has made a tensor of what was computed of a shape.
+                scale=float(scale) if isinstance(scale, Tensor) else scale,
+            )
+        return context
 
     def multi_head_attention(
         self,

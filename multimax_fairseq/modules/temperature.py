@@ -5,7 +5,27 @@ import math
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.modules.arguments import is_finite
+from multimax_fairseq.functional.checks import is_finite
+from multimax_fairseq.functional.mapping import Option, yes_or_no
+
+OPTIONS = (
+    Option(
+        "temperature",
+        1.0,
+        float,
+        must="a finite number above 0",
+        is_right=lambda temperature: is_finite(temperature) and temperature > 0,
+        help="temperature of softmax attention, or its start",
+        remark="1 is softmax",
+    ),
+    Option(
+        "learn_temperature",
+        False,
+        help="learn the temperature of softmax, one per layer",
+        setting="learn_temperature",
+        **yes_or_no(),
+    ),
+)
 
 
 class Temperature(nn.Module):
@@ -23,12 +43,8 @@ class Temperature(nn.Module):
 
     def __init__(self, temperature: float = 1.0, learned: bool = False) -> None:
         super().__init__()
-        if not is_finite(temperature) or temperature <= 0:
-            raise ValueError(
-                f"the temperature must be a finite number above 0, got {temperature!r}"
-            )
-        if not isinstance(learned, bool):
-            raise ValueError(f"a temperature is learned or not: give a bool, got {learned!r}")
+        for option, value in zip(OPTIONS, (temperature, learned), strict=True):
+            option.check(value)
         self.temperature = temperature
         start = torch.tensor(math.log(temperature))
         self.register_parameter("log_temperature", nn.Parameter(start) if learned else None)

@@ -11,7 +11,7 @@ from multimax_fairseq.analysis.canvas import PALE, legend_below, ordered_style, 
 from multimax_fairseq.analysis.collection import KINDS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 from multimax_fairseq.analysis.figures.modulators import modulators_of
-from multimax_fairseq.functional import normalize
+from multimax_fairseq.functional import NORMALIZERS, normalize
 from multimax_fairseq.modules import Modulator
 
 # Learned parameters of Zhou et al. 2024, as (t_b, t_d, b, d): a hidden layer of its Table 7
@@ -49,10 +49,10 @@ def mapping(name: str, **options: Any) -> Mapping:
 
 def known_mappings() -> dict[str, Mapping]:
     return {
-        "softmax": mapping("softmax"),
-        "1.5-entmax": mapping("entmax15"),
-        "sparsemax": mapping("sparsemax"),
-        "EvSoftmax": mapping("evsoftmax"),
+        **{
+            NORMALIZERS[name].label: mapping(name)
+            for name in ("softmax", "entmax15", "sparsemax", "evsoftmax")
+        },
         **{
             label: mapping("multimax", modulator=Modulator.from_values(*values))
             for label, values in PAPER.items()

@@ -1,0 +1,165 @@
+"""A mapping that a --user-dir adds, through every command, without an edit to the package."""
+
+import json
+import re
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from commands import ROOT, refused, run
+from corpus import ENGLISH, GERMAN
+
+from multimax_fairseq import NORMALIZERS, Mapping, register
+from multimax_fairseq.functional.mapping import Option, yes_or_no
+
+PLUGIN = ("--user-dir", ROOT / "user_dir/added_mapping")
+TINY = [
+    *("--encoder-layers", "1", "--encoder-embed-dim", "8", "--encoder-attention-heads", "2"),
+    *("--decoder-layers", "1", "--decoder-embed-dim", "8", "--decoder-attention-heads", "2"),
+    *("--encoder-ffn-embed-dim", "8", "--decoder-ffn-embed-dim", "8"),
+]
+TRAIN = [
+    *("--arch", "transformer_iwslt_de_en_multimax", *TINY, "--attention-normalizer", "sharpened"),
+    *("--optimizer", "multimax_adam", "--weight-decay", "0.01", "--lr", "0.05", "--seed", "1"),
+    *("--max-tokens", "400", "--max-update", "4", "--no-epoch-checkpoints", "--num-workers", "0"),
+]
+FACTORS = [
+    f"{place}.normalizer.sharpness.factor"
+    for place in (
+        "encoder.layers.0.self_attn",
+        "decoder.layers.0.self_attn",
+        "decoder.layers.0.encoder_attn",
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """data-bin/, and model/ trained on it."""
+    folder = tmp_path_factory.mktemp("added")
+    for language, text in (("de", GERMAN), ("en", ENGLISH)):
+        (folder / f"text.{language}").write_text(text, encoding="utf-8")
+    text = [word for part in ("train", "valid", "test") for word in (f"--{part}pref", "text")]
+    pair = ("--source-lang", "de", "--target-lang", "en", "--destdir", "data-bin")
+    run(folder, "fairseq-preprocess", *pair, *text)
+    flags = ("--sharpened-start", "1.5", "--save-dir", "model")
+    run(folder, "fairseq-train", "data-bin", *PLUGIN, *TRAIN, *flags)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def collected(folder):
+    words = ("collect", "model/checkpoint_last.pt", "data-bin", *PLUGIN, "--max-sentences", "8")
+    run(folder, "multimax-analyze", *words, "--out", "collected")
+    return folder / "collected"
+
+
+def test_it_trains_and_decodes_as_it_scores(folder):
+    """Step by step and with the whole target at once, hypotheses have the same scores."""
+    words = (*PLUGIN, "--path", "model/checkpoint_last.pt", "--beam", "3", "--max-len-b", "9")
+    step = run(folder, "fairseq-generate", "data-bin", *words)
+    pieces = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", step, re.MULTILINE)
+    assert len(pieces) == len(ENGLISH.splitlines())
+    hypotheses = sorted((int(number), float(score), text) for number, score, text in pieces)
+    for language, lines in (
+        ("de", GERMAN.splitlines()),
+        ("en", [text for _, _, text in hypotheses]),
+    ):
+        (folder / f"again.{language}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    vocabularies = ("--srcdict", "data-bin/dict.de.txt", "--tgtdict", "data-bin/dict.en.txt")
+    pair = ("--source-lang", "de", "--target-lang", "en", "--destdir", "again-bin")
+    run(folder, "fairseq-preprocess", *pair, "--testpref", "again", *vocabularies)
+    whole = run(folder, "fairseq-generate", "again-bin", *words, "--score-reference")
+    scores = dict(re.findall(r"^H-(\d+)\t(\S+)\t", whole, re.MULTILINE))
+    for number, score, _ in hypotheses:
+        assert float(scores[str(number)]) == pytest.approx(score, abs=1e-3)
+
+
+def test_what_it_learns_is_found_and_printed(folder):
+    state = torch.load(folder / "model/checkpoint_last.pt", weights_only=False)["model"]
+    for name in FACTORS:
+        assert state[name].shape == (1,) and state[name] != 1.5
+    printed = run(folder, "multimax-analyze", "parameters", "model/checkpoint_last.pt")
+    assert "sharpness.factor" in printed.splitlines()[0]
+    for place in ("encoder layer 1, self-attention", "decoder layer 1, cross-attention"):
+        assert place in printed
+    values = {f"{float(state[name]):.4f}" for name in FACTORS}
+    assert values <= set(printed.split())
+
+
+def test_it_is_analysed_and_labelled(collected):
+    signed = json.loads((collected / "collection.json").read_text(encoding="utf-8"))
+    (checkpoint,) = signed["checkpoints"]
+    assert set(checkpoint["normalizer"].values()) == {"sharpened"}
+    assert checkpoint["settings"]["sharpened_start"] == 1.5
+    heads = pd.read_csv(collected / "heads.csv")
+    assert len(heads) == 3 * 2 and heads["entropy"].gt(0).all()
+    parameters = pd.read_csv(collected / "parameters.csv")
+    assert set(parameters["name"]) == {"sharpness.factor"} and len(parameters) == 3
+    # The report knows nothing of the user_dir.
+    run(collected.parent, "multimax-analyze", "report", "collected")
+    assert "sharpened softmax" in (collected / "report.html").read_text(encoding="utf-8")
+
+
+def test_its_flag_is_its_own(folder):
+    words = ("--attention-normalizer", "multimax", "--sharpened-start", "2")
+    sentence = refused(folder, "fairseq-train", "data-bin", *PLUGIN, *TRAIN, *words)
+    assert sentence.startswith("--sharpened-start 2.0 belongs to sharpened attention,")
+
+
+def test_a_checkpoint_without_it_starts_it_as_new(folder):
+    state = torch.load(folder / "model/checkpoint_last.pt", weights_only=False)
+    for name in FACTORS:
+        del state["model"][name]
+    torch.save(state, folder / "softmax.pt")
+    words = ("--finetune-from-model", "softmax.pt", "--max-update", "1", "--lr", "0")
+    output = run(
+        *(folder, "fairseq-train", "data-bin", *PLUGIN, *TRAIN, *words),
+        *("--sharpened-start", "1.25", "--save-dir", "tuned"),
+    )
+    assert "all of them start at identity" in output
+    tuned = torch.load(folder / "tuned/checkpoint_last.pt", weights_only=False)["model"]
+    assert all(tuned[name] == 1.25 for name in FACTORS)
+
+
+@pytest.mark.parametrize(
+    "mapping, part",
+    [
+        (Mapping("softmax", "twice", NORMALIZERS["softmax"].function), "'softmax' is taken"),
+        (Mapping("soft max", "blank", NORMALIZERS["softmax"].function), "'soft max' cannot be"),
+        (
+            Mapping(
+                "other",
+                "a flag of somebody else",
+                NORMALIZERS["softmax"].function,
+                options=(Option("x", True, help="", setting="multimax_order", **yes_or_no()),),
+            ),
+            "'multimax_order' is taken",
+        ),
+        (
+            Mapping("other", "untrained", NORMALIZERS["topk"].function, output_options=()),
+            "give an output_loss",
+        ),
+    ],
+)
+def test_an_entry_that_cannot_be_is_refused(mapping, part, monkeypatch):
+    from multimax_fairseq.functional import mapping as table
+
+    monkeypatch.setattr(table, "_readers", [])
+    before = dict(NORMALIZERS)
+    with pytest.raises(ValueError, match=part):
+        register(mapping)
+    with pytest.raises(TypeError, match="must be a Mapping, got 'softmax'"):
+        register("softmax")
+    assert before == NORMALIZERS
+
+
+def test_an_entry_that_comes_after_the_flags_is_refused(tmp_path):
+    lines = (
+        "import multimax_fairseq.models",
+        "from multimax_fairseq import Mapping, NORMALIZERS, register",
+        "register(Mapping('late', 'late', NORMALIZERS['softmax'].function))",
+    )
+    printed = run(tmp_path, sys.executable, "-c", "\n".join(lines), code=1)
+    assert "'late' comes too late, as multimax_fairseq.models has made the flags" in printed

@@ -1,0 +1,32 @@
+"""A --user-dir that adds a mapping: softmax of scores that each head sharpens as it learns to.
+
+fairseq-train DATA --user-dir user_dir/added_mapping --attention-normalizer sharpened ...
+"""
+
+import torch
+from torch import nn
+
+from multimax_fairseq import Mapping, Option, normalize, register
+
+
+class Sharpness(nn.Module):
+    def __init__(self, num_heads, start):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((num_heads or 1,), start))
+
+    def forward(self):
+        return self.factor[:, None, None]
+
+
+def sharpened(scores, dim=-1, mask=None, *, sharpness):
+    return normalize("softmax", scores * sharpness, dim, mask)
+
+
+start = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="factor at the start")
+register(
+    Mapping("sharpened", "sharpened softmax", sharpened, options=(start,),
+            build=lambda heads, start: {"sharpness": Sharpness(heads, start)},
+            learns=lambda start: True)
+)  # fmt: skip
+
+import multimax_fairseq.models  # noqa: E402, F401  makes the flags, so it comes last
