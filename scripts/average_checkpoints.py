@@ -22,6 +22,7 @@ from fairseq import checkpoint_utils  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from multimax_fairseq import compat  # noqa: E402
+from multimax_fairseq.errors import UsageError  # noqa: E402
 from multimax_fairseq.files import whole  # noqa: E402
 
 
@@ -33,7 +34,7 @@ def newest(folder: Path, count: int) -> list[Path]:
         ]
         if len(numbered) >= count:
             return [file for _, file in sorted(numbered)[-count:]]
-    raise compat.UsageError(
+    raise UsageError(
         f"'{folder}' holds fewer than {count} numbered checkpoints: lower --last, or train with "
         "--save-interval-updates and without --no-epoch-checkpoints"
     )
@@ -47,7 +48,7 @@ def average(files: list[Path]) -> dict:
         model = checkpoint_utils.load_checkpoint_to_cpu(str(file))["model"]
         shapes = {name: p.shape for name, p in model.items()}
         if shapes != {name: p.shape for name, p in totals.items()}:
-            raise compat.UsageError(
+            raise UsageError(
                 f"'{file}' has other parameters than '{files[0]}': average one run's checkpoints"
             )
         for name, p in model.items():
@@ -79,13 +80,13 @@ def main() -> None:
         files = args.inputs
         if args.last is not None:
             if args.last < 1 or len(files) != 1 or not files[0].is_dir():
-                raise compat.UsageError("--last N needs N of at least 1 and one folder")
+                raise UsageError("--last N needs N of at least 1 and one folder")
             files = newest(files[0], args.last)
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
-            raise compat.UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")
+            raise UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")
         write_average(files, args.output)
-    except (compat.UsageError, OSError) as error:
+    except (UsageError, OSError) as error:
         sys.exit(f"average_checkpoints.py: error: {error}")
     print(f"{args.output}: the mean of {', '.join(file.name for file in files)}")
 

@@ -31,6 +31,7 @@ from sacrebleu.metrics import BLEU
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
+from multimax_fairseq.errors import CheckpointError, UsageError
 from multimax_fairseq.files import whole
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +42,7 @@ def program(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise compat.UsageError(f"there is no command {name}: activate the environment it is in")
+        raise UsageError(f"there is no command {name}: activate the environment it is in")
     return found
 
 
@@ -64,13 +65,13 @@ def describe(data: Path, target: str) -> dict[str, Any]:
             )
             return text
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise compat.UsageError(
+            raise UsageError(
                 f"{described} is not what data-prep/ writes ({error}): prepare the data again, or "
                 "remove that file"
             ) from None
     file = data / f"dict.{target}.txt"
     if not file.is_file():
-        raise compat.UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
+        raise UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
     types = [line.split(" ")[0] for line in file.read_text(encoding="utf-8").split("\n")]
     remove = None
     if any(word.startswith("▁") for word in types):
@@ -89,7 +90,7 @@ def run(words: list[str], log: Path) -> str:
     log.write_text(f"{told}\n{done.stdout}", encoding="utf-8")
     if done.returncode:
         last = (told.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise compat.UsageError(f"{Path(words[0]).name} failed, see {log}: {' '.join(last)}")
+        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {' '.join(last)}")
     return f"{told}\n{done.stdout}"
 
 
@@ -106,7 +107,7 @@ def translation(
     if source is None or target is None:
         source, target = infer_language_pair(str(data))
     if target is None:
-        raise compat.UsageError(f"'{data}' has no data of a language pair: check its path")
+        raise UsageError(f"'{data}' has no data of a language pair: check its path")
     text = describe(data, target)
     words = command(
         *("fairseq-generate", data, "--path", checkpoint, "--gen-subset", subset),
@@ -123,7 +124,7 @@ def translation(
         references = kept.read_text(encoding="utf-8").split("\n")[:-1]
         count = len(references)
     if not count or not set(found) == set(wanted) == set(range(count)):
-        raise compat.UsageError(
+        raise UsageError(
             f"fairseq-generate gave {len(found)} translations for {count} references: see {log}"
         )
     ordered = [found[i] for i in range(count)]
@@ -170,7 +171,7 @@ def language_model(
     loss = re.findall(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+|inf)", output)
     count = re.findall(r"Evaluated ([\d,]+) tokens", output)
     if not loss or not count:
-        raise compat.UsageError(f"fairseq-eval-lm printed no perplexity: see {log}")
+        raise UsageError(f"fairseq-eval-lm printed no perplexity: see {log}")
     return {
         "metric": "perplexity",
         "value": 2 ** float(loss[-1][0]),
@@ -187,7 +188,7 @@ def evaluate(
     """Return metric, value, signature and protocol; UsageError, in one sentence, for what fails."""
     for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
         if not path.exists():
-            raise compat.UsageError(f"{what} '{path}' does not exist: check its path")
+            raise UsageError(f"{what} '{path}' does not exist: check its path")
     log = log or checkpoint.with_name(f"{checkpoint.stem}.{subset}.log")
     task = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"]
     options = [] if torch.cuda.is_available() else ["--cpu"]
@@ -229,14 +230,14 @@ def main() -> None:
         checkpoint = args.checkpoint
         if args.average is not None:
             if args.average < 1:
-                raise compat.UsageError(f"--average {args.average} must be at least 1")
+                raise UsageError(f"--average {args.average} must be at least 1")
             folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
             checkpoint = folder / f"average{args.average}.pt"
             write_average(newest(folder, args.average), checkpoint)
         result = evaluate(checkpoint, args.data, args.subset, args.beam)
         if args.json is not None:
             write_json(args.json, result)
-    except (compat.UsageError, compat.CheckpointError, OSError) as error:
+    except (UsageError, CheckpointError, OSError) as error:
         sys.exit(f"evaluate.sh: error: {error}")
     print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
     print(f"  {result['signature']}")

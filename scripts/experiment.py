@@ -46,7 +46,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from multimax_fairseq import compat
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 from multimax_fairseq.signature import signature
 

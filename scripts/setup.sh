@@ -73,7 +73,7 @@ interpreter=$(describe "$python") || fail "'$python' does not run; set PYTHON to
 
 torch=${MULTIMAX_TORCH:-$(cat "$choice" 2>/dev/null || grep '^torch==' "$requirements")}
 wanted=$(
-    cat "$requirements" "$root/pyproject.toml" "$root/multimax_fairseq/startup.pth" - <<<"$torch $interpreter $root" |
+    cat "$requirements" "$root/pyproject.toml" "$root/scripts/setup.sh" - <<<"$torch $interpreter $root" |
         "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 )
 
@@ -114,6 +114,11 @@ printf '%s\n' "$torch" >"$choice"
 quietly "fairseq: compiles its C++ and Cython parts, about 2 minutes" \
     "${pip[@]}" --no-build-isolation --no-deps "$(pinned fairseq-fixed)"
 quietly "multimax-fairseq (editable)" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
+# Of all processes in this environment, fairseq's commands alone run with what compat/ mends.
+for script in "$venv"/bin/fairseq-*; do
+    printf '%s\n' "#!$venv/bin/python" "# Written by scripts/setup.sh." "import sys" "" \
+        "from multimax_fairseq.__main__ import run" "" "sys.exit(run('${script##*/}'))" >"$script"
+done
 quietly "Check" "$venv/bin/python" -c 'import multimax_fairseq, fairseq.models, fairseq.data.token_block_dataset'
 
 printf '%s\n' "$wanted" >"$stamp"

@@ -31,7 +31,9 @@ def refused(folder, *command, code=1, **environment):
     """The one sentence in which a command that a user got wrong ends."""
     output = run(folder, *command, code=code, **environment)
     assert "Traceback" not in output
-    last = output.strip().splitlines()[-1]
+    lines = output.strip().splitlines()
+    if code == 1:
+        assert lines.pop() == "(MULTIMAX_TRACEBACK=1 shows where.)", output[-2000:]
     start = f"{command[0]}: error: "
-    assert last.startswith(start), output[-2000:]
-    return last.removeprefix(start)
+    assert lines[-1].startswith(start), output[-2000:]
+    return lines[-1].removeprefix(start)

@@ -1,23 +1,23 @@
-"""compat.py, fix by fix: the command that fails without it, and what a user's mistake prints."""
+"""compat/, fix by fix: the command that fails without it, and what a user's mistake prints."""
 
 import argparse
 import os
 import pickle
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import refused, run
+from commands import BIN, ROOT, refused, run
 
 from multimax_fairseq import compat
+from multimax_fairseq.compat import checkpoints
+from multimax_fairseq.compat.patch import COMMANDS
 
 PACKAGE = Path(compat.PACKAGE)
-BIN = Path(sys.prefix) / "bin"
 TINY = [
     *("--encoder-layers", "1", "--encoder-embed-dim", "8", "--encoder-ffn-embed-dim", "8"),
     *("--decoder-layers", "1", "--decoder-embed-dim", "8", "--decoder-ffn-embed-dim", "8"),
@@ -84,10 +84,10 @@ def test_only_these_names_are_allowed():
     multiarrays = ("numpy.core.multiarray", "numpy._core.multiarray")
     numpy_names = {f"{m}.{name}" for m in multiarrays for name in ("_reconstruct", "scalar")}
     expected = {"argparse.Namespace", "numpy.dtype", "numpy.ndarray"} | numpy_names
-    assert set(compat.SAFE_GLOBALS) == expected
+    assert set(checkpoints.SAFE_GLOBALS) == expected
     before = set(map(str, torch.serialization.get_safe_globals()))
-    compat.checkpoint_classes()
-    compat.checkpoint_classes()
+    checkpoints.checkpoint_classes()
+    checkpoints.checkpoint_classes()
     after = torch.serialization.get_safe_globals()
     added = [entry for entry in after if str(entry) not in before]
     assert {name for _, name in added} <= expected
@@ -95,7 +95,7 @@ def test_only_these_names_are_allowed():
 
 
 def test_numbers_survive_and_are_saved_as_numpy_saves_them(tmp_path):
-    compat.checkpoint_classes()
+    checkpoints.checkpoint_classes()
     state = {
         "counts": np.arange(6, dtype=np.int64).reshape(2, 3).T,
         "big_endian": np.array([1.5, -2.5], dtype=">f4"),
@@ -118,7 +118,7 @@ def test_numbers_survive_and_are_saved_as_numpy_saves_them(tmp_path):
 @pytest.mark.parametrize("offset,size", [(0, 8), (1 << 20, 1)])
 def test_forged_numpy_types_are_refused(tmp_path, offset, size):
     """numpy itself would follow a pointer, or read past its memory, that the file made up."""
-    compat.checkpoint_classes()
+    checkpoints.checkpoint_classes()
 
     class Forged:
         def __reduce__(self):
@@ -132,9 +132,9 @@ def test_forged_numpy_types_are_refused(tmp_path, offset, size):
 
 
 def test_array_must_fill_its_shape():
-    array = compat._pickled_array(compat._PickledArray, (0,), b"b")
+    array = checkpoints._pickled_array(checkpoints._PickledArray, (0,), b"b")
     with pytest.raises(pickle.UnpicklingError):
-        array.__setstate__((1, (1000,), compat._PickledDtype("i8"), False, b"12345678"))
+        array.__setstate__((1, (1000,), checkpoints._PickledDtype("i8"), False, b"12345678"))
 
 
 def test_translation_checkpoint_loads_and_resumes(toy, translation):
@@ -198,7 +198,7 @@ def test_code_in_a_checkpoints_options_is_refused(translation, tmp_path, value):
     "value", ["(0.9, 0.98)", "[(512, 3)] * 20", "run(1)", "a/b(2).pt", "{'beam': 4}", "f(", ""]
 )
 def test_ordinary_options_are_no_code(value):
-    assert not compat._is_code(value)
+    assert not checkpoints._is_code(value)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
@@ -279,11 +279,10 @@ def test_no_batch_is_dropped(count, limit):
         assert all(len(batch) < 8 or len(batch) % 8 == 0 for batch in batches)
 
 
-def test_the_plugin_and_the_start_up_hook_share_a_process(toy, tmp_path):
-    """Two copies of compat.py, one patch; and --user-dir multimax_fairseq from any folder."""
+def test_the_plugin_is_found_by_its_name_from_any_folder(toy, tmp_path):
     options = ["--user-dir", "multimax_fairseq", "--sample-break-mode", "eos", "--no-save"]
     output = run(tmp_path, "fairseq-train", toy / "lm", *MODEL_LANGUAGE, *options)
-    assert "done training" in output and "was not applied" not in output
+    assert "done training" in output
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -380,23 +379,53 @@ def test_only_the_users_errors_are_shortened():
         assert compat.explain(error) is None
 
 
-def test_other_python_processes_never_load_it():
-    """The start-up hook is installed, and idle unless the process is one of fairseq's commands."""
-    import site
+def test_an_installation_starts_nothing_by_itself(tmp_path):
+    """No .pth file, which Python would run at the start of each process."""
+    words = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target")
+    run(tmp_path, sys.executable, *words, tmp_path / "site", ROOT)
+    installed = {file.name for file in (tmp_path / "site").iterdir()}
+    assert "multimax_fairseq" in installed
+    assert not [file for file in (tmp_path / "site").rglob("*.pth")]
 
-    hooks = [Path(folder) / "multimax_fairseq_startup.pth" for folder in site.getsitepackages()]
-    installed = [hook for hook in hooks if hook.exists()]
-    assert installed, "not installed here: run scripts/setup.sh"
-    assert installed[0].read_text() == (PACKAGE / "startup.pth").read_text()
-    check = "import sys; print(len(sys.meta_path), sum('multimax' in m for m in sys.modules))"
-    finders = []
-    for extra in ([], ["fairseq-x"]):
-        command = [sys.executable, "-c", check, *extra]
-        done = subprocess.run(command, capture_output=True, text=True)
-        count, ours = done.stdout.split()
-        assert ours == "0" and done.stderr == ""
-        finders.append(int(count))
-    assert finders[1] == finders[0] + 1
+
+def test_the_project_environments_commands_are_mended_and_nothing_else(tmp_path):
+    for name in COMMANDS:
+        assert f"run('{name}')" in (BIN / name).read_text(), "run scripts/setup.sh"
+    check = "import sys, runpy; print(sum('multimax' in m or 'fairseq' in m for m in sys.modules))"
+    assert run(tmp_path, sys.executable, "-c", check, "fairseq-train") == "0\n"
+
+
+@pytest.mark.parametrize(
+    "program, name",
+    [
+        ("/usr/bin/fairseq-train", "fairseq-train"),
+        ("lib/fairseq_cli/eval_lm.py", "fairseq-eval-lm"),
+        ("fairseq-experiments/run.py", None),
+        ("fairseq-mine", None),
+        ("-c", None),
+    ],
+)
+def test_a_command_is_known_by_the_executables_name_only(monkeypatch, program, name):
+    monkeypatch.setattr(sys, "argv", [program, "fairseq-train", "fairseq-data"])
+    assert compat.command() == name
+
+
+def test_another_plugins_errors_keep_their_tracebacks(toy, tmp_path):
+    """A missing file of a plugin's own is no mistake of whoever trains with it."""
+    (tmp_path / "their_plugin").mkdir()
+    (tmp_path / "their_plugin/__init__.py").write_text("open('their.file')\n")
+    words = ("fairseq-train", toy / "mt", *TRANSLATE, "--user-dir", tmp_path / "their_plugin")
+    output = run(tmp_path, *words, code=1)
+    assert "Traceback" in output and "their.file" in output
+    assert output.rstrip().endswith("No such file or directory: 'their.file'")
+
+
+def test_a_command_without_a_user_dir(toy):
+    same = ("-s", "test.en", "-r", "test.en", "--sacrebleu")
+    output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-score", *same)
+    assert re.search(r"^BLEU = 100\.00", output, re.MULTILINE)
+    output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-scor", code=1)
+    assert "'fairseq-scor' is no command of fairseq: give one of fairseq-eval-lm," in output
 
 
 def test_apply_twice_changes_nothing():

@@ -14,12 +14,12 @@ from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrappe
 from fairseq.logging import metrics
 from torch.nn.parallel import DistributedDataParallel
 
-from multimax_fairseq.compat import UsageError
 from multimax_fairseq.criterions.cross_entropy import (
     LabelSmoothedMultimaxCrossEntropyCriterion,
     MultimaxCrossEntropyCriterion,
 )
 from multimax_fairseq.criterions.entmax_loss import EntmaxLossCriterion
+from multimax_fairseq.errors import UsageError
 
 PAIRS = {
     "plain": (CrossEntropyCriterion, MultimaxCrossEntropyCriterion, {}),

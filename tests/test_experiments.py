@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 
 ROWS = {
     "iwslt14": ["softmax", "entmax15", "evsoftmax", "multimax", "sparsemax"],

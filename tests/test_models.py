@@ -14,7 +14,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 
 from multimax_fairseq import NORMALIZERS, Modulator
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention

@@ -88,9 +88,9 @@ def main() -> None:
         text = compat.explain(error)
         if text is None and isinstance(error, OSError):
             text = str(error)
-        if text is None:
+        if text is None or compat.wants_traceback():
             raise
-        sys.exit(f"multimax-analyze: error: {text}")
+        sys.exit(f"multimax-analyze: error: {text}\n(MULTIMAX_TRACEBACK=1 shows where.)")
 
 
 def room(name: str) -> Any:

@@ -36,7 +36,7 @@ import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.analysis import COLUMNS, parameters
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.signature import signature

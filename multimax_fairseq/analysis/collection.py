@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from multimax_fairseq.analysis import COLUMNS
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 
 KINDS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from fairseq import checkpoint_utils
 from torch import Tensor
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.modules import EntmaxAlpha
 
 ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from multimax_fairseq.analysis import metrics
 from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
 from multimax_fairseq.analysis.words import WordBoundaries
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.backend import VARIABLE
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention

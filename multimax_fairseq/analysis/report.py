@@ -15,7 +15,7 @@ import pandas as pd
 from multimax_fairseq.analysis import figures
 from multimax_fairseq.analysis.canvas import kinds_of
 from multimax_fairseq.analysis.collection import COLUMNS, PLACES, Collection, latest
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -8,7 +8,7 @@ from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 
 

@@ -13,7 +13,8 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from multimax_fairseq.compat import UsageError, building_from_checkpoint
+from multimax_fairseq.compat import building_from_checkpoint
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.backend import requested
 from multimax_fairseq.functional.checks import is_finite
 from multimax_fairseq.functional.mapping import Mapping, Option, all_mappings, settings_of

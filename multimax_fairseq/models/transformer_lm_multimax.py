@@ -13,7 +13,7 @@ from fairseq.models.transformer_lm import (
 )
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check
 from multimax_fairseq.models.learned_scalars import prepare_scalars
 from multimax_fairseq.models.transformer_multimax import LoadsSoftmaxCheckpoints, MultimaxDecoder

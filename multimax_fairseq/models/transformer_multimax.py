@@ -28,7 +28,7 @@ from fairseq.utils import make_positions
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.backend import traced
 from multimax_fairseq.functional.cross_entropy import fused_scores
 from multimax_fairseq.models.config import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fairseq.optim import register_optimizer
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 
 
 @dataclass

@@ -21,7 +21,7 @@ from multimax_fairseq.analysis.figures import (
     weights,
 )
 from multimax_fairseq.analysis.figures.catalogue import Drawn, catalogue
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 
 # In the order of a report.

@@ -1,0 +1,43 @@
+"""python -m multimax_fairseq COMMAND ...: a fairseq command with what compat/ mends in it.
+
+    python -m multimax_fairseq fairseq-score --sys hypotheses --ref references --sacrebleu
+
+For commands that take no --user-dir, and for models of stock fairseq that need none.
+"""
+
+import importlib
+import sys
+
+from multimax_fairseq import compat
+from multimax_fairseq.compat.patch import COMMANDS
+
+
+def run(command: str) -> object:
+    """Run a fairseq command on sys.argv, and return what it returns."""
+    module = command.removeprefix("fairseq-").replace("-", "_")
+    try:
+        # First, as it sets up logging before it imports fairseq.
+        program = importlib.import_module(f"fairseq_cli.{module}")
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        sys.exit(
+            f"{command}: error: the package {package} is missing: pip install "
+            "'multimax-fairseq[fairseq]'"
+        )
+    compat.apply()
+    return program.cli_main()
+
+
+def main() -> None:
+    sys.argv = sys.argv[1:]
+    command = sys.argv[0] if sys.argv else ""
+    if command not in COMMANDS:
+        sys.exit(
+            f"python -m multimax_fairseq: error: '{command}' is no command of fairseq: give one of "
+            f"{', '.join(COMMANDS)}"
+        )
+    sys.exit(run(command))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What fairseq 0.12.3 lacks under a current torch and numpy, and one sentence for a user's mistake.
+
+One function a fix, each with its cause and when it can go; `apply()` runs them all, and running it
+again changes nothing. models/__init__.py calls it under --user-dir; for a fairseq command without
+one there is `python -m multimax_fairseq COMMAND`, which scripts/setup.sh puts into the project's
+own environment under fairseq's names.
+"""
+
+from multimax_fairseq.compat import checkpoints, commands, data
+from multimax_fairseq.compat.checkpoints import building_from_checkpoint
+from multimax_fairseq.compat.explain import explain, plain_errors, wants_traceback
+from multimax_fairseq.compat.patch import PACKAGE, command
+
+__all__ = [
+    "PACKAGE",
+    "apply",
+    "building_from_checkpoint",
+    "command",
+    "explain",
+    "wants_traceback",
+]
+
+
+def apply():
+    """Make fairseq, as installed, work with the torch and numpy that are installed."""
+    checkpoints.checkpoint_classes()
+    checkpoints.checkpoint_errors()
+    checkpoints.checkpoint_models()
+    data.numpy_compat()
+    data.token_blocks()
+    data.last_batch()
+    commands.score_command()
+    commands.diverse_beams()
+    commands.impossible_words()
+    commands.precision_flags()
+    commands.user_dir()
+    commands.unknown_model()
+    if command():
+        plain_errors()

@@ -1,0 +1,188 @@
+"""Commands: scoring, searches, and flags that end in the middle of a run or say too little."""
+
+import os
+import sys
+
+import torch
+
+from multimax_fairseq.compat.explain import LOAD_PLUGIN, plugin_hint
+from multimax_fairseq.compat.patch import PACKAGE, wrap
+from multimax_fairseq.errors import UsageError
+
+
+def score_command():
+    """fairseq-score hands open files to sacrebleu, and three numbers to its own Scorer.
+
+    sacrebleu 2 wants lists of lines (--sacrebleu); the Scorer wants a BleuConfig
+    (--sentence-bleu). Can go when fairseq-score passes those.
+    """
+    import sacrebleu
+    from fairseq.scoring import bleu
+
+    def make_corpus_bleu(original):
+        def corpus_bleu(hypotheses, references, *args, **kwargs):
+            references = [r if r is None else list(r) for r in references]
+            return original(list(hypotheses), references, *args, **kwargs)
+
+        return corpus_bleu
+
+    def make_init(original):
+        def __init__(self, cfg, *numbers):
+            if numbers:
+                cfg = bleu.BleuConfig(pad=cfg, eos=numbers[0], unk=numbers[1])
+            original(self, cfg)
+
+        return __init__
+
+    wrap(sacrebleu, "corpus_bleu", make_corpus_bleu)
+    wrap(bleu.Scorer, "__init__", make_init)
+
+
+def diverse_beams():
+    """--diverse-beam-groups finds a sentence's row by its number in the data, not in the batch.
+
+    So it stops at the first batch that holds a number past its size, or takes another sentence's
+    row. Can go when fairseq passes the position in the batch.
+    """
+    from fairseq.search import DiverseBeamSearch
+
+    def make(original):
+        def step(self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
+            if original_batch_idxs is not None:
+                if step == 0:
+                    self.sentences = original_batch_idxs
+                match = original_batch_idxs.unsqueeze(1) == self.sentences.unsqueeze(0)
+                original_batch_idxs = match.long().argmax(dim=1)
+            return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+        return step
+
+    wrap(DiverseBeamSearch, "step", make)
+
+
+def impossible_words():
+    """Generation stops by an assertion where an end of sentence that is forced is impossible.
+
+    A sparse output layer gives most words the score -inf; the end of sentence at the greatest
+    length may be one of them, and with fewer possible words than beams the rest of the beam is
+    -inf for good. In beam search alone, such words get a finite score below all others. Can go
+    when fairseq ends such hypotheses.
+    """
+    from fairseq.sequence_generator import SequenceGenerator
+
+    def make(original):
+        def __init__(self, models, *args, **kwargs):
+            original(self, models, *args, **kwargs)
+            decoders = (getattr(model, "decoder", None) for model in self.model.models)
+            if all(getattr(decoder, "output_normalizer", None) is None for decoder in decoders):
+                return
+            step = self.model.forward_decoder
+
+            def forward_decoder(*args, **kwargs):
+                log_probs, attention = step(*args, **kwargs)
+                return log_probs.clamp(min=-1e4), attention
+
+            self.model.forward_decoder = forward_decoder
+
+        return __init__
+
+    wrap(SequenceGenerator, "__init__", make)
+
+
+def precision_flags():
+    """--fp16 without a GPU dies in the middle of a run, or is ignored; --bf16 means a TPU.
+
+    fairseq converts what it cannot compute, and --bf16 makes it look for torch_xla. Can go when
+    fairseq refuses the first, and reads --bf16 as it does common.bf16 in a YAML file.
+    """
+    from fairseq import options
+    from fairseq.distributed import utils as distributed_utils
+
+    def refuse_without_gpu(common, spelling):
+        for name in ("fp16", "memory_efficient_fp16", "amp"):
+            if getattr(common, name, False) and not torch.cuda.is_available():
+                flag = spelling(name)
+                raise UsageError(
+                    f"{flag} needs a GPU and torch finds none; leave {flag} out, "
+                    "or run where torch.cuda.is_available() is true."
+                )
+
+    def make_parse(original):
+        def parse_args_and_arch(parser, input_args=None, *rest, **kwargs):
+            parsed = original(parser, input_args, *rest, **kwargs)
+            args = parsed[0] if isinstance(parsed, tuple) else parsed
+            if "--tpu" not in (sys.argv if input_args is None else input_args):
+                args.tpu = False
+            refuse_without_gpu(args, lambda name: "--" + name.replace("_", "-"))
+            return parsed
+
+        return parse_args_and_arch
+
+    def make_main(original):  # what fairseq-hydra-train comes to
+        def call_main(cfg, main, **kwargs):
+            refuse_without_gpu(cfg.common, lambda name: "common." + name)
+            cfg.common.user_dir = _resolve(cfg.common.user_dir)  # spawned processes read it
+            return original(cfg, main, **kwargs)
+
+        return call_main
+
+    wrap(options, "parse_args_and_arch", make_parse)
+    wrap(distributed_utils, "call_main", make_main)
+
+
+def _resolve(path):
+    """--user-dir multimax_fairseq means this package, whatever the current folder."""
+    if path is not None and not os.path.exists(path) and path == os.path.basename(PACKAGE):
+        return PACKAGE
+    return path
+
+
+def user_dir():
+    """A --user-dir that does not exist is reported as a path alone, without the option's name.
+
+    And where this package is imported already, fairseq takes its models for registered. Can go
+    when fairseq names the option and imports the models.
+    """
+    from fairseq import utils
+
+    def make(original):
+        def import_user_module(args):
+            asked = getattr(args, "user_dir", None)
+            if asked is not None:
+                args.user_dir = _resolve(asked)
+                if os.path.realpath(args.user_dir) == os.path.realpath(PACKAGE):
+                    import multimax_fairseq.models  # noqa: F401
+
+                    return None
+            try:
+                return original(args)
+            except FileNotFoundError as error:
+                if error.errno is not None:  # from the module itself
+                    raise
+                raise UsageError(
+                    f"--user-dir '{asked}' does not exist; for this plugin give {PACKAGE}"
+                ) from error
+
+        return import_user_module
+
+    wrap(utils, "import_user_module", make)
+
+
+def unknown_model():
+    """For a model that no loaded plugin defines, fairseq fails while it formats its message.
+
+    Can go when fairseq's message (KeyError: "'_name'") names the model.
+    """
+    from fairseq import models
+
+    def make(original):
+        def build_model(cfg, *args, **kwargs):
+            name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+            known = (models.ARCH_MODEL_REGISTRY, models.MODEL_DATACLASS_REGISTRY)
+            if name and not any(name in registry for registry in known):
+                raise UsageError(plugin_hint(name) or f"there is no model '{name}'; {LOAD_PLUGIN}")
+            return original(cfg, *args, **kwargs)
+
+        return build_model
+
+    wrap(models, "build_model", make)

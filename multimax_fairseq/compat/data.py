@@ -1,0 +1,100 @@
+"""Data: what numpy 2 changed under fairseq, short and long blocks of text, the last batch."""
+
+import types
+
+import numpy as np
+
+from multimax_fairseq.compat.patch import wrap
+
+
+def numpy_compat():
+    """numpy 2 has no np.compat, and np.percentile no `interpolation`.
+
+    TokenBlockDataset and LanguagePairDataset use np.compat.long, --num-batch-buckets the other.
+    Can go when fairseq writes np.int64 and `method`.
+    """
+    if not hasattr(np, "compat"):
+        np.compat = types.SimpleNamespace(long=int)
+
+    def make(original):
+        def percentile(*args, **kwargs):
+            if "interpolation" in kwargs:
+                kwargs["method"] = kwargs.pop("interpolation")
+            return original(*args, **kwargs)
+
+        return percentile
+
+    wrap(np, "percentile", make)
+
+
+def token_blocks():
+    """TokenBlockDataset keeps its indices in the smallest unsigned type that seems to fit.
+
+    numpy 2 computes in that type, so a block's `end - 2` wraps around when the end is 1; and the
+    sizes of blocks of 65,536 tokens or more wrap under any numpy. Where the end is 1, a signed
+    `end - 2` counts from the buffer's other end, so past targets come out too long. Can go when
+    fairseq keeps int64 and cuts past targets.
+    """
+    from fairseq.data.token_block_dataset import TokenBlockDataset
+
+    def make(original):
+        def _build_slice_indices(*args, **kwargs):
+            _, block_to_dataset_index, slice_indices = original(*args, **kwargs)
+            slice_indices = slice_indices.astype(np.int64)
+            sizes = slice_indices[:, 1] - slice_indices[:, 0]
+            return sizes, block_to_dataset_index.astype(np.int64), slice_indices
+
+        return _build_slice_indices
+
+    def make_getitem(original):
+        def __getitem__(self, index):
+            item = original(self, index)
+            if not self.include_targets:
+                return item
+            source, target, past_target = item
+            return source, target, past_target[: len(target)]
+
+        return __getitem__
+
+    wrap(TokenBlockDataset, "_build_slice_indices", make)
+    wrap(TokenBlockDataset, "__getitem__", make_getitem)
+
+
+def last_batch():
+    """fairseq drops the last batch unless --required-batch-size-multiple (8) divides its size.
+
+    The batch holds the longest sentences; generation and validation lose them without a word
+    (fairseq issue 5036). Training is left alone: one batch more would shuffle all of them
+    otherwise, and a seed would no longer give stock fairseq's numbers; unless nothing is left. Can
+    go when fairseq keeps the batch.
+    """
+    from fairseq.data import data_utils
+    from fairseq.trainer import Trainer
+
+    training = []
+
+    def make_train_iterator(original):
+        def get_train_iterator(*args, **kwargs):
+            training.append(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                training.pop()
+
+        return get_train_iterator
+
+    def make(original):
+        def batch_by_size(indices, *args, **kwargs):
+            if not isinstance(indices, np.ndarray):
+                indices = np.fromiter(indices, dtype=np.int64)
+            batches = original(indices, *args, **kwargs)
+            # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
+            if (training and batches) or kwargs.get("fixed_shapes") is not None:
+                return batches
+            kept = sum(map(len, batches))
+            return [*batches, indices[kept:]] if kept < len(indices) else batches
+
+        return batch_by_size
+
+    wrap(Trainer, "get_train_iterator", make_train_iterator)
+    wrap(data_utils, "batch_by_size", make)

@@ -1,0 +1,240 @@
+"""One sentence for a user's mistake, where fairseq prints a traceback."""
+
+import argparse
+import atexit
+import contextlib
+import os
+import re
+import sys
+import sysconfig
+
+from multimax_fairseq.compat.patch import PACKAGE, command, wrap
+
+OUR_FLAGS = ("--attention-normalizer", "--output-normalizer", "--multimax-")
+OUR_NAMES = re.compile(r"[\w-]*multimax\w*|(attention|output)[_-]normalizer")
+LOAD_PLUGIN = "load the plugin that defines it with --user-dir (common.user_dir in a YAML file)."
+_MAKE_DATA = "give the folder that fairseq-preprocess (or a script of data-prep/) wrote."
+
+
+def plugin_hint(name):
+    """What to do about a name that this plugin defines; None if it is loaded or not concerned."""
+    if not OUR_NAMES.search(name) or "multimax_fairseq.models" in sys.modules:
+        return None
+    option = "common.user_dir=" if command() == "fairseq-hydra-train" else "--user-dir "
+    return f"'{name}' belongs to the multimax_fairseq plugin; load it with {option}{PACKAGE}"
+
+
+def _explain_os_error(error):
+    if not isinstance(error, OSError):
+        return None
+    if match := re.match(r"Model file not found: (.*)", str(error)):
+        return f"checkpoint '{match[1]}' does not exist; check --path."
+    if match := re.match(r"Dataset not found: (\S+) \((.*)\)", str(error)):
+        return (
+            f"no split '{match[1]}' in '{match[2]}'; name one that is there (--gen-subset, "
+            f"--valid-subset, --train-subset), or {_MAKE_DATA}"
+        )
+    path = error.filename
+    if not isinstance(path, str):
+        return None
+    if isinstance(error, FileNotFoundError):
+        folder, name = os.path.split(path)
+        if re.fullmatch(r"dict\.(.*\.)?txt", name):
+            if folder and not os.path.isdir(folder):
+                return f"data folder '{folder}' does not exist; {_MAKE_DATA}"
+            return f"no dictionary '{path}'; {_MAKE_DATA}"
+        return f"'{path}' does not exist; check the path; for data, {_MAKE_DATA}"
+    if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)):
+        return f"cannot open '{path}' ({error.strerror}); check the path and its permissions."
+    return None
+
+
+def _explain_assertion(error):
+    """fairseq's commands check their options with assert: the innermost frame is the command's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if isinstance(error, AssertionError) and str(error) and trace is not None:
+        folder = os.path.dirname(trace.tb_frame.f_code.co_filename)
+        if os.path.basename(folder) == "fairseq_cli":
+            return str(error)
+    return None
+
+
+def _explain_mismatch(error):
+    text = str(error)
+    if match := re.match(r"Cannot load model parameters from checkpoint (.*);", text):
+        return (
+            f"checkpoint '{match[1]}' does not fit this architecture or dictionary; use the "
+            "options and data that it was trained with, or another --save-dir."
+        )
+    if isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
+        detail = text.splitlines()[1].strip() if "\n" in text else text
+        return (
+            "the checkpoint does not fit this data folder or model; use the dictionaries and "
+            f"options that it was trained with ({detail})"
+        )
+    return None
+
+
+def _explain_name(error):
+    """A name of this plugin where fairseq or hydra knows none such, or a key misspelt in a YAML."""
+    kind = type(error).__name__
+    hydra_kinds = ("MissingConfigException", "ConfigCompositionException", "ConfigKeyError")
+    if kind == "KeyError" or kind in hydra_kinds:
+        name = OUR_NAMES.search(str(error))
+        if name and (hint := plugin_hint(name[0])):
+            return hint
+    if kind == "ValidationError" and getattr(error, "full_key", None):
+        return f"option '{error.full_key}': {str(error).splitlines()[0]}"
+    if kind == "ConfigKeyError" and error.full_key and error.object_type:
+        owner = error.object_type.__name__
+        return f"there is no option '{error.full_key}' in {owner}; check its name."
+    return None
+
+
+def _explain_data(error):
+    text = str(error)
+    if text.startswith(("Size of sample #", "AdaptiveLoss is not compatible")):
+        return text  # both name the option that helps
+    if isinstance(error, KeyError) and error.args == (None,) and command() == "fairseq-validate":
+        return "no task is given; add --task translation or --task language_modeling."
+    if text.startswith("Could not infer language pair"):
+        return (
+            f"no translation data (train.de-en.de.idx or its like) in the data folder; {_MAKE_DATA}"
+        )
+    return None
+
+
+def _explain_spawned(error):
+    """A GPU's own process sends its traceback as text, which ends with our sentence."""
+    if type(error).__name__ == "ProcessRaisedException":
+        last = str(error).strip().splitlines()[-1]
+        if match := re.match(r"_?multimax_fairseq[\w.]*: (.*)", last):
+            return match[1]
+    return None
+
+
+_EXPLAIN = (
+    _explain_os_error,
+    _explain_assertion,
+    _explain_mismatch,
+    _explain_name,
+    _explain_data,
+    _explain_spawned,
+)
+
+
+def explain(error):
+    """One sentence on what the user can mend; None if the error is not the user's.
+
+    Equivalent to: str(e) of the first exception e behind `error` with `e.user_error`, else what an
+    exception that fairseq raised is known to mean. One of another plugin is a traceback.
+    """
+    behind, seen = error, []
+    while behind is not None and behind not in seen:
+        if getattr(behind, "user_error", False):
+            return " ".join(str(behind).split())
+        seen.append(behind)
+        behind = behind.__cause__ or behind.__context__
+    for rule in _EXPLAIN if _is_raised_by_fairseq(error) else ():
+        if text := rule(error):
+            return " ".join(text.split())
+    return None
+
+
+# What fairseq calls for its work, so that an error in there is an error of fairseq's call.
+_LIBRARIES = ("hydra", "numpy", "omegaconf", "sacrebleu", "torch", "yaml")
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+def _is_raised_by_fairseq(error):
+    """Whether fairseq's or our code raised an error, or called the library that did."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in ("fairseq", "fairseq_cli", "multimax_fairseq"):
+            return True
+        path = frame.f_code.co_filename
+        is_standard = path.startswith((_STANDARD, "<frozen")) and "site-packages" not in path
+        if package not in _LIBRARIES and not is_standard:
+            return False
+    return False
+
+
+def wants_traceback():
+    """Whether MULTIMAX_TRACEBACK asks for the traceback of every error."""
+    return os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0")
+
+
+def _end(sentence):
+    """Print the sentence and end the process at once.
+
+    The interpreter's own end kills threads that still read data inside of C++, which aborts.
+    """
+    print(f"{sentence}\n(MULTIMAX_TRACEBACK=1 shows where.)", file=sys.stderr)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # nobody reads on
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def plain_errors():
+    """A user's mistake ends in one sentence; MULTIMAX_TRACEBACK=1 keeps every traceback.
+
+    fairseq's commands print a traceback for everything. Can go when they do not.
+    """
+    if wants_traceback():
+        return
+    name = command()
+
+    def make_hook(original):
+        def excepthook(kind, error, trace):
+            text = explain(error)
+            if text is None:
+                original(kind, error, trace)
+            else:
+                _end(f"{name}: error: {text}")
+
+        return excepthook
+
+    def make_error(original):
+        def error(self, message):
+            value = re.search(r"invalid choice: '([^']*)'", message)
+            words = [value[1]] if value else []
+            if message.startswith("unrecognized arguments:"):
+                words = [word for word in message.split() if word.startswith(OUR_FLAGS)]
+            hint = next(filter(None, map(plugin_hint, words)), None)
+            if message.startswith(tuple(f"argument {flag}" for flag in OUR_FLAGS)):
+                hint = message  # without the hundreds of lines of usage
+            if hint:
+                self.exit(2, f"{name}: error: {hint}\n")
+            original(self, message)
+
+        return error
+
+    def make_report(original):
+        def run_and_report(func):
+            def reported():
+                try:
+                    return func()
+                except Exception as error:
+                    text = explain(error)
+                    if text is None:
+                        raise
+                    _end(f"{name}: error: {text}")
+
+            return original(reported)
+
+        return run_and_report
+
+    wrap(sys, "excepthook", make_hook)
+    wrap(argparse.ArgumentParser, "error", make_error)
+    if name == "fairseq-hydra-train":
+        from hydra._internal import utils as hydra_utils
+
+        wrap(hydra_utils, "run_and_report", make_report)  # hydra reports errors by itself
