@@ -7,12 +7,13 @@ For commands that take no --user-dir, and for models of stock fairseq that need 
 
 import importlib
 import sys
+from typing import Any
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat.patch import COMMANDS
 
 
-def run(command: str) -> object:
+def run(command: str) -> Any:
     """Run a fairseq command on sys.argv, and return what it returns."""
     module = command.removeprefix("fairseq-").replace("-", "_")
     try:

@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
+
 ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.prefix) / "bin"
+BIN = forks.programs()
 PLUGIN = ("--user-dir", str(ROOT / "multimax_fairseq"))
 
 

@@ -17,7 +17,7 @@ SIZES = (
 # The files that take minutes come first, so that no process is left alone with one of them.
 LONGEST = [
     f"test_{name}.py"
-    for name in "commands experiment_runs compat kernels_triton readme quickstart gpu_check".split()
+    for name in "commands experiment_runs compat kernels_triton docs quickstart gpu_check".split()
 ]
 
 

@@ -8,10 +8,11 @@ import re
 import sys
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
-from commands import BIN, ROOT, refused, run
+from commands import ROOT, refused, run
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import checkpoints
@@ -390,7 +391,7 @@ def test_an_installation_starts_nothing_by_itself(tmp_path):
 
 def test_the_project_environments_commands_are_mended_and_nothing_else(tmp_path):
     for name in COMMANDS:
-        assert f"run('{name}')" in (BIN / name).read_text(), "run scripts/setup.sh"
+        assert f"run('{name}')" in (forks.REAL / name).read_text(), "run scripts/setup.sh"
     check = "import sys, runpy; print(sum('multimax' in m or 'fairseq' in m for m in sys.modules))"
     assert run(tmp_path, sys.executable, "-c", check, "fairseq-train") == "0\n"
 

@@ -10,13 +10,12 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
-from commands import ROOT, run
+from commands import BIN, ROOT, run
 from corpus import ENGLISH, GERMAN
 
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
@@ -28,7 +27,7 @@ TINY = {
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0"
 ENV = {
     **os.environ,
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
 }
 

@@ -9,18 +9,17 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+from commands import BIN, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 ENV = {
     **os.environ,
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -128,7 +127,7 @@ def test_no_year_in_two_splits(demo):
 def test_wrong_checksum_stops_before_unpacking(archives, tmp_path):
     for stated_sum in ("", f"#sha256={'0' * 64}"):
         done = run(
-            *(sys.executable, ROOT / "data-prep" / "demo.py", "--out", tmp_path / "out"),
+            *(BIN / "python", ROOT / "data-prep" / "demo.py", "--out", tmp_path / "out"),
             *("--archive-translation", f"{archives[0]}{stated_sum}"),
             cwd=tmp_path,
         )

@@ -55,7 +55,7 @@ def main() -> None:
         ("compare", "draw several collections in the same figures, and one page", compare, None),
     ):
         command = commands.add_parser(name, help=told)
-        several = {"nargs": "+"} if name == "compare" else {}
+        several: dict[str, Any] = {"nargs": "+"} if name == "compare" else {}
         command.add_argument(
             "collection", type=Path, metavar="DIR", help="that `collect` wrote", **several
         )

@@ -55,7 +55,7 @@ def wrapped(count: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure
 def legend_below(figure: Figure, handles: list[Any] | None = None, columns: int = 4) -> None:
     """One legend for all panels, beneath them."""
     if handles is None:
-        found = {}
+        found: dict[str, Any] = {}
         for axis in figure.axes:
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
                 found.setdefault(label, handle)

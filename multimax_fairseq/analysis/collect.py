@@ -86,7 +86,7 @@ def collect(
         tables: Tables = {name: [] for name in COLUMNS}
         described: list[dict[str, Any]] = []
         examples: dict[int, list[Any]] = {}
-        task, seen = None, {}
+        task, seen = None, dict[str, int]()
         for path in checkpoints:
             overrides = {"data": str(data), "eval_bleu": False}
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)

@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         source: WordBoundaries | None,
         target: WordBoundaries,
         wanted: set[int],
@@ -78,7 +78,7 @@ class Recorder:
                 setattr(layer, name, attention)
             if not isinstance(attention, MultiheadAttention):
                 raise _unknown(f"its attention is a {type(attention).__name__}")
-            normalizer = attention.normalizer
+            normalizer: Any = attention.normalizer
             self.places.setdefault(normalizer, []).append((kind, number))
             self.sums[kind, number] = AttentionSums(normalizer, attention.num_heads)
 
@@ -160,14 +160,14 @@ class Recorder:
 def _pair(
     queries: WordBoundaries, query_tokens: Tensor, keys: WordBoundaries, key_tokens: Tensor
 ) -> QueriesAndKeys:
-    paddings = [
-        found == words.dictionary.pad()
-        for words, found in ((queries, query_tokens), (keys, key_tokens))
-    ]
+    query_padding = query_tokens == queries.dictionary.pad()
+    key_padding = key_tokens == keys.dictionary.pad()
     # Padding on the left must not move a sentence.
-    offsets = metrics.relative_positions(*((~padding).cumsum(1) - 1 for padding in paddings))
+    positions = ((~padding).cumsum(1) - 1 for padding in (query_padding, key_padding))
+    offsets = metrics.relative_positions(*positions)[:, None]
     words, questions = keys.numbers(key_tokens), keys.questions(key_tokens)[:, None, None]
-    return QueriesAndKeys(*paddings, offsets[:, None], query_tokens is key_tokens, words, questions)
+    same = query_tokens is key_tokens
+    return QueriesAndKeys(query_padding, key_padding, offsets, same, words, questions)
 
 
 def _unknown(why: str) -> UsageError:

@@ -12,9 +12,10 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from multimax_fairseq.analysis import figures
+from multimax_fairseq.analysis import COLUMNS, figures
 from multimax_fairseq.analysis.canvas import kinds_of
-from multimax_fairseq.analysis.collection import COLUMNS, PLACES, Collection, latest
+from multimax_fairseq.analysis.collection import PLACES, Collection, latest
+from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 
@@ -147,7 +148,7 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def inline(drawn: figures.Drawn, png: bytes) -> Inlined:
+def inline(drawn: Drawn, png: bytes) -> Inlined:
     encoded = base64.b64encode(png).decode("ascii")
     return Inlined(drawn.name, drawn.title, drawn.caption, encoded)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq.data import Dictionary
-from torch import Tensor, nn
+from torch import Tensor
 
 from multimax_fairseq.analysis import metrics
 from multimax_fairseq.modules import Modulator, Normalizer
@@ -104,8 +104,8 @@ class AttentionSums:
         self.scores += _score_counts(scores, kept)
         self.probs += _prob_counts(probs, kept)
         softmaxes = metrics.over_temperatures(scores, TEMPERATURES, epsilon, reference, excluded)
-        for means, values in zip(self.temperatures.values(), softmaxes, strict=True):
-            for mean, value in zip(means, values, strict=True):
+        for means, pair_of_values in zip(self.temperatures.values(), softmaxes, strict=True):
+            for mean, value in zip(means, pair_of_values, strict=True):
                 mean.add(value.masked_fill(padding, torch.nan)[None])
         diversity = metrics.head_diversity(probs, excluded)
         self.layer["head_diversity"].add(diversity.masked_fill(padding[:, 0], torch.nan)[None])
@@ -207,7 +207,7 @@ class OutputSums:
         }
         self.tokens = torch.zeros(len(self.ranks) + 1, dtype=torch.long)
 
-    def add(self, decoder: nn.Module, features: Tensor, targets: Tensor) -> None:
+    def add(self, decoder: Any, features: Tensor, targets: Tensor) -> None:
         """Take in features, (N, C), and the words that they should predict, (N,)."""
         at_once = max(1, LOGITS_AT_ONCE // len(decoder.dictionary))
         unmodulated: list[Tensor] = []

@@ -48,7 +48,9 @@ class EntmaxLossCriterion(FairseqCriterion):
         counted = target.ne(self.padding_idx)
         logits, wanted = net_output[0][counted], target[counted]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = NORMALIZERS[normalizer.name].output_loss(logits, wanted, **normalizer.fixed)
+        loss_of = NORMALIZERS[normalizer.name].output_loss
+        assert loss_of is not None  # an output layer that is not modulated has one: see register
+        losses = loss_of(logits, wanted, **normalizer.fixed)
         with torch.no_grad():
             probs = normalizer(logits).gather(-1, wanted.unsqueeze(-1))
         loss = (

@@ -91,7 +91,8 @@ SETTINGS = [
 def as_namespace(args: Any) -> argparse.Namespace:
     """Return a model's settings as the flat namespace that fairseq's Transformers read."""
     if isinstance(args, DictConfig):
-        return argparse.Namespace(**OmegaConf.to_container(args, resolve=True, enum_to_str=True))
+        settings: Any = OmegaConf.to_container(args, resolve=True, enum_to_str=True)
+        return argparse.Namespace(**settings)
     return args
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from multimax_fairseq.modules import Normalizer
 
 
-def learned_scalars(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of each module of learned scalars, in the model's order: what lies in
     its normalizers, and the modulator of its output layer."""
     found = []
@@ -22,7 +22,7 @@ def learned_scalars(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def prepare_scalars(model: nn.Module, args: Any) -> None:
+def prepare_scalars(model: Any, args: Any) -> None:
     """Mark the scalars for `--optimizer multimax_adam`, and scale their gradients as asked.
 
     Those of the output layer, whose gradient sums over V words for each token, get another

@@ -48,7 +48,7 @@ from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 logger = logging.getLogger(__name__)
 
 
-def normalized_attention(attention: nn.Module, cfg, place: str) -> nn.Module:
+def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
     """Return fairseq's attention layer with the normalizer that the flags ask for at this place.
 
     Plain softmax stays fairseq's own layer.
@@ -175,7 +175,7 @@ class MultimaxDecoder(TransformerDecoderBase):
         traceable_positions(self)
         self.need_attn = False
         normalizer = build_normalizer(cfg, cfg.output_normalizer, of_output=True)
-        self.output_modulator = normalizer.modulator
+        self.output_modulator: Any = normalizer.modulator
         self.output_normalizer = None if normalizer.modulated else normalizer
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):

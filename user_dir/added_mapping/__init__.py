@@ -24,9 +24,14 @@ def sharpened(scores, dim=-1, mask=None, *, sharpness):
 
 start = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="factor at the start")
 register(
-    Mapping("sharpened", "sharpened softmax", sharpened, options=(start,),
-            build=lambda heads, start: {"sharpness": Sharpness(heads, start)},
-            learns=lambda start: True)
-)  # fmt: skip
+    Mapping(
+        "sharpened",
+        "sharpened softmax",
+        sharpened,
+        options=(start,),
+        build=lambda heads, start: {"sharpness": Sharpness(heads, start)},
+        learns=lambda start: True,
+    )
+)
 
 import multimax_fairseq.models  # noqa: E402, F401  makes the flags, so it comes last

@@ -1,0 +1,157 @@
+"""Every command of the README and of docs/ runs, on a little text and with tiny models."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+
+import pytest
+from commands import BIN, ROOT, run
+from corpus import ENGLISH, GERMAN
+
+# In the order in which a reader would go on: later pages use what earlier ones have made.
+PAGES = ["README.md", "docs/your-data.md", "docs/analysis.md", "docs/fairseq.md", "docs/python.md"]
+PAGES += ["docs/flags.md", "docs/experiments.md", "docs/speed.md", "docs/architecture.md"]
+PAGES += ["CONTRIBUTING.md"]
+# The commands that have tests of their own.
+ELSEWHERE = [
+    "bash scripts/quickstart.sh\n",
+    "bash scripts/test.sh\n",
+    "bash scripts/iwslt14.sh\nbash scripts/wikitext103.sh\n",
+    "bash scripts/setup.sh\nsource .venv/bin/activate\nbash scripts/test.sh --fast\n",
+]
+
+# Stands before the real command: the last of two flags wins, so the README's are made tiny.
+SMALLER = """#!{python}
+import os, sys
+name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
+sides = ["decoder"] if "language_modeling" in arguments else ["encoder", "decoder"]
+sizes = {{"layers": 1, "embed-dim": 8, "ffn-embed-dim": 8, "attention-heads": 2}}
+sizes = {{f"{{side}}-{{name}}": value for side in sides for name, value in sizes.items()}}
+if sides == ["decoder"]:
+    sizes.update({{"decoder-input-dim": 8, "decoder-output-dim": 8}})
+if name == "fairseq-train":
+    sizes.update({{"max-update": 3, "save-interval-updates": 1}})
+    for key, value in sizes.items():
+        arguments += ["--" + key, str(value)]
+else:
+    arguments += [f"model.{{key.replace('-', '_')}}={{value}}" for key, value in sizes.items()]
+    arguments = [a if a.startswith("--") or "=" not in a else "+" + a for a in arguments]
+    arguments += ["optimization.max_update=3"]
+os.execv("{real}/" + name, [name, *arguments])
+"""
+
+
+def read(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(language, *pages):
+    text = "".join(map(read, pages or PAGES))
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkout's root as far as the README's commands need it, and text of one's own."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("multimax_fairseq", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "text").mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / "text" / f"{split}.de").write_text(GERMAN, encoding="utf-8")
+        (folder / "text" / f"{split}.en").write_text(ENGLISH, encoding="utf-8")
+        (folder / "text" / f"wiki.{split}.tokens").write_text(ENGLISH, encoding="utf-8")
+    (folder / "bin").mkdir()
+    for name in ("fairseq-train", "fairseq-hydra-train"):
+        shim = folder / "bin" / name
+        shim.write_text(SMALLER.format(python=sys.executable, real=BIN))
+        shim.chmod(shim.stat().st_mode | stat.S_IXUSR)
+    (experiment,) = blocks("yaml")
+    (folder / "experiment.yaml").write_text(experiment)
+    return folder
+
+
+def test_every_command(folder):
+    commands = blocks("bash")
+    assert all(command in commands for command in ELSEWHERE)
+    path = f"{folder / 'bin'}:{BIN}:{os.environ['PATH']}"
+    stock = (
+        "fairseq-train data-bin --arch transformer_iwslt_de_en --share-all-embeddings "
+        "--optimizer adam --max-tokens 500 --save-dir softmax"
+    )
+    made = {}
+    for block in commands:
+        if block in ELSEWHERE:
+            continue
+        if "softmax/checkpoint_best.pt" in block:
+            run(folder, "bash", "-c", stock, PATH=path)
+        made[block] = run(folder, "bash", "-c", f"set -euo pipefail\n{block}", PATH=path)
+    printed = "".join(made.values())
+    assert re.search(r"nrefs:1.*tok:13a.*version:2", printed)
+    assert "checkpoints/average.pt: the mean of" in printed
+    assert re.search(r"Loss \(base 2\): \d", printed)
+    assert re.search(r"^BLEU = [\d.]+", printed, re.MULTILINE)
+    assert "start at identity" in next(out for block, out in made.items() if "finetune" in block)
+    assert (folder / "hydra-checkpoints" / "checkpoint_last.pt").exists()
+    assert (folder / "analysis" / "report.html").exists()
+
+
+def test_the_python_lines(folder):
+    for code in blocks("python", "docs/python.md"):
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_mapping_that_is_shown_is_the_one_that_is_tested():
+    (shown,) = blocks("python", "CONTRIBUTING.md")
+    tested = read("user_dir/added_mapping/__init__.py").partition('"""\n\n')[2]
+    assert shown == tested.replace("# noqa: E402, F401  ", "# ")
+
+
+def test_every_flag_is_explained_by_its_own_help():
+    """The rows of docs/flags.md are made of the table of mappings."""
+    from multimax_fairseq.models.config import MAPPINGS, OPTIONS, OUTPUTS, SETTINGS, flag
+
+    chosen = {"attention_normalizer": MAPPINGS, "output_normalizer": OUTPUTS}
+    of_kind = {int: "whole number", float: "number", bool: "", str: "text"}
+    rows = []
+    for setting in SETTINGS:
+        kind = OPTIONS[setting.name].kind if setting.name in OPTIONS else None
+        words = chosen.get(setting.name, kind if isinstance(kind, tuple) else ())
+        other = {"attention_normalizer_at": str, "scalar_gradient_scale": float}
+        values = ", ".join(f"`{w}`" for w in words) or of_kind[kind or other[setting.name]]
+        default = {False: "off", None: "none"}.get(setting.default, f"`{setting.default}`")
+        rows.append(
+            f"| `{flag(setting.name)}` | {values} | {default} | {setting.metadata['help']} |"
+        )
+    written = re.findall(r"^\| `--.*", read("docs/flags.md"), re.MULTILINE)
+    assert written == rows
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", read(page)):
+        if not target.startswith("https://"):
+            assert ((ROOT / page).parent / target).exists(), target
+    for path in re.findall(
+        r"`((?:scripts|docs|tests|configs|data-prep|user_dir)/[\w./-]*)", read(page)
+    ):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_front_page_is_one_page():
+    assert len(read("README.md").split()) <= 1200
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", read("README.md")))
+    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_house_is_drawn_as_it_is():
+    """Each room of the package is in the tree of docs/architecture.md, and nothing else."""
+    tree = blocks("", "docs/architecture.md")[0]
+    drawn = set(re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE))
+    package = ROOT / "multimax_fairseq"
+    rooms = {p.name for p in package.iterdir() if not p.name.startswith(("_", "."))}
+    assert drawn == rooms - {"py.typed"}
