@@ -1,71 +1,30 @@
-"""What the scripts of this folder share: archives that are checked before they are read, steps
-whose result appears only when it is complete, subwords, and fairseq's binary form."""
+"""Archives as their authors publish them: downloads, checks before anything is read, reading, and
+the counts that official ones must have."""
 
-import argparse
 import contextlib
-import fcntl
 import hashlib
 import http.client
-import inspect
-import io
-import itertools
 import lzma
-import os
 import re
-import shutil
-import subprocess
-import sys
 import tarfile
 import urllib.parse
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 from urllib.error import HTTPError, URLError
 
+from steps import alone, fail, say, warn
 from tqdm import tqdm
 
-SPLITS = ("train", "valid", "test")
-MARK = "prepared.sha256"  # in a finished folder: of all that it was made from
 LABELS = {"md5": "MD5", "sha256": "SHA-256"}
 BLOCK = 1 << 18
 TOLERANCE = 0.005  # of an expected count that a tokenizer has a part in
 
 
-def say(message: str) -> None:
-    print(message, flush=True)
-
-
-def warn(message: str) -> None:
-    print(f"{Path(sys.argv[0]).name}: warning: {message}", file=sys.stderr, flush=True)
-
-
-def fail(message: str) -> NoReturn:
-    sys.exit(f"{Path(sys.argv[0]).name}: {message}")
-
-
-class Options(argparse.ArgumentParser):
-    """A wrong option is one sentence, as every other mistake."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message}; see --help.")
-
-
-def run(main: Callable[[], None]) -> None:
-    """What a user or the machine can cause ends without a traceback."""
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\nStopped; the same command goes on from here.", file=sys.stderr)
-        sys.exit(130)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        fail(f"{where}{error.strerror or error}; run this again once that is mended.")
-
-
-# --- checksums and downloads -------------------------------------------------------------------
+# --- checksums and downloads ---------------------------------------------------------------------
 
 
 class Official(NamedTuple):
@@ -241,7 +200,7 @@ def network() -> Iterator[None]:
         raise HostFailed(str(reason) or type(reason).__name__) from error
 
 
-# --- reading archives --------------------------------------------------------------------------
+# --- reading archives ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -300,28 +259,7 @@ def zip_members(archive: Path, file: zipfile.ZipFile) -> list[tuple[str, zipfile
     return [(member.filename, member) for member in members if not member.is_dir()]
 
 
-def decode(data: bytes, name: object) -> list[str]:
-    """The lines of a file; nothing but a line feed ends one."""
-    try:
-        lines = data.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        fail(f"{name} is not UTF-8 in line {line:,}: get it again.")
-    return lines if lines[-1] else lines[:-1]
-
-
-def copy_text(lines: Iterable[bytes], target: Path, name: object) -> None:
-    """Appends to `target`, line by line and checked to be UTF-8, each with its line feed."""
-    with target.open("ab") as file:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                fail(f"{name} is not UTF-8 in line {number:,}: get it again.")
-            file.write(line if line.endswith(b"\n") else line + b"\n")
-
-
-# --- counts ------------------------------------------------------------------------------------
+# --- counts --------------------------------------------------------------------------------------
 
 
 def differing_counts(
@@ -352,114 +290,3 @@ def differing_counts(
     for sentence in sentences.values():
         warn(f"{sentence}; the difference is small, and the signature of results will name it.")
     return differing
-
-
-# --- steps -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Waits for other runs in the folder. Children hold the lock too, so that one that outlives a
-    killed run never writes into what the next run makes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"Waiting for another run in {folder}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
-        os.set_inheritable(lock.fileno(), True)
-        yield
-
-
-def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
-    """Has `make` fill a folder aside, which becomes `final` once it is complete; not done again
-    unless `made_from` or the code has changed."""
-    code = b"".join(Path(file).read_bytes() for file in (inspect.getfile(make), __file__))
-    mark = hashlib.sha256(made_from.encode() + code).hexdigest()
-    with alone(final.parent):
-        if (final / MARK).is_file() and (final / MARK).read_text().strip() == mark:
-            say(f"Nothing to do: {final} is prepared.")
-            return
-        aside = final.with_name(f"{final.name}.part")
-        if aside.exists():
-            shutil.rmtree(aside)
-        if final.exists():
-            if not (final / MARK).is_file():
-                fail(f"{final} was not made by this script: move it, or choose another --out.")
-            final.rename(aside)  # at once, so that half of it never bears the name of the whole
-            shutil.rmtree(aside)
-        say(f"Preparing {final}")
-        aside.mkdir()
-        try:
-            make(aside)
-        except SystemExit:  # a refusal: the next run would not get further with what is there
-            shutil.rmtree(aside)
-            raise
-        (aside / MARK).write_text(f"{mark}\n")
-        aside.rename(final)
-
-
-# --- subwords and fairseq's binary form --------------------------------------------------------
-
-
-def write(file: Path, lines: Iterable[str]) -> None:
-    with file.open("w", encoding="utf-8", newline="\n") as f:
-        f.writelines(f"{line}\n" for line in lines)
-
-
-def read(file: Path) -> list[str]:
-    return decode(file.read_bytes(), file)
-
-
-def sentencepieces(folder: Path, languages: tuple[str, ...], size: int) -> None:
-    """sentencepiece.model, dict.txt and, beside each text, its subwords as SPLIT.sp.LANGUAGE."""
-    import sentencepiece
-
-    made = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        # Not by the names of files: the model would record their folder.
-        sentence_iterator=itertools.chain.from_iterable(
-            read(folder / f"train.{language}") for language in languages
-        ),
-        model_writer=made,
-        model_type="bpe",  # a tenth of the time that the default, unigram, trains for
-        vocab_size=size,
-        hard_vocab_limit=False,  # a smaller text gets a smaller vocabulary
-        character_coverage=1.0,
-        max_sentence_length=1 << 20,  # in bytes: longer lines would be left out in silence
-        minloglevel=1,
-    )
-    (folder / "sentencepiece.model").write_bytes(made.getvalue())
-    model = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
-    # fairseq adds the first three (<unk>, <s>, </s>) by itself; it does not use the counts.
-    write(
-        folder / "dict.txt",
-        (f"{model.id_to_piece(i)} 1" for i in range(3, model.vocab_size())),
-    )
-    for split, language in itertools.product(SPLITS, languages):
-        lines = read(folder / f"{split}.{language}")
-        write(folder / f"{split}.sp.{language}", map(" ".join, model.encode(lines, out_type=str)))
-
-
-def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: object) -> None:
-    """fairseq-preprocess on the splits' texts."""
-    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--destdir", str(target)]
-    for split, prefix in zip(SPLITS, prefixes, strict=True):
-        command += [f"--{split}pref", str(prefix)]
-    command += ["--workers", str(min(workers, os.cpu_count() or 1)), *map(str, options)]
-    result = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        close_fds=False,  # see alone()
-    )
-    if result.returncode:
-        if os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0"):
-            sys.stderr.buffer.write(result.stdout)
-        lines = result.stdout.decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        fail(f"fairseq-preprocess failed: {last.strip()}; MULTIMAX_TRACEBACK=1 shows all it said.")
-    (target / "preprocess.log").unlink()  # it names folders of this machine

@@ -30,19 +30,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from archives import (
-    SPLITS,
-    binarize,
-    check,
-    fail,
-    readable,
-    run,
-    say,
-    sentencepieces,
-    split_checksum,
-    step,
-    write,
-)
+from archives import check, readable, split_checksum
+from steps import SPLITS, fail, run, say, step, write
+from subwords import binarize, sentencepieces
 
 
 class Source(NamedTuple):

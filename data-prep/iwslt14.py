@@ -30,24 +30,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from archives import (
-    SPLITS,
-    Archive,
-    Official,
-    Options,
-    binarize,
-    decode,
-    differing_counts,
-    fail,
-    obtain,
-    read,
-    read_tar,
-    run,
-    say,
-    sentencepieces,
-    step,
-    write,
-)
+from archives import Archive, Official, differing_counts, obtain, read_tar
+from steps import SPLITS, Options, decode, fail, read, run, say, step, write
+from subwords import binarize, sentencepieces
 from tqdm import tqdm
 
 LANGUAGES = ("de", "en")

@@ -28,24 +28,18 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from archives import (
-    SPLITS,
     Archive,
     Official,
-    Options,
-    binarize,
     choose,
-    copy_text,
     differing_counts,
     digest,
-    fail,
     obtain,
     readable,
-    run,
-    say,
     split_checksum,
-    step,
     zip_members,
 )
+from steps import SPLITS, Options, copy_text, fail, run, say, step
+from subwords import binarize
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,6 +19,7 @@ import iwslt14
 import pyarrow
 import pyarrow.parquet
 import pytest
+import steps
 import wikitext103
 from commands import ROOT
 from corpus import ENGLISH, GERMAN
@@ -407,7 +408,7 @@ def prepare_official(archive, pairs, out, monkeypatch):
     monkeypatch.setattr(iwslt14, "OFFICIAL", own)
     monkeypatch.setattr(iwslt14, "PAIRS", pairs)
     monkeypatch.setattr(sys, "argv", ["iwslt14.py", "--archive", str(archive), "--out", str(out)])
-    archives.run(iwslt14.main)
+    steps.run(iwslt14.main)
 
 
 def test_nearly_official_counts_are_said_and_written_down(
@@ -543,9 +544,9 @@ def test_someone_elses_folder_stays(tgz, tmp_path):
 
 
 def test_two_runs_do_not_meet(tmp_path):
-    code = f"import sys; sys.path[0] = {str(PREP)!r}; import archives, pathlib\n"
-    code += f"with archives.alone(pathlib.Path({str(tmp_path)!r})): print('alone')"
-    with archives.alone(tmp_path):
+    code = f"import sys; sys.path[0] = {str(PREP)!r}; import steps, pathlib\n"
+    code += f"with steps.alone(pathlib.Path({str(tmp_path)!r})): print('alone')"
+    with steps.alone(tmp_path):
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert other.stdout.readline().startswith("Waiting for another run")
         assert other.poll() is None

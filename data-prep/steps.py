@@ -1,0 +1,135 @@
+"""What every script of this folder is written with: messages, steps whose result appears only when
+it is complete, and text files that are checked line by line."""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import inspect
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+SPLITS = ("train", "valid", "test")
+MARK = "prepared.sha256"  # in a finished folder: the checksum of all that it was made from
+SHARED = ("steps.py", "archives.py", "subwords.py")  # the code that all scripts' results rest on
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def warn(message: str) -> None:
+    print(f"{Path(sys.argv[0]).name}: warning: {message}", file=sys.stderr, flush=True)
+
+
+def fail(message: str) -> NoReturn:
+    sys.exit(f"{Path(sys.argv[0]).name}: {message}")
+
+
+class Options(argparse.ArgumentParser):
+    """A wrong option is one sentence, as every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message}; see --help.")
+
+
+def run(main: Callable[[], None]) -> None:
+    """What a user or the machine can cause ends without a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nStopped; the same command goes on from here.", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        fail(f"{where}{error.strerror or error}; run this again once that is mended.")
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Waits for other runs in the folder. Children hold the lock too, so that one that outlives a
+    killed run never writes into what the next run makes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"Waiting for another run in {folder}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        os.set_inheritable(lock.fileno(), True)
+        yield
+
+
+def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
+    """Has `make` fill a folder aside, which becomes `final` once it is complete; not done again
+    unless `made_from` or the code has changed."""
+    here = Path(__file__)
+    files = [Path(inspect.getfile(make)), *(here.with_name(name) for name in SHARED)]
+    code = b"".join(file.read_bytes() for file in files)
+    mark = hashlib.sha256(made_from.encode() + code).hexdigest()
+    with alone(final.parent):
+        if (final / MARK).is_file() and (final / MARK).read_text().strip() == mark:
+            say(f"Nothing to do: {final} is prepared.")
+            return
+        aside = final.with_name(f"{final.name}.part")
+        if aside.exists():
+            shutil.rmtree(aside)
+        if final.exists():
+            if not (final / MARK).is_file():
+                fail(f"{final} was not made by this script: move it, or choose another --out.")
+            final.rename(aside)  # at once, so that half of it never bears the name of the whole
+            shutil.rmtree(aside)
+        say(f"Preparing {final}")
+        aside.mkdir()
+        try:
+            make(aside)
+        except SystemExit:  # a refusal: the next run would not get further with what is there
+            shutil.rmtree(aside)
+            raise
+        (aside / MARK).write_text(f"{mark}\n")
+        aside.rename(final)
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def decode(data: bytes, name: object) -> list[str]:
+    """The lines of a file; nothing but a line feed ends one."""
+    try:
+        lines = data.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        fail(f"{name} is not UTF-8 in line {line:,}: get it again.")
+    return lines if lines[-1] else lines[:-1]
+
+
+def copy_text(lines: Iterable[bytes], target: Path, name: object) -> None:
+    """Appends to `target`, line by line and checked to be UTF-8, each with its line feed."""
+    with target.open("ab") as file:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                fail(f"{name} is not UTF-8 in line {number:,}: get it again.")
+            file.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+def write(file: Path, lines: Iterable[str]) -> None:
+    with file.open("w", encoding="utf-8", newline="\n") as f:
+        f.writelines(f"{line}\n" for line in lines)
+
+
+def read(file: Path) -> list[str]:
+    return decode(file.read_bytes(), file)

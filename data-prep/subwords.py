@@ -1,0 +1,62 @@
+"""Subwords, and fairseq's binary form of them."""
+
+import io
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from steps import SPLITS, fail, read, write
+
+
+def sentencepieces(folder: Path, languages: tuple[str, ...], size: int) -> None:
+    """sentencepiece.model, dict.txt and, beside each text, its subwords as SPLIT.sp.LANGUAGE."""
+    import sentencepiece
+
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        # Not by the names of files: the model would record their folder.
+        sentence_iterator=itertools.chain.from_iterable(
+            read(folder / f"train.{language}") for language in languages
+        ),
+        model_writer=made,
+        model_type="bpe",  # a tenth of the time that the default, unigram, trains for
+        vocab_size=size,
+        hard_vocab_limit=False,  # a smaller text gets a smaller vocabulary
+        character_coverage=1.0,
+        max_sentence_length=1 << 20,  # in bytes: longer lines would be left out in silence
+        minloglevel=1,
+    )
+    (folder / "sentencepiece.model").write_bytes(made.getvalue())
+    model = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+    # fairseq adds the first three (<unk>, <s>, </s>) by itself; it does not use the counts.
+    write(
+        folder / "dict.txt",
+        (f"{model.id_to_piece(i)} 1" for i in range(3, model.vocab_size())),
+    )
+    for split, language in itertools.product(SPLITS, languages):
+        lines = read(folder / f"{split}.{language}")
+        write(folder / f"{split}.sp.{language}", map(" ".join, model.encode(lines, out_type=str)))
+
+
+def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: object) -> None:
+    """fairseq-preprocess on the splits' texts."""
+    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--destdir", str(target)]
+    for split, prefix in zip(SPLITS, prefixes, strict=True):
+        command += [f"--{split}pref", str(prefix)]
+    command += ["--workers", str(min(workers, os.cpu_count() or 1)), *map(str, options)]
+    result = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        close_fds=False,  # see alone()
+    )
+    if result.returncode:
+        if os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0"):
+            sys.stderr.buffer.write(result.stdout)
+        lines = result.stdout.decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        fail(f"fairseq-preprocess failed: {last.strip()}; MULTIMAX_TRACEBACK=1 shows all it said.")
+    (target / "preprocess.log").unlink()  # it names folders of this machine
