@@ -34,6 +34,11 @@ def experiment():
     sys.path.remove(str(ROOT / "scripts"))
 
 
+@pytest.fixture(scope="module")
+def plan(experiment):
+    return importlib.import_module("experiment_plan")
+
+
 @pytest.fixture(autouse=True)
 def pretend_gpu(monkeypatch):
     """So that --fp16, which WikiText-103's rows ask for, is not refused."""
@@ -46,11 +51,11 @@ def parsed(words):
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
 
 
-def as_hydra_train(experiment, name):
+def as_hydra_train(plan, name):
     """A config with fairseq's own settings beneath, as fairseq-hydra-train has it."""
     hydra_init(name)
     try:
-        cfg = experiment.compose(name)
+        cfg = plan.compose(name)
     finally:
         del ConfigStore.instance().repo[f"{name}.yaml"]
     OmegaConf.set_struct(cfg, True)
@@ -61,15 +66,15 @@ def as_hydra_train(experiment, name):
 # --- the configs -------------------------------------------------------------------------------
 
 
-def test_there_is_a_config_for_each_row_and_no_other(experiment):
+def test_there_is_a_config_for_each_row_and_no_other(plan):
     assert sorted(file.stem for file in (ROOT / "configs").iterdir()) == sorted(CONFIGS)
-    assert {name: experiment.rows(name) for name in ROWS} == ROWS
+    assert {name: plan.rows(name) for name in ROWS} == ROWS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_and_its_command_line_are_the_same_settings(experiment, name):
-    cfg = experiment.compose(name)
-    command = parsed([cfg.task.data, *experiment.options(cfg)])
+def test_a_config_and_its_command_line_are_the_same_settings(plan, name):
+    cfg = plan.compose(name)
+    command = parsed([cfg.task.data, *plan.options(cfg)])
     for group, settings in cfg.items():
         for key, value in settings.items():
             if (group, key) == ("model", "_name"):  # else an architecture of fairseq's old kind
@@ -78,12 +83,12 @@ def test_a_config_and_its_command_line_are_the_same_settings(experiment, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_builds_the_same_model_through_hydra(experiment, name, dictionary):
+def test_a_config_builds_the_same_model_through_hydra(plan, name, dictionary):
     task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    cfg = experiment.compose(name)
-    words = [cfg.task.data, *experiment.options(cfg)]
+    cfg = plan.compose(name)
+    words = [cfg.task.data, *plan.options(cfg)]
     models = []
-    for model in (as_hydra_train(experiment, name).model, parsed(words).model):
+    for model in (as_hydra_train(plan, name).model, parsed(words).model):
         torch.manual_seed(1)
         models.append(tasks.FairseqTask.build_model(task, model))
     ours, theirs = (dict(model.named_parameters()) for model in models)
@@ -93,26 +98,26 @@ def test_a_config_builds_the_same_model_through_hydra(experiment, name, dictiona
 
 @pytest.mark.parametrize("group", ["common", "task", "criterion", "model"])
 @pytest.mark.parametrize("name", ["iwslt14_multimax", "wikitext103_low"])
-def test_an_unknown_key_is_refused(experiment, name, group, dictionary, monkeypatch, tmp_path):
+def test_an_unknown_key_is_refused(plan, name, group, dictionary, monkeypatch, tmp_path):
     shutil.copytree(ROOT / "configs", tmp_path, dirs_exist_ok=True)
     file = tmp_path / f"{name}.yaml"
     cfg = OmegaConf.load(file)
     OmegaConf.update(cfg, f"{group}.typo", 1)
     OmegaConf.save(cfg, file)
-    monkeypatch.setattr(experiment, "CONFIGS", tmp_path)
+    monkeypatch.setattr(plan, "CONFIGS", tmp_path)
     task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     with pytest.raises((ValueError, HydraException, OmegaConfBaseException)) as refusal:
-        tasks.FairseqTask.build_model(task, as_hydra_train(experiment, name).model)
+        tasks.FairseqTask.build_model(task, as_hydra_train(plan, name).model)
     chain = (refusal.value, refusal.value.__cause__, refusal.value.__context__)
     assert any("typo" in str(error) for error in chain)
 
 
-def test_rows_differ_in_their_normalizer_alone(experiment):
+def test_rows_differ_in_their_normalizer_alone(plan):
     chosen = {"attention_normalizer", "output_normalizer", "multimax_order", "multimax_terms"}
     for name, rows in ROWS.items():
         whole = []
         for row in rows:
-            cfg = OmegaConf.to_container(experiment.compose(f"{name}_{row}"))
+            cfg = OmegaConf.to_container(plan.compose(f"{name}_{row}"))
             assert cfg["checkpoint"].pop("save_dir") == f"results/{name}/{row}/seed-1"
             own = tuple((key, cfg["model"].pop(key, None)) for key in sorted(chosen))
             assert own not in [other for other, _ in whole]
@@ -120,13 +125,13 @@ def test_rows_differ_in_their_normalizer_alone(experiment):
         assert all(cfg == whole[0][1] for _, cfg in whole)
 
 
-def test_the_language_model_has_the_papers_parameters(experiment):
+def test_the_language_model_has_the_papers_parameters(plan):
     words = Dictionary()
     for index in range(267_744 - len(words)):
         words.add_symbol(str(index))
     task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
-    cfg = experiment.compose("wikitext103_multimax")
-    command = parsed([cfg.task.data, *experiment.options(cfg)])
+    cfg = plan.compose("wikitext103_multimax")
+    command = parsed([cfg.task.data, *plan.options(cfg)])
     with torch.device("meta"):
         model = tasks.FairseqTask.build_model(task, command.model)
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 156
@@ -134,16 +139,16 @@ def test_the_language_model_has_the_papers_parameters(experiment):
 
 @pytest.mark.parametrize("name, batch", [("iwslt14_multimax", 4096), ("wikitext103_low", 8192)])
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
-def test_the_batch_is_the_same_on_any_number_of_gpus(experiment, name, batch, gpus):
-    cfg = experiment.compose(name)
-    experiment.fit(cfg, gpus)
+def test_the_batch_is_the_same_on_any_number_of_gpus(plan, name, batch, gpus):
+    cfg = plan.compose(name)
+    plan.fit(cfg, gpus)
     devices = cfg.distributed_training.distributed_world_size
     assert devices == max(gpus, 1)
     assert cfg.dataset.max_tokens * devices * cfg.optimization.update_freq[0] == batch
-    assert ("--cpu" in experiment.options(cfg)) == (gpus == 0)
-    assert ("--fp16" in experiment.options(cfg)) == (gpus > 0 and "wikitext" in name)
+    assert ("--cpu" in plan.options(cfg)) == (gpus == 0)
+    assert ("--fp16" in plan.options(cfg)) == (gpus > 0 and "wikitext" in name)
     with pytest.raises(UsageError, match="--gpus 3"):
-        experiment.fit(cfg, 3)
+        plan.fit(cfg, 3)
 
 
 # --- what data preparation leaves --------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""The rows of an experiment as they will be trained: a file of configs/ each, and the fairseq-train
+call that it stands for."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import evaluate
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from multimax_fairseq.compat import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+# The options of fairseq-train that choose a group's implementation.
+CHOICES = {
+    "task": "--task",
+    "model": "--arch",
+    "criterion": "--criterion",
+    "optimizer": "--optimizer",
+    "lr_scheduler": "--lr-scheduler",
+}
+
+
+def rows(experiment: str) -> list[str]:
+    """The rows that have a config; softmax, which the others are compared with, first."""
+    names = [file.stem.removeprefix(f"{experiment}_") for file in CONFIGS.glob(f"{experiment}_*")]
+    return sorted(names, key=lambda name: (name != "softmax", name))
+
+
+def compose(name: str) -> DictConfig:
+    """A config as fairseq-hydra-train reads it."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.1"):  # fairseq's own
+        cfg = hydra.compose(name)
+    OmegaConf.set_struct(cfg, False)
+    return cfg
+
+
+def fit(cfg: DictConfig, gpus: int) -> None:
+    """Keep the batch on another number of GPUs; 0 is the CPU."""
+    world = cfg.distributed_training.distributed_world_size
+    tokens = cfg.dataset.max_tokens * world * cfg.optimization.update_freq[0]
+    devices = max(gpus, 1)
+    cfg.distributed_training.distributed_world_size = devices
+    if tokens % (cfg.dataset.max_tokens * devices) == 0:
+        cfg.optimization.update_freq = [tokens // (cfg.dataset.max_tokens * devices)]
+    elif tokens % devices == 0:
+        cfg.dataset.max_tokens = tokens // devices
+        cfg.optimization.update_freq = [1]
+    else:
+        raise UsageError(f"--gpus {gpus} cannot share {tokens} tokens: choose a divisor")
+    if gpus == 0:
+        cfg.common.cpu = True
+        cfg.common.fp16 = False
+
+
+def options(cfg: DictConfig) -> list[str]:
+    """The command-line options of fairseq-train that a config stands for, without its data."""
+    words = []
+    for group, settings in cfg.items():
+        for key, value in settings.items():
+            flag = "--" + key.replace("_", "-")
+            if key == "_name":
+                words += [CHOICES[group], value]
+            elif (group, key) == ("task", "data") or value is None or value is False:
+                continue
+            elif value is True:
+                words.append(flag)
+            elif OmegaConf.is_list(value):
+                words += [flag, ",".join(map(str, value))]
+            else:
+                words += [flag, str(value)]
+    return words
+
+
+class Run(NamedTuple):
+    experiment: str
+    row: str
+    seed: int
+    folder: Path
+    data: Path
+    command: list[str]
+    updates: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}, seed {self.seed}"
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.command) + "\n"
+
+
+def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
+    cfg = compose(f"{args.experiment}_{row}")
+    folder = args.out / row / f"seed-{seed}"
+    fit(cfg, args.gpus)
+    cfg.common.user_dir = str(ROOT / "multimax_fairseq")
+    cfg.common.seed = seed
+    cfg.checkpoint.save_dir = str(folder)
+    if args.max_update is not None:
+        cfg.optimization.max_update = args.max_update
+    if cfg.task._name == "translation":
+        text = evaluate.describe(args.data_bin, cfg.task.target_lang)
+        cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
+        cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
+    program = evaluate.program("fairseq-train")
+    words = [program, str(args.data_bin), *options(cfg), *args.train]
+    # The last of several is the one that counts.
+    updates = int(words[len(words) - words[::-1].index("--max-update")])
+    return Run(args.experiment, row, seed, folder, args.data_bin, words, updates)
