@@ -4,8 +4,8 @@
     scripts/iwslt14.sh      [options] [-- fairseq-train options]
     scripts/wikitext103.sh  [options] [-- fairseq-train options]
 
-A row is a file of configs/, EXPERIMENT_ROW.yaml; its values become the options of one stock
-fairseq-train call for each seed. In OUT/ROW/seed-N:
+A row is a file of configs/, EXPERIMENT_ROW.yaml, with what all rows share in EXPERIMENT.yaml; its
+values become the options of one stock fairseq-train call for each seed. In OUT/ROW/seed-N:
 
     command             that call, to be repeated by hand
     train.log           all that it printed; checkpoint_best.pt, checkpoint_last.pt: its checkpoints
@@ -27,6 +27,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -176,7 +177,8 @@ def measured(log: str) -> dict[str, Any]:
 def finish(run: Run, lock: int) -> None:
     """Train and evaluate, as far as that is not done; leaves result.json."""
     kept = run.folder / "command"
-    if kept.exists() and kept.read_text(encoding="utf-8") != run.text:
+    # In whatever order: that of a config's keys means nothing.
+    if kept.exists() and sorted(shlex.split(kept.read_text("utf-8"))) != sorted(run.command):
         raise UsageError(
             f"'{run.folder}' was trained with another command (its file `command`): give another "
             "--out, or remove that folder"

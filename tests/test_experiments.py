@@ -67,7 +67,8 @@ def as_hydra_train(plan, name):
 
 
 def test_there_is_a_config_for_each_row_and_no_other(plan):
-    assert sorted(file.stem for file in (ROOT / "configs").iterdir()) == sorted(CONFIGS)
+    files = sorted(file.stem for file in (ROOT / "configs").iterdir())
+    assert files == sorted([*ROWS, *CONFIGS])  # what an experiment's rows share, and each row
     assert {name: plan.rows(name) for name in ROWS} == ROWS
 
 
@@ -80,6 +81,25 @@ def test_a_config_and_its_command_line_are_the_same_settings(plan, name):
             if (group, key) == ("model", "_name"):  # else an architecture of fairseq's old kind
                 key = key if OmegaConf.is_config(command.model) else "arch"
             assert getattr(command[group], key) == value, (group, key)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_the_same_through_hydra(plan, name):
+    """None of fairseq's defaults hides what the rows share."""
+    through_hydra = as_hydra_train(plan, name)
+    for group, settings in plan.compose(name).items():
+        for key, value in settings.items():
+            assert through_hydra[group][key] == value, (group, key)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_key_stands_both_in_a_row_and_in_what_rows_share(name):
+    row = OmegaConf.load(ROOT / "configs" / f"{name}.yaml")
+    (_, base) = row.pop("defaults")
+    assert base == next(experiment for experiment in ROWS if name.startswith(f"{experiment}_"))
+    shared = OmegaConf.load(ROOT / "configs" / f"{base}.yaml")
+    assert set(row) == {"checkpoint", "model"}
+    assert not any(set(row[group]) & set(shared[group]) for group in row)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
