@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Trains, evaluates and tabulates the rows of an experiment of the MultiMax paper.
+"""Trains, evaluates and tabulates the rows of an experiment: those of the MultiMax paper, and with
+scripts/quickstart.sh those of the quickstart.
 
     scripts/iwslt14.sh      [options] [-- fairseq-train options]
     scripts/wikitext103.sh  [options] [-- fairseq-train options]
@@ -11,6 +12,7 @@ values become the options of one stock fairseq-train call for each seed. In OUT/
     train.log           all that it printed; checkpoint_best.pt, checkpoint_last.pt: its checkpoints
     evaluate.log        likewise for fairseq-generate or fairseq-eval-lm
     result.json         the figure, and all that it takes to find it again
+    data.sha256         of what data-prep/ made the data from
 
 OUT/results.jsonl collects the results, OUT/table.md is their table. What is finished is not done
 again; what was stopped goes on where it stopped. The same command may run several times at once, on
@@ -72,18 +74,20 @@ def claim(run: Run, wait: bool) -> int | None:
 
 def mend(folder: Path) -> None:
     """Make good the checkpoints that a killed process was copying: fairseq writes the first of the
-    names of a checkpoint aside, and renames it, but copies it straight onto the other names."""
-    copies = [folder / "checkpoint_best.pt", folder / "checkpoint_last.pt"]
+    names of a checkpoint aside, and renames it, but copies it straight onto the other names, onto
+    checkpoint_last.pt at the end."""
+    last = folder / "checkpoint_last.pt"
+    copies = [folder / "checkpoint_best.pt", last]
     numbered = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda f: int(f.stem.split("_")[2]))
     files = [file for file in (*numbered, *copies) if file.exists()]
     broken = [file for file in files if not zipfile.is_zipfile(file)]
     sound = [file for file in (*copies, *numbered) if file in files and file not in broken]
-    for file in broken:
+    for file in broken if last.exists() else [*broken, last]:
         if sound:
             with whole(file) as aside:
                 shutil.copyfile(sound[-1], aside)
         else:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def updates_made(folder: Path) -> int:
@@ -99,11 +103,14 @@ def updates_made(folder: Path) -> int:
 def train(run: Run, lock: int) -> None:
     """Train to the end, from the last checkpoint if there is one; leaves the file `trained`."""
     mend(run.folder)
-    if updates_made(run.folder) >= run.updates:
+    made = updates_made(run.folder)
+    if made >= run.updates:
         # Killed after its last checkpoint; fairseq would make one update more than asked for.
         (run.folder / "trained").touch()
         return
     log = run.folder / "train.log"
+    start = f"going on from update {made:,}" if made else "training"
+    print(f"{run.name}: {start}; full log: {log}", flush=True)
     with log.open("a", encoding="utf-8") as file:
         file.write(f"{STARTED}\n{run.text}")
         file.flush()
@@ -126,21 +133,40 @@ def train(run: Run, lock: int) -> None:
 
 
 def watch(run: Run, process: subprocess.Popen, follow: TextIO) -> int:
-    """Show what the log says until the process ends; return the most memory that it took."""
+    """Show what the log says until the process ends; return the most memory that it took.
+
+    On a terminal as a bar, elsewhere line by line.
+    """
     rest = ""
-    with tqdm(total=run.updates, desc=run.name, unit="update", dynamic_ncols=True) as bar:
+    plain = not sys.stdout.isatty()
+    with tqdm(
+        total=run.updates, desc=run.name, unit="update", dynamic_ncols=True, disable=plain
+    ) as bar:
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
             *lines, rest = (rest + follow.read()).split("\n")
             for line in lines:
-                if found := re.search(r"train_inner.* loss=([\d.]+).* num_updates=(\d+)", line):
-                    bar.set_postfix_str(f"loss {found[1]}", refresh=False)
-                    bar.update(int(found[2]) - bar.n)
+                show(run, line, bar)
             if pid:
                 break
             time.sleep(0.2)
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def show(run: Run, line: str, bar: tqdm) -> None:
+    """What a line of fairseq-train's log says to a person, if anything."""
+    if found := re.search(r"train_inner.* loss=([\d.]+).* wps=(\d+).* num_updates=(\d+)", line):
+        loss, speed, update = found[1], int(found[2]), int(found[3])
+        bar.set_postfix_str(f"loss {loss}", refresh=False)
+        bar.update(update - bar.n)
+        told = f"update {update:,} of {run.updates:,}, loss {loss}, {speed:,} tokens a second"
+    elif found := re.search(r"valid on.*\| loss (\S+).*\| ppl (\S+)", line):
+        told = f"held-out loss {found[1]}, perplexity {found[2]}"
+    else:
+        return
+    if bar.disable:
+        print(f"{run.name}: {told}", flush=True)
 
 
 def measured(log: str) -> dict[str, Any]:
@@ -174,19 +200,30 @@ def measured(log: str) -> dict[str, Any]:
     }
 
 
+def made_from(data: Path) -> str:
+    """The checksum of what data-prep/ made the data from; empty for data of another origin."""
+    files = [folder / "prepared.sha256" for folder in (data, data.parent)]
+    return next((file.read_text("utf-8") for file in files if file.is_file()), "")
+
+
 def finish(run: Run, lock: int) -> None:
     """Train and evaluate, as far as that is not done; leaves result.json."""
-    kept = run.folder / "command"
+    kept, data = run.folder / "command", run.folder / "data.sha256"
+    other = None
     # In whatever order: that of a config's keys means nothing.
     if kept.exists() and sorted(shlex.split(kept.read_text("utf-8"))) != sorted(run.command):
+        other = "with another command (its file `command`)"
+    elif data.exists() and data.read_text("utf-8") != made_from(run.data):
+        other = f"on other data than '{run.data}' now holds"
+    if other:
         raise UsageError(
-            f"'{run.folder}' was trained with another command (its file `command`): give another "
-            "--out, or remove that folder"
+            f"'{run.folder}' was trained {other}: give another --out, or remove that folder"
         )
     if (run.folder / "result.json").exists():
         print(f"Nothing to do: {run.name} is finished.")
         return
     kept.write_text(run.text, encoding="utf-8")
+    data.write_text(made_from(run.data), encoding="utf-8")
     if not (run.folder / "trained").exists():
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
@@ -300,7 +337,10 @@ def prepare(args: argparse.Namespace) -> None:
     own = args.data_bin == ROOT / "data" / args.experiment / "data-bin"
     if args.archive is not None or own:
         if args.data_bin.name != "data-bin":
-            raise UsageError(f"--data-bin {args.data_bin}: what is made from --archive is data-bin")
+            raise UsageError(
+                f"--data-bin {args.data_bin} must end in data-bin, as the folders that data-prep/ "
+                "makes do"
+            )
         script = ROOT / "data-prep" / f"{args.experiment}.sh"
         words = [str(script), "--out", str(args.data_bin.parent)]
         words += [] if args.archive is None else ["--archive", args.archive]
@@ -314,6 +354,7 @@ def main() -> None:
     logging.getLogger("hydra").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     experiment = sys.argv[1]
+    is_quickstart = experiment.startswith("quickstart_")
     compat.apply()
     try:
         args = parse(experiment)
@@ -322,13 +363,13 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         # A seed of every row before the next seed, so that the table is whole early.
         work([plan(args, row, seed) for seed in args.seeds for row in args.rows])
-        table = collect(args.out)
+        if not is_quickstart:  # which reports its results itself
+            print(f"\n{collect(args.out)}\nAll of it: {args.out}")
     except (UsageError, OSError) as error:
-        sys.exit(f"{experiment}.sh: error: {error}")
+        sys.exit(f"{'quickstart' if is_quickstart else experiment}.sh: error: {error}")
     except KeyboardInterrupt:
         print("\nStopped; the same command goes on from here.", file=sys.stderr)
         sys.exit(130)
-    print(f"\n{table}\nAll of it: {args.out}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.row}, seed {self.seed}"
+        return f"{self.experiment} {self.row}, seed {self.seed}"
 
     @property
     def text(self) -> str:
@@ -102,7 +102,7 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     cfg.checkpoint.save_dir = str(folder)
     if args.max_update is not None:
         cfg.optimization.max_update = args.max_update
-    if cfg.task._name == "translation":
+    if cfg.task.get("eval_bleu"):
         text = evaluate.describe(args.data_bin, cfg.task.target_lang)
         cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
         cfg.task.eval_bleu_detok = text["tokenizer"] or "space"

@@ -23,6 +23,8 @@ from multimax_fairseq.errors import UsageError
 ROWS = {
     "iwslt14": ["softmax", "entmax15", "evsoftmax", "multimax", "sparsemax"],
     "wikitext103": ["softmax", "both", "low", "multimax", "multimax_attention"],
+    "quickstart_translation": ["softmax", "multimax"],
+    "quickstart_lm": ["softmax", "multimax"],
 }
 CONFIGS = [f"{name}_{row}" for name, rows in ROWS.items() for row in rows]
 
@@ -191,6 +193,31 @@ def test_a_description_of_the_data_tells_where_its_counts_differ(experiment, tmp
             experiment.evaluate.describe(tmp_path, "en")
 
 
+# --- what an earlier run leaves -----------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_its_own_command_and_data_alone(experiment, plan, tmp_path, capsys):
+    data, folder = tmp_path / "data" / "data-bin", tmp_path / "run"
+    data.mkdir(parents=True)
+    folder.mkdir()
+    run = plan.Run("iwslt14", "softmax", 1, folder, data, ["fairseq-train", "--lr", "1"], 3)
+    (folder / "result.json").touch()
+    (folder / "command").write_text("fairseq-train --lr 2\n")
+    with pytest.raises(UsageError, match="trained with another command"):
+        experiment.finish(run, 0)
+    (folder / "command").write_text("--lr 1 fairseq-train\n")  # the same in another order
+    experiment.finish(run, 0)
+    assert "Nothing to do: iwslt14 softmax, seed 1" in capsys.readouterr().out
+    for place in (data, data.parent):
+        (place / "prepared.sha256").write_text("12ab\n")
+        (folder / "data.sha256").write_text("12ab\n")
+        experiment.finish(run, 0)
+        (folder / "data.sha256").write_text("34cd\n")
+        with pytest.raises(UsageError, match="trained on other data"):
+            experiment.finish(run, 0)
+        (place / "prepared.sha256").unlink()
+
+
 # --- what a killed process leaves --------------------------------------------------------------
 
 
@@ -213,6 +240,9 @@ def test_checkpoints_that_were_being_copied_are_made_good(experiment, tmp_path):
     save("checkpoint_best.pt", 10, truncated=True)
     experiment.mend(tmp_path)
     assert left()["checkpoint_best.pt"] == 10 and left()["checkpoint_last.pt"] == 1
+    (tmp_path / "checkpoint_last.pt").unlink()
+    experiment.mend(tmp_path)
+    assert left()["checkpoint_last.pt"] == 10
     for file in tmp_path.iterdir():
         file.write_bytes(b"PK")
     experiment.mend(tmp_path)

@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import tarfile
@@ -143,13 +144,15 @@ def test_quickstart(archives, demo, tmp_path):
     run_and_stop_at("data/translation.part/data-bin", signal.SIGKILL, out, *command, cwd=tmp_path)
     assert not (out / "data" / "translation").exists()
     run_and_stop_at(  # as Ctrl-C does
-        "translation-multimax/checkpoint_*_*.pt", signal.SIGINT, out, *command, cwd=tmp_path
+        "translation/multimax/seed-1/checkpoint_*_*.pt", signal.SIGINT, out, *command, cwd=tmp_path
     )
-    assert not (out / "translation-multimax" / "model.pt").exists()
+    assert not (out / "translation" / "multimax" / "seed-1" / "trained").exists()
 
     done = run(*command, "--compare", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "translation-multimax: going on from checkpoint_" in done.stdout
+    assert re.search(r"translation multimax, seed 1: going on from update \d", done.stdout)
+    assert re.search(r"lm softmax, seed 1: update \d+ of 16, loss \d", done.stdout)
+    assert re.search(r"lm softmax, seed 1: held-out loss \d+", done.stdout)
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in row.split("|")[1:3]] for row in table[2:]] == [
         ["Spanish-English", "multimax"],
@@ -164,8 +167,11 @@ def test_quickstart(archives, demo, tmp_path):
     references = (out / "data" / "translation" / "test.en").read_text().splitlines()
     assert all(reference in done.stdout for reference in references[:5])
     for normalizer in ("multimax", "softmax"):
-        translations = (out / f"translation-{normalizer}" / "test.en").read_text()
-        assert translations.count("\n") == len(references) and "▁" not in translations
+        log = out / "translation" / normalizer / "seed-1" / "evaluate.log"
+        rows = re.findall(r"^H-(\d+)\t\S+\t(.*)$", log.read_text(), re.MULTILINE)
+        translations = {int(number): translation for number, translation in rows}
+        assert len(translations) == len(references) and "▁" not in "".join(translations.values())
+        assert all(f"  {normalizer:10}{translations[i]}\n" in done.stdout for i in range(5))
 
     for name in demo.SPLITS:
         texts = [
