@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class Mapping:
             for one named `modulator`, which is a function of the scores and given as it is. A
             parameter has the heads in its first dimension, or no dimension. By default the options
             are the arguments.
-        learns: of (**options): whether something is learned.
         training: the function has an argument of this name, and is told whether the model trains.
         modulated: the mapping is softmax of `modulator(scores)`, or of the scores where `build`
             gives none. Then it has a TorchScript form, and may be an output layer that trains with
@@ -98,7 +98,6 @@ class Mapping:
     options: tuple[Option, ...] = ()
     heads: Option | None = None
     build: Callable[..., dict[str, Any]] = _as_given
-    learns: Callable[..., bool] = lambda **options: False
     training: bool = False
     modulated: bool = False
     kernel: bool = False
@@ -108,6 +107,16 @@ class Mapping:
     def __call__(self, *args: Any, **arguments: Any) -> Tensor:
         """Return probabilities: the function's."""
         return self.function(*args, **arguments)
+
+    def learns(self, **options: Any) -> bool:
+        """Return whether something is learned with these options; False if they are wrong."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                arguments = self.build(None, **options)
+        except ValueError:
+            return False
+        modules = [value for value in arguments.values() if isinstance(value, nn.Module)]
+        return any(True for module in modules for _ in module.parameters())
 
     def setting_of(self, option: Option) -> str:
         """Return the name of one of its options among a model's settings."""

@@ -36,7 +36,6 @@ register(
         function=functions.softmax,
         options=temperature.OPTIONS,
         build=_temperature,
-        learns=lambda **options: options["learn_temperature"],
         modulated=True,
         kernel=True,
         output_options=(),
@@ -50,7 +49,6 @@ register(
         options=modulator.OPTIONS,
         heads=heads_option("shared", "one modulator per layer, or per head"),
         build=_modulator,
-        learns=lambda **options: True,
         modulated=True,
         kernel=True,
         output_options=modulator.OPTIONS,
@@ -116,7 +114,6 @@ register(
             setting="entmax_heads",
         ),
         build=_alpha,
-        learns=lambda **options: options["alpha"] is None,
         output_options=(
             Option(
                 "alpha",

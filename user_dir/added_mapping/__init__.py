@@ -1,7 +1,4 @@
-"""A --user-dir that adds a mapping: softmax of scores that each head sharpens as it learns to.
-
-fairseq-train DATA --user-dir user_dir/added_mapping --attention-normalizer sharpened ...
-"""
+"""A mapping of one's own: softmax of scores that a learned factor sharpens."""
 
 import torch
 from torch import nn
@@ -22,16 +19,11 @@ def sharpened(scores, dim=-1, mask=None, *, sharpness):
     return normalize("softmax", scores * sharpness, dim, mask)
 
 
+def build(num_heads, start):
+    return {"sharpness": Sharpness(num_heads, start)}
+
+
 start = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="factor at the start")
-register(
-    Mapping(
-        "sharpened",
-        "sharpened softmax",
-        sharpened,
-        options=(start,),
-        build=lambda heads, start: {"sharpness": Sharpness(heads, start)},
-        learns=lambda start: True,
-    )
-)
+register(Mapping("sharpened", "sharpened softmax", sharpened, options=(start,), build=build))
 
 import multimax_fairseq.models  # noqa: E402, F401  makes the flags, so it comes last
