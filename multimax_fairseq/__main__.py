@@ -6,6 +6,7 @@ For commands that take no --user-dir, and for models of stock fairseq that need 
 """
 
 import importlib
+import logging
 import sys
 from typing import Any
 
@@ -17,7 +18,7 @@ def run(command: str) -> Any:
     """Run a fairseq command on sys.argv, and return what it returns."""
     module = command.removeprefix("fairseq-").replace("-", "_")
     try:
-        # First, as it sets up logging before it imports fairseq.
+        mend()
         program = importlib.import_module(f"fairseq_cli.{module}")
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
@@ -25,8 +26,24 @@ def run(command: str) -> Any:
             f"{command}: error: the package {package} is missing: pip install "
             "'multimax-fairseq[fairseq]'"
         )
-    compat.apply()
     return program.cli_main()
+
+
+def mend() -> None:
+    """Apply what compat/ has.
+
+    That imports fairseq, of which some modules set up logging as they are imported. It is taken
+    back: the command sets up its own, and whoever comes first wins.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    logging.disable(logging.INFO)
+    try:
+        compat.apply()
+    finally:
+        logging.disable(logging.NOTSET)
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def main() -> None:

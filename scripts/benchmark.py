@@ -42,7 +42,7 @@ from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.compat import CheckpointError, UsageError
+from multimax_fairseq.errors import CheckpointError, UsageError
 from multimax_fairseq.models.config import as_namespace
 
 SHAPES = ["4x8x512x64", "16x8x128x64"]

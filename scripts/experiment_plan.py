@@ -10,7 +10,7 @@ import evaluate
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from multimax_fairseq.compat import UsageError
+from multimax_fairseq.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"

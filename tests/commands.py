@@ -8,6 +8,11 @@ import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = forks.programs()
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+}
 PLUGIN = ("--user-dir", str(ROOT / "multimax_fairseq"))
 
 
@@ -17,7 +22,7 @@ def run(folder, *command, code=0, stdin=None, **environment):
     done = subprocess.run(
         [str(program if program.exists() else command[0]), *map(str, command[1:])],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**ENVIRONMENT, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         input=stdin,

@@ -103,6 +103,7 @@ def take(connection):
         order += connection.recv(1 << 16)
     program = os.fork()
     if program == 0:
+        os.setpgid(0, 0)
         connection.close()
         become(*json.loads(order), files)
     for file in files:
@@ -110,9 +111,9 @@ def take(connection):
     ended = os.pidfd_open(program)
     while ended not in (ready := select.select([ended, connection], [], [])[0]):
         numbers = connection.recv(16) if connection in ready else b""
-        # A stand-in that was killed takes its program with it.
+        # A stand-in that was killed takes its program with it, and that its own stand-ins.
         for number in numbers or [signal.SIGKILL]:
-            os.kill(program, number)
+            os.killpg(program, number)
         if not numbers:
             os._exit(1)
     _, status = os.waitpid(program, 0)

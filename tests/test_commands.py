@@ -399,7 +399,7 @@ def test_a_user_dir_of_ones_own_trains(text):
     "flags, parts",
     [
         (["--encoder-attention-heads", "3"], ["--encoder-attention-heads 3", "16"]),
-        (["--multimax-order", "7"], ["--multimax-order 7", "1, 2"]),
+        (["--multimax-order", "7"], ["--multimax-order 7", "1 or 2"]),
         (["--attention-normalizer-at", "crosss"], ["'crosss'", "encoder, decoder, cross"]),
         (["--topk", "5"], ["--topk 5 belongs to topk attention", "leave it out"]),
         (["--multimax-init-std", "inf"], ["--multimax-init-std inf must be a finite number"]),

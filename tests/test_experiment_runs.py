@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import BIN, ROOT, run
+from commands import ENVIRONMENT, ROOT, run
 from corpus import ENGLISH, GERMAN
 
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
@@ -25,11 +25,6 @@ TINY = {
     "--tokens-per-sample 32 --max-tokens 128 --save-interval-updates 1 --keep-interval-updates 2",
 }
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0"
-ENV = {
-    **os.environ,
-    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def archive(experiment: str, folder: Path) -> Path:
@@ -64,7 +59,7 @@ def start(command: list[str], folder: Path) -> subprocess.Popen:
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=ENV,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -16,13 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from commands import BIN, ROOT
-
-ENV = {
-    **os.environ,
-    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-}
+from commands import BIN, ENVIRONMENT, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +68,9 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(map(str, command), cwd=cwd, env=ENV, capture_output=True, text=True)
+    return subprocess.run(
+        map(str, command), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
+    )
 
 
 def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cwd: Path) -> None:
@@ -82,7 +78,7 @@ def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cw
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=ENV,
+        env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         # Tests that run in a shell's background ignore it, and children would inherit that.
