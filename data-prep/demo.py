@@ -9,7 +9,7 @@ fetched by name. Every archive, fetched or given, must have the SHA-256 written 
 file of the same layout, state its own after `#`. The results:
 
     DIR/translation  train, valid and test as raw text with the authors line by line; data-bin
-    DIR/lm           likewise, a paragraph a line; data-bin
+    DIR/lm           likewise, one paragraph per line; data-bin
     DIR/archives     what was fetched
 
 Each of the two folders appears only once it is complete, and is made again only if its archive or

@@ -5,9 +5,9 @@
 
 Translation: SacreBLEU of the detokenised text, and BLEU of its Moses tokens, as older papers have
 it. The references are DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw
-text a line; else they are read back from DATA-BIN. Where evaluation.json there says that the model
-knows lower case alone, neither score looks at case; where it says that the data have other numbers
-of sentence pairs than expected, both signatures end in them.
+text, one sentence per line; else they are read back from DATA-BIN. Where evaluation.json there says
+that the model knows lower case alone, neither score looks at case; where it says that the data have
+other numbers of sentence pairs than expected, both signatures end in them.
 
 Language model: perplexity a token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).

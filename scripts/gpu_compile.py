@@ -65,7 +65,7 @@ def build(kernel: Any, capability: int, element: str, arguments: dict[str, Any],
             signature[name] = types.get(name, "*fp32" if name in FLOAT32 else f"*{element}")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            floating = name in ("scale", "keep_scale", "share", "hit")
+            floating = name in ("scale", "keep_scale", "smooth_weight", "nll_weight")
             signature[name] = "fp32" if floating else "i32"
             if name[-2:] in ("_b", "_h", "_n") and name != "t_h":
                 attributes[(index,)] = [["tt.divisibility", 16]]

@@ -52,7 +52,7 @@ done
 trap 'printf "\nStopped; the same command goes on from here.\n" >&2; exit 130' INT
 source "$root/scripts/environment.sh"
 trap 'exit 130' INT # what follows says it itself
-# Two models at a time, a thread each: models this small gain a tenth by a second thread, and threads
+# Two models at a time, one thread each: models this small gain a tenth by a second thread, and threads
 # that wait for each other lose far more as soon as something else runs. Nor do they need a GPU.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
 

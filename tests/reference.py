@@ -6,13 +6,13 @@ import numpy as np
 
 
 def _parameters(table):
-    """Rows of t_b1 t_d1 t_b2 t_d2 b1 d1 b2 d2 as (t_b, t_d, b, d), each an entry an order."""
+    """Rows of t_b1 t_d1 t_b2 t_d2 b1 d1 b2 d2 as (t_b, t_d, b, d), each one entry per order."""
     for row in table.strip().splitlines():
         t_b1, t_d1, t_b2, t_d2, b1, d1, b2, d2 = map(float, row.split())
         yield [t_b1, t_b2], [t_d1, t_d2], [b1, b2], [d1, d2]
 
 
-# Learned parameters, a row a layer: Zhou et al. 2024, Table 7 (Deit-small) and 8 (WikiText-103).
+# Learned parameters, a row per layer: Zhou et al. 2024, Table 7 (Deit-small) and 8 (WikiText-103).
 TABLE_7 = list(
     _parameters("""
 1.8347933 2.815388 0.9864913 0.68440557 1.185235 -1.208543 -2.1076407 1.9158255

@@ -38,7 +38,7 @@ VARIANTS = {
     "alpha_entmax": ["--attention-normalizer", "alpha_entmax"],
     "evsoftmax": ["--attention-normalizer", "evsoftmax"],
 }
-KINDS, TEMPERATURES = ("encoder", "decoder", "cross"), 9
+ATTENTIONS, TEMPERATURES = ("encoder", "decoder", "cross"), 9
 
 
 def subwords(text):
@@ -179,18 +179,18 @@ def assert_alike(one, other, tolerance=1e-4):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kind_layer_and_head_is_there(collected, variant):
     folder = collected(variant)
-    places = [(kind, layer) for kind in KINDS for layer in range(LAYERS)]
+    places = [(place, layer) for place in ATTENTIONS for layer in range(LAYERS)]
     heads = table(folder, "heads")
-    assert {(r["kind"], r["layer"], r["head"]) for r in heads} == {
+    assert {(r["place"], r["layer"], r["head"]) for r in heads} == {
         (*place, head) for place in places for head in range(HEADS)
     } and len(heads) == len(places) * HEADS
     for row in heads:
         assert 0 <= row["sparsity"] <= 1 and 0 <= row["multi_modality"] <= 2
         assert row["entropy"] >= 0 and 0 < row["density"] <= 1
         assert 0 <= row["confidence"] <= 1 and abs(row["offset"]) <= 32
-        assert (row["bpe_merging"] is None) == (row["kind"] == "cross")
+        assert (row["bpe_merging"] is None) == (row["place"] == "cross")
         # In the decoder, the mark is the last key: only it could attend to itself.
-        assert (row["interrogation"] is None) == (row["kind"] == "decoder")
+        assert (row["interrogation"] is None) == (row["place"] == "decoder")
         assert (row["past_turning_point"] is None) == (not variant.startswith("multimax"))
     assert (variant != "multimax") or any(row["past_turning_point"] > 0 for row in heads)
     dense = variant in ("softmax", "temperature")
@@ -198,15 +198,15 @@ def test_every_kind_layer_and_head_is_there(collected, variant):
     for row in table(folder, "layers"):
         assert 0 <= row["head_diversity"] <= 1
         assert -1 <= row["rollout_similarity"] <= 1 + 1e-9
-        assert (row["token_similarity"] is None) == (row["kind"] == "cross")
-        if row["kind"] != "cross":
+        assert (row["token_similarity"] is None) == (row["place"] == "cross")
+        if row["place"] != "cross":
             assert -1 <= row["token_similarity"] <= 1
-        if row["layer"] == 0 and row["kind"] != "cross":
+        if row["layer"] == 0 and row["place"] != "cross":
             assert row["rollout_similarity"] == pytest.approx(1)
     temperatures = table(folder, "temperatures")
     assert len(temperatures) == len(places) * (TEMPERATURES + 1)
     for place in places:
-        rows = [r for r in temperatures if (r["kind"], r["layer"]) == place]
+        rows = [r for r in temperatures if (r["place"], r["layer"]) == place]
         softmax = sorted((r for r in rows if r["temperature"]), key=lambda r: r["temperature"])
         assert [r["multi_modality"] for r in softmax] == sorted(
             r["multi_modality"] for r in softmax
@@ -234,15 +234,15 @@ def test_histograms_count_each_score_and_probability_once(data, collected, varia
     }
     rows = table(collected(variant), "histograms")
     heads = table(collected(variant), "heads")
-    for kind in KINDS:
-        assert {r["queries"] for r in heads if r["kind"] == kind} == {
-            sum(lengths[kind != "encoder"])
+    for place in ATTENTIONS:
+        assert {r["queries"] for r in heads if r["place"] == place} == {
+            sum(lengths[place != "encoder"])
         }
         for layer in range(LAYERS):
             for quantity in ("score", "probability"):
-                bins = [r for r in rows if (r["kind"], r["layer"], r["quantity"])
-                        == (kind, layer, quantity)]  # fmt: skip
-                assert sum(r["count"] for r in bins) == entries[kind] * HEADS
+                bins = [r for r in rows if (r["place"], r["layer"], r["quantity"])
+                        == (place, layer, quantity)]  # fmt: skip
+                assert sum(r["count"] for r in bins) == entries[place] * HEADS
                 edges = [bins[0]["left"], *(r["right"] for r in bins)]
                 assert edges == sorted(edges)
                 assert all(r["left"] == left for r, left in zip(bins, edges, strict=False))
@@ -268,11 +268,11 @@ def test_parameters_are_the_checkpoints(collected, checkpoint, variant, names, r
     assert {row["place"] for row in found} == (places if rows else set())
     state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]))["model"]
     for row in found:
-        kind = {"encoder": "encoder.layers.{}.self_attn", "decoder": "decoder.layers.{}.self_attn",
+        place = {"encoder": "encoder.layers.{}.self_attn", "decoder": "decoder.layers.{}.self_attn",
                 "cross": "decoder.layers.{}.encoder_attn"}  # fmt: skip
         at = "decoder.output_modulator."
         if row["place"] != "output":
-            at = kind[row["place"]].format(int(row["layer"])) + ".normalizer."
+            at = place[row["place"]].format(int(row["layer"])) + ".normalizer."
         if row["name"] == "temperature":
             expected = state[at + "modulator.log_temperature"].exp()
         elif row["name"] == "alpha":
@@ -298,7 +298,7 @@ def test_the_signature_says_what_was_collected_from_what(data, collected, checkp
     (about,) = signed["checkpoints"]
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     assert about["path"] == str(path) and about["updates"] == 7 and len(about["sha256"]) == 64
-    assert about["normalizer"] == dict.fromkeys(KINDS, "multimax")
+    assert about["normalizer"] == dict.fromkeys(ATTENTIONS, "multimax")
     assert about["output_normalizer"] == "multimax" and about["architecture"] == TRANSLATION
     settings = about["settings"]
     assert (settings["multimax_order"], settings["multimax_terms"]) == (2, "both")
@@ -334,19 +334,19 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
     (example,) = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
     assert example["source"]["tokens"] == [words[i] for i in source]
     assert example["target"]["tokens"] == [words[i] for i in target]
-    heads = {(r["kind"], r["layer"], r["head"]): r for r in table(folder, "heads")}
-    layers = {(r["kind"], r["layer"]): r for r in table(folder, "layers")}
+    heads = {(r["place"], r["layer"], r["head"]): r for r in table(folder, "heads")}
+    layers = {(r["place"], r["layer"]): r for r in table(folder, "layers")}
     mixed = {}
-    for (kind, layer), (scores, probs, excluded) in seen.items():
-        np.testing.assert_allclose(example["attention"][kind][layer], probs, atol=2e-4)
+    for (place, layer), (scores, probs, excluded) in seen.items():
+        np.testing.assert_allclose(example["attention"][place][layer], probs, atol=2e-4)
         mean = probs.mean(0)
-        if kind == "cross":
+        if place == "cross":
             rolled = mean @ mixed["encoder"]
         else:
             one = (mean + np.eye(len(mean))) / 2
-            rolled = mixed[kind] = one @ mixed.get(kind, np.eye(len(mean)))
-        np.testing.assert_allclose(example["rollout"][kind][layer], rolled, atol=2e-4)
-        row = layers[kind, layer]
+            rolled = mixed[place] = one @ mixed.get(place, np.eye(len(mean)))
+        np.testing.assert_allclose(example["rollout"][place][layer], rolled, atol=2e-4)
+        row = layers[place, layer]
         length, keys = mean.shape
         others = np.arange(keys) != np.arange(length)[:, None]
         with np.errstate(invalid="ignore"):  # a single key
@@ -354,20 +354,20 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
             diversity = (entropies(mean) - entropies(probs).mean(0)) / np.log(counts)
         diversity = diversity[counts > 1].mean()
         assert row["head_diversity"] == pytest.approx(diversity, abs=1e-4)
-        seen_by = ~excluded if kind == "cross" else ~excluded & others
+        seen_by = ~excluded if place == "cross" else ~excluded & others
         similarity = np.corrcoef(rolled[seen_by], mean[seen_by])[0, 1]
         assert row["rollout_similarity"] == pytest.approx(similarity, abs=1e-3)
-        if kind != "cross":
-            unit = model.features[kind, layer]
+        if place != "cross":
+            unit = model.features[place, layer]
             unit = unit / np.linalg.norm(unit, axis=-1, keepdims=True)
             cosines = (unit @ unit.T)[~np.eye(length, dtype=bool)]
             assert row["token_similarity"] == pytest.approx(cosines.mean(), abs=1e-4)
             distance = (1 - cosines).mean()
             assert row["mean_average_distance"] == pytest.approx(distance, abs=1e-4)
-        side = "source" if kind == "encoder" else "target"
+        side = "source" if place == "encoder" else "target"
         ranges = [range(w["start"], w["end"]) for w in example[side]["words"]]
         for head in range(HEADS):
-            row = heads[kind, layer, head]
+            row = heads[place, layer, head]
             values = {"sparsity": [], "multi_modality": [], "entropy": [], "density": []}
             tops, merging, slack = [], {}, 2e-3
             for query in range(len(mean)):
@@ -386,7 +386,7 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
                 # What is 0 in float32 may be little more in float64.
                 slack += (p > 0).mean() - (p > 1e-6).mean()
                 tops.append(int(probs[head, query].argmax()) - query)
-                if kind != "cross":
+                if place != "cross":
                     word = next(r for r in ranges if query in r)
                     mates = [k for k in word if k != query and not excluded[query, k]]
                     if mates:
@@ -398,16 +398,16 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
             asked = [
                 probs[head, query, mark]
                 for query in range(len(mean))
-                if not excluded[query, mark] and not (kind == "encoder" and query == mark)
+                if not excluded[query, mark] and not (place == "encoder" and query == mark)
             ]
-            if kind != "decoder":
+            if place != "decoder":
                 assert row["interrogation"] == pytest.approx(defined(asked), abs=1e-4)
             if variant.startswith("multimax"):
                 step = np.array([-1e-6, 1e-6])[:, None, None]
-                below, above = model.sigma(kind, layer, scores[head] + step, head)
+                below, above = model.sigma(place, layer, scores[head] + step, head)
                 turned = (above < below)[~excluded].mean()
                 assert row["past_turning_point"] == pytest.approx(turned, abs=2e-3)
-            if kind != "cross":
+            if place != "cross":
                 largest = [max(weights) for weights in merging.values()]
                 assert row["bpe_merging"] == pytest.approx(np.mean(largest), abs=1e-4)
             best = int(row["offset"])
@@ -490,7 +490,7 @@ def test_a_stock_checkpoint_is_a_softmax_model(data, checkpoint, collected, tmp_
         torch.testing.assert_close(value, ours[name], msg=name)
     assert_alike(found, collected("softmax"))
     (about,) = json.loads((found / "collection.json").read_text(encoding="utf-8"))["checkpoints"]
-    assert about["normalizer"] == dict.fromkeys(KINDS, "softmax")
+    assert about["normalizer"] == dict.fromkeys(ATTENTIONS, "softmax")
     assert about["output_normalizer"] == "softmax"
 
 
@@ -513,7 +513,7 @@ def test_watching_does_not_change_the_model(data, checkpoint, arch):
 def test_language_models_have_decoder_attention_alone(data, checkpoint, tmp_path, arch):
     found = gather(tmp_path / "lm", checkpoint(arch), data=data / "lm", sentences=10)
     heads = table(found, "heads")
-    assert {(r["kind"], r["layer"], r["head"]) for r in heads} == {
+    assert {(r["place"], r["layer"], r["head"]) for r in heads} == {
         ("decoder", layer, head) for layer in range(LAYERS) for head in range(HEADS)
     }
     assert all(row["bpe_merging"] is not None and row["offset"] <= 0 for row in heads)
@@ -550,9 +550,9 @@ def test_layers_that_are_one_module_are_told_apart(data, checkpoint):
     with torch.no_grad():
         recorder.run(sample)
         recorder.run(sample)
-    assert set(recorder.sums) == {(kind, layer) for kind in KINDS for layer in range(LAYERS)}
-    for kind in KINDS:
-        one, other = (recorder.sums[kind, layer] for layer in range(LAYERS))
+    assert set(recorder.sums) == {(place, layer) for place in ATTENTIONS for layer in range(LAYERS)}
+    for place in ATTENTIONS:
+        one, other = (recorder.sums[place, layer] for layer in range(LAYERS))
         assert one.normalizer is other.normalizer and one.queries == other.queries > 0
         assert one.heads["entropy"][0] != other.heads["entropy"][0]
 

@@ -120,13 +120,13 @@ def test_every_figure_is_whole(drawn, name):
 
 @pytest.mark.parametrize("name", [*NORMALIZERS, "lm"])
 def test_every_figure_that_has_data_is_drawn_and_no_other(drawn, name):
-    kinds = ["encoder", "decoder", "cross"] if name in TRANSLATIONS else ["decoder"]
-    wanted = ALWAYS | {f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds}
+    places = ["encoder", "decoder", "cross"] if name in TRANSLATIONS else ["decoder"]
+    wanted = ALWAYS | {f"{figure}-{place}" for figure in OF_A_KIND for place in places}
     wanted |= {"bpe-merging-heads"}
     if name in TRANSLATIONS:
         wanted |= {"interrogation-heads"}
     if name in ("multimax", "lm"):
-        places = [*kinds, "output"] if name == "lm" else kinds
+        places = [*places, "output"] if name == "lm" else places
         wanted |= {"parameters"}
         wanted |= {f"modulators-{place}" for place in places}
         wanted |= {f"parameter-trajectories-{place}" for place in places}
@@ -183,7 +183,7 @@ def test_modulators_are_drawn_as_the_paper_defines_them(drawn, folders):
             curve[:, 0], *([own[f"{s}1"], own[f"{s}2"]] for s in ("t_b", "t_d", "b", "d"))
         )
         np.testing.assert_allclose(curve[:, 1], wanted, atol=1e-9)
-        chosen = heads[(heads["updates"] == 40) & (heads["kind"] == "cross")]
+        chosen = heads[(heads["updates"] == 40) & (heads["place"] == "cross")]
         share = chosen[chosen["layer"] == layer]["past_turning_point"].mean()
         assert axis.texts[0].get_text().endswith(percent(share))
 
@@ -205,7 +205,7 @@ def test_sparsity_against_multi_modality_shows_the_files_numbers(drawn, folders)
 
 def test_heatmaps_show_the_files_numbers(drawn, folders):
     heads = pd.read_csv(folders["softmax"] / "heads.csv")
-    heads = heads[(heads["updates"] == 40) & (heads["kind"] == "encoder")]
+    heads = heads[(heads["updates"] == 40) & (heads["place"] == "encoder")]
     axis = drawn("softmax")["sparsity-multi-modality"].figure.axes[0]
     np.testing.assert_allclose(
         axis.images[0].get_array(), heads["sparsity"].to_numpy().reshape(2, 3)
@@ -218,8 +218,8 @@ def test_heatmaps_show_the_files_numbers(drawn, folders):
 def test_over_smoothing_is_the_similarity_and_its_distance(drawn, folders):
     layers = pd.read_csv(folders["softmax"] / "layers.csv").dropna(subset="token_similarity")
     axes = drawn("softmax")["over-smoothing"].figure.axes
-    assert len(axes) == layers["kind"].nunique() == 2
-    for axis, (_, own) in zip(axes, layers.groupby("kind", sort=False), strict=True):
+    assert len(axes) == layers["place"].nunique() == 2
+    for axis, (_, own) in zip(axes, layers.groupby("place", sort=False), strict=True):
         shown = [line.get_ydata() for line in axis.lines]
         expected = [rows["token_similarity"] for _, rows in own.groupby("updates")]
         np.testing.assert_allclose(shown, expected)
@@ -285,10 +285,10 @@ def test_compared_figures_have_every_model_in_them(folders):
         check_figure(entry)
         shown = {text.get_text() for legend in entry.figure.legends for text in legend.texts}
         assert {"softmax", "MultiMax", "α-entmax"} <= shown, entry.name
-    kinds = ("encoder", "decoder", "cross")
+    places = ("encoder", "decoder", "cross")
     assert names == {"pareto", "over-smoothing", "rollout", "density", "head-diversity"} | {
         "output-layer",
-        *(f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds),
+        *(f"{figure}-{place}" for figure in OF_A_KIND for place in places),
     }
 
 
@@ -416,8 +416,8 @@ def test_positional_heads_are_counted_by_position(folders):
     heads = pd.read_csv(folders["multimax"] / "heads.csv")
     heads = heads[heads["updates"] == 40]
     assert sum(int(row[2]) for row in table.rows) == len(heads)
-    for kind, position, count, median in table.rows:
-        own = heads[heads["kind"].map(collection.PLACES) == kind]
+    for place, position, count, median in table.rows:
+        own = heads[heads["place"].map(collection.PLACES) == place]
         own = own[own["offset"] == int(position)]["confidence"]
         assert int(count) == len(own) and float(median) == pytest.approx(own.median(), abs=1e-4)
 
@@ -467,10 +467,10 @@ def test_the_script_joins_subwords_and_averages_heads(folders):
     examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
     script = (report.TEMPLATES / "attention.js").read_text(encoding="utf-8")
     asked = [
-        (kind, layer, head, join)
-        for kind in ("encoder", "decoder", "cross")
+        (place, layer, head, join)
+        for place in ("encoder", "decoder", "cross")
         for layer in (0, 1)
-        for head in (0, "mean", "rollout")[: 2 if kind == "cross" else 3]
+        for head in (0, "mean", "rollout")[: 2 if place == "cross" else 3]
         for join in (False, True)
     ]
     code = f"""{script}
@@ -478,13 +478,13 @@ const example = {json.dumps(examples[0])};
 const asked = {json.dumps(asked)};
 console.log(JSON.stringify(asked.map((a) => view(example, ...a))));"""
     done = subprocess.run([node], input=code, capture_output=True, text=True, check=True)
-    for (kind, layer, head, join), found in zip(asked, json.loads(done.stdout), strict=True):
-        heads = np.array(examples[0]["attention"][kind][layer])
+    for (place, layer, head, join), found in zip(asked, json.loads(done.stdout), strict=True):
+        heads = np.array(examples[0]["attention"][place][layer])
         matrix = heads.mean(0) if head == "mean" else heads[0]
         if head == "rollout":
-            matrix = np.array(examples[0]["rollout"][kind][layer])
-        queries = examples[0]["source" if kind == "encoder" else "target"]
-        keys = examples[0]["target" if kind == "decoder" else "source"]
+            matrix = np.array(examples[0]["rollout"][place][layer])
+        queries = examples[0]["source" if place == "encoder" else "target"]
+        keys = examples[0]["target" if place == "decoder" else "source"]
         if join:
             rows = [matrix[w["start"] : w["end"]].mean(0) for w in queries["words"]]
             matrix = np.array(
@@ -513,7 +513,7 @@ const set = (id, value) => {
 const press = (key) =>
   document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 note();
-set("kind", "cross"); set("layer", "1"); set("head", "2"); note();
+set("place", "cross"); set("layer", "1"); set("head", "2"); note();
 set("join", false); note();
 document.querySelector("#matrix tbody tr:nth-child(2) td:nth-child(4)").click(); note();
 press("ArrowDown"); press("ArrowLeft"); note();

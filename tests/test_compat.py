@@ -12,7 +12,7 @@ import forks
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, refused, run
+from commands import ROOT, TRACEBACK, refused, run
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import checkpoints
@@ -359,6 +359,7 @@ def test_plugin_not_loaded(toy, language_model, tmp_path):
 
 def test_traceback_on_request(toy):
     command = ["fairseq-generate", "mt", "--path", "nothing.pt"]
+    assert run(toy, *command, code=1).rstrip().endswith(f"check --path.\n{TRACEBACK}")
     output = run(toy, *command, code=1, MULTIMAX_TRACEBACK="1")
     assert "Traceback" in output and "Model file not found: nothing.pt" in output
 

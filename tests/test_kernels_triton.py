@@ -199,7 +199,7 @@ def make_mask(kind, batch, heads, length, keys):
     elif kind == "added":  # a row of nothing but -1e4, another of nothing but -inf
         mask = torch.where(full, -1e4, 0.0)
         mask[:, :, 0] = -torch.inf
-    elif kind == "bias":  # relative positions, a slope a head
+    elif kind == "bias":  # relative positions, one slope per head
         slopes = 0.5 ** torch.arange(1, heads + 1)
         mask = -far.abs() * slopes.view(1, heads, 1, 1)
     elif kind == "key bias":
@@ -493,13 +493,13 @@ def check_where_a_monotone_modulator_turns():
 # --- the output loss ---------------------------------------------------------------------------
 
 
-def plain_loss(features, weight, bias, table, target, share, hit):
+def plain_loss(features, weight, bias, table, target, smooth_weight, nll_weight):
     scores = F.linear(features, weight, bias)
     z = modulated(scores[:, None, None], table)[:, 0, 0]
     total = z.logsumexp(-1)
     nll = (total - z.gather(-1, target.clamp(min=0)[:, None])[:, 0]).masked_fill(target < 0, 0.0)
     smooth = (z.shape[-1] * total - z.sum(-1)).masked_fill(target < 0, 0.0)
-    return nll, smooth, share * smooth + hit * nll
+    return nll, smooth, smooth_weight * smooth + nll_weight * nll
 
 
 def loss_inputs(dtype, classes):
@@ -521,8 +521,8 @@ def check_loss_and_every_gradient(dtype, kind, chunk_size):
 
     inputs, target, factors = loss_inputs(dtype, 2500)
     table = {None: None, "shared": far_table(1), "monotone": monotone_table(1, -0.5, 1.0)}[kind]
-    share = 0.1 / 2499  # share * classes + hit = 1
-    hit = 0.9 - share
+    smooth_weight = 0.1 / 2499  # smooth_weight * classes + nll_weight = 1
+    nll_weight = 0.9 - smooth_weight
 
     def expected(dtype):
         learned = [t.to(dtype) for t in inputs]
@@ -530,14 +530,14 @@ def check_loss_and_every_gradient(dtype, kind, chunk_size):
             learned.append(table.to(torch.promote_types(dtype, torch.float32)))
         learned = [t.clone().requires_grad_() for t in learned]
         given = learned if table is not None else [*learned, None]
-        nll, smooth, loss = plain_loss(*given, target, share, hit)
+        nll, smooth, loss = plain_loss(*given, target, smooth_weight, nll_weight)
         grads = torch.autograd.grad(loss, learned, factors.to(loss.dtype))
         return [nll, smooth, *grads[:3], *by_parameter(grads[3:])]
 
     needed = (True,) * 4
     runs = []
     for _ in range(2):
-        arguments = (*inputs, table, target, factors, share, hit, needed, chunk_size)
+        arguments = (*inputs, table, target, factors, smooth_weight, nll_weight, needed, chunk_size)
         nll, smooth, grads = output_loss(*arguments)
         assert nll.dtype == smooth.dtype == torch.float32
         assert (grads[3] is None) == (table is None)
@@ -546,11 +546,15 @@ def check_loss_and_every_gradient(dtype, kind, chunk_size):
     assert_as_accurate(ours, expected(dtype), expected(torch.float64))
     assert all(map(torch.equal, *runs))
     assert (runs[0][2][factors * (target >= 0) == 0] == 0).all()
-    nll, smooth, grads = output_loss(*inputs, table, target, None, share, hit, needed, chunk_size)
+    nll, smooth, grads = output_loss(
+        *inputs, table, target, None, smooth_weight, nll_weight, needed, chunk_size
+    )
     assert torch.equal(nll, runs[0][0]) and grads == [None] * 4
     for wanted in range(4 if kind == "monotone" and dtype == torch.float32 else 0):
         needed = [number == wanted for number in range(4)]
-        grads = output_loss(*inputs, table, target, factors, share, hit, needed, chunk_size)[2]
+        grads = output_loss(
+            *inputs, table, target, factors, smooth_weight, nll_weight, needed, chunk_size
+        )[2]
         assert [g is not None for g in grads] == needed
         torch.testing.assert_close(grads[wanted], runs[0][2 + wanted])
 
@@ -620,7 +624,7 @@ def build_kernel(kernel, capability, element, arguments, **types):
             signature[name] = types.get(name, "*fp32" if name in FLOAT32 else f"*{element}")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            floating = name in ("scale", "keep_scale", "share", "hit")
+            floating = name in ("scale", "keep_scale", "smooth_weight", "nll_weight")
             signature[name] = "fp32" if floating else "i32"
             if name[-2:] in ("_b", "_h", "_n") and name != "t_h":
                 attributes[(index,)] = [["tt.divisibility", 16]]

@@ -137,7 +137,7 @@ def test_attention_is_an_operator_to_torch(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "options, has_bias, share, chunk_size, summed, dtype",
+    "options, has_bias, smooth_weight, chunk_size, summed, dtype",
     [
         ({}, True, 0.01, 3, True, torch.float32),
         ({"monotone": True}, False, 0.0, None, False, torch.float32),
@@ -147,12 +147,12 @@ def test_attention_is_an_operator_to_torch(name, dtype):
     ],
 )
 def test_the_output_layer_is_an_operator_to_torch(
-    options, has_bias, share, chunk_size, summed, dtype
+    options, has_bias, smooth_weight, chunk_size, summed, dtype
 ):
     features, weight, bias, target = some_output(dtype=dtype)
     table = None if options is None else some_table(**options)
     inputs = (features, weight, bias if has_bias else None, table)
-    numbers = (share, 1 - CLASSES * share, -100, chunk_size)
+    numbers = (smooth_weight, 1 - CLASSES * smooth_weight, -100, chunk_size)
     opcheck(OPERATORS.output_loss, (*inputs, target, *numbers, summed))
     constant = [t if t is None else t.detach() for t in inputs]
     opcheck(OPERATORS.output_scores, constant)

@@ -11,7 +11,7 @@ from multimax_fairseq.models.config import (
     PLACES,
     SETTINGS,
     NormalizerConfig,
-    check,
+    check_settings,
     flag,
     set_defaults,
 )
@@ -60,7 +60,7 @@ def checked(*flags):
     gen_parser_from_dataclass(parser, NormalizerConfig(), delete_default=True)
     args = parser.parse_args(flags)
     set_defaults(args)
-    check(args, PLACES)
+    check_settings(args, PLACES)
 
 
 @pytest.mark.parametrize("beside, setting, owner, home", FOREIGN)

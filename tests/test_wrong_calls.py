@@ -197,7 +197,9 @@ ATTEND = dict(
     **dict(is_causal=False, dropout_p=0.1, scale=0.3, low=2, high=2),
 )
 PROJECT = dict(features=FEATURES, weight=WEIGHT, bias=BIAS, table=TABLE)
-LOSS = dict(**PROJECT, target=TARGET, share=0.0, hit=1.0, ignore_index=-100, chunk_size=None)
+LOSS = dict(
+    **PROJECT, target=TARGET, smooth_weight=0.0, nll_weight=1.0, ignore_index=-100, chunk_size=None
+)
 OF_TABLE = [
     *kinds("table"),
     *shapes("table", without="a scalar, a row less"),
@@ -237,7 +239,7 @@ OF_PROJECTION = [
     *double("features weight bias"),
     *missing("features weight"),
     *OF_TABLE,
-    ("table", "a row a head", torch.zeros(3, 8)),
+    ("table", "one row per head", torch.zeros(3, 8)),
 ]
 OF_LOSS = [
     *OF_PROJECTION,
@@ -245,8 +247,8 @@ OF_LOSS = [
     *shapes("target", without="no columns, flat"),
     *(("target", f"{d}", TARGET.to(d)) for d in (torch.int32, torch.uint64, torch.bool)),
     *(("target", f"{t}", TARGET.clone().fill_(t)) for t in (-1, -99, V, 2**62, -(2**63))),
-    *values("share hit", math.nan, math.inf, -math.inf, HUGE, "1", None),
-    ("share", "not what gradients are formed for", 0.1),
+    *values("smooth_weight nll_weight", math.nan, math.inf, -math.inf, HUGE, "1", None),
+    ("smooth_weight", "not what gradients are formed for", 0.1),
     *values("ignore_index", 1.0, "1", 2**63, None),
     *values("chunk_size", 0, -1, 1.5, "1", 2**63),
 ]

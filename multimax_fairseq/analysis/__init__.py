@@ -1,14 +1,14 @@
 """What a trained model has learned, read from its checkpoints."""
 
-# The tables of a collection, a CSV file each: `collect` writes them, and `collection` reads them.
+# The tables of a collection, one CSV file each: `collect` writes them, and `collection` reads them.
 COLUMNS = {
     "parameters": "updates place layer head name value",
-    "heads": "updates kind layer head queries sparsity multi_modality entropy density offset "
+    "heads": "updates place layer head queries sparsity multi_modality entropy density offset "
     "confidence bpe_merging interrogation past_turning_point",
-    "layers": "updates kind layer head_diversity token_similarity mean_average_distance "
+    "layers": "updates place layer head_diversity token_similarity mean_average_distance "
     "rollout_similarity",
-    "histograms": "updates kind layer quantity left right count",
-    "temperatures": "updates kind layer temperature sparsity multi_modality",
+    "histograms": "updates place layer quantity left right count",
+    "temperatures": "updates place layer temperature sparsity multi_modality",
     "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
     "probability_without_modulator",
 }

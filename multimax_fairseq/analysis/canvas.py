@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from multimax_fairseq.analysis.collection import KINDS, Collection, latest
+from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 
 # Okabe and Ito's palette less yellow, which is lost on paper: told apart by colour-blind readers.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
@@ -85,8 +85,8 @@ def updates_axis(axis: Axes) -> None:
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
 
 
-def kinds_of(collections: list[Collection]) -> list[str]:
-    return [kind for kind in KINDS if any(kind in c.kinds() for c in collections)]
+def places_of(collections: list[Collection]) -> list[str]:
+    return [place for place in ATTENTIONS if any(place in c.places() for c in collections)]
 
 
 def layers_of(frame: pd.DataFrame) -> list[int]:
@@ -130,21 +130,21 @@ def line_a_series(
     label: str,
     all_updates: bool = False,
 ) -> Figure | None:
-    """A column a kind: a quantity's mean over the layers, a line a series."""
+    """A column a place: a quantity's mean over the layers, a line a series."""
     tables = [latest(getattr(c, table)) for c in collections]
-    kinds = [
-        kind
-        for kind in kinds_of(collections)
-        if not all(empty(frame[frame["kind"] == kind], quantity) for frame in tables)
+    places = [
+        place
+        for place in places_of(collections)
+        if not all(empty(frame[frame["place"] == place], quantity) for frame in tables)
     ]
-    if not kinds:
+    if not places:
         return None
     drawn = series(collections, all_updates)
-    figure, axes = grid(1, len(kinds))
-    for axis, kind in zip(axes[0], kinds, strict=True):
+    figure, axes = grid(1, len(places))
+    for axis, place in zip(axes[0], places, strict=True):
         layers: set[int] = set()
         for index, entry in enumerate(drawn):
-            means = entry.of(table, kind=kind).groupby("layer")[quantity].mean().dropna()
+            means = entry.of(table, place=place).groupby("layer")[quantity].mean().dropna()
             if means.empty:
                 continue
             layers.update(means.index.astype(int))
@@ -152,7 +152,7 @@ def line_a_series(
             axis.plot(means.index, means, label=entry.label, **look)
         layer_axis(axis, sorted(layers))
         axis.set_ylabel(label)
-        axis.set_title(KINDS[kind], fontsize=10)
+        axis.set_title(ATTENTIONS[place], fontsize=10)
     legend_below(figure)
     return figure
 
@@ -160,29 +160,31 @@ def line_a_series(
 def heatmaps(
     collection: Collection, quantities: dict[str, str], written: str | None = None
 ) -> Figure | None:
-    """A row a quantity, a column a kind: layers by heads, with a column's values written in."""
+    """One row per quantity, one column per place: layers by heads, with `written`'s values in."""
     heads = latest(collection.heads)
-    kinds = [
-        kind for kind in collection.kinds() if not empty(heads[heads["kind"] == kind], *quantities)
+    places = [
+        place
+        for place in collection.places()
+        if not empty(heads[heads["place"] == place], *quantities)
     ]
-    if not kinds:
+    if not places:
         return None
     layers, count = len(layers_of(heads)), int(heads["head"].max()) + 1
     width, height = max(3.2, 0.45 * count + 1), max(2.6, 0.3 * layers + 1)
-    figure, axes = grid(len(quantities), len(kinds), width, height)
+    figure, axes = grid(len(quantities), len(places), width, height)
     for row, (quantity, label) in enumerate(quantities.items()):
-        values = heads[heads["kind"].isin(kinds)][quantity]
+        values = heads[heads["place"].isin(places)][quantity]
         low, high = values.min(), values.max()
         if low == high:
             low, high = low - 0.5, high + 0.5
-        for axis, kind in zip(axes[row], kinds, strict=True):
-            own = heads[heads["kind"] == kind]
+        for axis, place in zip(axes[row], places, strict=True):
+            own = heads[heads["place"] == place]
             table = own.pivot(index="layer", columns="head", values=quantity)
             image = axis.imshow(
                 table, cmap="cividis", vmin=low, vmax=high, aspect="auto", origin="upper"
             )
             axis.set(xlabel="head", ylabel="layer")
-            axis.set_title(KINDS[kind], fontsize=10)
+            axis.set_title(ATTENTIONS[place], fontsize=10)
             axis.set_xticks(range(len(table.columns)), [str(int(h) + 1) for h in table.columns])
             axis.set_yticks(range(len(table.index)), [str(int(i) + 1) for i in table.index])
             if count > 16:

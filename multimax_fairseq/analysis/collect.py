@@ -9,7 +9,7 @@
     examples.json     a few sentences with attention and roll-out
     collection.json   what was collected from what, by which versions
 
-Kinds are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
+Places are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
 Token similarity, and the mean average distance, which is one minus it, are of the outputs of the
 encoder's and the decoder's layers. The roll-out of cross-attention goes on through the encoder to
 the source. The target of an example is the decoder's input.
@@ -198,9 +198,9 @@ def _normalizers(settings: dict[str, Any], model: Any, recorder: Recorder) -> di
     own = ("output_modulator", "output_normalizer")  # of our decoders
     is_softmax = all(getattr(model.decoder, name, None) is None for name in own)
     output = "softmax" if is_softmax else settings["output_normalizer"]
-    kinds = {kind: sums.normalizer.name for (kind, _), sums in recorder.sums.items()}
-    labels = {name: NORMALIZERS[name].label for name in (*kinds.values(), output)}
-    return {"normalizer": kinds, "output_normalizer": output, "labels": labels}
+    places = {place: sums.normalizer.name for (place, _), sums in recorder.sums.items()}
+    labels = {name: NORMALIZERS[name].label for name in (*places.values(), output)}
+    return {"normalizer": places, "output_normalizer": output, "labels": labels}
 
 
 def _pass(
@@ -257,9 +257,9 @@ def _batches(indices: np.ndarray, dataset: Any, heads: int) -> Iterator[list[int
 
 
 def _add_rows(tables: Tables, updates: int, model: Any, recorder: Recorder) -> None:
-    for (kind, layer), sums in recorder.sums.items():
-        at = {"updates": updates, "kind": kind, "layer": layer}
-        tables["parameters"] += _parameter_rows(updates, kind, layer, sums.normalizer)
+    for (place, layer), sums in recorder.sums.items():
+        at = {"updates": updates, "place": place, "layer": layer}
+        tables["parameters"] += _parameter_rows(updates, place, layer, sums.normalizer)
         tables["heads"] += [{**at, **row} for row in sums.head_rows()]
         tables["layers"].append({**at, **sums.layer_row()})
         tables["histograms"] += [{**at, **row} for row in sums.histogram_rows()]
@@ -275,8 +275,7 @@ def _parameter_rows(
 ) -> list[dict[str, Any]]:
     at = {"updates": updates, "place": place, "layer": layer}
     return [
-        {**at, "head": head if len(values) > 1 else None, "value": float(value)}
-        | {"name": "temperature" if name == "t" else name}
+        {**at, "head": head if len(values) > 1 else None, "name": name, "value": float(value)}
         for parameter, tensor in module.named_parameters()
         for name, values in parameters.symbols(f"normalizer.{parameter}", tensor.detach()).items()
         for head, value in enumerate(values)

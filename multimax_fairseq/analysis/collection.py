@@ -12,24 +12,25 @@ from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 
-KINDS = {
+ATTENTIONS = {
     "encoder": "encoder self-attention",
     "decoder": "decoder self-attention",
     "cross": "cross-attention",
 }
-PLACES = {**KINDS, "output": "output layer"}
-TEXT = {"place", "kind", "name", "quantity", "bucket"}
+PLACES = {**ATTENTIONS, "output": "output layer"}
+TEXT = {"place", "name", "quantity", "bucket"}
 
 
 @dataclass
 class Collection:
-    """The tables of one collection, an attribute a file, and what it says of itself.
+    """The tables of one collection, one attribute per file, and what it says of itself.
 
     Attributes:
         signed: collection.json.
-        examples: examples.json, a dict a sentence (pair): `source` and `target`, each with
+        examples: examples.json, one dict per sentence (pair): `source` and `target`, each with
             `tokens` (subwords) and `words` (word, start, end: the range of its subwords);
-            `attention` {kind: [layer][head][query][key]} and `rollout` {kind: [layer][query][key]}.
+            `attention` {place: [layer][head][query][key]} and
+            `rollout` {place: [layer][query][key]}.
         label: what legends call it.
     """
 
@@ -48,12 +49,12 @@ class Collection:
         self.label = " / ".join(dict.fromkeys(self.normalizers().values())) or self.folder.name
 
     def normalizers(self) -> dict[str, str]:
-        """{kind: name for people} of the last checkpoint."""
+        """{place: name for people} of the last checkpoint."""
         checkpoint = self.checkpoint()
         labels = {name: mapping.label for name, mapping in NORMALIZERS.items()}
         labels |= checkpoint.get("labels", {})
         found = checkpoint.get("normalizer", {})
-        return {kind: labels.get(name, name) for kind, name in found.items() if name}
+        return {place: labels.get(name, name) for place, name in found.items() if name}
 
     def checkpoint(self) -> dict[str, Any]:
         """What collection.json says of the last checkpoint."""
@@ -61,9 +62,9 @@ class Collection:
             self.signed.get("checkpoints") or [{}], key=lambda found: found.get("updates", 0)
         )
 
-    def kinds(self) -> list[str]:
-        """The kinds of attention there are, in the papers' order."""
-        return [kind for kind in KINDS if (self.layers["kind"] == kind).any()]
+    def places(self) -> list[str]:
+        """The attentions there are, in the papers' order."""
+        return [place for place in ATTENTIONS if (self.layers["place"] == place).any()]
 
     def updates(self) -> list[int]:
         return sorted(self.layers["updates"].unique().tolist())
@@ -128,6 +129,7 @@ def _table(file: Path, words: str) -> pd.DataFrame:
         frame = pd.read_csv(file, encoding="utf-8", dtype=dict.fromkeys(TEXT, str))
     except ValueError as error:
         raise _damaged(file, str(error).strip().splitlines()[0]) from None
+    frame = frame.rename(columns={"kind": "place"})  # what it was called before 0.2
     if missing := [column for column in words.split() if column not in frame]:
         raise _damaged(file, f"there is no column {missing[0]}")
     for column in set(words.split()) - TEXT:

@@ -259,7 +259,7 @@ def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:
     """Return the derivative of `functional.modulate` by the scores, (...): negative past a turn.
 
     Args:
-        x: scores; with parameters a head, the heads are dimension -3.
+        x: scores; with parameters per head, the heads are dimension -3.
         modulator: whose parameters `modulate` takes.
     """
     table, low, high = table_of(modulator)

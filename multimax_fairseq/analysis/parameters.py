@@ -15,8 +15,8 @@ ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}
 def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     """Return {place: {symbol: (heads,) in float64}}, in the model's order.
 
-    Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha, t
-    (temperature); of a mapping that was added, the parameter's name. Where heads share a parameter
+    Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha,
+    temperature; of a mapping that was added, the parameter's name. Where heads share a parameter
     there is one.
 
     Raises:
@@ -58,7 +58,7 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
         alpha.load_state_dict({name: value})
         return {"alpha": alpha().detach().flatten()}
     if name == "log_temperature":
-        return {"t": value.exp().reshape(1)}
+        return {"temperature": value.exp().reshape(1)}
     added = re.search(r"(?:^|\.)normalizer\.(.+)", parameter)
     return {added[1]: value.reshape(-1)} if added and value.dim() < 2 else {}
 
@@ -75,7 +75,7 @@ def place(module: str) -> str:
 
 def table(found: dict[str, dict[str, Tensor]]) -> str:
     """Return an aligned text table, a line for each head that has parameters of its own."""
-    papers = ("t_b1", "t_b2", "b1", "b2", "t_d1", "t_d2", "d1", "d2", "alpha", "t")
+    papers = ("t_b1", "t_b2", "b1", "b2", "t_d1", "t_d2", "d1", "d2", "alpha", "temperature")
     there = dict.fromkeys(symbol for values in found.values() for symbol in values)
     symbols = [s for s in papers if s in there] + [s for s in there if s not in papers]
     lines = [["", *symbols]]

@@ -66,7 +66,7 @@ class Recorder:
         if getattr(layer, "cross_self_attention", False):
             raise _unknown("--cross-self-attention joins its two attentions")
         self.places.setdefault(layer, []).append((side, number))
-        for name, kind in (("self_attn", side), ("encoder_attn", "cross")):
+        for name, place in (("self_attn", side), ("encoder_attn", "cross")):
             attention = getattr(layer, name, None)
             if attention is None:
                 continue
@@ -79,8 +79,8 @@ class Recorder:
             if not isinstance(attention, MultiheadAttention):
                 raise _unknown(f"its attention is a {type(attention).__name__}")
             normalizer: Any = attention.normalizer
-            self.places.setdefault(normalizer, []).append((kind, number))
-            self.sums[kind, number] = AttentionSums(normalizer, attention.num_heads)
+            self.places.setdefault(normalizer, []).append((place, number))
+            self.sums[place, number] = AttentionSums(normalizer, attention.num_heads)
 
     def run(self, sample: dict[str, Any]) -> None:
         """Run the model on a batch and take in what it shows."""
@@ -89,7 +89,7 @@ class Recorder:
         tokens = {"decoder": (self.target, decoded)}
         if self.source is not None:
             tokens["encoder"] = (self.source, inputs["src_tokens"])
-        self.pairs = {kind: _pair(*given, *given) for kind, given in tokens.items()}
+        self.pairs = {place: _pair(*given, *given) for place, given in tokens.items()}
         if self.source is not None:
             self.pairs["cross"] = _pair(*tokens["decoder"], *tokens["encoder"])
         self.rollouts: dict[str, Tensor] = {}
@@ -106,8 +106,8 @@ class Recorder:
                 self.examples[number] = {
                     "source": shown.get("encoder", {"tokens": [], "words": []}),
                     "target": shown["decoder"],
-                    "attention": {kind: [] for kind in self.pairs},
-                    "rollout": {kind: [] for kind in self.pairs},
+                    "attention": {place: [] for place in self.pairs},
+                    "rollout": {place: [] for place in self.pairs},
                 }
         counted = sample["target"] != self.target.dictionary.pad()
         with _plain_backend(), torch.no_grad():
@@ -122,18 +122,18 @@ class Recorder:
 
     def _on_scores(self, module: nn.Module, inputs: Any, probs: Tensor) -> None:
         scores, _, mask = inputs
-        kind, number = self._place(module)
-        pair, sums = self.pairs[kind], self.sums[kind, number]
+        place, number = self._place(module)
+        pair, sums = self.pairs[place], self.sums[place, number]
         excluded = pair.key_padding[:, None, None].expand(-1, 1, scores.shape[-2], -1)
         if mask is not None:
             excluded = excluded | (mask if mask.dtype == torch.bool else mask == -torch.inf)
         sums.add(scores, probs, excluded, pair)
         mean = probs.mean(1)
-        if kind == "cross":
+        if place == "cross":
             mixed = mean @ self.rollouts["encoder"]
         else:
-            mixed = metrics.rollout(mean, self.rollouts.get(kind))
-            self.rollouts[kind] = mixed
+            mixed = metrics.rollout(mean, self.rollouts.get(place))
+            self.rollouts[place] = mixed
         unseen = excluded[:, 0] | pair.query_padding[..., None]
         if pair.same:  # what the residual connection adds is no attention
             unseen = unseen | (pair.offsets[:, 0] == 0)
@@ -146,15 +146,15 @@ class Recorder:
                 )
                 for name, values in (("attention", probs[row]), ("rollout", mixed[row])):
                     shown = values[..., queries, :][..., keys].double().numpy().round(4)
-                    self.examples[example][name][kind].append(shown.tolist())
+                    self.examples[example][name][place].append(shown.tolist())
 
     def _on_features(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        kind, number = self._place(module)
+        place, number = self._place(module)
         features = output[0] if isinstance(output, tuple) else output
         similarity = metrics.token_similarity(
-            features.transpose(0, 1), self.pairs[kind].query_padding
+            features.transpose(0, 1), self.pairs[place].query_padding
         )
-        self.sums[kind, number].layer["token_similarity"].add(similarity[None])
+        self.sums[place, number].layer["token_similarity"].add(similarity[None])
 
 
 def _pair(

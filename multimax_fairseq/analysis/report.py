@@ -13,7 +13,7 @@ import jinja2
 import pandas as pd
 
 from multimax_fairseq.analysis import COLUMNS, figures
-from multimax_fairseq.analysis.canvas import kinds_of
+from multimax_fairseq.analysis.canvas import places_of
 from multimax_fairseq.analysis.collection import PLACES, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.errors import UsageError
@@ -70,11 +70,11 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
         yield figure.name
     signed = {k: v for k, v in collection.signed.items() if k != "checkpoints"}
     updates = collection.updates()
-    kinds = ", ".join(PLACES[kind] for kind in collection.kinds())
+    places = ", ".join(PLACES[place] for place in collection.places())
     page = render(
         "report.html.j2",
         title=f"{collection.label}: what the model has learned",
-        summary=f"{kinds[0].upper()}{kinds[1:]}. Tables and figures are of the checkpoint after "
+        summary=f"{places[0].upper()}{places[1:]}. Tables and figures are of the checkpoint after "
         f"{updates[-1]:,} updates, the last of {len(updates)}, where they say nothing else.",
         settings=settings(collection),
         signature=Table("Signature", ["", "value"], [[k, v] for k, v in flat(signed)]),
@@ -211,8 +211,8 @@ def tables(collection: Collection) -> list[Table]:
         frame = frame.dropna(axis="columns", how="all")
         if frame.empty:
             continue
-        if "kind" in frame:
-            frame = frame.assign(kind=frame["kind"].map(PLACES))
+        if "place" in frame:
+            frame = frame.assign(place=frame["place"].map(PLACES))
         for column in ("layer", "head"):
             if column in frame:
                 frame = frame.assign(**{column: pd.to_numeric(frame[column]) + 1})
@@ -225,32 +225,32 @@ def positional_heads(collection: Collection) -> list[Table]:
     """How many heads look at which relative position, and how surely (Correia et al. 2019)."""
     heads = latest(collection.heads).dropna(subset=["offset", "confidence"])
     rows = [
-        [PLACES[kind], f"{offset:+.0f}", str(len(own)), number(own["confidence"].median())]
-        for (kind, offset), own in heads.groupby(["kind", "offset"], sort=False)
+        [PLACES[place], f"{offset:+.0f}", str(len(own)), number(own["confidence"].median())]
+        for (place, offset), own in heads.groupby(["place", "offset"], sort=False)
     ]
     rows.sort(key=lambda row: (row[0], -int(row[2])))
-    columns = ["kind", "relative position", "heads", "median confidence"]
+    columns = ["place", "relative position", "heads", "median confidence"]
     return [Table("Positional heads", columns, rows)] if rows else []
 
 
 def comparison(collections: list[Collection]) -> list[Table]:
-    """What the models are, their means a kind of attention, and their output layers."""
+    """What the models are, their means a place of attention, and their output layers."""
     labels = [collection.label for collection in collections]
     about = [dict(flat(collection.checkpoint())) for collection in collections]
     names = list(dict.fromkeys(name for column in about for name in column))
     rows = [[name, *(column.get(name, "") for column in about)] for name in names]
     found = [Table("The models", ["", *labels], rows, settings=True)]
-    for kind in kinds_of(collections):
+    for place in places_of(collections):
         rows = []
         for table, columns in MEANS.items():
             for column in columns:
                 cells = []
                 for collection in collections:
                     frame = latest(getattr(collection, table))
-                    cells.append(number(frame[frame["kind"] == kind][column].mean()))
+                    cells.append(number(frame[frame["place"] == place][column].mean()))
                 if any(cells):
                     rows.append([column.replace("_", " "), *cells])
-        title = f"{PLACES[kind]}: mean over layers and heads"
+        title = f"{PLACES[place]}: mean over layers and heads"
         found.append(Table(title[0].upper() + title[1:], ["", *labels], rows))
     rows = []
     for column in ("entropy", "sparsity", "nll", "probability"):

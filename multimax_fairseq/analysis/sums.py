@@ -131,9 +131,9 @@ class AttentionSums:
         # A long text has many more pairs of positions than near ones.
         near = kept[:, 0] & (offsets[:, 0].abs() <= LARGEST_OFFSET)
         row, query, key = near.nonzero(as_tuple=True)
-        place = offsets[row, 0, query, key] + LARGEST_OFFSET
-        self.at_offsets.index_add_(1, place, probs[row, :, query, key].T.double())
-        self.offset_pairs += torch.bincount(place, minlength=width)
+        column = offsets[row, 0, query, key] + LARGEST_OFFSET
+        self.at_offsets.index_add_(1, column, probs[row, :, query, key].T.double())
+        self.offset_pairs += torch.bincount(column, minlength=width)
 
     def head_rows(self) -> list[dict[str, Any]]:
         """Return what heads.csv says of each head."""

@@ -43,7 +43,7 @@ class FusedOutput:
         return linear_output
 
     def fused_loss(self, model, sample, linear_output, reduce):
-        """Return (loss, nll_loss, features, target), in nats; the losses a token unless reduce."""
+        """Return (loss, nll_loss, features, target), in nats; losses per token unless reduce."""
         net_output = model(**sample["net_input"], features_only=True)
         features, target = net_output[0], model.get_targets(sample, net_output)
         if self.ignore_prefix_size > 0:

@@ -25,7 +25,7 @@ class EntmaxLossCriterion(FairseqCriterion):
                                                                           (Peters et al. 2019)
     Its gradient by the scores z is p - onehot(y), which a word of probability 0 gets too; the
     logarithm of that probability has none. It is no code length: what is logged is the mean loss
-    a token as it is, not in bits, and `zero`, the share of targets whose probability is 0.
+    per token as it is, not in bits, and `zero`, the share of targets whose probability is 0.
 
     A criterion asks the decoder for `output_normalizer`, a `Normalizer` or None.
     """

@@ -63,7 +63,7 @@ def linear_cross_entropy(
     Raises:
         TypeError: something that is no tensor; a modulator that is no `Modulator`; an argument of
             another type.
-        ValueError: shapes, dtypes or devices that do not fit; a modulator a head; an unknown
+        ValueError: shapes, dtypes or devices that do not fit; a modulator per head; an unknown
             reduction; label smoothing out of range; a chunk size below 1; on the CPU, a target that
             is neither one of the V classes nor ignore_index. Elsewhere, and in what torch.compile
             made, such a target gives nan.
@@ -83,9 +83,9 @@ def linear_cross_entropy(
     shape, classes = target.shape, weight.shape[0]
     target = target.reshape(-1)
     rows = features.reshape(target.shape[0], features.shape[-1])
-    share = label_smoothing / max(classes - 1, 1)
-    # Not 1 - label_smoothing - share: of a single class nothing is left to learn.
-    numbers = (share, 1 - share * classes, ignore_index, chunk_size)
+    smooth_weight = label_smoothing / max(classes - 1, 1)
+    # Not 1 - label_smoothing - smooth_weight: of a single class nothing is left to learn.
+    numbers = (smooth_weight, 1 - smooth_weight * classes, ignore_index, chunk_size)
     summed = reduction != "none"
     table, _, _ = (None, 0, 0) if modulator is None else table_of(modulator)
     if _kernel("output loss", rows, weight, bias, table) != "plain":
@@ -262,11 +262,11 @@ def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, 
     """nll and smooth losses a row, from logits (N, V); nan for a target that is no class."""
     classes = logits.shape[-1]
     log_total = logits.logsumexp(-1)
-    hit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
-    hit = hit.masked_fill((target < 0) | (target >= classes), torch.nan)
+    logit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
+    logit = logit.masked_fill((target < 0) | (target >= classes), torch.nan)
     ignored = target == ignore_index
     smooth = classes * log_total - logits.sum(-1)
-    return (log_total - hit).masked_fill(ignored, 0.0), smooth.masked_fill(ignored, 0.0)
+    return (log_total - logit).masked_fill(ignored, 0.0), smooth.masked_fill(ignored, 0.0)
 
 
 def _plain_parts(
@@ -277,8 +277,8 @@ def _plain_parts(
     target: Tensor,
     factors: Tensor | None,
     needed: Sequence[bool],
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     ignore_index: int,
     chunk_size: int | None,
 ) -> tuple[Any, ...]:
@@ -291,10 +291,11 @@ def _plain_parts(
         nll, smooth = _losses(logits, target, ignore_index)
         if factors is None:
             return nll, smooth, None, None
-        # The gradient of hit * nll + share * smooth, of which share * V + hit = 1; nan as the loss.
-        grad = logits.softmax(-1).sub_(share)
+        # The gradient of nll_weight * nll + smooth_weight * smooth; nan as the loss.
+        # smooth_weight * V + nll_weight = 1, so that p itself has the weight 1.
+        grad = logits.softmax(-1).sub_(smooth_weight)
         index = target.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-        grad.scatter_add_(-1, index, grad.new_full((), -hit).expand(index.shape))
+        grad.scatter_add_(-1, index, grad.new_full((), -nll_weight).expand(index.shape))
         factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
         grad = grad.mul_(factors).masked_fill_((target == ignore_index).unsqueeze(-1), 0.0)
         if table is None:

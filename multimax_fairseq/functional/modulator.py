@@ -43,7 +43,7 @@ def modulate(
     Equivalent to: x + sum(c * (b - x).relu() ** n) + sum(k * (x - d).relu() ** n)
 
     Args:
-        x: scores, any shape and floating dtype; with parameters a head, the heads are dimension -3.
+        x: scores, any shape and floating dtype; with parameters per head, heads are dimension -3.
         low_coefficient, low_threshold: (order,) or (heads, order); both or neither (no low term).
             The order is 1 or 2.
         high_coefficient, high_threshold: the same for the high term.
@@ -71,9 +71,7 @@ def modulate(
     wide = torch.promote_types(x.dtype, torch.float32)
     if low == 0 and high == 0:
         return x.to(wide)
-    table = parameter_table(
-        low_coefficient, low_threshold, high_coefficient, high_threshold, monotone
-    )
+    table = pack(low_coefficient, low_threshold, high_coefficient, high_threshold, monotone)
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return modulated(x.to(wide), table.to(wide), low, high)
     return _modulate(x, table, low, high)
@@ -153,10 +151,10 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
 
     Args:
         x: scores, any shape.
-        table: of `parameter_table`, in the dtype of x.
+        table: of `pack`, in the dtype of x.
         low, high: the order of each side; what the table has beyond it is not read.
     """
-    columns = _spread(table)
+    columns = _unpack(table)
     terms = [(columns[n], columns[2 + n], -1, n + 1) for n in range(low)]
     terms += [(columns[4 + n], columns[6 + n], 1, n + 1) for n in range(high)]
     out = x
@@ -180,7 +178,7 @@ def modulated_gradients(
 
     A turning point gets none: what lies beyond it is continuous.
     """
-    columns = _spread(table)
+    columns = _unpack(table)
     heads = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
 
     def total(product: Tensor) -> Tensor:
@@ -205,7 +203,7 @@ def modulated_gradients(
     return by_x, torch.stack(sums, -1)
 
 
-def _spread(table: Tensor) -> list[Tensor]:
+def _unpack(table: Tensor) -> list[Tensor]:
     """The table's columns, shaped to broadcast over scores (..., heads, T, S)."""
     return [c[0] if table.shape[0] == 1 else c[:, None, None] for c in table.unbind(-1)]
 
@@ -217,7 +215,7 @@ def _distance(x: Tensor, power: int, cap: float = MAX_DISTANCE) -> Tensor:
     return distance if power == 1 else distance * distance
 
 
-def parameter_table(
+def pack(
     low_coefficient: Tensor | None,
     low_threshold: Tensor | None,
     high_coefficient: Tensor | None,
@@ -335,7 +333,7 @@ def is_known(modulator: Any) -> bool:
 
 
 def table_of(modulator: ModulatorParameters) -> tuple[Tensor, int, int]:
-    """Return `parameter_table` of a modulator, and the orders of its low and its high side.
+    """Return `pack` of a modulator, and the orders of its low and its high side.
 
     Raises:
         ValueError: parameters that `modulate` refuses, or none.
@@ -345,7 +343,7 @@ def table_of(modulator: ModulatorParameters) -> tuple[Tensor, int, int]:
     orders = _order("low", low, low_threshold), _order("high", high, high_threshold)
     if orders == (0, 0):
         raise ValueError("modulator has neither a low nor a high term: leave it out for softmax")
-    return parameter_table(low, low_threshold, high, high_threshold, modulator.monotone), *orders
+    return pack(low, low_threshold, high, high_threshold, modulator.monotone), *orders
 
 
 def fits_heads(modulator: ModulatorParameters, heads: int) -> bool:

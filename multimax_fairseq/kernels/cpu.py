@@ -1,7 +1,7 @@
 """The compiled kernels for the CPU, called by their addresses, if `library` has any.
 
 `table` is (1 or heads, 8 or 12) float32, a modulator's parameters in the order of
-`functional.modulator.parameter_table`. Inputs are checked by `operators`.
+`functional.modulator.pack`. Inputs are checked by `operators`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _WITH_STRIDES = {field[0] for field in _Attention._fields_ if field[1] is _Rows}
 class _OutputLoss(ctypes.Structure):
     _fields_ = [
         *_fields("tokens classes size chunk threads columns ignore_index", ctypes.c_int64),
-        *_fields("share hit", ctypes.c_float),
+        *_fields("smooth_weight nll_weight", ctypes.c_float),
         *_fields("features weight bias table target factors nll smooth", ctypes.c_void_p),
         *_fields("grad_features grad_weight grad_bias grad_table", ctypes.c_void_p),
     ]
@@ -272,8 +272,8 @@ def output_loss(
     table: Tensor | None,
     target: Tensor,
     factors: Tensor | None,
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     ignore_index: int,
     chunk_size: int | None,
     needed: Sequence[bool],
@@ -288,8 +288,8 @@ def output_loss(
         table: (1, 8 or 12) or None, which is softmax.
         target: (N,) int64; ignore_index counts for nothing.
         factors: (N,) float32, the gradient by each token's loss; None for no gradients.
-        share, hit: the loss is share * smooth + hit * nll; both terms together weigh each p_k
-            once, so share * V + hit = 1.
+        smooth_weight, nll_weight: the loss is smooth_weight * smooth + nll_weight * nll; both
+            terms together weigh each p_k once, so smooth_weight * V + nll_weight = 1.
         chunk_size: tokens taken at a time; None chooses.
         needed: whether features, weight, bias and table need gradients.
 
@@ -325,8 +325,8 @@ def output_loss(
         threads=torch.get_num_threads(),
         columns=_columns(table),
         ignore_index=ignore_index,
-        share=share,
-        hit=hit,
+        smooth_weight=smooth_weight,
+        nll_weight=nll_weight,
         features=features,
         weight=weight,
         bias=None if bias is None else bias.contiguous(),
@@ -382,7 +382,7 @@ def modulate(scores: Tensor, table: Tensor) -> Tensor:
     """Return the modulated scores, as `functional.modulator.modulate`, in float32.
 
     Args:
-        scores: any shape; with parameters a head, (..., heads, T, S).
+        scores: any shape; with parameters per head, (..., heads, T, S).
         table: (1 or heads, 8 or 12).
     """
     return _modulation(scores, table, None)[0]

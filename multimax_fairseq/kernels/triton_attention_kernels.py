@@ -2,7 +2,7 @@
 
 Every result has one owner, so that two runs agree to the bit. Common arguments:
 
-    Q, GRAD: (B, H, T, D). K, V: (B, H, S, D). TABLE: a row a head, t_h apart. MASK: strides m_*.
+    Q, GRAD: (B, H, T, D). K, V: (B, H, S, D). TABLE: a row per head, t_h apart. MASK: strides m_*.
     scale is above 0; a probability is kept where its random number is not below threshold.
     D, WIDTH: the head size, and that padded to a power of two.
     LOW, HIGH, MONOTONE, CAP: as in `triton_modulator`.

@@ -47,14 +47,16 @@ def _finite(top):
 
 @triton.jit(do_not_specialize=["classes"])
 def loss_kernel(
-    SCORES, TABLE, TARGET, FACTORS, NLL, SMOOTH, TABLE_GRAD, scores_n, classes, share, hit,
+    SCORES, TABLE, TARGET, FACTORS, NLL, SMOOTH, TABLE_GRAD,
+    scores_n, classes, smooth_weight, nll_weight,
     ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, GRADIENT: tl.constexpr,
     SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program a row of scores (N, V): NLL and SMOOTH (N,), 0 where the target is negative.
 
-    If GRADIENT, the gradient of FACTORS * (share * SMOOTH + hit * NLL) takes the place of the
-    scores; a row whose factor is 0 or whose target is negative gets zeros, whatever it holds.
+    If GRADIENT, the gradient of FACTORS * (smooth_weight * SMOOTH + nll_weight * NLL) takes the
+    place of the scores; a row whose factor is 0 or whose target is negative gets zeros, whatever
+    it holds.
     If SUMMED, TABLE_GRAD (N, columns) has the rows' gradients by the table.
     """
     row = tl.program_id(0)
@@ -109,8 +111,8 @@ def loss_kernel(
                     columns = start + tl.arange(0, BLOCK)
                     s = load_scores(scores, columns, classes, phase == 1)
                     z = sigma(s, folded[1] - total, folded, ORDER, ORDER, MONOTONE, CAP)
-                    grad = tl.exp2(z) * factor - share * factor
-                    grad = tl.where(columns == target, grad - hit * factor, grad)
+                    grad = tl.exp2(z) * factor - smooth_weight * factor
+                    grad = tl.where(columns == target, grad - nll_weight * factor, grad)
                     if phase == 1:
                         grad = tl.where(columns < classes, grad, 0.0)
                     if SUMMED:
@@ -131,8 +133,8 @@ def output_loss(
     table: Tensor | None,
     target: Tensor,
     factors: Tensor | None,
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     needed: Sequence[bool],
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
@@ -146,8 +148,8 @@ def output_loss(
         table: (1, 8 or 12) float32, as in `triton_modulator`, or None, which is softmax.
         target: (N,) int64; a negative one is ignored.
         factors: (N,) float32, the gradient by each token's loss; None for no gradients.
-        share, hit: the loss is share * smooth + hit * nll; both terms together weigh each p_k
-            once, so share * V + hit = 1.
+        smooth_weight, nll_weight: the loss is smooth_weight * smooth + nll_weight * nll; both
+            terms together weigh each p_k once, so smooth_weight * V + nll_weight = 1.
         needed: whether features, weight, bias and table need gradients.
         chunk_size: tokens taken at a time; None chooses.
 
@@ -155,7 +157,12 @@ def output_loss(
         nll and smooth, (N,) float32, 0 where ignored; the gradients by features, weight, bias and
         table, as of `through_chunks`.
     """
-    one_chunk = partial(_one_chunk, share=share, hit=hit, needs_table=needed[3])
+    one_chunk = partial(
+        _one_chunk,
+        smooth_weight=smooth_weight,
+        nll_weight=nll_weight,
+        needs_table=needed[3],
+    )
     table = None if table is None else table.contiguous()
     factors = None if factors is None else factors.contiguous()
     target = target.contiguous()
@@ -169,8 +176,8 @@ def _one_chunk(
     table: Tensor | None,
     target: Tensor,
     factors: Tensor | None,
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     needs_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `through_chunks` wants it; the gradients take the place of the scores."""
@@ -182,7 +189,7 @@ def _one_chunk(
     with torch.cuda.device_of(scores):
         loss_kernel[(rows,)](
             scores, table, target, factors, nll, smooth, table_grad,
-            scores.stride(0), classes, share, hit,
+            scores.stride(0), classes, smooth_weight, nll_weight,
             ORDER=0 if table is None else 2,
             MONOTONE=table is not None and table.shape[1] == MONOTONE_COLUMNS,
             # No square of a float16 overflows, but one of them is -inf.

@@ -25,7 +25,7 @@ from torch import Tensor
 COLUMNS = 8
 MONOTONE_COLUMNS = 12
 
-# That of functional/modulator.py, which this room does not import.
+# As in functional/modulator.py, which kernels/ does not import.
 MAX_DISTANCE = tl.constexpr(1e18)
 CAP_NONE, CAP_LOW, CAP_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

@@ -104,7 +104,7 @@ def set_defaults(args: Any, **defaults: Any) -> None:
         setattr(args, name, getattr(args, name, value))
 
 
-def check(args: Any, attentions: Sequence[str] = PLACES) -> None:
+def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
     """Raise UsageError, in one sentence, for settings that cannot work together.
 
     A setting that does nothing is refused too, but in a checkpoint's model: earlier versions let

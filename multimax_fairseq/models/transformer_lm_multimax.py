@@ -14,7 +14,7 @@ from fairseq.models.transformer_lm import (
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check
+from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check_settings
 from multimax_fairseq.models.learned_scalars import prepare_scalars
 from multimax_fairseq.models.transformer_multimax import LoadsSoftmaxCheckpoints, MultimaxDecoder
 
@@ -36,7 +36,7 @@ class MultimaxLanguageModel(LoadsSoftmaxCheckpoints, TransformerLanguageModel):
     def build_model(cls, args, task):
         """Build a new model instance; UsageError for settings that cannot work."""
         args = as_namespace(args)
-        check(args, attentions=("decoder",))
+        check_settings(args, attentions=("decoder",))
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if args.max_target_positions is None:

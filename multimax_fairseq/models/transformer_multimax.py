@@ -36,8 +36,8 @@ from multimax_fairseq.models.config import (
     NormalizerConfig,
     as_namespace,
     build_normalizer,
-    check,
     check_keys,
+    check_settings,
     places,
     set_defaults,
 )
@@ -240,8 +240,9 @@ class MultimaxDecoder(TransformerDecoderBase):
 
     @torch.jit.unused
     def _show_output_parameters(self, extra: dict[str, list[Tensor | None]]):
-        """Let torch's DDP find the output layer, which the fused loss uses outside of the model, in
-        what the model returns: it takes the rest for unused (--find-unused-parameters)."""
+        """Add the output layer's parameters to what the model returns. The fused loss uses them
+        outside of the model, and torch's DDP takes parameters that it does not find in there for
+        unused (--find-unused-parameters)."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             modules = filter(None, (self.output_projection, self.output_modulator))
             parameters = [p for module in modules for p in module.parameters()]
@@ -334,7 +335,7 @@ class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
         args = as_namespace(args)
         multimax_architecture(args)
         without = ("cross",) if args.no_cross_attention else ()
-        check(args, attentions=[place for place in PLACES if place not in without])
+        check_settings(args, attentions=[place for place in PLACES if place not in without])
         for side in ("encoder", "decoder"):
             # The command line gives a list where the stock model expects its text.
             kept = getattr(args, f"{side}_layers_to_keep")

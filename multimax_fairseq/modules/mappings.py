@@ -1,4 +1,4 @@
-"""The entries of `NORMALIZERS`, one a mapping: everything else about it is read off here."""
+"""The entries of `NORMALIZERS`, one per mapping: everything else about it is read off here."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Modulator(nn.Module):
         """Return a modulator with the paper's parameters, as in its Tables 7 and 8.
 
         Args:
-            t_b, b: inverse temperature and threshold of the low term, an entry an order, or
+            t_b, b: inverse temperature and threshold of the low term, one entry per order, or
                 (heads, order); None for both leaves the term out.
             t_d, d: the same for the high term.
 
@@ -178,5 +178,5 @@ def _numbers(name: str, given: Any) -> Tensor:
         if values.isfinite().all():
             return values
     raise ValueError(
-        f"{name} must be finite numbers, one an order or (heads, order), got {given!r}"
+        f"{name} must be finite numbers, one per order or (heads, order), got {given!r}"
     )

@@ -54,7 +54,7 @@ def replace_softmax(
         normalizer: a key of `NORMALIZERS`.
         where: whether the module of this name is to be changed. Default: its class name contains
             "Attention", and that of no module inside it does.
-        per_head: learn the parameters a head. The scores have the heads in dimension -3, and the
+        per_head: learn the parameters per head. The scores have the heads in dimension -3, and the
             module has their number as `num_heads`.
         settings: what else `Normalizer` takes; monotone is True by default.
 
@@ -126,7 +126,7 @@ def _heads(name: str, module: nn.Module, per_head: bool) -> int | None:
     num_heads = getattr(module, "num_heads", None)
     if not isinstance(num_heads, int):
         raise ValueError(
-            f"parameters a head need the attribute num_heads of module {name!r}, got "
+            f"parameters per head need the attribute num_heads of module {name!r}, got "
             f"{num_heads!r}: set it, or leave per_head out"
         )
     return num_heads

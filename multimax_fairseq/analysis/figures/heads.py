@@ -11,16 +11,16 @@ from multimax_fairseq.analysis.canvas import (
     COLOURS,
     grid,
     heatmaps,
-    kinds_of,
     layers_of,
     legend_below,
     line_a_series,
     ordered_style,
+    places_of,
     series,
     style,
     updates_axis,
 )
-from multimax_fairseq.analysis.collection import KINDS, Collection, latest
+from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 
 
@@ -31,11 +31,11 @@ def alpha_trajectories(collection: Collection) -> Figure | None:
     frame = collection.parameters[collection.parameters["name"] == "alpha"]
     if frame["updates"].nunique() < 2:
         return None
-    kinds = [kind for kind in KINDS if (frame["place"] == kind).any()]
+    places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
     layers = layers_of(frame)
-    figure, axes = grid(1, len(kinds), 3.8, 3.4)
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        own = frame[frame["place"] == kind].assign(head=frame["head"].fillna(0))
+    figure, axes = grid(1, len(places), 3.8, 3.4)
+    for axis, place in zip(axes[0], places, strict=True):
+        own = frame[frame["place"] == place].assign(head=frame["head"].fillna(0))
         for (layer, head), line in own.groupby(["layer", "head"]):
             index = layers.index(int(layer))
             axis.plot(
@@ -46,7 +46,7 @@ def alpha_trajectories(collection: Collection) -> Figure | None:
             )
         alpha_guides(axis.axhline)
         axis.set(ylabel="α", ylim=(0.97, 2.03))
-        axis.set_title(KINDS[kind], fontsize=10)
+        axis.set_title(ATTENTIONS[place], fontsize=10)
         updates_axis(axis)
     legend_below(figure, columns=6)
     return figure
@@ -63,12 +63,12 @@ def alpha_distribution(collection: Collection) -> Figure | None:
     1.5-entmax, 2 is sparsemax (dotted)."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"] == "alpha"]
-    kinds = [kind for kind in KINDS if (frame["place"] == kind).any()]
-    if not kinds:
+    places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
+    if not places:
         return None
-    figure, axes = grid(1, len(kinds), 3.6, 2.9)
-    for index, (axis, kind) in enumerate(zip(axes[0], kinds, strict=True)):
-        values = frame[frame["place"] == kind]["value"]
+    figure, axes = grid(1, len(places), 3.6, 2.9)
+    for index, (axis, place) in enumerate(zip(axes[0], places, strict=True)):
+        values = frame[frame["place"] == place]["value"]
         counts, _, _ = axis.hist(
             values,
             bins=np.linspace(1, 2, 21),
@@ -81,7 +81,7 @@ def alpha_distribution(collection: Collection) -> Figure | None:
         # Room for the legend above the bars.
         axis.set(xlabel="α", ylabel="heads", xlim=(0.97, 2.03), ylim=(0, 1.3 * max(counts)))
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axis.set_title(KINDS[kind], fontsize=10)
+        axis.set_title(ATTENTIONS[place], fontsize=10)
         axis.legend(fontsize=8)
     return figure
 
@@ -93,11 +93,13 @@ def density(collections: list[Collection]) -> Figure | None:
     figure = line_a_series(collections, "heads", "density", "density (share of non-zeros)")
     if figure is None:
         return None
-    kinds = [k for k in kinds_of(collections) if KINDS[k] in {a.get_title() for a in figure.axes}]
+    places = [
+        k for k in places_of(collections) if ATTENTIONS[k] in {a.get_title() for a in figure.axes}
+    ]
     drawn = series(collections)
-    for axis, kind in zip(figure.axes, kinds, strict=True):
+    for axis, place in zip(figure.axes, places, strict=True):
         for index, entry in enumerate(drawn):
-            heads = entry.of("heads", kind=kind)
+            heads = entry.of("heads", place=place)
             # Beside each other, so that one series does not hide the next.
             shift = 0.12 * (index - (len(drawn) - 1) / 2)
             look = style(index)

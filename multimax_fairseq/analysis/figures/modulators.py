@@ -31,7 +31,7 @@ IDENTITY = {symbol: float(symbol.startswith("t_")) for symbol in SYMBOLS} | {"te
 def modulators_of(
     collection: Collection, place: str, updates: int | None = None
 ) -> dict[int, list[Modulator]]:
-    """{layer: modulators, one or one a head}; the output layer's is under 0."""
+    """{layer: modulators, one, or one per head}; the output layer's is under 0."""
     frame = collection.parameters
     frame = frame[(frame["place"] == place) & frame["name"].isin(SYMBOLS)]
     if frame.empty:
@@ -56,10 +56,10 @@ def modulated(modulator: Modulator, scores: np.ndarray) -> np.ndarray:
 
 @picture("Modulators", places=tuple(PLACES))
 def modulators(collection: Collection, place: str) -> Figure | None:
-    """The learned modulator sigma of each layer (a line a head where heads have their own) against
-    the identity, which is softmax. Below it the distribution of the real scores. Hatched: where
-    sigma falls with a rising score (past the turning point), and the share of scores there. After
-    Figs. 3 and 10 of Zhou et al. 2024."""
+    """The learned modulator sigma of each layer (one line per head where heads have their own)
+    against the identity, which is softmax. Below it the distribution of the real scores. Hatched:
+    where sigma falls with a rising score (past the turning point), and the share of scores there.
+    After Figs. 3 and 10 of Zhou et al. 2024."""
     found = modulators_of(collection, place)
     if not found:
         return None
@@ -67,7 +67,7 @@ def modulators(collection: Collection, place: str) -> Figure | None:
     with_scores = falls = False
     for axis, (layer, own) in zip(panels, found.items(), strict=True):
         frame = latest(collection.histograms)
-        frame = frame[(frame["kind"] == place) & (frame["quantity"] == "score")]
+        frame = frame[(frame["place"] == place) & (frame["quantity"] == "score")]
         left, right, share = bins(frame[frame["layer"] == layer])
         low, high = score_range(left, right, share)
         x = np.linspace(low, high, 500)
@@ -111,7 +111,7 @@ def modulators(collection: Collection, place: str) -> Figure | None:
             [],
             [],
             color=COLOURS[0],
-            label="σ" if all(len(o) == 1 for o in found.values()) else "σ, a line a head",
+            label="σ" if all(len(o) == 1 for o in found.values()) else "σ, one line per head",
         ),
     ]
     if with_scores:
@@ -122,9 +122,9 @@ def modulators(collection: Collection, place: str) -> Figure | None:
     return figure
 
 
-def past_turning_point(collection: Collection, kind: str, layer: int) -> float | None:
+def past_turning_point(collection: Collection, place: str, layer: int) -> float | None:
     heads = latest(collection.heads)
-    values = heads[(heads["kind"] == kind) & (heads["layer"] == layer)]["past_turning_point"]
+    values = heads[(heads["place"] == place) & (heads["layer"] == layer)]["past_turning_point"]
     return None if values.isna().all() else float(values.mean())
 
 
@@ -157,7 +157,7 @@ def score_range(left: np.ndarray, right: np.ndarray, share: np.ndarray) -> tuple
 @picture("Learned parameters")
 def parameters(collection: Collection) -> Figure | None:
     """The learned parameters of the last checkpoint in the paper's symbols (Eq. 6; Tables 7 and 8
-    of Zhou et al. 2024), a line a layer, the mean over the heads where they have their own. The
+    of Zhou et al. 2024), one line per layer, the mean over the heads where they have their own. The
     colour is the distance from the identity (t = 1, b = d = 0), which is softmax."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"].isin(IDENTITY)].assign(layer=lambda f: f["layer"].fillna(0))
@@ -214,8 +214,8 @@ def symbol_text(name: str) -> str:
 
 @picture("Parameters over training", places=tuple(PLACES))
 def parameter_trajectories(collection: Collection, place: str) -> Figure | None:
-    """How the learned parameters moved over the updates, a line a layer (the mean over the heads
-    where they have their own). Dotted: the identity, which is softmax."""
+    """How the learned parameters moved over the updates, one line per layer (the mean over the
+    heads where they have their own). Dotted: the identity, which is softmax."""
     frame = collection.parameters
     frame = frame[(frame["place"] == place) & frame["name"].isin(IDENTITY)]
     frame = frame.assign(layer=frame["layer"].fillna(0))

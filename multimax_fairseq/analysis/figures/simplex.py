@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 from multimax_fairseq.analysis.canvas import PALE, legend_below, ordered_style, style, wrapped
-from multimax_fairseq.analysis.collection import KINDS, Collection, latest
+from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 from multimax_fairseq.analysis.figures.modulators import modulators_of
 from multimax_fairseq.functional import NORMALIZERS, normalize
@@ -60,14 +60,14 @@ def known_mappings() -> dict[str, Mapping]:
     }
 
 
-def learned_mappings(collection: Collection, kind: str) -> dict[int, Mapping]:
+def learned_mappings(collection: Collection, place: str) -> dict[int, Mapping]:
     """{layer: the mapping that the last checkpoint has learned there, the mean over its heads}."""
     found: dict[int, list[Mapping]] = {
         layer: [mapping("multimax", modulator=modulator) for modulator in own]
-        for layer, own in modulators_of(collection, kind).items()
+        for layer, own in modulators_of(collection, place).items()
     }
     frame = latest(collection.parameters)
-    frame = frame[frame["place"] == kind]
+    frame = frame[frame["place"] == place]
     for name, normalizer in (("alpha", "alpha_entmax"), ("temperature", "softmax")):
         for row in frame[frame["name"] == name].itertuples():
             options = {name: float(row.value)}
@@ -80,16 +80,16 @@ def mean_of(mappings: list[Mapping]) -> Mapping:
 
 
 def learned_places(collection: Collection) -> dict[str, dict[int, Mapping]]:
-    found = {kind: learned_mappings(collection, kind) for kind in collection.kinds()}
-    return {kind: mappings for kind, mappings in found.items() if mappings}
+    found = {place: learned_mappings(collection, place) for place in collection.places()}
+    return {place: mappings for place, mappings in found.items() if mappings}
 
 
 @picture("Mappings of two scores")
 def simplex_2d(collection: Collection) -> Figure | None:
     """The weight of the first of two scores, x and 0, by x (Fig. 2 of Zhou et al. 2024; softmax is
     the logistic function there). First panel: known mappings, and MultiMax with the paper's
-    parameters; then what this model has learned, a line a layer (the mean over its heads), against
-    softmax."""
+    parameters; then what this model has learned, one line per layer (the mean over its heads),
+    against softmax."""
     places = learned_places(collection)
     figure, panels = wrapped(1 + len(places), 4.2, 3.8)
     x = np.linspace(-4, 4, 401)
@@ -98,12 +98,12 @@ def simplex_2d(collection: Collection) -> Figure | None:
         every = (index * 9, 60)
         panels[0].plot(x, apply(scores)[:, 0], label=label, markevery=every, **style(index))
     panels[0].set_title("known mappings", fontsize=10)
-    for axis, (kind, found) in zip(panels[1:], places.items(), strict=True):
+    for axis, (place, found) in zip(panels[1:], places.items(), strict=True):
         axis.plot(x, mapping("softmax")(scores)[:, 0], "k--", linewidth=1, label="softmax")
         for index, (layer, apply) in enumerate(found.items()):
             look = {**ordered_style(index, len(found)), "markevery": (index * 9 % 60, 60)}
             axis.plot(x, apply(scores)[:, 0], label=f"layer {layer + 1}", **look)
-        axis.set_title(f"learned: {KINDS[kind]}", fontsize=10)
+        axis.set_title(f"learned: {ATTENTIONS[place]}", fontsize=10)
     for axis in panels:
         axis.set(xlabel="score x (the other is 0)", ylabel="weight of x", ylim=(-0.03, 1.03))
         axis.legend(fontsize=7, loc="lower right" if axis is not panels[0] else "upper left")
@@ -117,8 +117,8 @@ def simplex_3d(collection: Collection) -> Figure | None:
     """The weights that mappings give three scores (Fig. 1 of Zhou et al. 2024). A corner of the
     triangle is all weight on one, an edge is two modes with the third ignored. First panel: the
     scores 2, 1.5 and 0; the band is softmax over temperatures. Then the second score runs from
-    0 to 2, with the paper's parameters, and with what this model has learned (a line a layer, the
-    mean over its heads)."""
+    0 to 2, with the paper's parameters, and with what this model has learned (one line per layer,
+    the mean over its heads)."""
     places = learned_places(collection)
     count = 2 + len(places)
     columns = 2 if count in (2, 4) else 3
@@ -144,12 +144,12 @@ def simplex_3d(collection: Collection) -> Figure | None:
         axes[0].plot(*point, **only, zorder=10)
         axes[1].plot(*apply(sweep).T, **look, label=label)
     axes[1].set_title("scores 2, 0 to 2, 0", fontsize=10)
-    for axis, (kind, found) in zip(axes[2:], places.items(), strict=True):
+    for axis, (place, found) in zip(axes[2:], places.items(), strict=True):
         axis.plot(*mapping("softmax")(sweep).T, "k--", linewidth=1.2, label="softmax, T = 1")
         for index, (layer, apply) in enumerate(found.items()):
             look = ordered_style(index, len(found))
             axis.plot(*apply(sweep).T, **look, label=f"layer {layer + 1}")
-        axis.set_title(f"learned: {KINDS[kind]}", fontsize=10)
+        axis.set_title(f"learned: {ATTENTIONS[place]}", fontsize=10)
     legend_below(figure, columns=3)
     return figure
 

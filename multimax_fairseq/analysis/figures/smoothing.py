@@ -14,7 +14,7 @@ from multimax_fairseq.analysis.canvas import (
     ordered_style,
     updates_axis,
 )
-from multimax_fairseq.analysis.collection import KINDS, Collection
+from multimax_fairseq.analysis.collection import ATTENTIONS, Collection
 from multimax_fairseq.analysis.figures.catalogue import picture
 
 SIMILARITY = "token similarity (cosine)"
@@ -31,7 +31,7 @@ def distance_axis(figure: Figure) -> None:
 def over_smoothing(collections: list[Collection]) -> Figure | None:
     """How alike the outputs of a layer are for the tokens of a sentence: their mean cosine
     similarity, near one in over-smoothing (Fig. 4 of Zhou et al. 2024). One minus it is the mean
-    average distance (Chen et al. 2020). For one model a line a checkpoint, darker for later
+    average distance (Chen et al. 2020). For one model one line per checkpoint, darker for later
     ones."""
     alone = len(collections) == 1
     figure = line_a_series(collections, "layers", "token_similarity", SIMILARITY, alone)
@@ -42,15 +42,15 @@ def over_smoothing(collections: list[Collection]) -> Figure | None:
 
 @picture("Over-smoothing over training")
 def over_smoothing_updates(collection: Collection) -> Figure | None:
-    """The same over the updates, a line a layer."""
+    """The same over the updates, one line per layer."""
     frame = collection.layers.dropna(subset="token_similarity")
     if frame["updates"].nunique() < 2:
         return None
-    kinds = [kind for kind in KINDS if (frame["kind"] == kind).any()]
-    figure, axes = grid(1, len(kinds))
+    places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
+    figure, axes = grid(1, len(places))
     layers = layers_of(frame)
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        own = frame[frame["kind"] == kind]
+    for axis, place in zip(axes[0], places, strict=True):
+        own = frame[frame["place"] == place]
         for index, layer in enumerate(layers):
             line = own[own["layer"] == layer].sort_values("updates")
             axis.plot(
@@ -60,7 +60,7 @@ def over_smoothing_updates(collection: Collection) -> Figure | None:
                 **ordered_style(index, len(layers)),
             )
         axis.set_ylabel(SIMILARITY)
-        axis.set_title(KINDS[kind], fontsize=10)
+        axis.set_title(ATTENTIONS[place], fontsize=10)
         updates_axis(axis)
     distance_axis(figure)
     legend_below(figure, columns=6)
@@ -81,13 +81,13 @@ def rollout_example(collection: Collection) -> Figure | None:
     (below) for the first stored sentence: queries down, keys across. Each picture has its own
     scale, from zero to its largest weight."""
     for example in collection.examples:
-        for kind in KINDS:
-            if rolled := example.get("rollout", {}).get(kind):
-                return draw_rollout(example["attention"][kind], rolled, kind)
+        for place in ATTENTIONS:
+            if rolled := example.get("rollout", {}).get(place):
+                return draw_rollout(example["attention"][place], rolled, place)
     return None
 
 
-def draw_rollout(attention: list[Any], rolled: list[Any], kind: str) -> Figure:
+def draw_rollout(attention: list[Any], rolled: list[Any], place: str) -> Figure:
     chosen = sorted({int(i) for i in np.linspace(0, len(rolled) - 1, 6).round()})
     figure, axes = grid(2, len(chosen), 2.2, 2.3)
     for column, layer in enumerate(chosen):
@@ -103,5 +103,5 @@ def draw_rollout(attention: list[Any], rolled: list[Any], kind: str) -> Figure:
     figure.colorbar(
         image, ax=axes, label="weight (0 to each picture's largest)", ticks=[], shrink=0.6
     )
-    axes[0, 0].annotate(KINDS[kind], (0, 1.2), xycoords="axes fraction", fontsize=9)
+    axes[0, 0].annotate(ATTENTIONS[place], (0, 1.2), xycoords="axes fraction", fontsize=9)
     return figure

@@ -10,13 +10,13 @@ from multimax_fairseq.analysis.canvas import (
     empty,
     grid,
     heatmaps,
-    kinds_of,
     layers_of,
     legend_below,
     ordered_style,
+    places_of,
     style,
 )
-from multimax_fairseq.analysis.collection import KINDS, Collection, latest
+from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 
 
@@ -24,7 +24,7 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 def sparsity_multi_modality(collection: Collection) -> Figure | None:
     """Sparsity (Definition 3.3 of Zhou et al. 2024: how near to zero the small scores' weights
     are) and multi-modality (Definition 3.2: how near to the largest the relevant scores' weights
-    are), a cell a head; of the last checkpoint."""
+    are), one cell per head; of the last checkpoint."""
     return heatmaps(
         collection, {"sparsity": "sparsity (0 to 1)", "multi_modality": "multi-modality (0 to 1)"}
     )
@@ -35,20 +35,20 @@ def pareto(collections: list[Collection]) -> Figure | None:
     """Sparsity and multi-modality on the same scores: softmax at temperatures (lines, along which
     one is given up for the other; Proposition 3.5 of Zhou et al. 2024) and the model's own mapping
     (large markers). Above and to the right of a line is better than softmax at any temperature.
-    For one model a line a layer; for several the mean over the layers."""
-    kinds = kinds_of(collections)
-    if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not kinds:
+    For one model one line per layer; for several the mean over the layers."""
+    places = places_of(collections)
+    if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not places:
         return None
-    figure, axes = grid(1, len(kinds), 4.3, 3.6)
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        for place, collection in enumerate(collections):
+    figure, axes = grid(1, len(places), 4.3, 3.6)
+    for axis, place in zip(axes[0], places, strict=True):
+        for number, collection in enumerate(collections):
             frame = latest(collection.temperatures)
-            frame = frame[frame["kind"] == kind]
+            frame = frame[frame["place"] == place]
             if frame.empty:
                 continue
             if len(collections) > 1:
                 mean = frame.groupby("temperature", dropna=False).mean(numeric_only=True)
-                trade(axis, mean.reset_index(), style(place), collection.label, words=place == 0)
+                trade(axis, mean.reset_index(), style(number), collection.label, words=number == 0)
                 continue
             layers = layers_of(frame)
             for index, layer in enumerate(layers):
@@ -61,7 +61,7 @@ def pareto(collections: list[Collection]) -> Figure | None:
                     words=index == 0,
                 )
         axis.set(xlabel="sparsity (0 to 1)", ylabel="multi-modality (0 to 1)")
-        axis.set_title(KINDS[kind], fontsize=10)
+        axis.set_title(ATTENTIONS[place], fontsize=10)
         axis.margins(0.12)
     legend_below(figure, columns=6)
     return figure

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from multimax_fairseq.analysis.canvas import Series, layers_of, legend_below, series, style, wrapped
-from multimax_fairseq.analysis.collection import KINDS, Collection, bins
+from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, bins
 from multimax_fairseq.analysis.figures.catalogue import picture
 
 # Where logarithmic axes show weights of exactly zero, and where the last bin above it ends.
@@ -15,13 +15,13 @@ ZERO, SMALLEST = 1e-10, 1e-9
 
 
 def probability_panels(
-    collections: list[Collection], kind: str
+    collections: list[Collection], place: str
 ) -> tuple[Figure, list[tuple[Axes, str, dict[str, Any], Any]]] | None:
     """The figure, and for each layer and series its axis, label and look, and the bins of its
     probabilities."""
     wanted = []
     for entry in series(collections):
-        frame = entry.of("histograms", kind=kind, quantity="probability")
+        frame = entry.of("histograms", place=place, quantity="probability")
         wanted += [
             (layer, entry, bins(frame[frame["layer"] == layer])) for layer in layers_of(frame)
         ]
@@ -53,12 +53,12 @@ def look_of(collections: list[Collection], entry: Series) -> dict[str, Any]:
     return style([s.updates for s in series(collections)].index(entry.updates))
 
 
-@picture("Histograms of attention weights", comparable=True, places=tuple(KINDS))
-def weight_histograms(collections: list[Collection], kind: str) -> Figure | None:
-    """How many of the attention weights have which size, both axes logarithmic, a panel a layer
+@picture("Histograms of attention weights", comparable=True, places=tuple(ATTENTIONS))
+def weight_histograms(collections: list[Collection], place: str) -> Figure | None:
+    """How many of the attention weights have which size, both axes logarithmic, one panel per layer
     (Fig. 5 of Zhou et al. 2024, where they are called attention scores). The marker at the left:
     weights that are exactly zero; the first step: all others below 1e-8."""
-    found = probability_panels(collections, kind)
+    found = probability_panels(collections, place)
     if found is None:
         return None
     figure, panels = found
@@ -83,11 +83,11 @@ def weight_histograms(collections: list[Collection], kind: str) -> Figure | None
     return figure
 
 
-@picture("Cumulative distributions of attention weights", comparable=True, places=tuple(KINDS))
-def weight_distributions(collections: list[Collection], kind: str) -> Figure | None:
-    """The share of attention weights that are at most as large as a threshold, a panel a layer
+@picture("Cumulative distributions of attention weights", comparable=True, places=tuple(ATTENTIONS))
+def weight_distributions(collections: list[Collection], place: str) -> Figure | None:
+    """The share of attention weights that are at most as large as a threshold, one panel per layer
     (Fig. 8 of Zhou et al. 2024). Where a line starts above zero, that share is exactly zero."""
-    found = probability_panels(collections, kind)
+    found = probability_panels(collections, place)
     if found is None:
         return None
     figure, panels = found

@@ -13,9 +13,9 @@ const NAMES = {
 };
 
 // The weights of a head; head "mean" is the mean over the heads, "rollout" the roll-out.
-function weights(example, kind, layer, head) {
-  if (head === "rollout") return example.rollout[kind][layer];
-  const heads = example.attention[kind][layer];
+function weights(example, place, layer, head) {
+  if (head === "rollout") return example.rollout[place][layer];
+  const heads = example.attention[place][layer];
   if (head !== "mean") return heads[head];
   return heads[0].map((row, q) =>
     row.map((_, k) => heads.reduce((sum, one) => sum + one[q][k], 0) / heads.length));
@@ -32,9 +32,9 @@ function joined(matrix, queries, keys) {
 }
 
 // {queries, keys, matrix}: names of rows and columns, and the weights.
-function view(example, kind, layer, head, join) {
-  const [asking, asked] = SIDES[kind].map((side) => example[side]);
-  const matrix = weights(example, kind, layer, head);
+function view(example, place, layer, head, join) {
+  const [asking, asked] = SIDES[place].map((side) => example[side]);
+  const matrix = weights(example, place, layer, head);
   if (!join) return { queries: asking.tokens, keys: asked.tokens, matrix };
   return {
     queries: asking.words.map((word) => word.word),
@@ -43,17 +43,17 @@ function view(example, kind, layer, head, join) {
   };
 }
 
-function headsOf(example, kind, layer) {
-  const heads = example.attention[kind][layer].map((_, head) => [String(head), String(head + 1)]);
+function headsOf(example, place, layer) {
+  const heads = example.attention[place][layer].map((_, head) => [String(head), String(head + 1)]);
   const more = [["mean", "mean over heads"]];
-  if (example.rollout && example.rollout[kind]) more.push(["rollout", "roll-out to this layer"]);
+  if (example.rollout && example.rollout[place]) more.push(["rollout", "roll-out to this layer"]);
   return more.concat(heads);
 }
 
 function start(document) {
   const examples = JSON.parse(document.getElementById("examples").textContent);
   const choices = {};
-  for (const name of ["sentence", "kind", "layer", "head", "join", "keys", "told", "matrix"]) {
+  for (const name of ["sentence", "place", "layer", "head", "join", "keys", "told", "matrix"]) {
     choices[name] = document.getElementById(name);
   }
   let chosen = [0, 0];
@@ -104,13 +104,13 @@ function start(document) {
 
   function draw() {
     const example = examples[Number(choices.sentence.value)];
-    const kinds = Object.keys(NAMES).filter((name) => name in example.attention);
-    options(choices.kind, kinds.map((name) => [name, NAMES[name]]));
-    const kind = choices.kind.value;
-    options(choices.layer, example.attention[kind].map((_, n) => [String(n), String(n + 1)]));
+    const places = Object.keys(NAMES).filter((name) => name in example.attention);
+    options(choices.place, places.map((name) => [name, NAMES[name]]));
+    const place = choices.place.value;
+    options(choices.layer, example.attention[place].map((_, n) => [String(n), String(n + 1)]));
     const layer = Number(choices.layer.value);
-    options(choices.head, headsOf(example, kind, layer));
-    shown = view(example, kind, layer, choices.head.value, choices.join.checked);
+    options(choices.head, headsOf(example, place, layer));
+    shown = view(example, place, layer, choices.head.value, choices.join.checked);
     const head = document.createElement("thead");
     const top = head.insertRow();
     top.append(cell("td"));
@@ -137,7 +137,7 @@ function start(document) {
       });
     });
     choices.matrix.replaceChildren(head, body);
-    choices.matrix.setAttribute("aria-label", `${NAMES[kind]}, layer ${layer + 1}`);
+    choices.matrix.setAttribute("aria-label", `${NAMES[place]}, layer ${layer + 1}`);
     choose(
       Math.min(chosen[0], shown.queries.length - 1),
       Math.min(chosen[1], shown.keys.length - 1),
@@ -161,7 +161,7 @@ function start(document) {
     const side = example.source.words.length ? example.source : example.target;
     return [String(n), `${n + 1}: ${side.words.map((word) => word.word).join(" ").slice(0, 60)}`];
   }));
-  for (const name of ["sentence", "kind", "layer", "head", "join"]) {
+  for (const name of ["sentence", "place", "layer", "head", "join"]) {
     choices[name].addEventListener("change", draw);
   }
   draw();

@@ -6,8 +6,8 @@
 
 struct OutputLoss {
   int64_t tokens, classes, size, chunk, threads, columns, ignore_index;
-  // The gradient by z[k] is factors[token] * (p[k] - share - hit * [k is target]).
-  float share, hit;
+  // The gradient by z[k] is factors[token] * (p[k] - smooth_weight - nll_weight * [k is target]).
+  float smooth_weight, nll_weight;
   const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
   const float* table;                     // (columns), or null where they are 0
   const int64_t* target;                  // (tokens)
@@ -92,14 +92,14 @@ void tile_gradients(
       float* at = logits + v * c.width + q;
       const Vec x = load(at);
       const Vec p = exponential(sigma.value(x) - top) * inverse;
-      store(at, sigma.backward(x, factor * (p - a.share), sums));
+      store(at, sigma.backward(x, factor * (p - a.smooth_weight), sums));
     }
   }
   for (int64_t q = 0; q < c.count; q++) {
     const int64_t v = a.target[c.rows[q]] - v0;
     if (v < 0 || v >= rows) continue;
     Vec grad{};
-    grad[0] = -a.hit * c.factors[q];
+    grad[0] = -a.nll_weight * c.factors[q];
     logits[v * c.width + q] += sigma.backward(all(at_target[q]), grad, sums)[0];
   }
   sigma.add(sums, grad_table);

@@ -8,7 +8,7 @@ it instead is for `functional` to decide. Defined at the lower level of torch.li
 of the higher one cost more than a decoding step's attention.
 
 A `table` is (1 or heads, 8) float32, a modulator's parameters in the order of
-`functional.modulator.parameter_table`, or (1 or heads, 12) with the tails of a monotone one.
+`functional.modulator.pack`, or (1 or heads, 12) with the tails of a monotone one.
 """
 
 from multimax_fairseq.kernels.operators.attend import (

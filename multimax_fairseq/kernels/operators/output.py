@@ -25,7 +25,7 @@ from multimax_fairseq.kernels.operators.definition import (
 from multimax_fairseq.kernels.operators.modulator import modulate
 
 _OUTPUT = "Tensor features, Tensor weight, Tensor? bias, Tensor? table"
-_LOSS = "float share, float hit, int ignore_index, int? chunk_size"
+_LOSS = "float smooth_weight, float nll_weight, int ignore_index, int? chunk_size"
 
 
 def _check_output(
@@ -84,15 +84,16 @@ def _output_loss_parts(
     target: Tensor,
     factors: Tensor | None,
     needed: Sequence[bool],
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     ignore_index: int,
     chunk_size: int | None,
 ) -> tuple[Tensor, ...]:
     _check_loss(features, weight, bias, table, target, factors, needed, chunk_size)
-    if not abs(share * weight.shape[0] + hit - 1) < 1e-6:
+    if not abs(smooth_weight * weight.shape[0] + nll_weight - 1) < 1e-6:
         raise ValueError(
-            f"share and hit must make share * {weight.shape[0]} + hit = 1, got {share} and {hit}"
+            f"smooth_weight * {weight.shape[0]} + nll_weight must be 1, got smooth_weight "
+            f"{smooth_weight} and nll_weight {nll_weight}"
         )
     inputs = (features, weight, bias, table)
     if features.device.type == "cuda" or interpreted():
@@ -103,11 +104,18 @@ def _output_loss_parts(
             target == ignore_index, -1
         )
         nll, smooth, grads = triton_cross_entropy.output_loss(
-            *inputs, target, factors, share, hit, needed, chunk_size
+            *inputs, target, factors, smooth_weight, nll_weight, needed, chunk_size
         )
     else:
         nll, smooth, grads = cpu.output_loss(
-            *_wide(*inputs), target, factors, share, hit, ignore_index, chunk_size, needed
+            *_wide(*inputs),
+            target,
+            factors,
+            smooth_weight,
+            nll_weight,
+            ignore_index,
+            chunk_size,
+            needed,
         )
     pairs = zip(grads, inputs, strict=True)
     return nll, smooth, *(_or_empty(g, t, features) for g, t in pairs)
@@ -135,8 +143,8 @@ def _output_loss_parts_fake(
     target: Tensor,
     factors: Tensor | None,
     needed: Sequence[bool],
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     ignore_index: int,
     chunk_size: int | None,
 ) -> tuple[Tensor, ...]:
@@ -206,9 +214,9 @@ class OutputLoss(torch.autograd.Function):
         return (*(None,) * 4, *(g if n else None for g, n in zip(grads, needed, strict=True)))
 
 
-def mixed(nll: Tensor, smooth: Tensor, share: float, hit: float) -> Tensor:
+def mixed(nll: Tensor, smooth: Tensor, smooth_weight: float, nll_weight: float) -> Tensor:
     """Return the losses that label smoothing makes of the two sums, in a tensor of their own."""
-    return hit * nll + share * smooth if share else nll.clone()
+    return nll_weight * nll + smooth_weight * smooth if smooth_weight else nll.clone()
 
 
 def _output_loss(
@@ -217,17 +225,17 @@ def _output_loss(
     bias: Tensor | None,
     table: Tensor | None,
     target: Tensor,
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     ignore_index: int,
     chunk_size: int | None,
     summed: bool,
 ) -> tuple[Tensor, Tensor]:
     nll, smooth, *_ = _output_loss_parts(
         *(features, weight, bias, table, target, None, (False,) * 4),
-        *(share, hit, ignore_index, chunk_size),
+        *(smooth_weight, nll_weight, ignore_index, chunk_size),
     )
-    loss = mixed(nll, smooth, share, hit)
+    loss = mixed(nll, smooth, smooth_weight, nll_weight)
     return (loss.sum(), nll.sum()) if summed else (loss, nll)
 
 
@@ -237,8 +245,8 @@ def _output_loss_fake(
     bias: Tensor | None,
     table: Tensor | None,
     target: Tensor,
-    share: float,
-    hit: float,
+    smooth_weight: float,
+    nll_weight: float,
     ignore_index: int,
     chunk_size: int | None,
     summed: bool,
@@ -250,10 +258,10 @@ def _output_loss_fake(
 
 
 def _output_loss_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
-    *tensors, target, share, hit, ignore_index, chunk_size, summed = inputs
+    *tensors, target, smooth_weight, nll_weight, ignore_index, chunk_size, summed = inputs
     if not needs_gradient(*tensors):
         return below(*inputs)
-    numbers = (share, hit, ignore_index, chunk_size)
+    numbers = (smooth_weight, nll_weight, ignore_index, chunk_size)
     return OutputLoss.apply(output_loss_parts, numbers, summed, target, *tensors)
 
 
