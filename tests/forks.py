@@ -8,6 +8,7 @@ start further programs find the stand-ins too. MULTIMAX_TEST_FORKS=0 starts each
 """
 
 import atexit
+import importlib
 import json
 import logging
 import os
@@ -86,10 +87,10 @@ def serve(address):
 
 
 def import_what_programs_need():
-    import sacrebleu  # noqa: F401
-
-    import multimax_fairseq.compat  # noqa: F401
-
+    # Not fairseq_cli, whose modules set up logging, nor our models, which --user-dir imports.
+    names = "fairseq.models fairseq.tasks fairseq.trainer hydra.experimental sacrebleu"
+    for name in f"{names} multimax_fairseq.compat".split():
+        importlib.import_module(name)
     # A program sets up logging by itself, before it imports fairseq.
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)

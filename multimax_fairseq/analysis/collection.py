@@ -129,7 +129,7 @@ def _table(file: Path, words: str) -> pd.DataFrame:
         frame = pd.read_csv(file, encoding="utf-8", dtype=dict.fromkeys(TEXT, str))
     except ValueError as error:
         raise _damaged(file, str(error).strip().splitlines()[0]) from None
-    frame = frame.rename(columns={"kind": "place"})  # what it was called before 0.2
+    frame = frame.rename(columns={"kind": "place"})  # its name in older collections
     if missing := [column for column in words.split() if column not in frame]:
         raise _damaged(file, f"there is no column {missing[0]}")
     for column in set(words.split()) - TEXT:
