@@ -97,8 +97,9 @@ if ! usable || [[ $(describe "$venv/bin/python") != "$interpreter" ]] ||
 fi
 
 # Neither the user's PYTHONPATH nor a version check of pip's own has a say in what is installed.
+# Python compiles what it imports; pip would compile all there is, for the better part of a minute.
 unset PYTHONPATH
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
 pip=("$venv/bin/python" -m pip install --no-input)
 
 pinned() { sed -n "s/^\($1\)==.*/&/p" "$requirements"; }

@@ -144,6 +144,7 @@ def user_dir():
     when fairseq names the option and imports the models.
     """
     from fairseq import utils
+    from fairseq.models import import_models
 
     def make(original):
         def import_user_module(args):
@@ -151,9 +152,8 @@ def user_dir():
             if asked is not None:
                 args.user_dir = _resolve(asked)
                 if os.path.realpath(args.user_dir) == os.path.realpath(PACKAGE):
-                    import multimax_fairseq.models  # noqa: F401
-
-                    return None
+                    name = os.path.basename(PACKAGE)
+                    return import_models(os.path.join(PACKAGE, "models"), f"{name}.models")
             try:
                 return original(args)
             except FileNotFoundError as error:
