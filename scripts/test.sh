@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks and tests: scripts/test.sh [pytest arguments]
+# Checks and tests: scripts/test.sh [--fast] [pytest arguments]
+# --fast leaves out what runs whole commands, draws figures or interprets GPU kernels.
 # At most two processes of one thread each, so that it suits a small shared machine; more with -n N.
 set -euo pipefail
 

@@ -8,13 +8,14 @@ import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = forks.programs()
-ENVIRONMENT = {
-    **os.environ,
-    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-}
 TRACEBACK = "(MULTIMAX_TRACEBACK=1 shows where.)"
 PLUGIN = ("--user-dir", str(ROOT / "multimax_fairseq"))
+
+
+def programs_first():
+    """The environment, in which this environment's programs are found first."""
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run(folder, *command, code=0, stdin=None, **environment):
@@ -23,7 +24,7 @@ def run(folder, *command, code=0, stdin=None, **environment):
     done = subprocess.run(
         [str(program if program.exists() else command[0]), *map(str, command[1:])],
         cwd=folder,
-        env={**ENVIRONMENT, **environment},
+        env=programs_first() | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         input=stdin,

@@ -14,15 +14,32 @@ from multimax_fairseq.modules import Modulator
 SIZES = (
     "--{0}-layers 2 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 4 --dropout 0"
 )
+
+
+def files(names):
+    return [f"test_{name}.py" for name in names.split()]
+
+
 # The files that take minutes come first, so that no process is left alone with one of them.
-LONGEST = [
-    f"test_{name}.py"
-    for name in "commands experiment_runs compat kernels_triton docs quickstart gpu_check".split()
-]
+LONGEST = files("kernels_triton models commands analysis_figures experiment_runs gpu_check")
+# What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
+LONG = LONGEST + files(
+    "added_mapping analysis_collect benchmark build checkpoint_names compat criterions data_prep "
+    "docs downloads experiments house odd_calls operators quickstart recorded_models "
+    "replaced_models_recorded vit_example wrong_calls"
+)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="leave out the files that take long")
+
+
+def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: [*LONGEST, item.path.name].index(item.path.name))
+    if config.getoption("fast"):
+        left_out = [item for item in items if item.path.name in LONG]
+        items[:] = [item for item in items if item.path.name not in LONG]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

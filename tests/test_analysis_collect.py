@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from commands import ROOT, run
+from commands import ROOT, TRACEBACK, run
 from conftest import SIZES, scatter_modulators
 from corpus import ENGLISH, GERMAN
 from fairseq import options, tasks
@@ -589,8 +589,9 @@ def told(monkeypatch, capsys, *words):
         command.main()
     assert isinstance(stopped.value.code, str)
     assert stopped.value.code.startswith("multimax-analyze: error: ")
-    assert len(stopped.value.code.splitlines()) == 1
-    return stopped.value.code
+    sentence, *rest = stopped.value.code.splitlines()
+    assert rest == [TRACEBACK]
+    return sentence
 
 
 @pytest.mark.parametrize(

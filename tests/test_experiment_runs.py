@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import ENVIRONMENT, ROOT, run
+from commands import ROOT, programs_first, run
 from corpus import ENGLISH, GERMAN
 
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
@@ -59,7 +59,7 @@ def start(command: list[str], folder: Path) -> subprocess.Popen:
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=ENVIRONMENT,
+        env=programs_first(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from commands import BIN, ENVIRONMENT, ROOT
+from commands import BIN, ROOT, programs_first
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        map(str, command), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
+        map(str, command), cwd=cwd, env=programs_first(), capture_output=True, text=True
     )
 
 
@@ -78,7 +78,7 @@ def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cw
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=ENVIRONMENT,
+        env=programs_first(),
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         # Tests that run in a shell's background ignore it, and children would inherit that.

@@ -75,22 +75,22 @@ def main() -> None:
 
     try:
         args.run(args)
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package == "multimax_fairseq":
-            raise
-        extra = "analysis" if package in ("jinja2", "matplotlib", "pandas") else "fairseq"
-        sys.exit(
-            f"multimax-analyze: error: the package {package} is missing: pip install "
-            f"'multimax-fairseq[{extra}]'"
-        )
     except Exception as error:
-        text = compat.explain(error)
-        if text is None and isinstance(error, OSError):
-            text = str(error)
+        text = compat.explain(error) or _explain(error)
         if text is None or compat.wants_traceback():
             raise
         sys.exit(f"multimax-analyze: error: {text}\n(MULTIMAX_TRACEBACK=1 shows where.)")
+
+
+def _explain(error: Exception) -> str | None:
+    """One sentence on a missing package or a file that cannot be used; None for anything else."""
+    if isinstance(error, ModuleNotFoundError):
+        package = str(error.name).partition(".")[0]
+        if package == "multimax_fairseq":
+            return None
+        extra = "analysis" if package in ("jinja2", "matplotlib", "pandas") else "fairseq"
+        return f"the package {package} is missing: pip install 'multimax-fairseq[{extra}]'"
+    return str(error) if isinstance(error, OSError) else None
 
 
 def room(name: str) -> Any:

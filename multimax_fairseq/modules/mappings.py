@@ -78,7 +78,7 @@ register(
         label="sparsemax",
         function=functions.sparsemax,
         output_options=(),
-        output_loss=entmax.sparsemax_loss,
+        output_loss=lambda logits, target: entmax.sparsemax_loss(logits, target),
     )
 )
 register(
@@ -87,7 +87,7 @@ register(
         label="1.5-entmax",
         function=functions.entmax15,
         output_options=(),
-        output_loss=entmax.entmax15_loss,
+        output_loss=lambda logits, target: entmax.entmax15_loss(logits, target),
     )
 )
 register(
@@ -126,7 +126,7 @@ register(
                 setting="output_entmax_alpha",
             ),
         ),
-        output_loss=entmax.entmax_bisect_loss,
+        output_loss=lambda logits, target, alpha: entmax.entmax_bisect_loss(logits, target, alpha),
     )
 )
 register(
