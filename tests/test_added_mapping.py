@@ -9,9 +9,11 @@ import pytest
 import torch
 from commands import ROOT, refused, run
 from corpus import ENGLISH, GERMAN
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import NORMALIZERS, Mapping, register
 from multimax_fairseq.functional.mapping import Option, yes_or_no
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 PLUGIN = ("--user-dir", ROOT / "user_dir/added_mapping")
 TINY = [
@@ -138,6 +140,10 @@ def test_a_checkpoint_without_it_starts_it_as_new(folder):
             "'multimax_order' is taken",
         ),
         (
+            Mapping("other", "unknown to kernels", NORMALIZERS["topk"].function, kernel=True),
+            "leave kernel out",
+        ),
+        (
             Mapping("other", "untrained", NORMALIZERS["topk"].function, output_options=()),
             "give an output_loss",
         ),
@@ -153,6 +159,25 @@ def test_an_entry_that_cannot_be_is_refused(mapping, part, monkeypatch):
     with pytest.raises(TypeError, match="must be a Mapping, got 'softmax'"):
         register("softmax")
     assert before == NORMALIZERS
+
+
+class Mean(torch.nn.Module):
+    """Attends to all keys alike, which no scores say."""
+
+    def attend(self, query, key, value, mask=None, need_probs=False, **_):
+        assert mask is None
+        return value.mean(-2, keepdim=True).expand(query.shape), None
+
+
+def test_what_forms_its_context_otherwise_stands_in_the_same_attention():
+    torch.manual_seed(0)
+    attention = SoftmaxMultiheadAttention(8, 2, self_attention=True)
+    attention = MultiheadAttention(attention, Mean()).eval()
+    x = torch.randn(5, 3, 8)
+    output, probs = attention(x, x, x, need_weights=False)
+    expected = attention.out_proj(attention.v_proj(x).mean(0, keepdim=True)).expand_as(x)
+    torch.testing.assert_close(output, expected)
+    assert probs is None
 
 
 def test_an_entry_that_comes_after_the_flags_is_refused(tmp_path):

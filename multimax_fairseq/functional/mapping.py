@@ -86,7 +86,7 @@ class Mapping:
         modulated: the mapping is softmax of `modulator(scores)`, or of the scores where `build`
             gives none. Then it has a TorchScript form, and may be an output layer that trains with
             cross-entropy.
-        kernel: a fused kernel serves it, with a `Modulator` or without.
+        kernel: a fused kernel serves it, with a `Modulator` or without; for `modulated` ones.
         output_options: of the output layer; None where it cannot be one.
         output_loss: of (logits (N, V), targets (N,), **output options): losses (N,); what trains
             an output layer that is not `modulated`.
@@ -161,7 +161,7 @@ def register(mapping: Mapping) -> None:
     Raises:
         TypeError: no `Mapping`.
         ValueError: a name or setting that is taken or cannot be a flag; an output layer that
-            nothing can train; it comes after the flags were made.
+            nothing can train; a kernel that there is not; it comes after the flags were made.
     """
     if not isinstance(mapping, Mapping):
         raise TypeError(f"a mapping must be a Mapping, got {mapping!r}")
@@ -179,6 +179,11 @@ def register(mapping: Mapping) -> None:
         raise ValueError(
             f"the mapping {mapping.name!r} has output_options, and nothing trains it as an output "
             "layer: give an output_loss, or leave them out"
+        )
+    if mapping.kernel and not mapping.modulated:
+        raise ValueError(
+            f"the mapping {mapping.name!r} is not modulated, and no kernel serves such a one: "
+            "leave kernel out"
         )
     NORMALIZERS[mapping.name] = mapping
 

@@ -32,7 +32,7 @@ OPTIONS = {
 
 
 @dataclass
-class _AllMappings(FairseqDataclass):
+class _SharedSettings(FairseqDataclass):
     """The settings that no mapping owns."""
 
     attention_normalizer: ChoiceEnum(list(MAPPINGS)) = field(  # type: ignore[valid-type]
@@ -79,7 +79,7 @@ NormalizerConfig: Any = dataclasses.make_dataclass(
         )
         for name, option in OPTIONS.items()
     ],
-    bases=(_AllMappings,),
+    bases=(_SharedSettings,),
     namespace={"__module__": __name__, "__doc__": "The flags of this package's models."},
 )
 DEFAULTS = NormalizerConfig()

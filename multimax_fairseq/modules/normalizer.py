@@ -56,6 +56,11 @@ class Normalizer(nn.Module):
         self.fixed: dict[str, Any] = {}
         for argument, value in mapping.build(num_heads, **mapping.complete(options)).items():
             if isinstance(value, nn.Module):
+                if getattr(self, argument, None) is not None:
+                    raise ValueError(
+                        f"the mapping {name!r} builds a module for an argument {argument!r}, which "
+                        "every module has: give the argument another name"
+                    )
                 setattr(self, argument, value)
             else:
                 self.fixed[argument] = value
@@ -82,13 +87,13 @@ class Normalizer(nn.Module):
         """Return the context of each query, and the probabilities that it was formed by.
 
             context = dropout(normalizer(scale * Q K^T, mask)) V
-        Any module with this method can stand in fairseq's attention and in `replace_softmax`.
+        Any module with this method and `keep_heads` can stand in fairseq's attention.
 
         Args:
             query: (B, H, T, D), floating.
             key, value: (B, H, S, D) and (B, H, S, any size), of query's dtype.
-            mask: broadcastable to (B, H, T, S). Bool: True excludes. Float: added to the modulated
-                scores.
+            mask: broadcastable to (B, H, T, S). Bool: True excludes. Float: added to the scores,
+                after a modulator.
             is_causal: query t attends to keys up to t; together with a mask, both hold.
             dropout_p: probability of dropping a probability.
             scale: default 1 / sqrt(D).
@@ -105,7 +110,7 @@ class Normalizer(nn.Module):
         if is_causal:
             mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
         scores = attention_scores(query, key, scale)
-        # TorchScript knows no call of a module by itself, and hooks no module that is called so.
+        # Hooks are to see the scores, but TorchScript cannot call a module from within itself.
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             probs = self.forward(scores, -1, mask)
         else:
