@@ -104,7 +104,7 @@ def with_fairseq(name: str, plugin: str | None = None) -> Any:
     from multimax_fairseq import compat
 
     compat.apply()
-    if plugin is not None and Path(plugin).resolve() != Path(compat.PACKAGE):
+    if plugin is not None:
         from fairseq import utils
 
         utils.import_user_module(argparse.Namespace(user_dir=plugin))
