@@ -29,10 +29,10 @@ case ${1:-} in
 *) fail "it takes no arguments, but got '$1'; see --help." ;;
 esac
 
-log=$(mktemp)
-pins=$(mktemp)
-build=$(mktemp)
-trap 'rm -f "$log" "$pins" "$build"' EXIT
+work=$(mktemp -d)
+log=$work/log
+pins=$work/pins
+trap 'rm -rf "$work"' EXIT
 
 # quietly WHAT COMMAND...: one line and a dot every five seconds; all the output if it fails
 quietly() {
@@ -100,28 +100,51 @@ fi
 # Python compiles what it imports; pip would compile all there is, for the better part of a minute.
 unset PYTHONPATH
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
-pip=("$venv/bin/python" -m pip install --no-input)
+pip=("$venv/bin/python" -m pip install --no-input --no-warn-conflicts)
 
 pinned() { sed -n "s/^\($1\)==.*/&/p" "$requirements"; }
+imported_by_torch() { sed -n '/^# Imported by torch/,/^$/{/==/p;}' "$requirements"; }
 grep -v '^torch==\|^fairseq-fixed==' "$requirements" >"$pins"
 read -ra torch_words <<<"$torch"
+cpus=$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))') # each compiler needs up to 1 GB
+printf '[build_ext]\nparallel = %d\n' "$cpus" >"$work/build"
+# With ninja, torch would have the extensions that are compiled side by side overwrite one file.
+mkdir "$work/bin"
+printf '#!/bin/sh\nexit 1\n' >"$work/bin/ninja"
+chmod +x "$work/bin/ninja"
+
+compiled() {
+    "${pip[@]}" "${torch_words[@]}"
+    # Three of fairseq's six extensions include all of torch's headers and take most of the time, but
+    # no translation or language model calls them: they are compiled without optimisation. The other
+    # three, two of which make the batches, keep the -O3 that fairseq's setup.py puts after these
+    # flags. CPPFLAGS are added to the interpreter's own flags; CFLAGS would replace them.
+    PATH=$work/bin:$PATH DIST_EXTRA_CONFIG=$work/build CPPFLAGS="${CPPFLAGS:-} -O0 -g0" \
+        "${pip[@]}" --no-build-isolation --no-deps "$(pinned fairseq-fixed)"
+}
+
+# A download, an archive that is unpacked and a compiler keep different things busy.
+side_by_side() {
+    local compiling unpacking status=0
+    set -m # each a group of processes, which ends as one
+    compiled >"$work/compiled" 2>&1 &
+    compiling=$!
+    "${pip[@]}" --no-deps --no-build-isolation -r "$pins" &
+    unpacking=$!
+    trap 'kill -- "-$compiling" "-$unpacking" 2>/dev/null; exit 130' TERM
+    wait "$unpacking" || status=$?
+    wait "$compiling" || { status=$? && cat "$work/compiled"; }
+    return "$status"
+}
 
 # What packages are built with goes first; torch comes after what it imports, so that an index that
 # holds nothing but torch is enough for it; fairseq compiles against numpy and torch.
 # shellcheck disable=SC2046
-quietly "Build tools" "${pip[@]}" --no-deps $(pinned numpy) $(pinned cython) $(pinned setuptools) $(pinned wheel)
-quietly "Packages pinned in scripts/requirements.txt" "${pip[@]}" --no-deps --no-build-isolation -r "$pins"
-quietly "PyTorch (${torch_words[0]})" "${pip[@]}" "${torch_words[@]}"
+quietly "Build tools" "${pip[@]}" --no-deps \
+    $(pinned numpy) $(pinned cython) $(pinned setuptools) $(pinned wheel) $(imported_by_torch)
+quietly "PyTorch (${torch_words[0]}), fairseq compiled, packages pinned in scripts/requirements.txt" \
+    side_by_side
 printf '%s\n' "$torch" >"$choice"
-# Three of fairseq's six extensions include all of torch's headers and take most of the time, but no
-# translation or language model calls them: they are compiled without optimisation. The other three,
-# two of which make the batches, keep the -O3 that fairseq's setup.py puts after these flags. CPPFLAGS
-# are added to the interpreter's own flags; CFLAGS would replace them.
-cpus=$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))') # each needs up to 1 GB of memory
-printf '[build_ext]\nparallel = %d\n' "$cpus" >"$build"
-quietly "fairseq: compiles its C++ and Cython parts, about a minute" \
-    env DIST_EXTRA_CONFIG="$build" CPPFLAGS="${CPPFLAGS:-} -O0 -g0" \
-    "${pip[@]}" --no-build-isolation --no-deps "$(pinned fairseq-fixed)"
 quietly "multimax-fairseq (editable)" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
 # Of all processes in this environment, fairseq's commands alone run with what compat/ mends.
 for script in "$venv"/bin/fairseq-*; do
