@@ -1,5 +1,7 @@
 """Toy models in one process: a dictionary, a task that offers it, and builders."""
 
+import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -61,25 +63,31 @@ def task(dictionary):
     )
 
 
+@functools.cache
+def settings_of_model(arch, *flags):
+    """What the command line's own parser makes of them; to compose it takes half a second."""
+    is_lm = "_lm" in arch
+    sizes = SIZES.format("decoder")
+    if is_lm:
+        sizes += " --decoder-input-dim 16 --decoder-output-dim 16 --tokens-per-sample 64"
+    else:
+        sizes += " " + SIZES.format("encoder")
+    name = "language_modeling" if is_lm else "translation"
+    parser = options.get_training_parser(name)
+    args = options.parse_args_and_arch(
+        parser, ["data", "--task", name, "--arch", arch, *sizes.split(), *flags]
+    )
+    return convert_namespace_to_omegaconf(args).model
+
+
 @pytest.fixture
 def build(task):
     """build(arch, *flags, seed=1) -> model, through the command line's own parser."""
 
     def build_model(arch, *flags, seed=1):
-        is_lm = "_lm" in arch
-        sizes = SIZES.format("decoder")
-        if is_lm:
-            sizes += " --decoder-input-dim 16 --decoder-output-dim 16 --tokens-per-sample 64"
-        else:
-            sizes += " " + SIZES.format("encoder")
-        name = "language_modeling" if is_lm else "translation"
-        parser = options.get_training_parser(name)
-        args = options.parse_args_and_arch(
-            parser, ["data", "--task", name, "--arch", arch, *sizes.split(), *flags]
-        )
-        cfg = convert_namespace_to_omegaconf(args)
+        settings = copy.deepcopy(settings_of_model(arch, *flags))
         torch.manual_seed(seed)
-        return tasks.FairseqTask.build_model(task, cfg.model)
+        return tasks.FairseqTask.build_model(task, settings)
 
     return build_model
 
