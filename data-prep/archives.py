@@ -114,7 +114,7 @@ def download(urls: Iterable[str], target: Path, checksum: str, size: int | None 
         return
     part = target.with_name(f"{target.name}.part")
     hosts = []
-    with alone(target.parent):
+    with alone(target):
         if part.exists() and not mismatch(part, checksum):
             part.rename(target)
             return

@@ -56,15 +56,15 @@ def run(main: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Waits for other runs in the folder. Children hold the lock too, so that one that outlives a
-    killed run never writes into what the next run makes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
+def alone(final: Path) -> Iterator[None]:
+    """Waits for other runs that make the same file or folder. Children hold the lock too, so that
+    one that outlives a killed run never writes into what the next run makes."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with final.with_name(f".{final.name}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"Waiting for another run in {folder}")
+            say(f"Waiting for another run that makes {final}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks
@@ -79,7 +79,7 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
     files = [Path(inspect.getfile(make)), *(here.with_name(name) for name in SHARED)]
     code = b"".join(file.read_bytes() for file in files)
     mark = hashlib.sha256(made_from.encode() + code).hexdigest()
-    with alone(final.parent):
+    with alone(final):
         if (final / MARK).is_file() and (final / MARK).read_text().strip() == mark:
             say(f"Nothing to do: {final} is prepared.")
             return

@@ -6,7 +6,7 @@
 #   scripts/quickstart.sh --compare       and their softmax twins: all else equal
 #
 #   --out DIR       where all of it goes; default quickstart/ in the checkout
-#   --updates N     of each model, to try something out; default 1800 and 2000
+#   --updates N     of each model, to try something out; default 1800 and 1600
 #   --archive-translation FILE, --archive-lm FILE
 #                   the data's archives, got by hand; see data-prep/demo.py
 #

@@ -288,7 +288,12 @@ def test_killed_anywhere_the_bytes_are_the_same(prepared, tgz, tmp_path):
     assert stamps(out / "text") == text
     for folder in ("text", "data-bin"):
         assert contents(out / folder) == contents(prepared[0] / folder)
-    assert sorted(file.name for file in out.iterdir()) == [".lock", "data-bin", "text"]
+    assert sorted(file.name for file in out.iterdir()) == [
+        ".data-bin.lock",
+        ".text.lock",
+        "data-bin",
+        "text",
+    ]
 
 
 def test_other_tokenization_remakes(tgz, prepared, tmp_path):
@@ -439,7 +444,7 @@ def test_other_counts_of_the_official_archive_are_refused(
     found = {"train": "9,997", "test": "13"}[split]
     assert f"{split} has {found} sentence pairs, but {expected:,} are expected" in sentence
     assert "scripts/requirements.txt" in sentence
-    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    assert [file.name for file in tmp_path.iterdir()] == [".text.lock"]
 
 
 def test_a_count_is_judged_by_its_share(capsys):
@@ -545,8 +550,8 @@ def test_someone_elses_folder_stays(tgz, tmp_path):
 
 def test_two_runs_do_not_meet(tmp_path):
     code = f"import sys; sys.path[0] = {str(PREP)!r}; import steps, pathlib\n"
-    code += f"with steps.alone(pathlib.Path({str(tmp_path)!r})): print('alone')"
-    with steps.alone(tmp_path):
+    code += f"with steps.alone(pathlib.Path({str(tmp_path / 'made')!r})): print('alone')"
+    with steps.alone(tmp_path / "made"):
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert other.stdout.readline().startswith("Waiting for another run")
         assert other.poll() is None

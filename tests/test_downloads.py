@@ -76,7 +76,7 @@ def test_download(left, names, ranges, host, tmp_path):
         (target.parent / "file.part").write_bytes(left)
     archives.download([f"{host.url}/{name}" for name in names], target, SHA256)
     assert target.read_bytes() == DATA
-    assert sorted(file.name for file in target.parent.iterdir()) == [".lock", "file"]
+    assert sorted(file.name for file in target.parent.iterdir()) == [".file.lock", "file"]
     assert [headers.get("Range") for _, headers in host.requests] == ranges
     assert not any("python" in headers["User-Agent"].lower() for _, headers in host.requests)
 
@@ -96,7 +96,7 @@ def test_all_hosts_fail(host, tmp_path, capsys):
     printed = capsys.readouterr().out
     for reason in ("404", "has the SHA-256", "Connection refused", "unknown url type"):
         assert reason in printed
-    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    assert [file.name for file in tmp_path.iterdir()] == [".file.lock"]
 
 
 def test_address_as_archive(host, tmp_path):

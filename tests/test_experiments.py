@@ -1,6 +1,8 @@
 """configs/ and the scripts of the paper's experiments."""
 
 import argparse
+import copy
+import functools
 import importlib
 import json
 import shutil
@@ -65,6 +67,14 @@ def as_hydra_train(plan, name):
     return cfg
 
 
+@functools.cache
+def both_ways(plan, name):
+    """A config as fairseq-hydra-train has it, and as fairseq-train has it from its command line: a
+    second to compose, so nobody may change them."""
+    cfg = plan.compose(name)
+    return as_hydra_train(plan, name), parsed([cfg.task.data, *plan.options(cfg)])
+
+
 # --- the configs -------------------------------------------------------------------------------
 
 
@@ -76,9 +86,8 @@ def test_there_is_a_config_for_each_row_and_no_other(plan):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_and_its_command_line_are_the_same_settings(plan, name):
-    cfg = plan.compose(name)
-    command = parsed([cfg.task.data, *plan.options(cfg)])
-    for group, settings in cfg.items():
+    command = both_ways(plan, name)[1]
+    for group, settings in plan.compose(name).items():
         for key, value in settings.items():
             if (group, key) == ("model", "_name"):  # else an architecture of fairseq's old kind
                 key = key if OmegaConf.is_config(command.model) else "arch"
@@ -88,7 +97,7 @@ def test_a_config_and_its_command_line_are_the_same_settings(plan, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_the_same_through_hydra(plan, name):
     """None of fairseq's defaults hides what the rows share."""
-    through_hydra = as_hydra_train(plan, name)
+    through_hydra = both_ways(plan, name)[0]
     for group, settings in plan.compose(name).items():
         for key, value in settings.items():
             assert through_hydra[group][key] == value, (group, key)
@@ -107,12 +116,10 @@ def test_no_key_stands_both_in_a_row_and_in_what_rows_share(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_builds_the_same_model_through_hydra(plan, name, dictionary):
     task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    cfg = plan.compose(name)
-    words = [cfg.task.data, *plan.options(cfg)]
     models = []
-    for model in (as_hydra_train(plan, name).model, parsed(words).model):
+    for cfg in both_ways(plan, name):
         torch.manual_seed(1)
-        models.append(tasks.FairseqTask.build_model(task, model))
+        models.append(tasks.FairseqTask.build_model(task, copy.deepcopy(cfg.model)))
     ours, theirs = (dict(model.named_parameters()) for model in models)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
