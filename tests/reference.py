@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from scipy import integrate
 
 
 def _parameters(table):
@@ -151,3 +152,81 @@ def sparsity(scores, probs, threshold, reference):
     """Definition 3.3."""
     low = [n for n in range(len(scores)) if scores[n] < threshold]
     return np.mean([math.exp((reference - probs[n]) / reference - 1) for n in low])
+
+
+def gaussian(t, center, width):
+    return math.exp(-(((t - center) / width) ** 2) / 2) / (width * math.sqrt(2 * math.pi))
+
+
+def integral(function, low, high, center, width):
+    """Of what a Gaussian of this center and width is a factor of, so that no peak is missed."""
+    marks = [center + side * width for side in (-9, -3, -1, 0, 1, 3, 9)]
+    cuts = [low, *(mark for mark in marks if low < mark < high), high]
+    ends = zip(cuts, cuts[1:], strict=False)
+    return sum(integrate.quad(function, *pair, epsabs=1e-13, epsrel=1e-12)[0] for pair in ends)
+
+
+def continuous_attention(density, slopes, low, high, center, width):
+    """The expectation of a Gaussian basis function, and its derivatives: the integrals of it times
+    the density and times each of the density's derivatives. These integrate to nothing, so that a
+    constant may be taken off the function, without which large numbers would cancel."""
+    middle = gaussian((low + high) / 2, center, width)
+    parts = [(density, 0.0), *((slope, middle) for slope in slopes)]
+    return [
+        integral(
+            lambda t, f=f, c=c: f(t) * (gaussian(t, center, width) - c), low, high, center, width
+        )
+        for f, c in parts
+    ]
+
+
+def normal_density(mean, variance):
+    """(density, its derivatives by mean and variance, the ends of what is not negligible)."""
+    sigma = math.sqrt(variance)
+
+    def density(t):
+        return gaussian(t, mean, sigma)
+
+    slopes = (
+        lambda t: density(t) * (t - mean) / variance,
+        lambda t: density(t) * ((t - mean) ** 2 / variance - 1) / (2 * variance),
+    )
+    return density, slopes, mean - 12 * sigma, mean + 12 * sigma
+
+
+def truncated_parabola(mean, variance):
+    """The same of [-lambda - (t - mean)^2 / (2 variance)]_+ (Martins et al. 2020, Eq. 37)."""
+    level = (3 / (2 * math.sqrt(variance))) ** (2 / 3) / 2  # -lambda
+    half = math.sqrt(2 * variance * level)
+    slopes = (
+        lambda t: (t - mean) / variance,
+        # The level's own derivative is -level / (3 variance).
+        lambda t: (t - mean) ** 2 / (2 * variance**2) - level / (3 * variance),
+    )
+    return lambda t: level - (t - mean) ** 2 / (2 * variance), slopes, mean - half, mean + half
+
+
+def paraboloid_expectation(mean, covariance, center, spread):
+    """The expectation under a truncated paraboloid on the plane of a Gaussian basis function, and
+    its derivatives by mean, (2,), and covariance, (2, 2), by adaptive cubature over the ellipse in
+    polar coordinates (Martins et al. 2020, Eq. 11 and Prop. 3.2)."""
+    inverse, precise = np.linalg.inv(covariance), np.linalg.inv(spread)
+    level = (math.gamma(3) / math.sqrt(np.linalg.det(2 * math.pi * covariance))) ** 0.5  # -lambda
+    root = np.linalg.cholesky(covariance) * math.sqrt(2 * level)
+    scale = 1 / (2 * math.pi * math.sqrt(np.linalg.det(spread)))
+
+    def integrand(points):
+        radius, angle = points.T
+        way = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], -1) @ root.T
+        off = way + mean - center
+        basis = scale * np.exp(-np.einsum("ni,ij,nj->n", off, precise, off) / 2)
+        basis *= radius * np.linalg.det(root)
+        pull = way @ inverse
+        density = level - np.einsum("ni,ni->n", way, pull) / 2
+        by_covariance = (pull[:, :, None] * pull[:, None] - level / 2 * inverse) / 2
+        rows = [density[:, None], pull, by_covariance.reshape(-1, 4)]
+        return basis[:, None] * np.concatenate(rows, -1)
+
+    found = integrate.cubature(integrand, [0, 0], [1, 2 * math.pi], rtol=1e-11, atol=1e-11)
+    value, by_mean, by_covariance = np.split(found.estimate, [1, 3])
+    return value[0], by_mean, by_covariance.reshape(2, 2)

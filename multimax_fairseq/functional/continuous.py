@@ -1,0 +1,276 @@
+"""Continuous attention: expectations of Gaussian basis functions under a density over positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.functional.checks import check_tensor
+from multimax_fairseq.kernels.operators import traced, transformed
+
+# Where a support is narrower than this, in widths of a basis, the closed form loses digits to
+# cancellation, but so many terms of a Taylor series have all of a double's.
+NARROW = 0.2
+SERIES_TERMS = 11
+
+# How far a Gaussian reaches, in its widths: beyond that it is nothing that a double would hold.
+REACH = 9.0
+
+# The parabola's gradient by its variance is without bound at 0; below this it is the one here.
+LEAST_VARIANCE = 1e-9
+
+
+def continuous_softmax(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    """Return the expectations of Gaussian basis functions under a Gaussian density over time.
+
+        r_j = E[N(t; center_j, width_j^2)], t ~ N(mean, variance)
+            = N(mean; center_j, variance + width_j^2)          (Eq. 46, Martins et al. 2020)
+    Equivalent to: torch.distributions.Normal(centers, (variance + widths**2).sqrt())
+    .log_prob(mean).exp(), with mean and variance of one dimension more
+
+    Args:
+        mean: (...,), floating; any number.
+        variance: broadcastable with mean; 0 is the density of one point.
+        centers: (N,), of the basis functions; constants, which get no gradient.
+        widths: (N,), their standard deviations; above 0.
+
+    Returns:
+        (..., N), in float32 or wider. Its gradients are covariances under the density (Eq. 18).
+
+    Raises:
+        TypeError: something that is no tensor.
+        ValueError: shapes, dtypes or devices that do not fit; a basis that asks for a gradient; on
+            the CPU, a variance below 0 or a width that is not above 0.
+    """
+    return _expectation(_gaussian, _gaussian_slopes, mean, variance, centers, widths)
+
+
+def continuous_sparsemax(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    """Return the expectations of Gaussian basis functions under a truncated parabola over time.
+
+        p(t) = [-lambda - (t - mean)^2 / (2 variance)]_+ , zero beyond mean +- (3/2 variance)^(1/3)
+        r_j = integral of p(t) N(t; center_j, width_j^2)       (Eq. 10 and 49, Martins et al. 2020)
+    Equivalent to: `density_expectation(TRUNCATED_PARABOLA, ...)`, in closed form
+
+    `variance` is the scale of the score function, as in the paper, not the density's own variance,
+    which is (3/2 variance)^(2/3) / 5.
+
+    Args, Returns, Raises: as `continuous_softmax`. The true gradient by the variance grows without
+        bound as the variance falls to 0; below `LEAST_VARIANCE` it is the one there.
+    """
+    return _expectation(_parabola, _parabola_slopes, mean, variance, centers, widths)
+
+
+def gaussian_basis(positions: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    """Return the basis functions at positions: N(t; center_j, width_j^2), (..., N).
+
+    Args:
+        positions: (...,), floating.
+        centers, widths: (N,), as `continuous_softmax`.
+    """
+    check_tensor("positions", positions)
+    return continuous_softmax(positions, torch.zeros_like(positions), centers, widths)
+
+
+def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
+    # The nodes are eigenvalues of the recurrence of Legendre's polynomials (Golub, Welsch 1969).
+    step = torch.arange(1, count, dtype=torch.float64)
+    beside = (step / (4 * step**2 - 1).sqrt()).diag(1)
+    nodes, vectors = torch.linalg.eigh(beside + beside.T)
+    return nodes, 2 * vectors[0] ** 2
+
+
+# The quadrature's nodes on [-1, 1] and their weights. Over a Gaussian as far as it reaches, it is
+# right to 14 digits.
+NODES, WEIGHTS = _gauss_legendre(64)
+
+
+# --- one dimension ----------------------------------------------------------------------------
+
+# Of a mean and a variance, (..., 1), and bases, (N,), as double: the expectations, (..., N), or
+# their derivatives by mean and by variance.
+Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Slopes = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _gaussian(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    total = variance + widths**2
+    return torch.exp(-((mean - centers) ** 2) / (2 * total)) / (2 * math.pi * total).sqrt()
+
+
+def _gaussian_slopes(
+    mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = variance + widths**2
+    pull = (centers - mean) / total
+    value = _gaussian(mean, variance, centers, widths)
+    return value * pull, value * (pull**2 - 1 / total) / 2
+
+
+def _parabola(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    # With x = (t - mean) / half, the density of x is 3/4 (1 - x^2) on [-1, 1].
+    half = (1.5 * variance) ** (1 / 3)
+    mass, _, spread = moments_on_support(half / widths, (centers - mean) / widths)
+    return (mass / 2 - 0.75 * spread) / widths
+
+
+def _parabola_slopes(
+    mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+) -> tuple[Tensor, Tensor]:
+    half = (1.5 * variance.clamp(min=LEAST_VARIANCE)) ** (1 / 3)
+    _, first, spread = moments_on_support(half / widths, (centers - mean) / widths)
+    return 1.5 * first / (half * widths), 1.125 * spread / (half**3 * widths)
+
+
+def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the moments of a Gaussian on an interval, the second one about the uniform density's.
+
+        I_n = integral over [-1, 1] of x^n N(half x; offset, 1) dx
+
+    Args:
+        half: float64, at least 0: the interval's half-width in standard deviations of the Gaussian.
+        offset: float64, broadcastable with half: from the interval's centre to that of the
+            Gaussian.
+
+    Returns:
+        (I_0, I_1, I_2 - I_0 / 3), each of the broadcast shape.
+    """
+    half, offset = torch.broadcast_tensors(half, offset)
+    narrow = half < NARROW
+    closed = _closed_moments(half.clamp(min=NARROW), offset)
+    if looks(half) and not narrow.any():
+        return closed
+    series = _series_moments(half.clamp(max=NARROW), offset)
+    mass, first, spread = (torch.where(narrow, a, b) for a, b in zip(series, closed, strict=True))
+    return mass, first, spread
+
+
+def _closed_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = _normal(-half - offset), _normal(half - offset)
+    # From the nearer end, so that the tails keep their digits.
+    root, far = math.sqrt(0.5), offset.abs()
+    inside = (torch.erfc(root * (far - half)) - torch.erfc(root * (far + half))) / 2
+    spread = (1 + offset**2 - half**2 / 3) * inside - (half - offset) * low - (half + offset) * high
+    return inside / half, (low - high + offset * inside) / half**2, spread / half**3
+
+
+def _series_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # N(half x; offset, 1) = N(offset; 0, 1) * sum of He_n(offset) (half x)^n / n!, where He_n is
+    # Hermite's polynomial, and He_(n+1) = offset He_n - n He_(n-1).
+    mass = first = spread = torch.zeros_like(half)
+    before, hermite, power = mass, torch.ones_like(half), torch.ones_like(half)
+    for n in range(SERIES_TERMS):
+        term = hermite * power
+        if n % 2:
+            first = first + 2 / (n + 2) * term
+        else:
+            mass = mass + 2 / (n + 1) * term
+            spread = spread + 4 * n / (3 * (n + 1) * (n + 3)) * term
+        before, hermite = hermite, offset * hermite - n * before
+        power = power * half / (n + 1)
+    scale = _normal(offset)
+    return scale * mass, scale * first, scale * spread
+
+
+def _normal(x: Tensor) -> Tensor:
+    return torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+class _Expectation(torch.autograd.Function):
+    """The expectations, of which only mean and variance are kept for the gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        core: Core, slopes: Slopes, mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+    ) -> Tensor:
+        return core(mean.double(), variance.double(), centers, widths)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.slopes, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mean, variance, centers, widths = ctx.saved_tensors
+        slopes = ctx.slopes(mean.double(), variance.double(), centers, widths)
+        totals = ((grad * slope).sum(-1, keepdim=True) for slope in slopes)
+        by_mean, by_variance = map(narrowed, totals, (mean, variance))
+        return None, None, by_mean, by_variance, None, None
+
+
+def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
+    """Return a gradient in the shape and dtype of what it is by, and finite in that dtype."""
+    limit = torch.finfo(like.dtype).max
+    return gradient.sum_to_size(like.shape).clamp(-limit, limit).to(like.dtype)
+
+
+def _expectation(core: Core, slopes: Slopes, *inputs: Tensor) -> Tensor:
+    mean, variance, centers, widths = checked_bases(*inputs)
+    dtype = torch.promote_types(torch.promote_types(mean.dtype, variance.dtype), torch.float32)
+    found = _Expectation.apply(
+        core, slopes, mean[..., None], variance[..., None], centers.double(), widths.double()
+    )
+    return found.to(dtype)
+
+
+def checked_bases(
+    mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the arguments of an expectation in one dimension, checked."""
+    check_floating(mean=mean, variance=variance, centers=centers, widths=widths)
+    if centers.dim() != 1 or centers.shape != widths.shape:
+        raise ValueError(
+            "centers and widths must be (N,), one entry per basis function, got "
+            f"{list(centers.shape)} and {list(widths.shape)}"
+        )
+    for name, tensor in (("centers", centers), ("widths", widths)):
+        check_constant(name, tensor)
+    try:
+        torch.broadcast_shapes(mean.shape, variance.shape)
+    except RuntimeError:
+        raise ValueError(
+            "mean and variance must be broadcastable, got "
+            f"{list(mean.shape)} and {list(variance.shape)}"
+        ) from None
+    check_values("variance", variance, variance < 0, "at least 0")
+    check_values("widths", widths, ~(widths > 0) | widths.isinf(), "above 0 and finite")
+    return mean, variance, centers, widths
+
+
+def check_floating(**tensors: Tensor) -> None:
+    """Raise TypeError for what is no tensor, ValueError unless all float and share a device."""
+    first = next(iter(tensors))
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
+        if tensor.device != tensors[first].device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but {first} on {tensors[first].device}: "
+                "move one of them"
+            )
+
+
+def check_constant(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a basis that expects a gradient, which it would not get."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} are constants, which get no gradient: pass {name}.detach()")
+
+
+def looks(tensor: Tensor) -> bool:
+    """Whether to look at values costs nothing: on a GPU it would be to wait for them, and what is
+    traced or transformed has none yet."""
+    return tensor.device.type == "cpu" and not traced() and not transformed()
+
+
+def check_values(name: str, tensor: Tensor, wrong: Tensor, remedy: str) -> None:
+    """Raise ValueError for the first entry that is wrong, where looking costs nothing."""
+    if looks(tensor) and wrong.any():
+        raise ValueError(f"{name} must be {remedy}, got {tensor[wrong][0].tolist()}")
