@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains and evaluates a small MultiMax translation model and language model, side by side: five to
-# ten minutes on two CPU cores once everything is installed, which it sees to first.
+# Trains and evaluates a small MultiMax translation model and language model, side by side: four to
+# eight minutes on two CPU cores once everything is installed, which it sees to first.
 #
 #   scripts/quickstart.sh                 both models
 #   scripts/quickstart.sh --compare       and their softmax twins: all else equal

@@ -155,8 +155,11 @@ def fused_attention(
         mask: broadcastable to (B, H, T, S) or None; bool: True excludes; float: added to the
             modulated scores.
     """
-    able = query.dim() == 4 and key.shape == value.shape and key.shape[:2] == query.shape[:2]
-    able = able and dropout_p <= operators.MAX_DROPOUT and operators.serves(query)
+    # The kernels know one size of a head: zeros fill up the smaller one, and change no score.
+    size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
+    able = query.dim() == 4 and key.shape[:-1] == value.shape[:-1]
+    able = able and key.shape[:2] == query.shape[:2]
+    able = able and dropout_p <= operators.MAX_DROPOUT and operators.serves(query.device, size)
     able = able and (modulator is None or is_known(modulator))
     # A kernel gives a mask no gradient.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
@@ -172,13 +175,18 @@ def fused_attention(
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
     scale = _default_scale(query) if scale is None else float(scale)
+    query, key, value = (_filled_up(tensor, size) for tensor in (query, key, value))
     # Drawn on the CPU, so that no device is waited for.
     seed = torch.randint(2**31 - 1, ()) if dropout_p > 0 else None
     output, _ = operators.attention(
         *(query, key, value, None if table is None else table.float(), mask, seed),
         *(is_causal, float(dropout_p), scale, low, high, False),
     )
-    return output
+    return output if value_size == size else output[..., :value_size]
+
+
+def _filled_up(tensor: Tensor, size: int) -> Tensor:
+    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
 
 
 def _check(

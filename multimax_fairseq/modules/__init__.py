@@ -1,10 +1,18 @@
 """Parameters and layers. The attention layer needs fairseq and is imported by its own name."""
 
 from multimax_fairseq.modules import mappings  # noqa: F401  fills NORMALIZERS
+from multimax_fairseq.modules.continuous_attention import ContinuousAttention
 from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
 from multimax_fairseq.modules.modulator import Modulator
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.modules.replace_softmax import replace_softmax
 from multimax_fairseq.modules.temperature import Temperature
 
-__all__ = ["EntmaxAlpha", "Modulator", "Normalizer", "Temperature", "replace_softmax"]
+__all__ = [
+    "ContinuousAttention",
+    "EntmaxAlpha",
+    "Modulator",
+    "Normalizer",
+    "Temperature",
+    "replace_softmax",
+]

@@ -28,10 +28,10 @@ from multimax_fairseq.kernels.operators.definition import (
 MAX_HEAD_SIZE = 128
 
 
-def serves(query: Tensor) -> bool:
+def serves(device: torch.device, size: int) -> bool:
     """Whether an attention of this head size has a kernel."""
-    on_cpu = query.device.type != "cuda" and not interpreted()
-    return on_cpu or query.shape[-1] <= MAX_HEAD_SIZE
+    on_cpu = device.type != "cuda" and not interpreted()
+    return on_cpu or size <= MAX_HEAD_SIZE
 
 
 # What an attention is asked for besides its tensors.
@@ -61,7 +61,7 @@ def _check_attention(
             f"key and value must be ({batch}, {heads}, S, {size}), as query, got "
             f"{list(key.shape)} and {list(value.shape)}"
         )
-    if not serves(query):
+    if not serves(query.device, query.shape[-1]):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not served on a GPU, got {size}")
     if table is not None:
         check_table(table, heads, query, "query")

@@ -1,0 +1,175 @@
+"""Attention to intervals of a sentence by a density over time, beside or in place of tokens."""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from multimax_fairseq.functional.backend import is_autocast
+from multimax_fairseq.functional.checks import check_number, is_finite, is_whole
+from multimax_fairseq.functional.continuous import continuous_softmax, continuous_sparsemax
+from multimax_fairseq.functional.value_function import positions, ridge_regression
+from multimax_fairseq.modules.normalizer import Normalizer
+
+DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
+CONTEXTS = ("combined", "continuous")
+
+# No basis is narrow enough to tell it from a density of one point, whose gradient is without bound.
+LEAST_VARIANCE = 1e-6
+
+
+class ContinuousAttention(nn.Module):
+    """Attention with the expectation of a function of time as its context.
+
+        context = [dropout(p) V +] E_{t ~ density(mean, variance)}[V(t)], p = normalizer(scores)
+    (Martins et al. 2020, Section 3.) V(t) is the ridge regression of the values, token l of L at
+    l / L, on Gaussian basis functions. The density has the moments of p, with no parameter more, or
+    is predicted from the query.
+
+    Args:
+        normalizer: the discrete attention. Its probabilities may sum to anything above 0.
+        density: "softmax", a Gaussian, or "sparsemax", a truncated parabola.
+        context: "combined", the sum of the discrete and the continuous context, as in the paper's
+            translation models, or "continuous" alone.
+        query_size: None: mean = E_p[l / L], variance = E_p[(l / L)^2] - mean^2. The size of a
+            query: mean = sigmoid, variance = softplus of a linear function of it, shared by the
+            heads.
+        num_bases: of the basis functions; a multiple of the number of widths.
+        widths: their standard deviations, each with as many centres evenly on [0, 1].
+        ridge: of the regression, above 0.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        normalizer: Normalizer,
+        density: str = "sparsemax",
+        context: str = "combined",
+        query_size: int | None = None,
+        num_bases: int = 30,
+        widths: tuple[float, ...] = (0.03, 0.1, 0.3),
+        ridge: float = 0.1,
+    ) -> None:
+        super().__init__()
+        for name, value, known in (
+            ("density", density, tuple(DENSITIES)),
+            ("context", context, CONTEXTS),
+        ):
+            if value not in known:
+                raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
+        if not widths or not all(is_finite(width) and width > 0 for width in widths):
+            raise ValueError(f"widths must be finite and above 0, and one at least, got {widths!r}")
+        if not is_whole(num_bases) or num_bases % len(widths):
+            raise ValueError(
+                f"num_bases must be a multiple of the number of widths, {len(widths)}, got "
+                f"{num_bases!r}"
+            )
+        check_number("ridge", ridge)
+        if not ridge > 0:
+            raise ValueError(f"ridge must be above 0, got {ridge}")
+        self.normalizer, self.density, self.context = normalizer, density, context
+        self.num_bases, self.widths, self.ridge = num_bases, tuple(widths), ridge
+        self.predicted = None if query_size is None else nn.Linear(query_size, 2)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        need_probs: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the context of each query, and the discrete probabilities.
+
+        Args, Returns: as `Normalizer.attend`, but that every query sees the same keys: the mask
+            broadcasts over queries and heads, (B, 1, 1, S), and excludes; nothing is causal.
+
+        Raises:
+            ValueError: a mask that differs between queries or heads; is_causal.
+        """
+        tokens = self._tokens(key, mask, is_causal)
+        arguments = (mask, False, dropout_p, scale)
+        discrete: Tensor | None = None
+        probs: Tensor | None = None
+        if self.predicted is not None:
+            mean, variance = self.predicted(query).float().unbind(-1)
+            mean, variance = mean.sigmoid(), nn.functional.softplus(variance)
+            if self.context == "combined" or need_probs:
+                discrete, probs = self.normalizer.attend(query, key, value, *arguments, need_probs)
+        else:
+            time = positions(tokens)[:, None]
+            discrete, probs, moments = self._with_moments(
+                query, key, value, time, arguments, need_probs
+            )
+            mass, first, second = moments.unbind(-1)
+            mass = torch.where(mass > 0, mass, 1.0)
+            mean = first / mass
+            variance = second / mass - mean**2
+        context = self._expectation(mean, variance.clamp(min=LEAST_VARIANCE), value, tokens)
+        if self.context == "combined":
+            assert discrete is not None
+            context = discrete + context.to(discrete.dtype)
+        return context, probs
+
+    def _tokens(self, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Which keys may be attended to, (B, S)."""
+        batch, length = key.shape[0], key.shape[2]
+        if is_causal or (mask is not None and max([1, *mask.shape[-3:-1]]) > 1):
+            raise ValueError(
+                "continuous attention needs all keys of a sentence from the start, so that nothing "
+                "may be causal or masked for some queries or heads alone"
+            )
+        if mask is None:
+            return key.new_ones([batch, length], dtype=torch.bool)
+        kept = ~mask if mask.dtype == torch.bool else mask > -float("inf")
+        return kept.reshape(-1, kept.shape[-1]).expand(batch, length)
+
+    def _with_moments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        time: Tensor,
+        arguments: tuple[Tensor | None, bool, float, float | None],
+        need_probs: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The discrete context, the probabilities if asked for, the sums of p, p t and p t^2."""
+        columns = torch.stack([torch.ones_like(time), time, time**2], -1)
+        columns = columns.expand(-1, value.shape[1], -1, -1)
+        wide = value.dtype in (torch.float32, torch.float64) and not is_autocast(value.device.type)
+        if need_probs or not wide:
+            # Times have more digits than half precision.
+            context, probs = self.normalizer.attend(query, key, value, *arguments, True)
+            assert probs is not None
+            return context, probs, probs @ columns.to(probs.dtype)
+        extended = torch.cat([value, columns.to(value.dtype)], -1)
+        context, probs = self.normalizer.attend(query, key, extended, *arguments, False)
+        return context[..., :-3], probs, context[..., -3:]
+
+    def _expectation(self, mean: Tensor, variance: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
+        centers, widths = _bases(self.num_bases, self.widths, value.device)
+        regression = ridge_regression(tokens, centers, widths, self.ridge).mT[:, None]
+        coefficients = regression.to(value.dtype) @ value
+        weights = DENSITIES[self.density](mean, variance, centers, widths)
+        return weights.to(coefficients.dtype) @ coefficients
+
+    def keep_heads(self, heads: list[int]) -> None:
+        """Forget all but these heads' parameters, where each head has its own."""
+        self.normalizer.keep_heads(heads)
+
+    def extra_repr(self) -> str:
+        return f"{self.density!r}, {self.context!r}, num_bases={self.num_bases}"
+
+
+@functools.lru_cache(maxsize=16)
+def _bases(count: int, widths: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The centres and the widths of the basis functions, (count,), float64."""
+    each = count // len(widths)
+    ends = torch.linspace(0, 1, each, dtype=torch.float64, device=device)
+    wide = torch.tensor(widths, dtype=torch.float64, device=device)
+    return ends.repeat(len(widths)), wide.repeat_interleave(each)

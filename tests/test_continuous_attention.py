@@ -1,0 +1,236 @@
+"""The module of continuous attention: its plain formula, its masks, and where it stands."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from multimax_fairseq import NORMALIZERS, Normalizer, continuous_softmax, continuous_sparsemax
+from multimax_fairseq.functional.value_function import positions, ridge_regression
+from multimax_fairseq.modules import ContinuousAttention
+
+B, H, T, S, D = 3, 2, 4, 7, 8
+LENGTHS = (7, 4, 1)
+DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
+CENTERS = torch.linspace(0, 1, 4, dtype=torch.float64).repeat(3)
+WIDTHS = torch.tensor([0.05, 0.1, 0.3], dtype=torch.float64).repeat_interleave(4)
+SIZES = {"num_bases": 12, "widths": (0.05, 0.1, 0.3)}
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(dtype=torch.float32):
+    """(query, key, value, padding), padded on the left."""
+    padding = torch.arange(S) < S - torch.tensor(LENGTHS)[:, None]
+    shapes = ((B, H, T, D), (B, H, S, D), (B, H, S, D))
+    tensors = [drawn(*shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes)]
+    return *tensors, padding[:, None, None]
+
+
+def build(name="softmax", num_heads=None, **options):
+    torch.manual_seed(0)
+    of_mapping = {"k": 3} if name == "topk" else {}
+    normalizer = Normalizer(name, num_heads, **of_mapping)
+    return ContinuousAttention(normalizer, **SIZES, **options).eval()
+
+
+def plain(module, query, key, value, padding):
+    """(context, probabilities) as the paper has them, sentence by sentence and in float64."""
+    query, key, value = (t.detach().double() for t in (query, key, value))
+    probs = module.normalizer(query @ key.mT / math.sqrt(D), -1, padding).double()
+    contexts = []
+    for b in range(len(query)):
+        tokens = ~padding[b, 0, 0]
+        time = torch.arange(1, tokens.sum() + 1).double() / tokens.sum()
+        p = probs[b][..., tokens]
+        mean = (p * time).sum(-1)
+        variance = ((p * time**2).sum(-1) - mean**2).clamp(min=1e-6)
+        weights = DENSITIES[module.density](mean, variance, CENTERS, WIDTHS)
+        basis = torch.stack(
+            [torch.distributions.Normal(CENTERS, WIDTHS).log_prob(t).exp() for t in time], -1
+        )
+        square = basis @ basis.T + module.ridge * torch.eye(len(CENTERS))
+        coefficients = value[b][:, tokens].mT @ torch.linalg.solve(square, basis).T
+        contexts.append(weights @ coefficients.mT)
+    continuous = torch.stack(contexts)
+    return continuous + (probs @ value if module.context == "combined" else 0), probs
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("context", ["combined", "continuous"])
+@pytest.mark.parametrize("density", DENSITIES)
+def test_the_context_is_the_papers(name, context, density):
+    module = build(name, density=density, context=context)
+    *tensors, padding = inputs()
+    expected, probs = plain(module, *tensors, padding)
+    for need_probs in (False, True):
+        found, weights = module.attend(*tensors, padding, need_probs=need_probs)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+        assert (weights is None) != need_probs
+    torch.testing.assert_close(weights.double(), probs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_gradients_reach_all_that_is_learned(density):
+    module = build("multimax", 2, density=density).double()
+    *tensors, padding = inputs(torch.float64)
+    tensors = [t.requires_grad_() for t in tensors]
+
+    def context(*given):
+        return module.attend(*given[:3], padding)[0]
+
+    assert torch.autograd.gradcheck(context, [*tensors, *module.parameters()], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_the_times_digits(dtype):
+    module = build("multimax")
+    *tensors, padding = inputs(dtype)
+    found, _ = module.attend(*tensors, padding)
+    exact, _ = plain(module, *tensors, padding)
+    error = (found.double() - exact).norm() / exact.norm()
+    assert found.dtype == dtype and error < 4 * torch.finfo(dtype).eps
+    *wide, _ = inputs()
+    with torch.autocast("cpu", dtype):
+        cast, _ = module.attend(*wide, padding)
+    error = (cast.double() - plain(module, *wide, padding)[0]).norm() / exact.norm()
+    assert error < 8 * torch.finfo(dtype).eps
+
+
+def test_padding_has_no_part():
+    module = build("multimax")
+    query, key, value, padding = inputs()
+    found, _ = module.attend(query, key, value, padding)
+    for b, length in enumerate(LENGTHS):
+        alone, _ = module.attend(
+            query[b : b + 1], key[b : b + 1, :, -length:], value[b : b + 1, :, -length:]
+        )
+        torch.testing.assert_close(found[b : b + 1], alone, rtol=1e-3, atol=1e-4)
+    added = torch.zeros(padding.shape).masked_fill(padding, -math.inf)
+    torch.testing.assert_close(module.attend(query, key, value, added)[0], found)
+
+
+def test_a_sentence_without_tokens_has_no_context():
+    query, key, value, padding = inputs()
+    padding = padding.clone()
+    padding[1] = True
+    tensors = [t.requires_grad_() for t in (query, key, value)]
+    for module in (build(), build(query_size=D)):
+        found, _ = module.attend(*tensors, padding)
+        assert (found[1] == 0).all() and found.isfinite().all()
+        assert all(
+            g.isfinite().all() for g in torch.autograd.grad(found.sum(), tensors[:1] + tensors[2:])
+        )
+
+
+def test_attention_to_one_token_is_the_value_function_there():
+    module = build(context="continuous")
+    query, key, value, padding = inputs()
+    sharp = 1e4 * F.one_hot(torch.tensor([3, 5, 6]), S)[:, None, None, :].float()
+    scores = sharp.expand(B, H, T, S)
+    found, _ = module.attend(scores, torch.eye(S).expand(B, H, S, S), value, padding, scale=1.0)
+    tokens = ~padding[:, 0, 0]
+    regression = ridge_regression(tokens, CENTERS, WIDTHS, module.ridge)
+    for b, at in enumerate((3, 5, 6)):
+        time = positions(tokens)[b, at]
+        basis = torch.distributions.Normal(CENTERS, WIDTHS).log_prob(time).exp()
+        expected = (regression[b] @ basis) @ value[b].double()
+        torch.testing.assert_close(found[b, :, 0].double(), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_predicted_density():
+    module = build(density="softmax", context="continuous", query_size=D)
+    query, key, value, padding = inputs()
+    found, probs = module.attend(query, key, value, padding)
+    assert probs is None
+    mean, variance = module.predicted(query).unbind(-1)
+    weights = continuous_softmax(mean.sigmoid(), F.softplus(variance), CENTERS, WIDTHS)
+    regression = ridge_regression(~padding[:, 0, 0], CENTERS, WIDTHS, module.ridge)[:, None]
+    expected = weights @ (regression.mT.float() @ value)
+    torch.testing.assert_close(found, expected)
+    assert module.attend(query, key, value, padding, need_probs=True)[1].shape == (B, H, T, S)
+    both, _ = build(density="softmax", query_size=D).attend(query, key, value, padding)
+    torch.testing.assert_close(
+        both, expected + module.normalizer.attend(query, key, value, padding)[0]
+    )
+
+
+def test_values_of_another_size_go_through_the_kernel(monkeypatch):
+    """The moments are two more columns of the values, and one for the probabilities' sum."""
+    from multimax_fairseq.kernels import operators
+
+    sizes = []
+    fused = operators.attention
+
+    def seen(query, key, value, *rest):
+        sizes.append((key.shape[-1], value.shape[-1]))
+        return fused(query, key, value, *rest)
+
+    monkeypatch.setattr(operators, "attention", seen)
+    *tensors, padding = inputs()
+    build("multimax").attend(*tensors, padding)
+    assert sizes == [(D + 3, D + 3)]
+    normalizer = Normalizer("multimax")
+    for size in (3, 20):
+        value = drawn(B, H, S, size).requires_grad_()
+        found, _ = normalizer.attend(*tensors[:2], value, padding)
+        expected, _ = normalizer.attend(*tensors[:2], value, padding, need_probs=True)
+        torch.testing.assert_close(found, expected)
+        outer = drawn(*found.shape, seed=5)
+        for ours, theirs in zip(
+            torch.autograd.grad(found, (value, *normalizer.parameters()), outer),
+            torch.autograd.grad(expected, (value, *normalizer.parameters()), outer),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs)
+    assert len(sizes) == 3
+
+
+def test_dropout_drops_of_both():
+    module = build("softmax").train()
+    *tensors, padding = inputs()
+    torch.manual_seed(0)
+    found, _ = module.attend(*tensors, padding, dropout_p=0.5)
+    assert found.isfinite().all() and not torch.equal(found, module.attend(*tensors, padding)[0])
+    assert (module.attend(*tensors, padding, dropout_p=1.0)[0]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "mask, is_causal",
+    [
+        (torch.zeros(T, S, dtype=torch.bool), False),
+        (torch.zeros(1, H, 1, S), False),
+        (None, True),
+    ],
+)
+def test_keys_that_differ_between_queries_are_refused(mask, is_causal):
+    query, key, value, _ = inputs()
+    with pytest.raises(ValueError, match="needs all keys of a sentence from the start"):
+        build().attend(query, key, value, mask, is_causal)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"density": "gauss"}, "unknown density 'gauss': choose one of softmax, sparsemax"),
+        ({"context": "discrete"}, "unknown context 'discrete': choose one of combined, continuous"),
+        ({"num_bases": 31}, "num_bases must be a multiple of the number of widths, 3, got 31"),
+        ({"num_bases": 0}, "got 0"),
+        ({"widths": ()}, "one at least, got ()"),
+        ({"widths": (0.1, -0.1)}, "widths must be finite and above 0"),
+        ({"ridge": 0.0}, "ridge must be above 0, got 0.0"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(options, told):
+    with pytest.raises(ValueError) as refusal:
+        ContinuousAttention(Normalizer("softmax"), **options)
+    assert told in str(refusal.value)
+
+
+def test_heads_that_are_kept():
+    module = build("multimax", 4)
+    module.keep_heads([0, 2])
+    assert module.normalizer.modulator.low_coefficient.shape[0] == 2
