@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import NORMALIZERS, Normalizer, continuous_softmax, continuous_sparsemax
 from multimax_fairseq.functional.value_function import positions, ridge_regression
 from multimax_fairseq.modules import ContinuousAttention
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 B, H, T, S, D = 3, 2, 4, 7, 8
 LENGTHS = (7, 4, 1)
@@ -234,3 +236,24 @@ def test_heads_that_are_kept():
     module = build("multimax", 4)
     module.keep_heads([0, 2])
     assert module.normalizer.modulator.low_coefficient.shape[0] == 2
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_in_fairseqs_attention_step_by_step_is_all_at_once(density):
+    size = H * D
+    stock = SoftmaxMultiheadAttention(size, H, kdim=size, vdim=size, encoder_decoder_attention=True)
+    layer = MultiheadAttention(stock, build("multimax", H, density=density)).eval()
+    query, encoded = drawn(T, B, size), drawn(S, B, size, seed=1)
+    padding = inputs()[3][:, 0, 0]
+    shared = {"key_padding_mask": padding, "static_kv": True}
+    with torch.no_grad():
+        whole, probs = layer(query, encoded, encoded, **shared)
+        alone, none = layer(query, encoded, encoded, need_weights=False, **shared)
+        state = {}
+        steps = [
+            layer(step[None], encoded, encoded, incremental_state=state, **shared)[0]
+            for step in query
+        ]
+    assert none is None and probs.shape == (B, T, S)
+    torch.testing.assert_close(alone, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(steps), whole, rtol=1e-4, atol=1e-5)
