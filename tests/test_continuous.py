@@ -81,7 +81,7 @@ def test_gradients_of_any_order(name):
 @pytest.mark.parametrize("function", [continuous_softmax, continuous_sparsemax])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_ends_of_the_range_are_finite(function, dtype):
-    mean = torch.tensor([-3.0, 0.0, 0.5, 1.0, 7.0], dtype=dtype)[:, None].requires_grad_()
+    mean = torch.tensor([-3.0, 0.0, 0.5, 1.0, 6e4], dtype=dtype)[:, None].requires_grad_()
     values = [0.0, 1e-7, LEAST_VARIANCE, 1e-3, 1.0, 6e4]
     variance = torch.tensor(values, dtype=dtype).requires_grad_()
     centers, widths = torch.linspace(0, 1, 3).to(dtype), torch.tensor([0.03, 0.1, 10.0]).to(dtype)
@@ -96,6 +96,10 @@ def test_the_ends_of_the_range_are_finite(function, dtype):
     # Without variance, both are the density of one point.
     point = gaussian_basis(mean[:, 0].detach(), centers, widths)
     torch.testing.assert_close(found[:, 0], point, rtol=1e-5, atol=1e-6)
+    if dtype.itemsize >= 4:
+        far = torch.tensor([-1e30, 1e30], dtype=dtype)[:, None].requires_grad_()
+        nothing = function(far, variance.clamp(max=1), centers, widths)
+        assert (nothing == 0).all() and (torch.autograd.grad(nothing.sum(), far)[0] == 0).all()
     # In the inputs' own digits, the sums are those of float64.
     wide = function(mean.double(), variance.double(), centers.double(), widths.double())
     torch.testing.assert_close(found.double(), wide, rtol=1e-6, atol=1e-6)

@@ -17,8 +17,10 @@ from multimax_fairseq.kernels.operators import traced, transformed
 NARROW = 0.2
 SERIES_TERMS = 11
 
-# How far a Gaussian reaches, in its widths: beyond that it is nothing that a double would hold.
+# How far a Gaussian reaches, in its widths: beyond that it is nothing beside its peak, to a double;
+# and where it is 0 itself.
 REACH = 9.0
+FAR = 40.0
 
 # The parabola's gradient by its variance is without bound at 0; below this it is the one here.
 LEAST_VARIANCE = 1e-9
@@ -54,7 +56,7 @@ def continuous_sparsemax(mean: Tensor, variance: Tensor, centers: Tensor, widths
 
         p(t) = [-lambda - (t - mean)^2 / (2 variance)]_+ , zero beyond mean +- (3/2 variance)^(1/3)
         r_j = integral of p(t) N(t; center_j, width_j^2)       (Eq. 10 and 49, Martins et al. 2020)
-    Equivalent to: `density_expectation(TRUNCATED_PARABOLA, ...)`, in closed form
+    Equivalent to: densities.TRUNCATED_PARABOLA.expectation(mean, variance, centers, widths)
 
     `variance` is the scale of the score function, as in the paper, not the density's own variance,
     which is (3/2 variance)^(2/3) / 5.
@@ -140,6 +142,8 @@ def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Te
         (I_0, I_1, I_2 - I_0 / 3), each of the broadcast shape.
     """
     half, offset = torch.broadcast_tensors(half, offset)
+    # Farther away all is 0 to a double, and powers of the offset would overflow.
+    offset = offset.clamp(-half - FAR, half + FAR)
     narrow = half < NARROW
     closed = _closed_moments(half.clamp(min=NARROW), offset)
     if looks(half) and not narrow.any():
