@@ -23,11 +23,13 @@ def files(names):
 
 
 # The files that take minutes come first, so that no process is left alone with one of them.
-LONGEST = files("kernels_triton models commands analysis_figures experiment_runs gpu_check")
+LONGEST = files(
+    "kernels_triton experiment_runs gpu_check data_prep commands analysis_figures operators models"
+)
 # What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
 LONG = LONGEST + files(
-    "added_mapping analysis_collect benchmark build checkpoint_names compat criterions data_prep "
-    "docs downloads experiments house odd_calls operators quickstart recorded_models "
+    "added_mapping analysis_collect benchmark build checkpoint_names compat continuous_example "
+    "criterions docs downloads experiments house odd_calls quickstart recorded_models "
     "replaced_models_recorded vit_example wrong_calls"
 )
 
