@@ -191,13 +191,33 @@ def test_values_of_another_size_go_through_the_kernel(monkeypatch):
     assert len(sizes) == 3
 
 
-def test_dropout_drops_of_both():
-    module = build("softmax").train()
-    *tensors, padding = inputs()
-    torch.manual_seed(0)
-    found, _ = module.attend(*tensors, padding, dropout_p=0.5)
-    assert found.isfinite().all() and not torch.equal(found, module.attend(*tensors, padding)[0])
-    assert (module.attend(*tensors, padding, dropout_p=1.0)[0]).isfinite().all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_drops_from_both_contexts_alike(dtype):
+    """The density is that of the probabilities that are left."""
+    *tensors, padding = inputs(dtype)
+    combined = build("sparsemax").train()
+    alone = build("sparsemax", context="continuous").train()
+    for need_probs in (False, True):
+        torch.manual_seed(0)
+        both, _ = combined.attend(*tensors, padding, dropout_p=0.5, need_probs=need_probs)
+        torch.manual_seed(0)
+        continuous, _ = alone.attend(*tensors, padding, dropout_p=0.5, need_probs=need_probs)
+        torch.manual_seed(0)
+        probs = F.dropout(alone.normalizer(tensors[0] @ tensors[1].mT / math.sqrt(D), -1, padding))
+        left = probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
+        time = positions(~padding[:, 0, 0])[:, None, None]
+        mean = (left * time).sum(-1)
+        variance = ((left * time**2).sum(-1) - mean**2).clamp(min=1e-6)
+        regression = ridge_regression(~padding[:, 0, 0], CENTERS, WIDTHS, alone.ridge)[:, None]
+        weights = continuous_sparsemax(mean, variance, CENTERS, WIDTHS)
+        expected = weights.float() @ (regression.mT.float() @ tensors[2].float())
+        close = (
+            {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+        )
+        torch.testing.assert_close(continuous.float(), expected, **close)
+        discrete = probs.float() @ tensors[2].float()
+        torch.testing.assert_close((both - continuous).float(), discrete, **close)
+    assert combined.attend(*tensors, padding, dropout_p=1.0)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

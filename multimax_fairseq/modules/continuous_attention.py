@@ -1,6 +1,7 @@
 """Attention to intervals of a sentence by a density over time, beside or in place of tokens."""
 
 import functools
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -138,18 +139,17 @@ class ContinuousAttention(nn.Module):
         arguments: tuple[Tensor | None, bool, float, float | None],
         need_probs: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The discrete context, the probabilities if asked for, the sums of p, p t and p t^2."""
+        """The discrete context, the probabilities if asked for, the sums of p, p t and p t^2, of
+        the same p whose entries are dropped: columns of the values, which in half precision would
+        have too few digits for times."""
         columns = torch.stack([torch.ones_like(time), time, time**2], -1)
         columns = columns.expand(-1, value.shape[1], -1, -1)
-        wide = value.dtype in (torch.float32, torch.float64) and not is_autocast(value.device.type)
-        if need_probs or not wide:
-            # Times have more digits than half precision.
-            context, probs = self.normalizer.attend(query, key, value, *arguments, True)
-            assert probs is not None
-            return context, probs, probs @ columns.to(probs.dtype)
-        extended = torch.cat([value, columns.to(value.dtype)], -1)
-        context, probs = self.normalizer.attend(query, key, extended, *arguments, False)
-        return context[..., :-3], probs, context[..., -3:]
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        extended = torch.cat([value.to(dtype), columns.to(dtype)], -1)
+        device = value.device.type
+        with torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext():
+            context, probs = self.normalizer.attend(query, key, extended, *arguments, need_probs)
+        return context[..., :-3].to(value.dtype), probs, context[..., -3:]
 
     def _expectation(self, mean: Tensor, variance: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
         centers, widths = _bases(self.num_bases, self.widths, value.device)
