@@ -217,7 +217,7 @@ def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
 
 def _expectation(core: Core, slopes: Slopes, *inputs: Tensor) -> Tensor:
     mean, variance, centers, widths = checked_bases(*inputs)
-    dtype = torch.promote_types(torch.promote_types(mean.dtype, variance.dtype), torch.float32)
+    dtype = result_dtype(mean, variance)
     found = _Expectation.apply(
         core, slopes, mean[..., None], variance[..., None], centers.double(), widths.double()
     )
@@ -266,6 +266,11 @@ def check_constant(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a basis that expects a gradient, which it would not get."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} are constants, which get no gradient: pass {name}.detach()")
+
+
+def result_dtype(first: Tensor, second: Tensor) -> torch.dtype:
+    """Return the dtype of expectations: the wider of the two, float32 at least."""
+    return torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
 
 
 def looks(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from multimax_fairseq.functional.continuous import (
     looks,
     moments_on_support,
     narrowed,
+    result_dtype,
 )
 
 # How far a covariance may be from symmetric and from semi-definite, by its largest entry: what
@@ -52,7 +53,7 @@ def continuous_softmax_nd(
             the CPU, a covariance that is not symmetric or not positive definite.
     """
     inputs = _checked(mean, covariance, centers, covariances, singular=True)
-    return _Gaussian.apply(*inputs).to(_result(mean, covariance))
+    return _Gaussian.apply(*inputs).to(result_dtype(mean, covariance))
 
 
 def continuous_sparsemax_2d(
@@ -79,7 +80,7 @@ def continuous_sparsemax_2d(
     Returns, Raises: as `continuous_softmax_nd`.
     """
     inputs = _checked(mean, covariance, centers, covariances, size=2)
-    return _Paraboloid.apply(*inputs).to(_result(mean, covariance))
+    return _Paraboloid.apply(*inputs).to(result_dtype(mean, covariance))
 
 
 class _Gaussian(torch.autograd.Function):
@@ -187,13 +188,6 @@ def _disk_moments(
     square = axes @ torch.stack(rows, -1).unflatten(-1, (2, 2)) @ axes.mT
     first = vector.squeeze(-1)
     return inverse * reach[..., None, None] ** 2, reach**2 * size, total(mass), first, square
-
-
-def _result(*tensors: Tensor) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def _checked(

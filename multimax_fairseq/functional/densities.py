@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multimax_fairseq.functional.continuous import NODES, REACH, WEIGHTS, checked_bases
+from multimax_fairseq.functional.continuous import (
+    NODES,
+    REACH,
+    WEIGHTS,
+    checked_bases,
+    result_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Density:
         Args, Raises: as `continuous_sparsemax`, with the scale as its variance; above 0.
         """
         mean, scale, centers, widths = checked_bases(mean, scale, centers, widths)
-        dtype = torch.promote_types(torch.promote_types(mean.dtype, scale.dtype), torch.float32)
+        dtype = result_dtype(mean, scale)
         mean, scale = (t.double()[..., None, None] for t in (mean, scale))
         at, width = (t.double()[:, None] for t in (centers, widths))
         half = self.half_width(scale).detach()
