@@ -113,13 +113,21 @@ def test_the_mapping_that_is_shown_is_the_one_that_is_tested():
 
 def test_every_flag_is_explained_by_its_own_help():
     """The rows of docs/flags.md are made of the table of mappings."""
-    from multimax_fairseq.models.config import MAPPINGS, OPTIONS, OUTPUTS, SETTINGS, flag
+    from multimax_fairseq.models.config import (
+        CONTINUOUS_OPTIONS,
+        MAPPINGS,
+        OPTIONS,
+        OUTPUTS,
+        SETTINGS,
+        flag,
+    )
 
+    options = OPTIONS | CONTINUOUS_OPTIONS
     chosen = {"attention_normalizer": MAPPINGS, "output_normalizer": OUTPUTS}
     of_kind = {int: "whole number", float: "number", bool: "", str: "text"}
     rows = []
     for setting in SETTINGS:
-        kind = OPTIONS[setting.name].kind if setting.name in OPTIONS else None
+        kind = options[setting.name].kind if setting.name in options else None
         words = chosen.get(setting.name, kind if isinstance(kind, tuple) else ())
         other = {"attention_normalizer_at": str, "scalar_gradient_scale": float}
         values = ", ".join(f"`{w}`" for w in words) or of_kind[kind or other[setting.name]]

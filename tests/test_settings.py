@@ -8,9 +8,10 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
+    DENSITY_AT,
     PLACES,
     SETTINGS,
-    NormalizerConfig,
+    TranslationConfig,
     check_settings,
     flag,
     set_defaults,
@@ -22,6 +23,7 @@ SOFTMAX, ENTMAX, TOPK, MULTIMAX = (
 )
 LANGUAGE_MODEL, TRANSLATION = "transformer_lm_multimax", "transformer_multimax"
 NOWHERE = (*SOFTMAX, "--output-normalizer", "softmax")
+CONTINUOUS = ("--encoder-self-attention", "continuous_softmax")
 OUTPUT = ("--output-normalizer", "multimax")
 FIXED = (*ENTMAX, "--entmax-alpha", "1.5", "--output-normalizer", "sparsemax")
 MODULATED = "multimax attention or output layer,"
@@ -51,13 +53,18 @@ FOREIGN = [
     (NOWHERE, "--scalar-gradient-scale 0.5", "learned scalars,", ("--learn-temperature",)),
     (NOWHERE, "--scalar-gradient-scale 2.0", "learned scalars,", ENTMAX),
     (FIXED, "--scalar-gradient-scale 0.5", "learned scalars,", OUTPUT),
+    ((), "--continuous-context continuous", "continuous attention,", CONTINUOUS),
+    ((), "--continuous-bases 3", "continuous attention,", CONTINUOUS),
+    ((), "--continuous-bases 0", "continuous attention,", None),
+    ((), "--continuous-widths 0.1", "continuous attention,", CONTINUOUS),
+    ((), "--continuous-ridge 1.0", "continuous attention,", CONTINUOUS),
 ]
 
 
 def checked(*flags):
     """Check these flags alone, as a model of all three attentions does."""
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)  # as fairseq's
-    gen_parser_from_dataclass(parser, NormalizerConfig(), delete_default=True)
+    gen_parser_from_dataclass(parser, TranslationConfig(), delete_default=True)
     args = parser.parse_args(flags)
     set_defaults(args)
     check_settings(args, PLACES)
@@ -77,8 +84,32 @@ def test_a_setting_belongs_to_its_mapping(beside, setting, owner, home):
 
 def test_every_setting_belongs_to_a_mapping_or_chooses_it():
     chosen = {"--attention-normalizer", "--attention-normalizer-at", "--output-normalizer"}
+    chosen |= {flag(name) for name in DENSITY_AT.values()}
     flags = {flag(setting.name) for setting in SETTINGS}
     assert {setting.split()[0] for _, setting, *_ in FOREIGN} == flags - chosen
+
+
+@pytest.mark.parametrize(
+    "flags, found",
+    [
+        ("--continuous-bases 0", "--continuous-bases 0 must be a whole number"),
+        ("--continuous-bases 31", "--continuous-bases 31 must be a multiple of the number of"),
+        ("--continuous-widths 0.1,0", "--continuous-widths 0.1,0 must be finite numbers above 0"),
+        ("--continuous-widths 0.1,", "--continuous-widths 0.1, must be finite numbers above 0"),
+        ("--continuous-ridge 0", "--continuous-ridge 0.0 must be a finite number above 0"),
+        ("--continuous-ridge nan", "--continuous-ridge nan must be a finite number above 0"),
+    ],
+)
+def test_wrong_settings_of_continuous_attention_are_refused(flags, found):
+    with pytest.raises(UsageError) as error:
+        checked(*CONTINUOUS, *flags.split())
+    assert str(error.value).startswith(found)
+
+
+def test_a_density_needs_its_attention(build):
+    flags = ("--cross-attention", "continuous_softmax", "--no-cross-attention")
+    with pytest.raises(UsageError, match="continuous_softmax belongs to cross attention, which"):
+        build(TRANSLATION, *flags)
 
 
 def test_a_setting_may_belong_to_one_attention_of_several():

@@ -16,9 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 from multimax_fairseq.compat import building_from_checkpoint
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.backend import requested
-from multimax_fairseq.functional.checks import is_finite
-from multimax_fairseq.functional.mapping import Mapping, Option, all_mappings, settings_of
-from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.functional.checks import is_finite, is_whole
+from multimax_fairseq.functional.mapping import (
+    Mapping,
+    Option,
+    all_mappings,
+    chosen_from,
+    settings_of,
+)
+from multimax_fairseq.modules import ContinuousAttention, Normalizer
+from multimax_fairseq.modules.continuous_attention import CONTEXTS, DENSITIES
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +35,70 @@ OUTPUTS = tuple(name for name, mapping in MAPPINGS.items() if mapping.output_opt
 # The options of all mappings, by their names among a model's settings.
 OPTIONS = {
     name: option for mapping in MAPPINGS.values() for name, option in settings_of(mapping).items()
+}
+
+# Only where all keys are there from the start can attention be to a function of time.
+DENSITY_AT = {"cross": "cross_attention", "encoder": "encoder_self_attention"}
+CONTINUOUS = {f"continuous_{density}": density for density in DENSITIES}
+
+
+def _widths(text: Any) -> tuple[float, ...]:
+    """Return the widths that a text lists; none where it lists anything else."""
+    try:
+        widths = tuple(float(word) for word in text.split(","))
+    except (AttributeError, ValueError):
+        return ()
+    return widths if all(is_finite(width) and width > 0 for width in widths) else ()
+
+
+CONTINUOUS_OPTIONS = {
+    option.name: option
+    for option in (
+        Option(
+            DENSITY_AT["cross"],
+            "discrete",
+            help="attend to the source's tokens, or to the source as a function of time, by a "
+            "Gaussian density (continuous_softmax) or a truncated parabola (continuous_sparsemax)",
+            **chosen_from(("discrete", *CONTINUOUS)),
+        ),
+        Option(
+            DENSITY_AT["encoder"],
+            "discrete",
+            help="the same of the encoder's self-attention",
+            **chosen_from(("discrete", *CONTINUOUS)),
+        ),
+        Option(
+            "continuous_context",
+            "combined",
+            help="the context of continuous attention alone, or its sum with the discrete one",
+            **chosen_from(CONTEXTS),
+        ),
+        Option(
+            "continuous_bases",
+            30,
+            int,
+            "a whole number of at least 1",
+            is_whole,
+            help="number of Gaussian basis functions that a sentence is a sum of",
+        ),
+        Option(
+            "continuous_widths",
+            "0.03,0.1,0.3",
+            str,
+            "finite numbers above 0 with commas between them, such as 0.03,0.1,0.3",
+            lambda value: bool(_widths(value)),
+            help="their standard deviations, a sentence being 1 long; each has as many, at even "
+            "distances",
+        ),
+        Option(
+            "continuous_ridge",
+            0.1,
+            float,
+            "a finite number above 0",
+            lambda value: is_finite(value) and value > 0,
+            help="penalty of the ridge regression on them",
+        ),
+    )
 }
 
 
@@ -69,22 +140,29 @@ def _type_of(option: Option) -> Any:
     return Optional[kind] if option.default is None else kind  # noqa: UP045
 
 
-NormalizerConfig: Any = dataclasses.make_dataclass(
-    "NormalizerConfig",
-    [
+def _config(name: str, doc: str, options: dict[str, Option], base: type) -> Any:
+    """Return a dataclass with these settings besides those of its base."""
+    fields = [
         (
-            name,
+            setting,
             _type_of(option),
             field(default=option.default, metadata={"help": option.help}),
         )
-        for name, option in OPTIONS.items()
-    ],
-    bases=(_SharedSettings,),
-    namespace={"__module__": __name__, "__doc__": "The flags of this package's models."},
+        for setting, option in options.items()
+    ]
+    namespace = {"__module__": __name__, "__doc__": doc}
+    return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=namespace)
+
+
+NormalizerConfig = _config(
+    "NormalizerConfig", "The flags of all models of this package.", OPTIONS, _SharedSettings
 )
-DEFAULTS = NormalizerConfig()
+TranslationConfig = _config(
+    "TranslationConfig", "And of those with a source.", CONTINUOUS_OPTIONS, NormalizerConfig
+)
+DEFAULTS = TranslationConfig()
 SETTINGS = [
-    setting for setting in dataclasses.fields(NormalizerConfig) if not setting.name.startswith("_")
+    setting for setting in dataclasses.fields(TranslationConfig) if not setting.name.startswith("_")
 ]
 
 
@@ -128,8 +206,8 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
         raise UsageError(str(error)) from None
     idle = _idle(args, attentions)
     _refuse_idle(args, idle, attentions)
-    for name, option in OPTIONS.items():
-        value = getattr(args, name)
+    for name, option in {**OPTIONS, **CONTINUOUS_OPTIONS}.items():
+        value = getattr(args, name, option.default)
         if name in idle or option.is_right(value):
             continue
         if value is None:
@@ -137,6 +215,12 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
             raise UsageError(f"the normalizer {owner} needs {flag(name)}: give {option.must}")
         remark = f": {option.remark}" if option.remark else ""
         raise UsageError(f"{flag(name)} {value} must be {option.must}{remark}")
+    is_continuous = "continuous_bases" not in idle
+    if is_continuous and args.continuous_bases % len(_widths(args.continuous_widths)):
+        raise UsageError(
+            f"--continuous-bases {args.continuous_bases} must be a multiple of the number of "
+            f"--continuous-widths {args.continuous_widths}"
+        )
     scale = args.scalar_gradient_scale
     if "scalar_gradient_scale" not in idle and not (
         scale is None or is_finite(scale) and scale > 0
@@ -166,7 +250,8 @@ def _refuse_idle(args: Any, idle: dict[str, tuple[str, str]], attentions: Sequen
 
     def given(name: str) -> bool:
         # argparse does not tell a default that was typed from one that was not.
-        return getattr(args, name) not in (getattr(usual, name), getattr(DEFAULTS, name))
+        default = getattr(DEFAULTS, name)
+        return getattr(args, name, default) not in (getattr(usual, name), default)
 
     wrong = []
     named, chosen = _named(args), places(args)
@@ -219,6 +304,15 @@ def _idle(args: Any, attentions: Sequence[str]) -> dict[str, tuple[str, str]]:
             "learned scalars",
             "a normalizer that learns some, such as --attention-normalizer multimax",
         )
+    is_discrete = True
+    for place, name in DENSITY_AT.items():
+        if place not in attentions:
+            found[name] = (name.replace("_", " "), "an architecture that has it")
+        elif getattr(args, name, "discrete") != "discrete":
+            is_discrete = False
+    if is_discrete:
+        for name in CONTINUOUS_OPTIONS.keys() - DENSITY_AT.values():
+            found[name] = ("continuous attention", "--cross-attention continuous_sparsemax")
     return found
 
 
@@ -291,6 +385,24 @@ def build_normalizer(
     with torch.random.fork_rng(devices=[]):
         options = _options(args, mapping, of_output=of_output)
         return Normalizer(name, num_heads if is_separate else None, **options)
+
+
+def build_attention(
+    args: Any, place: str, num_heads: int | None = None
+) -> Normalizer | ContinuousAttention:
+    """Return the module with `attend` that the flags ask for at one of `PLACES`."""
+    normalizer = build_normalizer(args, places(args)[place], num_heads)
+    chosen = getattr(args, DENSITY_AT.get(place, ""), "discrete")
+    if chosen == "discrete":
+        return normalizer
+    return ContinuousAttention(
+        normalizer,
+        CONTINUOUS[chosen],
+        args.continuous_context,
+        num_bases=args.continuous_bases,
+        widths=_widths(args.continuous_widths),
+        ridge=args.continuous_ridge,
+    )
 
 
 def flag(name: str) -> str:

@@ -33,30 +33,30 @@ from multimax_fairseq.functional.backend import traced
 from multimax_fairseq.functional.cross_entropy import fused_scores
 from multimax_fairseq.models.config import (
     PLACES,
-    NormalizerConfig,
+    TranslationConfig,
     as_namespace,
+    build_attention,
     build_normalizer,
     check_keys,
     check_settings,
-    places,
     set_defaults,
 )
 from multimax_fairseq.models.learned_scalars import learned_scalars, prepare_scalars
-from multimax_fairseq.modules import Modulator
+from multimax_fairseq.modules import Modulator, Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 logger = logging.getLogger(__name__)
 
 
 def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
-    """Return fairseq's attention layer with the normalizer that the flags ask for at this place.
+    """Return fairseq's attention layer with what the flags ask for at this place in it.
 
     Plain softmax stays fairseq's own layer.
     """
-    normalizer = build_normalizer(cfg, places(cfg)[place], attention.num_heads)
-    if normalizer.name == "softmax" and normalizer.modulator is None:
+    module = build_attention(cfg, place, attention.num_heads)
+    if isinstance(module, Normalizer) and module.name == "softmax" and module.modulator is None:
         return attention
-    return MultiheadAttention(attention, normalizer)
+    return MultiheadAttention(attention, module)
 
 
 def keep_dropout_names(module: nn.Module, stock_name: str) -> None:
@@ -323,9 +323,9 @@ class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
 
     @classmethod
     def add_args(cls, parser):
-        """Add the stock Transformer's flags and those of the normalizers."""
+        """Add the stock Transformer's flags and those of this package."""
         super().add_args(parser)
-        gen_parser_from_dataclass(parser, NormalizerConfig(), delete_default=True)
+        gen_parser_from_dataclass(parser, TranslationConfig(), delete_default=True)
 
     @classmethod
     def build_model(cls, args, task):

@@ -1,6 +1,7 @@
 """Attention to intervals of a sentence by a density over time, beside or in place of tokens."""
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -14,6 +15,8 @@ from multimax_fairseq.modules.normalizer import Normalizer
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 CONTEXTS = ("combined", "continuous")
+
+_ALL_KEYS = "continuous attention needs all keys of a sentence from the start"
 
 # No basis is narrow enough to tell it from a density of one point, whose gradient is without bound.
 LEAST_VARIANCE = 1e-6
@@ -88,75 +91,107 @@ class ContinuousAttention(nn.Module):
         """Return the context of each query, and the discrete probabilities.
 
         Args, Returns: as `Normalizer.attend`, but that every query sees the same keys: the mask
-            broadcasts over queries and heads, (B, 1, 1, S), and excludes; nothing is causal.
+            broadcasts over queries and heads, (B, 1, 1, S), and excludes; nothing is causal. The
+            values may be those of `static_values`.
 
         Raises:
             ValueError: a mask that differs between queries or heads; is_causal.
         """
-        tokens = self._tokens(key, mask, is_causal)
-        arguments = (mask, False, dropout_p, scale)
+        if is_causal:
+            raise ValueError(f"{_ALL_KEYS}: nothing may be causal")
+
+        def attend(value: Tensor, need_probs: bool) -> tuple[Tensor, Tensor | None]:
+            return self.normalizer.attend(
+                query, key, value, mask, False, dropout_p, scale, need_probs
+            )
+
+        predicted = None if self.predicted is None else self.predicted(query)
+        return self._contexts(attend, predicted, value, key.shape[2], mask, need_probs)
+
+    def attend_by_scores(
+        self,
+        scores: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        need_probs: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `attend` does, by scores that somebody else has formed.
+
+        Args, Returns: as `Normalizer.attend_by_scores`.
+
+        Raises:
+            ValueError: as `attend`; a density that is predicted from the query.
+        """
+        if self.predicted is not None:
+            raise ValueError("query_size predicts a density from the query: scores have none")
+
+        def attend(value: Tensor, need_probs: bool) -> tuple[Tensor, Tensor | None]:
+            return self.normalizer.attend_by_scores(scores, value, mask, dropout_p, need_probs)
+
+        return self._contexts(attend, None, value, scores.shape[-1], mask, need_probs)
+
+    def _contexts(
+        self,
+        attend: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]],
+        predicted: Tensor | None,
+        value: Tensor,
+        length: int,
+        mask: Tensor | None,
+        need_probs: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `attend` returns, where the discrete attention is given as a function of values."""
+        tokens = _tokens(value, length, mask)
+        if value.shape[2] == length:
+            coefficients = self._coefficients(value, tokens)
+        else:
+            value, coefficients = value[:, :, :length], value[:, :, length:]
         discrete: Tensor | None = None
         probs: Tensor | None = None
-        if self.predicted is not None:
-            mean, variance = self.predicted(query).float().unbind(-1)
+        if predicted is not None:
+            mean, variance = predicted.float().unbind(-1)
             mean, variance = mean.sigmoid(), nn.functional.softplus(variance)
             if self.context == "combined" or need_probs:
-                discrete, probs = self.normalizer.attend(query, key, value, *arguments, need_probs)
+                discrete, probs = attend(value, need_probs)
         else:
-            time = positions(tokens)[:, None]
-            discrete, probs, moments = self._with_moments(
-                query, key, value, time, arguments, need_probs
-            )
-            mass, first, second = moments.unbind(-1)
+            extended = _with_times(value, positions(tokens)[:, None])
+            device = value.device.type
+            with torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext():
+                contexts, probs = attend(extended, need_probs)
+            discrete = contexts[..., :-3].to(value.dtype)
+            mass, first, second = contexts[..., -3:].unbind(-1)
             mass = torch.where(mass > 0, mass, 1.0)
             mean = first / mass
             variance = second / mass - mean**2
-        context = self._expectation(mean, variance.clamp(min=LEAST_VARIANCE), value, tokens)
+        centers, widths = _bases(self.num_bases, self.widths, value.device)
+        variance = variance.clamp(min=LEAST_VARIANCE)
+        weights = DENSITIES[self.density](mean, variance, centers, widths)
+        context = weights.to(coefficients.dtype) @ coefficients
         if self.context == "combined":
             assert discrete is not None
             context = discrete + context.to(discrete.dtype)
         return context, probs
 
-    def _tokens(self, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Which keys may be attended to, (B, S)."""
-        batch, length = key.shape[0], key.shape[2]
-        if is_causal or (mask is not None and max([1, *mask.shape[-3:-1]]) > 1):
-            raise ValueError(
-                "continuous attention needs all keys of a sentence from the start, so that nothing "
-                "may be causal or masked for some queries or heads alone"
-            )
-        if mask is None:
-            return key.new_ones([batch, length], dtype=torch.bool)
-        kept = ~mask if mask.dtype == torch.bool else mask > -float("inf")
-        return kept.reshape(-1, kept.shape[-1]).expand(batch, length)
+    def static_values(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return values with the coefficients of their value function behind them.
 
-    def _with_moments(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        time: Tensor,
-        arguments: tuple[Tensor | None, bool, float, float | None],
-        need_probs: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The discrete context, the probabilities if asked for, the sums of p, p t and p t^2, of
-        the same p whose entries are dropped: columns of the values, which in half precision would
-        have too few digits for times."""
-        columns = torch.stack([torch.ones_like(time), time, time**2], -1)
-        columns = columns.expand(-1, value.shape[1], -1, -1)
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        extended = torch.cat([value.to(dtype), columns.to(dtype)], -1)
-        device = value.device.type
-        with torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext():
-            context, probs = self.normalizer.attend(query, key, extended, *arguments, need_probs)
-        return context[..., :-3].to(value.dtype), probs, context[..., -3:]
+        While decoding, these are kept in place of the values, so that a sentence is solved once.
 
-    def _expectation(self, mean: Tensor, variance: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
+        Args:
+            value, mask: as `attend`.
+
+        Returns:
+            (B, H, S + num_bases, size of a value), in value's dtype.
+        """
+        return torch.cat(
+            [value, self._coefficients(value, _tokens(value, value.shape[2], mask))], 2
+        )
+
+    def _coefficients(self, value: Tensor, tokens: Tensor) -> Tensor:
+        """Those of the value function's basis functions, (B, H, num_bases, size of a value)."""
         centers, widths = _bases(self.num_bases, self.widths, value.device)
         regression = ridge_regression(tokens, centers, widths, self.ridge).mT[:, None]
-        coefficients = regression.to(value.dtype) @ value
-        weights = DENSITIES[self.density](mean, variance, centers, widths)
-        return weights.to(coefficients.dtype) @ coefficients
+        return regression.to(value.dtype) @ value
 
     def keep_heads(self, heads: list[int]) -> None:
         """Forget all but these heads' parameters, where each head has its own."""
@@ -164,6 +199,28 @@ class ContinuousAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.density!r}, {self.context!r}, num_bases={self.num_bases}"
+
+
+def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
+    """Which keys may be attended to, (B, S)."""
+    batch = value.shape[0]
+    if mask is None:
+        return value.new_ones([batch, length], dtype=torch.bool)
+    if max([1, *mask.shape[-3:-1]]) > 1:
+        raise ValueError(
+            f"{_ALL_KEYS}: no mask may differ between queries or heads, got {list(mask.shape)}"
+        )
+    kept = ~mask if mask.dtype == torch.bool else mask > -float("inf")
+    return kept.reshape(-1, kept.shape[-1]).expand(batch, length)
+
+
+def _with_times(value: Tensor, time: Tensor) -> Tensor:
+    """Values with three columns more, 1, t and t^2, whose contexts are the sums of p, p t and p t^2
+    under the same dropout. Half precision would have too few digits for times."""
+    columns = torch.stack([torch.ones_like(time), time, time**2], -1)
+    columns = columns.expand(-1, value.shape[1], -1, -1)
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    return torch.cat([value.to(dtype), columns.to(dtype)], -1)
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,7 +15,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         softmax_attention: the layer built by fairseq. Its projections, options and incremental
             state are taken over, not copied, so that both share their initial weights; do not
             use it further.
-        normalizer: a `Normalizer`, or any module with its `attend` and its `keep_heads`.
+        normalizer: a `Normalizer`, or any module with its `attend` and its `keep_heads`. What it
+            computes from values and mask alone it may give as `static_values(value, mask)`: keys
+            and values that stay while a sentence is decoded are then kept so.
 
     Raises:
         ValueError: the layer computes its own softmax (xFormers).
@@ -79,8 +81,11 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             value = key
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask[::beam]
+        is_new = not static_kv or buffer.get("prev_key") is None
         k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, buffer, static_kv)
         if incremental_state is not None:
+            if static_kv and is_new and not torch.jit.is_scripting():
+                v = self._static_values(v, key_padding_mask)
             kept: dict[str, Tensor | None] = {"prev_key": k, "prev_value": v}
             kept["prev_key_padding_mask"] = key_padding_mask
             self._set_input_buffer(incremental_state, kept)
@@ -135,6 +140,11 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
     # TorchScript knows no super().
     _reorder_now = SoftmaxMultiheadAttention.reorder_incremental_state
+
+    @torch.jit.unused
+    def _static_values(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        prepare = getattr(self.normalizer, "static_values", None)
+        return v if prepare is None else prepare(v, self._mask(None, key_padding_mask))
 
     @torch.jit.unused
     def _is_future(self, attn_mask: Tensor | None) -> bool:

@@ -110,6 +110,22 @@ class Normalizer(nn.Module):
         if is_causal:
             mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
         scores = attention_scores(query, key, scale)
+        return self.attend_by_scores(scores, value, mask, dropout_p, need_probs)
+
+    def attend_by_scores(
+        self,
+        scores: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        need_probs: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `attend` does, by scores that somebody else has formed.
+
+        Args:
+            scores: (B, H, T, S), floating.
+            value, mask, dropout_p, need_probs: as `attend`.
+        """
         # Hooks are to see the scores, but TorchScript cannot call a module from within itself.
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             probs = self.forward(scores, -1, mask)
