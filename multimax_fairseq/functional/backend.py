@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.kernels import cpu, operators
-from multimax_fairseq.kernels.operators import traced
+from multimax_fairseq.kernels.operators import traced as traced
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.backend import is_autocast
+from multimax_fairseq.functional.backend import is_autocast, traced
 from multimax_fairseq.functional.checks import check_number, is_finite, is_whole
 from multimax_fairseq.functional.continuous import continuous_softmax, continuous_sparsemax
 from multimax_fairseq.functional.value_function import positions, ridge_regression
@@ -163,7 +163,7 @@ class ContinuousAttention(nn.Module):
             mass = torch.where(mass > 0, mass, 1.0)
             mean = first / mass
             variance = second / mass - mean**2
-        centers, widths = _bases(self.num_bases, self.widths, value.device)
+        centers, widths = self._bases(value)
         variance = variance.clamp(min=LEAST_VARIANCE)
         weights = DENSITIES[self.density](mean, variance, centers, widths)
         context = weights.to(coefficients.dtype) @ coefficients
@@ -189,13 +189,22 @@ class ContinuousAttention(nn.Module):
 
     def _coefficients(self, value: Tensor, tokens: Tensor) -> Tensor:
         """Those of the value function's basis functions, (B, H, num_bases, size of a value)."""
-        centers, widths = _bases(self.num_bases, self.widths, value.device)
+        centers, widths = self._bases(value)
         regression = ridge_regression(tokens, centers, widths, self.ridge).mT[:, None]
         return regression.to(value.dtype) @ value
+
+    def _bases(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        kept = _bases.__wrapped__ if traced() else _bases  # a graph keeps nothing
+        return kept(self.num_bases, self.widths, value.device)
 
     def keep_heads(self, heads: list[int]) -> None:
         """Forget all but these heads' parameters, where each head has its own."""
         self.normalizer.keep_heads(heads)
+
+    def __prepare_scriptable__(self) -> "ContinuousAttention":
+        raise ValueError(
+            f"continuous {self.density} attention has no TorchScript form: trace or compile it"
+        )
 
     def extra_repr(self) -> str:
         return f"{self.density!r}, {self.context!r}, num_bases={self.num_bases}"

@@ -4,6 +4,8 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
+from multimax_fairseq.modules.continuous_attention import ContinuousAttention
+
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
     """Multi-head attention by a module of ours; call it as the layer that it takes over.
@@ -20,7 +22,8 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             and values that stay while a sentence is decoded are then kept so.
 
     Raises:
-        ValueError: the layer computes its own softmax (xFormers).
+        ValueError: the layer computes its own softmax (xFormers), or has extra keys, which lie at
+            no time that continuous attention could attend to.
     """
 
     def __init__(
@@ -33,6 +36,12 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             raise ValueError(
                 "xFormers computes its own softmax, so no attention normalizer can act in it: "
                 "leave out the xFormers option"
+            )
+        has_extra = softmax_attention.bias_k is not None or softmax_attention.add_zero_attn
+        if has_extra and isinstance(normalizer, ContinuousAttention):
+            raise ValueError(
+                "continuous attention has no place for the extra keys of add_bias_kv and "
+                "add_zero_attn: leave them out"
             )
         self.__dict__.update(softmax_attention.__dict__)
         self.normalizer = normalizer

@@ -1,0 +1,178 @@
+"""Translation models with continuous attention: one function in every path."""
+
+import pytest
+import torch
+from conftest import scatter_modulators
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from fairseq.sequence_generator import SequenceGenerator
+from test_models import (
+    TOLERANCE,
+    TRANSLATION,
+    attentions,
+    full_context,
+    incremental,
+    log_probs,
+    parameters_of,
+    score_of,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from multimax_fairseq import Normalizer
+from multimax_fairseq.criterions.cross_entropy import LabelSmoothedMultimaxCrossEntropyCriterion
+from multimax_fairseq.modules import ContinuousAttention
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+
+PARABOLA = ("--cross-attention", "continuous_sparsemax")
+FLAGS = {
+    "gaussian": ("--cross-attention", "continuous_softmax"),
+    "parabola": PARABOLA,
+    "alone": (*PARABOLA, "--continuous-context", "continuous"),
+    "of sparsemax": (*PARABOLA, "--attention-normalizer", "sparsemax"),
+    "of softmax": (*PARABOLA, "--attention-normalizer", "softmax"),
+    "encoder": ("--encoder-self-attention", "continuous_softmax"),
+    "both": (*PARABOLA, "--encoder-self-attention", "continuous_sparsemax"),
+    "few bases": (*PARABOLA, "--continuous-bases", "4", "--continuous-widths", "0.1,0.5"),
+}
+
+
+@pytest.fixture(params=FLAGS)
+def model(request, build):
+    return scatter_modulators(build(TRANSLATION[1], *FLAGS[request.param])).eval()
+
+
+@pytest.mark.parametrize("left_pad_source", [True, False])
+@pytest.mark.parametrize("shared_cache", [False, True])
+@pytest.mark.parametrize("beam", [1, 5])
+@torch.no_grad()
+def test_incremental_decoding_is_the_full_context_function(
+    model, translation_batch, beam, shared_cache, left_pad_source
+):
+    sample = translation_batch(left_pad_source=left_pad_source)
+    expected = full_context(model, sample)
+    if shared_cache:
+        for module in attentions(model).values():
+            module.set_beam_size(beam)
+    steps, _ = incremental(model, sample, beam)
+    kept = sample["net_input"]["prev_output_tokens"].ne(1)
+    for hypothesis in range(beam):
+        torch.testing.assert_close(steps[hypothesis::beam][kept], expected[kept], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(model, translation_batch):
+    sample = translation_batch()
+    together = full_context(model, sample)
+    for row, (source_length, target_length) in enumerate(((9, 7), (4, 5), (6, 1))):
+        inputs = {name: tensor[row : row + 1] for name, tensor in sample["net_input"].items()}
+        inputs["src_tokens"] = inputs["src_tokens"][:, -(source_length + 1) :]
+        alone = log_probs(model, model(**inputs))[0, : target_length + 1]
+        torch.testing.assert_close(alone, together[row, : target_length + 1], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_beam_search_scores_are_teacher_forced_scores(model, dictionary, translation_batch):
+    sample = translation_batch()
+    generator = SequenceGenerator([model], dictionary, 5, max_len_b=12, normalize_scores=False)
+    for row, hypotheses in enumerate(generator.generate([model], sample)):
+        for hypothesis in hypotheses:
+            expected = score_of(model, sample, row, hypothesis["tokens"])
+            torch.testing.assert_close(torch.as_tensor(hypothesis["score"]), expected, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_an_ensemble_with_a_discrete_model_scores_as_both(build, dictionary, translation_batch):
+    sample = translation_batch()
+    models = [build(TRANSLATION[1], *flags).eval() for flags in (PARABOLA, ())]
+    generator = SequenceGenerator(models, dictionary, 5, max_len_b=12, normalize_scores=False)
+    for row, (best, *_) in enumerate(generator.generate(models, sample)):
+        tokens = best["tokens"]
+        inputs = {name: tensor[row : row + 1] for name, tensor in sample["net_input"].items()}
+        inputs["prev_output_tokens"] = torch.cat([torch.tensor([2]), tokens[:-1]])[None]
+        mixed = torch.stack([log_probs(m, m(**inputs)) for m in models]).exp().mean(0).log()
+        expected = mixed[0].gather(1, tokens[:, None]).sum()
+        torch.testing.assert_close(torch.as_tensor(best["score"]), expected, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_sentence_is_solved_once(build, dictionary, translation_batch, monkeypatch):
+    """The regression of a layer, in however many steps and with however many hypotheses."""
+    solved = []
+    coefficients = ContinuousAttention._coefficients
+
+    def counted(self, value, tokens):
+        solved.append((id(self), len(value)))
+        return coefficients(self, value, tokens)
+
+    monkeypatch.setattr(ContinuousAttention, "_coefficients", counted)
+    model = build(TRANSLATION[1], *PARABOLA).eval()
+    for module in attentions(model).values():
+        module.set_beam_size(5)
+    generator = SequenceGenerator([model], dictionary, 5, max_len_b=12)
+    generator.generate([model], translation_batch())
+    layers = [id(layer.encoder_attn.normalizer) for layer in model.decoder.layers]
+    assert solved == [(layer, 3) for layer in layers]
+
+
+def test_no_parameter_more_and_the_same_start(build):
+    discrete, continuous = (
+        build(TRANSLATION[1], "--attention-normalizer", "softmax", *flags)
+        for flags in ((), PARABOLA)
+    )
+    assert parameters_of(discrete).keys() == parameters_of(continuous).keys()
+    for name, parameter in parameters_of(continuous).items():
+        assert torch.equal(parameter, parameters_of(discrete)[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_precision_stays_close_and_finite(model, translation_batch, dtype):
+    sample = translation_batch()
+    expected = full_context(model, sample)
+    found = full_context(model.to(dtype), sample).float()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=0, atol=30 * torch.finfo(dtype).eps)
+
+
+def test_autocast_trains(build, translation_batch):
+    model = scatter_modulators(build(TRANSLATION[1], *FLAGS["both"]))
+    with torch.autocast("cpu", torch.bfloat16):
+        full_context(model, translation_batch()).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_checkpointed_activations_give_the_same_gradients(build, translation_batch):
+    gradients = []
+    for flags in ((), ("--checkpoint-activations",)):
+        model = scatter_modulators(build(TRANSLATION[1], *FLAGS["both"], *flags))
+        full_context(model, translation_batch()).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for checkpointed, kept in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, kept)
+
+
+@pytest.mark.parametrize("density", ["softmax", "sparsemax"])
+def test_a_training_step_compiles_to_one_graph(build, task, translation_batch, density):
+    torch._dynamo.reset()
+    name = f"continuous_{density}"
+    flags = ("--cross-attention", name, "--encoder-self-attention", name)
+    model = build(TRANSLATION[0], *flags, "--encoder-layers", "1", "--decoder-layers", "1")
+    criterion = LabelSmoothedMultimaxCrossEntropyCriterion(task, False, 0.1)
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(criterion, fullgraph=True, backend=counter)
+    for sample in (translation_batch(((9, 7),) * 3), translation_batch(seed=1)):
+        gradients = []
+        for run in (criterion, step):
+            model.zero_grad()
+            loss = run(model, sample)[0]
+            loss.backward()
+            gradients.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        for eager, compiled in zip(*gradients, strict=True):
+            torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4 * eager.abs().max())
+
+
+def test_what_cannot_be_says_so(build):
+    with pytest.raises(ValueError, match="continuous sparsemax attention has no TorchScript form"):
+        torch.jit.script(build(TRANSLATION[0], *PARABOLA))
+    stock = SoftmaxMultiheadAttention(8, 2, add_zero_attn=True, self_attention=True)
+    with pytest.raises(ValueError, match="no place for the extra keys"):
+        MultiheadAttention(stock, ContinuousAttention(Normalizer("softmax")))
