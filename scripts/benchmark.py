@@ -22,6 +22,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -289,9 +290,10 @@ def train(args: argparse.Namespace) -> list[Case]:
     words += {"float32": [], "float16": ["--fp16"], "bfloat16": ["--bf16"]}[args.dtype]
     words += ["--cpu"] if args.device == "cpu" else []
 
-    def contestant(chosen: tuple[str, str], backend: str = "auto") -> Contestant:
+    def contestant(chosen: tuple[str, str], backend: str = "auto", flags: str = "") -> Contestant:
         def make() -> Ready:
             arguments = [*words, "--arch", chosen[0], "--criterion", chosen[1], *args.rest]
+            arguments += shlex.split(flags)
             cfg = convert_namespace_to_omegaconf(
                 options.parse_args_and_arch(options.get_training_parser(task_name), arguments)
             )
@@ -300,15 +302,17 @@ def train(args: argparse.Namespace) -> list[Case]:
             model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
             return training_step(Trainer(cfg, task, model, criterion), args)
 
-        return Contestant(make, chosen[0], backend)
+        return Contestant(make, f"{chosen[0]} {flags}", backend)
 
     contestants = {
         "softmax (fairseq)": contestant(softmax),
         PLAIN: contestant(multimax, "plain"),
         AUTO: contestant(multimax),
+        **{flags: contestant(multimax, flags=flags) for flags in args.variant},
     }
+    references = ["softmax (fairseq)", PLAIN, *([AUTO] if args.variant else [])]
     label = f"training step, {task_name.replace('_', ' ')}"
-    return [Case(label, 0, contestants, ["softmax (fairseq)", PLAIN], ["tokens/s"])]
+    return [Case(label, 0, contestants, references, ["tokens/s"])]
 
 
 def training_step(trainer: Trainer, args: argparse.Namespace) -> Ready:
@@ -515,6 +519,13 @@ def parse(words: list[str]) -> argparse.Namespace:
         type=whole,
         metavar="V",
         help="a language model on random text of so many words, without data",
+    )
+    one.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="one contestant more, MultiMax with these flags; several times for several",
     )
 
     one = command("generate", "beam search")

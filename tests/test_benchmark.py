@@ -226,8 +226,11 @@ def data(tmp_path_factory):
 
 
 def test_training_on_translations(benchmark, data):
-    found, printed = benchmark("train", data / "data-bin", *SHORT, "--", *TRANSLATION)
-    check_case(found["cases"][0], [STOCK, PLAIN, AUTO], [STOCK, PLAIN], ["tokens/s"])
+    variant = "--cross-attention continuous_sparsemax"
+    words = (data / "data-bin", *SHORT, "--variant", variant, "--", *TRANSLATION)
+    found, printed = benchmark("train", *words)
+    contestants, references = [STOCK, PLAIN, AUTO, variant], [STOCK, PLAIN, AUTO]
+    check_case(found["cases"][0], contestants, references, ["tokens/s"])
     assert found["cases"][0]["agreement"][AUTO]["difference"] < 1e-5
     assert "training step, translation" in printed
 

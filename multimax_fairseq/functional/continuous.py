@@ -22,6 +22,11 @@ SERIES_TERMS = 11
 REACH = 9.0
 FAR = 40.0
 
+ROOT_HALF = math.sqrt(0.5)
+
+# So many means at a time are computed on a CPU, for some tens of basis functions each.
+CACHED_ROWS = 1024
+
 # The parabola's gradient by its variance is without bound at 0; below this it is the one here.
 LEAST_VARIANCE = 1e-9
 
@@ -48,7 +53,7 @@ def continuous_softmax(mean: Tensor, variance: Tensor, centers: Tensor, widths: 
         ValueError: shapes, dtypes or devices that do not fit; a basis that asks for a gradient; on
             the CPU, a variance below 0 or a width that is not above 0.
     """
-    return _expectation(_gaussian, _gaussian_slopes, mean, variance, centers, widths)
+    return _expectation(_gaussian, _gaussian_slopes, (mean, variance, centers, widths))
 
 
 def continuous_sparsemax(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
@@ -64,7 +69,9 @@ def continuous_sparsemax(mean: Tensor, variance: Tensor, centers: Tensor, widths
     Args, Returns, Raises: as `continuous_softmax`. The true gradient by the variance grows without
         bound as the variance falls to 0; below `LEAST_VARIANCE` it is the one there.
     """
-    return _expectation(_parabola, _parabola_slopes, mean, variance, centers, widths)
+    # Its closed form would lose most digits of a float32 to cancellation.
+    inputs = (mean, variance, centers, widths)
+    return _expectation(_parabola, _parabola_slopes, inputs, torch.float64)
 
 
 def gaussian_basis(positions: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
@@ -93,8 +100,8 @@ NODES, WEIGHTS = _gauss_legendre(64)
 
 # --- one dimension ----------------------------------------------------------------------------
 
-# Of a mean and a variance, (..., 1), and bases, (N,), as double: the expectations, (..., N), or
-# their derivatives by mean and by variance.
+# Of a mean and a variance, (..., 1), and bases, (N,): the expectations, (..., N), or their
+# derivatives by mean and by variance.
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Slopes = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -115,17 +122,17 @@ def _gaussian_slopes(
 
 def _parabola(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
     # With x = (t - mean) / half, the density of x is 3/4 (1 - x^2) on [-1, 1].
-    half = (1.5 * variance) ** (1 / 3)
-    mass, _, spread = moments_on_support(half / widths, (centers - mean) / widths)
-    return (mass / 2 - 0.75 * spread) / widths
+    half, inverse = (1.5 * variance) ** (1 / 3), 1 / widths
+    mass, _, spread = moments_on_support(half * inverse, (centers - mean) * inverse)
+    return (0.5 * mass - 0.75 * spread) * inverse
 
 
 def _parabola_slopes(
     mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    half = (1.5 * variance.clamp(min=LEAST_VARIANCE)) ** (1 / 3)
-    _, first, spread = moments_on_support(half / widths, (centers - mean) / widths)
-    return 1.5 * first / (half * widths), 1.125 * spread / (half**3 * widths)
+    half, inverse = (1.5 * variance.clamp(min=LEAST_VARIANCE)) ** (1 / 3), 1 / widths
+    _, first, spread = moments_on_support(half * inverse, (centers - mean) * inverse)
+    return first * (1.5 / half * inverse), spread * (1.125 / half**3 * inverse)
 
 
 def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,20 +153,31 @@ def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Te
     offset = offset.clamp(-half - FAR, half + FAR)
     narrow = half < NARROW
     closed = _closed_moments(half.clamp(min=NARROW), offset)
-    if looks(half) and not narrow.any():
-        return closed
-    series = _series_moments(half.clamp(max=NARROW), offset)
-    mass, first, spread = (torch.where(narrow, a, b) for a, b in zip(series, closed, strict=True))
-    return mass, first, spread
+    if not looks(half):
+        series = _series_moments(half.clamp(max=NARROW), offset)
+        mass, first, spread = (
+            torch.where(narrow, a, b) for a, b in zip(series, closed, strict=True)
+        )
+        return mass, first, spread
+    if narrow.any():
+        series = _series_moments(half[narrow], offset[narrow])
+        mass, first, spread = (
+            whole.masked_scatter(narrow, part) for whole, part in zip(closed, series, strict=True)
+        )
+        return mass, first, spread
+    return closed
 
 
 def _closed_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = _normal(-half - offset), _normal(half - offset)
+    above, below = half - offset, half + offset
+    high, low = _normal(above), _normal(below)
     # From the nearer end, so that the tails keep their digits.
-    root, far = math.sqrt(0.5), offset.abs()
-    inside = (torch.erfc(root * (far - half)) - torch.erfc(root * (far + half))) / 2
-    spread = (1 + offset**2 - half**2 / 3) * inside - (half - offset) * low - (half + offset) * high
-    return inside / half, (low - high + offset * inside) / half**2, spread / half**3
+    far, reach = ROOT_HALF * offset.abs(), ROOT_HALF * half
+    inside = 0.5 * (torch.erfc(far - reach) - torch.erfc(far + reach))
+    spread = (1 + offset * offset - half * half / 3) * inside - above * low - below * high
+    inverse = 1 / half
+    square = inverse * inverse
+    return inside * inverse, (low - high + offset * inside) * square, spread * (square * inverse)
 
 
 def _series_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +199,7 @@ def _series_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _normal(x: Tensor) -> Tensor:
-    return torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return torch.exp(-0.5 * x * x) * (ROOT_HALF / math.sqrt(math.pi))
 
 
 class _Expectation(torch.autograd.Function):
@@ -193,7 +211,9 @@ class _Expectation(torch.autograd.Function):
     def forward(
         core: Core, slopes: Slopes, mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
     ) -> Tensor:
-        return core(mean.double(), variance.double(), centers, widths)
+        rows = _in_parts(centers.dtype, mean, variance)
+        found = torch.cat([core(at, spread, centers, widths) for at, spread in rows])
+        return found.view(*torch.broadcast_shapes(mean.shape, variance.shape)[:-1], len(centers))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -203,10 +223,25 @@ class _Expectation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mean, variance, centers, widths = ctx.saved_tensors
-        slopes = ctx.slopes(mean.double(), variance.double(), centers, widths)
-        totals = ((grad * slope).sum(-1, keepdim=True) for slope in slopes)
-        by_mean, by_variance = map(narrowed, totals, (mean, variance))
+        totals = []
+        for at, spread, grads in _in_parts(centers.dtype, mean, variance, grad):
+            slopes = ctx.slopes(at, spread, centers, widths)
+            totals.append([(grads * slope).sum(-1, keepdim=True) for slope in slopes])
+        by_mean, by_variance = (
+            narrowed(torch.cat(total).view(*grad.shape[:-1], 1), like)
+            for total, like in zip(zip(*totals, strict=True), (mean, variance), strict=True)
+        )
         return None, None, by_mean, by_variance, None, None
+
+
+def _in_parts(dtype: torch.dtype, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of tensors, so many at a time that what is computed of them stays in the cache."""
+    shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in tensors))
+    matrices = [
+        tensor.to(dtype).expand(*shape, -1).reshape(shape.numel(), -1) for tensor in tensors
+    ]
+    rows = CACHED_ROWS if looks(matrices[0]) else max(shape.numel(), 1)
+    return list(zip(*(matrix.split(rows) for matrix in matrices), strict=True))
 
 
 def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
@@ -215,13 +250,17 @@ def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.sum_to_size(like.shape).clamp(-limit, limit).to(like.dtype)
 
 
-def _expectation(core: Core, slopes: Slopes, *inputs: Tensor) -> Tensor:
+def _expectation(
+    core: Core, slopes: Slopes, inputs: tuple[Tensor, ...], dtype: torch.dtype | None = None
+) -> Tensor:
+    """The expectations, computed in a dtype; None: in that of the result."""
     mean, variance, centers, widths = checked_bases(*inputs)
-    dtype = result_dtype(mean, variance)
+    result = result_dtype(mean, variance)
+    dtype = dtype or result
     found = _Expectation.apply(
-        core, slopes, mean[..., None], variance[..., None], centers.double(), widths.double()
+        core, slopes, mean[..., None], variance[..., None], centers.to(dtype), widths.to(dtype)
     )
-    return found.to(dtype)
+    return found.to(result)
 
 
 def checked_bases(
