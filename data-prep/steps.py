@@ -15,7 +15,7 @@ from typing import NoReturn
 
 SPLITS = ("train", "valid", "test")
 MARK = "prepared.sha256"  # in a finished folder: the checksum of all that it was made from
-SHARED = ("steps.py", "archives.py", "subwords.py")  # the code that all scripts' results rest on
+SHARED = ("steps.py", "archives.py", "subwords.py", "iwslt.py")  # what the scripts rest on
 
 
 # --- messages -----------------------------------------------------------------------------------

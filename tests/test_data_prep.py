@@ -23,10 +23,10 @@ import steps
 import wikitext103
 from commands import ROOT
 from corpus import ENGLISH, GERMAN
+from iwslt import LANGUAGES, tokenize
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 PREP = ROOT / "data-prep"
-LANGUAGES = ("de", "en")
 ENTITIES = """Er sagte : " Das ist ' s " & < > | [ ] ."""
 
 
@@ -321,11 +321,11 @@ def test_tokens_and_back():
     for language, text in (("de", GERMAN), ("en", ENGLISH)):
         back = MosesDetokenizer(language)
         for line in [*natural(text), ENTITIES]:
-            tokens = iwslt14.tokenize(language, line)
-            assert iwslt14.tokenize(language, back.detokenize(tokens.split(" "))) == tokens
+            tokens = tokenize(language, line)
+            assert tokenize(language, back.detokenize(tokens.split(" "))) == tokens
     entities = "&quot; Das ist &apos; s &quot; &amp; &lt; &gt; &#124; &#91; &#93; ."
-    assert iwslt14.tokenize("de", ENTITIES).endswith(entities)
-    assert iwslt14.tokenize("de", "") == ""
+    assert tokenize("de", ENTITIES).endswith(entities)
+    assert tokenize("de", "") == ""
 
 
 def test_last_full_stop_stands_alone_as_in_moses():
@@ -337,7 +337,7 @@ def test_last_full_stop_stands_alone_as_in_moses():
         ("de", "am 20. Mai, z.B. am 20.", "am 20. Mai , z.B. am 20 ."),
         ("de", ".", "."),
     ):
-        assert iwslt14.tokenize(language, line) == tokens
+        assert tokenize(language, line) == tokens
 
 
 def changed(name, change):

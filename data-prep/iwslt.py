@@ -1,0 +1,166 @@
+"""What the preparations of IWSLT's German-English talks share: pairs out of the archives' files,
+Moses tokens, joint merges, counts, and fairseq's binary form."""
+
+import functools
+import json
+import multiprocessing
+import multiprocessing.pool
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from archives import differing_counts
+from steps import SPLITS, decode, fail, read, say, write
+from subwords import binarize
+from tqdm import tqdm
+
+LANGUAGES = ("de", "en")
+WORKERS = min(8, os.cpu_count() or 1)
+Sides = tuple[list[str], ...]  # a list of lines for each of LANGUAGES
+
+LAST_STOP = re.compile(r"([^\s.])\.$")
+SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
+MOSES_BPE = {"remove_bpe": "@@ ", "tokenizer": "moses", "lowercase": True}
+DIFFERING = "differing-counts.json"  # in the text folder, if there is anything to tell
+
+
+# --- pairs -------------------------------------------------------------------------------------
+
+
+def spaced(line: str) -> str:
+    """With single spaces for whatever whitespace there is."""
+    return " ".join(line.split())
+
+
+def xml_lines(lines: list[str]) -> list[str]:
+    """The segments of a file of a development or test set."""
+    return [SEGMENT.sub("", line).replace("’", "'") for line in lines if "<seg id" in line]
+
+
+def read_pairs(
+    members: dict[str, bytes],
+    files: list[tuple[str, str]],
+    archive: Path,
+    extract: Callable[[list[str]], list[str]],
+) -> Sides:
+    """What `extract` leaves of these files, given as (German, English), one after another."""
+    sides: Sides = ([], [])
+    for pair in files:
+        found = [extract(decode(members[name], f"{name} in {archive}")) for name in pair]
+        if len(found[0]) != len(found[1]):
+            fail(
+                f"{archive} is misaligned: {pair[0]} has {len(found[0]):,} sentences,"
+                f" {pair[1]} {len(found[1]):,}; get it again."
+            )
+        for side, lines in zip(sides, found, strict=True):
+            side += map(spaced, lines)
+    return sides
+
+
+# --- tokens and subwords -----------------------------------------------------------------------
+
+
+@functools.cache
+def tokenizer(language: str):
+    from sacremoses import MosesTokenizer
+
+    return MosesTokenizer(language)
+
+
+def tokenize(language: str, line: str) -> str:
+    tokens = spaced(tokenizer(language).tokenize(line, return_str=True))
+    # Moses splits the last full stop from whatever it follows; sacremoses leaves it at what could
+    # be an abbreviation or an ordinal. It decides which pairs are clean, hence their number.
+    return LAST_STOP.sub(r"\1 .", tokens)
+
+
+@functools.cache
+def merges(codes: Path):
+    from subword_nmt.apply_bpe import BPE
+
+    with codes.open(encoding="utf-8", newline="\n") as file:
+        return BPE(file, separator="@@")
+
+
+def segment(codes: Path, line: str) -> str:
+    return merges(codes).process_line(line)
+
+
+def mapped(
+    pool: multiprocessing.pool.Pool, function: Callable[[str], str], lines: list[str], what: str
+) -> list[str]:
+    results = pool.imap(function, lines, chunksize=500)
+    return list(tqdm(results, total=len(lines), desc=what, unit=" lines", disable=None))
+
+
+def start_pool() -> multiprocessing.pool.Pool:
+    # Ctrl-C reaches the workers too; the one sentence about it is the main process's.
+    return multiprocessing.Pool(WORKERS, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+
+
+def moses_tokens(pool: multiprocessing.pool.Pool, sides: Sides, split: str) -> Sides:
+    return tuple(
+        mapped(pool, functools.partial(tokenize, x), lines, f"tokens of {split}.{x}")
+        for x, lines in zip(LANGUAGES, sides, strict=True)
+    )
+
+
+def moses_bpe(pool: multiprocessing.pool.Pool, folder: Path, size: int) -> None:
+    """codes, of so many merges of both languages, and SPLIT.bpe.LANGUAGE beside each text."""
+    from subword_nmt.learn_bpe import learn_bpe
+
+    text = {
+        f"{split}.{{}}.{language}": read(folder / f"{split}.{language}")
+        for split in SPLITS
+        for language in LANGUAGES
+    }
+    codes = folder / "codes"
+    with codes.open("w", encoding="utf-8", newline="\n") as file:
+        try:
+            learn_bpe(text["train.{}.de"] + text["train.{}.en"], file, size)
+        except ValueError:  # no word has two letters
+            fail("the archive is too small: its text has nothing to merge into subwords.")
+    for name, lines in text.items():
+        subwords = mapped(pool, functools.partial(segment, codes), lines, name.format("bpe"))
+        write(folder / name.format("bpe"), subwords)
+
+
+# --- what the two steps leave ------------------------------------------------------------------
+
+
+def write_split(folder: Path, split: str, text: Sides, raw: Sides) -> None:
+    """SPLIT.LANGUAGE and, for evaluation, the references as they were written."""
+    for language, lines in zip(LANGUAGES, text, strict=True):
+        write(folder / f"{split}.{language}", lines)
+    if split != "train":
+        write(folder / f"{split}.reference.en", raw[1])
+
+
+def check_counts(
+    folder: Path, found: dict[str, int], expected: dict[str, int], tolerant: Collection[str]
+) -> None:
+    """Says how many pairs there are, and leaves DIFFERING where they are not those expected."""
+    say("  sentence pairs: " + ", ".join(f"{n:,} {split}" for split, n in found.items()))
+    if empty := [split for split, n in found.items() if not n]:
+        fail(f"the archive is too small: no sentence pairs for {' and '.join(empty)}.")
+    remedy = "install the versions in scripts/requirements.txt; if they are installed, report this"
+    differing = differing_counts("sentence pairs", expected, found, remedy, tolerant)
+    if differing:
+        (folder / DIFFERING).write_text(json.dumps(differing) + "\n")
+
+
+def make_data_bin(
+    text: Path, folder: Path, kind: str, evaluation: dict[str, object], *dictionary: object
+) -> None:
+    """From the subwords SPLIT.KIND.LANGUAGE, with what evaluation needs beside them."""
+    prefixes = [text / f"{split}.{kind}" for split in SPLITS]
+    binarize(prefixes, folder, WORKERS, "--source-lang", "de", "--target-lang", "en", *dictionary)
+    for split in ("valid", "test"):
+        shutil.copyfile(text / f"{split}.reference.en", folder / f"{split}.reference.en")
+    evaluation = {"source": "de", "target": "en", **evaluation}
+    if (text / DIFFERING).exists():
+        evaluation["differing_counts"] = json.loads((text / DIFFERING).read_text())
+    (folder / "evaluation.json").write_text(json.dumps(evaluation) + "\n")
