@@ -86,7 +86,7 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
     if given is not None and "://" not in place:
         path = Path(place)
         if not path.is_file():
-            fail(f"there is no file {path}; --archive needs one, or an address.")
+            fail(f"there is no file {path}: check --archive, which may also be an address.")
         if stated:
             check(path, stated)
     else:
@@ -141,7 +141,7 @@ def download(urls: Iterable[str], target: Path, checksum: str, size: int | None 
     facts = f"{size:,} bytes, {checksum}" if size else checksum
     fail(
         f"could not download {target.name} from {', '.join(hosts)}: get the file ({facts}) by hand"
-        " and pass it with --archive FILE."
+        f" and put it at {target}, or see --archive in --help."
     )
 
 

@@ -9,10 +9,10 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from archives import differing_counts
+from archives import differing_counts, read_tar
 from steps import SPLITS, decode, fail, read, say, write
 from subwords import binarize
 from tqdm import tqdm
@@ -40,19 +40,25 @@ def xml_lines(lines: list[str]) -> list[str]:
     return [SEGMENT.sub("", line).replace("’", "'") for line in lines if "<seg id" in line]
 
 
-def read_pairs(
-    members: dict[str, bytes],
-    files: list[tuple[str, str]],
-    archive: Path,
+def read_files(archive: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """The lines of each file."""
+    members = read_tar(archive, names)
+    return {name: decode(data, f"{name} in {archive}") for name, data in members.items()}
+
+
+def aligned(
+    files: dict[str, list[str]],
+    pairs: Iterable[tuple[str, str]],
     extract: Callable[[list[str]], list[str]],
+    source: object,
 ) -> Sides:
-    """What `extract` leaves of these files, given as (German, English), one after another."""
+    """What `extract` leaves of these files, named as (German, English), one after another."""
     sides: Sides = ([], [])
-    for pair in files:
-        found = [extract(decode(members[name], f"{name} in {archive}")) for name in pair]
+    for pair in pairs:
+        found = [extract(files[name]) for name in pair]
         if len(found[0]) != len(found[1]):
             fail(
-                f"{archive} is misaligned: {pair[0]} has {len(found[0]):,} sentences,"
+                f"{source} is misaligned: {pair[0]} has {len(found[0]):,} sentences,"
                 f" {pair[1]} {len(found[1]):,}; get it again."
             )
         for side, lines in zip(sides, found, strict=True):

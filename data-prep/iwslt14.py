@@ -23,7 +23,7 @@ import re
 from pathlib import Path
 
 import iwslt
-from archives import Archive, Official, obtain, read_tar
+from archives import Archive, Official, obtain
 from iwslt import LANGUAGES, Sides
 from steps import SPLITS, Options, run, say, step
 from subwords import sentencepieces
@@ -75,10 +75,10 @@ def read_pairs(archive: Path) -> dict[str, Sides]:
     """For training (valid included) and test."""
     train = [both(f"{TRAIN}.{{}}")]
     tests = [both(f"IWSLT14.{name}.de-en.{{}}.xml") for name in TESTS]
-    members = read_tar(archive, [file for pair in train + tests for file in pair])
+    files = iwslt.read_files(archive, [file for pair in train + tests for file in pair])
     return {
-        "train": iwslt.read_pairs(members, train, archive, training_lines),
-        "test": iwslt.read_pairs(members, tests, archive, iwslt.xml_lines),
+        "train": iwslt.aligned(files, train, training_lines, archive),
+        "test": iwslt.aligned(files, tests, iwslt.xml_lines, archive),
     }
 
 

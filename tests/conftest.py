@@ -29,8 +29,8 @@ LONGEST = files(
 # What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
 LONG = LONGEST + files(
     "added_mapping analysis_collect benchmark build checkpoint_names compat continuous_example "
-    "continuous_models criterions docs documents_example downloads experiments house odd_calls "
-    "quickstart recorded_models replaced_models_recorded rnn vit_example wrong_calls"
+    "continuous_models criterions docs documents_example downloads experiments house iwslt17 "
+    "odd_calls quickstart recorded_models replaced_models_recorded rnn vit_example wrong_calls"
 )
 
 

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Prepares IWSLT 2017 German-English for the experiment of Martins et al. 2020.
+
+    data-prep/iwslt17.sh [--archive FOLDER] [--out DIR]
+
+Downloads three archives, or takes them from --archive: a folder, or an address, that holds
+
+    2017-01-trnted/texts/de/en/de-en.tgz      training and development sets
+    2017-01-ted-test/texts/de/en/de-en.tgz    test sets of 2016 and 2017: German
+    2017-01-ted-test/texts/en/de/en-de.tgz    the same: English
+
+as DIR/archives does once they are downloaded. The results:
+
+    DIR/text      SPLIT.LANGUAGE, Moses tokens in lower case; SPLIT.bpe.LANGUAGE, their subwords, by
+                  the 32,000 joint merges in codes
+    DIR/data-bin  fairseq's binary form, a dictionary a language; for evaluation, the references as
+                  they were written (SPLIT.reference.en), and in evaluation.json what to undo in a
+                  translation and where the numbers of sentence pairs are not those expected
+    DIR/archives  what was downloaded
+
+Training: the transcripts, without titles and descriptions; of the subwords, only pairs with 1 to 62
+on each side. Validation: dev2010 and tst2010 to tst2015. Test: tst2016 and tst2017. A second run
+does nothing again that is done, and an interrupted one goes on from the last of the two folders
+that was complete.
+"""
+
+import argparse
+from pathlib import Path
+
+import iwslt
+from archives import Archive, Official, obtain
+from iwslt import LANGUAGES, Sides
+from steps import SPLITS, Options, fail, read, run, say, step, write
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "https://raw.githubusercontent.com/hlt-mt/WIT3/master/archive"  # of who made the archives
+
+
+def official(name: str, md5: str) -> Official:
+    return Official(name, (f"{HOST}/{name}",), f"md5={md5}")
+
+
+OFFICIAL = (
+    official("2017-01-trnted/texts/de/en/de-en.tgz", "ca2b94d694150d4d6c5dc64c200fa589"),
+    official("2017-01-ted-test/texts/de/en/de-en.tgz", "e3f5b2a075a2da1a395c8b60bf1e9be1"),
+    official("2017-01-ted-test/texts/en/de/en-de.tgz", "b68e7097b179491f6c466ef41ad72b9b"),
+)
+# As others count them in the first archive; the paper has 206K, 9K and, for test, 2K. Their way to
+# tell a sentence from a tag may differ from this one in a few lines.
+PAIRS = {"train": 206_112, "valid": 8_967}
+
+VALID = ("dev2010", "tst2010", "tst2011", "tst2012", "tst2013", "tst2014", "tst2015")
+TEST = ("tst2016", "tst2017")
+MERGES = 32_000
+MOST_SUBWORDS = 62  # a side, in training, as in the configuration that the paper started from
+
+
+def read_pairs(archives: list[Archive]) -> dict[str, Sides]:
+    both, german, english = (archive.path for archive in archives)
+    train = ("train.tags.de-en.de", "train.tags.de-en.en")
+    valid = [
+        (f"IWSLT17.TED.{name}.de-en.de.xml", f"IWSLT17.TED.{name}.de-en.en.xml") for name in VALID
+    ]
+    # Each language of these stands as the source of its own direction.
+    test = [
+        (f"IWSLT17.TED.{name}.de-en.de.xml", f"IWSLT17.TED.{name}.en-de.en.xml") for name in TEST
+    ]
+    files = iwslt.read_files(both, [file for pair in [train, *valid] for file in pair])
+    files |= iwslt.read_files(german, [pair[0] for pair in test])
+    files |= iwslt.read_files(english, [pair[1] for pair in test])
+    lines = zip(*iwslt.aligned(files, [train], list, both), strict=True)
+    spoken = [pair for pair in lines if not pair[0].startswith("<")]
+    return {
+        "train": tuple([pair[side] for pair in spoken] for side in range(len(LANGUAGES))),
+        "valid": iwslt.aligned(files, valid, iwslt.xml_lines, both),
+        "test": iwslt.aligned(files, test, iwslt.xml_lines, f"{german} with {english}"),
+    }
+
+
+def leave_out_long(folder: Path) -> None:
+    files = [folder / f"train.bpe.{language}" for language in LANGUAGES]
+    pairs = list(zip(*map(read, files), strict=True))
+    kept = [pair for pair in pairs if all(0 < len(side.split()) <= MOST_SUBWORDS for side in pair)]
+    if not kept:
+        fail(f"no training pair has 1 to {MOST_SUBWORDS} subwords a side: get other archives.")
+    say(f"  with 1 to {MOST_SUBWORDS} subwords a side: {len(kept):,} of {len(pairs):,} train")
+    for file, lines in zip(files, zip(*kept, strict=True), strict=True):
+        write(file, lines)
+
+
+# --- the two steps -----------------------------------------------------------------------------
+
+
+def make_text(archives: list[Archive], folder: Path) -> None:
+    raw = read_pairs(archives)
+    known = all(archive.official for archive in archives)
+    found = {split: len(raw[split][0]) for split in SPLITS}
+    iwslt.check_counts(folder, found, PAIRS if known else {}, PAIRS)
+    with iwslt.start_pool() as pool:
+        for split in SPLITS:
+            tokens = iwslt.moses_tokens(pool, raw[split], split)
+            lower = tuple(list(map(str.lower, side)) for side in tokens)
+            iwslt.write_split(folder, split, lower, raw[split])
+        iwslt.moses_bpe(pool, folder, MERGES)
+    leave_out_long(folder)
+
+
+def main() -> None:
+    parser = Options(
+        prog="iwslt17.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--archive", metavar="FOLDER", help="a folder or an address that holds the three archives"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=ROOT / "data" / "iwslt17",
+        help="default data/iwslt17 in the checkout",
+    )
+    arguments = parser.parse_args()
+    out, given = arguments.out, arguments.archive
+
+    archives = [
+        obtain(each, given and f"{given.rstrip('/')}/{each.name}", out / "archives")
+        for each in OFFICIAL
+    ]
+    made_from = " ".join(archive.identity for archive in archives)
+    step(out / "text", made_from, lambda folder: make_text(archives, folder))
+    step(
+        out / "data-bin",
+        made_from,
+        lambda folder: iwslt.make_data_bin(out / "text", folder, "bpe", iwslt.MOSES_BPE),
+    )
+    say(f"Next: scripts/iwslt17.sh --data-bin {out / 'data-bin'}")
+
+
+if __name__ == "__main__":
+    run(main)
