@@ -4,10 +4,12 @@
     scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--json FILE]
 
 Translation: SacreBLEU of the detokenised text, and BLEU of its Moses tokens, as older papers have
-it. The references are DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw
-text, one sentence per line; else they are read back from DATA-BIN. Where evaluation.json there says
-that the model knows lower case alone, neither score looks at case; where it says that the data have
-other numbers of sentence pairs than expected, both signatures end in them.
+it. A translation has at most 1.2 tokens for each of its source, and 10 more, or what max_len_a and
+max_len_b say in the --eval-bleu-args that the model was trained with. The references are
+DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw text, one sentence per
+line; else they are read back from DATA-BIN. Where evaluation.json there says that the model knows
+lower case alone, neither score looks at case; where it says that the data have other numbers of
+sentence pairs than expected, both signatures end in them.
 
 Language model: perplexity a token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
@@ -109,10 +111,12 @@ def translation(
     if target is None:
         raise UsageError(f"'{data}' has no data of a language pair: check its path")
     text = describe(data, target)
+    length = json.loads(getattr(task, "eval_bleu_args", None) or "{}")
     words = command(
         *("fairseq-generate", data, "--path", checkpoint, "--gen-subset", subset),
         *("--source-lang", source, "--target-lang", target, "--beam", beam),
-        *("--max-len-a", 1.2, "--max-len-b", 10, "--max-tokens", 4096, *options),
+        *("--max-len-a", length.get("max_len_a", 1.2), "--max-len-b", length.get("max_len_b", 10)),
+        *("--max-tokens", 4096, *options),
         *("--required-batch-size-multiple", 1),
         *(("--remove-bpe", text["remove_bpe"]) if text["remove_bpe"] else ()),
     )

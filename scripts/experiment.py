@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Trains, evaluates and tabulates the rows of an experiment: those of the MultiMax paper, and with
+"""Trains, evaluates and tabulates the rows of an experiment: those of the papers, and with
 scripts/quickstart.sh those of the quickstart.
 
     scripts/iwslt14.sh      [options] [-- fairseq-train options]
     scripts/wikitext103.sh  [options] [-- fairseq-train options]
+    scripts/iwslt17.sh      [options] [-- fairseq-train options]
 
 A row is a file of configs/, EXPERIMENT_ROW.yaml, with what all rows share in EXPERIMENT.yaml; its
 values become the options of one stock fairseq-train call for each seed. In OUT/ROW/seed-N:

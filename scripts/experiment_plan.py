@@ -40,17 +40,21 @@ def compose(name: str) -> DictConfig:
 
 def fit(cfg: DictConfig, gpus: int) -> None:
     """Keep the batch on another number of GPUs; 0 is the CPU."""
+    key, unit = ("batch_size", "sentences")
+    if "batch_size" not in cfg.dataset:
+        key, unit = ("max_tokens", "tokens")
+    each = cfg.dataset[key]
     world = cfg.distributed_training.distributed_world_size
-    tokens = cfg.dataset.max_tokens * world * cfg.optimization.update_freq[0]
+    batch = each * world * cfg.optimization.update_freq[0]
     devices = max(gpus, 1)
     cfg.distributed_training.distributed_world_size = devices
-    if tokens % (cfg.dataset.max_tokens * devices) == 0:
-        cfg.optimization.update_freq = [tokens // (cfg.dataset.max_tokens * devices)]
-    elif tokens % devices == 0:
-        cfg.dataset.max_tokens = tokens // devices
+    if batch % (each * devices) == 0:
+        cfg.optimization.update_freq = [batch // (each * devices)]
+    elif batch % devices == 0:
+        cfg.dataset[key] = batch // devices
         cfg.optimization.update_freq = [1]
     else:
-        raise UsageError(f"--gpus {gpus} cannot share {tokens} tokens: choose a divisor")
+        raise UsageError(f"--gpus {gpus} cannot share {batch} {unit}: choose a divisor")
     if gpus == 0:
         cfg.common.cpu = True
         cfg.common.fp16 = False

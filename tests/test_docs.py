@@ -18,7 +18,7 @@ PAGES += ["CONTRIBUTING.md"]
 ELSEWHERE = [
     "bash scripts/quickstart.sh\n",
     "bash scripts/test.sh\n",
-    "bash scripts/iwslt14.sh\nbash scripts/wikitext103.sh\n",
+    "bash scripts/iwslt14.sh\nbash scripts/wikitext103.sh\nbash scripts/iwslt17.sh\n",
     "bash scripts/setup.sh\nsource .venv/bin/activate\nbash scripts/test.sh --fast\n",
 ]
 

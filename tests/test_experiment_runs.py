@@ -23,35 +23,62 @@ TINY = {
     "iwslt14": f"{LAYER.format('encoder')} {LAYER.format('decoder')} --max-tokens 400",
     "wikitext103": f"{LAYER.format('decoder')} --decoder-input-dim 16 --decoder-output-dim 16 "
     "--tokens-per-sample 32 --max-tokens 128 --save-interval-updates 1 --keep-interval-updates 2",
+    "iwslt17": "--encoder-embed-dim 16 --encoder-hidden-size 16 --decoder-embed-dim 16 "
+    "--decoder-hidden-size 16 --batch-size 20",
+}
+# (rows, one of them, the paper's figure for softmax)
+KNOWN = {
+    "iwslt14": (5, "multimax", "34.4 ± 0.07"),
+    "wikitext103": (5, "multimax", "29.4"),
+    "iwslt17": (3, "continuous_sparsemax", "23.92"),
 }
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0"
 
 
+def pack(file: Path, texts: dict[str, str]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w:gz") as tar:
+        for name, text in texts.items():
+            member = tarfile.TarInfo(f"de-en/{name}")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+
+
+def segments(lines: list[str]) -> str:
+    return "<doc>\n" + "".join(f'<seg id="{i}"> {x} </seg>\n' for i, x in enumerate(lines, 1))
+
+
 def archive(experiment: str, folder: Path) -> Path:
     """What data-prep/ takes for the official archive: its layout, of other text."""
-    pairs = list(zip(GERMAN.splitlines(), ENGLISH.splitlines(), strict=True))
     if experiment == "wikitext103":
         for split, lines in (("train", ENGLISH * 4), ("valid", ENGLISH), ("test", ENGLISH)):
             (folder / f"wiki.{split}.tokens").write_text(" \n = Rights = \n" + lines)
         return folder
     files = {}
-    for column, language in enumerate(("de", "en")):
-        lines = [f"{pair[column]} {n}" for n in range(4) for pair in pairs]
+    for language, text in (("de", GERMAN), ("en", ENGLISH)):
+        lines = text.splitlines()
         head = "<url>http://example.org</url>\n<title>Title</title>\n"
-        files[f"train.tags.de-en.{language}"] = head + "\n".join(lines) + "\n"
-        names = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
-        for number, name in enumerate(names):
-            segments = [
-                f'<seg id="{i}"> {pair[column]} </seg>\n'
-                for i, pair in enumerate(pairs[number::5], 1)
-            ]
-            files[f"IWSLT14.{name}.de-en.{language}.xml"] = "<doc>\n" + "".join(segments)
-    with tarfile.open(folder / "de-en.tgz", "w:gz") as tar:
-        for name, text in files.items():
-            member = tarfile.TarInfo(f"de-en/{name}")
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
-    return folder / "de-en.tgz"
+        train = "".join(f"{line} {n}\n" for n in range(4) for line in lines)
+        files[f"train.tags.de-en.{language}"] = head + train
+        if experiment == "iwslt14":
+            names = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+            for number, name in enumerate(names):
+                files[f"IWSLT14.{name}.de-en.{language}.xml"] = segments(lines[number::5])
+        else:
+            for number, name in enumerate(("dev2010", *(f"tst201{year}" for year in range(6)))):
+                files[f"IWSLT17.TED.{name}.de-en.{language}.xml"] = segments(lines[number::7])
+            source, other = ("de", "en") if language == "de" else ("en", "de")
+            tests = {
+                f"IWSLT17.TED.tst201{year}.{source}-{other}.{source}.xml": segments(lines[year::9])
+                for year in (6, 7)
+            }
+            place = f"2017-01-ted-test/texts/{source}/{other}/{source}-{other}.tgz"
+            pack(folder / place, tests)
+    if experiment == "iwslt14":
+        pack(folder / "de-en.tgz", files)
+        return folder / "de-en.tgz"
+    pack(folder / "2017-01-trnted/texts/de/en/de-en.tgz", files)
+    return folder
 
 
 def start(command: list[str], folder: Path) -> subprocess.Popen:
@@ -112,21 +139,22 @@ def results(folder: Path) -> list[dict]:
 def test_all_rows_and_seeds_reach_the_table(experiment):
     name, _, folder, _, outputs = experiment
     rows = {(r["row"], r["seed"]): r for r in results(folder)}
-    assert len(rows) == 10 and {seed for _, seed in rows} == {1, 2}
+    count, _, paper = KNOWN[name]
+    assert len(rows) == 2 * count and {seed for _, seed in rows} == {1, 2}
     table = (folder / "out" / "table.md").read_text()
     assert table in outputs[0] or table in outputs[1]
     lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
-    assert len(lines) == 5
+    assert len(lines) == count
     values = {row: [rows[row, seed]["value"] for seed in (1, 2)] for row, _ in rows}
     expected = {f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}" for v in values.values()}
     assert {line[1] for line in lines} == expected
-    paper = "34.4 ± 0.07" if name == "iwslt14" else "29.4"
-    assert lines[0][0] == "| softmax" and lines[0][-1].startswith(paper)
+    assert lines[0][0].endswith(" softmax") and lines[0][-1].startswith(paper)
 
 
 def test_results_carry_what_it_takes_to_find_them_again(experiment):
     name, _, folder, _, _ = experiment
-    assert sum(result["peak_memory"] is not None for result in results(folder)) >= 9
+    runs = 2 * KNOWN[name][0]
+    assert sum(result["peak_memory"] is not None for result in results(folder)) >= runs - 1
     for result in results(folder):
         command = shlex.split(result["command"])
         assert Path(command[0]).name == "fairseq-train"
@@ -139,7 +167,10 @@ def test_results_carry_what_it_takes_to_find_them_again(experiment):
         # Unknown where the one process was killed.
         assert result["peak_memory"] is None or result["peak_memory"] > 1e8
         assert result["seconds"] >= 0
-        if name == "iwslt14":
+        if name != "wikitext103":
+            longest = ["0", "80"] if name == "iwslt17" else ["1.2", "10"]
+            words = result["evaluation"]
+            assert [words[words.index(f"--max-len-{x}") + 1] for x in "ab"] == longest
             assert "case:lc" in result["signature"] and "raw text" in result["protocol"]
             assert 0 <= result["tokenized_bleu"] <= 100
         else:
@@ -147,22 +178,23 @@ def test_results_carry_what_it_takes_to_find_them_again(experiment):
 
 
 def test_what_was_finished_before_the_kill_is_not_done_again(experiment):
-    _, command, folder, finished, _ = experiment
-    assert 1 <= len(finished) < 10
+    name, command, folder, finished, _ = experiment
+    runs = 2 * KNOWN[name][0]
+    assert 1 <= len(finished) < runs
     assert all(file.stat().st_mtime_ns == time for file, time in finished.items())
     before = (folder / "out" / "table.md").read_text()
     output = run(folder, *command)
-    assert output.count("Nothing to do") >= 10 and before in output
+    assert output.count("Nothing to do") >= runs and before in output
     logs = itertools.chain.from_iterable(
         file.read_text().splitlines() for file in folder.glob("out/*/seed-*/train.log")
     )
     starts = sum(line.startswith("=== fairseq-train starts") for line in logs)
-    assert starts in (10, 11)  # ten runs; one was killed, and went on unless it had been through
+    assert starts in (runs, runs + 1)  # one was killed, and went on unless it had been through
 
 
 def test_a_run_killed_after_its_last_checkpoint_is_not_trained_on(experiment):
-    _, command, folder, _, _ = experiment
-    run_folder = folder / "out" / "multimax" / "seed-2"
+    name, command, folder, _, _ = experiment
+    run_folder = folder / "out" / KNOWN[name][1] / "seed-2"
     before = json.loads((run_folder / "result.json").read_text())
     for name in ("trained", "result.json"):
         (run_folder / name).unlink()
@@ -180,8 +212,9 @@ def test_another_command_in_the_same_folder_is_refused(experiment):
 
 def test_evaluate_prints_what_the_run_found(experiment, tmp_path):
     name, _, folder, _, _ = experiment
-    result = next(r for r in results(folder) if r["row"] == "multimax")
-    checkpoint = folder / "out" / "multimax" / f"seed-{result['seed']}" / "checkpoint_best.pt"
+    row = KNOWN[name][1]
+    result = next(r for r in results(folder) if r["row"] == row)
+    checkpoint = folder / "out" / row / f"seed-{result['seed']}" / "checkpoint_best.pt"
     script = str(ROOT / "scripts" / "evaluate.sh")
     data = folder / "data" / "data-bin"
     output = run(folder, script, checkpoint, data, "--json", tmp_path / "found.json")

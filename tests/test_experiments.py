@@ -1,4 +1,4 @@
-"""configs/ and the scripts of the paper's experiments."""
+"""configs/ and the scripts of the papers' experiments."""
 
 import argparse
 import copy
@@ -25,6 +25,7 @@ from multimax_fairseq.errors import UsageError
 ROWS = {
     "iwslt14": ["softmax", "entmax15", "evsoftmax", "multimax", "sparsemax"],
     "wikitext103": ["softmax", "both", "low", "multimax", "multimax_attention"],
+    "iwslt17": ["softmax", "continuous_softmax", "continuous_sparsemax"],
     "quickstart_translation": ["softmax", "multimax"],
     "quickstart_lm": ["softmax", "multimax"],
 }
@@ -141,8 +142,9 @@ def test_an_unknown_key_is_refused(plan, name, group, dictionary, monkeypatch, t
     assert any("typo" in str(error) for error in chain)
 
 
-def test_rows_differ_in_their_normalizer_alone(plan):
+def test_rows_differ_in_their_attention_and_output_alone(plan):
     chosen = {"attention_normalizer", "output_normalizer", "multimax_order", "multimax_terms"}
+    chosen |= {"cross_attention"}
     for name, rows in ROWS.items():
         whole = []
         for row in rows:
@@ -166,17 +168,24 @@ def test_the_language_model_has_the_papers_parameters(plan):
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 156
 
 
-@pytest.mark.parametrize("name, batch", [("iwslt14_multimax", 4096), ("wikitext103_low", 8192)])
+@pytest.mark.parametrize(
+    "name, key, batch",
+    [
+        ("iwslt14_multimax", "max_tokens", 4096),
+        ("wikitext103_low", "max_tokens", 8192),
+        ("iwslt17_softmax", "batch_size", 80),
+    ],
+)
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
-def test_the_batch_is_the_same_on_any_number_of_gpus(plan, name, batch, gpus):
+def test_the_batch_is_the_same_on_any_number_of_gpus(plan, name, key, batch, gpus):
     cfg = plan.compose(name)
     plan.fit(cfg, gpus)
     devices = cfg.distributed_training.distributed_world_size
     assert devices == max(gpus, 1)
-    assert cfg.dataset.max_tokens * devices * cfg.optimization.update_freq[0] == batch
+    assert cfg.dataset[key] * devices * cfg.optimization.update_freq[0] == batch
     assert ("--cpu" in plan.options(cfg)) == (gpus == 0)
     assert ("--fp16" in plan.options(cfg)) == (gpus > 0 and "wikitext" in name)
-    with pytest.raises(UsageError, match="--gpus 3"):
+    with pytest.raises(UsageError, match=f"--gpus 3 cannot share {batch} "):
         plan.fit(cfg, 3)
 
 
