@@ -1,6 +1,7 @@
 """What is special about the few scalars that normalizers learn."""
 
 import functools
+import logging
 import math
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from multimax_fairseq.modules import Normalizer
+
+logger = logging.getLogger(__name__)
 
 
 def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
@@ -36,3 +39,19 @@ def prepare_scalars(model: Any, args: Any) -> None:
             parameter.learned_scalar = True
             if scale is not None:
                 parameter.register_hook(functools.partial(torch.mul, other=scale))
+
+
+class LoadsSoftmaxCheckpoints:
+    """Mixin of a model: a checkpoint without any normalizer's parameters loads; modulators start at
+    the identity, alphas and temperatures as in a new model."""
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        super().upgrade_state_dict_named(state_dict, name)
+        start = {
+            f"{name}.{parameter}": value.detach().clone()
+            for name, module in learned_scalars(self)
+            for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
+        }
+        if start and not any(key in state_dict for key in start):
+            logger.info("the checkpoint has no modulator: all of them start at identity (softmax)")
+            state_dict.update(start)

@@ -15,8 +15,8 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check_settings
-from multimax_fairseq.models.learned_scalars import prepare_scalars
-from multimax_fairseq.models.transformer_multimax import LoadsSoftmaxCheckpoints, MultimaxDecoder
+from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
+from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 
 
 @dataclass

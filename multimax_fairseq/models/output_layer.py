@@ -1,0 +1,83 @@
+"""The output layer of the decoders: logits, probabilities, and what the criteria ask for."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional.cross_entropy import fused_scores
+from multimax_fairseq.models.config import build_normalizer
+from multimax_fairseq.modules import Modulator
+
+
+class NormalizedOutput:
+    """Mixin of a decoder with an `output_projection`: a chosen normalizer in its output layer.
+
+    MultiMax modulates the logits, so that softmax over them is MultiMax everywhere; a sparse
+    normalizer is `output_normalizer`, and gives most words the probability 0, whose log is -inf.
+    """
+
+    def set_output_normalizer(self, args: Any) -> None:
+        """Build what the flags ask for; to be called at the end of the decoder's constructor."""
+        normalizer = build_normalizer(args, args.output_normalizer, of_output=True)
+        self.output_modulator: Any = normalizer.modulator
+        self.output_normalizer = None if normalizer.modulated else normalizer
+
+    @torch.jit.unused
+    def _show_output_parameters(self, extra: dict[str, list[Tensor | None]]):
+        """Add the output layer's parameters to what the model returns. The fused loss uses them
+        outside of the model, and torch's DDP takes parameters that it does not find in there for
+        unused (--find-unused-parameters)."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            modules = filter(None, (self.output_projection, self.output_modulator))
+            parameters = [p for module in modules for p in module.parameters()]
+            extra["output_parameters"] = [p.flatten()[:1] for p in parameters]
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Return the modulated logits, (B, T, V), whose softmax is the model's distribution."""
+        # TorchScript knows no super().
+        if self.adaptive_softmax is not None:
+            return features
+        if not torch.jit.is_scripting() and not torch.is_grad_enabled():
+            scores = self._fused_scores(features)
+            if scores is not None:
+                return scores
+        logits = self.output_projection(features)
+        return logits if self.output_modulator is None else self.output_modulator(logits)
+
+    @torch.jit.unused
+    def _fused_scores(self, features: Tensor) -> Tensor | None:
+        projection = self.output_projection
+        if type(projection) is not nn.Linear:
+            return None
+        return fused_scores(features, projection.weight, projection.bias, self.output_modulator)
+
+    def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None]:
+        """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss."""
+        self._refuse_logarithms()
+        return self.output_projection.weight, self.output_projection.bias, self.output_modulator
+
+    def get_normalized_probs(
+        self,
+        net_output: tuple[Tensor, dict[str, list[Tensor | None]] | None],
+        log_probs: bool,
+        sample: dict[str, Tensor] | None = None,
+    ):
+        """Return (log-)probabilities, (B, T, V); UsageError for training on those of a sparse
+        normalizer."""
+        if not torch.jit.is_scripting() and self.output_normalizer is not None:
+            if self.training:
+                self._refuse_logarithms()
+            probs = self.output_normalizer(net_output[0])
+            return probs.log() if log_probs else probs
+        return self.get_normalized_probs_scriptable(net_output, log_probs, sample)
+
+    @torch.jit.unused
+    def _refuse_logarithms(self):
+        if self.output_normalizer is not None:
+            raise UsageError(
+                f"--output-normalizer {self.output_normalizer.name} gives words the probability 0, "
+                "which cross-entropy cannot train on and label smoothing would ask back for every "
+                "word: give --criterion entmax_loss"
+            )
