@@ -18,6 +18,13 @@ SIZES = (
 )
 
 
+RECURRENT = " ".join(
+    f"--{side}-embed-dim 16 --{side}-hidden-size {size}"
+    for side, size in (("encoder", 12), ("decoder", 16))
+)
+RECURRENT += " --dropout 0 --hidden-dropout 0"
+
+
 def files(names):
     return [f"test_{name}.py" for name in names.split()]
 
@@ -70,7 +77,9 @@ def settings_of_model(arch, *flags):
     """What the command line's own parser makes of them; to compose it takes half a second."""
     is_lm = "_lm" in arch
     sizes = SIZES.format("decoder")
-    if is_lm:
+    if arch.startswith("rnn_"):
+        sizes = RECURRENT
+    elif is_lm:
         sizes += " --decoder-input-dim 16 --decoder-output-dim 16 --tokens-per-sample 64"
     else:
         sizes += " " + SIZES.format("encoder")

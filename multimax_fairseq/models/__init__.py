@@ -5,4 +5,8 @@ from multimax_fairseq import compat
 compat.apply()
 
 from multimax_fairseq import criterions, optim  # noqa: E402, F401
-from multimax_fairseq.models import transformer_lm_multimax, transformer_multimax  # noqa: E402, F401
+from multimax_fairseq.models import (  # noqa: E402, F401
+    rnn_multimax,
+    transformer_lm_multimax,
+    transformer_multimax,
+)

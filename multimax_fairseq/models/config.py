@@ -140,8 +140,10 @@ def _type_of(option: Option) -> Any:
     return Optional[kind] if option.default is None else kind  # noqa: UP045
 
 
-def _config(name: str, doc: str, options: dict[str, Option], base: type) -> Any:
-    """Return a dataclass with these settings besides those of its base."""
+def settings_class(
+    name: str, doc: str, options: dict[str, Option], base: type, module: str = __name__
+) -> Any:
+    """Return a dataclass of a module with these settings besides those of its base."""
     fields = [
         (
             setting,
@@ -150,14 +152,14 @@ def _config(name: str, doc: str, options: dict[str, Option], base: type) -> Any:
         )
         for setting, option in options.items()
     ]
-    namespace = {"__module__": __name__, "__doc__": doc}
+    namespace = {"__module__": module, "__doc__": doc}
     return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=namespace)
 
 
-NormalizerConfig = _config(
+NormalizerConfig = settings_class(
     "NormalizerConfig", "The flags of all models of this package.", OPTIONS, _SharedSettings
 )
-TranslationConfig = _config(
+TranslationConfig = settings_class(
     "TranslationConfig", "And of those with a source.", CONTINUOUS_OPTIONS, NormalizerConfig
 )
 DEFAULTS = TranslationConfig()
@@ -207,14 +209,8 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
     idle = _idle(args, attentions)
     _refuse_idle(args, idle, attentions)
     for name, option in {**OPTIONS, **CONTINUOUS_OPTIONS}.items():
-        value = getattr(args, name, option.default)
-        if name in idle or option.is_right(value):
-            continue
-        if value is None:
-            owner = next(own for own, mapping in MAPPINGS.items() if name in settings_of(mapping))
-            raise UsageError(f"the normalizer {owner} needs {flag(name)}: give {option.must}")
-        remark = f": {option.remark}" if option.remark else ""
-        raise UsageError(f"{flag(name)} {value} must be {option.must}{remark}")
+        if name not in idle:
+            check_option(args, name, option)
     is_continuous = "continuous_bases" not in idle
     if is_continuous and args.continuous_bases % len(_widths(args.continuous_widths)):
         raise UsageError(
@@ -242,6 +238,18 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
                 f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {width}: "
                 "choose a number of heads that does"
             )
+
+
+def check_option(args: Any, name: str, option: Option) -> None:
+    """Raise UsageError for a setting that is not what its option must be."""
+    value = getattr(args, name, option.default)
+    if option.is_right(value):
+        return
+    if value is None:
+        owner = next(own for own, mapping in MAPPINGS.items() if name in settings_of(mapping))
+        raise UsageError(f"the normalizer {owner} needs {flag(name)}: give {option.must}")
+    remark = f": {option.remark}" if option.remark else ""
+    raise UsageError(f"{flag(name)} {value} must be {option.must}{remark}")
 
 
 def _refuse_idle(args: Any, idle: dict[str, tuple[str, str]], attentions: Sequence[str]) -> None:

@@ -1,0 +1,75 @@
+"""Additive attention: scores by a small network over a query and a key, as recurrent models use."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class AdditiveAttention(nn.Module):
+    """Attention of one head whose scores are formed by a layer of tanh.
+
+        s_ti = v^T tanh(W q_t + U k_i)    (Bahdanau et al. 2015, Section A.1.2)
+
+    What a sentence's keys alone decide is computed once for all of its queries: `keys` and `values`
+    give it, and both follow the sentence while decoding.
+
+    Args:
+        query_size, key_size, hidden_size: of a query, of a key, and of the layer.
+        normalizer: a `Normalizer`, or any module with its `attend_by_scores`. What it computes from
+            values and mask alone it may give as `static_values(value, mask)`.
+    """
+
+    def __init__(
+        self, query_size: int, key_size: int, hidden_size: int, normalizer: nn.Module
+    ) -> None:
+        super().__init__()
+        self.query_projection = nn.Linear(query_size, hidden_size, bias=False)
+        self.key_projection = nn.Linear(key_size, hidden_size, bias=False)
+        self.score_projection = nn.Linear(hidden_size, 1, bias=False)
+        self.normalizer: Any = normalizer
+        for layer in (self.query_projection, self.key_projection, self.score_projection):
+            nn.init.xavier_uniform_(layer.weight)
+
+    def keys(self, encoded: Tensor) -> Tensor:
+        """Return U k of all keys, (B, S, hidden_size), of (B, S, key_size)."""
+        return self.key_projection(encoded)
+
+    def values(self, encoded: Tensor, padding: Tensor) -> Tensor:
+        """Return what `forward` takes as values.
+
+        Args:
+            encoded: (B, S, key_size).
+            padding: (B, S), bool: True is no token.
+
+        Returns:
+            (B, 1, S or more, key_size).
+        """
+        value = encoded[:, None]
+        prepare = getattr(self.normalizer, "static_values", None)
+        return value if prepare is None else prepare(value, padding[:, None, None])
+
+    def forward(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        padding: Tensor,
+        need_probs: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: (B, T, query_size).
+            keys, values: of `keys` and `values`.
+            padding: (B, S), bool: True is no token.
+            need_probs: whether anybody reads the probabilities.
+
+        Returns:
+            ((B, T, key_size), None or the probabilities, (B, T, S) in float32 or wider).
+        """
+        hidden = self.query_projection(query)[:, :, None] + keys[:, None]
+        scores = self.score_projection(hidden.tanh_()).squeeze(-1)
+        context, probs = self.normalizer.attend_by_scores(
+            scores[:, None], values, padding[:, None, None], need_probs=need_probs
+        )
+        return context[:, 0], None if probs is None else probs[:, 0]
