@@ -1,12 +1,12 @@
 """Attention to intervals of a sentence by a density over time, beside or in place of tokens."""
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from multimax_fairseq.functional.attention import weighted_values
 from multimax_fairseq.functional.backend import is_autocast, traced
 from multimax_fairseq.functional.checks import check_number, is_finite, is_whole
 from multimax_fairseq.functional.continuous import continuous_softmax, continuous_sparsemax
@@ -75,6 +75,7 @@ class ContinuousAttention(nn.Module):
             raise ValueError(f"ridge must be above 0, got {ridge}")
         self.normalizer, self.density, self.context = normalizer, density, context
         self.num_bases, self.widths, self.ridge = num_bases, tuple(widths), ridge
+        self.expectation = Expectation(density, num_bases, tuple(widths))
         self.predicted = None if query_size is None else nn.Linear(query_size, 2)
 
     def attend(
@@ -99,14 +100,28 @@ class ContinuousAttention(nn.Module):
         """
         if is_causal:
             raise ValueError(f"{_ALL_KEYS}: nothing may be causal")
+        value, coefficients, tokens = self._parts(value, key.shape[2], mask)
 
         def attend(value: Tensor, need_probs: bool) -> tuple[Tensor, Tensor | None]:
             return self.normalizer.attend(
                 query, key, value, mask, False, dropout_p, scale, need_probs
             )
 
-        predicted = None if self.predicted is None else self.predicted(query)
-        return self._contexts(attend, predicted, value, key.shape[2], mask, need_probs)
+        discrete: Tensor | None = None
+        probs: Tensor | None = None
+        if self.predicted is not None:
+            mean, variance = self.predicted(query).float().unbind(-1)
+            mean, variance = mean.sigmoid(), nn.functional.softplus(variance)
+            if self.context == "combined" or need_probs:
+                discrete, probs = attend(value, need_probs)
+        else:
+            extended = _with_times(value, positions(tokens)[:, None])
+            device = value.device.type
+            with torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext():
+                contexts, probs = attend(extended, need_probs)
+            discrete = contexts[..., :-3].to(value.dtype)
+            mean, variance = _mean_and_variance(*contexts[..., -3:].unbind(-1))
+        return self._context(mean, variance, coefficients, discrete), probs
 
     def attend_by_scores(
         self,
@@ -126,51 +141,38 @@ class ContinuousAttention(nn.Module):
         if self.predicted is not None:
             raise ValueError("query_size predicts a density from the query: scores have none")
 
-        def attend(value: Tensor, need_probs: bool) -> tuple[Tensor, Tensor | None]:
-            return self.normalizer.attend_by_scores(scores, value, mask, dropout_p, need_probs)
+        value, coefficients, tokens = self._parts(value, scores.shape[-1], mask)
+        probs = self.normalizer(scores, -1, mask)
+        left = nn.functional.dropout(probs, dropout_p) if dropout_p > 0 else probs
+        # Sums over few numbers: a recurrent model asks at each step, and values with columns more
+        # would be copied each time.
+        time = positions(tokens)[:, None, None].to(left.dtype)
+        timed = left * time
+        mean, variance = _mean_and_variance(left.sum(-1), timed.sum(-1), (timed * time).sum(-1))
+        discrete = weighted_values(left, value, 0.0) if self.context == "combined" else None
+        return self._context(mean, variance, coefficients, discrete), probs if need_probs else None
 
-        return self._contexts(attend, None, value, scores.shape[-1], mask, need_probs)
-
-    def _contexts(
-        self,
-        attend: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]],
-        predicted: Tensor | None,
-        value: Tensor,
-        length: int,
-        mask: Tensor | None,
-        need_probs: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What `attend` returns, where the discrete attention is given as a function of values."""
+    def _parts(
+        self, value: Tensor, length: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values alone, their coefficients, and which keys may be attended to, (B, S)."""
         tokens = _tokens(value, length, mask)
         if value.shape[2] == length:
-            coefficients = self._coefficients(value, tokens)
-        else:
-            value, coefficients = value[:, :, :length], value[:, :, length:]
-        discrete: Tensor | None = None
-        probs: Tensor | None = None
-        if predicted is not None:
-            mean, variance = predicted.float().unbind(-1)
-            mean, variance = mean.sigmoid(), nn.functional.softplus(variance)
-            if self.context == "combined" or need_probs:
-                discrete, probs = attend(value, need_probs)
-        else:
-            extended = _with_times(value, positions(tokens)[:, None])
-            device = value.device.type
-            with torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext():
-                contexts, probs = attend(extended, need_probs)
-            discrete = contexts[..., :-3].to(value.dtype)
-            mass, first, second = contexts[..., -3:].unbind(-1)
-            mass = torch.where(mass > 0, mass, 1.0)
-            mean = first / mass
-            variance = second / mass - mean**2
-        centers, widths = self._bases(value)
-        variance = variance.clamp(min=LEAST_VARIANCE)
-        weights = DENSITIES[self.density](mean, variance, centers, widths)
+            return value, self._coefficients(value, tokens), tokens
+        # In one piece: each slice would get a gradient as large as both.
+        value, coefficients = value.split([length, self.num_bases], 2)
+        return value, coefficients, tokens
+
+    def _context(
+        self, mean: Tensor, variance: Tensor, coefficients: Tensor, discrete: Tensor | None
+    ) -> Tensor:
+        """The expectation under the density, with the discrete context where both are asked for."""
+        weights = self.expectation(mean, variance.clamp(min=LEAST_VARIANCE))
         context = weights.to(coefficients.dtype) @ coefficients
         if self.context == "combined":
             assert discrete is not None
             context = discrete + context.to(discrete.dtype)
-        return context, probs
+        return context
 
     def static_values(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return values with the coefficients of their value function behind them.
@@ -189,13 +191,9 @@ class ContinuousAttention(nn.Module):
 
     def _coefficients(self, value: Tensor, tokens: Tensor) -> Tensor:
         """Those of the value function's basis functions, (B, H, num_bases, size of a value)."""
-        centers, widths = self._bases(value)
+        centers, widths = self.expectation.bases(value.device)
         regression = ridge_regression(tokens, centers, widths, self.ridge).mT[:, None]
         return regression.to(value.dtype) @ value
-
-    def _bases(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        kept = _bases.__wrapped__ if traced() else _bases  # a graph keeps nothing
-        return kept(self.num_bases, self.widths, value.device)
 
     def keep_heads(self, heads: list[int]) -> None:
         """Forget all but these heads' parameters, where each head has its own."""
@@ -208,6 +206,23 @@ class ContinuousAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.density!r}, {self.context!r}, num_bases={self.num_bases}"
+
+
+class Expectation(nn.Module):
+    """Of the basis functions under a density: a module, so that a forward hook sees its moments."""
+
+    def __init__(self, density: str, num_bases: int, widths: tuple[float, ...]) -> None:
+        super().__init__()
+        self.density, self.num_bases, self.widths = density, num_bases, widths
+
+    def forward(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return (..., num_bases)."""
+        return DENSITIES[self.density](mean, variance, *self.bases(mean.device))
+
+    def bases(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the centres and the widths of the basis functions, (num_bases,), float64."""
+        kept = _bases.__wrapped__ if traced() else _bases  # a graph keeps nothing
+        return kept(self.num_bases, self.widths, device)
 
 
 def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
@@ -232,9 +247,15 @@ def _with_times(value: Tensor, time: Tensor) -> Tensor:
     return torch.cat([value.to(dtype), columns.to(dtype)], -1)
 
 
+def _mean_and_variance(mass: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of times under weights, by the sums of p, p t and p t^2; 0 where there are none."""
+    mass = torch.where(mass > 0, mass, 1.0)
+    mean = first / mass
+    return mean, second / mass - mean**2
+
+
 @functools.lru_cache(maxsize=16)
 def _bases(count: int, widths: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The centres and the widths of the basis functions, (count,), float64."""
     each = count // len(widths)
     ends = torch.linspace(0, 1, each, dtype=torch.float64, device=device)
     wide = torch.tensor(widths, dtype=torch.float64, device=device)
