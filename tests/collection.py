@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pandas as pd
 import torch
-from reference import TABLE_8
+from reference import TABLE_8, normal_density, truncated_parabola
 
 from multimax_fairseq import Modulator, normalize
 
@@ -31,9 +31,11 @@ def write(
     separate=False,
     temperature=False,
     output=None,
+    continuous=None,
     seed=1,
 ):
-    """Fill a folder; `output` is the output normalizer, by default as the architectures have it."""
+    """Fill a folder; `output` is the output normalizer, by default as the architectures have it;
+    `continuous` the kind of density at a place that has one."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     output = output or ("multimax" if language_model and normalizer == "multimax" else "softmax")
@@ -97,8 +99,16 @@ def write(
         frame.to_csv(folder / f"{name}.csv", index=False)
     output_rows(random, updates, output, normalizer).to_csv(folder / "output.csv", index=False)
     examples = [example(random, places, layers, heads, normalizer) for _ in range(2)]
+    if continuous:
+        for found in examples:
+            found["densities"] = {
+                place: [densities(kind, np.array(probs)) for probs in found["attention"][place]]
+                for place, kind in continuous.items()
+            }
     (folder / "examples.json").write_text(json.dumps(examples), encoding="utf-8")
     signed = signature(folder, normalizer, places, output, updates, order, separate, seed)
+    if continuous:
+        signed["checkpoints"][-1]["densities"] = continuous
     (folder / "collection.json").write_text(json.dumps(signed, indent=2), encoding="utf-8")
     return folder
 
@@ -243,6 +253,30 @@ def example(random, places, layers, heads, normalizer):
                 mixed = (layer.mean(0) + np.eye(shape[0])) / 2 @ mixed
                 rollout[place].append(mixed.round(4).tolist())
     return {**sides, "attention": attention, "rollout": rollout}
+
+
+def densities(kind, probs):
+    """Of a layer, of the moments of its probabilities, (heads, queries, keys)."""
+    keys = probs.shape[-1]
+    time = np.arange(1, keys + 1) / keys
+    probs = probs / probs.sum(-1, keepdims=True)
+    mean = probs @ time
+    variance = np.maximum(probs @ time**2 - mean**2, 1e-6)
+    form = normal_density if kind == "softmax" else truncated_parabola
+    values, support = np.zeros(probs.shape), np.zeros((*mean.shape, 2), int)
+    for row in np.ndindex(mean.shape):
+        density, _, low, high = form(mean[row], variance[row])
+        inside = (time > low) & (time < high) | (kind == "softmax")
+        values[row] = [density(t) if within else 0 for t, within in zip(time, inside, strict=True)]
+        support[row] = [inside.argmax(), inside.argmax() + inside.sum()]
+    return {
+        "kind": kind,
+        "positions": time.round(6).tolist(),
+        "mean": mean.round(6).tolist(),
+        "variance": variance.round(8).tolist(),
+        "values": values.round(4).tolist(),
+        "support": support.tolist(),
+    }
 
 
 def subwords(words):

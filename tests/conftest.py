@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from corpus import ENGLISH, GERMAN
 from fairseq import options, tasks
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import preprocess
+from omegaconf import OmegaConf
 
 import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq.modules import Modulator
@@ -35,9 +38,10 @@ LONGEST = files(
 )
 # What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
 LONG = LONGEST + files(
-    "added_mapping analysis_collect benchmark build checkpoint_names compat continuous_example "
-    "continuous_models criterions docs documents_example downloads experiments house iwslt17 "
-    "odd_calls quickstart recorded_models replaced_models_recorded rnn vit_example wrong_calls"
+    "added_mapping analysis_collect analysis_continuous benchmark build checkpoint_names compat "
+    "continuous_example continuous_models criterions docs documents_example downloads experiments "
+    "house iwslt17 odd_calls quickstart recorded_models replaced_models_recorded rnn vit_example "
+    "wrong_calls"
 )
 
 
@@ -72,21 +76,24 @@ def task(dictionary):
     )
 
 
+def sizes_of(arch):
+    """The flags that make an architecture a toy."""
+    if arch.startswith("rnn_"):
+        return RECURRENT.split()
+    more = SIZES.format("encoder")
+    if "_lm" in arch:
+        more = "--decoder-input-dim 16 --decoder-output-dim 16 --tokens-per-sample 64"
+    return f"{SIZES.format('decoder')} {more}".split()
+
+
 @functools.cache
 def settings_of_model(arch, *flags):
     """What the command line's own parser makes of them; to compose it takes half a second."""
     is_lm = "_lm" in arch
-    sizes = SIZES.format("decoder")
-    if arch.startswith("rnn_"):
-        sizes = RECURRENT
-    elif is_lm:
-        sizes += " --decoder-input-dim 16 --decoder-output-dim 16 --tokens-per-sample 64"
-    else:
-        sizes += " " + SIZES.format("encoder")
     name = "language_modeling" if is_lm else "translation"
     parser = options.get_training_parser(name)
     args = options.parse_args_and_arch(
-        parser, ["data", "--task", name, "--arch", arch, *sizes.split(), *flags]
+        parser, ["data", "--task", name, "--arch", arch, *sizes_of(arch), *flags]
     )
     return convert_namespace_to_omegaconf(args).model
 
@@ -175,5 +182,89 @@ def lm_batch(dictionary):
             },
             "target": target,
         }
+
+    return make
+
+
+def subwords(text):
+    """Longer words in two, and a question."""
+    lines = ["Ist das das Recht jedes Menschen ?", *text.splitlines()[:11]]
+    return [
+        " ".join(w if len(w) < 7 else f"{w[:4]}@@ {w[4:]}" for w in line.split()) for line in lines
+    ]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """mt/, lm/ and mt-other/, whose dictionaries are other ones."""
+    folder = tmp_path_factory.mktemp("data")
+    for language, text in (("de", GERMAN), ("en", ENGLISH)):
+        (folder / f"all.{language}").write_text("\n".join(subwords(text)) + "\n")
+        (folder / f"less.{language}").write_text("\n".join(subwords(text)[:3]) + "\n")
+        (folder / f"none.{language}").write_text("")
+    pair = ("--source-lang", "de", "--target-lang", "en", "--joined-dictionary")
+    for flags in (
+        (
+            *pair,
+            "--trainpref",
+            "all",
+            "--validpref",
+            "all",
+            "--testpref",
+            "none",
+            "--destdir",
+            "mt",
+        ),
+        (*pair, "--trainpref", "less", "--validpref", "less", "--destdir", "mt-other"),
+        ("--only-source", "--trainpref", "all.en", "--validpref", "all.en", "--destdir", "lm"),
+    ):
+        parser = options.get_preprocessing_parser()
+        named = [str(folder / w) if w[:3] in ("all", "les", "non", "mt", "lm", "mt-") else w
+                 for w in flags]  # fmt: skip
+        preprocess.main(parser.parse_args(named))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(data, tmp_path_factory):
+    """checkpoint(arch, *flags, updates=7, seed=1) -> a file as fairseq-train would save it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    made = {}
+
+    def make(arch, *flags, updates=7, seed=1):
+        key = (arch, *flags, updates, seed)
+        if key in made:
+            return made[key]
+        is_lm = "_lm" in arch
+        task = "language_modeling" if is_lm else "translation"
+        words = [str(data / ("lm" if is_lm else "mt")), "--task", task, "--arch", arch]
+        words += sizes_of(arch)
+        if is_lm:
+            words += ["--sample-break-mode", "eos"]
+        else:
+            words += ["--source-lang", "de", "--target-lang", "en", "--share-all-embeddings"]
+        args = options.parse_args_and_arch(options.get_training_parser(task), [*words, *flags])
+        cfg = convert_namespace_to_omegaconf(args)
+        torch.manual_seed(seed)
+        model = scatter_modulators(tasks.setup_task(cfg.task).build_model(cfg.model), seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("alpha.logit", "log_temperature")):
+                    parameter.add_(torch.randn_like(parameter) * 0.5)
+                elif "norm" in name and "normalizer" not in name or name.endswith("bias"):
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        state = {
+            "args": None,
+            "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+            "model": model.state_dict(),
+            "optimizer_history": [
+                {"num_updates": updates, "optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}
+            ],
+            "extra_state": {"train_iterator": {"epoch": 1}},
+            "task_state": {},
+        }
+        made[key] = folder / f"{len(made)}.pt"
+        torch.save(state, made[key])
+        return made[key]
 
     return make

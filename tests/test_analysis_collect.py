@@ -12,14 +12,8 @@ import pytest
 import reference
 import torch
 from commands import ROOT, TRACEBACK, run
-from conftest import SIZES, scatter_modulators
-from corpus import ENGLISH, GERMAN
-from fairseq import options, tasks
 from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq_cli import preprocess
 from numpy_transformer import HEADS, LAYERS, NumpyTransformer
-from omegaconf import OmegaConf
 
 from multimax_fairseq.analysis import __main__ as command
 from multimax_fairseq.analysis import collect as collection
@@ -39,92 +33,6 @@ VARIANTS = {
     "evsoftmax": ["--attention-normalizer", "evsoftmax"],
 }
 ATTENTIONS, TEMPERATURES = ("encoder", "decoder", "cross"), 9
-
-
-def subwords(text):
-    """Longer words in two, and a question."""
-    lines = ["Ist das das Recht jedes Menschen ?", *text.splitlines()[:11]]
-    return [
-        " ".join(w if len(w) < 7 else f"{w[:4]}@@ {w[4:]}" for w in line.split()) for line in lines
-    ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """mt/, lm/ and mt-other/, whose dictionaries are other ones."""
-    folder = tmp_path_factory.mktemp("data")
-    for language, text in (("de", GERMAN), ("en", ENGLISH)):
-        (folder / f"all.{language}").write_text("\n".join(subwords(text)) + "\n")
-        (folder / f"less.{language}").write_text("\n".join(subwords(text)[:3]) + "\n")
-        (folder / f"none.{language}").write_text("")
-    pair = ("--source-lang", "de", "--target-lang", "en", "--joined-dictionary")
-    for flags in (
-        (
-            *pair,
-            "--trainpref",
-            "all",
-            "--validpref",
-            "all",
-            "--testpref",
-            "none",
-            "--destdir",
-            "mt",
-        ),
-        (*pair, "--trainpref", "less", "--validpref", "less", "--destdir", "mt-other"),
-        ("--only-source", "--trainpref", "all.en", "--validpref", "all.en", "--destdir", "lm"),
-    ):
-        parser = options.get_preprocessing_parser()
-        named = [str(folder / w) if w[:3] in ("all", "les", "non", "mt", "lm", "mt-") else w
-                 for w in flags]  # fmt: skip
-        preprocess.main(parser.parse_args(named))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(data, tmp_path_factory):
-    """checkpoint(arch, *flags, updates=7, change=None) -> a file as fairseq-train would save it."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    made = {}
-
-    def make(arch, *flags, updates=7, seed=1):
-        key = (arch, *flags, updates, seed)
-        if key in made:
-            return made[key]
-        is_lm = "_lm" in arch
-        task = "language_modeling" if is_lm else "translation"
-        words = ["data", "--task", task, "--arch", arch, *SIZES.format("decoder").split()]
-        if is_lm:
-            words += ["--decoder-input-dim", "16", "--decoder-output-dim", "16"]
-            words += ["--tokens-per-sample", "64", "--sample-break-mode", "eos"]
-        else:
-            words += [*SIZES.format("encoder").split(), "--source-lang", "de"]
-            words += ["--target-lang", "en", "--share-all-embeddings"]
-        words[0] = str(data / ("lm" if is_lm else "mt"))
-        args = options.parse_args_and_arch(options.get_training_parser(task), [*words, *flags])
-        cfg = convert_namespace_to_omegaconf(args)
-        torch.manual_seed(seed)
-        model = scatter_modulators(tasks.setup_task(cfg.task).build_model(cfg.model), seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith(("alpha.logit", "log_temperature")):
-                    parameter.add_(torch.randn_like(parameter) * 0.5)
-                elif "norm" in name and "normalizer" not in name or name.endswith("bias"):
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-        state = {
-            "args": None,
-            "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
-            "model": model.state_dict(),
-            "optimizer_history": [
-                {"num_updates": updates, "optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}
-            ],
-            "extra_state": {"train_iterator": {"epoch": 1}},
-            "task_state": {},
-        }
-        made[key] = folder / f"{len(made)}.pt"
-        torch.save(state, made[key])
-        return made[key]
-
-    return make
 
 
 def gather(out, *checkpoints, data, sentences=1000, subset="valid"):

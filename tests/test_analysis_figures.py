@@ -525,13 +525,14 @@ document.title = JSON.stringify({ found, images });
 """
 
 
-def test_the_page_in_a_browser(pages, folders, tmp_path):
+def driven(file, drive, tmp_path):
+    """What a script in a page leaves as its title, in a browser; the console must stay empty."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if browser is None:
         pytest.skip("no chromium: the page was not opened (it was parsed, its functions ran)")
-    page = pages[0].read_text(encoding="utf-8")
+    page = file.read_text(encoding="utf-8")
     # The images are decoded by the time that the page has loaded.
-    drive = DRIVE.replace("<script>", "<script>addEventListener('load', () => {").replace(
+    drive = drive.replace("<script>", "<script>addEventListener('load', () => {").replace(
         "</script>", "});</script>"
     )
     (tmp_path / "page.html").write_text(page.replace("</body>", f"{drive}</body>"), "utf-8")
@@ -546,7 +547,11 @@ def test_the_page_in_a_browser(pages, folders, tmp_path):
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
     title = re.search(r"<title>(\{.*?\})</title>", done.stdout, re.DOTALL)
     assert title, done.stderr[-2000:]
-    seen = json.loads(title[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    return json.loads(title[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+
+
+def test_the_page_in_a_browser(pages, folders, tmp_path):
+    seen = driven(pages[0], DRIVE, tmp_path)
     assert seen["images"]
     examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
     told = [words for words, _, _ in seen["found"]]

@@ -6,13 +6,15 @@
     histograms.csv    scores and probabilities of each layer, counted in bins
     temperatures.csv  sparsity and multi-modality of softmax over temperatures, on the same scores
     output.csv        the predicted distribution, by the rank of the target word
-    examples.json     a few sentences with attention and roll-out
+    examples.json     a few sentences with attention, roll-out and densities over positions
     collection.json   what was collected from what, by which versions
 
 Places are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
 Token similarity, and the mean average distance, which is one minus it, are of the outputs of the
 encoder's and the decoder's layers. The roll-out of cross-attention goes on through the encoder to
-the source. The target of an example is the decoder's input.
+the source. The target of an example is the decoder's input. Of continuous attention, scores and
+probabilities are those of its discrete part; the variance is that of the score function, and the
+support, in tokens, is that of a truncated parabola, empty for a Gaussian, whose support is all.
 """
 
 import contextlib
@@ -200,7 +202,12 @@ def _normalizers(settings: dict[str, Any], model: Any, recorder: Recorder) -> di
     output = "softmax" if is_softmax else settings["output_normalizer"]
     places = {place: sums.normalizer.name for (place, _), sums in recorder.sums.items()}
     labels = {name: NORMALIZERS[name].label for name in (*places.values(), output)}
-    return {"normalizer": places, "output_normalizer": output, "labels": labels}
+    return {
+        "normalizer": places,
+        "densities": recorder.densities,
+        "output_normalizer": output,
+        "labels": labels,
+    }
 
 
 def _pass(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from multimax_fairseq.analysis import COLUMNS
+from multimax_fairseq.analysis import ADDED, COLUMNS
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 
@@ -30,7 +30,12 @@ class Collection:
         examples: examples.json, one dict per sentence (pair): `source` and `target`, each with
             `tokens` (subwords) and `words` (word, start, end: the range of its subwords);
             `attention` {place: [layer][head][query][key]} and
-            `rollout` {place: [layer][query][key]}.
+            `rollout` {place: [layer][query][key]};
+            `densities` {place: [layer]} of continuous attention, missing in older collections. Of
+            a layer: `kind`, "softmax" (a Gaussian) or "sparsemax" (a truncated parabola);
+            `positions` of the keys, l / L; `mean` and `variance` of the score function, [head]
+            [query]; `values` of the density at the keys' positions, [head][query][key]; `support`
+            [head][query], (start, end): the range of the keys where it is above 0.
         label: what legends call it.
     """
 
@@ -46,7 +51,9 @@ class Collection:
     label: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.label = " / ".join(dict.fromkeys(self.normalizers().values())) or self.folder.name
+        names = [*self.normalizers().values()]
+        names += [f"continuous {kind}" for kind in self.checkpoint().get("densities", {}).values()]
+        self.label = " / ".join(dict.fromkeys(names)) or self.folder.name
 
     def normalizers(self) -> dict[str, str]:
         """{place: name for people} of the last checkpoint."""
@@ -130,6 +137,9 @@ def _table(file: Path, words: str) -> pd.DataFrame:
     except ValueError as error:
         raise _damaged(file, str(error).strip().splitlines()[0]) from None
     frame = frame.rename(columns={"kind": "place"})  # its name in older collections
+    for column in ADDED.get(file.stem, "").split():
+        if column not in frame:
+            frame[column] = np.nan
     if missing := [column for column in words.split() if column not in frame]:
         raise _damaged(file, f"there is no column {missing[0]}")
     for column in set(words.split()) - TEXT:

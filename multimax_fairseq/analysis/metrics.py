@@ -7,11 +7,13 @@ metric is not defined, as for a query with a single key, it is NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from multimax_fairseq.functional.densities import TRUNCATED_PARABOLA
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
     modulated_gradients,
@@ -253,6 +255,25 @@ def correlation(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         lengths.append(length.masked_fill(constant, torch.nan))
         product = product * centred
     return product.sum((-1, -2)) / (lengths[0] * lengths[1]).sqrt()
+
+
+def density_at(kind: str, time: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a density over time at some times, and whether these lie in its support.
+
+    Args:
+        kind: of `ContinuousAttention`: "softmax", a Gaussian, or "sparsemax", a truncated parabola.
+        time: float64.
+        mean, variance: of the score function, broadcastable with time; the variance above 0.
+
+    Returns:
+        (...) float64 and bool. All of the line is a Gaussian's support.
+    """
+    mean, variance = mean.double(), variance.double()
+    if kind == "sparsemax":
+        low, high = TRUNCATED_PARABOLA.support(mean, variance)
+        return TRUNCATED_PARABOLA(time, mean, variance), (low < time) & (time < high)
+    values = (-((time - mean) ** 2) / (2 * variance)).exp() / (2 * math.pi * variance).sqrt()
+    return values, torch.ones_like(values, dtype=torch.bool)
 
 
 def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:

@@ -59,7 +59,7 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
         return {"alpha": alpha().detach().flatten()}
     if name == "log_temperature":
         return {"temperature": value.exp().reshape(1)}
-    added = re.search(r"(?:^|\.)normalizer\.(.+)", parameter)
+    added = re.search(r"(?:^|\.)(?:normalizer\.)+(.+)", parameter)
     return {added[1]: value.reshape(-1)} if added and value.dim() < 2 else {}
 
 
@@ -67,6 +67,8 @@ def place(module: str) -> str:
     """Name a module of learned scalars as people would."""
     if "output_modulator" in module:
         return "output layer"
+    if module.startswith("decoder.attention."):  # of the recurrent model
+        return ATTENTIONS["encoder_attn"]
     match = re.match(r"(encoder|decoder)\.layers\.(\d+)\.(\w+)\.", module)
     if match is None:
         return module

@@ -14,7 +14,9 @@ from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAnd
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.backend import VARIABLE
-from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.functional.value_function import positions
+from multimax_fairseq.modules import AdditiveAttention, ContinuousAttention, Normalizer
+from multimax_fairseq.modules.continuous_attention import Expectation
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 
@@ -25,7 +27,7 @@ class Recorder:
     function, in which scores and probabilities can be seen.
 
     Args:
-        model: changed in place; a Transformer of fairseq or of this package.
+        model: changed in place; a Transformer of fairseq, or a model of this package.
         source: the source's words; None for a language model.
         target: the target's words.
         wanted: the numbers of the sentences to keep as examples.
@@ -46,21 +48,33 @@ class Recorder:
         self.model, self.source, self.target = model, source, target
         self.wanted, self.longest = wanted, longest
         self.sums: dict[tuple[str, int], AttentionSums] = {}
+        self.densities: dict[str, str] = {}
         self.examples: dict[int, dict[str, Any]] = {}
         self.output = OutputSums(target.dictionary)
         # Where layers share a module, its calls come in the order of the layers.
         self.places: dict[nn.Module, list[tuple[str, int]]] = {}
+        attention: Any = getattr(getattr(model, "decoder", None), "attention", None)
+        if isinstance(attention, AdditiveAttention):  # of a recurrent model, which has no other
+            self._watch_attention("cross", 0, attention.normalizer, 1)
+        else:
+            self._watch_layers(model, source is not None)
+        for module in self.places:
+            if isinstance(module, Normalizer):
+                module.register_forward_hook(self._on_scores)
+            elif isinstance(module, Expectation):
+                module.register_forward_hook(self._on_density)
+            else:
+                module.register_forward_hook(self._on_features)
+
+    def _watch_layers(self, model: Any, has_source: bool) -> None:
         for side in ("encoder", "decoder"):
             layers = getattr(getattr(model, side, None), "layers", None)
             if layers is None:
-                if side == "encoder" and source is None:
+                if side == "encoder" and not has_source:
                     continue
                 raise _unknown(f"it has no {side} layers")
             for number, layer in enumerate(layers):
                 self._watch_layer(side, number, layer)
-        for module in self.places:
-            hook = self._on_scores if isinstance(module, Normalizer) else self._on_features
-            module.register_forward_hook(hook)
 
     def _watch_layer(self, side: str, number: int, layer: nn.Module) -> None:
         if getattr(layer, "cross_self_attention", False):
@@ -78,9 +92,18 @@ class Recorder:
                 setattr(layer, name, attention)
             if not isinstance(attention, MultiheadAttention):
                 raise _unknown(f"its attention is a {type(attention).__name__}")
-            normalizer: Any = attention.normalizer
-            self.places.setdefault(normalizer, []).append((place, number))
-            self.sums[place, number] = AttentionSums(normalizer, attention.num_heads)
+            self._watch_attention(place, number, attention.normalizer, attention.num_heads)
+
+    def _watch_attention(self, place: str, number: int, module: nn.Module, heads: int) -> None:
+        """Watch what has the method `attend`."""
+        if isinstance(module, ContinuousAttention):
+            self.densities[place] = module.density
+            self.places.setdefault(module.expectation, []).append((place, number))
+            module = module.normalizer
+        if not isinstance(module, Normalizer):
+            raise _unknown(f"its attention is by a {type(module).__name__}")
+        self.places.setdefault(module, []).append((place, number))
+        self.sums[place, number] = AttentionSums(module, heads)
 
     def run(self, sample: dict[str, Any]) -> None:
         """Run the model on a batch and take in what it shows."""
@@ -93,6 +116,7 @@ class Recorder:
         if self.source is not None:
             self.pairs["cross"] = _pair(*tokens["decoder"], *tokens["encoder"])
         self.rollouts: dict[str, Tensor] = {}
+        self.steps: dict[nn.Module, list[tuple[Tensor, ...]]] = {m: [] for m in self.places}
         self.calls = dict.fromkeys(self.places, 0)
         self.ids = sample["id"].tolist()
         for row, number in enumerate(self.ids):
@@ -106,19 +130,36 @@ class Recorder:
                 self.examples[number] = {
                     "source": shown.get("encoder", {"tokens": [], "words": []}),
                     "target": shown["decoder"],
-                    "attention": {place: [] for place in self.pairs},
-                    "rollout": {place: [] for place in self.pairs},
+                    "attention": {},
+                    "rollout": {},
+                    "densities": {},
                 }
         counted = sample["target"] != self.target.dictionary.pad()
         with _plain_backend(), torch.no_grad():
             features = self.model(**inputs, features_only=True)[0]
             self.output.add(self.model.decoder, features[counted], sample["target"][counted])
-        assert all(self.calls.values()), "an attention was computed that could not be seen"
+        seen = all(self.calls.values()) and not any(self.steps.values())
+        assert seen, "an attention was computed that could not be seen"
 
     def _place(self, module: nn.Module) -> tuple[str, int]:
+        """Where the module is, in the call that is taken in next."""
         places = self.places[module]
+        return places[self.calls[module] % len(places)]
+
+    def _all_queries(self, module: nn.Module, *shown: Tensor) -> tuple[Tensor, ...] | None:
+        """Return what a module shows, (B, heads, queries, ...) each, once it has shown it of all
+        queries: a recurrent decoder asks one after the other."""
+        place, _ = self._place(module)
+        steps = self.steps[module]
+        steps.append(shown)
+        if sum(step[0].shape[2] for step in steps) < self.pairs[place].query_padding.shape[1]:
+            return None
+        joined = (
+            shown if len(steps) == 1 else tuple(torch.cat(s, 2) for s in zip(*steps, strict=True))
+        )
+        steps.clear()
         self.calls[module] += 1
-        return places[(self.calls[module] - 1) % len(places)]
+        return joined
 
     def _on_scores(self, module: nn.Module, inputs: Any, probs: Tensor) -> None:
         scores, _, mask = inputs
@@ -127,34 +168,91 @@ class Recorder:
         excluded = pair.key_padding[:, None, None].expand(-1, 1, scores.shape[-2], -1)
         if mask is not None:
             excluded = excluded | (mask if mask.dtype == torch.bool else mask == -torch.inf)
+        shown = self._all_queries(module, scores, probs, excluded)
+        if shown is None:
+            return
+        scores, probs, excluded = shown
         sums.add(scores, probs, excluded, pair)
-        mean = probs.mean(1)
-        if place == "cross":
-            mixed = mean @ self.rollouts["encoder"]
-        else:
+        self._show("attention", place, pair, probs)
+        self._roll_out(place, pair, sums, probs.mean(1), excluded)
+
+    def _roll_out(
+        self,
+        place: str,
+        pair: QueriesAndKeys,
+        sums: AttentionSums,
+        mean: Tensor,
+        excluded: Tensor,
+    ) -> None:
+        if place != "cross":
             mixed = metrics.rollout(mean, self.rollouts.get(place))
             self.rollouts[place] = mixed
+        elif "encoder" in self.rollouts:
+            mixed = mean @ self.rollouts["encoder"]
+        else:  # without attention in the encoder there is nothing to go on through
+            return
         unseen = excluded[:, 0] | pair.query_padding[..., None]
         if pair.same:  # what the residual connection adds is no attention
             unseen = unseen | (pair.offsets[:, 0] == 0)
         sums.layer["rollout_similarity"].add(metrics.correlation(mixed, mean, unseen)[None])
-        for row, example in enumerate(self.ids):
-            if example in self.wanted:
+        self._show("rollout", place, pair, mixed)
+
+    def _on_density(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        place, number = self._place(module)
+        pair = self.pairs[place]
+        shown = self._all_queries(module, *(moment[..., None] for moment in inputs))
+        if shown is None:
+            return
+        mean, variance = shown
+        kind: Any = module.density
+        time = positions(~pair.key_padding)
+        values, inside = metrics.density_at(kind, time[:, None, None], mean, variance)
+        inside = inside & ~pair.key_padding[:, None, None]
+        self.sums[place, number].add_density(kind, variance, inside, pair)
+        for row, queries, keys, example in self._wanted(pair):
+            found = inside[row][:, queries][..., keys]
+            # What lies in the support is one run of tokens.
+            first = found.long().argmax(-1)
+            ends = torch.stack([first, first + found.sum(-1)], -1)
+            layer = {
+                "kind": kind,
+                "positions": _numbers(time[row, keys], 6),
+                "mean": _numbers(mean[row][:, queries, 0], 6),
+                "variance": _numbers(variance[row][:, queries, 0], 8),
+                "values": _numbers(values[row][:, queries][..., keys], 4),
+                "support": ends.tolist(),
+            }
+            example["densities"].setdefault(place, []).append(layer)
+
+    def _show(self, name: str, place: str, pair: QueriesAndKeys, values: Tensor) -> None:
+        """Keep the weights of the examples in this batch, (B, ..., T, S)."""
+        for row, queries, keys, example in self._wanted(pair):
+            shown = _numbers(values[row][..., queries, :][..., keys], 4)
+            example[name].setdefault(place, []).append(shown)
+
+    def _wanted(self, pair: QueriesAndKeys) -> Iterator[tuple[int, Tensor, Tensor, dict[str, Any]]]:
+        """The rows of this batch that are examples, with the queries and keys that are shown."""
+        for row, number in enumerate(self.ids):
+            if number in self.wanted:
                 queries, keys = (
                     (~padding[row]).nonzero()[: self.longest, 0]
                     for padding in (pair.query_padding, pair.key_padding)
                 )
-                for name, values in (("attention", probs[row]), ("rollout", mixed[row])):
-                    shown = values[..., queries, :][..., keys].double().numpy().round(4)
-                    self.examples[example][name][place].append(shown.tolist())
+                yield row, queries, keys, self.examples[number]
 
     def _on_features(self, module: nn.Module, inputs: Any, output: Any) -> None:
         place, number = self._place(module)
+        self.calls[module] += 1
         features = output[0] if isinstance(output, tuple) else output
         similarity = metrics.token_similarity(
             features.transpose(0, 1), self.pairs[place].query_padding
         )
         self.sums[place, number].layer["token_similarity"].add(similarity[None])
+
+
+def _numbers(values: Tensor, digits: int) -> list[Any]:
+    """Nested lists of them, with so many digits behind the point."""
+    return values.double().numpy().round(digits).tolist()
 
 
 def _pair(
@@ -173,7 +271,7 @@ def _pair(
 def _unknown(why: str) -> UsageError:
     return UsageError(
         f"the checkpoint's architecture cannot be analysed ({why}): give one of a transformer, "
-        "transformer_lm or their multimax variants"
+        "transformer_lm, their multimax variants or rnn_multimax"
     )
 
 

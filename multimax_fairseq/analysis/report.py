@@ -21,7 +21,15 @@ from multimax_fairseq.files import whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 MEANS = {
-    "heads": ["sparsity", "multi_modality", "entropy", "density", "past_turning_point"],
+    "heads": [
+        "sparsity",
+        "multi_modality",
+        "entropy",
+        "density",
+        "past_turning_point",
+        "support_tokens",
+        "position_variance",
+    ],
     "layers": [
         "head_diversity",
         "token_similarity",
@@ -71,6 +79,7 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
     signed = {k: v for k, v in collection.signed.items() if k != "checkpoints"}
     updates = collection.updates()
     places = ", ".join(PLACES[place] for place in collection.places())
+    examples = [example for example in collection.examples if example.get("attention")]
     page = render(
         "report.html.j2",
         title=f"{collection.label}: what the model has learned",
@@ -79,7 +88,8 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
         settings=settings(collection),
         signature=Table("Signature", ["", "value"], [[k, v] for k, v in flat(signed)]),
         tables=tables(collection),
-        examples=[example for example in collection.examples if example.get("attention")],
+        examples=examples,
+        continuous=any(example.get("densities") for example in examples),
         drawn=drawn,
     )
     write(out / "report.html", page)

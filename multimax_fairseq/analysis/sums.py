@@ -65,6 +65,8 @@ class AttentionSums:
         self.heads = {
             name: RunningMean(heads) for name in (*names, "interrogation", "past_turning_point")
         }
+        # Of a density over positions, where there is one.
+        self.heads |= {name: RunningMean(heads) for name in ("support_tokens", "position_variance")}
         self.queries = 0
         layer = ("head_diversity", "token_similarity", "rollout_similarity")
         self.layer = {name: RunningMean() for name in layer}
@@ -109,6 +111,17 @@ class AttentionSums:
                 mean.add(value.masked_fill(padding, torch.nan)[None])
         diversity = metrics.head_diversity(probs, excluded)
         self.layer["head_diversity"].add(diversity.masked_fill(padding[:, 0], torch.nan)[None])
+
+    def add_density(
+        self, kind: str, variance: Tensor, inside: Tensor, pair: QueriesAndKeys
+    ) -> None:
+        """Take in a batch of densities: variance (B, heads, T, 1), inside (B, heads, T, S)."""
+        padding = pair.query_padding[:, None]
+        found = {"position_variance": variance[..., 0]}
+        if kind == "sparsemax":  # all keys are in the support of a Gaussian
+            found["support_tokens"] = inside.sum(-1).double()
+        for name, values in found.items():
+            self.heads[name].add(values.masked_fill(padding, torch.nan).transpose(0, 1))
 
     def _turns(self, scores: Tensor, kept: Tensor) -> None:
         modulator = self.normalizer.modulator

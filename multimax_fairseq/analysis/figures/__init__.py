@@ -12,6 +12,7 @@ import matplotlib
 
 from multimax_fairseq.analysis.collection import PLACES, Collection
 from multimax_fairseq.analysis.figures import (
+    densities,
     heads,
     modulators,
     output,
@@ -25,7 +26,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 
 # In the order of a report.
-CATALOGUE = catalogue(modulators, sparsity, weights, smoothing, simplex, heads, output)
+CATALOGUE = catalogue(modulators, sparsity, weights, densities, smoothing, simplex, heads, output)
 
 
 def draw(collections: list[Collection]) -> Iterator[Drawn]:

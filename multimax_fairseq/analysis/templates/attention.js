@@ -50,6 +50,65 @@ function headsOf(example, place, layer) {
   return more.concat(heads);
 }
 
+// The densities over positions that a query has, in each of the heads; of a word, all of its
+// subwords'. None where attention is discrete.
+function densities(example, place, layer, head, join, query) {
+  const found = example.densities && example.densities[place];
+  if (!found || head === "rollout") return [];
+  const { kind, mean, variance, support } = found[layer];
+  const { start, end } =
+    join ? example[SIDES[place][0]].words[query] : { start: query, end: query + 1 };
+  const parts = [];
+  for (const h of head === "mean" ? mean.keys() : [Number(head)]) {
+    for (let q = start; q < end; q++) {
+      parts.push({ kind, mean: mean[h][q], variance: variance[h][q], support: support[h][q] });
+    }
+  }
+  return parts;
+}
+
+// What a width is: of a Gaussian its standard deviation, of a truncated parabola half the support.
+function widthOf({ kind, variance }) {
+  return kind === "sparsemax" ? Math.cbrt(1.5 * variance) : Math.sqrt(variance);
+}
+
+function densityAt(part, time) {
+  const width = widthOf(part);
+  const square = ((time - part.mean) / width) ** 2;
+  if (part.kind === "sparsemax") return Math.max(0, 0.75 * (1 - square)) / width;
+  return Math.exp(-square / 2) / (width * Math.sqrt(2 * Math.PI));
+}
+
+// {points, inside}: the mean of densities as [x, density], where x counts the matrix's columns, and
+// which of the columns have a token in a support.
+function overColumns(parts, length, columns) {
+  // The l-th of `length` tokens is at l / length, and in the middle of its share of a column.
+  const timeAt = (x) => {
+    const column = Math.min(Math.floor(x), columns.length - 1);
+    const { start, end } = columns[column];
+    return (start + (x - column) * (end - start) + 0.5) / length;
+  };
+  const columnAt = (time) => {
+    const token = time * length - 0.5;
+    const column = columns.findIndex(({ end }) => token < end);
+    if (token < 0 || column < 0) return [];
+    const { start, end } = columns[column];
+    return [column + (token - start) / (end - start)];
+  };
+  const steps = 16;
+  const places = Array.from({ length: columns.length * steps + 1 }, (_, step) => step / steps);
+  for (const part of parts) {  // a narrow one lies between the steps
+    for (let far = -3; far <= 3; far += 0.25) {
+      places.push(...columnAt(part.mean + far * widthOf(part)));
+    }
+  }
+  const points = places.sort((one, other) => one - other).map((x) =>
+    [x, parts.reduce((sum, part) => sum + densityAt(part, timeAt(x)), 0) / parts.length]);
+  const inside = columns.map(({ start, end }) =>
+    parts.some(({ support }) => support[0] < end && start < support[1]));
+  return { points, inside };
+}
+
 function start(document) {
   const examples = JSON.parse(document.getElementById("examples").textContent);
   const choices = {};
@@ -58,6 +117,7 @@ function start(document) {
   }
   let chosen = [0, 0];
   let shown = null;
+  let curve = null;
 
   function options(select, pairs) {
     const before = select.value;
@@ -94,7 +154,33 @@ function start(document) {
     const weight = shown.matrix[query][key].toFixed(4);
     choices.told.textContent =
       `“${shown.queries[query]}” gives “${shown.keys[key]}” the weight ${weight}.`;
+    if (curve) chooseDensity(query);
   }
+
+  // The density of a query over the columns; the words in the support of a parabola are marked.
+  function chooseDensity(query) {
+    const [example, place, layer, head, join] = shown.asked;
+    const parts = densities(example, place, layer, head, join, query);
+    const found = example.densities[place][layer];
+    const { words, tokens } = example[SIDES[place][1]];
+    const columns = join ? words : tokens.map((_, k) => ({ start: k, end: k + 1 }));
+    const { points, inside } = overColumns(parts, 1 / found.positions[0], columns);
+    // Of a sentence that is shown in part, a density may lie in the rest.
+    const top = points.reduce((most, [, density]) => Math.max(most, density), 0) || 1;
+    const line = points.map(([x, density]) => `L${x.toFixed(3)} ${(1 - density / top).toFixed(4)}`);
+    curve.firstElementChild.setAttribute("d", `M0 1${line.join("")}L${columns.length} 1Z`);
+    const isMarked = (k) => found.kind === "sparsemax" && inside[k];
+    const heads = [...choices.matrix.tHead.rows[0].cells].slice(1);
+    for (const row of [heads, [...choices.keys.children]]) {
+      row.forEach((word, k) => word.classList.toggle("inside", isMarked(k)));
+    }
+    const mean = parts.reduce((sum, part) => sum + part.mean, 0) / parts.length;
+    const marked = shown.keys.filter((_, k) => isMarked(k)).join(" ") || "no word";
+    const support = found.kind === "sparsemax" ? `, and in its support: ${marked}` : "";
+    choices.told.textContent +=
+      ` Its density over the sentence has its mean at ${mean.toFixed(2)}${support}.`;
+  }
+
 
   function cell(name, text) {
     const found = document.createElement(name);
@@ -110,7 +196,8 @@ function start(document) {
     options(choices.layer, example.attention[place].map((_, n) => [String(n), String(n + 1)]));
     const layer = Number(choices.layer.value);
     options(choices.head, headsOf(example, place, layer));
-    shown = view(example, place, layer, choices.head.value, choices.join.checked);
+    const asked = [example, place, layer, choices.head.value, choices.join.checked];
+    shown = { ...view(...asked), asked };
     const head = document.createElement("thead");
     const top = head.insertRow();
     top.append(cell("td"));
@@ -120,6 +207,14 @@ function start(document) {
       th.append(cell("span", word));
       top.append(th);
     });
+    curve = null;
+    if (densities(...asked, 0).length) {
+      const below = document.getElementById("density").content.cloneNode(true);
+      curve = below.querySelector("svg");
+      curve.setAttribute("viewBox", `0 0 ${shown.keys.length} 1`);
+      curve.parentNode.colSpan = shown.keys.length;
+      head.append(below);
+    }
     const body = document.createElement("tbody");
     shown.queries.forEach((word, q) => {
       const row = body.insertRow();
