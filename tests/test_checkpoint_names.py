@@ -60,3 +60,39 @@ def test_what_attentions_add_to_a_checkpoint(build, arch, flags):
 def test_what_the_output_layer_adds_to_a_checkpoint(build, arch, output):
     flags = ("--attention-normalizer", "softmax", "--output-normalizer", output)
     assert shapes(build(arch, *flags)) == shapes(build(STOCK[arch])) | OUTPUT[output]
+
+
+# Words: 34; embeddings and the decoder's state: 16; the encoder's, in each direction: 12.
+RECURRENT = {
+    "encoder.embed_tokens.weight": (34, 16),
+    "decoder.embed_tokens.weight": (34, 16),
+    "decoder.output_projection.weight": (34, 16),
+    "decoder.bridge.weight": (16, 24),
+    "decoder.bridge.bias": (16,),
+    "decoder.attention.query_projection.weight": (16, 16),
+    "decoder.attention.key_projection.weight": (16, 24),
+    "decoder.attention.score_projection.weight": (1, 16),
+    "decoder.feature_projection.weight": (16, 40),
+    "decoder.feature_projection.bias": (16,),
+}
+
+
+@pytest.mark.parametrize("kind, gates", [("gru", 3), ("lstm", 4)])
+@pytest.mark.parametrize(
+    "density, at",
+    [("discrete", "normalizer"), ("continuous_sparsemax", "normalizer.normalizer")],
+)
+def test_what_a_recurrent_models_checkpoint_holds(build, kind, gates, density, at):
+    expected = dict(RECURRENT)
+    for end in ("l0", "l0_reverse"):
+        expected |= {f"encoder.rnn.weight_ih_{end}": (gates * 12, 16)}
+        expected |= {f"encoder.rnn.weight_hh_{end}": (gates * 12, 12)}
+        expected |= {f"encoder.rnn.bias_{of}_{end}": (gates * 12,) for of in ("ih", "hh")}
+    for part in ("word", "fed", "hidden"):
+        expected[f"decoder.cell.{part}_projection.weight"] = (gates * 16, 16)
+    for part in ("word", "hidden"):
+        expected[f"decoder.cell.{part}_projection.bias"] = (gates * 16,)
+    expected |= {f"decoder.attention.{at}.modulator.{name}": (2,) for name in TERMS}
+    expected |= OUTPUT["multimax"]
+    flags = ("--cell-type", kind, "--cross-attention", density, "--output-normalizer", "multimax")
+    assert shapes(build("rnn_multimax", *flags)) == expected

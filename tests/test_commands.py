@@ -38,6 +38,15 @@ MODEL_LANGUAGE = [
     *("--share-decoder-input-output-embed", *TRAIN, "--criterion", "multimax_cross_entropy"),
 ]
 
+# A density over a modulated attention, in cells of two states: all that decoding has to keep.
+RECURRENT = [
+    *("--arch", "rnn_multimax", "--cell-type", "lstm", "--cross-attention", "continuous_sparsemax"),
+    *("--encoder-embed-dim", "16", "--encoder-hidden-size", "8", "--decoder-embed-dim", "16"),
+    *("--decoder-hidden-size", "16", "--share-all-embeddings", "--dropout", "0", *TRAIN, *FAR),
+    *("--hidden-dropout", "0", "--criterion", "label_smoothed_multimax_cross_entropy"),
+    *("--label-smoothing", "0.1"),
+]
+
 
 def parameters(path):
     return checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
@@ -250,8 +259,8 @@ def test_averaged_checkpoint_is_the_mean_and_translates(text, translation):
     assert "fewer than 9" in message and "Traceback" not in message
 
 
-def test_scores_of_hypotheses_are_their_reference_scores(text, generated):
-    found = hypotheses(generated)
+def assert_scores_are_reference_scores(text, found, model):
+    """Of the test set's best hypotheses, decoded step by step."""
     assert len(found) == 8 and any(hypothesis for _, hypothesis in found.values())
     (text / "hypotheses.de").write_text((text / "test.de").read_text())
     (text / "hypotheses.en").write_text("".join(f"{found[i][1]}\n" for i in range(8)))
@@ -262,10 +271,47 @@ def test_scores_of_hypotheses_are_their_reference_scores(text, generated):
     run(text, "fairseq-preprocess", *both, *dictionaries, "--destdir", "mt-hypotheses")
     scored = run(
         *(text, "fairseq-generate", "mt-hypotheses", *PLUGIN, "--score-reference", *ALL),
-        *("--path", "mt-model/checkpoint_last.pt"),
+        *("--path", f"{model}/checkpoint_last.pt"),
     )
     for number, (score, _) in hypotheses(scored).items():
         assert score == pytest.approx(found[number][0], abs=1e-3)
+
+
+def test_scores_of_hypotheses_are_their_reference_scores(text, generated):
+    assert_scores_are_reference_scores(text, hypotheses(generated), "mt-model")
+
+
+def test_a_recurrent_model_trains_resumes_and_translates(text):
+    command = ("fairseq-train", "mt", *PLUGIN, *RECURRENT, "--save-dir")
+    whole = losses(run(text, *command, "rnn-whole"))
+    run(text, *command, "rnn", "--max-update", "3")
+    resumed = losses(run(text, *command, "rnn"))
+    assert resumed == pytest.approx(whole[3:], rel=1e-3) and whole[-1] < whole[0]
+    path = "rnn/checkpoint_last.pt"
+    words = ("fairseq-generate", "mt", *PLUGIN, "--path", path, "--beam", "5", *ALL)
+    output = run(text, *words, "--max-len-b", "12", "--print-alignment", "soft")
+    assert_scores_are_reference_scores(text, hypotheses(output), "rnn")
+    alignments = re.findall(r"^A-\d+\t(.*)$", output, re.MULTILINE)
+    assert len(alignments) == 8
+    for alignment in alignments:
+        sums = [sum(map(float, row.split(","))) for row in alignment.split()]
+        assert sums == pytest.approx([1] * len(sums), abs=1e-4)
+    analysis = ("python", "-m", "multimax_fairseq.analysis")
+    lines = run(text, *analysis, "parameters", path).splitlines()
+    assert len(lines) == 2 and lines[1].startswith("decoder, cross-attention  ")
+    refusal = run(text, *analysis, "collect", path, "mt", "--out", "rnn-analysis", code=1)
+    assert "cannot be analysed (it has no encoder layers)" in refusal
+
+
+def test_hydra_trains_a_recurrent_model(text, settings):
+    config = (text / "mt.yaml").read_text()
+    model = "model: {_name: rnn_iwslt_de_en_multimax, decoder_hidden_size: 16, hidden_dropout: 0}"
+    config = re.sub(r"model: \{.*?\}", model, config, flags=re.DOTALL).replace("mt-hyd", "rnn-hyd")
+    (text / "rnn.yaml").write_text(config)
+    run(text, "fairseq-hydra-train", "--config-dir", text, "--config-name", "rnn")
+    found = parameters(text / "rnn-hydra" / "checkpoint_last.pt")
+    assert found["encoder.embed_tokens.weight"].shape[1] == 620
+    assert found["decoder.bridge.weight"].shape == (16, 1000)
 
 
 def test_interactive_gives_what_generate_gives(text, generated):

@@ -258,6 +258,33 @@ def test_heads_that_are_kept():
     assert module.normalizer.modulator.low_coefficient.shape[0] == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("context", ["combined", "continuous"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_scores_of_ones_own_give_the_same(context, dropout_p, dtype):
+    module = build("sparsemax", context=context)
+    query, key, value, padding = inputs(dtype)
+    scores = query @ key.mT / math.sqrt(D)
+    kept = module.static_values(value, padding)
+    assert kept.shape == (B, H, S + SIZES["num_bases"], D)
+    results = []
+    for attend in (
+        lambda: module.attend(query, key, value, padding, dropout_p=dropout_p, need_probs=True),
+        lambda: module.attend_by_scores(scores, value, padding, dropout_p, need_probs=True),
+        lambda: module.attend_by_scores(scores, kept, padding, dropout_p),
+    ):
+        torch.manual_seed(0)
+        results.append(attend())
+    (expected, probs), (found, same), (also, none) = results
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    torch.testing.assert_close(found, expected, **close)
+    torch.testing.assert_close(same, probs, **close)
+    torch.testing.assert_close(also, found, **close)
+    assert none is None and found.dtype == dtype
+    with pytest.raises(ValueError, match="scores have none"):
+        build(query_size=D).attend_by_scores(scores, value)
+
+
 @pytest.mark.parametrize("density", DENSITIES)
 def test_in_fairseqs_attention_step_by_step_is_all_at_once(density):
     size = H * D

@@ -36,7 +36,7 @@ PAIRS = {
 }
 
 
-@pytest.fixture(params=["transformer_lm_multimax", "transformer_multimax"])
+@pytest.fixture(params=["transformer_lm_multimax", "transformer_multimax", "rnn_multimax"])
 def model_and_batch(request, build, lm_batch, translation_batch):
     def make(normalizer, alpha="1.5", **batch_options):
         flags = ("--output-normalizer", normalizer)

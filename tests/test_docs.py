@@ -121,12 +121,14 @@ def test_every_flag_is_explained_by_its_own_help():
         SETTINGS,
         flag,
     )
+    from multimax_fairseq.models.rnn_multimax import RECURRENT_OPTIONS, RecurrentConfig
 
-    options = OPTIONS | CONTINUOUS_OPTIONS
+    options = OPTIONS | CONTINUOUS_OPTIONS | RECURRENT_OPTIONS
+    own = [RecurrentConfig.__dataclass_fields__[name] for name in RECURRENT_OPTIONS]
     chosen = {"attention_normalizer": MAPPINGS, "output_normalizer": OUTPUTS}
     of_kind = {int: "whole number", float: "number", bool: "", str: "text"}
     rows = []
-    for setting in SETTINGS:
+    for setting in [*SETTINGS, *own]:
         kind = options[setting.name].kind if setting.name in options else None
         words = chosen.get(setting.name, kind if isinstance(kind, tuple) else ())
         other = {"attention_normalizer_at": str, "scalar_gradient_scale": float}
