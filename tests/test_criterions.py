@@ -43,6 +43,9 @@ def model_and_batch(request, build, lm_batch, translation_batch):
         if normalizer == "alpha_entmax":
             flags += ("--output-entmax-alpha", alpha)
         model = scatter_modulators(build(request.param, *flags))
+        if request.param == "rnn_multimax":  # whose embeddings start small
+            for side in (model.encoder, model.decoder):
+                side.embed_tokens.weight.data *= 100
         batch = lm_batch if "_lm" in request.param else translation_batch
         return model, batch(**batch_options)
 
