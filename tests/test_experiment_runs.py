@@ -236,6 +236,9 @@ def test_evaluate_prints_what_the_run_found(experiment, tmp_path):
             assert found[kind] in output
     output = run(folder, script, checkpoint, data / "none", code=1)
     assert "does not exist" in output and "Traceback" not in output
+    tabulate, found = str(ROOT / "scripts" / "tabulate"), folder / "out" / "results.jsonl"
+    table = run(folder, tabulate, f"with all=it={found}")
+    assert re.search(rf"\| with all=it \| .* \| {len(results(folder))} \|", table)
     (tmp_path / "none.jsonl").write_text('{"no": "result"}\n')
-    output = run(folder, str(ROOT / "scripts" / "tabulate"), tmp_path / "none.jsonl", code=1)
+    output = run(folder, tabulate, tmp_path / "none.jsonl", code=1)
     assert output.startswith("tabulate: error: 'experiment'") and "Traceback" not in output
