@@ -236,8 +236,9 @@ def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> o
     return found[0]
 
 
-def read_tar(archive: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """These members by base name. Nothing is extracted to a path that an archive chose."""
+def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, bytes]:
+    """These members by base name, or all whose base name matches. Nothing is extracted to a path
+    that an archive chose."""
     with readable(archive), tarfile.open(archive) as tar:
         members = tar.getmembers()
         for member in members:
@@ -245,6 +246,9 @@ def read_tar(archive: Path, names: Iterable[str]) -> dict[str, bytes]:
         while tar.fileobj.read(BLOCK):  # to the end, where gzip's own checksum is
             pass
         files = [(member.name, member) for member in members if member.isfile()]
+        if isinstance(names, re.Pattern):
+            bases = {PurePosixPath(path).name for path, _ in files}
+            names = sorted(filter(names.fullmatch, bases))
         chosen = {name: choose(archive, files, name) for name in names}
         # In the archive's order: going back would unpack it from its start again.
         order = sorted(chosen, key=lambda name: chosen[name].offset)

@@ -40,8 +40,8 @@ def xml_lines(lines: list[str]) -> list[str]:
     return [SEGMENT.sub("", line).replace("’", "'") for line in lines if "<seg id" in line]
 
 
-def read_files(archive: Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """The lines of each file."""
+def read_files(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, list[str]]:
+    """The lines of each file of these names, or of a name that matches."""
     members = read_tar(archive, names)
     return {name: decode(data, f"{name} in {archive}") for name, data in members.items()}
 

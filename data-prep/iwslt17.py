@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prepares IWSLT 2017 German-English for the experiment of Martins et al. 2020.
 
-    data-prep/iwslt17.sh [--archive FOLDER] [--out DIR]
+    data-prep/iwslt17.sh [--archive FOLDER|FILE] [--out DIR]
 
 Downloads three archives, or takes them from --archive: a folder, or an address, that holds
 
@@ -9,7 +9,8 @@ Downloads three archives, or takes them from --archive: a folder, or an address,
     2017-01-ted-test/texts/de/en/de-en.tgz    test sets of 2016 and 2017: German
     2017-01-ted-test/texts/en/de/en-de.tgz    the same: English
 
-as DIR/archives does once they are downloaded. The results:
+as DIR/archives does once they are downloaded. Or from a file, one archive with all of it: the two
+files train.tags.de-en.LANGUAGE, and sets named IWSLT17.TED.SET.de-en.LANGUAGE.xml. The results:
 
     DIR/text      SPLIT.LANGUAGE, Moses tokens in lower case; SPLIT.bpe.LANGUAGE, their subwords, by
                   the 32,000 joint merges in codes
@@ -19,12 +20,14 @@ as DIR/archives does once they are downloaded. The results:
     DIR/archives  what was downloaded
 
 Training: the transcripts, without titles and descriptions; of the subwords, only pairs with 1 to 62
-on each side. Validation: dev2010 and tst2010 to tst2015. Test: tst2016 and tst2017. A second run
-does nothing again that is done, and an interrupted one goes on from the last of the two folders
-that was complete.
+on each side. Test: tst2016 and tst2017, or, of one archive without them, its last two sets.
+Validation: all other sets, dev2010 and tst2010 to tst2015. A second run does nothing again that is
+done, and an interrupted one goes on from the last of the two folders that was complete.
 """
 
 import argparse
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import iwslt
@@ -55,25 +58,54 @@ MERGES = 32_000
 MOST_SUBWORDS = 62  # a side, in training, as in the configuration that the paper started from
 
 
-def read_pairs(archives: list[Archive]) -> dict[str, Sides]:
+Names = list[tuple[str, str]]  # of files, (German, English)
+TRAIN = ("train.tags.de-en.de", "train.tags.de-en.en")
+FILES = re.compile(r"train\.tags\.de-en\.(de|en)|IWSLT17\.TED\.\w+\.de-en\.(de|en)\.xml")
+
+
+def xml_names(sets: Iterable[str]) -> Names:
+    return [(f"IWSLT17.TED.{x}.de-en.de.xml", f"IWSLT17.TED.{x}.de-en.en.xml") for x in sets]
+
+
+def read_three(archives: list[Archive]) -> tuple[dict[str, list[str]], Names, Names]:
+    """The lines of all files, and which of them are validation and test."""
     both, german, english = (archive.path for archive in archives)
-    train = ("train.tags.de-en.de", "train.tags.de-en.en")
-    valid = [
-        (f"IWSLT17.TED.{name}.de-en.de.xml", f"IWSLT17.TED.{name}.de-en.en.xml") for name in VALID
-    ]
+    valid = xml_names(VALID)
     # Each language of these stands as the source of its own direction.
-    test = [
-        (f"IWSLT17.TED.{name}.de-en.de.xml", f"IWSLT17.TED.{name}.en-de.en.xml") for name in TEST
-    ]
-    files = iwslt.read_files(both, [file for pair in [train, *valid] for file in pair])
+    test = [(de, en.replace("de-en", "en-de")) for de, en in xml_names(TEST)]
+    files = iwslt.read_files(both, [file for pair in [TRAIN, *valid] for file in pair])
     files |= iwslt.read_files(german, [pair[0] for pair in test])
     files |= iwslt.read_files(english, [pair[1] for pair in test])
-    lines = zip(*iwslt.aligned(files, [train], list, both), strict=True)
+    return files, valid, test
+
+
+def read_one(archive: Path) -> tuple[dict[str, list[str]], Names, Names]:
+    files = iwslt.read_files(archive, FILES)
+    sets = sorted({name.split(".")[2] for name in files if name.startswith("IWSLT17.")})
+    if len(sets) < 2:
+        fail(
+            f"{archive} has {len(sets) or 'no'} sets IWSLT17.TED.SET.de-en.LANGUAGE.xml, where two"
+            " are needed at least, for validation and test: get it again."
+        )
+    test = [name for name in sets if name in TEST] or sets[-min(2, len(sets) - 1) :]
+    valid = [name for name in sets if name not in test]
+    say(f"  validation: {', '.join(valid)}; test: {', '.join(test)}")
+    names = xml_names(valid), xml_names(test)
+    if missing := {file for pair in [TRAIN, *names[0], *names[1]] for file in pair} - files.keys():
+        fail(f"{archive} holds no files {', '.join(sorted(missing))}, where one each is needed.")
+    return files, *names
+
+
+def read_pairs(archives: list[Archive]) -> dict[str, Sides]:
+    source = " and ".join(str(archive.path) for archive in archives)
+    is_one = len(archives) == 1
+    files, valid, test = read_one(archives[0].path) if is_one else read_three(archives)
+    lines = zip(*iwslt.aligned(files, [TRAIN], list, source), strict=True)
     spoken = [pair for pair in lines if not pair[0].startswith("<")]
     return {
         "train": tuple([pair[side] for pair in spoken] for side in range(len(LANGUAGES))),
-        "valid": iwslt.aligned(files, valid, iwslt.xml_lines, both),
-        "test": iwslt.aligned(files, test, iwslt.xml_lines, f"{german} with {english}"),
+        "valid": iwslt.aligned(files, valid, iwslt.xml_lines, source),
+        "test": iwslt.aligned(files, test, iwslt.xml_lines, source),
     }
 
 
@@ -93,7 +125,7 @@ def leave_out_long(folder: Path) -> None:
 
 def make_text(archives: list[Archive], folder: Path) -> None:
     raw = read_pairs(archives)
-    known = all(archive.official for archive in archives)
+    known = len(archives) == len(OFFICIAL) and all(archive.official for archive in archives)
     found = {split: len(raw[split][0]) for split in SPLITS}
     iwslt.check_counts(folder, found, PAIRS if known else {}, PAIRS)
     with iwslt.start_pool() as pool:
@@ -112,7 +144,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--archive", metavar="FOLDER", help="a folder or an address that holds the three archives"
+        "--archive",
+        metavar="FOLDER|FILE",
+        help="a folder or an address that holds the three archives, or a file with all of it",
     )
     parser.add_argument(
         "--out",
@@ -124,10 +158,13 @@ def main() -> None:
     arguments = parser.parse_args()
     out, given = arguments.out, arguments.archive
 
-    archives = [
-        obtain(each, given and f"{given.rstrip('/')}/{each.name}", out / "archives")
-        for each in OFFICIAL
-    ]
+    if given and "://" not in given and not Path(given).is_dir():
+        archives = [obtain(OFFICIAL[0], given, out / "archives")]
+    else:
+        archives = [
+            obtain(each, given and f"{given.rstrip('/')}/{each.name}", out / "archives")
+            for each in OFFICIAL
+        ]
     made_from = " ".join(archive.identity for archive in archives)
     step(out / "text", made_from, lambda folder: make_text(archives, folder))
     step(

@@ -185,7 +185,7 @@ def test_other_counts_of_the_official_archives_are_refused(official, tmp_path, m
             TEST_EN,
             "IWSLT17.TED.tst2017.en-de.en.xml",
             '<seg id="9">x</seg>',
-            "de-en.tgz with .*en-de.tgz is misaligned: .* has 2 sentences, .* 3; get it again",
+            "de-en.tgz and .*en-de.tgz is misaligned: .* has 2 sentences, .* 3; get it again",
         ),
     ],
 )
@@ -209,8 +209,62 @@ def test_only_long_pairs(tmp_path):
         iwslt17.leave_out_long(tmp_path)
 
 
-def test_an_archive_that_is_not_there(official, tmp_path):
-    command = script("iwslt17.py", "--archive", official / TRANSCRIPTS, "--out", "out")
-    sentence = refused(command, tmp_path)
-    assert f"there is no file {official / TRANSCRIPTS / TRANSCRIPTS}: check --archive" in sentence
+def one_archive(file, sets, leave_out=()):
+    texts = {
+        f"train.tags.de-en.{x}": layout()[TRANSCRIPTS][f"train.tags.de-en.{x}"] for x in LANGUAGES
+    }
+    for name in sets:
+        for side, language in enumerate(LANGUAGES):
+            text = xml(pair[side] for pair in evaluation_pairs(name))
+            texts[f"IWSLT17.TED.{name}.de-en.{language}.xml"] = text
+    texts["README"] = "about"
+    pack(file, [(f"de-en/{n}", t.encode()) for n, t in texts.items() if n not in leave_out])
+    return [archives.Archive(file, "", official=False)]
+
+
+def test_one_archive_with_all_of_it(prepared, tmp_path):
+    one_archive(file := tmp_path / "de-en.tgz", (*iwslt17.VALID, *iwslt17.TEST))
+    run(script("iwslt17.py", "--archive", file, "--out", tmp_path / "out"), tmp_path)
+    for folder in ("text", "data-bin"):
+        found, expected = (contents(out / folder) for out in (tmp_path / "out", prepared[0]))
+        for files in (found, expected):
+            files.pop("prepared.sha256", None), files.pop("preprocess.log", None)
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "sets, valid, test",
+    [
+        (iwslt17.VALID, iwslt17.VALID[:-2], iwslt17.VALID[-2:]),
+        (("dev2010", "tst2016"), ("dev2010",), ("tst2016",)),
+        (("dev2010", "tst2010"), ("dev2010",), ("tst2010",)),
+    ],
+)
+def test_the_last_sets_of_one_archive_are_the_test(sets, valid, test, tmp_path):
+    pairs = iwslt17.read_pairs(one_archive(tmp_path / "de-en.tgz", sets))
+    for split, names in (("valid", valid), ("test", test)):
+        expected = [pair[1].replace("’", "'") for name in names for pair in evaluation_pairs(name)]
+        assert pairs[split][1] == expected
+
+
+@pytest.mark.parametrize(
+    "sets, leave_out, said",
+    [
+        (("dev2010",), (), "has 1 sets IWSLT17.TED.SET"),
+        ((), (), "has no sets IWSLT17.TED.SET"),
+        (("dev2010", "tst2010"), (TRAIN_DE,), f"holds no files {TRAIN_DE},"),
+    ],
+)
+def test_one_archive_without_what_is_needed(sets, leave_out, said, tmp_path):
+    with pytest.raises(SystemExit, match=said):
+        iwslt17.read_pairs(one_archive(tmp_path / "de-en.tgz", sets, leave_out))
+
+
+def test_an_archive_that_is_not_there(tmp_path):
+    sentence = refused(script("iwslt17.py", "--archive", "none.tgz", "--out", "out"), tmp_path)
+    assert "there is no file none.tgz: check --archive" in sentence
+    command = script("iwslt17.py", "--archive", tmp_path, "--out", "out")
+    assert f"there is no file {tmp_path / TRANSCRIPTS}: check --archive" in refused(
+        command, tmp_path
+    )
     assert not list(tmp_path.iterdir())
