@@ -40,7 +40,7 @@ LONGEST = files(
 LONG = LONGEST + files(
     "added_mapping analysis_collect analysis_continuous benchmark build checkpoint_names compat "
     "continuous_example continuous_models criterions docs documents_example downloads experiments "
-    "house iwslt17 odd_calls quickstart recorded_models replaced_models_recorded rnn vit_example "
+    "house iwslt17 odd_calls quickstart recorded_models replaced_models_recorded vit_example "
     "wrong_calls"
 )
 
