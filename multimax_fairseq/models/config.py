@@ -70,7 +70,7 @@ CONTINUOUS_OPTIONS = {
         Option(
             "continuous_context",
             "combined",
-            help="the context of continuous attention alone, or its sum with the discrete one",
+            help="the sum of discrete and continuous context, or the continuous one alone",
             **chosen_from(CONTEXTS),
         ),
         Option(
