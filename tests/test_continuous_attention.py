@@ -234,6 +234,12 @@ def test_keys_that_differ_between_queries_are_refused(mask, is_causal):
         build().attend(query, key, value, mask, is_causal)
 
 
+def test_values_of_another_length_are_refused():
+    query, key, value, padding = inputs()
+    with pytest.raises(ValueError, match=r"value must have 7 rows as the keys, or 19 of static"):
+        build().attend(query, key, value[:, :, :5], padding)
+
+
 @pytest.mark.parametrize(
     "options, told",
     [

@@ -96,13 +96,14 @@ class ContinuousAttention(nn.Module):
             values may be those of `static_values`.
 
         Raises:
-            ValueError: a mask that differs between queries or heads; is_causal.
+            ValueError: a mask that differs between queries or heads; is_causal; values of another
+                length.
         """
         if is_causal:
             raise ValueError(f"{_ALL_KEYS}: nothing may be causal")
         value, coefficients, tokens = self._parts(value, key.shape[2], mask)
 
-        def attend(value: Tensor, need_probs: bool) -> tuple[Tensor, Tensor | None]:
+        def attend(value: Tensor) -> tuple[Tensor, Tensor | None]:
             return self.normalizer.attend(
                 query, key, value, mask, False, dropout_p, scale, need_probs
             )
@@ -113,12 +114,12 @@ class ContinuousAttention(nn.Module):
             mean, variance = self.predicted(query).float().unbind(-1)
             mean, variance = mean.sigmoid(), nn.functional.softplus(variance)
             if self.context == "combined" or need_probs:
-                discrete, probs = attend(value, need_probs)
+                discrete, probs = attend(value)
         else:
             extended = _with_times(value, positions(tokens)[:, None])
             device = value.device.type
             with torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext():
-                contexts, probs = attend(extended, need_probs)
+                contexts, probs = attend(extended)
             discrete = contexts[..., :-3].to(value.dtype)
             mean, variance = _mean_and_variance(*contexts[..., -3:].unbind(-1))
         return self._context(mean, variance, coefficients, discrete), probs
@@ -140,7 +141,6 @@ class ContinuousAttention(nn.Module):
         """
         if self.predicted is not None:
             raise ValueError("query_size predicts a density from the query: scores have none")
-
         value, coefficients, tokens = self._parts(value, scores.shape[-1], mask)
         probs = self.normalizer(scores, -1, mask)
         left = nn.functional.dropout(probs, dropout_p) if dropout_p > 0 else probs
@@ -159,6 +159,11 @@ class ContinuousAttention(nn.Module):
         tokens = _tokens(value, length, mask)
         if value.shape[2] == length:
             return value, self._coefficients(value, tokens), tokens
+        if value.shape[2] != length + self.num_bases:
+            raise ValueError(
+                f"value must have {length} rows as the keys, or {length + self.num_bases} of "
+                f"static_values, got {list(value.shape)}"
+            )
         # In one piece: each slice would get a gradient as large as both.
         value, coefficients = value.split([length, self.num_bases], 2)
         return value, coefficients, tokens
