@@ -90,10 +90,10 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             value = key
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask[::beam]
-        is_new = not static_kv or buffer.get("prev_key") is None
+        is_new = static_kv and buffer.get("prev_key") is None
         k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, buffer, static_kv)
         if incremental_state is not None:
-            if static_kv and is_new and not torch.jit.is_scripting():
+            if is_new and not torch.jit.is_scripting():
                 v = self._static_values(v, key_padding_mask)
             kept: dict[str, Tensor | None] = {"prev_key": k, "prev_value": v}
             kept["prev_key_padding_mask"] = key_padding_mask
