@@ -19,6 +19,7 @@ from multimax_fairseq.analysis import collection, figures, parameters, report
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.models.learned_scalars import symbols
 
 RECURRENT = "rnn_multimax"
 KINDS = ("softmax", "sparsemax")
@@ -222,7 +223,7 @@ def test_the_discrete_part_is_collected_as_of_any_model(collected, checkpoint):
         assert list(found["decoder layer 1, cross-attention"])[:2] == ["t_b1", "t_b2"]
     found = parameters.read(checkpoint(RECURRENT, "--cross-attention", "continuous_softmax"))
     assert set(found) == {"cross-attention"}
-    added = parameters.symbols("encoder_attn.normalizer.normalizer.own.factor", torch.ones(2))
+    added = symbols("encoder_attn.normalizer.normalizer.own.factor", torch.ones(2))
     assert list(added) == ["own.factor"]
 
 

@@ -8,7 +8,7 @@ import reference
 import torch
 
 from multimax_fairseq import Modulator, multimax
-from multimax_fairseq.analysis import metrics
+from multimax_fairseq.functional import metrics
 from multimax_fairseq.functional.modulator import modulate
 
 NAN = math.nan

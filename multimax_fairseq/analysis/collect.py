@@ -35,12 +35,13 @@ from fairseq import checkpoint_utils, tasks, utils
 from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq.analysis import COLUMNS, parameters
+from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
+from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ def _load(
         "settings": {
             setting.name: getattr(settings, setting.name)
             for setting in SETTINGS
-            if hasattr(settings, setting.name)
+            if setting.name != "monitor_interval" and hasattr(settings, setting.name)
         },
     }
     return model, about
@@ -284,7 +285,7 @@ def _parameter_rows(
     return [
         {**at, "head": head if len(values) > 1 else None, "name": name, "value": float(value)}
         for parameter, tensor in module.named_parameters()
-        for name, values in parameters.symbols(f"normalizer.{parameter}", tensor.detach()).items()
+        for name, values in symbols(f"normalizer.{parameter}", tensor.detach()).items()
         for head, value in enumerate(values)
     ]
 

@@ -7,7 +7,7 @@ from fairseq import checkpoint_utils
 from torch import Tensor
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.modules import EntmaxAlpha
+from multimax_fairseq.models.learned_scalars import symbols
 
 ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}
 
@@ -15,9 +15,8 @@ ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}
 def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     """Return {place: {symbol: (heads,) in float64}}, in the model's order.
 
-    Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha,
-    temperature; of a mapping that was added, the parameter's name. Where heads share a parameter
-    there is one.
+    Symbols are those of `models.learned_scalars.symbols`. Where heads share a parameter there is
+    one.
 
     Raises:
         UsageError: no such checkpoint, or nothing learned in it.
@@ -35,32 +34,6 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
             "a model without any"
         )
     return found
-
-
-def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
-    """Return {symbol: (heads,) in float64} of a normalizer's parameter; {} for any other.
-
-    Args:
-        parameter: its name in a state dict, from its normalizer or output modulator on at least.
-        value: its value there.
-    """
-    owner, _, name = parameter.rpartition(".")
-    value = value.double()
-    if match := re.fullmatch(r"(low|high)_(coefficient|threshold)", name):
-        letter = "b" if match[1] == "low" else "d"
-        if match[2] == "coefficient":  # kept as the offset from the identity
-            value = 1 - value if match[1] == "low" else 1 + value
-            letter = f"t_{letter}"
-        orders = range(value.shape[-1])
-        return {f"{letter}{order + 1}": value[..., order].reshape(-1) for order in orders}
-    if owner.rpartition(".")[2] == "alpha" and name == "logit":
-        alpha = EntmaxAlpha(len(value)).double()
-        alpha.load_state_dict({name: value})
-        return {"alpha": alpha().detach().flatten()}
-    if name == "log_temperature":
-        return {"temperature": value.exp().reshape(1)}
-    added = re.search(r"(?:^|\.)(?:normalizer\.)+(.+)", parameter)
-    return {added[1]: value.reshape(-1)} if added and value.dim() < 2 else {}
 
 
 def place(module: str) -> str:

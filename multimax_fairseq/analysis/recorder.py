@@ -9,10 +9,10 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
-from multimax_fairseq.analysis import metrics
 from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional import metrics
 from multimax_fairseq.functional.backend import VARIABLE
 from multimax_fairseq.functional.value_function import positions
 from multimax_fairseq.modules import AdditiveAttention, ContinuousAttention, Normalizer

@@ -10,7 +10,7 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from multimax_fairseq.analysis import metrics
+from multimax_fairseq.functional import metrics
 from multimax_fairseq.modules import Modulator, Normalizer
 
 TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
@@ -82,14 +82,7 @@ class AttentionSums:
         """Take in a batch: scores, probs and excluded (B, heads, T, S)."""
         padding = pair.query_padding[:, None]
         self.queries += int((~padding).sum())
-        epsilon = metrics.mean_score(scores, excluded)
-        reference = metrics.uniform_probability(scores, excluded)
-        found = {
-            "sparsity": metrics.sparsity(scores, probs, epsilon, reference, excluded),
-            "multi_modality": metrics.multi_modality(scores, probs, epsilon, excluded),
-            "entropy": metrics.entropy(probs),
-            "density": metrics.density(probs, excluded),
-        }
+        found = metrics.of_queries(scores, probs, excluded)
         others = ~excluded & (pair.offsets != 0) if pair.same else ~excluded
         found["interrogation"] = metrics.weight_on(probs, others & pair.questions)
         if pair.same:
@@ -105,6 +98,8 @@ class AttentionSums:
         self._positions(probs, kept, padding, pair.offsets)
         self.scores += _score_counts(scores, kept)
         self.probs += _prob_counts(probs, kept)
+        epsilon = metrics.mean_score(scores, excluded)
+        reference = metrics.uniform_probability(scores, excluded)
         softmaxes = metrics.over_temperatures(scores, TEMPERATURES, epsilon, reference, excluded)
         for means, pair_of_values in zip(self.temperatures.values(), softmaxes, strict=True):
             for mean, value in zip(means, pair_of_values, strict=True):
@@ -129,9 +124,7 @@ class AttentionSums:
             return
         share = self.heads["past_turning_point"]
         share.count += kept.sum((0, 2, 3))
-        if not modulator.monotone:
-            slope = metrics.modulator_slope(scores, modulator)
-            share.total += ((slope < 0) & kept).sum((0, 2, 3))
+        share.total += (metrics.past_turning_point(scores, modulator) & kept).sum((0, 2, 3))
 
     def _positions(self, probs: Tensor, kept: Tensor, padding: Tensor, offsets: Tensor) -> None:
         width = self.top_offsets.shape[1]

@@ -3,12 +3,13 @@
 import functools
 import logging
 import math
+import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.modules import EntmaxAlpha, Normalizer
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,36 @@ def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
         elif name.endswith("output_modulator"):
             found.append((name, module))
     return found
+
+
+def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
+    """Return {symbol: (heads,) in float64} of a normalizer's parameter; {} for any other.
+
+    Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha,
+    temperature; of a mapping that was added, the parameter's name.
+
+    Args:
+        parameter: its name in a state dict, from its normalizer or output modulator on at least.
+        value: its value there.
+    """
+    owner, _, name = parameter.rpartition(".")
+    value = value.double()
+    if match := re.fullmatch(r"(low|high)_(coefficient|threshold)", name):
+        letter = "b" if match[1] == "low" else "d"
+        if match[2] == "coefficient":  # kept as the offset from the identity
+            value = 1 - value if match[1] == "low" else 1 + value
+            letter = f"t_{letter}"
+        orders = range(value.shape[-1])
+        return {f"{letter}{order + 1}": value[..., order].reshape(-1) for order in orders}
+    if owner.rpartition(".")[2] == "alpha" and name == "logit":
+        with torch.random.fork_rng(devices=[]):  # what it starts from is nobody's random number
+            alpha = EntmaxAlpha(len(value)).double()
+        alpha.load_state_dict({name: value})
+        return {"alpha": alpha().detach().flatten()}
+    if name == "log_temperature":
+        return {"temperature": value.exp().reshape(1)}
+    added = re.search(r"(?:^|\.)(?:normalizer\.)+(.+)", parameter)
+    return {added[1]: value.reshape(-1)} if added and value.dim() < 2 else {}
 
 
 def prepare_scalars(model: Any, args: Any) -> None:

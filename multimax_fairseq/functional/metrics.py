@@ -21,6 +21,24 @@ from multimax_fairseq.functional.modulator import (
 )
 
 
+def of_queries(scores: Tensor, probs: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Return what is told of each query, by name, (...) each: `sparsity`, `multi_modality`,
+    `entropy` and `density`.
+
+    Epsilon is the query's mean score, and the reference 1 / the number of its keys.
+
+    Args:
+        scores, probs, mask: as `multi_modality`.
+    """
+    epsilon, reference = mean_score(scores, mask), uniform_probability(scores, mask)
+    return {
+        "sparsity": sparsity(scores, probs, epsilon, reference, mask),
+        "multi_modality": multi_modality(scores, probs, epsilon, mask),
+        "entropy": entropy(probs),
+        "density": density(probs, mask),
+    }
+
+
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean score of each query, (..., 1): the largest epsilon of Proposition 3.5."""
     if mask is None:
@@ -285,3 +303,15 @@ def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:
     """
     table, low, high = table_of(modulator)
     return modulated_gradients(torch.ones_like(x), x, table.detach().to(x.dtype), low, high)[0]
+
+
+def past_turning_point(x: Tensor, modulator: ModulatorParameters) -> Tensor:
+    """Return whether the modulator falls at these scores, bool (...): past a turn, the lower of two
+    scores gets the greater weight.
+
+    Args:
+        x, modulator: as `modulator_slope`.
+    """
+    if modulator.monotone:
+        return torch.zeros_like(x, dtype=torch.bool)
+    return modulator_slope(x, modulator) < 0
