@@ -24,6 +24,13 @@ CHOICES = {
 }
 
 
+# Of 2024 to 2026: rows that are trained where they are named, beside those of the papers.
+RIVALS = (
+    *("ssmax", "softmax1", "sink", "multimax_sink", "softpick", "sigmoid", "asentmax"),
+    *("adaptive_temperature", "gate"),
+)
+
+
 def rows(experiment: str) -> list[str]:
     """The rows that have a config; softmax, which the others are compared with, first."""
     names = [file.stem.removeprefix(f"{experiment}_") for file in CONFIGS.glob(f"{experiment}_*")]

@@ -17,7 +17,10 @@ from gpu_reference import Finding, Place
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # What is float32 whatever the scores are.
-FLOAT32 = {"TOTAL", "TABLE", "DELTA", "NORM", "SUMS", "FACTORS", "NLL", "SMOOTH", "TABLE_GRAD"}
+FLOAT32 = {
+    *("TOTAL", "TABLE", "SINK", "DELTA", "NORM", "SUMS"),
+    *("FACTORS", "NLL", "SMOOTH", "TABLE_GRAD"),
+}
 COLUMNS = [
     *("kernel", "block", "warps", "registers", "spills", "shared KB", "loop", "a score"),
     *("MMA", "ex2/lg2", "without the modulator: registers", "loop", "a score"),
@@ -34,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "added": {"MASKING": 4},
     "causal, dropout": {"CAUSAL": True, "DROPOUT": True},
     "causal, monotone": {"CAUSAL": True, "MONOTONE": True},
+    "causal, sink": {"CAUSAL": True, "SINKS": True},
 }
 
 
@@ -127,6 +131,10 @@ def attention_arguments(
     found |= {"CAP": 0 if call.dtype == torch.float16 else 2}
     found |= {} if chosen["MASKING"] else {"MASK": None}
     found |= {} if order else {"TABLE": None}
+    if call.kernel != "key_kernel":
+        found |= {"SINKS": False} | found
+    if call.kernel in ("forward_kernel", "mean_kernel") and not found["SINKS"]:
+        found["SINK"] = None
     if call.kernel == "mean_kernel":
         found["EXACT"] = exact
     if call.kernel in ("query_kernel", "key_kernel"):
@@ -230,6 +238,8 @@ def checks(place: Place) -> dict[str, Callable[[], Finding]]:
                 added = chosen.get("MASKING", 0) > 2
                 if call.kernel == "mean_kernel" and call.dtype != torch.float32 and not added:
                     continue  # its numbers are another kernel's there
+                if "SINKS" in chosen and call.kernel == "key_kernel":
+                    continue  # which does not know of it
                 if is_heavy(**chosen) == call.is_heavy:
                     add_attention(found, capability, call, blocks, variant)
         for dtype in NAMES if place.full else [torch.bfloat16]:

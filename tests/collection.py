@@ -15,6 +15,13 @@ SCORE_EDGES = [-np.inf, *np.arange(-40, 40.5, 0.5), np.inf]
 PROBABILITY_EDGES = [0.0, *np.logspace(-8, 0, 65)]
 BUCKETS = ["1-50", "51-200", "201-1000", "1001-4000", "4001-"]
 KEYS, QUERIES = 20, 48
+# What a mapping needs besides scores.
+OPTIONS = {
+    "topk": {"k": 4},
+    "ssmax": {"length_scale": 0.4},
+    "sink": {"sink": 0.5},
+    "asentmax": {"beta": 0.5, "gamma": 0.5},
+}
 GERMAN = "ein kleiner Hund läuft über eine grüne Wiese ?".split()
 ENGLISH = "a small dog is running across a green meadow ?".split()
 
@@ -148,7 +155,7 @@ def mapping(normalizer, learned, scores):
         return normalize(normalizer, scores, alpha=alpha), slope
     if "temperature" in learned:
         return normalize("softmax", scores, temperature=learned["temperature"][0]), slope
-    return normalize(normalizer, scores, **({"k": 4} if normalizer == "topk" else {})), slope
+    return normalize(normalizer, scores, **OPTIONS.get(normalizer, {})), slope
 
 
 def torch_softmax(scores):
@@ -169,13 +176,15 @@ def trade(scores, probs):
 
 def head_metrics(random, place, scores, probs, slope):
     probs = np.asarray(probs)
-    logs = np.log(np.where(probs > 0, probs, 1))
+    shares = probs / np.maximum(probs.sum(-1, keepdims=True), 1e-30)
+    logs = np.log(np.where(shares > 0, shares, 1))
     confidence = float(np.mean(probs.max(-1)))
     return {
         "queries": QUERIES,
         **trade(scores, probs),
-        "entropy": -(probs * logs).sum(-1).mean(),
+        "entropy": -(shares * logs).sum(-1).mean(),
         "density": (probs > 0).mean(),
+        "mass": probs.sum(-1).mean(),
         "offset": int(random.integers(-2, 1 if place == "decoder" else 3)),
         "confidence": confidence,
         "bpe_merging": random.uniform(0.02, 0.4) if place != "cross" else None,

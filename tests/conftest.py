@@ -14,6 +14,7 @@ from fairseq_cli import preprocess
 from omegaconf import OmegaConf
 
 import multimax_fairseq.models  # noqa: F401
+from multimax_fairseq.models.learned_scalars import learned_modules
 from multimax_fairseq.modules import Modulator
 
 SIZES = (
@@ -111,8 +112,13 @@ def build(task):
 
 
 def scatter_modulators(model, seed=0):
-    """Move every modulator far from the identity, each elsewhere."""
+    """Move every modulator far from the identity, each elsewhere, and what else rivals learn."""
     generator = torch.Generator().manual_seed(seed)
+    for _, module in learned_modules(model):
+        if not isinstance(module, Modulator):
+            for parameter in module.parameters():
+                with torch.no_grad():
+                    parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
     for module in model.modules():
         if isinstance(module, Modulator):
             for name, parameter in module.named_parameters():

@@ -122,6 +122,54 @@ def evsoftmax(scores, excluded, training=False):
     return _over_kept(mapping, scores, excluded)
 
 
+def softmax_with_sink(scores, excluded, sink):
+    return _over_kept(lambda x: softmax(np.append(x, sink)[None])[0, :-1], scores, excluded)
+
+
+def ssmax(scores, excluded, length_scale):
+    return _over_kept(
+        lambda x: softmax(length_scale * math.log(len(x)) * x[None])[0], scores, excluded
+    )
+
+
+def asentmax(scores, excluded, beta, gamma):
+    def mapping(x):
+        factor = 1 + beta * math.log(len(x) + 1) ** gamma
+        return entmax(factor * x[None], np.zeros((1, len(x)), bool), 1.5)[0]
+
+    return _over_kept(mapping, scores, excluded)
+
+
+def softpick(scores, excluded):
+    def mapping(x):
+        # exp(base) cancels: as in the definition, but that nothing overflows.
+        base = max(x.max(), 0.0)
+        parts = np.where(
+            x < 1, np.expm1(np.minimum(x, 1)) * np.exp(-base), np.exp(x - base) - np.exp(-base)
+        )
+        return np.maximum(parts, 0) / (np.abs(parts).sum() + 1e-6 * np.exp(-base))
+
+    return _over_kept(mapping, scores, excluded)
+
+
+def sigmoid(scores, excluded, bias=None):
+    def mapping(x):
+        shift = -math.log(len(x)) if bias is None else bias
+        return np.exp(-np.logaddexp(0, -(x + shift)))
+
+    return _over_kept(mapping, scores, excluded)
+
+
+def adaptive_temperature(scores, excluded):
+    def mapping(x):
+        probs = softmax(x[None])[0]
+        entropy = -sum(p * math.log(p) for p in probs if p > 0)
+        fit = np.polyval([-0.037, 0.481, -2.3, 4.917, -1.791], entropy)
+        return softmax((max(fit, 1.0) if entropy > 0.5 else 1.0) * x[None])[0]
+
+    return _over_kept(mapping, scores, excluded)
+
+
 def attention(query, key, value, map_scores, excluded=None):
     """softmax(map_scores(Q K^T / sqrt(D))) V."""
     scores = np.einsum("bhtd,bhsd->bhts", query, key) / math.sqrt(query.shape[-1])

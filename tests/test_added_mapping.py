@@ -120,7 +120,7 @@ def test_a_checkpoint_without_it_starts_it_as_new(folder):
         *(folder, "fairseq-train", "data-bin", *PLUGIN, *TRAIN, *words),
         *("--sharpened-start", "1.25", "--save-dir", "tuned"),
     )
-    assert "all of them start at identity" in output
+    assert "all else as in a new model" in output
     tuned = torch.load(folder / "tuned/checkpoint_last.pt", weights_only=False)["model"]
     assert all(tuned[name] == 1.25 for name in FACTORS)
 
@@ -140,12 +140,16 @@ def test_a_checkpoint_without_it_starts_it_as_new(folder):
             "'multimax_order' is taken",
         ),
         (
-            Mapping("other", "unknown to kernels", NORMALIZERS["topk"].function, kernel=True),
-            "leave kernel out",
+            Mapping("other", "of no kernel", NORMALIZERS["topk"].function, kernel=True),
+            "must be a function of its arguments, got True",
         ),
         (
             Mapping("other", "untrained", NORMALIZERS["topk"].function, output_options=()),
             "give an output_loss",
+        ),
+        (
+            Mapping("other", "of some heads", NORMALIZERS["topk"].function, heads="some"),
+            "must be an Option, SEPARATE or None, got 'some'",
         ),
     ],
 )

@@ -138,7 +138,22 @@ RIVALS = {
     "alpha_entmax": [],
     "evsoftmax": [],
     "softmax": ["--learn-temperature"],
+    "ssmax": ["--ssmax-start", "0.5"],
+    "softmax1": [],
+    "sink": [],
+    "softpick": [],
+    "sigmoid": [],
+    "asentmax": [],
+    "adaptive_temperature": ["--attention-gate"],
 }
+# What of their parameters is printed, by its name there, a number a head or one for all of them.
+LEARNED = {
+    "alpha_entmax": ("alpha", lambda value: 1 + value.sigmoid()),
+    "softmax": ("log_temperature", lambda value: value.exp()),
+    "ssmax": ("length_scale", lambda value: value),
+    "sink": ("sink", lambda value: value),
+}
+MATRICES = {"asentmax": ("beta", "gamma"), "adaptive_temperature": ("gate",)}
 
 
 @pytest.mark.parametrize("normalizer", RIVALS)
@@ -155,22 +170,21 @@ def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
     assert len(hypotheses(output)) == 8
     drawn = assert_every_figure_is_drawn(text, folder, "mt")
     assert ("alpha-trajectories" in drawn) == (normalizer == "alpha_entmax")
-    learned = {"alpha_entmax": "alpha", "softmax": "log_temperature"}.get(normalizer)
+    learned, printed = LEARNED.get(normalizer, (None, None))
     listing = ("python", "-m", "multimax_fairseq.analysis", "parameters", path)
+    first, last = (parameters(file) for file in (numbered(text / folder)[0], path))
+    for part in MATRICES.get(normalizer, ()):
+        names = [name for name in first if f".{part}.weight" in name]
+        assert len(names) == 3 and all((first[name] != last[name]).any() for name in names)
     if learned is None:
         assert "no learned modulator" in run(text, *listing, code=1)
         return
-    first, last = (parameters(file) for file in (numbered(text / folder)[0], path))
     scalars = [name for name in first if learned in name]
     assert len(scalars) == 3 and all((first[name] != last[name]).all() for name in scalars)
     lines = run(text, *listing).splitlines()
-    assert len(lines) == 1 + 3 * (2 if normalizer == "alpha_entmax" else 1)
+    assert len(lines) == 1 + 3 * (1 if normalizer == "softmax" else 2)
     values = {float(line.split()[-1]) for line in lines[1:]}
-    expected = [
-        1 + value.sigmoid() if normalizer == "alpha_entmax" else value.exp()
-        for name in scalars
-        for value in last[name].flatten()
-    ]
+    expected = [printed(value) for name in scalars for value in last[name].flatten()]
     assert values == {round(float(value), 4) for value in expected}
 
 

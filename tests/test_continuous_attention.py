@@ -32,9 +32,12 @@ def inputs(dtype=torch.float32):
     return *tensors, padding[:, None, None]
 
 
+HIDDEN = drawn(B, 1, T, 5, seed=6)
+
+
 def build(name="softmax", num_heads=None, **options):
     torch.manual_seed(0)
-    of_mapping = {"k": 3} if name == "topk" else {}
+    of_mapping = {"topk": {"k": 3}, "asentmax": {"hidden_size": 5}}.get(name, {})
     normalizer = Normalizer(name, num_heads, **of_mapping)
     return ContinuousAttention(normalizer, **SIZES, **options).eval()
 
@@ -42,12 +45,15 @@ def build(name="softmax", num_heads=None, **options):
 def plain(module, query, key, value, padding):
     """(context, probabilities) as the paper has them, sentence by sentence and in float64."""
     query, key, value = (t.detach().double() for t in (query, key, value))
-    probs = module.normalizer(query @ key.mT / math.sqrt(D), -1, padding).double()
+    scores = query @ key.mT / math.sqrt(D)
+    probs = module.normalizer(scores, -1, padding, HIDDEN).double()
     contexts = []
     for b in range(len(query)):
         tokens = ~padding[b, 0, 0]
         time = torch.arange(1, tokens.sum() + 1).double() / tokens.sum()
         p = probs[b][..., tokens]
+        mass = p.sum(-1, keepdim=True)
+        p = p / torch.where(mass > 0, mass, 1.0)
         mean = (p * time).sum(-1)
         variance = ((p * time**2).sum(-1) - mean**2).clamp(min=1e-6)
         weights = DENSITIES[module.density](mean, variance, CENTERS, WIDTHS)
@@ -69,7 +75,7 @@ def test_the_context_is_the_papers(name, context, density):
     *tensors, padding = inputs()
     expected, probs = plain(module, *tensors, padding)
     for need_probs in (False, True):
-        found, weights = module.attend(*tensors, padding, need_probs=need_probs)
+        found, weights = module.attend(*tensors, padding, need_probs=need_probs, hidden=HIDDEN)
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
         assert (weights is None) != need_probs
     torch.testing.assert_close(weights.double(), probs, rtol=1e-4, atol=1e-5)

@@ -131,7 +131,11 @@ def test_every_flag_is_explained_by_its_own_help():
     for setting in [*SETTINGS, *own]:
         kind = options[setting.name].kind if setting.name in options else None
         words = chosen.get(setting.name, kind if isinstance(kind, tuple) else ())
-        other = {"attention_normalizer_at": str, "scalar_gradient_scale": float}
+        other = {
+            "attention_normalizer_at": str,
+            "scalar_gradient_scale": float,
+            "attention_gate": bool,
+        }
         values = ", ".join(f"`{w}`" for w in words) or of_kind[kind or other[setting.name]]
         default = {False: "off", None: "none"}.get(setting.default, f"`{setting.default}`")
         rows.append(

@@ -29,6 +29,10 @@ ROWS = {
     "quickstart_translation": ["softmax", "multimax"],
     "quickstart_lm": ["softmax", "multimax"],
 }
+RIVALS = ["adaptive_temperature", "asentmax", "gate", "multimax_sink", "sigmoid", "sink"]
+RIVALS += ["softmax1", "softpick", "ssmax"]
+for name in ("iwslt14", "wikitext103"):
+    ROWS[name] = ["softmax", *sorted([*ROWS[name][1:], *RIVALS])]
 CONFIGS = [f"{name}_{row}" for name, rows in ROWS.items() for row in rows]
 
 

@@ -225,16 +225,27 @@ def battery():
         "topk": {"k": 3},
         "sparsemax": {},
         "entmax15": {},
-        "alpha_entmax": {"alpha": torch.tensor(1.3, dtype=torch.float64, requires_grad=True)},
+        "alpha_entmax": {"alpha": a_number(1.3)},
         "evsoftmax": {},
+        "ssmax": {"length_scale": a_number(0.6)},
+        "softmax1": {},
+        "sink": {"sink": a_number(-0.4)},
+        "softpick": {},
+        "sigmoid": {},
+        "asentmax": {"beta": a_number(0.1), "gamma": a_number(0.6)},
+        "adaptive_temperature": {},
     }
+
+
+def a_number(value):
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
 
 
 def learned_by(options):
     """What a normalizer's options learn."""
     if "modulator" in options:
         return list(options["modulator"].parameters())
-    return [options["alpha"]] if "alpha" in options else []
+    return [value for value in options.values() if isinstance(value, torch.Tensor)]
 
 
 def test_the_battery_covers_every_normalizer():
@@ -249,8 +260,13 @@ class TestEveryNormalizer:
         mask[0, :, 2:] = mask[1] = True
         probs = normalize(name, x, mask=mask, **battery()[name])
         assert (probs.masked_select(mask.expand_as(probs)) == 0).all()
-        sums = (~mask.all(-1)).double().expand(3, 4)
-        torch.testing.assert_close(probs.sum(-1), sums, rtol=0, atol=1e-12)
+        assert (probs >= 0).all()
+        some = (~mask.all(-1)).double().expand(3, 4)
+        if NORMALIZERS[name].sums_to_one:
+            torch.testing.assert_close(probs.sum(-1), some, rtol=0, atol=1e-12)
+        else:
+            assert ((probs.sum(-1) - some).abs() > 1e-6)[some > 0].any()
+            assert (probs.sum(-1)[some == 0] == 0).all()
 
     def test_gradients_are_right_and_zero_where_excluded(self, name):
         x = random_scores(3, 5, spread=1.0).requires_grad_()
@@ -296,7 +312,8 @@ class TestEveryNormalizer:
             for row in ([limit, -limit, 0.0], [limit, limit, -limit], [-limit, -limit, -limit]):
                 extreme = torch.tensor([row], dtype=dtype, requires_grad=True)
                 probs = normalize(name, extreme, **options)
-                torch.testing.assert_close(probs.sum(-1).float(), torch.ones(1))
+                if NORMALIZERS[name].sums_to_one:
+                    torch.testing.assert_close(probs.sum(-1).float(), torch.ones(1))
                 probs[:, 0].sum().backward()
                 assert probs.isfinite().all() and extreme.grad.isfinite().all()
 
@@ -311,6 +328,21 @@ class TestEveryNormalizer:
         ("alpha_entmax", {"alpha": 3.0}, lambda x, mask: reference.entmax(x, mask, 3)),
         ("evsoftmax", {}, reference.evsoftmax),
         ("evsoftmax", {"training": True}, lambda x, mask: reference.evsoftmax(x, mask, True)),
+        ("ssmax", {"length_scale": 0.6}, lambda x, mask: reference.ssmax(x, mask, 0.6)),
+        ("ssmax", {"length_scale": -0.2}, lambda x, mask: reference.ssmax(x, mask, -0.2)),
+        ("softmax1", {}, lambda x, mask: reference.softmax_with_sink(x, mask, 0)),
+        ("sink", {"sink": 1.3}, lambda x, mask: reference.softmax_with_sink(x, mask, 1.3)),
+        ("sink", {"sink": -math.inf}, lambda x, mask: reference.softmax(x, mask)),
+        ("softpick", {}, reference.softpick),
+        ("sigmoid", {}, reference.sigmoid),
+        ("sigmoid", {"bias": -1.5}, lambda x, mask: reference.sigmoid(x, mask, -1.5)),
+        (
+            "asentmax",
+            {"beta": 0.7, "gamma": -1.2},
+            lambda x, mask: reference.asentmax(x, mask, 0.7, -1.2),
+        ),
+        ("adaptive_temperature", {}, reference.adaptive_temperature),
+        ("adaptive_temperature", {"training": True}, lambda x, mask: reference.softmax(x, mask)),
     ],
 )
 def test_rivals_equal_their_references(name, options, expected):
@@ -327,9 +359,9 @@ def test_rivals_reach_their_limits():
     assert torch.equal(normalize("topk", x, k=1), F.one_hot(x.argmax(-1), 7).double())
     equal = torch.full((1, 3), 0.1)  # of which rounding puts the mean above each
     for name, options in battery().items():
-        torch.testing.assert_close(
-            normalize(name, equal, **options).double(), torch.full((1, 3), 1 / 3).double()
-        )
+        probs = normalize(name, equal, **options).double()
+        share = 1 / 3 if NORMALIZERS[name].sums_to_one else probs[0, 0].item()
+        torch.testing.assert_close(probs, torch.full((1, 3), share).double())
     for alpha, name in ((1, "softmax"), (1.5, "entmax15"), (2, "sparsemax")):
         assert torch.equal(normalize("alpha_entmax", x, alpha=alpha), normalize(name, x))
     for alpha, name in ((1.5, "entmax15"), (2.0, "sparsemax")):

@@ -56,15 +56,20 @@ def attention_inputs(batch, heads, queries, keys, size, seed=0):
 
 
 def attend(dtype, parts, grad, modulator, **options):
-    """The output and the gradients by query, key, value and all parameters."""
+    """The output and the gradients by query, key, value, by a number a head (a sink, a scale of
+    lengths), and by all parameters."""
     parts = [part.detach().to(dtype).requires_grad_() for part in parts]
-    learned = [] if modulator is None else list(modulator.to(dtype).parameters())
-    if modulator is None:
-        options["normalizer"] = "softmax"
+    wide = torch.promote_types(dtype, torch.float32)
+    numbers = {n: t for n, t in options.items() if n in ("sink", "length_scale")}
+    numbers = {n: t.detach().to(wide).requires_grad_() for n, t in numbers.items()}
+    learned = [] if modulator is None else list(modulator.to(wide).parameters())
+    options = {"normalizer": "softmax" if modulator is None else "multimax"} | options | numbers
     output = scaled_dot_product_attention(*parts, modulator=modulator, **options)
-    grads = torch.autograd.grad(output, [*parts, *learned], grad.to(dtype))
-    found = [output.detach(), *grads[:3]]
-    return found + ([torch.cat([g.flatten() for g in grads[3:]])] if learned else [])
+    assert output.dtype == dtype
+    grads = torch.autograd.grad(output, [*parts, *numbers.values(), *learned], grad.to(dtype))
+    single = 3 + len(numbers)
+    found = [output.detach(), *grads[:single]]
+    return found + ([torch.cat([g.flatten() for g in grads[single:]])] if learned else [])
 
 
 def assert_as_accurate(fast, plain, exact):
@@ -76,21 +81,23 @@ def assert_as_accurate(fast, plain, exact):
         assert error <= 2 * plain_error + floor, (index, error, plain_error, true.norm())
 
 
-def assert_attention_as_accurate(shape, modulator, factor=1.0, mask=None, allowed=None, **options):
+def assert_attention_as_accurate(
+    shape, modulator, factor=1.0, mask=None, allowed=None, dtype=torch.float32, **options
+):
     """Over several draws: eight parameters are too few to judge the rounding of one.
 
     `mask` is for the kernels, in a form that says the same as the bool `allowed`. Returns output
     and gradients of the last draw.
     """
-    kinds = [(torch.float32, "cpp"), (torch.float32, "plain"), (torch.float64, "plain")]
+    kinds = [(dtype, "cpp"), (dtype, "plain"), (torch.float64, "plain")]
     found = []
-    for dtype, kind in kinds:
+    for precision, kind in kinds:
         draws = []
         for seed in range(12):
             (query, *rest), grad = attention_inputs(*shape, seed=seed)
-            parts = [factor * query, *rest]
+            parts = [part.to(dtype) for part in (factor * query, *rest)]
             options |= {"backend": kind, "attn_mask": mask if kind == "cpp" else allowed}
-            draws.append(attend(dtype, parts, grad, modulator, **options))
+            draws.append(attend(precision, parts, grad.to(dtype), modulator, **options))
         found.append([torch.cat(parts) for parts in zip(*draws, strict=True)])
     assert_as_accurate(*found)
     return [part.chunk(12)[-1] for part in found[0]]
@@ -122,6 +129,57 @@ def test_attention_with_fewer_terms_or_none(kernels, options):
 
 def test_each_head_has_its_own_modulator(kernels):
     assert_attention_as_accurate((2, 3, 20, 30, 32), some_modulator(heads=3))
+
+
+RIVALS = {
+    "sink": {"sink": torch.tensor([0.7, -30.0, 4.0])[:, None, None]},
+    "shared sink": {"normalizer": "sink", "sink": torch.full((1, 1, 1), 1.2)},
+    "softmax1": {},
+    "ssmax": {"length_scale": torch.tensor([0.5, 0.2, -0.1])[:, None, None]},
+    "multimax": {"sink": torch.tensor([0.7, -torch.inf, 2.0])[:, None, None]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 3, 40, 50, 32), (2, 3, 70, 600, 16), (2, 3, 3, 9, 32)])
+@pytest.mark.parametrize("name", RIVALS)
+def test_sinks_and_scales_of_lengths_are_as_accurate_as_plain(kernels, name, shape, dtype):
+    modulator = some_modulator(3) if name == "multimax" else None
+    options = {"normalizer": name} | RIVALS[name]
+    keys = torch.arange(shape[3])
+    padding = keys < torch.tensor([shape[3], 5])[:, None, None, None]
+    rows = torch.rand(shape[2], shape[3], generator=torch.Generator().manual_seed(1)) < 0.6
+    rows[0] = False
+    for allowed, causal in ((padding, True), (rows, False), (None, True)):
+        mask = None if allowed is None else allowed
+        found = assert_attention_as_accurate(
+            shape, modulator, 1.0, mask, allowed, dtype, is_causal=causal, **options
+        )
+        assert all(part.isfinite().all() for part in found)
+        with torch.no_grad():  # a kernel of its own, where queries are few
+            (query, *rest), _ = attention_inputs(*shape)
+            backends = {
+                kind: scaled_dot_product_attention(
+                    *(query[:, :, :3], *rest), modulator=modulator, backend=kind, is_causal=causal,
+                    attn_mask=allowed[:3] if allowed is rows else allowed, **options,
+                )
+                for kind in ("cpp", "plain")
+            }  # fmt: skip
+        torch.testing.assert_close(backends["cpp"], backends["plain"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_sink_that_is_no_number_gives_none(kernels):
+    parts, _ = attention_inputs(1, 3, 20, 30, 16)
+    for wrong in (torch.nan, torch.inf):
+        sink = torch.tensor([0.0, wrong, 0.0])[:, None, None]
+        for queries in (20, 2):
+            for grad in (True, False):
+                query = parts[0][:, :, :queries].clone().requires_grad_(grad)
+                for kind in ("cpp", "plain"):
+                    out = scaled_dot_product_attention(
+                        query, *parts[1:], normalizer="sink", sink=sink, backend=kind
+                    )
+                    assert out[:, 1].isnan().all() and out[:, ::2].isfinite().all()
 
 
 MASKS = {

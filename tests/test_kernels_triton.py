@@ -117,7 +117,7 @@ def doubled(inputs, *others):
     return [t.double() for t in inputs], *(t if t is None else t.double() for t in others)
 
 
-def plain_attention(query, key, value, table, mask=None, causal=False, scale=None):
+def plain_attention(query, key, value, table, mask=None, causal=False, scale=None, sink=None):
     """The plain formula, in the type of the inputs but for the softmax."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     z = modulated((query * scale) @ key.mT, table)
@@ -128,19 +128,23 @@ def plain_attention(query, key, value, table, mask=None, causal=False, scale=Non
     if causal:
         z = z.masked_fill(torch.ones_like(z[0, 0], dtype=torch.bool).triu(1), -math.inf)
     some = (z > -math.inf).any(-1, keepdim=True)
-    probs = torch.where(some, z, 0.0).softmax(-1) * some
+    z = torch.where(some, z, 0.0)
+    if sink is not None:
+        z = torch.cat([z, sink.to(z.dtype)[:, None, None].expand_as(z[..., :1])], -1)
+    probs = z.softmax(-1)[..., : key.shape[2]] * some
     return probs.to(value.dtype) @ value
 
 
-def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), drop=(0, 0.0)):
-    """The kernels' [output, gradients by query, key, value and, if any, table]."""
+def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), **more):
+    """The kernels' [output, gradients by query, key, value and, if any, table and sink]."""
     from multimax_fairseq.kernels import triton_attention as kernels
 
     inputs = [t.detach() for t in inputs]
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
-    options = (table, mask, drop[0], causal, drop[1], scale, *orders)
+    seed, dropout = more.get("drop", (0, 0.0))
+    options = (table, more.get("sink"), mask, seed, causal, dropout, scale, *orders)
     out, total = kernels.attention_forward(*inputs, *options)
-    grads = kernels.attention_backward(grad, *inputs, out, total, *options, (True,) * 4)
+    grads = kernels.attention_backward(grad, *inputs, out, total, *options, (True,) * 5)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
     assert total.shape == (*out.shape[:2], 1, out.shape[2]) and total.dtype == torch.float32
     assert (grads[3] is None) == (table is None)
@@ -149,10 +153,11 @@ def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 
 
 def plain_attend(inputs, grad, table, **options):
     inputs = [t.detach().requires_grad_() for t in inputs]
-    learned = [*inputs, *([] if table is None else [table])]
-    learned = [t.detach().requires_grad_() for t in learned]
-    out = plain_attention(*learned[:3], learned[3] if len(learned) > 3 else None, **options)
-    return [out.detach(), *torch.autograd.grad(out, learned, grad.to(out.dtype))]
+    numbers = {"table": table, "sink": options.pop("sink", None)}
+    numbers = {n: t.detach().requires_grad_() for n, t in numbers.items() if t is not None}
+    out = plain_attention(*inputs, **{"table": None} | numbers | options)
+    grads = torch.autograd.grad(out, (*inputs, *numbers.values()), grad.to(out.dtype))
+    return [out.detach(), *grads]
 
 
 def attention_inputs(batch, heads, length, keys, size, dtype=torch.float32):
@@ -252,6 +257,26 @@ def check_attention_and_every_gradient(dtype, shape, masking, causal, kind):
         assert_as_accurate(*found)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masking", ["none", "padding", "full", "added"])
+@pytest.mark.parametrize("modulated", [False, True])
+def check_sinks(dtype, masking, modulated):
+    shape = (1, 6, 40, 45, 32)  # of fewer heads, a sink's gradient has an error of luck
+    *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
+    table = far_table(6) if modulated else None
+    options = {"mask": make_mask(masking, *shape[:4]), "causal": masking in ("none", "full")}
+    for last in (-20.0, -math.inf):
+        sink = torch.tensor([1.5, 0.0, -1.0, 4.0, 2.5, last], device=DEVICE)
+        ours = attend(inputs, grad, table, sink=sink, **options)
+        plain = plain_attend(inputs, grad, table, sink=sink, **options)
+        exact = plain_attend(*doubled(inputs, grad, table), sink=sink.double(), **options)
+        found = [[*list[:4], *by_parameter(list[4:-1]), list[-1]] for list in (ours, plain, exact)]
+        if dtype != "float32" and table is not None:
+            found = [[*run[:4], torch.cat(run[4:-1], -1), run[-1]] for run in found]
+        assert_as_accurate(*found)
+    assert attend(inputs, grad, table, sink=sink * math.nan)[0].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["bool", "float"])
 def check_what_is_excluded_has_no_part(dtype, form):
@@ -325,10 +350,12 @@ def check_strides_and_what_is_not_needed():
     assert torch.equal(
         attend(inputs, grad, table, row)[0], attend(inputs, grad, table, expanded)[0]
     )
-    options = (table, mask, 0, False, 0.0, 32**-0.5, 2, 2)
+    sink = torch.zeros(2, device=DEVICE)
+    expected = attend(inputs, grad, table, mask, sink=sink)
+    options = (table, sink, mask, 0, False, 0.0, 32**-0.5, 2, 2)
     kept = kernels.attention_forward(*inputs, *options)
-    for wanted in range(4):
-        needed = [number == wanted for number in range(4)]
+    for wanted in range(5):
+        needed = [number == wanted for number in range(5)]
         found = kernels.attention_backward(grad, *inputs, *kept, *options, needed)
         assert [g is not None for g in found] == needed
         torch.testing.assert_close(found[wanted], expected[1 + wanted])

@@ -102,6 +102,9 @@ VALUES = {
     "monotone": True,
     "k": 3,
     "alpha": 1.5,
+    "sink": "learned",
+    "start": 1.0,
+    "bias": -2.0,
 }
 
 
@@ -116,7 +119,7 @@ def test_there_is_a_value_for_every_option_of_any_normalizer():
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_an_option_belongs_to_its_mapping(name):
-    needed = {"k": 3} if name == "topk" else {}
+    needed = {"topk": {"k": 3}, "asentmax": {"hidden_size": 5}}.get(name, {})
     for option, value in VALUES.items():
         if option in OPTIONS[name]:
             Normalizer(name, **{**needed, option: value})
@@ -148,6 +151,11 @@ def test_an_option_belongs_to_its_mapping(name):
         ("softmax", {"num_heads": 0}, "heads .* got 0"),
         ("sparsemax", {"num_heads": 1.5}, r"heads .* got 1\.5"),
         ("alpha_entmax", {"num_heads": 0}, "heads .* got 0"),
+        ("ssmax", {"start": math.nan}, "got nan"),
+        ("sigmoid", {"bias": math.inf}, "got inf"),
+        ("multimax", {"sink": "some"}, "none, zero, learned, got 'some'"),
+        ("asentmax", {}, "hidden_size, .* got None"),
+        ("asentmax", {"hidden_size": 0}, "hidden_size, .* got 0"),
     ],
 )
 def test_normalizer_refuses_arguments_by_name(name, arguments, part):

@@ -403,6 +403,13 @@ def mapped(name, x, mask=None, dim=-1, **options):
         "entmax15": lambda x, excluded: reference.entmax(x, excluded, 1.5),
         "alpha_entmax": reference.entmax,
         "evsoftmax": reference.evsoftmax,
+        "ssmax": reference.ssmax,
+        "softmax1": lambda x, excluded: reference.softmax_with_sink(x, excluded, 0.0),
+        "sink": reference.softmax_with_sink,
+        "softpick": reference.softpick,
+        "sigmoid": reference.sigmoid,
+        "asentmax": reference.asentmax,
+        "adaptive_temperature": reference.adaptive_temperature,
     }
     found = NORMALIZERS[name](x, dim, mask, **options)
     excluded = torch.zeros(x.shape, dtype=torch.bool) if mask is None else mask.expand(x.shape)
@@ -437,6 +444,13 @@ for name, options in {
     "entmax15": {},
     "alpha_entmax": dict(alpha=1.3),
     "evsoftmax": {},
+    "ssmax": dict(length_scale=0.4),
+    "softmax1": {},
+    "sink": dict(sink=0.7),
+    "softpick": {},
+    "sigmoid": {},
+    "asentmax": dict(beta=0.5, gamma=1.1),
+    "adaptive_temperature": {},
 }.items():
     given_oddly = {what: dict(x=change(SCORES)) for what, change in LAYOUTS.items()} | {
         "negated in place of a copy": dict(x=OF_FLOATS["negated in place of a copy"](SCORES)),
@@ -454,6 +468,9 @@ for name, options in {
     for what, arguments in given_oddly.items():
         case(name, what, mapped, name, **arguments, **options)
     for wrong in (math.nan, math.inf, -math.inf):
+        # To those whose rows need not sum to one, scores of -inf are scores that get nothing.
+        if name == "sigmoid" or wrong < 0 and not NORMALIZERS[name].sums_to_one:
+            continue
         case(
             name,
             f"a row of {wrong}",

@@ -107,13 +107,15 @@ ATTENTIONS = {
     "dropout": ({"monotone": True}, (1, 1, 4, 5), False, 0.3, True, True),
     "added mask": ({"num_heads": 3, "monotone": True}, (1, HEADS, 4, 5), True, 0.2, True, False),
     "mask a query": (None, (BATCH, 1, 4, 1), False, 0.0, True, False),
+    "sink": (None, (BATCH, 1, 1, 5), False, 0.0, True, False),
+    "sink, dropout": ({}, None, True, 0.3, True, False),
 }
 
 
 @pytest.mark.parametrize(
     "name, dtype",
     [(name, torch.float32) for name in ATTENTIONS]
-    + [(name, dtype) for name in ("padding", "dropout", "added mask") for dtype in HALF],
+    + [(name, dtype) for name in ("padding", "dropout", "added mask", "sink") for dtype in HALF],
 )
 def test_attention_is_an_operator_to_torch(name, dtype):
     options, shape, is_causal, dropout, keep, interleaved = ATTENTIONS[name]
@@ -124,6 +126,7 @@ def test_attention_is_an_operator_to_torch(name, dtype):
     inputs = (
         *(t.requires_grad_() for t in parts),
         None if options is None else some_table(**options),
+        torch.randn(HEADS).requires_grad_() if "sink" in name else None,
         None if shape is None else some_mask(*shape, kind=kind),
         torch.tensor(5) if dropout > 0 else None,
     )
@@ -501,7 +504,7 @@ def test_the_kernels_for_the_cpu_make_no_scores_either():
     """What is called inside of an operator, a recorder around it does not see."""
     query, key, value, mask = cast_inputs("attention", torch.bfloat16)
     table = some_table().detach()
-    rest = (~mask, None, False, 0.0, 0.3, 2, 2)
+    rest = (torch.zeros(query.shape[1]), ~mask, None, False, 0.0, 0.3, 2, 2)
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
     numbers = (torch.ones(QUERIES), [True] * 4, 0.01, 1 - 0.01 * KEYS, -100, None)
     with torch.no_grad(), Recorder() as recorder:

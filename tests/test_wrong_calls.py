@@ -194,6 +194,7 @@ ALLOWED = drawn(B, 1, T, S, seed=3) > -1
 FEATURES, WEIGHT, BIAS, TARGET = drawn(N, D), drawn(V, D), drawn(V), 7 * torch.arange(N)
 ATTEND = dict(
     **dict(query=QUERY, key=KEY, value=VALUE, table=TABLE, mask=~ALLOWED, seed=torch.tensor(1)),
+    sink=torch.zeros(H),
     **dict(is_causal=False, dropout_p=0.1, scale=0.3, low=2, high=2),
 )
 PROJECT = dict(features=FEATURES, weight=WEIGHT, bias=BIAS, table=TABLE)
@@ -219,6 +220,10 @@ OF_ATTENTION = [
         lambda k, v, _: (*(t[:, :, :1].expand(-1, -1, 2**40, -1) for t in (k, v)), None),
     ),
     *OF_TABLE,
+    *kinds("sink"),
+    *shapes("sink", without="a scalar, flat"),
+    *double("sink"),
+    ("sink", "half", lambda t: t.half()),
     *kinds("mask", without="conjugate"),
     *shapes("mask", without="a row less"),
     *values("seed", 1, "1", torch.tensor(1.0), torch.zeros(1, dtype=torch.long)),
@@ -456,8 +461,29 @@ for name, options, wrong in (
     ("entmax15", {}, []),
     ("alpha_entmax", dict(alpha=1.3), [*values("alpha", 0.5, 0, -1, *NUMBERS), *missing("alpha")]),
     ("evsoftmax", dict(training=False), values("training", 1, "no", None)),
+    (
+        "ssmax",
+        dict(length_scale=0.4),
+        [*values("length_scale", *NUMBERS), *missing("length_scale")],
+    ),
+    ("softmax1", {}, []),
+    ("sink", dict(sink=0.4), [*values("sink", math.nan, math.inf, HUGE, "1", None, True)]),
+    ("softpick", {}, []),
+    ("sigmoid", dict(bias=-1.0), values("bias", math.nan, math.inf, -math.inf, HUGE, "1", True)),
+    (
+        "asentmax",
+        dict(beta=0.4, gamma=1.0),
+        [*values("beta", *NUMBERS), *values("gamma", *NUMBERS), *missing("beta gamma")],
+    ),
+    ("adaptive_temperature", dict(training=False), values("training", 1, "no", None)),
 ):
     WRONG[name] = (NORMALIZERS[name], SCORES | options, [*MAPPING, *wrong])
+for name, argument in (("sink", "sink"), ("ssmax", "length_scale")):
+    WRONG[f"{name} of a tensor"] = (
+        NORMALIZERS[name],
+        SCORES | {argument: torch.full((T, 1), 0.3)},
+        [*MAPPING, *kinds(argument), *shapes(argument, without="a dimension less, a scalar")],
+    )
 WRONG["alpha_entmax of a tensor"] = (
     NORMALIZERS["alpha_entmax"],
     SCORES | dict(alpha=torch.full((T, 1), 1.3)),

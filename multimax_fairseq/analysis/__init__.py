@@ -4,7 +4,7 @@
 COLUMNS = {
     "parameters": "updates place layer head name value",
     "heads": "updates place layer head queries sparsity multi_modality entropy density offset "
-    "confidence bpe_merging interrogation past_turning_point support_tokens position_variance",
+    "confidence bpe_merging interrogation past_turning_point support_tokens position_variance mass",
     "layers": "updates place layer head_diversity token_similarity mean_average_distance "
     "rollout_similarity",
     "histograms": "updates place layer quantity left right count",
@@ -13,4 +13,4 @@ COLUMNS = {
     "probability_without_modulator",
 }
 # What collections of earlier versions do not have.
-ADDED = {"heads": "support_tokens position_variance"}
+ADDED = {"heads": "support_tokens position_variance mass"}

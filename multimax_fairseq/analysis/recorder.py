@@ -15,7 +15,12 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import metrics
 from multimax_fairseq.functional.backend import VARIABLE
 from multimax_fairseq.functional.value_function import positions
-from multimax_fairseq.modules import AdditiveAttention, ContinuousAttention, Normalizer
+from multimax_fairseq.modules import (
+    AdditiveAttention,
+    ContinuousAttention,
+    GatedAttention,
+    Normalizer,
+)
 from multimax_fairseq.modules.continuous_attention import Expectation
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
@@ -96,6 +101,8 @@ class Recorder:
 
     def _watch_attention(self, place: str, number: int, module: nn.Module, heads: int) -> None:
         """Watch what has the method `attend`."""
+        if isinstance(module, GatedAttention):
+            module = module.normalizer
         if isinstance(module, ContinuousAttention):
             self.densities[place] = module.density
             self.places.setdefault(module.expectation, []).append((place, number))
@@ -162,7 +169,7 @@ class Recorder:
         return joined
 
     def _on_scores(self, module: nn.Module, inputs: Any, probs: Tensor) -> None:
-        scores, _, mask = inputs
+        scores, _, mask, _ = inputs
         place, number = self._place(module)
         pair, sums = self.pairs[place], self.sums[place, number]
         excluded = pair.key_padding[:, None, None].expand(-1, 1, scores.shape[-2], -1)

@@ -26,6 +26,7 @@ MEANS = {
         "multi_modality",
         "entropy",
         "density",
+        "mass",
         "past_turning_point",
         "support_tokens",
         "position_variance",

@@ -61,7 +61,7 @@ class AttentionSums:
 
     def __init__(self, normalizer: Normalizer, heads: int) -> None:
         self.normalizer, self.size = normalizer, heads
-        names = ("sparsity", "multi_modality", "entropy", "density", "bpe_merging")
+        names = ("sparsity", "multi_modality", "entropy", "density", "mass", "bpe_merging")
         self.heads = {
             name: RunningMean(heads) for name in (*names, "interrogation", "past_turning_point")
         }

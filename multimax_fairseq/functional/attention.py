@@ -10,10 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.functional.backend import choose, is_autocast, requested
-from multimax_fairseq.functional.checks import check_flag, check_number, check_tensor
+from multimax_fairseq.functional.checks import (
+    check_flag,
+    check_number,
+    check_tensor,
+    is_finite,
+)
 from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.functional.modulator import fits_heads, is_known, table_of
 from multimax_fairseq.functional.normalizers import ScoreFunction, multimax
+from multimax_fairseq.functional.rescaled import hidden_keys, key_counts, ssmax_scale
 from multimax_fairseq.kernels import operators
 
 
@@ -68,9 +74,10 @@ def scaled_dot_product_attention(
         is_causal: query t attends to keys up to t; together with attn_mask, both hold.
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
-        backend: "cpp" and "triton" never hold the (T, S) probabilities; they serve multimax and
-            softmax. "plain" holds them, and serves all, twice differentiable outside of the
-            modulator. "auto" takes what MULTIMAX_BACKEND says, else the fastest that can do it.
+        backend: "cpp" and "triton" never hold the (T, S) probabilities; they serve multimax,
+            softmax, ssmax, softmax1 and sink. "plain" holds them, and serves all, twice
+            differentiable outside of the modulator. "auto" takes what MULTIMAX_BACKEND says, else
+            the fastest that can do it.
         options: what else the normalizer takes, as `normalize`.
 
     Returns:
@@ -102,17 +109,18 @@ def scaled_dot_product_attention(
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = ~mask
-    if mapping.kernel and not options:
+    if modulator is not None:
+        options["modulator"] = modulator
+    asked = mapping.for_kernel(**options)
+    if asked is not None:
         context = fused_attention(
-            query, key, value, modulator, mask, is_causal, dropout_p, scale, backend
+            query, key, value, mask, is_causal, dropout_p, scale, backend, **asked
         )
         if context is not None:
             return context
     requested(backend)
     if is_causal:
         mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
-    if modulator is not None:
-        options["modulator"] = modulator
     scores = attention_scores(query, key, scale)
     # With its dim, so that no other can be among the options.
     probs = mapping.function(scores, dim=-1, mask=mask, **options)
@@ -140,20 +148,25 @@ def fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    modulator: Any,
     mask: Tensor | None,
     is_causal: bool,
     dropout_p: float,
     scale: float | None,
     backend: str = "auto",
+    *,
+    modulator: Any = None,
+    sink: float | Tensor | None = None,
+    length_scale: float | Tensor | None = None,
 ) -> Tensor | None:
     """Return attention outputs that no probabilities were kept for, or None where that cannot be.
 
     Args:
         query, key, value, is_causal, dropout_p, scale: as `scaled_dot_product_attention`, checked.
-        modulator: None is softmax.
         mask: broadcastable to (B, H, T, S) or None; bool: True excludes; float: added to the
             modulated scores.
+        modulator: None is softmax.
+        sink: as `softmax_with_sink`.
+        length_scale: as `ssmax`.
     """
     # The kernels know one size of a head: zeros fill up the smaller one, and change no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
@@ -161,6 +174,7 @@ def fused_attention(
     able = able and key.shape[:2] == query.shape[:2]
     able = able and dropout_p <= operators.MAX_DROPOUT and operators.serves(query.device, size)
     able = able and (modulator is None or is_known(modulator))
+    able = able and _fit_heads(query, sink, length_scale)
     # A kernel gives a mask no gradient.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         able = False
@@ -171,6 +185,9 @@ def fused_attention(
         able = fits_heads(modulator, query.shape[1]) and table.device == query.device
     if choose("attention", backend, query, key, value, able=able) == "plain":
         return None
+    if length_scale is not None:
+        factor = ssmax_scale(_key_counts(query, key, mask, is_causal), length_scale)
+        query = (query * factor).to(query.dtype)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
@@ -179,10 +196,49 @@ def fused_attention(
     # Drawn on the CPU, so that no device is waited for.
     seed = torch.randint(2**31 - 1, ()) if dropout_p > 0 else None
     output, _ = operators.attention(
-        *(query, key, value, None if table is None else table.float(), mask, seed),
+        *(query, key, value, None if table is None else table.float()),
+        *(_a_head_each(sink, query), mask, seed),
         *(is_causal, float(dropout_p), scale, low, high, False),
     )
     return output if value_size == size else output[..., :value_size]
+
+
+def _fit_heads(query: Tensor, *numbers: float | Tensor | None) -> bool:
+    """Whether these are one for all heads or one a head, on the query's device; the plain form
+    knows what else there may be, and says what may not."""
+    for number in numbers:
+        if isinstance(number, Tensor):
+            heads = number.shape[-3] if number.dim() > 2 else 1
+            fits = heads in (1, query.shape[1]) and number.numel() == heads
+            if not fits or not number.is_floating_point() or number.device != query.device:
+                return False
+        elif number is not None and not (is_finite(number) or number == -torch.inf):
+            return False
+    return True
+
+
+def _a_head_each(number: float | Tensor | None, query: Tensor) -> Tensor | None:
+    """The number of each head, (H,) float32."""
+    if number is None:
+        return None
+    if not isinstance(number, Tensor):
+        return torch.full(query.shape[1:2], float(number), device=query.device)
+    return number.float().reshape(-1).expand(query.shape[1])
+
+
+def _key_counts(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """As `key_counts` of the scores, without making a mask of both where none is needed."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    if is_causal and mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+        mask, is_causal = with_future(mask, queries, keys, query.device), False
+    if not is_causal:
+        return key_counts(query.new_empty(()).expand(*query.shape[:-1], keys), -1, mask)
+    last = torch.arange(queries, device=query.device).clamp(max=keys - 1)
+    if mask is None:
+        return (last + 1).clamp(min=1).float()[:, None]
+    kept = (~hidden_keys(mask)).expand(*mask.shape[:-1], keys)
+    counts = kept.cumsum(-1).index_select(-1, last).clamp(min=1).float()
+    return counts.unsqueeze(-1) if mask.dim() == 1 else counts.mT
 
 
 def _filled_up(tensor: Tensor, size: int) -> Tensor:

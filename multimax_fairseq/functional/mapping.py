@@ -62,6 +62,10 @@ def heads_option(default: str, help: str, **more: Any) -> Option:
     return Option("heads", default, help=help, **chosen_from(("shared", "separate")), **more)
 
 
+# Of `Mapping.heads`.
+SEPARATE = "separate"
+
+
 def _as_given(num_heads: int | None, **options: Any) -> dict[str, Any]:
     return options
 
@@ -75,18 +79,23 @@ class Mapping:
         label: what figures call it.
         function: of (scores, dim, mask, **arguments), as the functions of `normalizers`.
         options: of `Normalizer` and the flags.
-        heads: None, or by which option the heads of a layer share what is learned, or do not.
+        heads: None, or by which option the heads of a layer share what is learned, or do not;
+            SEPARATE where each head of a model learns on its own.
         build: of (num_heads, **options): the arguments of the function, by name. `num_heads` is
             None where heads share. A module among them is the normalizer's submodule of that name,
             trained with the model; it is called, without arguments, for the argument itself, but
             for one named `modulator`, which is a function of the scores and given as it is. A
             parameter has the heads in its first dimension, or no dimension. By default the options
             are the arguments.
+        hidden: `build` takes `hidden_size` too, and its modules are called with the hidden states
+            that the queries are projections of, (B, 1, T, hidden_size).
         training: the function has an argument of this name, and is told whether the model trains.
+        sums_to_one: each row of it does, where not all is excluded and no sink is an argument.
         modulated: the mapping is softmax of `modulator(scores)`, or of the scores where `build`
-            gives none. Then it has a TorchScript form, and may be an output layer that trains with
-            cross-entropy.
-        kernel: a fused kernel serves it, with a `Modulator` or without; for `modulated` ones.
+            gives none. Then it has a TorchScript form, but beside a sink, and may be an output
+            layer that trains with cross-entropy.
+        kernel: of the function's arguments: what else `fused_attention` is given for it, by name.
+            None where no fused kernel serves it.
         output_options: of the output layer; None where it cannot be one.
         output_loss: of (logits (N, V), targets (N,), **output options): losses (N,); what trains
             an output layer that is not `modulated`.
@@ -96,11 +105,13 @@ class Mapping:
     label: str
     function: Callable[..., Tensor]
     options: tuple[Option, ...] = ()
-    heads: Option | None = None
+    heads: Option | str | None = None
     build: Callable[..., dict[str, Any]] = _as_given
+    hidden: bool = False
     training: bool = False
+    sums_to_one: bool = True
     modulated: bool = False
-    kernel: bool = False
+    kernel: Callable[..., dict[str, Any]] | None = None
     output_options: tuple[Option, ...] | None = None
     output_loss: Callable[..., Tensor] | None = None
 
@@ -110,6 +121,8 @@ class Mapping:
 
     def learns(self, **options: Any) -> bool:
         """Return whether something is learned with these options; False if they are wrong."""
+        if self.hidden:
+            options["hidden_size"] = 1
         try:
             with torch.random.fork_rng(devices=[]):
                 arguments = self.build(None, **options)
@@ -117,6 +130,15 @@ class Mapping:
             return False
         modules = [value for value in arguments.values() if isinstance(value, nn.Module)]
         return any(True for module in modules for _ in module.parameters())
+
+    def for_kernel(self, **arguments: Any) -> dict[str, Any] | None:
+        """Return what a fused kernel needs for these arguments; None where none serves them."""
+        if self.kernel is None:
+            return None
+        try:
+            return self.kernel(**arguments)
+        except TypeError:  # an argument that it does not know: the function may
+            return None
 
     def setting_of(self, option: Option) -> str:
         """Return the name of one of its options among a model's settings."""
@@ -180,17 +202,22 @@ def register(mapping: Mapping) -> None:
             f"the mapping {mapping.name!r} has output_options, and nothing trains it as an output "
             "layer: give an output_loss, or leave them out"
         )
-    if mapping.kernel and not mapping.modulated:
+    if mapping.kernel is not None and not callable(mapping.kernel):
         raise ValueError(
-            f"the mapping {mapping.name!r} is not modulated, and no kernel serves such a one: "
-            "leave kernel out"
+            f"the kernel of the mapping {mapping.name!r} must be a function of its arguments, got "
+            f"{mapping.kernel!r}: leave it out"
+        )
+    if isinstance(mapping.heads, str) and mapping.heads != SEPARATE:
+        raise ValueError(
+            f"the heads of the mapping {mapping.name!r} must be an Option, SEPARATE or None, got "
+            f"{mapping.heads!r}"
         )
     NORMALIZERS[mapping.name] = mapping
 
 
 def settings_of(mapping: Mapping) -> dict[str, Option]:
     """Return the options of a mapping, by their names among a model's settings."""
-    heads = () if mapping.heads is None else (mapping.heads,)
+    heads = (mapping.heads,) if isinstance(mapping.heads, Option) else ()
     options = (*mapping.options, *heads, *(mapping.output_options or ()))
     return {mapping.setting_of(option): option for option in options}
 
@@ -219,7 +246,9 @@ def normalize(
         name: a key of `NORMALIZERS`.
         scores, dim, mask: as `multimax`.
         options: what the mapping's function takes: `temperature` (softmax), `modulator`
-            (multimax), `k` (topk), `alpha` (alpha_entmax), `training` (evsoftmax).
+            and `sink` (multimax), `k` (topk), `alpha` (alpha_entmax), `training` (evsoftmax,
+            adaptive_temperature), `sink` (sink), `length_scale` (ssmax), `beta` and `gamma`
+            (asentmax), `bias` (sigmoid).
 
     Returns:
         The shape of scores, in float32 or wider.

@@ -23,7 +23,7 @@ from multimax_fairseq.functional.modulator import (
 
 def of_queries(scores: Tensor, probs: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     """Return what is told of each query, by name, (...) each: `sparsity`, `multi_modality`,
-    `entropy` and `density`.
+    `entropy`, `density`, and `mass`, what its probabilities sum to.
 
     Epsilon is the query's mean score, and the reference 1 / the number of its keys.
 
@@ -36,7 +36,13 @@ def of_queries(scores: Tensor, probs: Tensor, mask: Tensor | None = None) -> dic
         "multi_modality": multi_modality(scores, probs, epsilon, mask),
         "entropy": entropy(probs),
         "density": density(probs, mask),
+        "mass": probs.sum(-1),
     }
+
+
+def shares(probs: Tensor) -> Tensor:
+    """Return the probabilities over what they sum to; NaN where that is 0."""
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -147,8 +153,8 @@ def over_temperatures(
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Return Shannon's entropy in nats, (...)."""
-    return torch.special.entr(probs).sum(-1)
+    """Return Shannon's entropy of the `shares` in nats, (...)."""
+    return torch.special.entr(shares(probs)).sum(-1)
 
 
 def density(probs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -158,7 +164,7 @@ def density(probs: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def head_diversity(probs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence between heads, from 0 to 1.
+    """Return the generalised Jensen-Shannon divergence between heads' `shares`, from 0 to 1.
 
         JS = H(mean_j p_j) - mean_j H(p_j), logarithm to the base of the number of keys
                                                                           (Correia et al. 2019)
@@ -173,6 +179,7 @@ def head_diversity(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         mask = torch.zeros_like(probs[..., :1, :, :], dtype=torch.bool)
     keys = (~mask[..., 0, :, :]).sum(-1)
+    probs = shares(probs)
     divergence = entropy(probs.mean(-3)) - entropy(probs).mean(-2)
     return (divergence / keys.to(probs.dtype).log()).masked_fill(keys < 2, torch.nan)
 

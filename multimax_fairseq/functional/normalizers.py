@@ -1,4 +1,4 @@
-"""The mappings from scores to probabilities."""
+"""The mappings from scores to probabilities, and the sinks that take a part of them."""
 
 from __future__ import annotations
 
@@ -51,13 +51,18 @@ def softmax(
         check_number("temperature", temperature)
     if not (temperature > 0 and temperature < float("inf")):
         raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
-    wide, excluded = _masked(scores, dim, mask, temperature)
+    wide, excluded = masked(scores, dim, mask, temperature)
     probs = wide.softmax(dim)
     return probs if excluded is None else probs.masked_fill(excluded, 0.0)
 
 
 def multimax(
-    x: Tensor, modulator: ScoreFunction, dim: int = -1, mask: Tensor | None = None
+    x: Tensor,
+    modulator: ScoreFunction,
+    dim: int = -1,
+    mask: Tensor | None = None,
+    *,
+    sink: float | Tensor | None = None,
 ) -> Tensor:
     """Return MultiMax probabilities: softmax of the modulated scores.
 
@@ -69,16 +74,20 @@ def multimax(
         modulator: a `Modulator`, or any function from scores to scores of the same shape.
         dim: the dimension that sums to one.
         mask: as `softmax`; a float mask is added to the modulated scores.
+        sink: as `softmax_with_sink`, beside the modulated scores; None for none.
 
     Returns:
         The shape of x, in float32 or wider.
 
     Raises:
-        TypeError: the modulator cannot be called.
-        ValueError: as `softmax`.
+        TypeError: the modulator cannot be called; as `softmax_with_sink`.
+        ValueError: as `softmax`; as `softmax_with_sink`.
     """
     # The mask comes after the modulator: a modulated -inf need not be -inf.
-    return softmax(_modulated(x, modulator), dim, mask)
+    modulated = _modulated(x, modulator)
+    if sink is None:
+        return softmax(modulated, dim, mask)
+    return softmax_with_sink(modulated, dim, mask, sink=sink)
 
 
 def _modulated(x: Tensor, modulator: ScoreFunction) -> Tensor:
@@ -106,9 +115,60 @@ def log_multimax(
     Returns:
         The shape of x, in float32 or wider; a row that is wholly excluded is -inf.
     """
-    wide, excluded = _masked(_modulated(x, modulator), dim, mask)
+    wide, excluded = masked(_modulated(x, modulator), dim, mask)
     log_probs = wide.log_softmax(dim)
     return log_probs if excluded is None else log_probs.masked_fill(excluded, -torch.inf)
+
+
+def softmax_with_sink(
+    scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, sink: float | Tensor
+) -> Tensor:
+    """Return softmax probabilities beside a sink, an entry without a key that takes its share.
+
+        p_i = exp(x_i) / (exp(sink) + sum_k exp(x_k))                  (gpt-oss, OpenAI 2025)
+    Equivalent to: torch.cat([scores.masked_fill(mask, -inf), sink], -1).softmax(-1)[..., :-1]
+
+    Args:
+        scores, dim, mask: as `softmax`, but that a row sums to less than one.
+        sink: the score of the sink; -inf is softmax. A tensor, which gets its gradient, is
+            broadcastable to scores and has size 1 in `dim`.
+
+    Returns:
+        The shape of scores, in float32 or wider.
+
+    Raises:
+        TypeError: the sink is neither a number nor a tensor.
+        ValueError: a sink that is nan or +inf, or a tensor of another dtype, shape or device; as
+            `softmax`.
+    """
+    check_arguments(scores, dim, mask)
+    if isinstance(sink, Tensor):
+        check_row_values("sink", sink, scores, dim)
+    elif not (isinstance(sink, float) and sink == -torch.inf):
+        check_number("sink", sink)
+
+    def mapping(wide: Tensor) -> Tensor:
+        shape = list(wide.shape)
+        shape[dim] = 1
+        if isinstance(sink, Tensor):
+            last = sink.to(wide.dtype).expand(shape)
+        else:
+            last = torch.full(shape, sink, dtype=wide.dtype, device=wide.device)
+        joined = torch.cat([wide, last], dim)
+        return joined.softmax(dim).narrow(dim, 0, wide.shape[dim])
+
+    return over_allowed(mapping, scores, dim, mask)
+
+
+def softmax1(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """Return softmax probabilities beside a sink of score 0.
+
+        p_i = exp(x_i) / (1 + sum_k exp(x_k))                                (Miller 2023)
+    Equivalent to: softmax_with_sink(scores, dim, mask, sink=0.0)
+
+    Args, Returns, Raises: as `softmax`, but that a row sums to less than one.
+    """
+    return softmax_with_sink(scores, dim, mask, sink=0.0)
 
 
 def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -> Tensor:
@@ -139,7 +199,7 @@ def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -
         least = wide.detach().topk(k, dim, sorted=True).values.narrow(dim, k - 1, 1)
         return wide.masked_fill(wide < least, -torch.inf).softmax(dim)
 
-    return _over_allowed(mapping, scores, dim, mask)
+    return over_allowed(mapping, scores, dim, mask)
 
 
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -150,7 +210,7 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 
     Args, Returns, Raises: as `softmax`.
     """
-    return _over_allowed(lambda wide: _sorted(entmax.sparsemax, wide, dim), scores, dim, mask)
+    return over_allowed(lambda wide: _sorted(entmax.sparsemax, wide, dim), scores, dim, mask)
 
 
 def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -161,7 +221,7 @@ def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
 
     Args, Returns, Raises: as `softmax`.
     """
-    return _over_allowed(lambda wide: _sorted(entmax.entmax15, wide, dim), scores, dim, mask)
+    return over_allowed(lambda wide: _sorted(entmax.entmax15, wide, dim), scores, dim, mask)
 
 
 def _sorted(mapping: Callable[[Tensor, int], Tensor], wide: Tensor, dim: int) -> Tensor:
@@ -203,7 +263,7 @@ def alpha_entmax(
     if isinstance(alpha, Tensor):
         _check_alpha(alpha, scores, dim)
         wide_alpha = alpha
-        return _over_allowed(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
+        return over_allowed(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
         raise TypeError(f"alpha must be a number or a tensor, got {alpha!r}")
     if not 1 <= alpha <= sys.float_info.max:
@@ -214,22 +274,11 @@ def alpha_entmax(
         return entmax15(scores, dim, mask)
     if alpha == 2:
         return sparsemax(scores, dim, mask)
-    return _over_allowed(lambda wide: _bisect(wide, alpha, dim), scores, dim, mask)
+    return over_allowed(lambda wide: _bisect(wide, alpha, dim), scores, dim, mask)
 
 
 def _check_alpha(alpha: Tensor, scores: Tensor, dim: int) -> None:
-    check_tensor("alpha", alpha)
-    _check_scores(scores)
-    _check_dim(scores, dim)
-    shape = list(scores.shape)
-    if shape:
-        shape[dim] = 1
-    if not alpha.is_floating_point() or not _broadcasts(list(alpha.shape), shape):
-        raise ValueError(
-            f"alpha must be floating-point and broadcastable to {shape}, got {alpha.dtype} "
-            f"{list(alpha.shape)}"
-        )
-    _check_device("alpha", alpha, scores)
+    check_row_values("alpha", alpha, scores, dim)
     # On a GPU, to look at the numbers would be to wait for them.
     if alpha.device.type == "cpu" and not traced():
         rounded = alpha.detach().to(torch.promote_types(scores.dtype, torch.float32))
@@ -287,10 +336,27 @@ def evsoftmax(
         factor = kept.to(wide.dtype) + EV_TRAINING_FACTOR
         return (wide + factor.log()).softmax(dim)
 
-    return _over_allowed(mapping, scores, dim, mask)
+    return over_allowed(mapping, scores, dim, mask)
 
 
-def _wide(scores: Tensor) -> Tensor:
+def check_row_values(name: str, values: Tensor, scores: Tensor, dim: int) -> None:
+    """Raise ValueError for what is no floating-point number for each row of the scores."""
+    check_tensor(name, values)
+    _check_scores(scores)
+    _check_dim(scores, dim)
+    shape = list(scores.shape)
+    if shape:
+        shape[dim] = 1
+    if not values.is_floating_point() or not _broadcasts(list(values.shape), shape):
+        raise ValueError(
+            f"{name} must be floating-point and broadcastable to {shape}, got {values.dtype} "
+            f"{list(values.shape)}"
+        )
+    _check_device(name, values, scores)
+
+
+def widened(scores: Tensor) -> Tensor:
+    """Return scores in float32 or wider."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
@@ -300,11 +366,11 @@ def _below_top(scores: Tensor, dim: int) -> Tensor:
     return scores - scores.detach().amax(dim, keepdim=True)
 
 
-def _over_allowed(
+def over_allowed(
     mapping: Callable[[Tensor], Tensor], scores: Tensor, dim: int, mask: Tensor | None
 ) -> Tensor:
     """Apply a mapping that gives -inf the probability 0 to the scores that are not excluded."""
-    wide, excluded = _masked(scores, dim, mask)
+    wide, excluded = masked(scores, dim, mask)
     if wide.numel() == 0:
         return wide
     probs = mapping(wide) if wide.dim() > 0 else mapping(wide.unsqueeze(0)).squeeze(0)
@@ -343,7 +409,26 @@ def _broadcasts(shape: list[int], to: list[int]) -> bool:
     return True
 
 
-def _masked(
+def check_arguments(scores: Tensor, dim: int, mask: Tensor | None) -> None:
+    """Raise ValueError for scores, dim and mask that no mapping takes; TypeError for no tensors."""
+    _check_scores(scores)
+    _check_dim(scores, dim)
+    if mask is None:
+        return
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_tensor("mask", mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"mask must be bool (True excludes) or floating-point (added), got {mask.dtype}"
+        )
+    if not _broadcasts(list(mask.shape), list(scores.shape)):
+        raise ValueError(
+            f"mask must be broadcastable to the scores {list(scores.shape)}, got {list(mask.shape)}"
+        )
+    _check_device("mask", mask, scores)
+
+
+def masked(
     scores: Tensor, dim: int, mask: Tensor | None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scores at a temperature, in float32 or wider, with what a float mask adds and -inf
@@ -352,22 +437,10 @@ def _masked(
     Rows where nothing would be left keep their scores: they are blanked after normalising instead,
     so that no NaN ever arises, not even in the backward pass.
     """
-    _check_scores(scores)
-    _check_dim(scores, dim)
-    wide = _wide(scores)
+    check_arguments(scores, dim, mask)
+    wide = widened(scores)
     if mask is None:
         return _at(temperature, wide, dim), None
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        check_tensor("mask", mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"mask must be bool (True excludes) or floating-point (added), got {mask.dtype}"
-        )
-    if not _broadcasts(list(mask.shape), list(wide.shape)):
-        raise ValueError(
-            f"mask must be broadcastable to the scores {list(wide.shape)}, got {list(mask.shape)}"
-        )
-    _check_device("mask", mask, scores)
     excluded = mask if mask.dtype == torch.bool else mask == -float("inf")
     dim = dim - wide.dim() if dim >= 0 else dim
     # A mask without this dimension excludes whole rows or none of a row.

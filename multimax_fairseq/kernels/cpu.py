@@ -46,7 +46,7 @@ class _Attention(ctypes.Structure):
         *_fields("batch heads queries keys size threads columns table_row", ctypes.c_int64),
         *_fields("scale dropout", ctypes.c_float),
         *_fields("seed", ctypes.c_uint64),
-        *_fields("starts ends table statistics grad_table", ctypes.c_void_p),
+        *_fields("starts ends table sink statistics grad_table grad_sink", ctypes.c_void_p),
         *_fields("mask", _Mask),
         *_fields("query key value output", _Rows),
         *_fields("grad_output grad_query grad_key grad_value", _Rows),
@@ -162,6 +162,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: int,
     is_causal: bool,
@@ -171,11 +172,12 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return MultiMax attention, or softmax attention where the table is None.
 
-        O = dropout(softmax(sigma(scale Q K^T) + mask)) V
+        O = dropout(softmax(sigma(scale Q K^T) + mask)) V, beside a sink if there is one
     Equivalent to: functional.scaled_dot_product_attention(..., backend="plain")
 
     Args:
         query: (B, H, T, D). key, value: (B, H, S, D). None of the sizes is 0.
+        sink: (H,) float32 or None.
         mask: (B or 1, H or 1, T or 1, S or 1) or None: bool, where True excludes, or float32.
         dropout_p: below 1.
         keep: whether there will be a backward pass.
@@ -194,7 +196,7 @@ def attention_forward(
         _Attention,
         output=output,
         statistics=statistics,
-        **_arguments(query, key, value, table, mask, seed, is_causal, dropout_p, scale),
+        **_arguments(query, key, value, table, sink, mask, seed, is_causal, dropout_p, scale),
     )
     return output.to(query.dtype), statistics
 
@@ -206,19 +208,21 @@ def attention_backward(
     value: Tensor,
     statistics: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: int,
     is_causal: bool,
     dropout_p: float,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients by query, key, value and table."""
-    arguments = _arguments(query, key, value, table, mask, seed, is_causal, dropout_p, scale)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients by query, key, value, table and sink."""
+    arguments = _arguments(query, key, value, table, sink, mask, seed, is_causal, dropout_p, scale)
     grads = [dense_like(t, torch.float32) for t in (query, key, value)]
-    grad_table = None
+    grad_table, grad_sink = None, None
     if table is not None:
-        batch, heads = query.shape[:2]
-        grad_table = torch.zeros(batch, heads, 12, dtype=torch.float64)
+        grad_table = torch.zeros(*query.shape[:2], 12, dtype=torch.float64)
+    if sink is not None:
+        grad_sink = torch.zeros(query.shape[:2], dtype=torch.float64)
     _call(
         "attention_backward",
         _Attention,
@@ -229,13 +233,15 @@ def attention_backward(
         grad_key=grads[1],
         grad_value=grads[2],
         grad_table=grad_table,
+        grad_sink=grad_sink,
     )
     if table is not None and grad_table is not None:
         sums = grad_table.sum(0) if len(table) > 1 else grad_table.sum((0, 1)).unsqueeze(0)
         grad_table = sums[:, : table.shape[1]].float()
     narrow = (g.to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
     grad_query, grad_key, grad_value = narrow
-    return grad_query, grad_key, grad_value, grad_table
+    by_sink = None if grad_sink is None else grad_sink.sum(0).float()
+    return grad_query, grad_key, grad_value, grad_table, by_sink
 
 
 def _arguments(
@@ -243,6 +249,7 @@ def _arguments(
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: int,
     is_causal: bool,
@@ -256,6 +263,8 @@ def _arguments(
     arguments |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "size": size}
     arguments |= {"starts": starts, "ends": ends, "seed": seed, "scale": scale}
     arguments |= {"dropout": dropout_p, "threads": torch.get_num_threads()}
+    if sink is not None:
+        arguments["sink"] = sink.contiguous()
     if more and mask is not None:
         arguments["mask"] = _mask_of(mask)
     if table is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from multimax_fairseq.kernels.triton_modulator import CAP_BOTH, CAP_NONE, MONOTO
 # What decides, besides the lengths, which launch is fastest.
 _FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
 _RANDOM = 2**16
+_LOG2_E = math.log2(math.e)
 _CAPS = {True: CAP_NONE.value, False: CAP_BOTH.value}
 
 
@@ -52,6 +54,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: int,
     is_causal: bool,
@@ -62,12 +65,13 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return attention over modulated scores, and what its backward pass needs of each row's sum.
 
-        O = dropout(softmax(sigma(scale * Q K^T) + mask)) V
+        O = dropout(softmax(sigma(scale * Q K^T) + mask)) V, beside a sink if there is one
 
     Args:
         query: (B, H, T, D), D up to 128, float16, bfloat16 or float32, any strides.
         key, value: (B, H, S, D), of the same dtype.
         table: (H or 1, 8 or 12) float32, as in `triton_modulator`; None is softmax.
+        sink: (H,) float32, a score for each head; None for none.
         mask: None, or four dimensions that are each 1 or that of (B, H, T, S), of any strides.
             Bool: True excludes. float32: added, and -inf excludes. A query with nothing left gets
             zeros.
@@ -93,8 +97,9 @@ def attention_forward(
         def run(launch: Launch) -> None:
             programs = -(-query.shape[2] // launch.queries) * out.shape[0] * out.shape[1]
             forward_kernel[(programs,)](
-                OUT=out, TOTAL=total, **_strides("o", out), **arguments, **launch.arguments()
-            )
+                OUT=out, TOTAL=total, **_sink(sink), **_strides("o", out), **arguments,
+                **launch.arguments(),
+            )  # fmt: skip
 
         _run_fastest("forward_kernel", arguments, run)
     return out, total
@@ -108,6 +113,7 @@ def attention_backward(
     output: Tensor,
     total: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: int,
     is_causal: bool,
@@ -116,16 +122,16 @@ def attention_backward(
     low: int,
     high: int,
     needed: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of `attention_forward` by query, key, value and table.
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `attention_forward` by query, key, value, table and sink.
 
     Args:
         grad: the gradient by its output. The others: what it was given and what it returned.
-        needed: for which of the four; the others are None.
+        needed: for which of the five; the others are None.
     """
     needs_table = needed[3] and table is not None
     if output.numel() == 0 or key.numel() == 0:
-        wanted = zip((query, key, value, table), needed, strict=True)
+        wanted = zip((query, key, value, table, sink), needed, strict=True)
         return tuple(torch.zeros_like(t) if n and t is not None else None for t, n in wanted)
     scaled, positive = _with_positive_scale(query, scale)
     scaled, key, value, output, grad = (
@@ -140,18 +146,20 @@ def attention_backward(
     arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **_strides("g", grad)}
     by_query = {"OUT": output, **_strides("o", output)}
     grad_query, grad_key, grad_value = (_empty_like(t) for t in (scaled, key, value))
-    grad_table = None
+    grad_table, grad_sink = None, None
 
     def run_means(launch: Launch) -> None:
         programs = -(-length // launch.queries) * batch * heads
-        mean_kernel[(programs,)](EXACT=is_exact, **by_query, **arguments, **launch.arguments())
+        mean_kernel[(programs,)](
+            EXACT=is_exact, **_sink(sink), **by_query, **arguments, **launch.arguments()
+        )
 
     def run_queries(launch: Launch) -> Tensor | None:
         blocks, sums = -(-length // launch.queries), None
         if needs_table:
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
         query_kernel[(blocks * batch * heads,)](
-            GRAD_Q=grad_query, SUMS=sums, SUMMED=needs_table,
+            GRAD_Q=grad_query, SUMS=sums, SUMMED=needs_table, SINKS=sink is not None,
             **_strides("gq", grad_query), **by_query, **arguments, **launch.arguments(),
         )  # fmt: skip
         return sums
@@ -174,7 +182,13 @@ def attention_backward(
         grad_query *= scale
     if needs_table:
         grad_table = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
-    grads = (grad_query, grad_key, grad_value, grad_table)
+    if needed[4] and sink is not None:
+        # The sink's own value is zero: less the mean is all that its gradient has.
+        score = sink[:, None, None]
+        share = (score - total).exp() if is_added else (score * _LOG2_E - total).exp2()
+        share = share if norm is None else share * norm
+        grad_sink = -(share * delta).sum((0, 2, 3))
+    grads = (grad_query, grad_key, grad_value, grad_table, grad_sink)
     return tuple(g if n else None for g, n in zip(grads, needed, strict=True))
 
 
@@ -260,6 +274,11 @@ def _arguments(
         # The coefficients are folded so that a term is one fused multiplication and addition.
         "enable_fp_fusion": True,
     }
+
+
+def _sink(sink: Tensor | None) -> dict[str, Any]:
+    """What the kernels that sum over a row are given."""
+    return {"SINK": None if sink is None else sink.contiguous(), "SINKS": sink is not None}
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -3,6 +3,7 @@
 Every result has one owner, so that two runs agree to the bit. Common arguments:
 
     Q, GRAD: (B, H, T, D). K, V: (B, H, S, D). TABLE: a row per head, t_h apart. MASK: strides m_*.
+    SINK: (H,), the score of an entry without a key; -inf for none.
     scale is above 0; a probability is kept where its random number is not below threshold.
     D, WIDTH: the head size, and that padded to a power of two.
     LOW, HIGH, MONOTONE, CAP: as in `triton_modulator`.
@@ -87,6 +88,15 @@ def _logarithm(total, MASKING: tl.constexpr):
 
 
 @triton.jit
+def _sink(SINK, h, MASKING: tl.constexpr, SINKS: tl.constexpr):
+    """The score of the entry without a key, in the unit of modulated scores."""
+    if SINKS:
+        return tl.load(SINK + h) * _unit(MASKING)
+    else:
+        return -float("inf")
+
+
+@triton.jit
 def _modulated(
     scores, total, rows, columns, folded, mask, m_t, m_s, T, S,
     LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr,
@@ -154,12 +164,12 @@ def _reach(t0, S, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.const
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    Q, K, V, OUT, TOTAL, TABLE, MASK,
+    Q, K, V, OUT, TOTAL, TABLE, SINK, MASK,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a block of queries: OUT and TOTAL (B, H, T), the logarithm of each row's sum.
@@ -175,8 +185,9 @@ def forward_kernel(
     rows = t0 + tl.arange(0, BLOCK_T)
     q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
 
-    top = tl.full([BLOCK_T], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_T], tl.float32)
+    sink = _sink(SINK, h, MASKING, SINKS)
+    top = tl.zeros([BLOCK_T], tl.float32) + sink
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
     out = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
@@ -203,27 +214,31 @@ def forward_kernel(
             out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
     empty = total == 0
     factor = keep_scale / tl.where(empty, 1.0, total)
+    if SINKS:
+        factor = tl.where(sink < float("inf"), factor, float("nan"))
     _store_tile(OUT + b * o_b + h * o_h, rows, o_n, T, out * factor[:, None], D, WIDTH)
     total = tl.where(empty, float("inf"), top + _logarithm(total, MASKING))
+    if SINKS:  # no number comes of a sink that is none
+        total = tl.where(sink < float("inf"), total, float("nan"))
     tl.store(TOTAL + bh.to(tl.int64) * T + rows, total, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def mean_kernel(
-    Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM,
+    Q, K, V, OUT, TOTAL, TABLE, SINK, MASK, GRAD, DELTA, NORM,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a block of queries: DELTA and NORM (B, H, T), where `query_kernel`'s will not do.
 
     EXACT forms DELTA from the very numbers it is taken from later: float32 is chosen for its
     accuracy, which the rounding of OUT would spoil.
-    NORM is what makes a row's probabilities sum to 1. Where a mask adds -1e9 to a whole row, the
-    logarithm of its sum does not show in its total.
+    NORM is what makes a row's probabilities, and its sink's, sum to 1. Where a mask adds -1e9 to a
+    whole row, the logarithm of its sum does not show in its total.
     """
     block, _, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
@@ -237,13 +252,14 @@ def mean_kernel(
     grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
     total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
 
-    weight = tl.zeros([BLOCK_T], tl.float32)
+    weight = _power(_sink(SINK, h, MASKING, SINKS) - total, MASKING)
     weighted = tl.zeros([BLOCK_T], tl.float32)
     inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     if not EXACT:
         size = tl.where(total < float("inf"), tl.abs(total), 0.0)
         is_large = tl.max(size, 0) > _LARGE_TOTAL
         inner, end = tl.where(is_large, inner, 0), tl.where(is_large, end, 0)
+        weight = tl.where(is_large, weight, 0.0)
     for phase in tl.static_range(2):
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
@@ -279,14 +295,15 @@ def query_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gq_b, gq_h, gq_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr, NORMED: tl.constexpr, SUMMED: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, NORMED: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a block of queries: GRAD_Q and, if SUMMED, a row of SUMS.
 
     DELTA (B, H, T) is the mean of the probabilities' gradients: the product of OUT and its
-    gradient, unless NORMED says that `mean_kernel` was here.
+    gradient, unless NORMED says that `mean_kernel` was here. If SINKS it is formed anew, of the
+    very numbers: the gradient of a sink is a sum of it alone, in which the rounding of OUT shows.
     """
     block, blocks, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
@@ -308,6 +325,7 @@ def query_kernel(
         tl.store(DELTA + row, delta, mask=rows < T)
         norm = 1.0
 
+    weighted = tl.zeros([BLOCK_T], tl.float32)
     grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     sums = no_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
     inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
@@ -327,6 +345,8 @@ def query_kernel(
             if DROPOUT:
                 kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                 grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
+            if SINKS:
+                weighted += tl.sum(probs * grad_probs, 1)
             grad_z = probs * (grad_probs - delta[:, None])
             if NORMED:
                 grad_z *= norm[:, None]
@@ -337,6 +357,8 @@ def query_kernel(
             else:
                 grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
             grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
+    if SINKS:
+        tl.store(DELTA + row, weighted * norm, mask=rows < T)
     _store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
     if SUMMED:
         store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)

@@ -12,19 +12,21 @@ import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from multimax_fairseq.compat import building_from_checkpoint
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.backend import requested
 from multimax_fairseq.functional.checks import is_finite, is_whole
 from multimax_fairseq.functional.mapping import (
+    SEPARATE,
     Mapping,
     Option,
     all_mappings,
     chosen_from,
     settings_of,
 )
-from multimax_fairseq.modules import ContinuousAttention, Normalizer
+from multimax_fairseq.modules import ContinuousAttention, GatedAttention, Normalizer
 from multimax_fairseq.modules.continuous_attention import CONTEXTS, DENSITIES
 
 logger = logging.getLogger(__name__)
@@ -115,6 +117,12 @@ class _SharedSettings(FairseqDataclass):
             "help": "comma-separated attentions that get it: encoder and decoder self-attention, "
             "cross-attention; one with a normalizer of its own as cross=sparsemax; the others "
             "keep softmax, and for softmax in all give --attention-normalizer softmax"
+        },
+    )
+    attention_gate: bool = field(
+        default=False,
+        metadata={
+            "help": "multiply what each attention finds by a learned gate of the query's state"
         },
     )
     output_normalizer: ChoiceEnum(list(OUTPUTS)) = field(  # type: ignore[valid-type]
@@ -297,8 +305,9 @@ def _idle(args: Any, attentions: Sequence[str]) -> dict[str, tuple[str, str]]:
                 owner = f"{name} {' or '.join(kind for kind, has in kinds.items() if has)}"
                 found[mapping.setting_of(option)] = (owner, f"--{flag_word}-normalizer {name}")
         learns = mapping.learns(**_options(args, mapping))
-        something_learned |= learns and (name in used or name == output and mapping.modulated)
-        if mapping.heads is not None and not (learns and name in used):
+        if not mapping.hidden:  # which learns matrices
+            something_learned |= learns and (name in used or name == output and mapping.modulated)
+        if isinstance(mapping.heads, Option) and not (learns and name in used):
             fixed = [
                 flag(mapping.setting_of(option))
                 for option in mapping.options
@@ -379,7 +388,12 @@ def _named(args: Any) -> dict[str, str]:
 
 
 def build_normalizer(
-    args: Any, name: str, num_heads: int | None = None, *, of_output: bool = False
+    args: Any,
+    name: str,
+    num_heads: int | None = None,
+    hidden_size: int | None = None,
+    *,
+    of_output: bool = False,
 ) -> Normalizer:
     """Return the normalizer that the flags ask for; num_heads None has no heads to tell apart.
 
@@ -387,30 +401,41 @@ def build_normalizer(
     them, are those of the stock model.
     """
     mapping = MAPPINGS[name]
-    is_separate = (
-        mapping.heads is not None and getattr(args, mapping.setting_of(mapping.heads)) == "separate"
-    )
+    heads = mapping.heads
+    if isinstance(heads, Option):
+        heads = getattr(args, mapping.setting_of(heads))
     with torch.random.fork_rng(devices=[]):
         options = _options(args, mapping, of_output=of_output)
-        return Normalizer(name, num_heads if is_separate else None, **options)
+        return Normalizer(name, num_heads if heads == SEPARATE else None, hidden_size, **options)
 
 
 def build_attention(
-    args: Any, place: str, num_heads: int | None = None
-) -> Normalizer | ContinuousAttention:
-    """Return the module with `attend` that the flags ask for at one of `PLACES`."""
-    normalizer = build_normalizer(args, places(args)[place], num_heads)
+    args: Any, place: str, num_heads: int, hidden_size: int, head_size: int
+) -> nn.Module:
+    """Return the module with `attend` that the flags ask for at one of `PLACES`.
+
+    Args:
+        hidden_size: of the states that the queries are projections of.
+        head_size: of each head's context.
+    """
+    attention: nn.Module
+    normalizer = build_normalizer(args, places(args)[place], num_heads, hidden_size)
     chosen = getattr(args, DENSITY_AT.get(place, ""), "discrete")
     if chosen == "discrete":
-        return normalizer
-    return ContinuousAttention(
-        normalizer,
-        CONTINUOUS[chosen],
-        args.continuous_context,
-        num_bases=args.continuous_bases,
-        widths=_widths(args.continuous_widths),
-        ridge=args.continuous_ridge,
-    )
+        attention = normalizer
+    else:
+        attention = ContinuousAttention(
+            normalizer,
+            CONTINUOUS[chosen],
+            args.continuous_context,
+            num_bases=args.continuous_bases,
+            widths=_widths(args.continuous_widths),
+            ridge=args.continuous_ridge,
+        )
+    if args.attention_gate:
+        with torch.random.fork_rng(devices=[]):
+            attention = GatedAttention(attention, hidden_size, num_heads, head_size)
+    return attention
 
 
 def flag(name: str) -> str:

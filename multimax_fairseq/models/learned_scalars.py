@@ -9,18 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.modules import EntmaxAlpha, Normalizer
+from multimax_fairseq.modules import EntmaxAlpha, GatedAttention, HiddenScale, Normalizer
 
 logger = logging.getLogger(__name__)
+
+_MATRICES = (HiddenScale, nn.Linear)
 
 
 def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of each module of learned scalars, in the model's order: what lies in
     its normalizers, and the modulator of its output layer."""
+    found = learned_modules(model)
+    return [(name, module) for name, module in found if not isinstance(module, _MATRICES)]
+
+
+def learned_modules(model: Any) -> list[tuple[str, nn.Module]]:
+    """Return those of `learned_scalars` and what else stock models do not have: the matrices of
+    normalizers, and gates."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Normalizer):
             found += [(f"{name}.{part}", learned) for part, learned in module.named_children()]
+        elif isinstance(module, GatedAttention):
+            found.append((f"{name}.gate", module.gate))
         elif name.endswith("output_modulator"):
             found.append((name, module))
     return found
@@ -74,15 +85,18 @@ def prepare_scalars(model: Any, args: Any) -> None:
 
 class LoadsSoftmaxCheckpoints:
     """Mixin of a model: a checkpoint without any normalizer's parameters loads; modulators start at
-    the identity, alphas and temperatures as in a new model."""
+    the identity, sinks where they take nothing, all else as in a new model."""
 
     def upgrade_state_dict_named(self, state_dict, name):
         super().upgrade_state_dict_named(state_dict, name)
         start = {
             f"{name}.{parameter}": value.detach().clone()
-            for name, module in learned_scalars(self)
+            for name, module in learned_modules(self)
             for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
         if start and not any(key in state_dict for key in start):
-            logger.info("the checkpoint has no modulator: all of them start at identity (softmax)")
+            logger.info(
+                "the checkpoint has nothing that normalizers learn: modulators start at identity "
+                "(softmax), sinks at next to nothing, all else as in a new model"
+            )
             state_dict.update(start)

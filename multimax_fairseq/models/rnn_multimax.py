@@ -193,7 +193,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         self.bridge = _linear(encoder_size, size)
         self.cell = RecurrentCell(args.cell_type, args.decoder_embed_dim, size, size)
         self.attention = AdditiveAttention(
-            size, encoder_size, size, build_attention(args, "cross", num_heads=1)
+            size, encoder_size, size, build_attention(args, "cross", 1, size, encoder_size)
         )
         self.feature_projection = _linear(size + encoder_size, size)
         self.output_projection = _linear(size, len(dictionary), bias=False)

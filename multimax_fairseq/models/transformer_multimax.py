@@ -49,7 +49,9 @@ def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
 
     Plain softmax stays fairseq's own layer.
     """
-    module = build_attention(cfg, place, attention.num_heads)
+    module = build_attention(
+        cfg, place, attention.num_heads, attention.embed_dim, attention.head_dim
+    )
     if isinstance(module, Normalizer) and module.name == "softmax" and module.modulator is None:
         return attention
     return MultiheadAttention(attention, module)

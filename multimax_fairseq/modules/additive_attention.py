@@ -70,6 +70,10 @@ class AdditiveAttention(nn.Module):
         hidden = self.query_projection(query)[:, :, None] + keys[:, None]
         scores = self.score_projection(hidden.tanh_()).squeeze(-1)
         context, probs = self.normalizer.attend_by_scores(
-            scores[:, None], values, padding[:, None, None], need_probs=need_probs
+            scores[:, None],
+            values,
+            padding[:, None, None],
+            need_probs=need_probs,
+            hidden=query[:, None],
         )
         return context[:, 0], None if probs is None else probs[:, 0]

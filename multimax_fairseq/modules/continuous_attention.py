@@ -88,6 +88,7 @@ class ContinuousAttention(nn.Module):
         dropout_p: float = 0.0,
         scale: float | None = None,
         need_probs: bool = False,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the context of each query, and the discrete probabilities.
 
@@ -105,7 +106,7 @@ class ContinuousAttention(nn.Module):
 
         def attend(value: Tensor) -> tuple[Tensor, Tensor | None]:
             return self.normalizer.attend(
-                query, key, value, mask, False, dropout_p, scale, need_probs
+                query, key, value, mask, False, dropout_p, scale, need_probs, hidden
             )
 
         discrete: Tensor | None = None
@@ -131,6 +132,7 @@ class ContinuousAttention(nn.Module):
         mask: Tensor | None = None,
         dropout_p: float = 0.0,
         need_probs: bool = False,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what `attend` does, by scores that somebody else has formed.
 
@@ -142,7 +144,7 @@ class ContinuousAttention(nn.Module):
         if self.predicted is not None:
             raise ValueError("query_size predicts a density from the query: scores have none")
         value, coefficients, tokens = self._parts(value, scores.shape[-1], mask)
-        probs = self.normalizer(scores, -1, mask)
+        probs = self.normalizer(scores, -1, mask, hidden)
         left = nn.functional.dropout(probs, dropout_p) if dropout_p > 0 else probs
         # Sums over few numbers: a recurrent model asks at each step, and values with columns more
         # would be copied each time.

@@ -7,11 +7,20 @@ from typing import Any
 import entmax
 
 from multimax_fairseq.functional import normalizers as functions
+from multimax_fairseq.functional import rescaled, unnormalized
 from multimax_fairseq.functional.checks import is_finite, is_whole
-from multimax_fairseq.functional.mapping import Mapping, Option, heads_option, register
-from multimax_fairseq.modules import modulator, temperature
+from multimax_fairseq.functional.mapping import (
+    SEPARATE,
+    Mapping,
+    Option,
+    heads_option,
+    register,
+)
+from multimax_fairseq.modules import length_scale, modulator, sink, temperature
 from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
+from multimax_fairseq.modules.length_scale import HiddenScale, LengthScale
 from multimax_fairseq.modules.modulator import Modulator
+from multimax_fairseq.modules.sink import Sink
 from multimax_fairseq.modules.temperature import Temperature
 
 
@@ -21,12 +30,23 @@ def _temperature(num_heads: int | None, **options: Any) -> dict[str, Any]:
     return {} if is_softmax else {"modulator": divisor}
 
 
-def _modulator(num_heads: int | None, **options: Any) -> dict[str, Any]:
-    return {"modulator": Modulator(num_heads=num_heads, **options)}
+def _softmax_kernel(modulator: Any = None) -> dict[str, Any]:
+    return {"modulator": modulator}
+
+
+def _modulator(num_heads: int | None, sink: str = "none", **options: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"modulator": Modulator(num_heads=num_heads, **options)}
+    if sink != "none":
+        arguments["sink"] = Sink(num_heads or 1) if sink == "learned" else 0.0
+    return arguments
 
 
 def _alpha(num_heads: int | None, alpha: float | None) -> dict[str, Any]:
     return {"alpha": EntmaxAlpha(num_heads or 1) if alpha is None else alpha}
+
+
+def _hidden(num_heads: int | None, hidden_size: int) -> dict[str, Any]:
+    return {name: HiddenScale(name, hidden_size, num_heads or 1) for name in ("beta", "gamma")}
 
 
 register(
@@ -37,7 +57,7 @@ register(
         options=temperature.OPTIONS,
         build=_temperature,
         modulated=True,
-        kernel=True,
+        kernel=_softmax_kernel,
         output_options=(),
     )
 )
@@ -46,11 +66,11 @@ register(
         name="multimax",
         label="MultiMax",
         function=functions.multimax,
-        options=modulator.OPTIONS,
-        heads=heads_option("shared", "one modulator per layer, or per head"),
+        options=(*modulator.OPTIONS, sink.OPTION),
+        heads=heads_option("shared", "one modulator per layer, or per head; and one learned sink"),
         build=_modulator,
         modulated=True,
-        kernel=True,
+        kernel=lambda modulator, sink=None: {"modulator": modulator, "sink": sink},
         output_options=modulator.OPTIONS,
     )
 )
@@ -134,6 +154,81 @@ register(
         name="evsoftmax",
         label="EvSoftmax",
         function=functions.evsoftmax,
+        training=True,
+    )
+)
+register(
+    Mapping(
+        name="ssmax",
+        label="Scalable-Softmax",
+        function=rescaled.ssmax,
+        options=(length_scale.START,),
+        heads=SEPARATE,
+        build=lambda num_heads, start: {"length_scale": LengthScale(num_heads or 1, start)},
+        kernel=lambda length_scale: {"length_scale": length_scale},
+    )
+)
+register(
+    Mapping(
+        name="softmax1",
+        label="softmax-1",
+        function=functions.softmax1,
+        sums_to_one=False,
+        kernel=lambda: {"sink": 0.0},
+    )
+)
+register(
+    Mapping(
+        name="sink",
+        label="softmax with learned sinks",
+        function=functions.softmax_with_sink,
+        heads=SEPARATE,
+        build=lambda num_heads: {"sink": Sink(num_heads or 1)},
+        sums_to_one=False,
+        kernel=lambda sink: {"sink": sink},
+    )
+)
+register(
+    Mapping(
+        name="softpick",
+        label="softpick",
+        function=unnormalized.softpick,
+        sums_to_one=False,
+    )
+)
+register(
+    Mapping(
+        name="sigmoid",
+        label="sigmoid",
+        function=unnormalized.sigmoid,
+        options=(
+            Option(
+                "bias",
+                None,
+                float,
+                must="a finite number",
+                is_right=lambda bias: bias is None or is_finite(bias),
+                help="fixed bias of sigmoid; by default minus the logarithm of the number of keys",
+            ),
+        ),
+        sums_to_one=False,
+    )
+)
+register(
+    Mapping(
+        name="asentmax",
+        label="ASEntmax",
+        function=rescaled.asentmax,
+        heads=SEPARATE,
+        build=_hidden,
+        hidden=True,
+    )
+)
+register(
+    Mapping(
+        name="adaptive_temperature",
+        label="softmax at an adaptive temperature",
+        function=rescaled.adaptive_temperature,
         training=True,
     )
 )

@@ -38,7 +38,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
                 "leave out the xFormers option"
             )
         has_extra = softmax_attention.bias_k is not None or softmax_attention.add_zero_attn
-        if has_extra and isinstance(normalizer, ContinuousAttention):
+        if has_extra and any(isinstance(m, ContinuousAttention) for m in normalizer.modules()):
             raise ValueError(
                 "continuous attention has no place for the extra keys of add_bias_kv and "
                 "add_zero_attn: leave them out"
@@ -83,6 +83,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if incremental_state is not None:
             buffer = self._get_input_buffer(incremental_state)
         q = self._split_heads(self.q_proj(query))
+        hidden = query.transpose(0, 1).unsqueeze(1)
         # Only decoding repeats a sentence for each of its hypotheses, side by side.
         beam = self.beam_size if incremental_state is not None else 1
         if static_kv and beam > 1 and key is not None and key.shape[1] == batch:
@@ -102,7 +103,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         # Where the hypotheses of a sentence share their keys, they are rows of one attention.
         beam = batch // k.shape[0]
         if beam > 1:
-            q = q.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
+            q, hidden = self._join_beams(q, beam), self._join_beams(hidden, beam)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
         is_causal = False
         if not torch.jit.is_scripting():
@@ -120,6 +121,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             dropout_p=dropout.p if drops else 0.0,
             scale=self.scaling,
             need_probs=need_weights or need_head_weights,
+            hidden=hidden,
         )
         output = self._project(context, beam)
         if probs is None:
@@ -185,6 +187,10 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         kept = [start // self.head_dim for start, _ in reserve_head_index]
         super()._adaptive_prune_heads(reserve_head_index)
         self.normalizer.keep_heads(kept)
+
+    def _join_beams(self, x: Tensor, beam: int) -> Tensor:
+        """(B beam, heads, T, ...) to (B, heads, beam T, ...)."""
+        return x.unflatten(0, (-1, beam)).transpose(1, 2).flatten(2, 3)
 
     def _split_beams(self, x: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, ...) to (B beam, heads, T, ...)."""

@@ -25,23 +25,33 @@ class Normalizer(nn.Module):
         num_heads: None learns one set of parameters; else each head has its own, and scores carry
             the heads in dimension -3. Any mapping takes it, for a model has one number of heads
             whatever the mapping; it changes nothing where nothing is learned.
+        hidden_size: of the hidden states that queries are projections of; for asentmax, which reads
+            them, and nothing to the others.
         options: of the mapping, `NORMALIZERS[name].options`:
             order, terms, init_std, monotone: multimax, as `Modulator`.
+            sink: multimax, "none", "zero" or "learned", as `Sink`.
             temperature, learn_temperature: softmax, as `Temperature`.
             k: topk.
             alpha: alpha_entmax at this alpha; None learns it, as `EntmaxAlpha`.
+            start: ssmax, as `LengthScale`.
+            bias: sigmoid; None is minus the logarithm of the number of keys.
 
-    Submodules: what is learned, under the name of the function's argument: `alpha` (alpha_entmax)
-    and `modulator` (multimax; softmax at a temperature), which other mappings have as None.
+    Submodules: what is learned, under the name of the function's argument: `modulator` (multimax;
+    softmax at a temperature), which other mappings have as None, `alpha` (alpha_entmax), `sink`
+    (sink, multimax), `length_scale` (ssmax), `beta` and `gamma` (asentmax).
 
     Raises:
         TypeError: an option that no mapping has.
         ValueError: an unknown name, an option that this mapping does not take with a value other
-            than its default, or an argument out of its range.
+            than its default, an argument out of its range, or asentmax without hidden_size.
     """
 
     def __init__(
-        self, name: str = "multimax", num_heads: int | None = None, **options: Any
+        self,
+        name: str = "multimax",
+        num_heads: int | None = None,
+        hidden_size: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         mapping = mapping_named(name)
@@ -50,11 +60,18 @@ class Normalizer(nn.Module):
                 "the number of heads must be a whole number of at least 1, or None for all heads "
                 f"alike, got {num_heads!r}"
             )
-        self.name, self.num_heads, self.modulated = name, num_heads, mapping.modulated
+        options = mapping.complete(options)
+        if mapping.hidden:
+            if not is_whole(hidden_size):
+                raise ValueError(
+                    f"the normalizer {name!r} reads the hidden states of queries: give their size "
+                    f"as hidden_size, a whole number of at least 1, got {hidden_size!r}"
+                )
+            options["hidden_size"] = hidden_size
+        self.name, self.num_heads = name, num_heads
         self.modulator: nn.Module | None = None
-        self.alpha: nn.Module | None = None
         self.fixed: dict[str, Any] = {}
-        for argument, value in mapping.build(num_heads, **mapping.complete(options)).items():
+        for argument, value in mapping.build(num_heads, **options).items():
             if isinstance(value, nn.Module):
                 if getattr(self, argument, None) is not None:
                     raise ValueError(
@@ -64,11 +81,24 @@ class Normalizer(nn.Module):
                 setattr(self, argument, value)
             else:
                 self.fixed[argument] = value
+        has_sink = "sink" in self.fixed or isinstance(getattr(self, "sink", None), nn.Module)
+        self.modulated = mapping.modulated and not has_sink
+        self.sums_to_one = mapping.sums_to_one and not has_sink
 
-    def forward(self, scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
-        """Return probabilities, the shape of scores, in float32 or wider; the mask excludes."""
+    def forward(
+        self,
+        scores: Tensor,
+        dim: int = -1,
+        mask: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Return probabilities, the shape of scores, in float32 or wider; the mask excludes.
+
+        Args:
+            hidden: as `attend`.
+        """
         if not torch.jit.is_scripting() and not self.modulated:  # type: ignore[attr-defined]
-            return self._named(scores, dim, mask)
+            return self._named(scores, dim, mask, hidden)
         if self.modulator is not None:
             scores = self.modulator(scores)
         return softmax(scores, dim, mask)
@@ -83,6 +113,7 @@ class Normalizer(nn.Module):
         dropout_p: float = 0.0,
         scale: float | None = None,
         need_probs: bool = False,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the context of each query, and the probabilities that it was formed by.
 
@@ -98,6 +129,7 @@ class Normalizer(nn.Module):
             dropout_p: probability of dropping a probability.
             scale: default 1 / sqrt(D).
             need_probs: whether anybody reads the probabilities: the kernels do not hold them.
+            hidden: (B, 1, T, hidden_size), what the queries are projections of; only some read it.
 
         Returns:
             ((B, H, T, size of a value) in the dtype of value, or of autocast; None, or the
@@ -110,7 +142,7 @@ class Normalizer(nn.Module):
         if is_causal:
             mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
         scores = attention_scores(query, key, scale)
-        return self.attend_by_scores(scores, value, mask, dropout_p, need_probs)
+        return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
 
     def attend_by_scores(
         self,
@@ -119,18 +151,19 @@ class Normalizer(nn.Module):
         mask: Tensor | None = None,
         dropout_p: float = 0.0,
         need_probs: bool = False,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return what `attend` does, by scores that somebody else has formed.
 
         Args:
             scores: (B, H, T, S), floating.
-            value, mask, dropout_p, need_probs: as `attend`.
+            value, mask, dropout_p, need_probs, hidden: as `attend`.
         """
         # Hooks are to see the scores, but TorchScript cannot call a module from within itself.
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             probs = self.forward(scores, -1, mask)
         else:
-            probs = self(scores, -1, mask)
+            probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 
     @torch.jit.unused
@@ -144,18 +177,38 @@ class Normalizer(nn.Module):
         dropout_p: float,
         scale: float | None,
     ) -> Tensor | None:
-        if not mapping_named(self.name).kernel:
+        mapping = mapping_named(self.name)
+        if mapping.kernel is None:
             return None
-        return fused_attention(query, key, value, self.modulator, mask, is_causal, dropout_p, scale)
+        asked = mapping.for_kernel(**self._arguments(None))
+        if asked is None:
+            return None
+        return fused_attention(query, key, value, mask, is_causal, dropout_p, scale, **asked)
 
     @torch.jit.unused
-    def _named(self, scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+    def _named(
+        self, scores: Tensor, dim: int, mask: Tensor | None, hidden: Tensor | None
+    ) -> Tensor:
+        function = mapping_named(self.name).function
+        return function(scores, dim=dim, mask=mask, **self._arguments(hidden))
+
+    @torch.jit.unused
+    def _arguments(self, hidden: Tensor | None) -> dict[str, Any]:
+        """Those of the mapping's function."""
         mapping, arguments = mapping_named(self.name), dict(self.fixed)
+        if mapping.hidden and hidden is None:
+            raise ValueError(
+                f"the normalizer {self.name!r} reads the hidden states that queries are "
+                "projections of: pass them as hidden"
+            )
         for argument, module in self.named_children():
-            arguments[argument] = module if argument == "modulator" else module()
+            if argument == "modulator":
+                arguments[argument] = module
+            else:
+                arguments[argument] = module(hidden) if mapping.hidden else module()
         if mapping.training:
             arguments["training"] = self.training
-        return mapping.function(scores, dim=dim, mask=mask, **arguments)
+        return arguments
 
     def keep_heads(self, heads: list[int]) -> None:
         """Forget all but these heads' parameters, where each head has its own."""
@@ -170,7 +223,7 @@ class Normalizer(nn.Module):
         if not self.modulated:
             raise ValueError(
                 f"the normalizer {self.name!r} has no TorchScript form: only softmax of a function "
-                "of the scores, as softmax and multimax are, can be scripted"
+                "of the scores, as softmax and multimax without a sink are, can be scripted"
             )
         return self
 

@@ -24,8 +24,10 @@ struct Attention {
   // Query t of sentence b may attend to keys starts[b, t] <= s < ends[b, t]; null: to all.
   const int32_t *starts, *ends;
   const float* table;
+  const float* sink;   // (heads,), the score of an entry without a key; null for none
   float* statistics;   // (batch, heads, 2, queries): the largest score, 1 / sum of exp; or null
   double* grad_table;  // (batch, heads, COLUMNS), or null
+  double* grad_sink;   // (batch, heads), or null
   Mask mask;           // what the windows do not say
   Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
 
@@ -33,6 +35,7 @@ struct Attention {
   Sigma sigma(int64_t h) const {
     return Sigma(table + h * table_row);
   }
+  float sink_of(int64_t h) const { return sink ? sink[h] : -INFINITE; }
 };
 
 namespace {
@@ -156,10 +159,17 @@ struct Dropout {
   }
 };
 
+// What exp(score - top) is to be multiplied by: 0 for a query that may attend to nothing.
+inline float share(float sum, float sink) {
+  if (!(sink < INFINITE)) return std::numeric_limits<float>::quiet_NaN();
+  return sum > 0 ? 1 / sum : 0;
+}
+
 template <class Sigma, bool MASKED>
 void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
   const Sigma sigma = a.sigma<Sigma>(h);
+  const float sink = a.sink_of(h);
   const Dropout dropout(a, bh);
   const Columns columns(keys, size);
   float* key = scratch;                            // (keys, size)
@@ -180,8 +190,8 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
               a.scale);
     std::fill(output, output + size * QUERIES, 0.0f);
     alignas(64) float top[QUERIES], sum[QUERIES], shrink[QUERIES];
-    std::fill(top, top + QUERIES, -INFINITE);
-    std::fill(sum, sum + QUERIES, 0.0f);
+    std::fill(top, top + QUERIES, sink);
+    std::fill(sum, sum + QUERIES, sink == -INFINITE ? 0.0f : 1.0f);
     const int64_t first = w.first / LANES * LANES;
     for (int64_t s0 = first, s1; s0 < w.last; s0 = s1) {
       s1 = block_end(s0, padded(w.last), KEYS);
@@ -225,7 +235,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     }
     float inverse[QUERIES];
     for (int64_t q = 0; q < count; q++) {
-      inverse[q] = sum[q] > 0 ? 1 / sum[q] : 0;
+      inverse[q] = share(sum[q], sink);
       if (!a.statistics) continue;
       // A query that may attend to nothing has the inverse 0, and a finite top.
       float* kept = a.statistics + 2 * bh * a.queries + q0 + q;
@@ -249,6 +259,7 @@ template <class Sigma>
 void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const int64_t size = a.size, length = padded(a.keys);
   const Sigma sigma = a.sigma<Sigma>(h);
+  const float sink = a.sink_of(h);
   for (int64_t t = 0; t < a.queries; t++) {
     const int64_t at = b * a.queries + t;
     const int64_t first = a.starts ? a.starts[at] : 0, last = a.ends ? a.ends[at] : a.keys;
@@ -272,7 +283,7 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
       store(scratch + s, z);
       most = larger(most, z);
     }
-    float top = -INFINITE;
+    float top = sink;
     if (a.mask.data) {
       const int64_t row = mask_row(a.mask, b, h, t);
       for (int64_t s = first; s < last; s++) {
@@ -289,9 +300,9 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
       store(scratch + s, p);
       sums += p;
     }
-    float sum = 0;
+    float sum = sink == -INFINITE ? 0 : std::exp(sink - top);
     for (int i = 0; i < LANES; i++) sum += sums[i];
-    const float inverse = sum > 0 ? 1 / sum : 0;
+    const float inverse = share(sum, sink);
     for (int64_t d = 0; d < size; d += LANES) {
       Vec result{};
       for (int64_t s = first; s < last; s++)
@@ -305,6 +316,7 @@ template <class Sigma, bool MASKED>
 void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
   const Sigma sigma = a.sigma<Sigma>(h);
+  const float sink = a.sink_of(h);
   const Dropout dropout(a, bh);
   const Columns columns(keys, size);
   float* key = scratch;                            // (keys, size)
@@ -371,6 +383,9 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
         store(means + q, load(means + q) + mean);
       }
     }
+    if (a.grad_sink)  // its own value is zero, so that the mean is all that its gradient has
+      for (int64_t q = 0; q < count; q++)
+        a.grad_sink[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
       s1 = block_end(s0, last, KEYS_BACKWARD);
       const int64_t rows = s1 - s0;

@@ -43,6 +43,7 @@ def _check_attention(
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
@@ -65,6 +66,13 @@ def _check_attention(
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not served on a GPU, got {size}")
     if table is not None:
         check_table(table, heads, query, "query")
+    if sink is not None:
+        if tuple(sink.shape) != (heads,) or sink.dtype != torch.float32:
+            raise ValueError(
+                f"sink must be float32 ({heads},), one score per head, got {sink.dtype} "
+                f"{list(sink.shape)}"
+            )
+        check_device("sink", sink, query, "query")
     if mask is not None:
         full = (batch, heads, queries, keys)
         fits = mask.dim() == 4 and all(
@@ -102,6 +110,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     is_causal: bool,
@@ -111,7 +120,7 @@ def _attention(
     high: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check_attention(query, key, value, table, mask, seed, dropout_p, scale, low, high)
+    _check_attention(query, key, value, table, sink, mask, seed, dropout_p, scale, low, high)
     drawn = 0 if seed is None else int(seed)
     statistics: Tensor | None
     if query.numel() == 0 or key.numel() == 0:
@@ -121,11 +130,11 @@ def _attention(
         from multimax_fairseq.kernels import triton_attention
 
         output, statistics = triton_attention.attention_forward(
-            query, key, value, table, mask, drawn, is_causal, dropout_p, scale, low, high
+            query, key, value, table, sink, mask, drawn, is_causal, dropout_p, scale, low, high
         )
     else:
         output, statistics = cpu.attention_forward(
-            query, key, value, table, mask, drawn, is_causal, dropout_p, scale, keep
+            query, key, value, table, sink, mask, drawn, is_causal, dropout_p, scale, keep
         )
     if not keep or statistics is None:
         statistics = torch.empty(0, dtype=torch.float32, device=query.device)
@@ -143,6 +152,7 @@ def _attention_fake(
     key: Tensor,
     value: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     is_causal: bool,
@@ -152,7 +162,7 @@ def _attention_fake(
     high: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check_attention(query, key, value, table, mask, seed, dropout_p, scale, low, high)
+    _check_attention(query, key, value, table, sink, mask, seed, dropout_p, scale, low, high)
     shape = _statistics_shape(query) if keep else (0,)
     return cpu.dense_like(query), torch.empty(shape, dtype=torch.float32, device=query.device)
 
@@ -166,12 +176,13 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         table: Tensor | None,
+        sink: Tensor | None,
         mask: Tensor | None,
         seed: Tensor | None,
         *numbers: Any,
     ) -> tuple[Tensor, Tensor]:
-        output, statistics = below(query, key, value, table, mask, seed, *numbers, True)
-        ctx.save_for_backward(query, key, value, output, statistics, table, mask, seed)
+        output, statistics = below(query, key, value, table, sink, mask, seed, *numbers, True)
+        ctx.save_for_backward(query, key, value, output, statistics, table, sink, mask, seed)
         ctx.numbers = numbers
         ctx.mark_non_differentiable(statistics)
         return output, statistics
@@ -182,19 +193,20 @@ class _Attend(torch.autograd.Function):
         saved = ctx.saved_tensors  # to be asked for once: checkpointing computes them for it
         grads = attention_backward(grad, *saved, *ctx.numbers)
         by_table = grads[3] if saved[5] is not None else None
-        return (None, *grads[:3], by_table, *(None,) * 7)
+        by_sink = grads[4] if saved[6] is not None else None
+        return (None, *grads[:3], by_table, by_sink, *(None,) * 7)
 
 
 def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
-    if not needs_gradient(*inputs[:5]):
+    if not needs_gradient(*inputs[:6]):
         return below(*inputs)
-    if inputs[4] is not None and inputs[4].requires_grad:
+    if inputs[5] is not None and inputs[5].requires_grad:
         raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
     return _Attend.apply(below, *inputs[:-1])
 
 
 def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    # As torch casts the inputs of its own attention. The table stays float32, and so does a mask.
+    # As torch casts the inputs of its own attention. Table, sink and mask stay float32.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device)
     parts = (t.to(dtype) if t.dtype in DTYPES else t for t in (query, key, value))
@@ -202,8 +214,8 @@ def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
 
 
 attention: Operator = define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? mask, Tensor? seed, "
-    f"{_NUMBERS}, bool keep) -> (Tensor, Tensor)",
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? sink, Tensor? mask, "
+    f"Tensor? seed, {_NUMBERS}, bool keep) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
     _attention_autograd,
@@ -219,6 +231,7 @@ def _attention_backward(
     output: Tensor,
     statistics: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     is_causal: bool,
@@ -226,33 +239,35 @@ def _attention_backward(
     scale: float,
     low: int,
     high: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_attention_backward(
-        *(grad, query, key, value, output, statistics, table, mask, seed),
+        *(grad, query, key, value, output, statistics, table, sink, mask, seed),
         *(dropout_p, scale, low, high),
     )
     drawn = 0 if seed is None else int(seed)
     grads: Sequence[Tensor | None]
     if query.numel() == 0 or key.numel() == 0:
         grads = [cpu.dense_like(t).zero_() for t in (query, key, value)]
-        grads.append(None if table is None else torch.zeros_like(table))
+        grads += [None if t is None else torch.zeros_like(t) for t in (table, sink)]
     elif query.device.type == "cuda" or interpreted():
         from multimax_fairseq.kernels import triton_attention
 
         grads = triton_attention.attention_backward(
-            *(grad, query, key, value, output, statistics, table, mask, drawn),
-            *(is_causal, dropout_p, scale, low, high, (True, True, True, table is not None)),
+            *(grad, query, key, value, output, statistics, table, sink, mask, drawn),
+            *(is_causal, dropout_p, scale, low, high),
+            (True, True, True, table is not None, sink is not None),
         )
     else:
         grads = cpu.attention_backward(
-            *(grad, query, key, value, statistics, table, mask, drawn),
+            *(grad, query, key, value, statistics, table, sink, mask, drawn),
             *(is_causal, dropout_p, scale),
         )
-    by_query, by_key, by_value, by_table = grads
+    by_query, by_key, by_value, *by_scalars = grads
     assert by_query is not None and by_key is not None and by_value is not None
-    if by_table is None:
-        by_table = query.new_empty(0, dtype=torch.float32)
-    return by_query, by_key, by_value, by_table
+    by_table, by_sink = (
+        query.new_empty(0, dtype=torch.float32) if grad is None else grad for grad in by_scalars
+    )
+    return by_query, by_key, by_value, by_table, by_sink
 
 
 def _check_attention_backward(
@@ -263,6 +278,7 @@ def _check_attention_backward(
     output: Tensor,
     statistics: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
@@ -270,7 +286,7 @@ def _check_attention_backward(
     low: int,
     high: int,
 ) -> None:
-    _check_attention(query, key, value, table, mask, seed, dropout_p, scale, low, high)
+    _check_attention(query, key, value, table, sink, mask, seed, dropout_p, scale, low, high)
     for name, tensor in (("grad", grad), ("output", output)):
         if tensor.shape != query.shape:
             raise ValueError(f"{name} must be {list(query.shape)}, got {list(tensor.shape)}")
@@ -294,6 +310,7 @@ def _attention_backward_fake(
     output: Tensor,
     statistics: Tensor,
     table: Tensor | None,
+    sink: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
     is_causal: bool,
@@ -301,20 +318,21 @@ def _attention_backward_fake(
     scale: float,
     low: int,
     high: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_attention_backward(
-        *(grad, query, key, value, output, statistics, table, mask, seed),
+        *(grad, query, key, value, output, statistics, table, sink, mask, seed),
         *(dropout_p, scale, low, high),
     )
-    shape = (0,) if table is None else table.shape
-    by_table = query.new_empty(shape, dtype=torch.float32)
-    return cpu.dense_like(query), cpu.dense_like(key), cpu.dense_like(value), by_table
+    by_table, by_sink = (
+        query.new_empty((0,) if t is None else t.shape, dtype=torch.float32) for t in (table, sink)
+    )
+    return cpu.dense_like(query), cpu.dense_like(key), cpu.dense_like(value), by_table, by_sink
 
 
 attention_backward: Operator = define(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor "
-    f"statistics, Tensor? table, Tensor? mask, Tensor? seed, {_NUMBERS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"statistics, Tensor? table, Tensor? sink, Tensor? mask, Tensor? seed, {_NUMBERS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_fake,
     without_gradient("attention_backward"),

@@ -1,0 +1,100 @@
+"""A gate on what attention found."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multimax_fairseq.functional.checks import is_whole
+
+
+class GatedAttention(nn.Module):
+    """Attention whose context is gated by the hidden state that the query is a projection of.
+
+        context * sigmoid(W h)                                  (Qiu et al. 2025, elementwise gates)
+
+    Args:
+        attention: any module with `attend` and `attend_by_scores`, of as many heads.
+        hidden_size: of h.
+        num_heads, head_size: of the context.
+
+    Parameter: `gate.weight`, W, (num_heads * head_size, hidden_size). It starts at 0, where all
+        gates are half open.
+
+    Raises:
+        ValueError: a size that is no whole number of at least 1.
+    """
+
+    def __init__(
+        self, attention: nn.Module, hidden_size: int, num_heads: int, head_size: int
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "head_size": head_size}
+        for name, size in sizes.items():
+            if not is_whole(size):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+        self.normalizer: Any = attention
+        self.num_heads, self.head_size = num_heads, head_size
+        self.gate = nn.Linear(hidden_size, num_heads * head_size, bias=False)
+        nn.init.zeros_(self.gate.weight)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        need_probs: bool = False,
+        hidden: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gated context of each query, and the probabilities before the gate.
+
+        Args, Returns: as `Normalizer.attend`.
+
+        Raises:
+            ValueError: there is no hidden; as the attention's.
+        """
+        context, probs = self.normalizer.attend(
+            query, key, value, mask, is_causal, dropout_p, scale, need_probs, hidden
+        )
+        return self._gated(context, hidden), probs
+
+    def attend_by_scores(
+        self,
+        scores: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        need_probs: bool = False,
+        hidden: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `attend` does, by scores that somebody else has formed.
+
+        Args, Returns, Raises: as `Normalizer.attend_by_scores`, and `attend`.
+        """
+        context, probs = self.normalizer.attend_by_scores(
+            scores, value, mask, dropout_p, need_probs, hidden
+        )
+        return self._gated(context, hidden), probs
+
+    def _gated(self, context: Tensor, hidden: Tensor | None) -> Tensor:
+        if hidden is None:
+            raise ValueError("a gate reads the hidden states of queries: pass them as hidden")
+        gate = self.gate(hidden).sigmoid().unflatten(-1, (self.num_heads, self.head_size))
+        return context * gate.squeeze(1).transpose(1, 2).to(context.dtype)
+
+    @torch.jit.unused
+    def static_values(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the attention's `static_values`; the values where it has none."""
+        prepare = getattr(self.normalizer, "static_values", None)
+        return value if prepare is None else prepare(value, mask)
+
+    def keep_heads(self, heads: list[int]) -> None:
+        """Forget all but these heads' parameters."""
+        self.normalizer.keep_heads(heads)
+        rows = self.gate.weight.data.unflatten(0, (self.num_heads, self.head_size))[heads]
+        self.gate.weight.data = rows.flatten(0, 1)
+        self.num_heads = len(heads)

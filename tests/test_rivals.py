@@ -1,0 +1,281 @@
+"""What is particular to mappings of 2024 to 2026: counts of keys, sinks, hidden states, gates."""
+
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+from conftest import scatter_modulators
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+
+from multimax_fairseq import (
+    NORMALIZERS,
+    Modulator,
+    Normalizer,
+    normalize,
+    replace_softmax,
+    scaled_dot_product_attention,
+)
+from multimax_fairseq.functional import metrics
+from multimax_fairseq.functional.rescaled import key_counts
+from multimax_fairseq.modules import (
+    ContinuousAttention,
+    GatedAttention,
+    HiddenScale,
+    LengthScale,
+    Sink,
+)
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+
+B, H, T, S, D, C = 2, 3, 4, 6, 8, 5
+TRANSLATION = "transformer_multimax"
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heads():
+    return drawn(B, H, T, D), drawn(B, H, S, D, seed=1), drawn(B, H, S, D, seed=2)
+
+
+# --- counts of keys ----------------------------------------------------------------------------
+
+MASKS = {
+    "none": None,
+    "a key each": torch.eye(4, 6) < 1,
+    "padding": torch.tensor([0, 0, 0, 1, 1, 1]).bool().expand(2, 1, 1, 6),
+    "of a key": torch.tensor([1, 0, 0, 0, 0, 0]).bool(),
+    "of queries": torch.tensor([[0], [1], [0], [1]]).bool(),
+    "nothing left": torch.ones(1, 6).bool(),
+}
+
+
+@pytest.mark.parametrize("added", [-torch.inf, -1e9, -1e4, torch.finfo(torch.float16).min])
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_are_counted_from_every_kind_of_mask(name, added):
+    scores, mask = drawn(B, H, T, S), MASKS[name]
+    full = torch.zeros(B, H, T, S).bool() if mask is None else mask.expand(B, H, T, S)
+    expected = (~full).sum(-1, keepdim=True).clamp(min=1).float().expand(B, H, T, 1)
+    for form in [mask] if mask is None else [mask, torch.where(mask, added, 0.5)]:
+        assert torch.equal(key_counts(scores, -1, form).expand(B, H, T, 1), expected)
+    if mask is not None:
+        turned = key_counts(scores.mT, -2, full.mT)
+        assert torch.equal(turned.mT, expected)
+
+
+@pytest.mark.parametrize("normalizer, options", [("ssmax", {"length_scale": 0.7}), ("sigmoid", {})])
+def test_padding_and_causal_order_count_as_if_the_sentence_ended_there(normalizer, options):
+    query, key, value = heads()
+    whole = scaled_dot_product_attention(
+        query, key, value, normalizer=normalizer, is_causal=True, **options
+    )
+    for t in range(T):
+        step = scaled_dot_product_attention(
+            *(query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1]),
+            normalizer=normalizer,
+            **options,
+        )
+        torch.testing.assert_close(whole[:, :, t : t + 1], step)
+    allowed = torch.arange(S) < 4
+    padded = scaled_dot_product_attention(
+        query, key, value, normalizer=normalizer, attn_mask=allowed, **options
+    )
+    short = scaled_dot_product_attention(
+        query, key[:, :, :4], value[:, :, :4], normalizer=normalizer, **options
+    )
+    torch.testing.assert_close(padded, short)
+
+
+def test_ssmax_is_softmax_at_one_over_the_logarithm_of_the_number_of_keys():
+    scores = drawn(T, S)
+    torch.testing.assert_close(
+        normalize("ssmax", scores, length_scale=1 / math.log(S)), scores.softmax(-1)
+    )
+    assert torch.equal(normalize("ssmax", scores[:, :1], length_scale=3.0), torch.ones(T, 1))
+
+
+def test_adaptive_temperature_leaves_certain_rows_and_sharpens_the_others():
+    certain, spread = torch.tensor([[6.0, 0, 0, 0]]), torch.tensor([[1.0, 0.5, 0, -0.5]])
+    for rows in (certain, spread):
+        probs, plain = normalize("adaptive_temperature", rows), rows.softmax(-1)
+        assert torch.equal(probs, plain) == (rows is certain)
+        assert metrics.entropy(probs) <= metrics.entropy(plain)
+    # Where the polynomial falls below 1, as at this entropy, nothing is flattened.
+    many = torch.zeros(1, 500)
+    assert np.polyval([-0.037, 0.481, -2.3, 4.917, -1.791], math.log(500)) < 1
+    torch.testing.assert_close(normalize("adaptive_temperature", many), many.softmax(-1))
+
+
+# --- sinks, and rows that do not sum to one ------------------------------------------------------
+
+
+def test_a_sink_far_below_is_softmax_and_far_above_takes_all():
+    scores, module = drawn(T, S), Modulator(init_std=0.2)
+    for name, options in (("sink", {}), ("multimax", {"modulator": module})):
+        plain = normalize("softmax" if name == "sink" else name, scores, **options)
+        below = normalize(name, scores, sink=Sink().softmax_state()["score"], **options)
+        torch.testing.assert_close(below, plain)
+        assert torch.equal(normalize(name, scores, sink=-torch.inf, **options), plain)
+        assert normalize(name, scores, sink=1e4, **options).max() == 0
+
+
+def test_softpick_gives_negative_scores_nothing_and_a_row_of_them_no_gradient():
+    scores = torch.tensor([[1.0, -2.0, 0.5], [-1.0, -200.0, -3.0]], requires_grad=True)
+    weights = normalize("softpick", scores)
+    assert torch.equal(weights > 0, scores > 0)
+    weights.pow(2).sum().backward()
+    assert scores.grad[0].ne(0).all() and scores.grad[1].eq(0).all()
+    # Small scores keep their digits: exp(x) - 1 of them would not.
+    small = torch.tensor([[1e-7, 3e-7]])
+    expected = reference.softpick(small.double().numpy(), np.zeros((1, 2), bool))
+    np.testing.assert_allclose(normalize("softpick", small), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n, m in NORMALIZERS.items() if not m.sums_to_one])
+def test_metrics_of_rows_that_do_not_sum_to_one(name):
+    scores = drawn(B, H, T, S)
+    probs = Normalizer(name)(scores).detach()
+    found = metrics.of_queries(scores, probs)
+    assert not Normalizer(name).sums_to_one
+    torch.testing.assert_close(found["mass"], probs.sum(-1))
+    assert (found["mass"] - 1).abs().max() > 0.01
+    for part in np.ndindex(B, H, T):
+        row = probs[part].double().numpy()
+        share = row[row > 0] / row.sum()
+        expected = -(share * np.log(share)).sum() if len(share) else math.nan
+        np.testing.assert_allclose(found["entropy"][part], expected, rtol=1e-5, atol=1e-6)
+    one = probs[:, :1].expand(B, H, T, S)  # heads alike, but for how much they give
+    scaled = one * torch.tensor([1.0, 0.5, 0.1])[:, None, None]
+    torch.testing.assert_close(
+        metrics.head_diversity(scaled).nan_to_num(), torch.zeros(B, T), rtol=0, atol=1e-6
+    )
+
+
+def test_a_normalizer_with_a_sink_says_so():
+    assert Normalizer("multimax").sums_to_one and Normalizer("multimax").modulated
+    for sink in ("zero", "learned"):
+        normalizer = Normalizer("multimax", sink=sink)
+        assert not normalizer.sums_to_one and not normalizer.modulated
+        with pytest.raises(ValueError, match="no TorchScript form"):
+            torch.jit.script(normalizer)
+
+
+# --- what is learned -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build, part",
+    [
+        (lambda: Sink(0), "got 0"),
+        (lambda: LengthScale(1.5), r"got 1\.5"),
+        (lambda: LengthScale(2, math.inf), "got inf"),
+        (lambda: HiddenScale("delta", 4), "'delta': choose beta or gamma"),
+        (lambda: HiddenScale("beta", 0), "hidden_size .* got 0"),
+        (lambda: GatedAttention(Normalizer(), 4, 0, 4), "num_heads .* got 0"),
+    ],
+)
+def test_modules_refuse_arguments_by_name(build, part):
+    with pytest.raises(ValueError, match=part):
+        build()
+
+
+def test_asentmax_reads_the_hidden_states_of_queries():
+    torch.manual_seed(0)
+    normalizer = Normalizer("asentmax", H, C)
+    hidden = 5 * drawn(B, 1, T, C, seed=3)
+    query, key, value = heads()
+    mask = (torch.arange(S) >= torch.tensor([S, 4])[:, None])[:, None, None]
+    context, probs = normalizer.attend(query, key, value, mask, need_probs=True, hidden=hidden)
+    scores = (query @ key.mT / math.sqrt(D)).double().numpy()
+    weights = {n: p.detach().double().numpy() for n, p in normalizer.named_parameters()}
+    state = hidden[:, 0].double().numpy()
+    for b, h, t in np.ndindex(B, H, T):
+        beta = math.log1p(math.exp(weights["beta.weight"][h] @ state[b, t]))
+        gamma = 2 * math.tanh(weights["gamma.weight"][h] @ state[b, t])
+        excluded = mask[b, 0].numpy()
+        expected = reference.asentmax(scores[b, h, t][None], excluded, beta, gamma)[0]
+        np.testing.assert_allclose(probs[b, h, t].detach(), expected, atol=1e-5)
+    torch.testing.assert_close(context, probs @ value)
+    context.square().sum().backward()
+    assert all(p.grad.abs().sum(-1).gt(0).all() for p in normalizer.parameters())
+    with pytest.raises(ValueError, match="pass them as hidden"):
+        normalizer.attend(query, key, value)
+    with pytest.raises(ValueError, match="hidden_size"):
+        replace_softmax(torch.nn.MultiheadAttention(8, 2), "asentmax")
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_gate_multiplies_what_attention_found(continuous):
+    torch.manual_seed(0)
+    inner = Normalizer("softmax")
+    inner = ContinuousAttention(inner) if continuous else inner
+    module = GatedAttention(inner, C, H, D)
+    hidden, tensors = drawn(B, 1, T, C, seed=3), heads()
+    context, _ = inner.attend(*tensors)
+    torch.testing.assert_close(module.attend(*tensors, hidden=hidden)[0], context / 2)
+    torch.nn.init.normal_(module.gate.weight)
+    gate = (hidden[:, 0] @ module.gate.weight.T).sigmoid().unflatten(-1, (H, D)).transpose(1, 2)
+    torch.testing.assert_close(module.attend(*tensors, hidden=hidden)[0], context * gate)
+    scores = tensors[0] @ tensors[1].mT
+    by_scores, _ = module.attend_by_scores(scores, tensors[2], hidden=hidden)
+    torch.testing.assert_close(by_scores, inner.attend_by_scores(scores, tensors[2])[0] * gate)
+    assert (module.static_values(tensors[2]).shape[2] > S) == continuous
+    with pytest.raises(ValueError, match="pass them as hidden"):
+        module.attend(*tensors)
+    kept = [2, 0]
+    module.keep_heads(kept)
+    fewer = [t[:, kept] for t in tensors]
+    torch.testing.assert_close(
+        module.attend(*fewer, hidden=hidden)[0], (context * gate)[:, kept], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_pruned_heads_take_their_numbers_and_gates_along():
+    torch.manual_seed(0)
+    stock = SoftmaxMultiheadAttention(12, 3, self_attention=True)
+    for name in ("ssmax", "sink", "asentmax"):
+        normalizer = Normalizer(name, 3, 12)
+        attention = MultiheadAttention(stock, GatedAttention(normalizer, 12, 3, 4)).eval()
+        before = {n: p.clone() for n, p in normalizer.named_parameters()}
+        normalizer.keep_heads([2, 0])
+        for n, p in normalizer.named_parameters():
+            assert torch.equal(p, before[n][[2, 0]])
+        assert attention.normalizer.normalizer is normalizer
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "flags", [("--attention-normalizer", "sink"), ("--multimax-sink", "learned")]
+)
+def test_a_stock_checkpoint_goes_on_as_it_was_with_sinks(build, translation_batch, flags):
+    stock = build(TRANSLATION, "--attention-normalizer", "softmax").eval()
+    sample = translation_batch()
+    expected = stock(**sample["net_input"])[0]
+    model = build(TRANSLATION, *flags, seed=2).eval()
+    assert not torch.allclose(model(**sample["net_input"])[0], expected, atol=1e-3)
+    model.load_state_dict(stock.state_dict())
+    torch.testing.assert_close(model(**sample["net_input"])[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [("--attention-normalizer", "asentmax"), ("--attention-gate",)])
+def test_matrices_are_no_scalars(build, flags):
+    model = build(TRANSLATION, *flags)
+    marked = {n for n, p in model.named_parameters() if getattr(p, "learned_scalar", False)}
+    matrices = {
+        n for n, _ in model.named_parameters() if n.endswith(("beta.weight", "gate.weight"))
+    }
+    assert matrices and not matrices & marked
+    scatter_modulators(model)
+    assert all(model.get_parameter(name).abs().max() > 0.1 for name in matrices)
+
+
+def test_other_parameters_start_as_without_a_rival(build):
+    stock = build(TRANSLATION, "--attention-normalizer", "softmax").state_dict()
+    for flags in (("--attention-normalizer", "asentmax"), ("--attention-gate",)):
+        state = build(TRANSLATION, *flags).state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in stock.items())
