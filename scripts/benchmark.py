@@ -36,6 +36,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_l
 from fairseq.data import Dictionary, indexed_dataset
 from fairseq.data.data_utils import infer_language_pair
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.logging import metrics
 from fairseq.models.transformer import TransformerModel
 from fairseq.trainer import Trainer
 from paired import Case, Contestant, Ready, conditions, measure, quiet, report
@@ -322,7 +323,8 @@ def training_step(trainer: Trainer, args: argparse.Namespace) -> Ready:
 
     def step(number: int) -> dict[str, int]:
         batch = batches[number % len(batches)]
-        trainer.train_step([batch])
+        with metrics.aggregate("train"):  # as fairseq-train, which --monitor-interval asks for
+            trainer.train_step([batch])
         return {"tokens": batch["ntokens"]}
 
     def result() -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """compat/, fix by fix: the command that fails without it, and what a user's mistake prints."""
 
 import argparse
+import json
 import os
 import pickle
 import random
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, TRACEBACK, refused, run
+from fairseq.logging import progress_bar
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import checkpoints
@@ -420,6 +422,42 @@ def test_another_plugins_errors_keep_their_tracebacks(toy, tmp_path):
     output = run(tmp_path, *words, code=1)
     assert "Traceback" in output and "their.file" in output
     assert output.rstrip().endswith("No such file or directory: 'their.file'")
+
+
+def test_a_models_own_figures_are_in_no_line_of_text(tmp_path, monkeypatch, caplog):
+    written = {}
+
+    class Writer:
+        def __init__(self, folder):
+            self.add_text = self.flush = self.close = lambda *_: None
+
+        def add_scalar(self, name, value, step):
+            written[name] = value
+
+    compat.apply()
+    monkeypatch.setattr(progress_bar, "SummaryWriter", Writer)
+    monkeypatch.setattr(progress_bar, "_tensorboard_writers", {})
+    caplog.set_level("INFO")
+    given = {
+        "loss": 1.0,
+        "num_updates": 2,
+        "monitor/a.0/zeros": 0.5,
+        "monitor/b": None,
+        "ppl": None,
+    }
+    for form in ("simple", "json"):
+        bar = progress_bar.progress_bar([0], form, 1, epoch=1, tensorboard_logdir=str(tmp_path))
+        for _ in bar:
+            bar.log(given, "train_inner", step=1)
+            bar.print(given, "train", step=2)
+    simple, epoch, *rest = [record.message for record in caplog.records]
+    assert simple == "epoch 001:      1 / 1 loss=1, num_updates=2, ppl=None"
+    assert epoch == "epoch 001 | loss 1 | num_updates 2 | ppl None"
+    inner, epoch = map(json.loads, rest)
+    kept = {"loss": "1", "num_updates": "2", "monitor/a.0/zeros": "0.5", "ppl": None}
+    assert inner == {"epoch": 1, "update": 1.0, **kept}
+    assert epoch == {"epoch": 1, **{f"train_{key}": value for key, value in kept.items()}}
+    assert written == {"loss": 1.0, "monitor/a.0/zeros": 0.5}
 
 
 def test_a_command_without_a_user_dir(toy):

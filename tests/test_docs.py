@@ -135,6 +135,7 @@ def test_every_flag_is_explained_by_its_own_help():
             "attention_normalizer_at": str,
             "scalar_gradient_scale": float,
             "attention_gate": bool,
+            "monitor_interval": int,
         }
         values = ", ".join(f"`{w}`" for w in words) or of_kind[kind or other[setting.name]]
         default = {False: "off", None: "none"}.get(setting.default, f"`{setting.default}`")

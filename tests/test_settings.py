@@ -84,7 +84,7 @@ def test_a_setting_belongs_to_its_mapping(beside, setting, owner, home):
 
 def test_every_setting_belongs_to_a_mapping_or_chooses_it():
     chosen = {"--attention-normalizer", "--attention-normalizer-at", "--output-normalizer"}
-    chosen |= {flag(name) for name in DENSITY_AT.values()}
+    chosen |= {flag(name) for name in (*DENSITY_AT.values(), "monitor_interval")}
     flags = {flag(setting.name) for setting in SETTINGS}
     assert {setting.split()[0] for _, setting, *_ in FOREIGN} == flags - chosen
 

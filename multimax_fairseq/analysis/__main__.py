@@ -67,6 +67,20 @@ def main() -> None:
             help="folder to write into" + (f"; default: {default}" if default else ""),
         )
         command.set_defaults(run=run)
+    command = commands.add_parser(
+        "trajectories", help="draw what --monitor-interval has logged of one run, or of several"
+    )
+    command.add_argument(
+        "logs", type=Path, nargs="+", metavar="LOG", help="of fairseq-train --log-format json"
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("trajectories"),
+        metavar="OUT",
+        help="folder to write into; default: %(default)s",
+    )
+    command.set_defaults(run=trajectories)
     args = parser.parse_args()
     # fairseq tells everybody who imports it what speech synthesis would need.
     for name in ("fairseq", "multimax_fairseq"):
@@ -142,6 +156,11 @@ def report(args: argparse.Namespace) -> None:
 def compare(args: argparse.Namespace) -> None:
     drawn = room("report").compare(room("collection").read_all(args.collection), args.out)
     tell(drawn, args.out / "compare.html")
+
+
+def trajectories(args: argparse.Namespace) -> None:
+    logs = room("training_log").read_all(args.logs)
+    tell(room("figures.trajectories").plot(logs, args.out), args.out)
 
 
 def tell(drawn: Iterable[str], written: Path) -> None:

@@ -9,9 +9,10 @@ own environment under fairseq's names.
 from multimax_fairseq.compat import checkpoints, commands, data
 from multimax_fairseq.compat.checkpoints import building_from_checkpoint
 from multimax_fairseq.compat.explain import explain, plain_errors, wants_traceback
-from multimax_fairseq.compat.patch import PACKAGE, command
+from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
 
 __all__ = [
+    "MONITOR",
     "PACKAGE",
     "apply",
     "building_from_checkpoint",
@@ -35,5 +36,6 @@ def apply():
     commands.precision_flags()
     commands.user_dir()
     commands.unknown_model()
+    commands.progress_lines()
     if command():
         plain_errors()

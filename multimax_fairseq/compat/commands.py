@@ -6,7 +6,7 @@ import sys
 import torch
 
 from multimax_fairseq.compat.explain import LOAD_PLUGIN, plugin_hint
-from multimax_fairseq.compat.patch import PACKAGE, wrap
+from multimax_fairseq.compat.patch import MONITOR, PACKAGE, wrap
 from multimax_fairseq.errors import UsageError
 
 
@@ -186,3 +186,29 @@ def unknown_model():
         return build_model
 
     wrap(models, "build_model", make)
+
+
+def progress_lines():
+    """Every figure that is logged is in every line of text, and is null in JSON once it was shown.
+
+    The hundreds of a model's own figures would hide the loss. Text leaves them out, and JSON has
+    them in the lines that follow their update. Can go when fairseq lets a figure choose its lines.
+    """
+    from fairseq.logging import progress_bar
+
+    def make(shown):
+        def make_format(original):
+            def _format_stats(self, stats, *args, **kwargs):
+                kept = {
+                    key: value
+                    for key, value in stats.items()
+                    if not key.removeprefix("train_").startswith(MONITOR) or shown(value)
+                }
+                return original(self, kept, *args, **kwargs)
+
+            return _format_stats
+
+        return make_format
+
+    wrap(progress_bar.BaseProgressBar, "_format_stats", make(lambda value: False))
+    wrap(progress_bar.JsonProgressBar, "_format_stats", make(lambda value: value is not None))

@@ -6,6 +6,8 @@ import os
 import sys
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# What the names of a model's own figures begin with: see progress_lines().
+MONITOR = "monitor/"
 COMMANDS = tuple(
     f"fairseq-{name}"
     for name in "eval-lm generate hydra-train interactive preprocess score train validate".split()

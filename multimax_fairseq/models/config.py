@@ -140,6 +140,13 @@ class _SharedSettings(FairseqDataclass):
             "them"
         },
     )
+    monitor_interval: Optional[int] = field(  # noqa: UP045
+        default=None,
+        metadata={
+            "help": "log what attention and output layer do in every so many updates, to JSON "
+            "lines, TensorBoard and the like"
+        },
+    )
 
 
 def _type_of(option: Option) -> Any:
@@ -232,6 +239,11 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
         raise UsageError(
             f"{_shown(args, 'scalar_gradient_scale')} must be a finite number above 0: 1 scales "
             "the output layer's alone"
+        )
+    if not (args.monitor_interval is None or is_whole(args.monitor_interval)):
+        raise UsageError(
+            f"{_shown(args, 'monitor_interval')} must be a whole number of at least 1, such as "
+            "100: leave it out for no monitor"
         )
     if args.output_normalizer != "softmax" and getattr(args, "adaptive_softmax_cutoff", None):
         raise UsageError(

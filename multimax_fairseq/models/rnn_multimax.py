@@ -31,6 +31,7 @@ from multimax_fairseq.models.config import (
     settings_class,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
+from multimax_fairseq.models.monitor import Monitored, set_monitor
 from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import AdditiveAttention, RecurrentCell
 from multimax_fairseq.modules.recurrent_cell import start_biases, start_gates
@@ -272,7 +273,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
 
 
 @register_model("rnn_multimax")
-class RecurrentModel(LoadsSoftmaxCheckpoints, FairseqEncoderDecoderModel):
+class RecurrentModel(Monitored, LoadsSoftmaxCheckpoints, FairseqEncoderDecoderModel):
     """Recurrent encoder-decoder with a chosen normalizer, or a density, in its attention."""
 
     @classmethod
@@ -301,6 +302,7 @@ class RecurrentModel(LoadsSoftmaxCheckpoints, FairseqEncoderDecoderModel):
         decoder = RecurrentDecoder(args, target, embed_target, encoder.output_size)
         model = cls(encoder, decoder)
         prepare_scalars(model, args)
+        set_monitor(model, args)
         return model
 
     def forward(self, src_tokens, src_lengths, prev_output_tokens, features_only=False):

@@ -16,6 +16,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check_settings
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
+from multimax_fairseq.models.monitor import Monitored, set_monitor
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 
 
@@ -25,7 +26,7 @@ class MultimaxLanguageModelConfig(NormalizerConfig, TransformerLanguageModelConf
 
 
 @register_model("transformer_lm_multimax", dataclass=MultimaxLanguageModelConfig)
-class MultimaxLanguageModel(LoadsSoftmaxCheckpoints, TransformerLanguageModel):
+class MultimaxLanguageModel(Monitored, LoadsSoftmaxCheckpoints, TransformerLanguageModel):
     """Transformer language model with a chosen normalizer in attention and output layer."""
 
     @classmethod
@@ -49,6 +50,7 @@ class MultimaxLanguageModel(LoadsSoftmaxCheckpoints, TransformerLanguageModel):
             MultimaxDecoder(cfg, task.target_dictionary, embed_tokens, no_encoder_attn=True)
         )
         prepare_scalars(model, args)
+        set_monitor(model, args)
         return model
 
     @classmethod

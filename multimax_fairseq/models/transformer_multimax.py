@@ -39,6 +39,7 @@ from multimax_fairseq.models.config import (
     set_defaults,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
+from multimax_fairseq.models.monitor import Monitored, set_monitor
 from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
@@ -232,7 +233,7 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
 
 
 @register_model("transformer_multimax")
-class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
+class MultimaxTransformerModel(Monitored, LoadsSoftmaxCheckpoints, TransformerModel):
     """Encoder-decoder Transformer with a chosen normalizer in each of its attentions."""
 
     @classmethod
@@ -266,6 +267,7 @@ class MultimaxTransformerModel(LoadsSoftmaxCheckpoints, TransformerModel):
             )
         model = super().build_model(args, task)
         prepare_scalars(model, args)
+        set_monitor(model, args)
         return model
 
     @classmethod

@@ -1,0 +1,105 @@
+"""What the monitor has logged while a model trained, of one run or of several."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from multimax_fairseq.analysis import figures
+from multimax_fairseq.analysis.canvas import (
+    layers_of,
+    legend_below,
+    ordered_style,
+    style,
+    updates_axis,
+    wrapped,
+)
+from multimax_fairseq.analysis.collection import PLACES
+from multimax_fairseq.analysis.figures.catalogue import Drawn
+from multimax_fairseq.analysis.figures.modulators import IDENTITY, symbol_text
+from multimax_fairseq.analysis.training_log import TrainingLog
+
+LABELS = {
+    "sparsity": "sparsity (0 to 1)",
+    "multi_modality": "multi-modality",
+    "entropy": "entropy (nats)",
+    "zeros": "share of exact zeros",
+    "mass": "sum of a row",
+    "past_turning_point": "share past the turning point",
+    "largest_score": "largest modulated score",
+    "top1": "probability of the likeliest word",
+    "top10": "probability of the ten likeliest",
+}
+MARKED = 20  # markers a line
+
+
+def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
+    """A panel a figure, over the updates: of one run a line a layer, of several a line a run, the
+    mean over its layers; what each head has is their mean. Dotted: the identity, which is softmax.
+    """
+    tables = [log.figures[log.figures["place"] == place] for log in logs]
+    known = [*LABELS, *IDENTITY]
+    there = {name for table in tables for name in table["name"]}
+    names = [name for name in known if name in there] + sorted(there.difference(known))
+    if not names:
+        return None
+    figure, panels = wrapped(len(names), 2.9, 2.4)
+    for axis, name in zip(panels, names, strict=True):
+        if name in IDENTITY:
+            axis.axhline(IDENTITY[name], color="black", linestyle=":", linewidth=1)
+        for label, look, line in lines(logs, tables, name):
+            every = max(1, len(line) // MARKED)
+            axis.plot(line.index, line, label=label, markevery=every, **{**look, "markersize": 3})
+        axis.set_title(symbol_text(name) if name in IDENTITY else LABELS.get(name, name), size=9)
+        axis.set_ylabel("value")
+        updates_axis(axis)
+    legend_below(figure, columns=6 if len(logs) == 1 else 3)
+    return figure
+
+
+def lines(
+    logs: list[TrainingLog], tables: list[pd.DataFrame], name: str
+) -> Iterator[tuple[str, dict[str, Any], pd.Series]]:
+    """Yield label, look and values by updates of each line in a panel."""
+    if len(logs) > 1:
+        for index, (log, table) in enumerate(zip(logs, tables, strict=True)):
+            own = table[table["name"] == name]
+            if not own.empty:
+                yield log.label, style(index), own.groupby("updates")["value"].mean()
+        return
+    (table,) = tables
+    layers = layers_of(table)
+    table = table[table["name"] == name]
+    if not layers:
+        yield "output layer", style(0), table.groupby("updates")["value"].mean()
+    for index, layer in enumerate(layers):
+        own = table[table["layer"] == layer]
+        if not own.empty:
+            look = ordered_style(index, len(layers))
+            yield f"layer {layer + 1}", look, own.groupby("updates")["value"].mean()
+
+
+def draw(logs: list[TrainingLog]) -> Iterator[Drawn]:
+    """Draw, one after the other, a figure of each place that one of the runs has."""
+    for place, words in PLACES.items():
+        figure = trajectories(logs, place)
+        if figure is None:
+            continue
+        runs = logs[0].label if len(logs) == 1 else f"{len(logs)} runs"
+        title = f"Training, {words}"
+        figure.suptitle(f"{title} ({runs})", fontsize=12, fontweight="bold")
+        caption = " ".join((trajectories.__doc__ or "").split())
+        yield Drawn(f"trajectories-{place}", title, caption, figure)
+
+
+def plot(logs: list[TrainingLog], out: Path) -> Iterator[str]:
+    """Write these figures; yield the name of each once it is there.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    for drawn in draw(logs):
+        figures.write(drawn, out)
+        yield drawn.name

@@ -1,0 +1,137 @@
+"""multimax-analyze trajectories: what the monitor has logged, read back and drawn."""
+
+import json
+
+import pytest
+from commands import PLUGIN, refused, run
+from test_analysis_figures import check_figure
+from test_commands import MODEL_LANGUAGE, TRANSLATE, text  # noqa: F401
+
+from multimax_fairseq.analysis import training_log
+from multimax_fairseq.analysis.figures import trajectories
+from multimax_fairseq.errors import UsageError
+
+PREFIX = "2026-01-01 00:00:00 | INFO | train_inner | "
+
+
+def line(done, start="", **figures):
+    """A line of fairseq's: the monitor's figures, named with two underscores for a slash."""
+    named = {key.replace("__", "/").replace("_at_", "."): value for key, value in figures.items()}
+    found = {"num_updates": done, **{f"monitor/{key}": v for key, v in named.items()}}
+    return json.dumps({f"{start}{key}": f"{value:g}" for key, value in found.items()})
+
+
+def values(log, place, name):
+    table = log.figures[(log.figures["place"] == place) & (log.figures["name"] == name)]
+    return list(zip(table["updates"], table["layer"], table["value"], strict=True))
+
+
+def legend(figure):
+    return [entry.get_text() for entry in figure.legends[0].get_texts()]
+
+
+def test_a_log_is_read_with_all_that_can_happen_to_it(tmp_path):
+    written = [
+        "| INFO | fairseq_cli.train | {'monitor/interval': 2}",
+        PREFIX + line(2, updates=2, encoder_at_1__entropy=0.5, output__top1=0.25),
+        PREFIX + line(3),
+        PREFIX + line(4, updates=4, encoder_at_1__entropy=0.625),
+        line(4, "train_", updates=4, encoder_at_1__entropy=0.625),  # of --log-file, an epoch's
+        PREFIX + line(6, updates=6, encoder_at_1__entropy=9),
+        PREFIX + '{"num_updates": "7", "monitor/updates": "7", "monitor/enc',  # a crash
+        PREFIX + line(6, updates=6, encoder_at_1__entropy=0.75, encoder_at_1__t_b1_at_3=2),
+    ]
+    file = tmp_path / "train.log"
+    file.write_text("\n".join(written) + "\n")
+    log = training_log.read(file)
+    assert values(log, "encoder", "entropy") == [(2, 1, 0.5), (4, 1, 0.625), (6, 1, 0.75)]
+    assert values(log, "encoder", "t_b1") == [(6, 1, 2)]
+    ((updates, _, value),) = values(log, "output", "top1")
+    assert (updates, value) == (2, 0.25)
+    assert len(log.figures) == 5
+
+
+def test_runs_have_labels_that_tell_them_apart(tmp_path):
+    files = [tmp_path / "a" / "train.log", tmp_path / "b" / "train.log", tmp_path / "other.log"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(line(2, updates=2, encoder_at_0__entropy=1) + "\n")
+    logs = training_log.read_all([*files, files[0]])
+    assert [log.label for log in logs] == ["a/train 1", "b/train", "other", "a/train 4"]
+
+
+@pytest.mark.parametrize("content", ["", line(2), "{monitor/", "[monitor/]", '{"monitor/x": "1"}'])
+def test_a_log_without_the_monitor_is_refused(tmp_path, content):
+    file = tmp_path / "train.log"
+    file.write_text(content + "\n")
+    with pytest.raises(UsageError, match="has no line of the monitor: train with --monitor-int"):
+        training_log.read(file)
+    with pytest.raises(UsageError, match="does not exist"):
+        training_log.read(tmp_path / "other.log")
+
+
+@pytest.fixture(scope="module")
+def logs(text, tmp_path_factory):  # noqa: F811
+    """A translation model's log and a language model's, and one of no monitor."""
+    folder = tmp_path_factory.mktemp("logs")
+    words = ["--log-format", "json", "--monitor-interval", "2", "--no-save"]
+    for name, data, model, more in (
+        ("translation", "mt", TRANSLATE, ["--encoder-layers", "2", *words]),
+        ("language", "lm", MODEL_LANGUAGE, words),
+        ("plain", "lm", MODEL_LANGUAGE, ["--log-format", "json", "--no-save"]),
+    ):
+        written = ["--log-file", folder / f"{name}.log"]
+        run(text, "fairseq-train", data, *PLUGIN, *model, *more, *written)
+    return folder
+
+
+def test_the_curves_of_one_run(logs):
+    run(logs, "multimax-analyze", "trajectories", "translation.log")
+    names = {file.stem for file in (logs / "trajectories").glob("*.png")}
+    assert names == {f"trajectories-{p}" for p in ("encoder", "decoder", "cross", "output")}
+    assert names == {file.stem for file in (logs / "trajectories").glob("*.svg")}
+    log = training_log.read(logs / "translation.log")
+    drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw([log])}
+    for entry in drawn.values():
+        check_figure(entry)
+    figure = drawn["encoder"].figure
+    # Five figures of attention, the largest score, and eight scalars.
+    assert len(figure.axes) == 14
+    panel = next(axis for axis in figure.axes if axis.get_title() == "entropy (nats)")
+    for layer, curve in enumerate(panel.get_lines()):
+        found = list(zip(*curve.get_data(), strict=True))
+        logged = [(u, v) for u, at, v in values(log, "encoder", "entropy") if at == layer]
+        assert found == logged and [updates for updates, _ in found] == [2, 4, 6]
+    assert legend(figure) == ["layer 1", "layer 2"]
+    assert len(drawn["output"].figure.axes) == 11
+
+
+def test_the_curves_of_two_runs(logs):
+    out = logs / "both"
+    both = ("translation.log", "language.log", "--out", out)
+    printed = run(logs, "multimax-analyze", "trajectories", *both)
+    assert f"written: {out}" in printed
+    assert {file.stem for file in out.glob("*.svg")} == {
+        f"trajectories-{place}" for place in ("encoder", "decoder", "cross", "output")
+    }
+    runs = training_log.read_all([logs / "translation.log", logs / "language.log"])
+    drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw(runs)}
+    for entry in drawn.values():
+        check_figure(entry)
+    figure = drawn["decoder"].figure
+    shown = legend(figure)
+    assert shown == ["translation", "language"]
+    first, *_ = figure.axes
+    assert first.get_title() == "sparsity (0 to 1)" and len(first.get_lines()) == 2
+    means = runs[0].figures.query("place == 'encoder' and name == 'entropy'")
+    means = means.groupby("updates")["value"].mean()
+    panel = drawn["encoder"].figure.axes[2]
+    assert panel.get_lines()[0].get_ydata().tolist() == means.tolist()
+
+
+def test_the_command_refuses_a_log_without_the_monitor(logs):
+    said = refused(logs, "multimax-analyze", "trajectories", "plain.log")
+    assert said.startswith("log 'plain.log' has no line of the monitor: train with --monitor-")
+    assert "log 'none.log' does not" in refused(
+        logs, "multimax-analyze", "trajectories", "none.log"
+    )
