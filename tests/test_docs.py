@@ -33,6 +33,8 @@ if sides == ["decoder"]:
     sizes.update({{"decoder-input-dim": 8, "decoder-output-dim": 8}})
 if name == "fairseq-train":
     sizes.update({{"max-update": 3, "save-interval-updates": 1}})
+    if "--monitor-interval" in arguments:
+        sizes["monitor-interval"] = 1
     for key, value in sizes.items():
         arguments += ["--" + key, str(value)]
 else:
@@ -96,6 +98,7 @@ def test_every_command(folder):
     assert "start at identity" in next(out for block, out in made.items() if "finetune" in block)
     assert (folder / "hydra-checkpoints" / "checkpoint_last.pt").exists()
     assert (folder / "analysis" / "report.html").exists()
+    assert (folder / "trajectories" / "trajectories-cross.svg").exists()
 
 
 def test_the_python_lines(folder):

@@ -98,9 +98,10 @@ class Monitor:
                 "json), TensorBoard and the like, and not in lines of text"
             )
         shares = {place: figures[f"{place}/past_turning_point"] for place in falling}
-        place = max(shares, key=lambda place: shares[place], default="")
-        if self.warned or not place or not shares[place] > 0:
+        shares = {place: share for place, share in shares.items() if share > 0}
+        if self.warned or not shares:
             return
+        place = max(shares, key=lambda place: shares[place])
         self.warned = True
         kind, _, layer = place.partition(".")
         logger.warning(
