@@ -25,7 +25,9 @@ class NumpyTransformer:
         return x * self.state[f"{name}.weight"] + self.state[f"{name}.bias"]
 
     def embed(self, tokens):
-        weight = self.state["encoder.embed_tokens.weight"]
+        weight = self.state.get("encoder.embed_tokens.weight")
+        if weight is None:  # a language model
+            weight = self.state["decoder.embed_tokens.weight"]
         half = weight.shape[1] // 2
         rates = np.exp(-np.arange(half) * math.log(10000) / (half - 1))
         angles = (np.arange(len(tokens)) + 2)[:, None] * rates  # positions begin after padding's
@@ -105,3 +107,50 @@ class NumpyTransformer:
             x = self.norm(f"{at}.final_layer_norm", x + self.feed_forward(at, x))
             self.features["decoder", layer] = x
         return self.seen
+
+
+class AuthorsTransformer(NumpyTransformer):
+    """The same of a checkpoint in the layout of the authors' patched fairseq, by their formula: in
+    self-attention and in the output layer, and not in cross-attention."""
+
+    def __init__(self, state):
+        super().__init__(state, "authors")
+
+    def selu(self, at, x):
+        ts, ranges = self.state[f"{at}.ts"], self.state[f"{at}.ranges"]
+        relus = [np.maximum(side * (ranges[i] - x), 0) for i, side in enumerate((1, -1, 1, -1))]
+        squares = ts[2] * relus[2] ** 2 + ts[3] * relus[3] ** 2
+        return x + ts[0] * relus[0] + ts[1] * relus[1] + squares
+
+    def probs(self, place, layer, scores, excluded):
+        side = "encoder" if place == "encoder" else "decoder"
+        if place != "cross":
+            scores = self.selu(f"{side}.layers.{layer}.self_attn", scores)
+        return reference.softmax(scores, excluded)
+
+    def logits(self, source, target):
+        """(target length, words) of a sentence pair, or of a text alone where source is None."""
+        if source is None:
+            x = self.language_features(target)
+        else:
+            self.run(source, target)
+            x = self.features["decoder", LAYERS - 1]
+        return self.selu("decoder", x @ self.state["decoder.output_projection.weight"].T)
+
+    def language_features(self, tokens):
+        """Of a language model, which normalizes before its parts if it has a norm at its end."""
+        first = "decoder.layer_norm.weight" in self.state
+
+        def norm(name, x, when):
+            return self.norm(name, x) if when else x
+
+        x = self.embed(tokens)
+        future = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+        for layer in range(LAYERS):
+            at = f"decoder.layers.{layer}"
+            y = norm(f"{at}.self_attn_layer_norm", x, first)
+            x = x + self.attend("decoder", layer, f"{at}.self_attn", y, y, future)
+            x = norm(f"{at}.self_attn_layer_norm", x, not first)
+            x = x + self.feed_forward(at, norm(f"{at}.final_layer_norm", x, first))
+            x = norm(f"{at}.final_layer_norm", x, not first)
+        return norm("decoder.layer_norm", x, first)

@@ -20,6 +20,10 @@ ELSEWHERE = [
     "bash scripts/test.sh\n",
     "bash scripts/iwslt14.sh\nbash scripts/wikitext103.sh\nbash scripts/iwslt17.sh\n",
     "bash scripts/setup.sh\nsource .venv/bin/activate\nbash scripts/test.sh --fast\n",
+    "multimax-convert from-authors authors.pt ours.pt\n"
+    "multimax-convert to-authors ours.pt theirs.pt\n"
+    "multimax-convert to-paddlefleet ours-lm.pt head.npz\n"
+    "multimax-convert from-paddlefleet head.npz ours-lm.pt with-head.pt\n",
 ]
 
 # Stands before the real command: the last of two flags wins, so the README's are made tiny.

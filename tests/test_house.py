@@ -19,6 +19,7 @@ BELOW = {
     "optim": set(),
     "compat": set(),
     "analysis": {"functional", "modules", "models", "compat"},
+    "convert": {"models", "compat"},
     **{name: set() for name in GROUND},
 }
 # What may not be imported at all where a room is to work without it.
