@@ -22,6 +22,10 @@ TRANSLATION, LM = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
 AT = ("--attention-normalizer-at", "encoder,decoder")
 BOTH = ("--output-normalizer", "multimax")
 CRITERION = ("--criterion", "label_smoothed_multimax_cross_entropy")
+ADAPTIVE = (
+    *("--criterion", "adaptive_loss", "--adaptive-input", "--adaptive-input-cutoff", "10,20"),
+    "--tie-adaptive-weights",
+)
 HELD = [
     (TRANSLATION, *AT, *BOTH),
     (TRANSLATION, *AT, *CRITERION, "--multimax-init-std", "0.3"),
@@ -31,6 +35,7 @@ HELD = [
     (TRANSLATION, *AT, "--multimax-terms", "high"),
     (LM,),
     (LM, "--output-normalizer", "softmax", "--scalar-gradient-scale", "0.5"),
+    (LM, "--output-normalizer", "softmax", "--adaptive-softmax-cutoff", "10,20", *ADAPTIVE),
     (LM, "--multimax-terms", "low", "--criterion", "multimax_cross_entropy"),
 ]
 HEAD = ["model.lm_head.multimax_ts", "model.lm_head.multimax_ranges"]
@@ -102,14 +107,22 @@ def authors(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arch", ["transformer_iwslt_de_en", "transformer_lm", "transformer_lm_gpt2_tiny"]
+    "arch, becomes",
+    [
+        ("transformer_iwslt_de_en", TRANSLATION),
+        ("transformer_wmt_en_de", "transformer_multimax"),
+        ("transformer_lm", LM),
+        ("transformer_lm_gpt2_tiny", LM),
+    ],
 )
-def test_a_checkpoint_of_the_authors_has_their_logits(authors, tmp_path, monkeypatch, arch):
+def test_a_checkpoint_of_the_authors_has_their_logits(
+    authors, tmp_path, monkeypatch, arch, becomes
+):
     path, new = authors(arch, "--activation-fn", "relu"), tmp_path / "ours.pt"
     convert(monkeypatch, "from-authors", path, new)
     model, cfg, task = load(new)
     is_lm = "_lm" in arch
-    assert cfg.model._name == (LM if is_lm else TRANSLATION)
+    assert cfg.model._name == becomes
     assert cfg.model.attention_normalizer_at == ("decoder" if is_lm else "encoder,decoder")
     theirs = AuthorsTransformer(read(path)[0])
     words = torch.randint(4, len(task.target_dictionary), (2, 9), generator=torch.Generator())
@@ -156,6 +169,23 @@ def test_theirs_come_back_but_what_never_acted(authors, tmp_path, monkeypatch, a
         if ".encoder_attn.ts" in name or ".encoder_attn.ranges" in name:
             before[name] = torch.zeros(4)
     assert_same_bits(before, after)
+
+
+def test_settings_of_a_yaml_file_stay_as_few(checkpoint, tmp_path, monkeypatch):
+    path, theirs, ours = (tmp_path / f"{name}.pt" for name in ("yaml", "theirs", "ours"))
+    state = torch.load(checkpoint(TRANSLATION, *AT), weights_only=False)
+    names = "encoder_layers encoder_embed_dim encoder_ffn_embed_dim encoder_attention_heads"
+    names = f"{names} {names.replace('encoder', 'decoder')}".split()
+    all_settings = vars(state["cfg"]["model"])
+    few = ["_name", "share_all_embeddings", "attention_normalizer_at", *names]
+    state["cfg"]["model"] = {name: all_settings[name] for name in few}
+    torch.save(state, path)
+    convert(monkeypatch, "to-authors", path, theirs)
+    convert(monkeypatch, "from-authors", theirs, ours)
+    before, after = read(path), read(ours)
+    assert_same_bits(before[0], after[0])
+    assert before[1:] == after[1:] and before[1]["model"].keys() == set(few)
+    load(ours)
 
 
 def test_a_model_that_was_trained_on_is_read_by_its_numbers(checkpoint, tmp_path, monkeypatch):
@@ -314,7 +344,7 @@ AT_0 = "decoder.layers.0.self_attn"
     "change, parts",
     [
         (without(f"{AT_0}.ts"), [f"lacks {AT_0}.ts"]),
-        (without("decoder.ranges"), ["lacks decoder.ranges"]),
+        (without("decoder.ts"), ["lacks decoder.ts"]),
         (spoil(f"{AT_0}.ts", torch.zeros(3)), [f"ts of {AT_0}", "[3]"]),
         (spoil("decoder.ts", torch.tensor([0, 0, 0, torch.nan])), ["ts of decoder", "finite"]),
         (rename, ["'fconv'", "none of the authors'"]),

@@ -54,26 +54,37 @@ def from_authors(state: State) -> None:
             f"a checkpoint of the architecture '{theirs}' is none of the authors': theirs are "
             "fairseq's Transformers, such as transformer_iwslt_de_en and transformer_lm"
         )
-    found = {at: (_take(state, at), place) for at, place in _everywhere(state)}
-    record = state.pop(RECORD, None) or {}
-    settings = _settings(state) | _known(state, record.get("settings", {}))
-    if not _hold(settings, [pair for pair in found.values() if pair[1] in _acting(state)]):
-        record, settings = {}, _settings(state)  # theirs was changed since
+    model, options = state["model"], checkpoint.options(state)
+    if not any(name.endswith(".ts") for name in model):
+        raise UsageError(
+            "the checkpoint has no ts and ranges, so it is none of the authors': a softmax model "
+            "of stock fairseq goes on with --finetune-from-model as it is"
+        )
+    found = {at: (_take(model, at), place) for at, place in _everywhere(state)}
+    ours = f"{theirs}{SUFFIX}"
+    if ours not in ARCH_MODEL_REGISTRY:  # one of these in other sizes
+        sizes = argparse.Namespace(**options)
+        ARCH_CONFIG_REGISTRY[theirs](sizes)
+        options.update(vars(sizes))
+        base = "transformer_lm" if checkpoint.is_language_model(state) else "transformer"
+        ours = f"{base}{SUFFIX}"
+    record, plain = state.pop(RECORD, None), _settings(state)
+    acting = _acting(options)
+    if record is not None:
+        recorded = {name: v for name, v in record["settings"].items() if name in plain}
+        settings = vars(checkpoint.complete(ours, options | recorded))
+        # Otherwise theirs was changed since, and the record is of another model.
+        if _hold(settings, [pair for pair in found.values() if pair[1] in acting]):
+            plain = recorded
+            checkpoint.options(state, "criterion").update(record["criterion"])
+    options.update(plain)
+    checkpoint.set_architecture(state, ours)
+    settings = vars(checkpoint.our_settings(state))
     chosen = _chosen(settings)
-    order, terms = settings["multimax_order"], settings["multimax_terms"]
     for at, (pair, place) in found.items():
         if chosen[place] == "multimax":
-            own = vectors.split(pair, order, terms)
-            state["model"].update({f"{_our_module(at)}.{name}": v for name, v in own.items()})
-    # An architecture of theirs that has no namesake here is one of these with other sizes.
-    filled = argparse.Namespace(**checkpoint.options(state))
-    ARCH_CONFIG_REGISTRY[theirs](filled)
-    checkpoint.options(state).update({**vars(filled), **settings})
-    base = "transformer_lm" if checkpoint.is_language_model(state) else "transformer"
-    ours = theirs if f"{theirs}{SUFFIX}" in ARCH_MODEL_REGISTRY else base
-    checkpoint.set_architecture(state, f"{ours}{SUFFIX}")
-    if "criterion" in record:
-        checkpoint.options(state, "criterion")["_name"] = record["criterion"]
+            own = vectors.split(pair, settings["multimax_order"], settings["multimax_terms"])
+            model.update({f"{_our_module(at)}.{name}": value for name, value in own.items()})
 
 
 def to_authors(state: State) -> None:
@@ -91,23 +102,23 @@ def to_authors(state: State) -> None:
             "the checkpoint has no modulator: give one that was trained with MultiMax in encoder, "
             "decoder or output layer"
         )
+    dtype = next(value.dtype for name, value in model.items() if ATTENTION.fullmatch(name))
     for at, place in list(_everywhere(state)):
         if chosen[place] == "multimax":
             keys = {name: f"{_our_module(at)}.{name}" for name in names}
             ts, ranges = vectors.join({n: _pop(model, key) for n, key in keys.items()})
         else:
-            like = model["decoder.embed_tokens.weight" if at == OUTPUT else f"{at}.q_proj.weight"]
-            ts, ranges = (torch.zeros(4, dtype=like.dtype) for _ in range(2))
+            ts, ranges = (torch.zeros(4, dtype=dtype) for _ in range(2))
         vectors.check((ts, ranges), at)
         model.update({f"{at}.ts": ts, f"{at}.ranges": ranges})
-    own, ours = checkpoint.options(state), checkpoint.architecture(state)
-    kept = {name: own.pop(name) for name in _names(state) if name in own}
-    state[RECORD] = {"settings": kept}
-    checkpoint.set_architecture(state, ours.removesuffix(SUFFIX))
-    criterion = checkpoint.options(state, "criterion")
-    if (name := criterion.get("_name")) in STOCK_CRITERIA:
-        state[RECORD]["criterion"] = name
+    options, criterion = checkpoint.options(state), checkpoint.options(state, "criterion")
+    kept = {name: options.pop(name) for name in _settings(state) if name in options}
+    name = criterion.get("_name")
+    state[RECORD] = {"settings": kept, "criterion": {}}
+    if name in STOCK_CRITERIA:
+        state[RECORD]["criterion"]["_name"] = name
         criterion["_name"] = STOCK_CRITERIA[name]
+    checkpoint.set_architecture(state, checkpoint.architecture(state).removesuffix(SUFFIX))
 
 
 # --- where modulators are -------------------------------------------------------------------------
@@ -125,14 +136,8 @@ def _our_module(at: str) -> str:
     return "decoder.output_modulator" if at == OUTPUT else f"{at}.normalizer.modulator"
 
 
-def _take(state: State, at: str) -> vectors.Vectors:
+def _take(model: dict[str, Tensor], at: str) -> vectors.Vectors:
     """Remove and return (ts, ranges) of a module of theirs."""
-    model = state["model"]
-    if not any(name.endswith(".ts") for name in model):
-        raise UsageError(
-            "the checkpoint has no ts and ranges, so it is none of the authors': a softmax model "
-            "of stock fairseq goes on with --finetune-from-model as it is"
-        )
     return vectors.check((_pop(model, f"{at}.ts"), _pop(model, f"{at}.ranges")), at)
 
 
@@ -145,30 +150,21 @@ def _pop(model: dict[str, Tensor], name: str) -> Tensor:
 # --- settings -------------------------------------------------------------------------------------
 
 
-def _names(state: State) -> list[str]:
-    """Return the names of the settings that our model has and theirs has not."""
-    kind = NormalizerConfig if checkpoint.is_language_model(state) else TranslationConfig
-    return [field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")]
-
-
 def _settings(state: State) -> dict[str, Any]:
-    """Return our settings of a model of theirs."""
-    defaults = TranslationConfig()
-    is_lm = checkpoint.is_language_model(state)
-    return {name: getattr(defaults, name) for name in _names(state)} | {
+    """Return the settings that our model has and theirs has not, as they are for theirs."""
+    is_lm, acting = checkpoint.is_language_model(state), _acting(checkpoint.options(state))
+    defaults = NormalizerConfig() if is_lm else TranslationConfig()
+    names = [field.name for field in dataclasses.fields(defaults) if field.name[0] != "_"]
+    return {name: getattr(defaults, name) for name in names} | {
         "attention_normalizer_at": "decoder" if is_lm else "encoder,decoder",
-        "output_normalizer": "multimax" if "output" in _acting(state) else "softmax",
+        "output_normalizer": "multimax" if "output" in acting else "softmax",
     }
 
 
-def _acting(state: State) -> set[str]:
+def _acting(options: dict[str, Any]) -> tuple[str, ...]:
     """Return the places whose modulator does something in theirs."""
-    is_adaptive = checkpoint.options(state).get("adaptive_softmax_cutoff")
-    return {"encoder", "decoder"} if is_adaptive else {"encoder", "decoder", "output"}
-
-
-def _known(state: State, recorded: dict[str, Any]) -> dict[str, Any]:
-    return {name: recorded[name] for name in _names(state) if name in recorded}
+    is_adaptive = options.get("adaptive_softmax_cutoff")
+    return ("encoder", "decoder") if is_adaptive else ("encoder", "decoder", "output")
 
 
 def _chosen(settings: dict[str, Any]) -> dict[str, str]:
@@ -202,4 +198,4 @@ def _refuse(state: State, settings: argparse.Namespace) -> None:
                 f"{' or '.join(labels[1:])} there"
             )
     checkpoint.refuse_output(settings)
-    checkpoint.refuse_options(settings, _names(state))
+    checkpoint.refuse_options(settings, _settings(state))

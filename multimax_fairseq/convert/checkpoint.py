@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
-from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
 
@@ -82,7 +82,14 @@ def our_settings(state: State) -> argparse.Namespace:
             f"a checkpoint of the architecture '{name}' cannot be converted: give one of "
             f"{', '.join(names)}"
         )
-    settings = argparse.Namespace(**options(state))
+    return complete(name, options(state))
+
+
+def complete(name: str, given: dict[str, Any]) -> argparse.Namespace:
+    """Return an architecture's settings, of which a checkpoint of a YAML file has those alone that
+    were given."""
+    settings = argparse.Namespace(**given)
+    ARCH_CONFIG_REGISTRY[name](settings)
     set_defaults(settings)
     return settings
 
