@@ -13,6 +13,10 @@ export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # A torch that is built for CUDA brought its own.
 python -c "import triton" 2>/dev/null ||
     python -m pip install --quiet "triton==3.9.0; sys_platform == 'linux'"
+# multimax_fairseq.transformers is the only room that needs these; the rest of what they import is
+# in requirements.txt already.
+python -m pip install --quiet --no-deps \
+    transformers==5.23.0 huggingface-hub==2.4.0 safetensors==0.8.0 tokenizers==0.23.3
 
 ruff check .
 ruff format --check .

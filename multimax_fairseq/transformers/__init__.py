@@ -1,0 +1,32 @@
+"""MultiMax in the models of Hugging Face's package transformers, and translation models as theirs.
+
+Needs the extra `transformers`; nothing else here imports it. Only `export_translation` needs
+fairseq.
+"""
+
+from typing import Any
+
+try:
+    import transformers as _theirs  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ModuleNotFoundError(
+        "multimax_fairseq.transformers needs the package transformers: "
+        "pip install 'multimax-fairseq[transformers]'",
+        name="transformers",
+    ) from None
+
+from multimax_fairseq.transformers.checkpoint import load, save
+from multimax_fairseq.transformers.interface import register
+from multimax_fairseq.transformers.layers import attach
+
+__all__ = ["attach", "export_translation", "load", "register", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "export_translation":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from multimax_fairseq.transformers.export import export_translation
+
+    return export_translation

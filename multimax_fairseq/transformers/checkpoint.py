@@ -1,0 +1,130 @@
+"""A Hugging Face model with normalizers, to a folder and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import whole
+from multimax_fairseq.transformers.layers import attached, put, quiet, use
+
+FILE, LAYERS = "multimax.safetensors", "layers"
+
+
+def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+    """Write a model with normalizers to a folder that `load` reads.
+
+        save(model, "folder"); model = load("folder")
+    Equivalent to: model.save_pretrained(folder), and the normalizers in multimax.safetensors
+
+    Args:
+        model: one that `attach` changed.
+        folder: is made; an earlier model there is replaced.
+
+    Raises:
+        ValueError: a model without normalizers; a folder that is a file.
+    """
+    layers = attached(model)
+    if not layers:
+        raise UsageError(
+            f"{type(model).__name__} has no normalizers: attach them, or use save_pretrained"
+        )
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"'{folder}' is a file: give a folder")
+    # Removed first and written last, so that an interrupted save is never another model's half.
+    (folder / FILE).unlink(missing_ok=True)
+    model.save_pretrained(folder)
+    tensors = {
+        f"{name}.{key}": value.detach().contiguous()
+        for name, layer in layers.items()
+        for key, value in layer.normalizer.state_dict().items()
+    }
+    made_with = {name: layer.normalizer.made_with for name, layer in layers.items()}
+    with whole(folder / FILE) as aside:
+        save_file(tensors, aside, {LAYERS: json.dumps(made_with)})
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model_class: type[PreTrainedModel] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return the model that `save` wrote, in eval mode.
+
+    Args:
+        folder: of `save`.
+        model_class: default: the class of transformers that config.json names.
+        options: what else `model_class.from_pretrained` takes, such as dtype and device_map. The
+            normalizers keep the dtype that they were saved in.
+
+    Raises:
+        ValueError: the folder is not one of `save`, is damaged, or does not fit the class.
+    """
+    for name in ("attn_implementation", "output_loading_info"):
+        if name in options:
+            raise UsageError(f"load sets {name} itself: leave it out")
+    folder = Path(folder)
+    made_with, tensors = _read(folder / FILE)
+    model_class = model_class or _class_of(folder)
+    with quiet():  # its report of the keys that are unexpected
+        model, found = model_class.from_pretrained(folder, **options, output_loading_info=True)
+    # What is in their file too is not expected there.
+    known = tuple(f"{name}.normalizer." for name in made_with)
+    unknown = (name for name in found["unexpected_keys"] if not name.startswith(known))
+    lost = {*found["missing_keys"], *unknown}
+    if lost:
+        raise UsageError(
+            f"the weights in '{folder}' are not those of {type(model).__name__} (such as "
+            f"{min(lost)!r}): give the model_class that was saved"
+        )
+    try:
+        for name, arguments in made_with.items():
+            layer: Any = model.get_submodule(name)
+            put(layer, arguments)
+            device = next((p.device for p in layer.normalizer.parameters()), None)
+            state = {key: value.to(device) for key, value in tensors[name].items()}
+            layer.normalizer.load_state_dict(state, assign=True)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).strip().splitlines()[-1].strip()
+        raise UsageError(
+            f"'{folder / FILE}' does not fit {type(model).__name__} ({name}: {why}): give the "
+            "model_class that was saved"
+        ) from error
+    use(model)
+    return model
+
+
+def _read(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
+    """Return what each layer's normalizer was made with, and its tensors."""
+    if not file.is_file():
+        raise UsageError(f"'{file}' does not exist: give a folder that save wrote as a whole")
+    try:
+        with safe_open(file, "pt") as opened:
+            made_with = json.loads((opened.metadata() or {})[LAYERS])
+            tensors: dict[str, dict[str, torch.Tensor]] = {name: {} for name in made_with}
+            for full in opened.keys():  # noqa: SIM118  it is no dict
+                name = max((n for n in made_with if full.startswith(f"{n}.")), key=len)
+                tensors[name][full.removeprefix(f"{name}.")] = opened.get_tensor(full)
+        if not made_with or not all(isinstance(each, dict) for each in made_with.values()):
+            raise TypeError("layers without settings")
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"'{file}' is damaged ({error}): save the model again") from error
+    return made_with, tensors
+
+
+def _class_of(folder: Path) -> type[PreTrainedModel]:
+    names = transformers.AutoConfig.from_pretrained(folder).architectures or ["none"]
+    found = getattr(transformers, names[0], None)
+    if found is None:
+        raise UsageError(f"transformers has no class {names[0]!r}: pass it as model_class")
+    return found

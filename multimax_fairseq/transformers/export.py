@@ -1,0 +1,285 @@
+"""A translation model of fairseq as one of transformers, where a class of theirs can hold it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, tasks
+from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerModel, TransformerModelBase
+from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
+from transformers import (
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    GenerationConfig,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
+
+MODELS = (TransformerModel, TransformerModelBase, MultimaxTransformerModel)
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_fast": "gelu_accurate",
+    "gelu_accurate": "gelu_accurate",
+    "relu_squared": "relu2",
+    "tanh": "tanh",
+    "linear": "linear",
+}
+TOLERANCE = 1e-5  # of the logits, by the largest one
+
+
+def export_translation(
+    checkpoint: str | os.PathLike[str],
+    data_bin: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+) -> PreTrainedModel:
+    """Write a fairseq translation model as one of Hugging Face's, and return that.
+
+    A post-norm Transformer becomes an FSMTForConditionalGeneration, a pre-norm one whose
+    embeddings are all shared an M2M100ForConditionalGeneration. `out` has a tokenizer of the source
+    dictionary, `out/target` one of the target's: of text that is tokenised and split into subwords
+    as fairseq-interactive takes it. Word ids are fairseq's; the settings of generation are those
+    of fairseq-generate with --beam 5. Logits are compared before anything is written.
+
+    Args:
+        checkpoint: of fairseq-train, with softmax in every attention and in the output layer.
+        data_bin: the folder of fairseq-preprocess that it was trained on.
+        out: a new folder.
+
+    Raises:
+        ValueError: a file or folder is missing, `out` is there already, or the model has what
+            neither class has (another mapping than softmax, learned positions, a recurrent
+            decoder ...), by name.
+    """
+    checkpoint, data_bin, out = Path(checkpoint), Path(data_bin), Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"'{out}' exists already: give a new folder")
+    model, task = _load(checkpoint, data_bin)
+    obstacle = _obstacle(model)
+    if obstacle:
+        raise UsageError(
+            f"checkpoint '{checkpoint}' cannot become a model of transformers: it has {obstacle}, "
+            "which neither FSMT nor M2M100 has"
+        )
+    theirs = _converted(model, task)
+    _check_equal(model, theirs, task)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as aside:
+        whole = Path(aside, "model")
+        theirs.save_pretrained(whole)
+        _tokenizer(task.source_dictionary).save_pretrained(whole)
+        _tokenizer(task.target_dictionary).save_pretrained(whole / "target")
+        whole.replace(out)
+    return theirs
+
+
+def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
+    if not checkpoint.is_file():
+        raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
+    if not data_bin.is_dir():
+        raise UsageError(
+            f"data folder '{data_bin}' does not exist: give the folder that fairseq-preprocess "
+            "wrote"
+        )
+    overrides = {"data": str(data_bin), "eval_bleu": False}
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
+    cfg = (state.get("cfg") or {}).get("task")
+    if cfg is None or cfg._name != "translation":
+        raise UsageError(
+            f"checkpoint '{checkpoint}' is of the task {cfg and cfg._name}: give one of translation"
+        )
+    task = tasks.setup_task(cfg, from_checkpoint=True)
+    for side, words in (("encoder", task.source_dictionary), ("decoder", task.target_dictionary)):
+        weight = state["model"].get(f"{side}.embed_tokens.weight")
+        if weight is not None and len(weight) != len(words):
+            raise UsageError(
+                f"the dictionaries of '{data_bin}' do not fit checkpoint '{checkpoint}' "
+                f"({len(words):,} words, where its {side} has {len(weight):,}): give the data it "
+                "was trained on"
+            )
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], task=task, state=state
+    )
+    return model.eval(), task
+
+
+def _obstacle(model: Any) -> str | None:
+    """Return what in a model neither class can hold."""
+    if type(model) not in MODELS:
+        return f"the structure of a {type(model).__name__}"
+    encoder, decoder = model.encoder, model.decoder
+    for side, layers in (("encoder", encoder.layers), ("decoder", decoder.layers)):
+        for layer in layers:
+            for place in ("self_attn", "encoder_attn"):
+                what = _obstacle_in_attention(getattr(layer, place, None))
+                if what and (place == "self_attn" or side == "decoder"):
+                    return f"{what} in {side}.{place}"
+    output = getattr(decoder, "output_normalizer", None)
+    if output is not None or getattr(decoder, "output_modulator", None) is not None:
+        return f"the output normalizer {getattr(output, 'name', 'multimax')}"
+    cfg, norms = decoder.cfg, [encoder.layer_norm, decoder.layer_norm]
+    before = {layer.normalize_before for layer in (*encoder.layers, *decoder.layers)}
+    for is_so, what in (
+        (cfg.activation_fn not in ACTIVATIONS, f"the activation {cfg.activation_fn}"),
+        (encoder.embed_positions is None, "an encoder without positions"),
+        (decoder.embed_positions is None, "a decoder without positions"),
+        (not _is_sinusoidal(encoder), "learned positions in the encoder"),
+        (not _is_sinusoidal(decoder), "learned positions in the decoder"),
+        (encoder.layernorm_embedding is not None, "a layer norm of its embeddings"),
+        (decoder.adaptive_softmax is not None, "an adaptive softmax"),
+        (type(encoder.embed_tokens) is not nn.Embedding, "adaptive input embeddings"),
+        (decoder.project_in_dim is not None, "a decoder input of another width"),
+        (decoder.project_out_dim is not None, "a decoder output of another width"),
+        (cfg.encoder.embed_dim != cfg.decoder.embed_dim, "two widths"),
+        (cfg.cross_self_attention, "cross-self-attention"),
+        (bool(cfg.base_layers), "base layers"),
+        (len(before) > 1, "layer norms before the sublayers of one side alone"),
+        (
+            before != {norm is not None for norm in norms},
+            "layer norms before its sublayers and none at the end of its decoder",
+        ),
+        (
+            before == {True} and not cfg.share_all_embeddings,
+            "layer norms before its sublayers and embeddings that are not all shared",
+        ),
+    ):
+        if is_so:
+            return what
+    return None
+
+
+def _obstacle_in_attention(attention: Any) -> str | None:
+    if attention is None:
+        return "no attention"
+    if type(attention) is not MultiheadAttention:
+        normalizer = getattr(attention, "normalizer", attention)
+        name = getattr(normalizer, "name", type(normalizer).__name__)
+        return "a softmax that is not plain" if name == "softmax" else name
+    extra = attention.bias_k is not None or attention.add_zero_attn
+    return "extra keys" if extra else None
+
+
+def _is_sinusoidal(side: Any) -> bool:
+    return isinstance(side.embed_positions, SinusoidalPositionalEmbedding)
+
+
+def _converted(model: Any, task: Any) -> PreTrainedModel:
+    cfg, source, target = model.decoder.cfg, task.source_dictionary, task.target_dictionary
+    is_pre_norm = model.decoder.layer_norm is not None
+    settings: dict[str, Any] = {
+        "d_model": cfg.decoder.embed_dim,
+        "activation_function": ACTIVATIONS[cfg.activation_fn],
+        "max_position_embeddings": max(cfg.max_source_positions, cfg.max_target_positions),
+        "dropout": cfg.dropout,
+        "attention_dropout": cfg.attention_dropout,
+        "activation_dropout": cfg.activation_dropout or cfg.relu_dropout,
+        "scale_embedding": not cfg.no_scale_embedding,
+        "bos_token_id": target.bos(),
+        "pad_token_id": target.pad(),
+        "eos_token_id": target.eos(),
+        "decoder_start_token_id": target.eos(),  # what fairseq moves to a target's front
+        "tie_word_embeddings": cfg.share_all_embeddings,
+    }
+    for side in ("encoder", "decoder"):
+        sizes = getattr(cfg, side)
+        settings |= {
+            f"{side}_layers": len(getattr(model, side).layers),
+            f"{side}_ffn_dim": sizes.ffn_embed_dim,
+            f"{side}_attention_heads": sizes.attention_heads,
+            f"{side}_layerdrop": sizes.layerdrop,
+        }
+    state: dict[str, Tensor] = {
+        f"model.{name}": value
+        for name, value in model.state_dict().items()
+        if not name.endswith((".version", "_float_tensor"))
+    }
+    theirs: Any
+    if is_pre_norm:
+        theirs = M2M100ForConditionalGeneration(M2M100Config(vocab_size=len(target), **settings))
+        state["lm_head.weight"] = state.pop("model.decoder.output_projection.weight")
+        state["model.shared.weight"] = state["lm_head.weight"]
+    else:
+        words = {"src_vocab_size": len(source), "tgt_vocab_size": len(target)}
+        langs = [task.cfg.source_lang, task.cfg.target_lang]
+        theirs = FSMTForConditionalGeneration(FSMTConfig(langs=langs, **words, **settings))
+    found = theirs.load_state_dict(state, strict=False)
+    lost = [*found.unexpected_keys, *(n for n in found.missing_keys if "embed_positions" not in n)]
+    if lost:
+        raise UsageError(
+            f"the checkpoint's parameters and those of {type(theirs).__name__} are not the same: "
+            f"{', '.join(name.removeprefix('model.') for name in lost)} is in one of them alone"
+        )
+    theirs.generation_config = GenerationConfig(
+        bos_token_id=target.bos(),
+        pad_token_id=target.pad(),
+        eos_token_id=target.eos(),
+        decoder_start_token_id=target.eos(),
+        forced_eos_token_id=target.eos(),
+        suppress_tokens=[target.pad()],
+        num_beams=5,
+        length_penalty=1.0,
+        early_stopping=True,
+        max_new_tokens=200,
+    )
+    return theirs.eval()
+
+
+def _check_equal(model: Any, theirs: Any, task: Any) -> None:
+    """UsageError if the two have not the same logits for some words, with padding."""
+    words, pad = task.source_dictionary, task.target_dictionary.pad()
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(words.nspecial, len(words), (2, 7), generator=generator)
+    source[:, -1] = words.eos()
+    source[0, :3] = pad
+    previous = torch.randint(
+        words.nspecial, len(task.target_dictionary), (2, 5), generator=generator
+    )
+    previous[:, 0] = task.target_dictionary.eos()
+    with torch.no_grad():
+        expected = model(source, source.ne(pad).sum(1), previous)[0].float()
+        logits = theirs(
+            source, source.ne(pad).long(), decoder_input_ids=previous, use_cache=False
+        ).logits
+    error = ((logits - expected).abs().max() / expected.abs().max()).item()
+    if not error <= TOLERANCE:
+        raise UsageError(
+            f"the logits of {type(theirs).__name__} differ from the checkpoint's by {error:.1e} of "
+            "the largest: the model has a part that the class lacks"
+        )
+
+
+def _tokenizer(words: Dictionary) -> PreTrainedTokenizerFast:
+    """Return the dictionary as a tokenizer of text that has a space between its tokens."""
+    eos, unk = words.eos_word, words.unk_word
+    vocabulary = {symbol: index for index, symbol in enumerate(words.symbols)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, words.eos())]
+    )
+    # Within a word they are no special tokens to fairseq.
+    bos, pad, eos, unk = (
+        AddedToken(word, single_word=True, normalized=False, special=True)
+        for word in (words.bos_word, words.pad_word, eos, unk)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unk,
+        padding_side="left",  # as fairseq pads sources
+        clean_up_tokenization_spaces=False,
+    )

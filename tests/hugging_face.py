@@ -1,0 +1,79 @@
+"""Small models of Hugging Face's, made of their configs, and what is asked of them."""
+
+import torch
+import transformers as hf
+
+from multimax_fairseq import Modulator
+
+WORDS, PAD = 50, 1
+SPECIAL = {"bos_token_id": 0, "pad_token_id": PAD, "eos_token_id": 2}
+
+
+def gpt2(**more):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | more
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, **sizes, **SPECIAL))
+
+
+def decoder(kind, **more):
+    """A Llama, or a model that has its config's words: four heads on two of keys."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(hf, f"{kind}Config")(vocab_size=WORDS, **sizes, **heads, **SPECIAL, **more)
+    return getattr(hf, f"{kind}ForCausalLM")(config)
+
+
+def llama(**more):
+    return decoder("Llama", **more)
+
+
+def bart(**more):
+    sizes = {
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    special = SPECIAL | {"decoder_start_token_id": 2, "forced_eos_token_id": None}
+    config = hf.BartConfig(
+        vocab_size=WORDS, d_model=32, max_position_embeddings=64, **sizes, **special, **more
+    )
+    return hf.BartForConditionalGeneration(config)
+
+
+MODELS = (gpt2, llama, bart)
+
+
+def made(make, **more):
+    """A model whose attention matters: at its own initial scale all scores are near zero."""
+    torch.manual_seed(0)
+    model = make(**more).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8 if "embed" not in name and "wpe" not in name else 4)
+    return model
+
+
+def scattered(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Modulator):
+            for parameter in module.parameters():
+                parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tokens(rows=3, length=9, seed=1):
+    return torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(side):
+    """Ids, and the attention mask of sentences that are padded on this side."""
+    ids, mask = tokens(), torch.ones(3, 9, dtype=torch.long)
+    for row, length in enumerate((9, 6, 4)):
+        mask[row, slice(length, None) if side == "right" else slice(9 - length)] = 0
+    return ids.masked_fill(mask == 0, PAD), mask
+
+
+def logits(model, ids, mask=None, **inputs):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **inputs).logits

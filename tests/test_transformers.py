@@ -1,0 +1,427 @@
+"""Normalizers in Hugging Face's models: small ones, made of their configs."""
+
+import itertools
+import re
+
+import pytest
+import reference
+import torch
+import transformers as hf
+from hugging_face import MODELS, bart, decoder, gpt2, llama, logits, made, padded, scattered, tokens
+from torch import nn
+
+from multimax_fairseq import Normalizer
+from multimax_fairseq.transformers import attach, interface, register
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("make", MODELS)
+def test_init_std_zero_is_their_sdpa(make, per_head):
+    model = made(make)
+    assert model.config._attn_implementation == "sdpa"
+    inputs = [(tokens(), None), *(padded(side) for side in ("left", "right"))]
+    before = [logits(model, *each) for each in inputs]
+    names = attach(model, init_std=0.0, per_head=per_head)
+    assert len(names) == {gpt2: 2, llama: 2, bart: 6}[make]
+    assert all(re.search(r"attn$", name) for name in names)
+    assert model.config._attn_implementation == "multimax"
+    for (ids, mask), expected in zip(inputs, before, strict=True):
+        real = torch.ones_like(ids) if mask is None else mask
+        difference = (logits(model, ids, mask) - expected)[real.bool()]
+        assert difference.abs().max() < 1e-5 * expected.abs().max()
+    scattered(model)
+    assert (logits(model, *inputs[0]) - before[0]).abs().max() > 1e-2 * before[0].abs().max()
+
+
+def test_the_formula_written_out():
+    """A layer's attention, with grouped keys, padding and order, by the reference in float64."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    allowed = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    allowed[1, ..., 0] = False
+    model = made(llama)
+    attach(model, per_head=True, init_std=0.3)
+    layer = model.model.layers[0].self_attn
+    context, probs = interface.attention(
+        *(layer, query, key, value, allowed), scaling=0.5, output_attentions=True
+    )
+    fused, none = interface.attention(layer, query, key, value, allowed, scaling=0.5)
+    assert none is None
+    torch.testing.assert_close(fused, context, atol=1e-5, rtol=0)
+    learned = {n: p.detach().double().numpy() for n, p in layer.normalizer.named_parameters()}
+    for row, head in itertools.product(range(2), range(4)):
+        low, at, high, over = (
+            learned[f"modulator.{side}_{name}"][head]
+            for side in ("low", "high")
+            for name in ("coefficient", "threshold")
+        )
+        scores = 0.5 * query[row, head].double() @ key[row, head // 2].double().mT
+        modulated = reference.sigma(scores.numpy(), 1 - low, 1 + high, at, over)
+        expected = reference.softmax(modulated, ~allowed[row, 0].numpy())
+        weights = torch.from_numpy(expected)
+        torch.testing.assert_close(probs[row, head].double(), weights, atol=1e-6, rtol=0)
+        mine = weights @ value[row, head // 2].double()
+        torch.testing.assert_close(context[row, :, head].double(), mine, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_later_token_changes_nothing_earlier(make):
+    model = made(make)
+    attach(model, init_std=0.3)
+    ids, later = tokens(), tokens()
+    later[:, 5] = (later[:, 5] + 3) % 40 + 3
+    if make is bart:
+        before, after = (logits(model, ids, decoder_input_ids=each) for each in (ids, later))
+    else:
+        before, after = logits(model, ids), logits(model, later)
+    torch.testing.assert_close(after[:, :5], before[:, :5], atol=1e-6, rtol=0)
+    changed = (after - before).abs().amax((0, 2))
+    assert (changed[5:] > 1e-4).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", MODELS)
+def test_what_is_written_in_padding_does_not_matter(make, side):
+    model = made(make)
+    attach(model, init_std=0.3)
+    ids, mask = padded(side)
+    other = torch.where(mask.bool(), ids, tokens(seed=7))
+    more = {"decoder_input_ids": tokens(seed=2)} if make is bart else {}
+    before, after = (logits(model, each, mask, **more) for each in (ids, other))
+    if make is bart:
+        mask = torch.ones_like(mask)
+    assert before.isfinite().all()
+    torch.testing.assert_close(after[mask.bool()], before[mask.bool()], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3Text"])
+def test_sliding_windows_come_through_the_mask(kind):
+    more = {"head_dim": 8} if kind == "Gemma3Text" else {}
+    name = kind.removesuffix("Text")
+    config = getattr(hf, f"{kind}Config")(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=3,
+        **more,
+    )
+    model = made(lambda: getattr(hf, f"{name}ForCausalLM")(config))
+    ids, mask = padded("left")
+    before = logits(model, ids, mask)
+    attach(model, init_std=0.0)
+    difference = (logits(model, ids, mask) - before)[mask.bool()]
+    assert difference.abs().max() < 1e-5 * before.abs().max()
+
+
+def test_an_encoder_attends_to_both_sides():
+    config = hf.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+    )
+    model = made(lambda: hf.BertModel(config))
+    ids, mask = padded("right")
+    with torch.no_grad():
+        before = model(ids, mask).last_hidden_state
+        assert attach(model, init_std=0.0) == [
+            f"encoder.layer.{layer}.attention.self" for layer in range(2)
+        ]
+        after = model(ids, mask).last_hidden_state
+    torch.testing.assert_close(after[mask.bool()], before[mask.bool()], atol=1e-5, rtol=0)
+    later = ids.clone()
+    later[0, -1] = 3
+    with torch.no_grad():
+        assert (model(later, mask).last_hidden_state - after)[0, 0].abs().max() > 1e-4
+
+
+def test_the_probabilities_that_are_asked_for():
+    model = made(llama)
+    attach(model, "sparsemax")
+    ids, mask = padded("left")
+    probs = torch.stack(model(ids, attention_mask=mask, output_attentions=True).attentions)
+    assert probs.shape == (2, 3, 4, 9, 9)
+    sums = probs.sum(-1)[:, mask[:, None].expand(-1, 4, -1).bool()]
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+    assert not probs.triu(1).any() and not probs[:, 2, :, :, :5].any()
+    inside = probs[:, 0].masked_select(torch.ones(9, 9).tril().bool())
+    assert 0.05 < (inside == 0).float().mean()
+
+
+def full_context(model, sequences, mask, **inputs):
+    """Log-probabilities of each next token, (B, T - 1, V), without a cache."""
+    if "decoder_input_ids" not in inputs:
+        more = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        return logits(model, sequences, mask, use_cache=False, **more).log_softmax(-1)[:, :-1]
+    return logits(model, mask=mask, use_cache=False, **inputs).log_softmax(-1)[:, :-1]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("make", MODELS)
+def test_generation_is_the_full_context(make, beams, cache):
+    """The scores of what was found, step by step in a batch padded on the left, are the model's."""
+    model = made(make)
+    attach(model, init_std=0.3)
+    ids, mask = padded("left")
+    found = model.generate(
+        ids,
+        attention_mask=mask,
+        num_beams=beams,
+        do_sample=False,
+        max_new_tokens=8,
+        min_new_tokens=8,
+        length_penalty=0.0,
+        cache_implementation=cache if cache == "static" else None,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+    )
+    sequences = found.sequences
+    if make is bart:
+        expected = full_context(model, ids, mask, ids=ids, decoder_input_ids=sequences)
+    else:
+        whole = torch.cat([mask, torch.ones(3, 8, dtype=torch.long)], 1)
+        expected = full_context(model, sequences, whole)
+    expected = expected[:, -8:]
+    if beams == 1:
+        stepwise = torch.stack(found.logits, 1).log_softmax(-1)
+        torch.testing.assert_close(stepwise, expected, atol=1e-4, rtol=0)
+        banned = expected.index_fill(-1, torch.tensor([2]), -torch.inf)  # by min_new_tokens
+        assert torch.equal(banned.argmax(-1), sequences[:, -8:])
+    else:
+        chosen = expected.gather(-1, sequences[:, -8:, None]).sum((1, 2))
+        torch.testing.assert_close(found.sequences_scores, chosen, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_prefill_in_chunks(make):
+    model = made(make)
+    attach(model, init_std=0.3)
+    ids = tokens()
+    expected = logits(model, ids)
+    cache = hf.DynamicCache(config=model.config)
+    parts = [logits(model, part, past_key_values=cache, use_cache=True) for part in ids.split(4, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("make", MODELS)
+def test_it_trains(make, checkpointing):
+    model = made(make)
+    names = attach(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.is_gradient_checkpointing is checkpointing
+    model.train()
+    learned = {n: p for n, p in model.named_parameters() if ".normalizer." in n}
+    assert len(learned) == 4 * len(names)
+    start = {name: parameter.detach().clone() for name, parameter in learned.items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    ids, mask = padded("right")
+    labels = ids.masked_fill(mask == 0, -100)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = model(ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in learned.values())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    for name, parameter in learned.items():
+        assert (parameter - start[name]).abs().max() > 1e-4 and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_gradients_with_checkpointing_are_those_without(make):
+    gradients = []
+    for checkpointing in (False, True):
+        model = made(make)
+        torch.manual_seed(3)
+        attach(model, init_std=0.3)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        torch.manual_seed(4)
+        model(tokens(), labels=tokens()).loss.backward()
+        learned = [p.grad for n, p in model.named_parameters() if ".normalizer." in n]
+        gradients.append(torch.cat([gradient.flatten() for gradient in learned]))
+    assert gradients[0].abs().max() > 1e-4
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+
+
+def test_dropout_of_probabilities_in_training_alone():
+    model = made(llama, attention_dropout=0.5)
+    attach(model)
+    ids = tokens()
+    assert torch.equal(logits(model, ids), logits(model, ids))
+    model.train()
+    different = (logits(model, ids) - logits(model, ids)).abs().amax((0, 2))
+    assert (different[1:] > 1e-3).all()
+
+
+def test_attach_leaves_modes_random_numbers_and_dtypes(capfd):
+    model = made(llama).to(torch.bfloat16).train()
+    model.lm_head.eval()
+    attach(model)
+    assert model.training and not model.lm_head.training
+    layer = model.model.layers[0].self_attn
+    assert layer.normalizer.training
+    assert layer.normalizer.modulator.low_threshold.dtype == torch.float32
+    assert logits(model.eval(), tokens()).dtype == torch.bfloat16
+    assert "normalizer" not in str(capfd.readouterr())
+
+
+def gpt_j():
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8}
+    return hf.GPTJForCausalLM(hf.GPTJConfig(vocab_size=50, **sizes))
+
+
+def gemma2():
+    return decoder("Gemma2", head_dim=8)
+
+
+def gpt_oss():
+    return decoder("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+
+
+def t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    config = hf.T5Config(vocab_size=50, **sizes, decoder_start_token_id=0)
+    return hf.T5ForConditionalGeneration(config)
+
+
+class Deaf(hf.PreTrainedModel):
+    """Says that it takes any implementation, and attends by its own."""
+
+    config_class = hf.LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed, self.attention = nn.Embedding(50, 8), nn.MultiheadAttention(8, 2)
+        self.post_init()
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        return self.attention(x, x, x)[0]
+
+
+def deaf():
+    return Deaf(hf.LlamaConfig(vocab_size=50))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (gpt_j, "GPTJForCausalLM forms its attention by itself.*replace_softmax"),
+        (deaf, "Deaf forms its attention by itself.*replace_softmax"),
+        (gemma2, "Gemma2Attention uses soft-capping of the scores .softcap."),
+        (gpt_oss, "GptOssAttention uses attention sinks .s_aux."),
+        (t5, "T5.*Attention uses a position bias .position_bias."),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(make, message):
+    torch.manual_seed(0)
+    model = make().train()
+    keys, before = list(model.state_dict()), model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        attach(model)
+    assert list(model.state_dict()) == keys and model.training
+    assert model.config._attn_implementation == before != "multimax"
+    assert not any(isinstance(module, Normalizer) for module in model.modules())
+    assert not any(hasattr(module, "normalizer") for module in model.modules())
+
+
+def test_a_layer_that_the_call_did_not_reach():
+    """It is refused when it is called at last; a call that reaches it equips it."""
+    ids, states = tokens(), torch.randn(3, 4, 32)
+    model = made(gpt2, add_cross_attention=True)
+    expected = logits(model, ids, encoder_hidden_states=states)
+    assert len(attach(model)) == 2
+    with pytest.raises(ValueError, match="this GPT2Attention has no normalizer.*inputs="):
+        logits(model, ids, encoder_hidden_states=states)
+    model = made(gpt2, add_cross_attention=True)
+    names = attach(model, inputs={"input_ids": ids, "encoder_hidden_states": states}, init_std=0.0)
+    assert len(names) == 4 and names[1] == "transformer.h.0.crossattention"
+    after = logits(model, ids, encoder_hidden_states=states)
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=0)
+
+
+def test_the_implementation_without_attach():
+    register()
+    model = made(llama)
+    model.set_attn_implementation("multimax")
+    with pytest.raises(ValueError, match="this LlamaAttention has no normalizer: call"):
+        logits(model, tokens())
+
+
+def test_wrong_calls():
+    model = made(llama)
+    for wrong, kind, message in (
+        ({"model": nn.Linear(2, 2)}, TypeError, "model must be a PreTrainedModel"),
+        ({"normalizer": 3}, TypeError, "normalizer must be a str"),
+        ({"inputs": [1]}, TypeError, "inputs must be"),
+        ({"per_head": 1}, TypeError, "per_head must be a bool"),
+        ({"normalizer": "hardmax"}, ValueError, "hardmax"),
+        ({"order": 3}, ValueError, "order.*3"),
+        ({"normalizer": "topk"}, ValueError, "k"),
+        ({"size": 3}, TypeError, "size"),
+    ):
+        with pytest.raises(kind, match=message):
+            attach(**{"model": model, **wrong})
+        assert model.config._attn_implementation == "sdpa"
+    attach(model)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has normalizers already"):
+        attach(model)
+    model = made(llama)
+    model.model.layers[1].self_attn.normalizer = nn.Identity()
+    with pytest.raises(ValueError, match="'normalizer' of its own"):
+        attach(model)
+    assert not hasattr(model.model.layers[0].self_attn, "normalizer")
+    assert isinstance(model.model.layers[1].self_attn.normalizer, nn.Identity)
+    tiny = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=5, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="its own dummy_inputs .*pass inputs="):
+        attach(tiny)
+    assert attach(tiny, inputs={"input_ids": torch.tensor([[1, 2]])}) == ["transformer.h.0.attn"]
+    with pytest.raises(ValueError, match="a mask of torch.int64|mask of torch.int64"):
+        logits(tiny, torch.tensor([[1, 2]]), torch.ones(1, 1, 2, 2, dtype=torch.long))
+
+
+def test_a_float_mask_is_added():
+    model, ids = made(llama), tokens()
+    attach(model, init_std=0.3)
+    future = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    mask = torch.zeros(9, 9).masked_fill(future, torch.finfo(torch.float32).min)
+    expected = logits(model, ids)
+    torch.testing.assert_close(logits(model, ids, mask.expand(3, 1, 9, 9)), expected)
+
+
+def test_an_unmasked_layer_follows_is_causal():
+    """As sdpa: the future of several queries is left out, one query attends to all."""
+    model = made(llama)
+    attach(model, init_std=0.0)
+    layer = model.model.layers[0].self_attn
+    query, key, value = (torch.randn(2, 4, length, 8) for length in (3, 5, 5))
+    for queries, flag in ((3, True), (3, False), (3, None), (1, None)):
+        inputs = query[:, :, :queries], key, value
+        mine, _ = interface.attention(layer, *inputs, None, is_causal=flag)
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            *inputs, is_causal=queries > 1 and flag is not False
+        )
+        torch.testing.assert_close(mine, theirs.transpose(1, 2))
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_compiled(make):
+    model = made(make)
+    attach(model, init_std=0.3)
+    ids, mask = padded("left")
+    expected = logits(model, ids, mask)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    difference = (logits(compiled, ids, mask) - expected)[mask.bool()]
+    assert difference.abs().max() < 1e-5 * expected.abs().max()

@@ -1,0 +1,208 @@
+"""A fairseq translation model as one of Hugging Face's: what it computes, and what is refused."""
+
+import pytest
+import torch
+import transformers
+from fairseq import checkpoint_utils
+from fairseq.sequence_generator import SequenceGenerator
+
+from multimax_fairseq.transformers import export, export_translation
+
+SOFTMAX = ("--attention-normalizer", "softmax")
+PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
+KINDS = {
+    "post-norm": ("transformer_iwslt_de_en", "FSMTForConditionalGeneration"),
+    "gelu": ("transformer", "FSMTForConditionalGeneration", "--activation-fn", "gelu"),
+    "ours at softmax": ("transformer_multimax", "FSMTForConditionalGeneration", *SOFTMAX),
+    "uneven": (
+        "transformer",
+        "FSMTForConditionalGeneration",
+        *("--encoder-layers", "1", "--decoder-ffn-embed-dim", "24", "--decoder-attention-heads"),
+        *("2", "--no-scale-embedding"),
+    ),
+    "pre-norm": ("transformer_iwslt_de_en", "M2M100ForConditionalGeneration", *PRE_NORM),
+}
+
+
+def load(file, data):
+    overrides = {"data": str(data / "mt")}
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(file)], overrides)
+    return model.eval(), task
+
+
+def sentences(task):
+    task.load_dataset("valid")
+    rows = task.dataset("valid")
+    return rows.collater([rows[index] for index in range(len(rows))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_on_real_sentences(kind, data, checkpoint, tmp_path):
+    arch, name, *flags = KINDS[kind]
+    file, out = checkpoint(arch, *flags), tmp_path / "new" / "out"
+    export_translation(file, data / "mt", out)
+    model, task = load(file, data)
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(out)
+    assert type(theirs).__name__ == name
+    batch = sentences(task)["net_input"]
+    source, previous = batch["src_tokens"], batch["prev_output_tokens"]
+    assert source.eq(task.source_dictionary.pad()).any()
+    with torch.no_grad():
+        expected = model(**batch)[0]
+        logits = theirs(
+            source,
+            source.ne(task.source_dictionary.pad()).long(),
+            decoder_input_ids=previous,
+            use_cache=False,
+        ).logits
+    real = previous.ne(task.target_dictionary.pad())
+    assert (logits - expected)[real].abs().max() < 1e-5 * expected.abs().max()
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["post-norm", "pre-norm"])
+@pytest.mark.parametrize("beam", [1, 5])
+def test_translations_of_text(kind, beam, data, checkpoint, tmp_path):
+    """From text to text by what is in the folder alone, as fairseq translates."""
+    arch, _, *flags = KINDS[kind]
+    file = checkpoint(arch, *flags)
+    export_translation(file, data / "mt", tmp_path / "out")
+    model, task = load(file, data)
+    lines = (data / "all.de").read_text().splitlines()[:6]
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    source = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    target = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "target")
+    inputs = source([*lines, "unheard of"], padding=True, return_tensors="pt")
+    words = task.source_dictionary
+    ids = [words.encode_line(line, add_if_not_exist=False).long() for line in lines]
+    for row, mask, expected in zip(inputs.input_ids, inputs.attention_mask, ids, strict=False):
+        assert torch.equal(row[mask.bool()], expected)
+    assert words.unk() in inputs.input_ids[-1]
+    generator = SequenceGenerator([model], task.target_dictionary, beam_size=beam, max_len_b=20)
+    sample = {
+        "net_input": {
+            "src_tokens": inputs.input_ids,
+            "src_lengths": inputs.attention_mask.sum(1),
+        }
+    }
+    expected = [hypotheses[0]["tokens"] for hypotheses in generator.generate([model], sample)]
+    assert theirs.generation_config.num_beams == 5
+    chosen = theirs.generate(
+        inputs.input_ids, attention_mask=inputs.attention_mask, num_beams=beam, max_new_tokens=21
+    )
+    texts = target.batch_decode(chosen, skip_special_tokens=True)
+    assert texts == [task.target_dictionary.string(tokens) for tokens in expected]
+
+
+def with_own_embeddings(file, folder):
+    """The checkpoint with three tables of embeddings in place of one."""
+    state = torch.load(file, weights_only=False)
+    state["cfg"]["model"].share_all_embeddings = False
+    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
+        weight = state["model"][name]
+        state["model"][name] = weight + torch.randn_like(weight)
+    torch.save(state, folder / "own.pt")
+    return folder / "own.pt"
+
+
+def test_own_embeddings(data, checkpoint, tmp_path):
+    file = with_own_embeddings(checkpoint("transformer"), tmp_path)
+    export_translation(file, data / "mt", tmp_path / "out")
+    model, task = load(file, data)
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    batch = sentences(task)["net_input"]
+    source, previous = batch["src_tokens"], batch["prev_output_tokens"]
+    mask = source.ne(task.source_dictionary.pad()).long()
+    with torch.no_grad():
+        logits = theirs(source, mask, decoder_input_ids=previous, use_cache=False).logits
+        torch.testing.assert_close(logits[:, 0], model(**batch)[0][:, 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "what"),
+    [
+        ("transformer_multimax", "", "multimax in encoder.self_attn"),
+        (
+            "transformer_multimax",
+            "--attention-normalizer sparsemax --attention-normalizer-at cross",
+            "sparsemax in decoder.encoder_attn",
+        ),
+        (
+            "transformer_multimax",
+            "--attention-normalizer softmax --softmax-temperature 2",
+            "a softmax that is not plain in encoder.self_attn",
+        ),
+        (
+            "transformer_multimax",
+            "--attention-normalizer softmax --cross-attention continuous_softmax",
+            "ContinuousAttention in decoder.encoder_attn",
+        ),
+        (
+            "transformer_multimax",
+            "--attention-normalizer softmax --output-normalizer multimax",
+            "the output normalizer multimax",
+        ),
+        (
+            "transformer_multimax",
+            "--attention-normalizer softmax --output-normalizer entmax15",
+            "the output normalizer entmax15",
+        ),
+        ("rnn_multimax", "", "the structure of a RecurrentModel"),
+        ("transformer", "--encoder-learned-pos", "learned positions in the encoder"),
+        ("transformer", "--decoder-learned-pos", "learned positions in the decoder"),
+        ("transformer", "--no-token-positional-embeddings", "without positions"),
+        ("transformer", "--layernorm-embedding", "a layer norm of its embeddings"),
+        ("transformer", "--encoder-normalize-before", "the sublayers of one side alone"),
+        (
+            "transformer",
+            "--encoder-normalize-before --decoder-normalize-before --no-decoder-final-norm",
+            "none at the end of its decoder",
+        ),
+        ("transformer", "--cross-self-attention", "cross-self-attention"),
+        ("transformer", "--no-cross-attention", "no attention in decoder.encoder_attn"),
+    ],
+)
+def test_what_neither_class_has_is_refused_by_name(arch, flags, what, data, checkpoint, tmp_path):
+    file = checkpoint(arch, *flags.split())
+    with pytest.raises(ValueError, match=f"it has .*{what}"):
+        export_translation(file, data / "mt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_pre_norm_needs_shared_embeddings(data, checkpoint, tmp_path):
+    file = with_own_embeddings(checkpoint("transformer", *PRE_NORM), tmp_path)
+    with pytest.raises(ValueError, match="embeddings that are not all shared"):
+        export_translation(file, data / "mt", tmp_path / "out")
+
+
+def test_what_nobody_has_named_is_found_by_its_logits(data, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setitem(export.ACTIVATIONS, "relu", "gelu")
+    with pytest.raises(ValueError, match="logits of FSMTForConditionalGeneration differ"):
+        export_translation(checkpoint("transformer"), data / "mt", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_parameter_of_one_side_alone(data, checkpoint, tmp_path, monkeypatch):
+    def with_gate(*paths):
+        model, task = stock(*paths)
+        model.encoder.gate = torch.nn.Parameter(torch.ones(1))
+        return model, task
+
+    stock = export._load
+    monkeypatch.setattr(export, "_load", with_gate)
+    with pytest.raises(ValueError, match="encoder.gate is in one of them alone"):
+        export_translation(checkpoint("transformer"), data / "mt", tmp_path / "out")
+
+
+def test_files_that_are_not_as_they_should_be(data, checkpoint, tmp_path):
+    file, out = checkpoint("transformer"), tmp_path / "out"
+    for wrong, message in (
+        ((tmp_path / "no.pt", data / "mt", out), "no.pt' does not exist"),
+        ((file, tmp_path / "no", out), "no' does not exist"),
+        ((file, data / "mt-other", out), "do not fit checkpoint"),
+        ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
+        ((file, data / "mt", data), "exists already: give a new folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export_translation(*wrong)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,225 @@
+"""Hugging Face models with normalizers on disk; and what is imported when."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from hugging_face import MODELS, gpt2, llama, logits, made, tokens
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from multimax_fairseq.transformers import attach, checkpoint, load, save
+
+FILE = "multimax.safetensors"
+
+
+def same(model, other):
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert list(mine) == list(theirs)
+    for name, value in mine.items():
+        assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "topk"])
+@pytest.mark.parametrize("make", MODELS)
+def test_a_round_trip_is_bit_identical(make, normalizer, tmp_path):
+    model = made(make)
+    settings = {"multimax": {"init_std": 0.3, "order": 1, "terms": "low"}, "topk": {"k": 2}}
+    attach(model, normalizer, per_head=True, **settings.get(normalizer, {}))
+    save(model, tmp_path / "new" / "folder")
+    again = load(tmp_path / "new" / "folder")
+    assert type(again) is type(model) and not again.training
+    same(model, again)
+    assert torch.equal(logits(again, tokens()), logits(model, tokens()))
+    save(again, tmp_path / "twice")
+    same(model, load(tmp_path / "twice"))
+    assert all(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_dtypes_are_kept(tmp_path):
+    model = made(llama).to(torch.bfloat16)
+    attach(model, init_std=0.3)
+    save(model, tmp_path)
+    again = load(tmp_path)
+    same(model, again)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16, torch.float32}
+    wide = load(tmp_path, hf.LlamaForCausalLM, dtype=torch.float32)
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+
+
+def test_shards(tmp_path):
+    model = made(gpt2)
+    attach(model, init_std=0.3)
+    small = model.save_pretrained
+    model.save_pretrained = lambda folder: small(folder, max_shard_size="20KB")
+    save(model, tmp_path)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    same(model, load(tmp_path))
+
+
+def test_copies_are_what_was_copied():
+    model = made(llama)
+    attach(model, init_std=0.3)
+    expected = logits(model, tokens())
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(again, tokens()), expected)
+
+
+def test_their_own_loader_does_without(tmp_path):
+    """Why `load` is there: what from_pretrained gives is the softmax model."""
+    model = made(gpt2)
+    softmax = logits(model, tokens())
+    attach(model, init_std=0.3)
+    save(model, tmp_path)
+    theirs, found = hf.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert len(found["unexpected_keys"]) == 8
+    torch.testing.assert_close(logits(theirs, tokens()), softmax, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = made(llama)
+    attach(model, init_std=0.3)
+    save(model, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def rewrite(folder, change):
+    """Write the file of the normalizers again, changed."""
+    tensors = load_file(folder / FILE)
+    with safe_open(folder / FILE, "pt") as file:
+        metadata = file.metadata()
+    layers = json.loads(metadata["layers"])
+    change(tensors, layers)
+    save_file(tensors, folder / FILE, {"layers": json.dumps(layers)})
+
+
+FIRST = "model.layers.0.self_attn"
+TENSOR = f"{FIRST}.modulator.low_threshold"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, layers: tensors.pop(TENSOR), "does not fit.*low_threshold"),
+        (
+            lambda tensors, layers: tensors.update({TENSOR: torch.ones(3)}),
+            "does not fit.*low_threshold.*shape",
+        ),
+        (
+            lambda tensors, layers: tensors.update({f"{FIRST}.other": torch.ones(3)}),
+            "does not fit.*other",
+        ),
+        (lambda tensors, layers: tensors.update(stray=torch.ones(3)), "is damaged"),
+        (lambda tensors, layers: layers.update({"model.layers.9": {}}), "does not fit.*9"),
+        (lambda tensors, layers: layers.update({FIRST: 3}), "is damaged .layers without settings"),
+        (
+            lambda tensors, layers: layers[FIRST].update(name="hardmax"),
+            "does not fit.*hardmax",
+        ),
+        (lambda tensors, layers: layers[FIRST].update(size=3), "does not fit.*size"),
+        (lambda tensors, layers: layers.clear(), "is damaged"),
+    ],
+)
+def test_a_changed_file_is_refused_in_one_sentence(saved, change, message):
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=message) as raised:
+        load(saved)
+    assert "\n" not in str(raised.value)
+
+
+def test_damaged_or_missing_files(saved):
+    whole = (saved / FILE).read_bytes()
+    for content in (b"", whole[:40], whole[:-8]):
+        (saved / FILE).write_bytes(content)
+        with pytest.raises(ValueError, match="is damaged"):
+            load(saved)
+    save_file({}, saved / FILE)
+    with pytest.raises(ValueError, match="is damaged"):
+        load(saved)
+    (saved / FILE).unlink()
+    with pytest.raises(ValueError, match="does not exist: give a folder that save wrote"):
+        load(saved)
+
+
+def test_another_class(saved):
+    with pytest.raises(ValueError, match="not those of LlamaForSequenceClassification"):
+        load(saved, hf.LlamaForSequenceClassification)
+    with pytest.raises(ValueError, match="load sets attn_implementation itself"):
+        load(saved, attn_implementation="sdpa")
+    config = json.loads((saved / "config.json").read_text())
+    config["architectures"] = ["MyLlama"]
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no class 'MyLlama': pass it as model_class"):
+        load(saved)
+    assert type(load(saved, hf.LlamaForCausalLM)) is hf.LlamaForCausalLM
+
+
+def test_what_cannot_be_saved(tmp_path):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no normalizers"):
+        save(made(llama), tmp_path)
+    model = made(llama)
+    attach(model)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file' is a file: give a folder"):
+        save(model, tmp_path / "file")
+
+
+def test_an_interrupted_save_is_never_another_models_half(saved, monkeypatch):
+    def full(*arguments):
+        raise OSError("no space left on device")
+
+    other = made(llama)
+    attach(other, init_std=0.5)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", full)
+        with pytest.raises(OSError, match="no space"):
+            save(other, saved)
+    assert not list(saved.glob("*.part"))
+    with pytest.raises(ValueError, match="does not exist"):
+        load(saved)
+    save(other, saved)
+    same(other, load(saved))
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_the_package():
+    """Everything but its room works, and the room says what to install."""
+    code, out, error = python(
+        "import sys; sys.modules['transformers'] = None\n"
+        "import multimax_fairseq, multimax_fairseq.models, multimax_fairseq.criterions\n"
+        "print('works')\n"
+        "import multimax_fairseq.transformers"
+    )
+    assert code == 1 and out == "works\n"
+    last = error.strip().splitlines()[-1]
+    assert last == (
+        "ModuleNotFoundError: multimax_fairseq.transformers needs the package transformers: "
+        "pip install 'multimax-fairseq[transformers]'"
+    )
+    assert "During handling" not in error
+
+
+def test_only_the_export_needs_fairseq():
+    code, out, error = python(
+        "import sys; sys.modules['fairseq'] = None\n"
+        "import multimax_fairseq\n"
+        "assert 'transformers' not in sys.modules\n"
+        "from multimax_fairseq.transformers import attach, load, register, save\n"
+        "register()\n"
+        "from multimax_fairseq.transformers import export_translation"
+    )
+    assert code == 1 and "import of fairseq halted" in error.strip().splitlines()[-1]
+    import multimax_fairseq.transformers
+
+    with pytest.raises(AttributeError, match="no attribute 'exports'"):
+        multimax_fairseq.transformers.exports  # noqa: B018
