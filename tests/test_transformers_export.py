@@ -196,9 +196,11 @@ def test_a_parameter_of_one_side_alone(data, checkpoint, tmp_path, monkeypatch):
 
 def test_files_that_are_not_as_they_should_be(data, checkpoint, tmp_path):
     file, out = checkpoint("transformer"), tmp_path / "out"
+    (data / "noise.pt").write_bytes(b"noise")
     for wrong, message in (
         ((tmp_path / "no.pt", data / "mt", out), "no.pt' does not exist"),
         ((file, tmp_path / "no", out), "no' does not exist"),
+        ((data / "noise.pt", data / "mt", out), "noise.pt"),
         ((file, data / "mt-other", out), "do not fit checkpoint"),
         ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
         ((file, data / "mt", data), "exists already: give a new folder"),

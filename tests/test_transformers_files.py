@@ -13,6 +13,7 @@ from hugging_face import MODELS, gpt2, llama, logits, made, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from multimax_fairseq import replace_softmax
 from multimax_fairseq.transformers import attach, checkpoint, load, save
 
 FILE = "multimax.safetensors"
@@ -161,8 +162,14 @@ def test_another_class(saved):
 
 
 def test_what_cannot_be_saved(tmp_path):
+    model = made(llama)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no normalizers"):
-        save(made(llama), tmp_path)
+        save(model, tmp_path)
+    replace_softmax(model)
+    with pytest.raises(ValueError, match="no normalizers that attach gave it"):
+        save(model, tmp_path)
+    with pytest.raises(ValueError, match="has normalizers already"):
+        attach(model)
     model = made(llama)
     attach(model)
     (tmp_path / "file").touch()

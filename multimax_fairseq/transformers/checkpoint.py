@@ -34,9 +34,10 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         ValueError: a model without normalizers; a folder that is a file.
     """
     layers = attached(model)
-    if not layers:
+    if not layers or not all(hasattr(layer.normalizer, "made_with") for layer in layers.values()):
         raise UsageError(
-            f"{type(model).__name__} has no normalizers: attach them, or use save_pretrained"
+            f"{type(model).__name__} has no normalizers that attach gave it: attach them, or use "
+            "save_pretrained"
         )
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():

@@ -16,7 +16,7 @@ from multimax_fairseq.modules.normalizer import Normalizer
 
 IMPLEMENTATION = "multimax"
 
-# What some models' attention does to its scores beyond a mask: sdpa would drop the most of it.
+# What a layer may ask of attention beyond a mask. It is named, for what is not read is lost.
 REFUSED = {
     "softcap": "soft-capping of the scores",
     "s_aux": "attention sinks",

@@ -66,8 +66,9 @@ def attach(
     given: dict[str, nn.Module] = {}
 
     def give(module: nn.Module, num_heads: int) -> None:
+        name = names[module]
         put(module, {"name": normalizer, "num_heads": num_heads if per_head else None, **settings})
-        given[names[module]] = module
+        given[name] = module
 
     with _unchanged_on_error(model, given):
         use(model)
@@ -139,7 +140,7 @@ def _call_with_dummies(model: Any) -> None:
         name: value.to(model.device) if isinstance(value, torch.Tensor) else value
         for name, value in model.dummy_inputs.items()
     }
-    if model.config.is_encoder_decoder and "input_ids" in inputs:
+    if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
         inputs.setdefault("decoder_input_ids", inputs["input_ids"])
     try:
         model(**inputs)
