@@ -18,6 +18,7 @@ from multimax_fairseq.functional import (
     normalize,
     register,
     scaled_dot_product_attention,
+    symmetric_divergence,
 )
 from multimax_fairseq.modules import Modulator, Normalizer, replace_softmax
 
@@ -40,4 +41,5 @@ __all__ = [
     "register",
     "replace_softmax",
     "scaled_dot_product_attention",
+    "symmetric_divergence",
 ]

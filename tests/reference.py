@@ -189,6 +189,28 @@ def cross_entropy(logits, target, label_smoothing=0.0, ignore_index=-100):
     return loss, nll
 
 
+def symmetric_divergence(logits, other):
+    """(KL(p|q) + KL(q|p)) / 2, one for each two rows."""
+    found = np.empty(len(logits))
+    for n, rows in enumerate(zip(logits, other, strict=True)):
+        log_p, log_q = (x - x.max() - math.log(np.exp(x - x.max()).sum()) for x in rows)
+        pairs = list(zip(log_p, log_q, strict=True))
+        there = sum(math.exp(p) * (p - q) for p, q in pairs)
+        back = sum(math.exp(q) * (q - p) for p, q in pairs)
+        found[n] = (there + back) / 2
+    return found
+
+
+def rdrop(logits, other, target, alpha, label_smoothing=0.0, ignore_index=-100):
+    """(loss, divergence) summed, of the logits of two passes: R-Drop (Liang et al. 2021)."""
+    loss = sum(
+        cross_entropy(pass_, target, label_smoothing, ignore_index)[0] for pass_ in (logits, other)
+    )
+    counted = np.asarray(target) != ignore_index
+    divergence = symmetric_divergence(logits[counted], other[counted]).sum()
+    return loss + alpha * divergence, divergence
+
+
 def multi_modality(scores, probs, threshold):
     """Definition 3.2."""
     top = scores.argmax()

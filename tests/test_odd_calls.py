@@ -23,6 +23,7 @@ from multimax_fairseq import (
     log_multimax,
     multimax,
     scaled_dot_product_attention,
+    symmetric_divergence,
 )
 from multimax_fairseq.functional import cross_entropy, modulate
 from multimax_fairseq.kernels import cpu
@@ -77,6 +78,10 @@ def ours_attention(query, key, value, **options):
 
 def ours_loss(features, weight, target, **options):
     return linear_cross_entropy(features, weight, target, modulator=given(options), **options)[0]
+
+
+def ours_divergence(features, other, weight, **options):
+    return symmetric_divergence(features, other, weight, modulator=given(options), **options)
 
 
 def ours_scores(features, weight, bias=None, **parameters):
@@ -157,6 +162,18 @@ def plain_loss(
     return losses.sum() / (counts.sum() if reduction == "mean" else 1)
 
 
+def plain_divergence(
+    features, other, weight, bias=None, mask=None, reduction="sum", chunk_size=None, **parameters
+):
+    scores = (F.linear(h, weight, bias) for h in (features, other))
+    log_p, log_q = (plain_modulate(x, **parameters).log_softmax(-1) for x in scores)
+    found = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1) / 2
+    counts = torch.ones_like(found) if mask is None else 1 - mask.to(found.dtype)
+    if reduction == "none":
+        return found * counts
+    return (found * counts).sum() / (counts.sum() if reduction == "mean" else 1)
+
+
 BIAS, TARGET = drawn(V), 29 * torch.arange(N)
 LOSS = dict(features=drawn(N, D), weight=drawn(V, D, seed=1), bias=BIAS, target=TARGET)
 ATTENTION = dict(
@@ -181,6 +198,13 @@ FUNCTIONS = {
     "softmax attention": (ours_attention, plain_attention, ATTENTION),
     "loss": (ours_loss, plain_loss, LOSS | offsets(2)),
     "softmax loss": (ours_loss, plain_loss, LOSS),
+    "divergence": (
+        ours_divergence,
+        plain_divergence,
+        {name: LOSS[name] for name in ("features", "weight", "bias")}
+        | dict(other=drawn(N, D, seed=4), mask=drawn(N) > 1)
+        | offsets(2),
+    ),
     "fused_scores": (
         ours_scores,
         plain_scores,

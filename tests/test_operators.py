@@ -22,6 +22,7 @@ from multimax_fairseq import (
     linear_cross_entropy,
     multimax,
     scaled_dot_product_attention,
+    symmetric_divergence,
 )
 from multimax_fairseq.functional import backend
 from multimax_fairseq.functional.modulator import table_of
@@ -225,6 +226,20 @@ def on_output(reduction, label_smoothing=0.0):
     return Case(loss, lambda tokens, _: some_output(tokens), [(0, 0), (3, 0)])
 
 
+def some_pair(tokens=7, dtype=torch.float32):
+    """Two features, weight, bias and mask of an output layer."""
+    features, weight, bias, target = some_output(tokens, dtype)
+    return features, random(tokens, SIZE, dtype=dtype), weight, bias, target < 0
+
+
+def on_pair(reduction):
+    def divergence(modulator, features, other, weight, bias, mask):
+        options = {"bias": bias, "modulator": modulator, "mask": mask, "reduction": reduction}
+        return symmetric_divergence(features, other, weight, **options)
+
+    return Case(divergence, lambda tokens, _: some_pair(tokens), [(0, 0), (1, 0), (4, 0)])
+
+
 # What stands in the graph besides torch's own operations.
 CASES = {
     **{
@@ -251,6 +266,8 @@ CASES = {
     "loss, sum": (lambda: on_output("sum", 0.1), {"output_loss"}),
     "loss, mean": (lambda: on_output("mean", 0.1), {"output_loss"}),
     "loss, none": (lambda: on_output("none"), {"output_loss"}),
+    "divergence, sum": (lambda: on_pair("sum"), set()),
+    "divergence, none": (lambda: on_pair("none"), set()),
 }
 LENGTHS = [(4, 5), (7, 6), (3, 9)]
 
@@ -437,7 +454,19 @@ def cast_inputs(name, dtype):
         return [random(BATCH, HEADS, QUERIES, KEYS).to(dtype)]
     target = torch.randint(KEYS, (QUERIES,))
     target[3] = -100
-    return [random(QUERIES, SIZE).to(dtype), random(KEYS, SIZE), random(KEYS), target]
+    of_layer = [random(KEYS, SIZE), random(KEYS)]
+    if name == "divergence":
+        return [*(random(QUERIES, SIZE).to(dtype) for _ in range(2)), *of_layer, target < 0]
+    return [random(QUERIES, SIZE).to(dtype), *of_layer, target]
+
+
+def divergence(modulator, features, other, weight, bias, mask):
+    return symmetric_divergence(features, other, weight, bias=bias, modulator=modulator, mask=mask)
+
+
+def divergence_as_torch(modulator, features, other, weight, bias, mask):
+    logs = (F.linear(h, weight, bias).log_softmax(-1) for h in (features, other))
+    return F.kl_div(*logs, log_target=True, reduction="sum")
 
 
 CAST = {
@@ -448,6 +477,7 @@ CAST = {
         lambda m, scores: scores.float().relu(),
         {"modulate", "modulate_backward"},
     ),
+    "divergence": (divergence, divergence_as_torch, set()),
 }
 
 
@@ -455,7 +485,7 @@ CAST = {
 @pytest.mark.parametrize("name", CAST)
 def test_under_autocast_the_kernels_serve_as_exactly_as_plain_pytorch(name, dtype, monkeypatch):
     function, as_torch, names = CAST[name]
-    modulator = some_modulator(num_heads=None if name == "output loss" else HEADS)
+    modulator = some_modulator(num_heads=HEADS if name in ("attention", "modulator") else None)
     errors = {"auto": [], "plain": []}
     for _ in range(3):
         inputs = [t.detach() for t in cast_inputs(name, dtype)]
@@ -469,7 +499,7 @@ def test_under_autocast_the_kernels_serve_as_exactly_as_plain_pytorch(name, dtyp
             assert recorder.names == (names if wanted == "auto" else set())
             with autocast():
                 assert got[0].dtype == as_torch(modulator, *inputs).dtype
-            if wanted == "auto" and name != "modulator":
+            if wanted == "auto" and name in ("attention", "output loss"):
                 assert recorder.wide == []
     kernel, plain = (torch.tensor(errors[wanted]).mean(0) for wanted in ("auto", "plain"))
     assert (kernel <= 2 * plain + 1e-6).all(), (kernel, plain)
@@ -519,7 +549,7 @@ def test_the_kernels_for_the_cpu_make_no_scores_either():
 @pytest.mark.parametrize("name", CAST)
 def test_autocast_and_compile_agree_with_autocast_alone(name):
     function, *_ = CAST[name]
-    served = {"attention": {"attention"}, "output loss": {"output_loss"}, "modulator": set()}[name]
+    served = {"attention": {"attention"}, "output loss": {"output_loss"}}.get(name, set())
     case = Case(lambda m, *inputs: function(m, *inputs), None, None)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(case, fullgraph=True, backend=counter)
@@ -532,7 +562,9 @@ def test_autocast_and_compile_agree_with_autocast_alone(name):
         wanted = [*(t for t in inputs if t.requires_grad), *case.parameters()]
         weights = torch.randn(got.shape).to(got.dtype)
         results = [torch.autograd.grad((out * weights).sum(), wanted) for out in (got, expected)]
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        # One without a kernel is rounded to bfloat16 before its factor is known, or after.
+        close = 1e-2 if name == "divergence" else 1e-4
+        torch.testing.assert_close(*results, rtol=close, atol=close)
     assert counter.frame_count == 1
     assert ours(counter.graphs[0].graph) == served
 
@@ -575,6 +607,8 @@ def transformable(request):
         first, *rest = [random(BATCH, HEADS, 4, 5)]
     elif request.param == "attention":
         first, *rest = [*some_heads(), ~some_mask(BATCH, 1, 1, 5)]
+    elif request.param == "divergence":
+        first, *rest = some_pair()
     else:
         first, *rest = some_output()
     return lambda x: function(modulator, x, *(t.detach() for t in rest)), first.detach()

@@ -21,6 +21,7 @@ from multimax_fairseq import (
     multimax,
     normalize,
     scaled_dot_product_attention,
+    symmetric_divergence,
 )
 from multimax_fairseq.functional import modulate
 from multimax_fairseq.functional.cross_entropy import fused_scores
@@ -418,6 +419,25 @@ WRONG = {
             ("temperature", "no option", 1.0),
         ],
     ),
+    "symmetric_divergence": (
+        symmetric_divergence,
+        OUTPUT | dict(other=drawn(N, D, seed=5), mask=drawn(N) > 1),
+        [
+            *kinds("features other weight bias mask", without="conjugate"),
+            *shapes("features other mask", without="no columns, flat"),
+            *shapes("weight", without="no columns, a row more, a row less"),
+            *shapes("bias", without="flat"),
+            *missing("features other weight"),
+            ("weight", "of another width", drawn(V, 2 * D)),
+            ("weight bias", "no classes", lambda w, b: (w[:0], b[:0])),
+            *(("mask", f"{d}", TARGET.to(d)) for d in (torch.half, torch.long)),
+            *double("features other weight bias"),
+            *OF_OUTPUT,
+            *values("reduction", "product", "", None, 1, True, ["sum"], torch.zeros(2)),
+            *values("chunk_size", 0, -1, math.nan, torch.tensor(1), *INTEGERS),
+            ("temperature", "no option", 1.0),
+        ],
+    ),
     "fused_scores": (
         fused_scores,
         OUTPUT,
@@ -450,6 +470,10 @@ WRONG = {
     "backward of the sum of the loss": (
         *backward(linear_cross_entropy, **OUTPUT, target=TARGET),
         [*changed({"two": lambda t: t.expand(2), "on meta": KINDS["on meta"]}, "grad"), SECOND],
+    ),
+    "backward of the divergence": (
+        *backward(symmetric_divergence, **OUTPUT, other=drawn(N, D, seed=5), reduction="none"),
+        [*BACKWARD, SECOND],
     ),
     "backward of multimax": (*backward(multimax, **OVER_MODULATED), [*BACKWARD, SECOND]),
     "backward of sparsemax": (*backward(NORMALIZERS["sparsemax"], **SCORES), BACKWARD),

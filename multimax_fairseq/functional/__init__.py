@@ -10,6 +10,7 @@ from multimax_fairseq.functional.cross_entropy import linear_cross_entropy
 from multimax_fairseq.functional.mapping import NORMALIZERS, Mapping, Option, normalize, register
 from multimax_fairseq.functional.modulator import modulate
 from multimax_fairseq.functional.normalizers import log_multimax, multimax
+from multimax_fairseq.functional.symmetric_divergence import symmetric_divergence
 
 __all__ = [
     "NORMALIZERS",
@@ -26,4 +27,5 @@ __all__ = [
     "normalize",
     "register",
     "scaled_dot_product_attention",
+    "symmetric_divergence",
 ]

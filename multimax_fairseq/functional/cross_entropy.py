@@ -68,7 +68,7 @@ def linear_cross_entropy(
             is neither one of the V classes nor ignore_index. Elsewhere, and in what torch.compile
             made, such a target gives nan.
     """
-    _check_output(features, weight, bias, modulator)
+    check_output(features, weight, bias, modulator)
     target = _checked_target(features, target)
     check_integer("ignore_index", ignore_index)
     if reduction not in ("sum", "mean", "none"):
@@ -121,7 +121,7 @@ def fused_scores(
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
     """
-    _check_output(features, weight, bias, modulator)
+    check_output(features, weight, bias, modulator)
     table = None if modulator is None else table_of(modulator)[0]
     if _kernel("output scores", features, weight, bias, table) != "cpp":
         return None
@@ -143,9 +143,10 @@ def _kernel(
     return choose(operation, "auto", features, weight, bias, able=able, dtypes=dtypes)
 
 
-def _check_output(
+def check_output(
     features: Tensor, weight: Tensor, bias: Tensor | None, modulator: ModulatorParameters | None
 ) -> None:
+    """Raise ValueError or TypeError for what is no output layer, as `linear_cross_entropy` says."""
     given = [("features", features), ("weight", weight)]
     if bias is not None:
         given.append(("bias", bias))
@@ -220,18 +221,10 @@ def _plain(
     numbers: Sequence[Any],
     summed: bool,
 ) -> tuple[Tensor, Tensor]:
-    if is_autocast(features.device.type):
-        # What F.linear would do.
-        dtype = torch.get_autocast_dtype(features.device.type)
-        features, weight = (
-            t if t.dtype == torch.float64 else t.to(dtype) for t in (features, weight)
-        )
-        bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
-    if table is not None:
-        table = table.to(torch.promote_types(features.dtype, torch.float32))
+    features, weight, bias, table = cast(features, weight, bias, table)
     if operators.traced():
         # In operations that can be recorded, and differentiated by torch itself.
-        logits = _logits(F.linear(features, weight, bias), table)
+        logits = logits_of(F.linear(features, weight, bias), table)
         nll, smooth = _losses(logits, target, numbers[2])
     else:
         if target.device.type == "cpu":
@@ -244,6 +237,22 @@ def _plain(
     return (loss.sum(), nll.sum()) if summed else (loss, nll)
 
 
+def cast(
+    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return an output layer's tensors in the dtypes that its plain form computes in."""
+    if is_autocast(features.device.type):
+        # What F.linear would do.
+        dtype = torch.get_autocast_dtype(features.device.type)
+        features, weight = (
+            t if t.dtype == torch.float64 else t.to(dtype) for t in (features, weight)
+        )
+        bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
+    if table is not None:
+        table = table.to(torch.promote_types(features.dtype, torch.float32))
+    return features, weight, bias, table
+
+
 def _check_range(target: Tensor, classes: int, ignore_index: int) -> None:
     wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
     if len(wrong) > 0:
@@ -253,7 +262,8 @@ def _check_range(target: Tensor, classes: int, ignore_index: int) -> None:
         )
 
 
-def _logits(scores: Tensor, table: Tensor | None) -> Tensor:
+def logits_of(scores: Tensor, table: Tensor | None) -> Tensor:
+    """Return scores modulated, in float32 or wider."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return scores if table is None else modulated(scores, table, 2, 2)
 
@@ -287,7 +297,7 @@ def _plain_parts(
     def one_chunk(
         scores: Tensor, table: Tensor | None, target: Tensor, factors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        logits = _logits(scores, table)
+        logits = logits_of(scores, table)
         nll, smooth = _losses(logits, target, ignore_index)
         if factors is None:
             return nll, smooth, None, None

@@ -56,7 +56,7 @@ def through_chunks(
     """
     count, classes, device = len(target), len(weight), features.device
     if chunk_size is None:
-        chunk_size = _chunk_size(count, classes, device.type)
+        chunk_size = chunk_rows(count, classes, device.type)
     wide = torch.promote_types(features.dtype, torch.float32)
     nll, smooth = torch.zeros(2, count, dtype=wide, device=device)
     grads: list[Tensor | None] = [None] * 4
@@ -95,7 +95,7 @@ def through_chunks(
     return nll, smooth, grads
 
 
-def _chunk_size(count: int, classes: int, device: str) -> int:
+def chunk_rows(count: int, classes: int, device: str) -> int:
     """Rows that are taken at a time: all chunks alike, but for what does not divide."""
     device = device if device in CHUNK_LOGITS else "cuda"
     most = max(LEAST_ROWS[device], CHUNK_LOGITS[device] // classes)
