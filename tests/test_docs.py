@@ -120,6 +120,7 @@ def test_the_mapping_that_is_shown_is_the_one_that_is_tested():
 
 def test_every_flag_is_explained_by_its_own_help():
     """The rows of docs/flags.md are made of the table of mappings."""
+    from multimax_fairseq.criterions.cross_entropy import RDropConfig
     from multimax_fairseq.models.config import (
         CONTINUOUS_OPTIONS,
         MAPPINGS,
@@ -135,16 +136,18 @@ def test_every_flag_is_explained_by_its_own_help():
     chosen = {"attention_normalizer": MAPPINGS, "output_normalizer": OUTPUTS}
     of_kind = {int: "whole number", float: "number", bool: "", str: "text"}
     rows = []
-    for setting in [*SETTINGS, *own]:
+    of_criteria = RDropConfig.__dataclass_fields__["rdrop_alpha"]
+    for setting in [of_criteria, *SETTINGS, *own]:
         kind = options[setting.name].kind if setting.name in options else None
         words = chosen.get(setting.name, kind if isinstance(kind, tuple) else ())
         other = {
             "attention_normalizer_at": str,
-            "scalar_gradient_scale": float,
             "attention_gate": bool,
             "monitor_interval": int,
         }
-        values = ", ".join(f"`{w}`" for w in words) or of_kind[kind or other[setting.name]]
+        values = (
+            ", ".join(f"`{w}`" for w in words) or of_kind[kind or other.get(setting.name, float)]
+        )
         default = {False: "off", None: "none"}.get(setting.default, f"`{setting.default}`")
         rows.append(
             f"| `{flag(setting.name)}` | {values} | {default} | {setting.metadata['help']} |"

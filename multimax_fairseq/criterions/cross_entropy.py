@@ -2,31 +2,132 @@
 
 The same losses, logged fields and units as the stock criteria of the same model. A criterion asks
 the decoder for `linear_output() -> (weight, bias, modulator)`; where a decoder does not offer it,
-the stock computation over all logits is used, and the log says so once.
+the stock computation over all logits is used, and the log says so once. Both can train with R-Drop.
 """
 
 import logging
+import math
+from dataclasses import dataclass, field
 
 import torch
+from fairseq import metrics
 from fairseq.criterions import register_criterion
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
     LabelSmoothedCrossEntropyCriterionConfig,
+    label_smoothed_nll_loss,
 )
+from fairseq.dataclass import FairseqDataclass
 from torch import Tensor
 
-from multimax_fairseq.functional import linear_cross_entropy
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional import linear_cross_entropy, symmetric_divergence
+from multimax_fairseq.functional.checks import is_finite
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class RDropConfig(FairseqDataclass):
+    rdrop_alpha: float = field(
+        default=0.0,
+        metadata={
+            "help": "weight of R-Drop: each batch passes twice with other dropout, and the two "
+            "output distributions are drawn together; 0 is off"
+        },
+    )
+
+
+@dataclass
+class MultimaxCrossEntropyConfig(CrossEntropyCriterionConfig, RDropConfig):
+    pass
+
+
+@dataclass
+class LabelSmoothedMultimaxCrossEntropyConfig(
+    LabelSmoothedCrossEntropyCriterionConfig, RDropConfig
+):
+    pass
+
+
 class FusedOutput:
-    """What the two criteria share: features instead of logits, and the loss over them."""
+    """What the two criteria share: features instead of logits, the loss over them, and R-Drop.
+
+        loss = loss_1 + loss_2 + alpha (KL(p|q) + KL(q|p)) / 2              (Liang et al. 2021)
+    where loss_1 and loss_2 are the criterion's own of two passes of a batch with other dropout, p
+    and q their output distributions, and the tokens and sentences are counted once. It is for
+    training: a model in evaluation has the loss of its one pass.
+
+    The two passes are one pass of every sentence twice: the layers' dropout differs from row to
+    row, the matrix products are larger, and a model that is trained in parallel, which gathers its
+    gradients by what one pass has used, needs to know nothing of it.
+    """
 
     ignore_prefix_size = 0
     label_smoothing = 0.0
+    rdrop_alpha = 0.0
+    # The stock criterion's shape for losses that are not summed.
+    unreduced: tuple[int, ...] = (-1,)
     _warned = False
+
+    def set_rdrop(self, alpha):
+        """Take the weight of R-Drop; UsageError for what cannot be one."""
+        if not (is_finite(alpha) and alpha >= 0):
+            raise UsageError(
+                f"--rdrop-alpha {alpha} must be a finite number, at least 0: 0 is off, 5 is the "
+                "published setting for IWSLT14"
+            )
+        self.rdrop_alpha = alpha
+
+    def forward(self, model, sample, reduce=True):
+        """Return (loss, sample size, logged fields) of a batch."""
+        linear_output = self.fused_output(model)
+        twice = self.rdrop_alpha > 0 and model.training
+        if linear_output is not None:
+            losses = self.fused_losses(model, sample, linear_output, reduce, twice)
+        elif twice:
+            losses = self.stock_losses(model, sample, reduce)
+        else:
+            return super().forward(model, sample, reduce)
+        loss, nll_loss, divergence, output, target = losses
+        if not reduce:
+            loss, nll_loss = (
+                (t.unflatten(0, (-1, 2)).sum(1) if twice else t).view(self.unreduced)
+                for t in (loss, nll_loss)
+            )
+        nsentences = sample["target"].size(0)
+        # What both passes share is logged as their mean, and the divergence beside it, so that the
+        # figures are those of a run without R-Drop: 2 loss + alpha rdrop is what training lowers.
+        logged = {
+            "loss": loss.data / 2 if twice else loss.data,
+            "ntokens": sample["ntokens"],
+            "nsentences": nsentences,
+            "sample_size": nsentences if self.sentence_avg else sample["ntokens"],
+        }
+        nll_loss = nll_loss / 2 if twice else nll_loss
+        logged |= self.more_logged(model, nll_loss, output, target, linear_output is not None)
+        if twice:
+            if not reduce:
+                divergence = divergence.view(self.unreduced)
+            logged["rdrop"] = divergence.data
+            loss = loss + self.rdrop_alpha * divergence
+        return loss, logged["sample_size"], logged
+
+    def more_logged(self, model, nll_loss, output, target, is_fused):
+        """Return the fields that one criterion logs and the other does not; `output` is features
+        if is_fused, else log-probabilities."""
+        return {}
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs):
+        """Aggregate the logged fields of several workers; rdrop in bits per token, as nll_loss."""
+        super().reduce_metrics(logging_outputs)
+        if any("rdrop" in log for log in logging_outputs):
+            total, tokens = (
+                sum(log.get(name, 0) for log in logging_outputs) for name in ("rdrop", "ntokens")
+            )
+            metrics.log_scalar("rdrop", total / tokens / math.log(2), tokens, round=3)
 
     def fused_output(self, model):
         """Return the decoder's `linear_output`, or None where the fused loss cannot stand in."""
@@ -42,86 +143,124 @@ class FusedOutput:
             )
         return linear_output
 
-    def fused_loss(self, model, sample, linear_output, reduce):
-        """Return (loss, nll_loss, features, target), in nats; losses per token unless reduce."""
-        net_output = model(**sample["net_input"], features_only=True)
+    def fused_losses(self, model, sample, linear_output, reduce, twice):
+        """Return (loss, nll_loss, divergence, features, target), in nats.
+
+        The losses are per token unless reduce, and those of both passes if twice: only then there
+        is a divergence. Features and targets are those of the first pass.
+        """
+        inputs = doubled(sample["net_input"]) if twice else sample["net_input"]
+        net_output = model(**inputs, features_only=True)
         features, target = net_output[0], model.get_targets(sample, net_output)
         if self.ignore_prefix_size > 0:
             features = features[:, self.ignore_prefix_size :]
             target = target[:, self.ignore_prefix_size :]
         weight, bias, modulator = linear_output()
+        reduction = "sum" if reduce else "none"
         loss, nll_loss = linear_cross_entropy(
             features,
             weight,
-            target,
+            target.repeat_interleave(2, 0) if twice else target,
             bias=bias,
             modulator=modulator,
             label_smoothing=self.label_smoothing,
             ignore_index=self.padding_idx,
-            reduction="sum" if reduce else "none",
+            reduction=reduction,
         )
-        return loss, nll_loss, features, target
+        if not twice:
+            return loss, nll_loss, None, features, target
+        divergence = symmetric_divergence(
+            features[::2],
+            features[1::2],
+            weight,
+            bias=bias,
+            modulator=modulator,
+            mask=target.eq(self.padding_idx),
+            reduction=reduction,
+        )
+        return loss, nll_loss, divergence, features[::2], target
 
-    def logging_output(self, sample, loss):
-        """Return the fields that both criteria log."""
-        nsentences = sample["target"].size(0)
-        return {
-            "loss": loss.data,
-            "ntokens": sample["ntokens"],
-            "nsentences": nsentences,
-            "sample_size": nsentences if self.sentence_avg else sample["ntokens"],
-        }
+    def stock_losses(self, model, sample, reduce):
+        """As `fused_losses` of two passes, of a decoder that only gives log-probabilities: these
+        take the place of the features."""
+        if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
+            raise UsageError(
+                "--rdrop-alpha needs probabilities with gradients for all words, which fairseq's "
+                "adaptive softmax does not give: leave --adaptive-softmax-cutoff out"
+            )
+        net_output = model(**doubled(sample["net_input"]))
+        log_probs = model.get_normalized_probs(net_output, log_probs=True)
+        log_probs = log_probs[:, self.ignore_prefix_size :]
+        target = model.get_targets(sample, net_output)[:, self.ignore_prefix_size :]
+        twice = target.repeat_interleave(2, 0).unsqueeze(-1)
+        loss, nll_loss = label_smoothed_nll_loss(
+            log_probs, twice, self.label_smoothing, self.padding_idx, reduce
+        )
+        if not reduce:
+            loss, nll_loss = loss.squeeze(-1), nll_loss.squeeze(-1)
+        log_p, log_q = log_probs[::2], log_probs[1::2]
+        divergence = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1) / 2
+        divergence = divergence.masked_fill(target.eq(self.padding_idx), 0.0)
+        return loss, nll_loss, divergence.sum() if reduce else divergence, log_p, target
 
 
-@register_criterion("multimax_cross_entropy", dataclass=CrossEntropyCriterionConfig)
+def doubled(net_input):
+    """Return a batch's input with every sentence twice; the copies are neighbours, so that an
+    encoder that wants its sentences by length still gets them so."""
+    return {
+        name: value.repeat_interleave(2, 0) if isinstance(value, Tensor) else value
+        for name, value in net_input.items()
+    }
+
+
+@register_criterion("multimax_cross_entropy", dataclass=MultimaxCrossEntropyConfig)
 class MultimaxCrossEntropyCriterion(FusedOutput, CrossEntropyCriterion):
     """Equivalent to: fairseq's `cross_entropy` on the same model."""
 
-    def forward(self, model, sample, reduce=True):
-        """Return (loss, sample size, logged fields) of a batch."""
-        linear_output = self.fused_output(model)
-        if linear_output is None:
-            return super().forward(model, sample, reduce)
-        loss, *_ = self.fused_loss(model, sample, linear_output, reduce)
-        if not reduce:
-            loss = loss.view(-1)
-        logged = self.logging_output(sample, loss)
-        return loss, logged["sample_size"], logged
+    def __init__(self, task, sentence_avg, rdrop_alpha=0.0):
+        super().__init__(task, sentence_avg)
+        self.set_rdrop(rdrop_alpha)
 
 
 @register_criterion(
-    "label_smoothed_multimax_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig
+    "label_smoothed_multimax_cross_entropy", dataclass=LabelSmoothedMultimaxCrossEntropyConfig
 )
 class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCrossEntropyCriterion):
     """Equivalent to: fairseq's `label_smoothed_cross_entropy` on the same model."""
+
+    unreduced = (-1, 1)
+
+    def __init__(
+        self,
+        task,
+        sentence_avg,
+        label_smoothing,
+        ignore_prefix_size=0,
+        report_accuracy=False,
+        rdrop_alpha=0.0,
+    ):
+        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        self.set_rdrop(rdrop_alpha)
 
     @property
     def label_smoothing(self):
         return self.eps
 
-    def forward(self, model, sample, reduce=True):
-        """Return (loss, sample size, logged fields) of a batch."""
-        linear_output = self.fused_output(model)
-        if linear_output is None:
-            return super().forward(model, sample, reduce)
-        loss, nll_loss, features, target = self.fused_loss(model, sample, linear_output, reduce)
-        if not reduce:
-            # The stock criterion's shape for losses that are not summed.
-            loss, nll_loss = loss.view(-1, 1), nll_loss.view(-1, 1)
-        logged = self.logging_output(sample, loss)
-        logged["nll_loss"] = nll_loss.data
+    def more_logged(self, model, nll_loss, output, target, is_fused):
+        """Return nll_loss, and what accuracy is made of: of the first pass."""
+        logged = {"nll_loss": nll_loss.data}
         if self.report_accuracy:
             counted = target.ne(self.padding_idx)
             logged["total"] = counted.sum()
-            logged["n_correct"] = self._correct(model, features, target, counted)
-        return loss, logged["sample_size"], logged
+            scores_of = model.decoder.output_layer if is_fused else (lambda log_probs: log_probs)
+            logged["n_correct"] = self._correct(scores_of, output, target, counted)
+        return logged
 
     @staticmethod
     @torch.no_grad()
-    def _correct(model, features: Tensor, target: Tensor, counted: Tensor) -> Tensor:
-        """Count the targets that are the model's first choice, some rows of logits at a time."""
-        rows = zip(*(t.flatten(0, 1).split(256) for t in (features, target, counted)), strict=True)
+    def _correct(scores_of, output: Tensor, target: Tensor, counted: Tensor) -> Tensor:
+        """Count the targets that are the model's first choice, some rows of scores at a time."""
+        rows = zip(*(t.flatten(0, 1).split(256) for t in (output, target, counted)), strict=True)
         return sum(
-            (model.decoder.output_layer(part).argmax(-1).eq(wanted) & counts).sum()
-            for part, wanted, counts in rows
+            (scores_of(part).argmax(-1).eq(wanted) & counts).sum() for part, wanted, counts in rows
         )
