@@ -165,6 +165,7 @@ def gradients_of_one(rank, folder):
             parallel = LegacyDistributedDataParallel(model, torch.distributed.group.WORLD)
         else:
             parallel = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        torch.manual_seed(rank)
         loss, *_ = criterion(ModuleProxyWrapper(parallel), batches[rank])
         loss.backward()
         if backend == "legacy_ddp":
@@ -177,15 +178,24 @@ def gradients_of_one(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared embeddings"])
-def test_two_processes_get_the_mean_of_their_gradients(build, task, lm_batch, tmp_path, shared):
+@pytest.mark.parametrize(
+    ("shared", "alpha"),
+    [(False, 0.0), (True, 0.0), (False, 5.0)],
+    ids=["", "shared embeddings", "R-Drop"],
+)
+def test_two_processes_get_the_mean_of_their_gradients(
+    build, task, lm_batch, tmp_path, shared, alpha
+):
     flags = ["--share-decoder-input-output-embed"] if shared else []
-    model = scatter_modulators(build("transformer_lm_multimax", *flags))
-    criterion = MultimaxCrossEntropyCriterion(task, sentence_avg=False)
+    model = scatter_modulators(build("transformer_lm_multimax", *flags, "--dropout", "0.2"))
+    criterion = MultimaxCrossEntropyCriterion(task, sentence_avg=False, rdrop_alpha=alpha)
     batches = [lm_batch(), lm_batch((6, 2), seed=1)]
     torch.save((model, criterion, batches), tmp_path / "start.pt")
     torch.multiprocessing.spawn(gradients_of_one, (tmp_path,), nprocs=2)
-    expected = [run(criterion, model, batch)[3] for batch in batches]
+    expected = []
+    for rank, batch in enumerate(batches):
+        torch.manual_seed(rank)
+        expected.append(run(criterion, model, batch)[3])
     for rank in range(2):
         for kind, gradients in zip(DDP, torch.load(tmp_path / f"{rank}.pt"), strict=True):
             for name, gradient in gradients.items():
