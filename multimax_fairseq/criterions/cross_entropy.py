@@ -61,7 +61,8 @@ class FusedOutput:
 
     The two passes are one pass of every sentence twice: the layers' dropout differs from row to
     row, the matrix products are larger, and a model that is trained in parallel, which gathers its
-    gradients by what one pass has used, needs to know nothing of it.
+    gradients by what one pass has used, needs to know nothing of it. A layer that is left out as a
+    whole (--decoder-layerdrop) is left out of both.
     """
 
     ignore_prefix_size = 0

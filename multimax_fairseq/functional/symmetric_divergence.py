@@ -163,7 +163,7 @@ def _plain_parts(
     *numbers: Any,
 ) -> tuple[Any, ...]:
     """As `operators.output_loss_parts`: half of its pair's divergence for each row."""
-    # The modulator written out takes longer than all else here.
+    # Written out, the modulator would take half of the time.
     fast = choose("", "auto", rows, able=table is not None) != "plain"
 
     def one_chunk(
