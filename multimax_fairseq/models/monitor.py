@@ -8,6 +8,7 @@ being `encoder.N`, `decoder.N` or `cross.N`, layers counted from 0, or `output`.
     entropy, sparsity, multi_modality: the mean over the heads of that over the queries; sparsity
         and multi-modality by the query's mean score as epsilon and 1 / the number of its keys as
         the reference
+    mass: what a query's probabilities sum to
     zeros: the share of probabilities that are exactly 0
     past_turning_point: the share of scores at which the modulator falls; of `Modulator` alone
     largest_score: after the modulator, if there is one
@@ -38,7 +39,13 @@ from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.functional.normalizers import softmax
 from multimax_fairseq.models.config import flag
 from multimax_fairseq.models.learned_scalars import symbols
-from multimax_fairseq.modules import AdditiveAttention, ContinuousAttention, Modulator, Normalizer
+from multimax_fairseq.modules import (
+    AdditiveAttention,
+    ContinuousAttention,
+    GatedAttention,
+    Modulator,
+    Normalizer,
+)
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 logger = logging.getLogger(__name__)
@@ -378,6 +385,8 @@ def _attentions(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _normalizer(place: str, module: Any) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, GatedAttention):
+        module = module.normalizer
     if isinstance(module, ContinuousAttention):
         module = module.normalizer
     if isinstance(module, Normalizer):
