@@ -161,6 +161,16 @@ def test_attention(benchmark, mask):
     assert f"attention 3x1x7x4, mask: {mask}" in printed
 
 
+def test_attention_of_fused_rivals(benchmark):
+    found, _ = benchmark("attention", "--shape", "2x2x12x8", "--rivals", *SHORT)
+    (case,) = found["cases"]
+    assert case["references"] == ["softmax (torch)", AUTO]
+    gradients = {name: entry["gradients"] for name, entry in case["contestants"].items()}
+    for name, learned in (("ssmax", 2), ("softmax1", 0), ("sink", 2)):
+        assert case["agreement"][f"{name} (auto)"]["difference"] < 1e-5
+        assert gradients[f"{name} (auto)"] == 3 * 2 * 2 * 12 * 8 * 4 + learned * 4
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_attention_in_low_precision(benchmark, dtype):
     found, _ = benchmark(

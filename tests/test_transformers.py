@@ -352,6 +352,11 @@ def test_what_has_no_place_is_refused_by_name(make, message):
     assert not any(hasattr(module, "normalizer") for module in model.modules())
 
 
+def test_a_mapping_of_hidden_states_is_refused():
+    with pytest.raises(ValueError, match="'asentmax' reads hidden states"):
+        attach(t5(), "asentmax")
+
+
 def test_a_layer_that_the_call_did_not_reach():
     """It is refused when it is called at last; a call that reaches it equips it."""
     ids, states = tokens(), torch.randn(3, 4, 32)

@@ -139,6 +139,11 @@ def test_own_embeddings(data, checkpoint, tmp_path):
         ),
         (
             "transformer_multimax",
+            "--attention-normalizer softmax --attention-gate",
+            "GatedAttention in encoder.self_attn",
+        ),
+        (
+            "transformer_multimax",
             "--attention-normalizer softmax --output-normalizer multimax",
             "the output normalizer multimax",
         ),

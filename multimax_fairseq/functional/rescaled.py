@@ -14,7 +14,8 @@ from multimax_fairseq.functional.normalizers import (
     widened,
 )
 
-# Other people write a key that nobody may attend to as a large negative number that is added.
+# Other people write a key that nobody may attend to as a large negative number that is added, -1e4
+# being the least of them; `replace_softmax` takes a part of it for the score.
 EXCLUDES = -5e3
 
 # 1 / temperature by the entropy, highest power first: Figure 5 of Velickovic et al. 2024.
@@ -34,7 +35,7 @@ def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Ten
     Args:
         scores: any shape and floating dtype.
         dim: that of the keys.
-        mask: broadcastable to scores. Bool: True excludes. Float: what adds -10000 or less does.
+        mask: broadcastable to scores. Bool: True excludes. Float: what adds -5000 or less does.
 
     Returns:
         Broadcastable to scores, with size 1 in `dim`; in float32 or wider.

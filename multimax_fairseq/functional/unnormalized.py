@@ -23,7 +23,7 @@ def softpick(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
     than one; a row of negative scores alone is zero, and so is its gradient.
 
     Args:
-        scores, dim, mask: as `softmax`. What adds -10000 or less excludes: it would count as a
+        scores, dim, mask: as `softmax`. What adds -5000 or less excludes: it would count as a
             negative score.
 
     Returns:

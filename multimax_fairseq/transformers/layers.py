@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.transformers import interface
 
@@ -45,9 +46,9 @@ def attach(
 
     Raises:
         TypeError: an argument of another type; a setting that `Normalizer` does not know.
-        ValueError: settings out of range; a model that forms its attention by itself, has
-            normalizers already, or whose attention does what has no place here (soft-capping,
-            sinks, position biases). The model is then as before.
+        ValueError: settings out of range; a mapping that reads hidden states; a model that forms
+            its attention by itself, has normalizers already, or whose attention does what has no
+            place here (soft-capping, sinks, position biases). The model is then as before.
     """
     for name, value, kind in (
         ("model", model, PreTrainedModel),
@@ -57,6 +58,11 @@ def attach(
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {getattr(kind, '__name__', kind)}, got {value!r}")
+    if mapping_named(normalizer).hidden:
+        raise UsageError(
+            f"the normalizer {normalizer!r} reads hidden states, which transformers gives no "
+            "attention function: choose another"
+        )
     Normalizer(normalizer, **settings)  # what is out of range is said before anything is changed
     if attached(model):
         raise UsageError(
