@@ -50,7 +50,7 @@ from multimax_fairseq.models.config import as_namespace
 SHAPES = ["4x8x512x64", "16x8x128x64"]
 EXPRESSION, PLAIN, AUTO = "MultiMax (torch expression)", "MultiMax (plain)", "MultiMax (auto)"
 # Fused as MultiMax is, with what they learn per head.
-RIVALS = {"ssmax": ("length_scale", 0.2), "softmax1": None, "sink": ("sink", 0.5)}
+RIVALS = {"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}}
 
 
 def expression(x: Tensor, modulator: Modulator) -> Tensor:
@@ -135,7 +135,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
             learned = dict(parts)
             if name.startswith("MultiMax"):
                 learned |= dict(modulator.named_parameters())
-            learned |= getattr(attend, "learned", {})
+            learned |= {n: attend.keywords[n] for n in RIVALS.get(name.split()[0], {})}
             return gradients_of(lambda: (attend(*parts.values()), grad), learned)
 
         return Contestant(make, name.split()[0], backend)
@@ -148,23 +148,11 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
 
     def ours(normalizer: str) -> Callable:
         def make_attend(modulator: Modulator, allowed: Tensor | None) -> Callable:
-            return functools.partial(
-                scaled_dot_product_attention,
-                **{"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal},
-                **({"modulator": modulator} if normalizer == "multimax" else {}),
-            )
-
-        return make_attend
-
-    def rival(normalizer: str, argument: tuple[str, float] | None) -> Callable:
-        def make_attend(modulator: Modulator, allowed: Tensor | None) -> Callable:
-            learned = {}
-            if argument is not None:
-                value = torch.full((shape[1], 1, 1), argument[1], device=args.device)
-                learned[argument[0]] = value.requires_grad_()
-            attend = functools.partial(ours(normalizer)(modulator, allowed), **learned)
-            attend.learned = learned  # type: ignore[attr-defined]
-            return attend
+            given: dict[str, Any] = {"modulator": modulator} if normalizer == "multimax" else {}
+            for n, value in RIVALS.get(normalizer, {}).items():
+                given[n] = torch.full((shape[1], 1, 1), value, device=args.device).requires_grad_()
+            given |= {"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal}
+            return functools.partial(scaled_dot_product_attention, **given)
 
         return make_attend
 
@@ -189,13 +177,10 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
         PLAIN: contestant(PLAIN, ours("multimax"), "plain"),
         AUTO: contestant(AUTO, ours("multimax")),
     }
-    if args.rivals:
-        for name, argument in RIVALS.items():
-            for backend in ("plain", "auto"):
-                called = f"{name} ({backend})"
-                contestants[called] = contestant(called, rival(name, argument), backend)
-    references = ["softmax (torch)", AUTO if args.rivals else EXPRESSION]
-    return Case(label, length, contestants, references, ["seconds"])
+    for name, kind in itertools.product(RIVALS if args.rivals else (), ("plain", "auto")):
+        contestants[f"{name} ({kind})"] = contestant(f"{name} ({kind})", ours(name), kind)
+    other = AUTO if args.rivals else EXPRESSION
+    return Case(label, length, contestants, ["softmax (torch)", other], ["seconds"])
 
 
 # --- the output layer --------------------------------------------------------------------------
@@ -506,9 +491,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--mask", choices=masks, default="causal", help="what is excluded; default %(default)s"
     )
     one.add_argument("--sweep", type=sizes, metavar="T,T,...", help="the first shape at lengths")
-    one.add_argument(
-        "--rivals", action="store_true", help=f"time {', '.join(RIVALS)} beside fused MultiMax too"
-    )
+    one.add_argument("--rivals", action="store_true", help=f"{', '.join(RIVALS)} beside MultiMax")
 
     one = command("output", "output layer and loss")
     one.add_argument(

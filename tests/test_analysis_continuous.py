@@ -246,7 +246,7 @@ def test_a_recurrent_model_has_its_whole_report(collected):
     for name in ("source-densities-cross", "pareto", "positional-heads"):
         check_figure(drawn[name])
     (heads,) = (table for table in report.tables(found) if table.title == "Heads")
-    assert heads.head[-2:] == ["support tokens", "position variance"]
+    assert heads.head[-3:] == ["support tokens", "position variance", "mass"]
     discrete = collection.read(collected(RECURRENT, *SOFTMAX))
     (heads,) = (table for table in report.tables(discrete) if table.title == "Heads")
     assert "support tokens" not in heads.head

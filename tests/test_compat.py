@@ -437,7 +437,8 @@ def test_a_models_own_figures_are_in_no_line_of_text(tmp_path, monkeypatch, capl
     compat.apply()
     monkeypatch.setattr(progress_bar, "SummaryWriter", Writer)
     monkeypatch.setattr(progress_bar, "_tensorboard_writers", {})
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger=progress_bar.logger.name)
+    monkeypatch.setattr(progress_bar.logger, "disabled", False)  # as hydra leaves it
     given = {
         "loss": 1.0,
         "num_updates": 2,

@@ -148,7 +148,7 @@ def test_an_unknown_key_is_refused(plan, name, group, dictionary, monkeypatch, t
 
 def test_rows_differ_in_their_attention_and_output_alone(plan):
     chosen = {"attention_normalizer", "output_normalizer", "multimax_order", "multimax_terms"}
-    chosen |= {"cross_attention"}
+    chosen |= {"cross_attention", "multimax_sink", "attention_gate"}
     for name, rows in ROWS.items():
         whole = []
         for row in rows:

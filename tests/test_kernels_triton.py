@@ -141,8 +141,8 @@ def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 
 
     inputs = [t.detach() for t in inputs]
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
-    seed, dropout = more.get("drop", (0, 0.0))
-    options = (table, more.get("sink"), mask, seed, causal, dropout, scale, *orders)
+    drop = more.get("drop", (0, 0.0))
+    options = (table, more.get("sink"), mask, drop[0], causal, drop[1], scale, *orders)
     out, total = kernels.attention_forward(*inputs, *options)
     grads = kernels.attention_backward(grad, *inputs, out, total, *options, (True,) * 5)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
@@ -610,7 +610,7 @@ def check_a_monotone_modulator_hides_no_overflow(dtype, number):
 
 # The most that every GPU of these compute capabilities, 8.x and 9.0, offers a program.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-FLOAT32 = {"TOTAL", "TABLE", "DELTA", "NORM", "SUMS", "FACTORS", "NLL", "SMOOTH", "TABLE_GRAD"}
+FLOAT32 = set("TOTAL TABLE SINK DELTA NORM SUMS FACTORS NLL SMOOTH TABLE_GRAD".split())
 
 
 def build_kernel(kernel, capability, element, arguments, **types):
@@ -660,13 +660,13 @@ def compile_attention(capability, element, size, orders, masking, causal, dropou
     arguments = {"D": size, "WIDTH": 1 << (size - 1).bit_length(), "CAP": 2 * (element != "fp16")}
     arguments |= {"LOW": orders[0], "HIGH": orders[1], "MASKING": masking, "MONOTONE": summed}
     arguments |= {"CAUSAL": causal, "DROPOUT": dropout}
-    arguments |= {} if masking else {"MASK": None}
-    arguments |= {} if summed else {"TABLE": None}
+    arguments |= ({} if masking else {"MASK": None}) | ({} if summed else {"TABLE": None})
     later = {"NORMED": normed} | ({} if normed else {"NORM": None})
+    sinks = {"SINKS": dropout} | ({} if dropout else {"SINK": None})
     for name, constants in (
-        ("forward_kernel", {}),
-        ("mean_kernel", {"EXACT": element == "fp32"}),
-        ("query_kernel", later | {"SUMMED": summed}),
+        ("forward_kernel", sinks),
+        ("mean_kernel", sinks | {"EXACT": element == "fp32"}),
+        ("query_kernel", later | {"SUMMED": summed, "SINKS": dropout}),
         ("key_kernel", later),
     ):
         if name == "mean_kernel" and not normed:

@@ -22,6 +22,7 @@ from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
 SHARED = ("--share-all-embeddings",)
 SOFTMAX, ENTMAX = (("--attention-normalizer", name) for name in ("softmax", "alpha_entmax"))
+STOCK = {"softmax", "multimax", "topk"}  # which have flags of their own
 FLAGS = {
     "default": (),
     "output": ("--output-normalizer", "multimax"),
@@ -35,7 +36,7 @@ FLAGS = {
     "monotone": ("--multimax-monotone", "--output-normalizer", "multimax"),
     "multimax with a sink": ("--multimax-sink", "learned", "--multimax-heads", "separate"),
     "gate": ("--attention-gate",),
-    **{n: ("--attention-normalizer", n) for n in NORMALIZERS if n not in ("multimax", "topk")},
+    **{n: ("--attention-normalizer", n) for n in sorted(NORMALIZERS.keys() - STOCK)},
     "one each": ("--attention-normalizer-at", "encoder=entmax15,decoder,cross=sparsemax"),
 }
 TOLERANCE = {"rtol": 0, "atol": 1e-4}

@@ -40,6 +40,9 @@ MODELS = {
         *(TRANSLATION, "--cross-attention", "continuous_sparsemax"),
         *("--encoder-self-attention", "continuous_softmax"),
     ),
+    "sink": (TRANSLATION, "--multimax-sink", "learned"),
+    "softpick": (TRANSLATION, "--attention-normalizer", "softpick"),
+    "asentmax": (TRANSLATION, "--attention-normalizer", "asentmax", "--attention-gate"),
     "language model": (LANGUAGE_MODEL,),
     "adaptive": (
         *(LANGUAGE_MODEL, "--adaptive-softmax-cutoff", "10,20", "--adaptive-softmax-dropout"),
@@ -107,7 +110,8 @@ def test_the_figures_are_those_of_a_collection(
     rows = table(tmp_path / "collection", "heads")
     for at in {(row["place"], row["layer"]) for row in rows}:
         heads = [row for row in rows if (row["place"], row["layer"]) == at]
-        for figure in ("sparsity", "multi_modality", "entropy", "density", "past_turning_point"):
+        figures = ["sparsity", "multi_modality", "entropy", "density", "past_turning_point"]
+        for figure in figures + ["mass"] * (name in ("sink", "softpick")):
             values = [row[figure] for row in heads if row[figure] is not None]
             if values:
                 mean = sum(values) / len(values)
@@ -127,6 +131,7 @@ def test_the_figures_are_those_of_a_collection(
     learns = name.startswith("multimax") or name in ("language model", "monotone")
     assert not learns or any(key.endswith("past_turning_point") for key in found)
     sparse = name in ("topk", "sparsemax", "entmax15", "alpha_entmax", "evsoftmax", "adaptive")
+    sparse |= name in ("softpick", "asentmax")
     zeros = [value for key, value in found.items() if key.endswith("/zeros")]
     assert len(zeros) == len([key for key in others if "largest" in key]) > 0
     assert all(zeros) if sparse else not any(zeros) or name in ("some", "recurrent, sparse")

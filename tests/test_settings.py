@@ -50,6 +50,9 @@ FOREIGN = [
     (NOWHERE, "--multimax-monotone", MODULATED, MULTIMAX),
     (FIXED, "--multimax-monotone", MODULATED, OUTPUT),
     ((*NOWHERE, *OUTPUT), "--multimax-heads separate", "multimax attention,", MULTIMAX),
+    (NOWHERE, "--multimax-sink learned", "multimax attention,", MULTIMAX),
+    ((), "--ssmax-start 1.0", "ssmax attention,", ("--attention-normalizer", "ssmax")),
+    ((), "--sigmoid-bias -2.0", "sigmoid attention,", ("--attention-normalizer", "sigmoid")),
     (NOWHERE, "--scalar-gradient-scale 0.5", "learned scalars,", ("--learn-temperature",)),
     (NOWHERE, "--scalar-gradient-scale 2.0", "learned scalars,", ENTMAX),
     (FIXED, "--scalar-gradient-scale 0.5", "learned scalars,", OUTPUT),
@@ -84,7 +87,8 @@ def test_a_setting_belongs_to_its_mapping(beside, setting, owner, home):
 
 def test_every_setting_belongs_to_a_mapping_or_chooses_it():
     chosen = {"--attention-normalizer", "--attention-normalizer-at", "--output-normalizer"}
-    chosen |= {flag(name) for name in (*DENSITY_AT.values(), "monitor_interval")}
+    always = (*DENSITY_AT.values(), "attention_gate", "monitor_interval")
+    chosen |= {flag(name) for name in always}
     flags = {flag(setting.name) for setting in SETTINGS}
     assert {setting.split()[0] for _, setting, *_ in FOREIGN} == flags - chosen
 

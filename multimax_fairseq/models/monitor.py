@@ -8,7 +8,7 @@ being `encoder.N`, `decoder.N` or `cross.N`, layers counted from 0, or `output`.
     entropy, sparsity, multi_modality: the mean over the heads of that over the queries; sparsity
         and multi-modality by the query's mean score as epsilon and 1 / the number of its keys as
         the reference
-    mass: what a query's probabilities sum to
+    mass: what a query's probabilities sum to, where that need not be 1
     zeros: the share of probabilities that are exactly 0
     past_turning_point: the share of scores at which the modulator falls; of `Modulator` alone
     largest_score: after the modulator, if there is one
@@ -264,16 +264,15 @@ class Watch:
         padding = self.padding[place.partition(".")[0]][:, shown : shown + scores.shape[-2]]
         if normalizer is not None and place not in self.learned:
             self.learned[place] = _parameters(normalizer)
-        modulator = getattr(normalizer, "modulator", None)
         excluded = None if mask is None else _excluded(mask)
         if self.rows is not None:
-            self._add(place, modulator, scores, probs, excluded, padding[self.rows])
+            self._add(place, normalizer, scores, probs, excluded, padding[self.rows])
         else:
             for rows in _parts(scores, scores.mT):
                 part = _wide(scores[rows]), _wide(probs[rows]), _of_rows(excluded, rows)
-                self._add(place, modulator, *part, padding[rows])
+                self._add(place, normalizer, *part, padding[rows])
             self._advance(module, scores.shape[-2])
-        if isinstance(modulator, Modulator):
+        if isinstance(getattr(normalizer, "modulator", None), Modulator):
             self.falling[place] = _remedy(normalizer.name)
 
     def _advance(self, module: nn.Module, queries: int) -> None:
@@ -287,7 +286,7 @@ class Watch:
     def _add(
         self,
         place: str,
-        modulator: Any,
+        normalizer: Any,
         scores: Tensor,
         probs: Tensor,
         excluded: Tensor | None,
@@ -295,6 +294,9 @@ class Watch:
     ) -> None:
         found = metrics.of_queries(scores, probs, excluded)
         found["zeros"] = 1 - found.pop("density")
+        if getattr(normalizer, "sums_to_one", True):
+            del found["mass"]
+        modulator = getattr(normalizer, "modulator", None)
         for name, values in found.items():
             defined = ~(values.isnan() | padding[:, None])
             self._sum(place, name, values.double().masked_fill(~defined, 0.0), defined)
