@@ -325,7 +325,8 @@ def query_kernel(
         tl.store(DELTA + row, delta, mask=rows < T)
         norm = 1.0
 
-    weighted = tl.zeros([BLOCK_T], tl.float32)
+    # As a tile: a sum over its rows in each round would take registers that a program lacks.
+    weighted = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     sums = no_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
     inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
@@ -346,7 +347,7 @@ def query_kernel(
                 kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                 grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
             if SINKS:
-                weighted += tl.sum(probs * grad_probs, 1)
+                weighted += probs * grad_probs
             grad_z = probs * (grad_probs - delta[:, None])
             if NORMED:
                 grad_z *= norm[:, None]
@@ -358,7 +359,7 @@ def query_kernel(
                 grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
             grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
     if SINKS:
-        tl.store(DELTA + row, weighted * norm, mask=rows < T)
+        tl.store(DELTA + row, tl.sum(weighted, 1) * norm, mask=rows < T)
     _store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
     if SUMMED:
         store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)
