@@ -20,7 +20,7 @@ BELOW = {
     "compat": set(),
     "analysis": {"functional", "modules", "models", "compat"},
     "convert": {"models", "compat"},
-    "transformers": {"modules", "models"},
+    "transformers": {"functional", "modules", "models"},
     **{name: set() for name in GROUND},
 }
 # What may not be imported at all where a room is to work without it.
