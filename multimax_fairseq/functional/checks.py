@@ -18,6 +18,12 @@ def is_whole(value: object, least: int = 1) -> bool:
     return least <= int(value) < 2**63
 
 
+def check_whole(name: str, value: object) -> None:
+    """Raise ValueError for what is no whole number of at least 1."""
+    if not is_whole(value):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
 def is_finite(value: object) -> bool:
     """Whether a value is a number that a float can hold, and neither NaN nor infinite; True is
     none."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.checks import is_whole
+from multimax_fairseq.functional.checks import check_whole
 
 
 class GatedAttention(nn.Module):
@@ -29,10 +29,9 @@ class GatedAttention(nn.Module):
         self, attention: nn.Module, hidden_size: int, num_heads: int, head_size: int
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "head_size": head_size}
-        for name, size in sizes.items():
-            if not is_whole(size):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+        check_whole("hidden_size", hidden_size)
+        check_whole("num_heads", num_heads)
+        check_whole("head_size", head_size)
         self.normalizer: Any = attention
         self.num_heads, self.head_size = num_heads, head_size
         self.gate = nn.Linear(hidden_size, num_heads * head_size, bias=False)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.checks import is_whole
+from multimax_fairseq.functional.checks import check_whole
 
 # The gradient by alpha is a difference of probabilities over (alpha - 1)^2: closer to 1, its
 # rounding error in float32 would outgrow it.
@@ -27,10 +27,7 @@ class EntmaxAlpha(nn.Module):
 
     def __init__(self, num_heads: int = 1) -> None:
         super().__init__()
-        if not is_whole(num_heads):
-            raise ValueError(
-                f"alpha's number of heads must be a whole number of at least 1, got {num_heads!r}"
-            )
+        check_whole("alpha's number of heads", num_heads)
         self.logit = nn.Parameter(torch.randn(num_heads))
 
     def forward(self) -> Tensor:

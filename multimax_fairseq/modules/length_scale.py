@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.checks import is_finite, is_whole
+from multimax_fairseq.functional.checks import check_whole, is_finite
 from multimax_fairseq.functional.mapping import Option
 
 START = Option(
@@ -31,11 +31,7 @@ class LengthScale(nn.Module):
 
     def __init__(self, num_heads: int = 1, start: float = START.default) -> None:
         super().__init__()
-        if not is_whole(num_heads):
-            raise ValueError(
-                f"the scale's number of heads must be a whole number of at least 1, got "
-                f"{num_heads!r}"
-            )
+        check_whole("the scale's number of heads", num_heads)
         START.check(start)
         self.scale = nn.Parameter(torch.full((num_heads,), float(start)))
 
@@ -68,9 +64,8 @@ class HiddenScale(nn.Module):
         super().__init__()
         if name not in ("beta", "gamma"):
             raise ValueError(f"unknown name {name!r}: choose beta or gamma")
-        for what, size in (("hidden_size", hidden_size), ("num_heads", num_heads)):
-            if not is_whole(size):
-                raise ValueError(f"{what} must be a whole number of at least 1, got {size!r}")
+        check_whole("hidden_size", hidden_size)
+        check_whole("num_heads", num_heads)
         self.name = name
         self.weight = nn.Parameter(torch.randn(num_heads, hidden_size) * 0.02)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.checks import is_whole
+from multimax_fairseq.functional.checks import check_whole
 from multimax_fairseq.functional.mapping import Option, chosen_from
 
 SINKS = ("none", "zero", "learned")
@@ -34,11 +34,7 @@ class Sink(nn.Module):
 
     def __init__(self, num_heads: int = 1) -> None:
         super().__init__()
-        if not is_whole(num_heads):
-            raise ValueError(
-                f"the sink's number of heads must be a whole number of at least 1, got "
-                f"{num_heads!r}"
-            )
+        check_whole("the sink's number of heads", num_heads)
         self.score = nn.Parameter(torch.randn(num_heads) * 0.02)
 
     def forward(self) -> Tensor:
