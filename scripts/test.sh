@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks and tests: scripts/test.sh [--fast] [pytest arguments]
-# --fast leaves out what runs whole commands, draws figures or interprets GPU kernels.
+# Checks and tests: scripts/test.sh [--fast | --all] [pytest arguments]
+# --fast leaves out what runs whole commands, draws figures or interprets GPU kernels; --all adds
+# what takes minutes or hours: many kills, long runs, large fuzzed inputs.
 # At most two processes of one thread each, so that it suits a small shared machine; more with -n N.
 set -euo pipefail
 

@@ -49,14 +49,23 @@ LONG = LONGEST + files(
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="leave out the files that take long")
+    parser.addoption("--all", action="store_true", help="run what is marked slow too")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: minutes or more; run with --all")
 
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: [*LONGEST, item.path.name].index(item.path.name))
-    if config.getoption("fast"):
-        left_out = [item for item in items if item.path.name in LONG]
-        items[:] = [item for item in items if item.path.name not in LONG]
-        config.hook.pytest_deselected(items=left_out)
+    left_out = [
+        item
+        for item in items
+        if (config.getoption("fast") and item.path.name in LONG)
+        or (not config.getoption("all") and item.get_closest_marker("slow"))
+    ]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ from multimax_fairseq.functional.value_function import positions
 from multimax_fairseq.modules import (
     AdditiveAttention,
     ContinuousAttention,
-    GatedAttention,
     Normalizer,
+    attending,
 )
 from multimax_fairseq.modules.continuous_attention import Expectation
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
@@ -101,16 +101,15 @@ class Recorder:
 
     def _watch_attention(self, place: str, number: int, module: nn.Module, heads: int) -> None:
         """Watch what has the method `attend`."""
-        if isinstance(module, GatedAttention):
-            module = module.normalizer
-        if isinstance(module, ContinuousAttention):
-            self.densities[place] = module.density
-            self.places.setdefault(module.expectation, []).append((place, number))
-            module = module.normalizer
-        if not isinstance(module, Normalizer):
+        for part in attending(module):
+            if isinstance(part, ContinuousAttention):
+                self.densities[place] = part.density
+                self.places.setdefault(part.expectation, []).append((place, number))
+            elif isinstance(part, Normalizer):
+                self.places.setdefault(part, []).append((place, number))
+                self.sums[place, number] = AttentionSums(part, heads)
+        if (place, number) not in self.sums:
             raise _unknown(f"its attention is by a {type(module).__name__}")
-        self.places.setdefault(module, []).append((place, number))
-        self.sums[place, number] = AttentionSums(module, heads)
 
     def run(self, sample: dict[str, Any]) -> None:
         """Run the model on a batch and take in what it shows."""

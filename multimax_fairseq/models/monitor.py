@@ -41,10 +41,9 @@ from multimax_fairseq.models.config import flag
 from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.modules import (
     AdditiveAttention,
-    ContinuousAttention,
-    GatedAttention,
     Modulator,
     Normalizer,
+    attending,
 )
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
@@ -387,12 +386,7 @@ def _attentions(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _normalizer(place: str, module: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, GatedAttention):
-        module = module.normalizer
-    if isinstance(module, ContinuousAttention):
-        module = module.normalizer
-    if isinstance(module, Normalizer):
-        yield place, module
+    yield from ((place, part) for part in attending(module) if isinstance(part, Normalizer))
 
 
 def _remedy(name: str) -> str:

@@ -7,7 +7,7 @@ from multimax_fairseq.modules.continuous_attention import ContinuousAttention
 from multimax_fairseq.modules.entmax_alpha import EntmaxAlpha
 from multimax_fairseq.modules.length_scale import HiddenScale, LengthScale
 from multimax_fairseq.modules.modulator import Modulator
-from multimax_fairseq.modules.normalizer import Normalizer
+from multimax_fairseq.modules.normalizer import Normalizer, attending
 from multimax_fairseq.modules.recurrent_cell import RecurrentCell
 from multimax_fairseq.modules.replace_softmax import replace_softmax
 from multimax_fairseq.modules.sink import Sink
@@ -25,5 +25,6 @@ __all__ = [
     "RecurrentCell",
     "Sink",
     "Temperature",
+    "attending",
     "replace_softmax",
 ]

@@ -1,5 +1,6 @@
 """A named mapping from scores to probabilities, with what it learns, and attention by it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -229,3 +230,10 @@ class Normalizer(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.name), *(f"{key}={v}" for key, v in self.fixed.items())])
+
+
+def attending(module: nn.Module | None) -> Iterator[nn.Module]:
+    """Yield a module with `attend`, then what it attends by, which each has as `normalizer`."""
+    while module is not None:
+        yield module
+        module = getattr(module, "normalizer", None)
