@@ -15,7 +15,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
-requirements=$root/scripts/requirements.txt
+source "$root/scripts/locked.sh"
 stamp=$venv/setup.stamp
 choice=$venv/setup.torch
 fail() {
@@ -29,9 +29,15 @@ case ${1:-} in
 *) fail "it takes no arguments, but got '$1'; see --help." ;;
 esac
 
+# Two at once, of which each would take the other's half-made environment for broken: one waits.
+exec 9<"${BASH_SOURCE[0]}"
+if command -v flock >/dev/null && ! flock --nonblock 9; then
+    printf 'Another scripts/setup.sh is at work here; waiting for it.\n'
+    flock 9
+fi
+
 work=$(mktemp -d)
 log=$work/log
-pins=$work/pins
 trap 'rm -rf "$work"' EXIT
 
 # quietly WHAT COMMAND...: one line and a dot every five seconds; all the output if it fails
@@ -72,9 +78,10 @@ interpreter=$(describe "$python") || fail "'$python' does not run; set PYTHON to
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11) or sys.implementation.name != "cpython")' ||
     fail "'$python' is ${interpreter% *}; set PYTHON to a CPython 3.11 or newer."
 
-torch=${MULTIMAX_TORCH:-$(cat "$choice" 2>/dev/null || grep '^torch==' "$requirements")}
+torch=${MULTIMAX_TORCH:-$(cat "$choice" 2>/dev/null || pinned torch)}
 wanted=$(
-    cat "$requirements" "$root/pyproject.toml" "$root/scripts/setup.sh" - <<<"$torch $interpreter $root" |
+    cat "$root"/scripts/{requirements.txt,requirements.lock,locked.sh,setup.sh} "$root/pyproject.toml" - \
+        <<<"$torch $interpreter $root" |
         "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 )
 
@@ -101,10 +108,14 @@ fi
 unset PYTHONPATH
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
 pip=("$venv/bin/python" -m pip install --no-input --no-warn-conflicts)
+checked=("${pip[@]}" --no-deps --no-build-isolation --require-hashes)
 
-pinned() { sed -n "s/^\($1\)==.*/&/p" "$requirements"; }
-imported_by_torch() { sed -n '/^# Imported by torch/,/^$/{/==/p;}' "$requirements"; }
-grep -v '^torch==\|^fairseq-fixed==' "$requirements" >"$pins"
+# What packages are built with goes first; torch comes after what it imports, so that an index that
+# holds nothing but torch is enough for it; fairseq compiles against numpy and torch.
+{ section "Installed first" && section "Imported by torch"; } | locked >"$work/first"
+pinned fairseq-fixed | locked >"$work/fairseq"
+{ section "Installed last" && section "Installed by scripts\/test.sh"; } >"$work/elsewhere"
+grep '==' "$root/scripts/requirements.txt" | grep -vxFf "$work/elsewhere" | locked >"$work/others"
 read -ra torch_words <<<"$torch"
 cpus=$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))') # each compiler needs up to 1 GB
 printf '[build_ext]\nparallel = %d\n' "$cpus" >"$work/build"
@@ -120,7 +131,7 @@ compiled() {
     # three, two of which make the batches, keep the -O3 that fairseq's setup.py puts after these
     # flags. CPPFLAGS are added to the interpreter's own flags; CFLAGS would replace them.
     PATH=$work/bin:$PATH DIST_EXTRA_CONFIG=$work/build CPPFLAGS="${CPPFLAGS:-} -O0 -g0" \
-        "${pip[@]}" --no-build-isolation --no-deps "$(pinned fairseq-fixed)"
+        "${checked[@]}" -r "$work/fairseq"
 }
 
 # A download, an archive that is unpacked and a compiler keep different things busy.
@@ -129,7 +140,7 @@ side_by_side() {
     set -m # each a group of processes, which ends as one
     compiled >"$work/compiled" 2>&1 &
     compiling=$!
-    "${pip[@]}" --no-deps --no-build-isolation -r "$pins" &
+    "${checked[@]}" -r "$work/others" &
     unpacking=$!
     trap 'kill -- "-$compiling" "-$unpacking" 2>/dev/null; exit 130' TERM
     wait "$unpacking" || status=$?
@@ -137,11 +148,7 @@ side_by_side() {
     return "$status"
 }
 
-# What packages are built with goes first; torch comes after what it imports, so that an index that
-# holds nothing but torch is enough for it; fairseq compiles against numpy and torch.
-# shellcheck disable=SC2046
-quietly "Build tools" "${pip[@]}" --no-deps \
-    $(pinned numpy) $(pinned cython) $(pinned setuptools) $(pinned wheel) $(imported_by_torch)
+quietly "Build tools" "${checked[@]}" -r "$work/first"
 quietly "PyTorch (${torch_words[0]}), fairseq compiled, packages pinned in scripts/requirements.txt" \
     side_by_side
 printf '%s\n' "$torch" >"$choice"

@@ -10,14 +10,14 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-# The tests interpret the GPU kernels with it; it is large, and nothing else needs it without a GPU.
-# A torch that is built for CUDA brought its own.
-python -c "import triton" 2>/dev/null ||
-    python -m pip install --quiet "triton==3.9.0; sys_platform == 'linux'"
-# multimax_fairseq.transformers is the only room that needs these; the rest of what they import is
-# in requirements.txt already.
-python -m pip install --quiet --no-deps \
-    transformers==5.23.0 huggingface-hub==2.4.0 safetensors==0.8.0 tokenizers==0.23.3
+# What nothing but the tests needs; triton is large, only for Linux, and comes with a torch that is
+# built for CUDA.
+source "$root/scripts/locked.sh"
+more=$(section "Installed by scripts\/test.sh")
+if [[ $(uname) != Linux ]] || python -c "import triton" 2>/dev/null; then
+    more=$(grep -v '^triton==' <<<"$more")
+fi
+python -m pip install --quiet --no-deps --require-hashes -r <(locked <<<"$more")
 
 ruff check .
 ruff format --check .

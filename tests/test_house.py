@@ -2,12 +2,22 @@
 
 import ast
 import graphlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
 
 import pytest
 from commands import ROOT
+from torch.torch_version import TorchVersion
+
+from multimax_fairseq import supported
 
 PACKAGE = ROOT / "multimax_fairseq"
-GROUND = ("errors", "files", "signature")
+GROUND = ("errors", "files", "signature", "supported")
 # What each room may import beside itself and the ground floor.
 BELOW = {
     "": {"functional", "modules", "compat"},  # the package itself, and `python -m`
@@ -91,3 +101,47 @@ def test_a_file_is_one_thing():
         most = 700 if folder == "tests" else 600
         for file in (ROOT / folder).rglob("*.py"):
             assert len(file.read_text(encoding="utf-8").splitlines()) <= most, file
+
+
+def test_every_version_that_is_installed_has_its_hashes():
+    scripts = ROOT / "scripts"
+    asked = re.findall(r"^\S+==\S+", (scripts / "requirements.txt").read_text(), re.M)
+    locked = (scripts / "requirements.lock").read_text()
+    blocks = dict(re.findall(r"^(\S+==\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", locked, re.M))
+    assert {line for line in asked if not line.startswith("torch==")} == blocks.keys()
+    found = subprocess.run(
+        ["bash", "-c", "root=$1; source scripts/locked.sh; locked", "bash", str(ROOT)],
+        input="numpy==9\nscipy==1.17.1\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == f"scipy==1.17.1{blocks['scipy==1.17.1']}\n"
+
+
+def test_a_wheel_is_the_same_bytes_whenever_it_is_built(tmp_path):
+    wheels = []
+    for name in ("once", "again"):
+        copy = shutil.copytree(ROOT / "multimax_fairseq", tmp_path / name / "multimax_fairseq")
+        for file in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copyfile(ROOT / file, tmp_path / name / file)
+        os.utime(copy / "__init__.py", (time.time(), 1e9 * len(wheels)))
+        subprocess.run(
+            [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
+            cwd=tmp_path / name,
+            check=True,
+            capture_output=True,
+        )
+        wheels.append(next(tmp_path.glob("*.whl")).read_bytes())
+    assert wheels[0] == wheels[1]
+
+
+def test_versions_that_are_too_old_are_named_at_import():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">={}.{}".format(*supported.PYTHON)
+    assert "torch>={}.{}".format(*supported.TORCH) in project["dependencies"]
+    supported.check((3, 11, 0), TorchVersion("2.10.0+cpu"))
+    for python, torch, named in (((3, 10, 13), "2.13.0", "3.10"), ((3, 12, 1), "2.9.1", "2.9.1")):
+        with pytest.raises(ImportError, match=f"3.11 and torch 2.10 or newer.* {named}"):
+            supported.check(python, TorchVersion(torch))

@@ -1,0 +1,21 @@
+"""Says at import which versions of Python and torch are too old, before something else fails."""
+
+import sys
+
+import torch
+
+PYTHON, TORCH = (3, 11), (2, 10)  # as in pyproject.toml
+
+
+def check(python: tuple[int, ...], torch_version: torch.torch_version.TorchVersion) -> None:
+    """Raise ImportError if one of these versions is older than those that are supported."""
+    if python < PYTHON or torch_version < TORCH:
+        oldest, needed, found = (".".join(map(str, v[:2])) for v in (PYTHON, TORCH, python))
+        raise ImportError(
+            f"multimax_fairseq needs Python {oldest} and torch {needed} or newer, but this is "
+            f"Python {found} with torch {torch_version}: install newer ones, for example by "
+            "scripts/setup.sh"
+        )
+
+
+check(tuple(sys.version_info[:3]), torch.__version__)
