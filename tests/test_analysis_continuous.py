@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 
+import browser
 import numpy as np
 import pytest
 import reference
@@ -12,7 +13,7 @@ import torch
 from collection import write
 from matplotlib.patches import Rectangle
 from test_analysis_collect import TRANSLATION, gather, table
-from test_analysis_figures import Page, check_figure, driven
+from test_analysis_figures import Page, check_figure
 from torch import nn
 
 from multimax_fairseq.analysis import collection, figures, parameters, report
@@ -433,7 +434,7 @@ document.title = JSON.stringify({ found });
 
 
 def test_the_page_in_a_browser(page, example, tmp_path):
-    cross, encoder, decoder = driven(page, DRIVE, tmp_path)["found"]
+    cross, encoder, decoder = browser.driven(page, DRIVE, tmp_path)["found"]
     density = example["densities"]["cross"][1]
     start, end = density["support"][0][6]
     words = example["source"]["tokens"][start:end]

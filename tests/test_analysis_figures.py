@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import browser
 import collection as made_up
 import forks
 import numpy as np
@@ -525,33 +526,8 @@ document.title = JSON.stringify({ found, images });
 """
 
 
-def driven(file, drive, tmp_path):
-    """What a script in a page leaves as its title, in a browser; the console must stay empty."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if browser is None:
-        pytest.skip("no chromium: the page was not opened (it was parsed, its functions ran)")
-    page = file.read_text(encoding="utf-8")
-    # The images are decoded by the time that the page has loaded.
-    drive = drive.replace("<script>", "<script>addEventListener('load', () => {").replace(
-        "</script>", "});</script>"
-    )
-    (tmp_path / "page.html").write_text(page.replace("</body>", f"{drive}</body>"), "utf-8")
-    done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        + [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", str(tmp_path / "page.html")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "HOME": str(tmp_path)},
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
-    title = re.search(r"<title>(\{.*?\})</title>", done.stdout, re.DOTALL)
-    assert title, done.stderr[-2000:]
-    return json.loads(title[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
-
-
 def test_the_page_in_a_browser(pages, folders, tmp_path):
-    seen = driven(pages[0], DRIVE, tmp_path)
+    seen = browser.driven(pages[0], DRIVE, tmp_path)
     assert seen["images"]
     examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
     told = [words for words, _, _ in seen["found"]]
@@ -570,6 +546,58 @@ def test_the_page_in_a_browser(pages, folders, tmp_path):
 
     # The heading of a row is its first cell: the fourth cell is the third key.
     assert told[2:5] == [said(0, 0), said(1, 2), said(2, 1)]
+
+
+# Every choice of every control, and what a page looks like on a telephone.
+NARROW = """
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+const seen = { dark, wide: 0, faint: [], tried: 0 };
+const look = () => {
+  seen.tried += 1;
+  seen.wide = Math.max(seen.wide, inside.documentElement.scrollWidth);
+};
+look();
+for (const control of inside.querySelectorAll("select")) {
+  for (const option of [...control.options]) {
+    control.value = option.value;
+    control.dispatchEvent(new Event("change"));
+    if (!inside.querySelector("#matrix tbody td")) throw new Error("no matrix: " + option.text);
+    look();
+  }
+}
+for (const box of inside.querySelectorAll("input[type=checkbox]")) { box.click(); look(); }
+for (const link of inside.querySelectorAll("a")) {
+  if (!inside.querySelector(link.getAttribute("href"))) throw new Error("nowhere: " + link.href);
+}
+const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const luminance = (colour) => parts(colour).slice(0, 3)
+  .map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, n) => sum + c * [0.2126, 0.7152, 0.0722][n], 0);
+for (const element of inside.body.querySelectorAll("*:not(script):not(option)")) {
+  if (![...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())) continue;
+  let behind = element;
+  const ground = () => getComputedStyle(behind).backgroundColor;
+  while (parts(ground())[3] === 0) behind = behind.parentElement;
+  const [low, high] = [getComputedStyle(element).color, ground()]
+    .map(luminance).sort((one, other) => one - other);
+  if ((high + 0.05) / (low + 0.05) < 4.5) seen.faint.push(element.outerHTML.slice(0, 80));
+}
+document.title = JSON.stringify(seen);
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_on_a_telephone(pages, tmp_path, scheme):
+    page = json.dumps(pages[0].read_text(encoding="utf-8")).replace("</", "<\\/")
+    (tmp_path / "frame.html").write_text(
+        '<body><iframe style="width: 360px; height: 740px; border: 0"></iframe><script>'
+        'const frame = document.querySelector("iframe"); frame.onload = () => {'
+        f"const inside = frame.contentDocument;{NARROW}}}; frame.srcdoc = {page};</script></body>",
+        encoding="utf-8",
+    )
+    seen = browser.titled(tmp_path / "frame.html", tmp_path, scheme)
+    assert seen["dark"] == (scheme == "dark") and seen["tried"] > 10
+    assert seen["wide"] <= 360 and not seen["faint"], seen
 
 
 # --- what a user can get wrong -----------------------------------------------------------------
