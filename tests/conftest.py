@@ -39,10 +39,10 @@ LONGEST = files(
 )
 # What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
 LONG = LONGEST + files(
-    "added_mapping analysis_collect analysis_continuous benchmark build checkpoint_names compat "
-    "continuous_example continuous_models convert criterions docs documents_example downloads "
-    "experiments house iwslt17 monitor odd_calls quickstart rdrop recorded_models "
-    "replaced_models_recorded symmetric_divergence trajectories transformers "
+    "added_mapping analysis_collect analysis_continuous any_call benchmark build checkpoint_names "
+    "compat continuous_example continuous_models convert criterions docs documents_example "
+    "downloads experiments house iwslt17 long_run monitor odd_calls quickstart rdrop "
+    "recorded_models replaced_models_recorded symmetric_divergence trajectories transformers "
     "transformers_export transformers_files vit_example wrong_calls"
 )
 

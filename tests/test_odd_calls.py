@@ -214,11 +214,16 @@ FUNCTIONS = {
 
 
 def compared(name, changes=None, **options):
-    """What is not as in the plain line, without gradients and with them: {what: how far off}."""
+    """What is not as in the plain line, of a good call with these changes."""
     ours, plain, good = FUNCTIONS[name]
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in good.items()}
     for key, change in (changes or {}).items():
         arguments[key] = change(arguments[key]) if callable(change) else change
+    return beside_plain(ours, plain, arguments, options)
+
+
+def beside_plain(ours, plain, arguments, options):
+    """What is not as in the plain line, without gradients and with them: {what: how far off}."""
     floats = [k for k, v in arguments.items() if v is not None and v.is_floating_point()]
     before = {k: None if v is None else v.clone() for k, v in arguments.items()}
     learned = [arguments[k].requires_grad_() for k in floats]

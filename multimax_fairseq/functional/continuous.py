@@ -238,7 +238,8 @@ def _in_parts(dtype: torch.dtype, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The rows of tensors, so many at a time that what is computed of them stays in the cache."""
     shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in tensors))
     matrices = [
-        tensor.to(dtype).expand(*shape, -1).reshape(shape.numel(), -1) for tensor in tensors
+        tensor.to(dtype).expand(*shape, -1).reshape(shape.numel(), tensor.shape[-1])
+        for tensor in tensors
     ]
     rows = CACHED_ROWS if looks(matrices[0]) else max(shape.numel(), 1)
     return list(zip(*(matrix.split(rows) for matrix in matrices), strict=True))
