@@ -77,7 +77,7 @@ class Source:
         self.dtype = self.draw(FLOATS)
         # In half precision the products of larger numbers differ by more than the plain line's.
         narrow = self.dtype in (torch.float16, torch.bfloat16)
-        self.size = self.draw(st.sampled_from([0.0, 1.0] if narrow else [0.0, 1.0, 8.0]))
+        self.size = self.draw(st.sampled_from([0.0, 1.0] if narrow else [0.0, 1.0, 4.0]))
 
     def tensor(self, *shape, size=None):
         values = drawn(*shape, seed=self.draw(st.integers(0, 99))).to(self.dtype)
@@ -87,7 +87,10 @@ class Source:
         layout = self.draw(st.sampled_from([None, None, *LAYOUTS]))
         if layout is None or tensor.numel() == 0 or tensor.dim() < 2:
             return tensor
-        return LAYOUTS[layout](tensor)
+        try:
+            return LAYOUTS[layout](tensor)
+        except RuntimeError:  # so few numbers cannot lie so
+            return tensor
 
     def mask(self, *shape, excludes=True, biases=True):
         """None, or a mask of any kind that broadcasts to the shape; whole rows may be excluded."""
