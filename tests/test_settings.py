@@ -136,7 +136,6 @@ def test_an_attention_that_the_model_lacks_uses_nothing(build, arch, flags):
 @pytest.mark.parametrize(
     "arch, normalizer, places, parts",
     [
-        (TRANSLATION, "multimax", "", ("multimax acts nowhere", "''", "encoder, decoder, cross")),
         (TRANSLATION, "entmax15", "cross=sparsemax", ("entmax15 acts nowhere", "'cross=sparse")),
         (LANGUAGE_MODEL, "multimax", "encoder,cross", ("multimax acts", "to none of decoder: ")),
     ],

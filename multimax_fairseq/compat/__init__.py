@@ -6,7 +6,7 @@ one there is `python -m multimax_fairseq COMMAND`, which scripts/setup.sh puts i
 own environment under fairseq's names.
 """
 
-from multimax_fairseq.compat import checkpoints, commands, data
+from multimax_fairseq.compat import checkpoints, commands, data, settings
 from multimax_fairseq.compat.checkpoints import building_from_checkpoint
 from multimax_fairseq.compat.explain import explain, plain_errors, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
@@ -33,9 +33,14 @@ def apply():
     commands.score_command()
     commands.diverse_beams()
     commands.impossible_words()
-    commands.precision_flags()
+    commands.repeated_ngrams()
     commands.user_dir()
     commands.unknown_model()
     commands.progress_lines()
+    settings.flags()
+    settings.overrides()
+    settings.criteria()
+    settings.generation()
+    settings.perplexity_of_nothing()
     if command():
         plain_errors()

@@ -1,7 +1,6 @@
-"""Commands: scoring, searches, and flags that end in the middle of a run or say too little."""
+"""Commands: scoring, searches, the plugin's folder, models that are unknown, lines of text."""
 
 import os
-import sys
 
 import torch
 
@@ -89,48 +88,36 @@ def impossible_words():
     wrap(SequenceGenerator, "__init__", make)
 
 
-def precision_flags():
-    """--fp16 without a GPU dies in the middle of a run, or is ignored; --bf16 means a TPU.
+def repeated_ngrams():
+    """--no-repeat-ngram-size does nothing without fairseq's own CUDA extension.
 
-    fairseq converts what it cannot compute, and --bf16 makes it look for torch_xla. Can go when
-    fairseq refuses the first, and reads --bf16 as it does common.bf16 in a YAML file.
+    The plain form compares the end of a buffer that is padded to the greatest length, and knows no
+    n of 1. Where a word is forced, as those of a prefix are, there is nothing to choose from: it
+    stays. Can go when fairseq cuts the buffer at the step.
     """
-    from fairseq import options
-    from fairseq.distributed import utils as distributed_utils
+    from fairseq import sequence_generator
+    from fairseq.ngram_repeat_block import NGramRepeatBlock
 
-    def refuse_without_gpu(common, spelling):
-        for name in ("fp16", "memory_efficient_fp16", "amp"):
-            if getattr(common, name, False) and not torch.cuda.is_available():
-                flag = spelling(name)
-                raise UsageError(
-                    f"{flag} needs a GPU and torch finds none; leave {flag} out, "
-                    "or run where torch.cuda.is_available() is true."
-                )
+    if sequence_generator.NGramRepeatBlock is not NGramRepeatBlock:
+        return
 
-    def make_parse(original):
-        def parse_args_and_arch(parser, input_args=None, *rest, **kwargs):
-            parsed = original(parser, input_args, *rest, **kwargs)
-            args = parsed[0] if isinstance(parsed, tuple) else parsed
-            if "--tpu" not in (sys.argv if input_args is None else input_args):
-                args.tpu = False
-            refuse_without_gpu(args, lambda name: "--" + name.replace("_", "-"))
-            return parsed
+    class RepeatBlock(NGramRepeatBlock):  # a class, as TorchScript takes no wrapped method
+        def forward(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
+            if self.use_extension:
+                return self.call_cuda_extension(tokens, lprobs, bsz, beam_size, step)
+            tokens = tokens[:, : step + 1]
+            blocked = lprobs.clone()
+            if self.no_repeat_ngram_size == 1:
+                blocked.scatter_(1, tokens[:, 1:], float("-inf"))
+            else:
+                blocked = self._no_repeat_ngram(tokens, blocked, bsz, beam_size, step)
+            is_forced = blocked.eq(float("-inf")).all(1, keepdim=True)
+            return torch.where(is_forced, lprobs, blocked)
 
-        return parse_args_and_arch
-
-    def make_main(original):  # what fairseq-hydra-train comes to
-        def call_main(cfg, main, **kwargs):
-            refuse_without_gpu(cfg.common, lambda name: "common." + name)
-            cfg.common.user_dir = _resolve(cfg.common.user_dir)  # spawned processes read it
-            return original(cfg, main, **kwargs)
-
-        return call_main
-
-    wrap(options, "parse_args_and_arch", make_parse)
-    wrap(distributed_utils, "call_main", make_main)
+    sequence_generator.NGramRepeatBlock = RepeatBlock
 
 
-def _resolve(path):
+def resolve(path):
     """--user-dir multimax_fairseq means this package, whatever the current folder."""
     if path is not None and not os.path.exists(path) and path == os.path.basename(PACKAGE):
         return PACKAGE
@@ -150,7 +137,7 @@ def user_dir():
         def import_user_module(args):
             asked = getattr(args, "user_dir", None)
             if asked is not None:
-                args.user_dir = _resolve(asked)
+                args.user_dir = resolve(asked)
                 if os.path.realpath(args.user_dir) == os.path.realpath(PACKAGE):
                     name = os.path.basename(PACKAGE)
                     return import_models(os.path.join(PACKAGE, "models"), f"{name}.models")

@@ -49,16 +49,18 @@ def _explain_os_error(error):
     return None
 
 
-def _explain_assertion(error):
-    """fairseq's commands check their options with assert: the innermost frame is the command's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+def _explain_check(error):
+    """fairseq's commands check their options with assert; the rest of it names a flag at least."""
+    trace, text = error.__traceback__, str(error)
+    if trace is None:
+        return None
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    if isinstance(error, AssertionError) and str(error) and trace is not None:
-        folder = os.path.dirname(trace.tb_frame.f_code.co_filename)
-        if os.path.basename(folder) == "fairseq_cli":
-            return str(error)
-    return None
+    folder = os.path.basename(os.path.dirname(trace.tb_frame.f_code.co_filename))
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    is_check = folder == "fairseq_cli" and isinstance(error, AssertionError)
+    names_flag = module.startswith("fairseq.") and re.search(r"(^|[\s`(])--[a-z]", text)
+    return text if text and (is_check or names_flag) else None
 
 
 def _explain_mismatch(error):
@@ -85,7 +87,11 @@ def _explain_name(error):
         name = OUR_NAMES.search(str(error))
         if name and (hint := plugin_hint(name[0])):
             return hint
-    if kind == "ValidationError" and getattr(error, "full_key", None):
+    if kind == "InterpolationKeyError" and (key := re.search(r"'(task\.[^']*)'", str(error))):
+        return f"this model reads '{key[1]}': give it a task that has it: --task language_modeling."
+    if kind == "OverrideParseException":
+        return f"hydra cannot read '{error.override}': leave out what is no letter or number."
+    if kind in ("ValidationError", "InterpolationKeyError") and getattr(error, "full_key", None):
         return f"option '{error.full_key}': {str(error).splitlines()[0]}"
     if kind == "ConfigKeyError" and error.full_key and error.object_type:
         owner = error.object_type.__name__
@@ -95,8 +101,25 @@ def _explain_name(error):
 
 def _explain_data(error):
     text = str(error)
-    if text.startswith(("Size of sample #", "AdaptiveLoss is not compatible")):
-        return text  # both name the option that helps
+    if text.startswith("Size of sample #"):
+        return text  # it names the option that helps
+    if isinstance(error, UnicodeDecodeError):
+        seen = error.object[max(error.start - 20, 0) : error.end + 20]
+        return (
+            f"the text is not UTF-8: byte {error.object[error.start]:#04x} in {seen!r}; convert "
+            "it, as iconv -f LATIN1 -t UTF-8 does from Latin-1."
+        )
+    if isinstance(error, AttributeError) and error.name == "supported_targets":
+        return (
+            f"{type(error.obj).__name__} is no language model: choose one, such as "
+            "transformer_lm_multimax, or --task translation with fairseq-generate or "
+            "fairseq-validate."
+        )
+    if text.startswith("Provided Search parameters"):
+        return (
+            "--sampling, --diverse-beam-groups, --match-source-len and --diversity-rate exclude "
+            "each other: give one of them."
+        )
     if isinstance(error, KeyError) and error.args == (None,) and command() == "fairseq-validate":
         return "no task is given; add --task translation or --task language_modeling."
     if text.startswith("Could not infer language pair"):
@@ -117,7 +140,7 @@ def _explain_spawned(error):
 
 _EXPLAIN = (
     _explain_os_error,
-    _explain_assertion,
+    _explain_check,
     _explain_mismatch,
     _explain_name,
     _explain_data,
@@ -144,7 +167,7 @@ def explain(error):
 
 
 # What fairseq calls for its work, so that an error in there is an error of fairseq's call.
-_LIBRARIES = ("hydra", "numpy", "omegaconf", "sacrebleu", "torch", "yaml")
+_LIBRARIES = ("antlr4", "hydra", "numpy", "omegaconf", "sacrebleu", "torch", "yaml")
 _STANDARD = sysconfig.get_path("stdlib")
 
 
@@ -209,8 +232,12 @@ def plain_errors():
             if message.startswith("unrecognized arguments:"):
                 words = [word for word in message.split() if word.startswith(OUR_FLAGS)]
             hint = next(filter(None, map(plugin_hint, words)), None)
-            if message.startswith(tuple(f"argument {flag}" for flag in OUR_FLAGS)):
+            if not hint and message.startswith(("argument -", "unrecognized arguments")):
                 hint = message  # without the hundreds of lines of usage
+                if not message.startswith("argument"):
+                    hint += (
+                        ": check their spelling, and that --arch, --task and --criterion know them"
+                    )
             if hint:
                 self.exit(2, f"{name}: error: {hint}\n")
             original(self, message)

@@ -81,6 +81,12 @@ class FusedOutput:
             )
         self.rdrop_alpha = alpha
 
+    def check_model(self, model):
+        """Raise UsageError for a model that the criterion cannot train."""
+        linear_output = self.fused_output(model)
+        if linear_output is not None:
+            linear_output()
+
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logged fields) of a batch."""
         linear_output = self.fused_output(model)

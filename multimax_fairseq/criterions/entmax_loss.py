@@ -34,15 +34,20 @@ class EntmaxLossCriterion(FairseqCriterion):
         super().__init__(task)
         self.sentence_avg = sentence_avg
 
-    def forward(self, model, sample, reduce=True):
-        """Return (loss, sample size, logged fields) of a batch."""
-        normalizer = getattr(model.decoder, "output_normalizer", None)
+    def check_model(self, model):
+        """Return the model's output normalizer; UsageError for a model without any."""
+        normalizer = getattr(getattr(model, "decoder", None), "output_normalizer", None)
         if normalizer is None:
             sparse = [name for name, mapping in NORMALIZERS.items() if mapping.output_loss]
             raise UsageError(
                 "--criterion entmax_loss is for sparse output layers: add --output-normalizer "
                 f"{', '.join(sparse)}, or choose multimax_cross_entropy"
             )
+        return normalizer
+
+    def forward(self, model, sample, reduce=True):
+        """Return (loss, sample size, logged fields) of a batch."""
+        normalizer = self.check_model(model)
         net_output = model(**sample["net_input"])
         target = model.get_targets(sample, net_output)
         counted = target.ne(self.padding_idx)

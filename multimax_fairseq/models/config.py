@@ -283,6 +283,14 @@ def _refuse_idle(args: Any, idle: dict[str, tuple[str, str]], attentions: Sequen
 
     wrong = []
     named, chosen = _named(args), places(args)
+    listed = [part.partition("=")[0].strip() for part in args.attention_normalizer_at.split(",")]
+    if given("attention_normalizer_at"):
+        asked = f"--attention-normalizer-at {args.attention_normalizer_at!r}"
+        if not named:
+            fact = f"{asked} names no attention"
+            wrong.append((fact, f"name some of {', '.join(attentions)}, or leave it out"))
+        for place in sorted({place for place in named if listed.count(place) > 1}):
+            wrong.append((f"{asked} names {place} twice", "name it once"))
     unused = args.attention_normalizer not in [chosen[place] for place in attentions]
     # Where all that are named have a normalizer of their own, nobody meant the default to act.
     if unused and (given("attention_normalizer") or not named.keys() & set(attentions)):
@@ -386,10 +394,10 @@ def _named(args: Any) -> dict[str, str]:
             "attentions with commas between them, as encoder,cross"
         )
     for part in args.attention_normalizer_at.split(","):
-        place, _, own = (word.strip() for word in part.partition("="))
+        place, equals, own = (word.strip() for word in part.partition("="))
         if not part.strip():
             continue
-        for word, known in ((place, PLACES), (own or "softmax", tuple(MAPPINGS))):
+        for word, known in ((place, PLACES), (own if equals else "softmax", tuple(MAPPINGS))):
             if word not in known:
                 raise UsageError(
                     f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "

@@ -1,0 +1,297 @@
+"""Settings that fairseq takes, and then stops on in the middle of a run, or never reads."""
+
+import argparse
+import ast
+import difflib
+import importlib.util
+import math
+import sys
+
+import torch
+from omegaconf import DictConfig
+
+from multimax_fairseq.compat.commands import resolve
+from multimax_fairseq.compat.patch import command, wrap
+from multimax_fairseq.errors import UsageError
+
+EVAL_LM, VALIDATE = "fairseq-eval-lm", "fairseq-validate"
+
+
+def flags():
+    """fairseq checks few flags before it needs them, and --bf16 means a TPU to it.
+
+    It converts what it cannot compute, looks for torch_xla, and some flags of a command it never
+    reads. Can go when fairseq refuses them, and reads --bf16 as it does common.bf16 in a YAML file.
+    """
+    from fairseq import options
+    from fairseq.distributed import utils as distributed_utils
+
+    def make_parse(original):
+        def parse_args_and_arch(parser, input_args=None, *rest, **kwargs):
+            try:
+                parsed = original(parser, input_args, *rest, **kwargs)
+            except RuntimeError as error:
+                if error.args:
+                    raise
+                raise UsageError(
+                    "no model is named: add --arch, such as --arch transformer_multimax"
+                ) from error
+            args = parsed[0] if isinstance(parsed, tuple) else parsed
+            if "--tpu" not in (sys.argv if input_args is None else input_args):
+                args.tpu = False
+            _check({name: ("--" + name.replace("_", "-"), v) for name, v in vars(args).items()})
+            return parsed
+
+        return parse_args_and_arch
+
+    def make_main(original):  # what fairseq-hydra-train comes to
+        def call_main(cfg, main, **kwargs):
+            groups = [(name, cfg[name]) for name in ("common", "dataset")]
+            _check({name: (f"{of}.{name}", group[name]) for of, group in groups for name in group})
+            cfg.common.user_dir = resolve(cfg.common.user_dir)  # spawned processes read it
+            return original(cfg, main, **kwargs)
+
+        return call_main
+
+    wrap(options, "parse_args_and_arch", make_parse)
+    wrap(distributed_utils, "call_main", make_main)
+
+
+def _check(settings):
+    """Refuse what cannot work of {name: (how it is written, value)}."""
+
+    def given(name, default=None):
+        return settings.get(name, ("", default))
+
+    for name in ("fp16", "memory_efficient_fp16", "amp"):
+        flag, value = given(name)
+        if value and not torch.cuda.is_available():
+            raise UsageError(
+                f"{flag} needs a GPU and torch finds none; leave {flag} out, or run where "
+                "torch.cuda.is_available() is true."
+            )
+    flag, value = given("tpu")
+    if value and importlib.util.find_spec("torch_xla") is None:
+        raise UsageError(f"{flag} needs the package torch_xla, which is missing: leave {flag} out")
+    _check_shards(given("num_shards", 1), given("shard_id", 0))
+    window, length = given("context_window"), given("tokens_per_sample", math.inf)
+    if "context_window" in settings and not 0 <= window[1] < length[1]:
+        raise UsageError(
+            f"{window[0]} {window[1]} must be at least 0 and below {length[0]} {length[1]}, of "
+            "which it is a part: give a smaller one"
+        )
+    flag, text = given("model_overrides", "{}")
+    try:
+        overrides = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        overrides = None
+    if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
+        raise UsageError(
+            f"{flag} {text} is no dictionary of settings: write it as \"{{'dropout': 0.1}}\""
+        )
+
+
+def _check_shards(num_shards, shard_id):
+    """Refuse shards that are none, and any where the command does not read them."""
+    name = command()
+    for (flag, value), default in ((num_shards, 1), (shard_id, 0)):
+        if value != default and name not in (None, EVAL_LM):
+            remedy = "leave it out"
+            if name == "fairseq-generate":
+                remedy = "give --distributed-world-size and --distributed-rank instead"
+            raise UsageError(f"{flag} {value} is read by {EVAL_LM} alone: {remedy}")
+    if name == EVAL_LM and not 0 <= shard_id[1] < num_shards[1]:
+        raise UsageError(
+            f"{shard_id[0]} {shard_id[1]} must be at least 0 and below {num_shards[0]} "
+            f"{num_shards[1]}: they count from 0"
+        )
+
+
+def overrides():
+    """A key of --model-overrides that is misspelt is ignored. Can go when fairseq names it."""
+    from fairseq import checkpoint_utils
+
+    def make(original):
+        def overwrite_args_by_name(cfg, overrides):
+            asked = overrides
+            if command() == VALIDATE:  # which overrides with its own flags too
+                asked = ast.literal_eval(overrides.get("model_overrides", "{}"))
+            if command():
+                _check_names(cfg, asked)
+            return original(cfg, overrides)
+
+        return overwrite_args_by_name
+
+    wrap(checkpoint_utils, "overwrite_args_by_name", make)
+
+
+def _check_names(cfg, overrides):
+    """Refuse names that nothing in a checkpoint's settings has."""
+    known = set()
+    for group in ("model", "task", "criterion"):
+        settings = cfg.get(group)
+        if isinstance(settings, argparse.Namespace):
+            arch = (
+                overrides.get("_name") or overrides.get("arch") or getattr(settings, "arch", None)
+            )
+            known |= set(vars(settings)) | _flags_of(arch)
+        elif isinstance(settings, DictConfig):
+            known |= set(settings)
+    for name, value in overrides.items():
+        if isinstance(value, dict) and name in cfg:  # {"model": {...}}
+            _check_names({name: cfg[name]}, value)
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise UsageError(
+                f"--model-overrides: the checkpoint has no setting {name!r} of model, task or "
+                f"criterion: {hint}"
+            )
+
+
+def _flags_of(arch):
+    """The names of a model's flags: a namespace has only those that were given."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    model = ARCH_MODEL_REGISTRY.get(arch)
+    parser = argparse.ArgumentParser()
+    if model is not None:
+        model.add_args(parser)
+    return {action.dest for action in parser._actions}
+
+
+def criteria():
+    """A criterion meets its model at the first step, and what it refuses there leaves a crash.pt.
+
+    Here a criterion that has `check_model(model)` is asked as soon as the trainer has both, and
+    what fairseq's own criteria cannot train is refused. Can go when fairseq asks them.
+    """
+    from fairseq.trainer import Trainer
+
+    def make(original):
+        def __init__(self, cfg, task, model, criterion, *args, **kwargs):
+            check_criterion(model, criterion)
+            original(self, cfg, task, model, criterion, *args, **kwargs)
+
+        return __init__
+
+    wrap(Trainer, "__init__", make)
+
+
+def check_criterion(model, criterion):
+    """Refuse a criterion that cannot train a model."""
+    from fairseq.criterions.adaptive_loss import AdaptiveLoss
+    from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+
+    decoder = getattr(model, "decoder", None)
+    adaptive = getattr(decoder, "adaptive_softmax", None)
+    is_ours = hasattr(criterion, "check_model")
+    is_stock = type(criterion).__module__.startswith("fairseq.")
+    if isinstance(criterion, LabelSmoothedCrossEntropyCriterion) and not 0 <= criterion.eps < 1:
+        raise UsageError(
+            f"--label-smoothing {criterion.eps} must be at least 0 and below 1: 0 is off, 0.1 is "
+            "usual"
+        )
+    if isinstance(criterion, AdaptiveLoss):
+        if adaptive is None:
+            raise UsageError(
+                "--criterion adaptive_loss is for an adaptive softmax: add "
+                "--adaptive-softmax-cutoff, such as 20000,60000, or choose another criterion"
+            )
+    elif adaptive is not None and (is_ours or is_stock):
+        cutoff = ",".join(map(str, adaptive.cutoff[:-1]))
+        raise UsageError(
+            f"--adaptive-softmax-cutoff {cutoff} trains with --criterion adaptive_loss alone: "
+            "choose that, or leave the cutoff out"
+        )
+    elif is_ours:
+        criterion.check_model(model)
+    elif is_stock and hasattr(decoder, "linear_output"):
+        decoder.linear_output()  # refuses to be trained by the logarithms of its probabilities
+
+
+def generation():
+    """What a search cannot take ends in its middle, or in nothing that is printed.
+
+    Can go when fairseq checks its generation flags as it builds the generator.
+    """
+    from fairseq.tasks import FairseqTask
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    def check(args, is_search, takes_constraints):
+        beam, nbest = getattr(args, "beam", 5), getattr(args, "nbest", 1)
+        for name, value in (("beam", beam), ("nbest", nbest)):
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"--{name} {value} must be a whole number of at least 1")
+        temperature = getattr(args, "temperature", 1.0)
+        if not 0 < temperature < math.inf:
+            raise UsageError(f"--temperature {temperature} must be a finite number above 0")
+        if nbest > beam:
+            raise UsageError(f"--nbest {nbest} is more than --beam {beam} finds: give a wider beam")
+        for name in ("print_step", "retain_iter_history"):
+            if is_search and getattr(args, name, False):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is for models that write a sentence in several "
+                    "passes, as of --task translation_lev: leave it out"
+                )
+        if getattr(args, "constraints", None) and not takes_constraints:
+            raise UsageError(
+                f"--constraints {args.constraints} is for the lines that fairseq-interactive "
+                "translates: use it there, or leave it out"
+            )
+
+    def make(original):
+        def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):
+            takes_constraints = command() != "fairseq-generate"
+            takes_constraints &= not isinstance(self, LanguageModelingTask)
+            check(args, seq_gen_cls is None, takes_constraints)
+            return original(self, models, args, seq_gen_cls, *rest, **kwargs)
+
+        return build_generator
+
+    wrap(FairseqTask, "build_generator", make)
+
+
+class _Blocks:
+    """Batches of an evaluation, which must not come to nothing."""
+
+    def __init__(self, batches, what):
+        self.batches, self.what, self.n = batches, what, batches.n
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        found = False
+        for batch in self.batches:
+            found = found or "net_input" in batch
+            yield batch
+        if not found:
+            raise UsageError(
+                f"nothing was evaluated, as the model took none of {self.what}: give a smaller "
+                "--tokens-per-sample, fewer shards, or a split that has text"
+            )
+
+
+def perplexity_of_nothing():
+    """Where all blocks are skipped, as too long for the model, the perplexity is 1 to fairseq.
+
+    Can go when fairseq-eval-lm ends in an error there.
+    """
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    def make(original):
+        def eval_lm_dataloader(self, dataset, *args, **kwargs):
+            batches = original(self, dataset, *args, **kwargs)
+            if command() != EVAL_LM:
+                return batches
+            return _Blocks(
+                batches,
+                f"{len(dataset)} blocks (--tokens-per-sample {self.args.tokens_per_sample}, "
+                f"--num-shards {kwargs['num_shards']}, the model's limit "
+                f"{kwargs['max_positions']})",
+            )
+
+        return eval_lm_dataloader
+
+    wrap(LanguageModelingTask, "eval_lm_dataloader", make)

@@ -1,0 +1,181 @@
+"""A user's mistakes: one sentence names flag and value, and nothing is trained."""
+
+import json
+import shutil
+import types
+
+import pytest
+import torch
+from commands import PLUGIN, ROOT, refused, run
+from conftest import SIZES
+from fairseq.tasks import FairseqTask
+from mistakes import COMMANDS, FLAGS, GOOD, LM, MT, RECURRENT, cases
+
+from multimax_fairseq.criterions.cross_entropy import RDropConfig
+from multimax_fairseq.models.config import OPTIONS, SETTINGS, flag
+from multimax_fairseq.models.rnn_multimax import RECURRENT_OPTIONS
+
+TRAIN = ("--optimizer", "adam", "--max-tokens", "200", "--max-update", "1", "--save-dir", "model")
+TRANSLATE = (*f"{SIZES.format('encoder')} {SIZES.format('decoder')}".split(), *TRAIN)
+MODEL_LANGUAGE = ("--task", "language_modeling", "--arch", LM, *SIZES.format("decoder").split())
+MODEL_LANGUAGE += ("--tokens-per-sample", "64", *TRAIN)
+EVALUATE = ("--gen-subset", "valid", "--tokens-per-sample")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    output = run(tmp_path_factory.mktemp("answers"), "python", ROOT / "tests" / "mistakes.py")
+    return json.loads(output.splitlines()[-1])
+
+
+def test_a_wrong_flag_or_pair_is_named_in_one_sentence(answers, capsys):
+    tried = [*cases(), *((command, words, [named]) for command, words, named in COMMANDS)]
+    wrong = [
+        (words, sentence)
+        for (_, words, named), sentence in zip(tried, answers[0], strict=True)
+        if sentence.startswith(("taken", "Traceback"))
+        or "\n" in sentence
+        or not all(word in sentence for word in named)
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+    with capsys.disabled():
+        print(f" {len(tried)} wrong flags and pairs of flags: each told in a sentence ", end="")
+
+
+def test_an_option_is_refused_beside_every_mapping_but_its_own(answers, capsys):
+    for case, sentence in answers[1].items():
+        name, _ = case.split()
+        shown = flag(name) if GOOD[name] is True else f"{flag(name)} {GOOD[name]}"
+        assert sentence.startswith(f"{shown} belongs to "), case
+    assert GOOD.keys() == OPTIONS.keys() == {case.split()[0] for case in answers[1]}
+    with capsys.disabled():
+        print(f" {len(answers[1])} options beside other mappings: each refused ", end="")
+
+
+def test_every_flag_of_ours_was_given_wrong():
+    settings = {setting.name for setting in SETTINGS} | RECURRENT_OPTIONS.keys()
+    settings |= {name for name in RDropConfig.__dataclass_fields__ if name[0] != "_"}
+    tried = {"--attention-normalizer-at", *(name for name, *_ in (*FLAGS, *RECURRENT))}
+    assert tried == {flag(name) for name in settings}
+
+
+# --- whole commands -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (("mt", "--arch", "transformer", *TRANSLATE, "--criterion", "entmax_loss"), "entmax_loss"),
+        (("lm", *MODEL_LANGUAGE, "--output-normalizer", "sparsemax"), "sparsemax gives words"),
+    ],
+)
+def test_a_criterion_that_cannot_train_the_model_is_refused_before_training(
+    data, tmp_path, words, named
+):
+    kind, *words = words
+    sentence = refused(tmp_path, "fairseq-train", data / kind, *PLUGIN, *words)
+    assert named in sentence
+    assert not list((tmp_path / "model").iterdir())  # not even a crash.pt
+
+
+def test_a_checkpoint_of_another_criterion_is_refused_with_the_remedy(data, checkpoint, tmp_path):
+    path = checkpoint(MT)
+    state = torch.load(path)
+    state["optimizer_history"][0]["criterion_name"] = "EntmaxLossCriterion"
+    state["last_optimizer_state"] = {}
+    torch.save(state, tmp_path / "other.pt")
+    words = ("--arch", MT, "--share-all-embeddings", *TRANSLATE, "--restore-file", "other.pt")
+    sentence = refused(tmp_path, "fairseq-train", data / "mt", *PLUGIN, *words)
+    assert "EntmaxLossCriterion vs CrossEntropyCriterion" in sentence
+    assert "--reset-optimizer" in sentence
+
+
+def test_a_yaml_has_no_flag_that_is_not_read(data, tmp_path):
+    words = ("task=language_modeling", f"task.data={data / 'lm'}", "criterion=cross_entropy")
+    words += (
+        f"common.user_dir={ROOT / 'multimax_fairseq'}",
+        "model=transformer_lm/transformer_lm_gpt",
+    )
+    for slip in ("common.tpu=true", "dataset.num_shards=2"):
+        sentence = refused(tmp_path, "fairseq-hydra-train", *words, slip)
+        assert sentence.startswith(slip.split("=")[0])
+
+
+@pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])
+def test_a_misspelt_override_is_named(data, checkpoint, tmp_path, command):
+    words = (command, data / "mt", *PLUGIN, "--task", "translation", "--path", checkpoint(MT))
+    short = ("--gen-subset", "valid", "--max-len-b", "2") if command == "fairseq-generate" else ()
+    words += (*short, "--max-tokens", "400", "--model-overrides")
+    sentence = refused(tmp_path, *words, "{'attention_normalyzer': 'softmax'}")
+    assert (
+        "'attention_normalyzer'" in sentence and "did you mean 'attention_normalizer'" in sentence
+    )
+    run(tmp_path, *words, "{'dropout': 0.3, 'encoder_layers_to_keep': None}")
+
+
+def test_a_misspelt_override_of_a_language_model_is_named(data, checkpoint, tmp_path):
+    words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE, "64")
+    sentence = refused(tmp_path, *words, "--model-overrides", "{'model': {'dropot': 0.3}}")
+    assert "'dropot'" in sentence and "did you mean 'dropout'" in sentence
+
+
+@pytest.mark.parametrize("more", ["100000", "64 --max-tokens 9999 --num-shards 9 --shard-id 8"])
+def test_the_perplexity_of_nothing_is_an_error(data, checkpoint, tmp_path, more):
+    words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE)
+    sentence = refused(tmp_path, *words, *more.split())
+    assert sentence.startswith("nothing was evaluated")
+    assert f"--tokens-per-sample {more.split()[0]}" in sentence
+
+
+def test_a_translation_model_is_no_language_model(data, checkpoint, tmp_path):
+    # The dictionary of mt/ under the name that the other task reads.
+    shutil.copy(data / "mt" / "dict.en.txt", tmp_path / "dict.txt")
+    words = ("fairseq-eval-lm", tmp_path, *PLUGIN, "--path", checkpoint(MT))
+    sentence = refused(tmp_path, *words)
+    assert sentence.startswith("MultimaxTransformerModel is no language model: choose one")
+
+
+def test_text_that_is_not_utf8_is_shown(data, checkpoint, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("Würde\n".encode("latin-1"))
+    words = ("fairseq-interactive", data / "mt", *PLUGIN, "--path", checkpoint(MT))
+    sentence = refused(tmp_path, *words, "--input", "latin.txt")
+    assert "not UTF-8: byte 0xfc in b'W\\xfcrde\\n'" in sentence and "iconv" in sentence
+
+
+# --- repeated n-grams -----------------------------------------------------------------------------
+
+
+def repeats(tokens, size):
+    grams = list(zip(*(tokens[start:] for start in range(size)), strict=False))
+    return len(grams) > len(set(grams))
+
+
+@pytest.fixture(scope="module")
+def search(dictionary, task):
+    """search(model, sample, **options) -> all hypotheses."""
+
+    def hypotheses(model, sample, prefix=None, **options):
+        options = types.SimpleNamespace(beam=4, max_len_b=15, **options)
+        generator = FairseqTask.build_generator(task, [model], options)
+        found = generator.generate([model], sample, prefix_tokens=prefix)
+        return [hypothesis["tokens"].tolist() for beam in found for hypothesis in beam]
+
+    return hypotheses
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_ngram_repeats(build, search, translation_batch, size):
+    model, batch = build(MT).eval(), translation_batch()
+    free = search(model, batch)
+    assert all(repeats(tokens, size) for tokens in free)
+    blocked = search(model, batch, no_repeat_ngram_size=size)
+    assert len(blocked) == len(free) == 12 and blocked != free
+    assert not any(repeats(tokens, size) for tokens in blocked)
+
+
+def test_a_prefix_may_repeat_ngrams(build, search, translation_batch):
+    """It is forced: nothing else is possible there."""
+    model, batch = build(MT).eval(), translation_batch()
+    prefix = torch.tensor([[5, 6, 5, 6, 5, 6]]).expand(3, -1)
+    for tokens in search(model, batch, prefix, no_repeat_ngram_size=2):
+        assert tokens[:6] == [5, 6, 5, 6, 5, 6] and not repeats(tokens[4:], 2)
