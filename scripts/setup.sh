@@ -153,10 +153,12 @@ quietly "PyTorch (${torch_words[0]}), fairseq compiled, packages pinned in scrip
     side_by_side
 printf '%s\n' "$torch" >"$choice"
 quietly "multimax-fairseq (editable)" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
-# Of all processes in this environment, fairseq's commands alone run with what compat/ mends.
+# Of all processes in this environment, fairseq's commands alone run with what compat/ mends. The
+# processes that a command starts read its script again, which must not start the command again.
 for script in "$venv"/bin/fairseq-*; do
     printf '%s\n' "#!$venv/bin/python" "# Written by scripts/setup.sh." "import sys" "" \
-        "from multimax_fairseq.__main__ import run" "" "sys.exit(run('${script##*/}'))" >"$script"
+        "from multimax_fairseq.__main__ import run" "" 'if __name__ == "__main__":' \
+        "    sys.exit(run('${script##*/}'))" >"$script"
 done
 quietly "Check" "$venv/bin/python" -c 'import multimax_fairseq, fairseq.models, fairseq.data.token_block_dataset'
 

@@ -6,7 +6,7 @@ one there is `python -m multimax_fairseq COMMAND`, which scripts/setup.sh puts i
 own environment under fairseq's names.
 """
 
-from multimax_fairseq.compat import checkpoints, commands, data, settings
+from multimax_fairseq.compat import checkpoints, commands, data, distributed, settings
 from multimax_fairseq.compat.checkpoints import building_from_checkpoint
 from multimax_fairseq.compat.explain import explain, plain_errors, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
@@ -30,6 +30,9 @@ def apply():
     data.numpy_compat()
     data.token_blocks()
     data.last_batch()
+    distributed.processes()
+    distributed.ddp()
+    distributed.gathered_lists()
     commands.score_command()
     commands.diverse_beams()
     commands.impossible_words()

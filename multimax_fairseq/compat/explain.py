@@ -8,6 +8,8 @@ import re
 import sys
 import sysconfig
 
+import torch
+
 from multimax_fairseq.compat.patch import PACKAGE, command, wrap
 
 OUR_FLAGS = ("--attention-normalizer", "--output-normalizer", "--multimax-")
@@ -130,11 +132,26 @@ def _explain_data(error):
 
 
 def _explain_spawned(error):
-    """A GPU's own process sends its traceback as text, which ends with our sentence."""
+    """A GPU's own process sends its traceback as text, which ends with our sentence; one on a CPU
+    has said it."""
     if type(error).__name__ == "ProcessRaisedException":
         last = str(error).strip().splitlines()[-1]
         if match := re.match(r"_?multimax_fairseq[\w.]*: (.*)", last):
             return match[1]
+    if type(error).__name__ == "ProcessExitedException":
+        return f"{error}; what it could still say is printed above."
+    return None
+
+
+def _explain_other_ranks(error):
+    text = str(error)
+    if isinstance(error, RuntimeError) and "Connection closed by peer" in text:
+        return "the connection to another rank is lost: it ended first, and its message says why."
+    if "Expected to have finished reduction in the prior iteration" in text:
+        return (
+            "a parameter got no gradient in the last update, for which --ddp-backend pytorch_ddp "
+            "waits: add --find-unused-parameters, or give --ddp-backend legacy_ddp"
+        )
     return None
 
 
@@ -145,6 +162,7 @@ _EXPLAIN = (
     _explain_name,
     _explain_data,
     _explain_spawned,
+    _explain_other_ranks,
 )
 
 
@@ -193,16 +211,20 @@ def wants_traceback():
     return os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0")
 
 
-def _end(sentence):
+def _end(text):
     """Print the sentence and end the process at once.
 
-    The interpreter's own end kills threads that still read data inside of C++, which aborts.
+    The interpreter's own end kills threads that still read data inside of C++, which aborts. While
+    several processes train, torch calls the hook with a sys.stderr that it would print afterwards.
     """
-    print(f"{sentence}\n(MULTIMAX_TRACEBACK=1 shows where.)", file=sys.stderr)
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = f"rank {torch.distributed.get_rank()}: " if distributed else ""
+    sentence = f"{command()}: error: {rank}{text}\n(MULTIMAX_TRACEBACK=1 shows where.)"
+    print(sentence, file=sys.__stderr__)
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):  # nobody reads on
         sys.stdout.flush()
-        sys.stderr.flush()
+        sys.__stderr__.flush()
     os._exit(1)
 
 
@@ -221,7 +243,7 @@ def plain_errors():
             if text is None:
                 original(kind, error, trace)
             else:
-                _end(f"{name}: error: {text}")
+                _end(text)
 
         return excepthook
 
@@ -253,7 +275,7 @@ def plain_errors():
                     text = explain(error)
                     if text is None:
                         raise
-                    _end(f"{name}: error: {text}")
+                    _end(text)
 
             return original(reported)
 

@@ -24,12 +24,13 @@ def command():
 
 
 def wrap(owner, name, make):
-    """Replace owner.name by make(owner.name), once."""
+    """Replace owner.name by make(owner.name), once for each `make`."""
     original = getattr(owner, name)
-    if getattr(original, "_multimax", False):
+    fixes = getattr(original, "_multimax", ())
+    if make.__qualname__ in fixes:
         return
     wrapper = functools.wraps(original)(make(original))
-    wrapper._multimax = True
+    wrapper._multimax = (*fixes, make.__qualname__)
     if isinstance(inspect.getattr_static(owner, name), staticmethod):
         wrapper = staticmethod(wrapper)
     setattr(owner, name, wrapper)

@@ -1,0 +1,295 @@
+"""Several processes on a CPU train what one does, and a mistake in one of them is told."""
+
+import re
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import PLUGIN, ROOT, refused, run
+from fairseq.distributed import utils as distributed_utils
+from test_commands import DECODER, ENCODER, losses, parameters, text  # noqa: F401
+
+from multimax_fairseq import compat
+from multimax_fairseq.compat import distributed
+from multimax_fairseq.errors import UsageError
+
+TRAIN = [
+    *("--optimizer", "adam", "--lr", "0.005", "--max-tokens", "90", "--max-update", "6", "--cpu"),
+    *("--required-batch-size-multiple", "1", "--no-epoch-checkpoints", "--log-interval", "1"),
+    *("--log-format", "simple", "--seed", "3", "--num-workers", "0", "--dropout", "0"),
+]
+TRANSLATE = ["mt", "--arch", "transformer_iwslt_de_en_multimax", *ENCODER, *DECODER, *TRAIN]
+MODEL_LANGUAGE = [
+    *("lm", "--task", "language_modeling", "--arch", "transformer_lm_multimax", *DECODER, *TRAIN),
+    *("--decoder-input-dim", "16", "--decoder-output-dim", "16", "--tokens-per-sample", "32"),
+]
+# The fused loss uses the output layer outside of the model's forward.
+FUSED = {
+    "mt": ["--criterion", "label_smoothed_multimax_cross_entropy", "--label-smoothing", "0.1"],
+    "lm": ["--criterion", "multimax_cross_entropy"],
+}
+OUTPUT = ["--output-normalizer", "multimax"]
+LEGACY, TORCH = ["--ddp-backend", "legacy_ddp"], ["--ddp-backend", "pytorch_ddp"]
+# Each batch draws anew, so that a layer that one process leaves out of a batch is left out of it by
+# several too. legacy_ddp gives parameters without a gradient zeros, which move them by momentum.
+SEEDED = """
+import os
+import torch
+import multimax_fairseq.models
+from fairseq.tasks import FairseqTask
+train_step = FairseqTask.train_step
+
+def seeded(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
+    torch.manual_seed(update_num)
+    done = train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad)
+    if "ZEROS" in os.environ:
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    return done
+
+FairseqTask.train_step = seeded
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+def side_by_side(folder, processes, start, *words, **environment):
+    """What `start` returns of each of torchrun's processes, which are forks here."""
+    port = free_port()
+
+    def of_rank(rank):
+        told = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+        told |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return start(folder, *words, **told, **environment)
+
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(of_rank, range(processes)))
+
+
+def one(folder, words, name, processes, **environment):
+    """Parameters and losses of one process that sees as many batches an update."""
+    flags = ("--update-freq", str(processes), "--save-dir", f"{name}-one")
+    log = run(folder, "fairseq-train", *words, *flags, **environment)
+    return log, parameters(folder / f"{name}-one" / "checkpoint_last.pt")
+
+
+def assert_as_one(folder, words, flags, name, processes=2, zeros=False):
+    """Losses are printed to three places, and are told of training and of validation."""
+    several = side_by_side(
+        folder, processes, run, "fairseq-train", *words, *flags, "--save-dir", name
+    )
+    expected = one(folder, words, name, processes, **({"ZEROS": "1"} if zeros else {}))
+    assert f"training on {processes} devices" in several[0]
+    assert_same((several[0], parameters(folder / name / "checkpoint_last.pt")), expected)
+
+
+def assert_same(found, expected):
+    for log in (found[0], expected[0]):
+        assert len(losses(log)) == 6 and "valid on" in log
+    told = (re.findall(r"\b(?:valid_)?loss[= ]([\d.]+)", log) for log, _ in (found, expected))
+    for loss, wanted in zip(*told, strict=True):
+        assert abs(float(loss) - float(wanted)) <= 0.0011
+    for key, value in expected[1].items():
+        torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-5)
+
+
+# --- as one process -------------------------------------------------------------------------------
+
+
+def test_torchruns_processes_train_as_one(text):  # noqa: F811
+    """With nothing more than --cpu, and the loss that uses parameters outside of the model."""
+    assert_as_one(text, [*TRANSLATE, *PLUGIN, *OUTPUT, *FUSED["mt"]], [], "two")
+
+
+def seeded(folder):
+    (folder / "seeded").mkdir(exist_ok=True)
+    (folder / "seeded" / "__init__.py").write_text(SEEDED)
+    return ["--user-dir", str(folder / "seeded")]
+
+
+STOCK = {"mt": ["--arch", "transformer"], "lm": ["--arch", "transformer_lm"]}
+TIED = {"mt": ["--share-all-embeddings"], "lm": ["--share-decoder-input-output-embed"]}
+SOME = {"mt": "cross=sparsemax,decoder", "lm": "decoder=alpha_entmax"}
+MODELS = {
+    "stock": lambda kind: STOCK[kind],
+    "fused": lambda kind: [*OUTPUT, *FUSED[kind]],
+    "tied": lambda kind: [*OUTPUT, *FUSED[kind], *TIED[kind]],
+    "logits": lambda kind: OUTPUT,
+    "entmax_loss": lambda kind: ["--criterion", "entmax_loss", "--output-normalizer", "entmax15"],
+    "some": lambda kind: ["--attention-normalizer-at", SOME[kind], *FUSED[kind]],
+    "layerdrop": lambda kind: (
+        [*OUTPUT, *FUSED[kind], "--decoder-layers", "4"] + ["--decoder-layerdrop", "0.4"]
+    ),
+}
+BACKENDS = {"legacy": LEGACY, "torch": TORCH, "unused": [*TORCH, "--find-unused-parameters"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", ["mt", "lm"])
+def test_any_number_of_processes_trains_as_one(text, kind, model, backend, processes):  # noqa: F811
+    """Losses, backends, layers that are left out, mappings that are in some attentions only."""
+    words = [*(TRANSLATE if kind == "mt" else MODEL_LANGUAGE), *seeded(text), *MODELS[model](kind)]
+    name = f"{kind}-{model}-{backend}-{processes}"
+    if (model, backend) == ("layerdrop", "torch"):
+        told = side_by_side(text, processes, refused, "fairseq-train", *words, *TORCH)
+        assert all("add --find-unused-parameters" in sentence for sentence in told)
+        return
+    zeros = (model, backend) == ("layerdrop", "legacy")
+    assert_as_one(text, words, BACKENDS[backend], name, processes, zeros)
+
+
+# --- how they are started -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(text, tmp_path):  # noqa: F811
+    """fairseq-train as scripts/setup.sh writes it: processes that are spawned read it again."""
+    (tmp_path / "bin").mkdir()
+    file = tmp_path / "bin" / "fairseq-train"
+    file.touch()
+    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    (loop,) = re.findall(r'^for script in "\$venv".*?^done$', setup, re.MULTILINE | re.DOTALL)
+    run(tmp_path, "bash", "-euc", loop, venv=tmp_path)
+    return file
+
+
+def test_processes_that_are_spawned_say_what_is_wrong(text, script):  # noqa: F811
+    """A damaged checkpoint stops the one that reads it, and so the one that waits for it."""
+    (text / "spawned").mkdir(exist_ok=True)
+    (text / "spawned" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
+    words = [*TRANSLATE, *PLUGIN, "--distributed-world-size", "2", "--save-dir", "spawned"]
+    log = run(text, sys.executable, script, *words, code=1)
+    assert "training on 2 devices" in log and "Traceback" not in log
+    assert "fairseq-train: error: rank 0: 'spawned/checkpoint_last.pt' is damaged" in log
+    assert "fairseq-train: error: rank 1: the connection to another rank is lost" in log
+    assert re.search("error: process [01] terminated with exit code 1; what it could still", log)
+
+
+def test_torchruns_processes_say_what_is_wrong(text):  # noqa: F811
+    """torch keeps what is printed about an error, and the process ends before it is shown."""
+    (text / "damaged").mkdir(exist_ok=True)
+    (text / "damaged" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
+    words = ("fairseq-train", *TRANSLATE, *PLUGIN, "--save-dir", "damaged")
+    first, second = side_by_side(text, 2, refused, *words)
+    assert first.startswith("rank 0: 'damaged/checkpoint_last.pt' is damaged")
+    assert second.startswith("rank 1: the connection to another rank is lost")
+
+
+@pytest.mark.slow
+def test_spawned_processes_train_as_one(text, script):  # noqa: F811
+    words = [*TRANSLATE, *PLUGIN]
+    flags = ("--distributed-world-size", "2", "--save-dir", "spawn")
+    log = run(text, sys.executable, script, *words, *flags)
+    found = parameters(text / "spawn" / "checkpoint_last.pt")
+    assert_same((log, found), one(text, words, "spawn", 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [(), ("--distributed-world-size=2", "--distributed-backend=gloo")]
+)
+def test_torchrun_itself(text, script, flags):  # noqa: F811
+    """Two nodes of one process each, which meet at an address."""
+    words, name = [*TRANSLATE, *PLUGIN], f"nodes-{len(flags)}"
+    port = free_port()
+    torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1")
+    torchrun += ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}")
+
+    def of_node(_):
+        command = (*torchrun, script, *words, *flags, "--save-dir", name)
+        return run(text, sys.executable, *command, PYTHONPATH=str(ROOT))
+
+    with ThreadPoolExecutor(2) as pool:
+        logs = list(pool.map(of_node, range(2)))
+    (log,) = (log for log in logs if "training on 2 devices" in log)
+    found = parameters(text / name / "checkpoint_last.pt")
+    assert_same((log, found), one(text, words, name, 2))
+
+
+def settings(**given):
+    """What call_main reads of a training's settings."""
+    values = {
+        "distributed_world_size": 2,
+        "distributed_init_method": None,
+        "distributed_no_spawn": False,
+        "distributed_rank": 0,
+        "distributed_port": -1,
+        "distributed_backend": "nccl",
+        "ddp_backend": "pytorch_ddp",
+        "tpu": False,
+        "pipeline_model_parallel": False,
+    }
+    common = SimpleNamespace(cpu=True, tpu=False, user_dir=None)
+    return SimpleNamespace(common=common, distributed_training=SimpleNamespace(**values | given))
+
+
+@pytest.mark.parametrize(
+    "command, given, environment, sentence",
+    [
+        ("train", {"ddp_backend": "slowmo"}, {}, "slowmo needs the package fairscale"),
+        ("train", {"ddp_backend": "fully_sharded"}, {}, "fully_sharded needs the package"),
+        ("train", {"distributed_no_spawn": True}, {}, "go together; leave both out"),
+        ("train", {"distributed_init_method": "tcp://x:1"}, {}, "go together; leave both out"),
+        ("train", {}, {"SLURM_STEP_NUM_TASKS": "4"}, "each of the 4 tasks of this SLURM step"),
+        ("eval_lm", {}, {}, "--distributed-world-size 2: on a CPU this command works in one"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(
+    monkeypatch, command, given, environment, sentence
+):
+    compat.apply()
+    for name in ("SLURM_STEP_NUM_TASKS", *distributed.TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    main = SimpleNamespace(__globals__={"__spec__": SimpleNamespace(name=f"fairseq_cli.{command}")})
+    with pytest.raises(UsageError) as error:
+        distributed_utils.call_main(settings(**given), main)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_only_commands_that_share_their_work_ask_torchrun(monkeypatch):
+    """fairseq-eval-lm in two processes would tell the perplexity of a half each."""
+    told = dict(zip(distributed.TORCHRUN, ("localhost", "1", "2", "0"), strict=True))
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    compat.apply()
+    ran = []
+
+    def main(cfg):
+        ran.append(cfg.distributed_training.distributed_world_size)
+
+    distributed_utils.call_main(settings(distributed_world_size=1), main)
+    assert ran == [1]
+
+
+def test_layers_that_are_left_out_need_a_search(text):  # noqa: F811
+    words = ("fairseq-train", *TRANSLATE, *PLUGIN, *TORCH, "--decoder-layerdrop", "0.2")
+    told = side_by_side(text, 2, refused, *words, "--no-save")
+    assert all("add --find-unused-parameters, or" in sentence for sentence in told)
+
+
+GATHER = """
+import os, torch
+from fairseq.distributed import utils
+from multimax_fairseq import compat
+compat.apply()
+torch.distributed.init_process_group("gloo")
+print(utils.all_gather_list({"rank": torch.tensor(int(os.environ["RANK"]))}))
+"""
+
+
+def test_lists_are_gathered_on_a_cpu(text):  # noqa: F811
+    said = side_by_side(text, 2, run, "python", "-c", GATHER)
+    assert all("[{'rank': tensor(0)}, {'rank': tensor(1)}]" in line for line in said)
