@@ -5,9 +5,11 @@ import copy
 import functools
 import importlib
 import json
+import re
 import shutil
 import sys
 
+import hydra
 import pytest
 import torch
 from commands import ROOT
@@ -84,7 +86,7 @@ def both_ways(plan, name):
 
 
 def test_there_is_a_config_for_each_row_and_no_other(plan):
-    files = sorted(file.stem for file in (ROOT / "configs").iterdir())
+    files = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
     assert files == sorted([*ROWS, *CONFIGS])  # what an experiment's rows share, and each row
     assert {name: plan.rows(name) for name in ROWS} == ROWS
 
@@ -267,3 +269,32 @@ def test_checkpoints_that_were_being_copied_are_made_good(experiment, tmp_path):
         file.write_bytes(b"PK")
     experiment.mend(tmp_path)
     assert left() == {}
+
+
+# Of the fields of hydra-submitit-launcher 1.2, which the tests do without.
+OF_SLURM = "_target_ submitit_folder name nodes tasks_per_node gpus_per_node cpus_per_task mem_gb"
+OF_SLURM += " timeout_min partition max_num_timeout stderr_to_stdout"
+
+
+def test_the_job_of_a_cluster_is_the_row_that_it_names_with_a_process_a_task():
+    file = ROOT / "configs" / "hydra" / "launcher" / "slurm.yaml"
+    command = re.search(r"--multirun((?:.*\\\n)+.*)", file.read_text())[1]
+    words = [word for word in command.split() if word not in ("#", "\\")]
+    name, overrides = words[words.index("--config-name") + 1], [w for w in words if "=" in w]
+    assert f"hydra/launcher={file.stem}" in overrides
+    hydra_init(name)
+    try:
+        with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.1"):
+            cfg = hydra.compose(name, overrides, return_hydra_config=True)
+            alone = hydra.compose(name)
+    finally:
+        del ConfigStore.instance().repo[f"{name}.yaml"]
+    launcher, sweep, wanted = cfg.hydra.launcher, cfg.hydra.sweep, cfg.distributed_training
+    assert set(launcher) == set(OF_SLURM.split())
+    assert launcher._target_.endswith("SlurmLauncher") and sweep.dir == sweep.subdir == "."
+    assert wanted.distributed_world_size == launcher.nodes * launcher.tasks_per_node
+    assert launcher.tasks_per_node == launcher.gpus_per_node
+    assert wanted.distributed_port > 0  # else fairseq trains on each node alone
+    batch = alone.distributed_training.distributed_world_size * alone.dataset.max_tokens
+    assert wanted.distributed_world_size * cfg.dataset.max_tokens == batch
+    assert cfg.model == alone.model
