@@ -85,14 +85,14 @@ def files(folder):
     return sorted(path.name for path in folder.rglob("*"))
 
 
-def why_plain(caplog):
+def why_plain(caplog, failed="compiled"):
     """The reason that is logged, once, where there is no library."""
     build.library.cache_clear()
     caplog.clear()
     assert build.library() is None
-    [message] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    *_, message = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     found = re.fullmatch(
-        r"the CPU kernels could not be compiled \((.*)\): plain PyTorch is used, which is slower; "
+        rf"the CPU kernels could not be {failed} \((.*)\): plain PyTorch is used, which is slower; "
         r".*\bCXX\b.*\bTORCH_EXTENSIONS_DIR\b.*",
         message,
     )
@@ -401,6 +401,64 @@ def test_where_nothing_can_be_kept_a_process_builds_for_itself(
     assert message.startswith("the CPU kernels cannot be kept (") and word in message
     assert message.endswith("TORCH_EXTENSIONS_DIR names another folder")
     assert set(files(cache.parent)) <= {*before, cache.name}
+
+
+def damaged(cache, monkeypatch):
+    build.load(FLAGS)
+    [kept] = cache.iterdir()
+    data = kept.read_bytes()
+    kept.unlink()  # this process has it mapped
+    kept.write_bytes(data[:100])
+
+
+@pytest.mark.parametrize(
+    "trouble, reason",
+    [
+        (damaged, r"/cpu-\w+\.so is not as it was written"),
+        (a_library_of_another_system, "invalid ELF header"),
+    ],
+)
+def test_what_is_kept_and_cannot_be_loaded_is_called_so(
+    cache, compiler, caplog, monkeypatch, trouble, reason
+):
+    path = compiler(COPY)
+    monkeypatch.setattr(build, "FLAGS", FLAGS)
+    monkeypatch.setattr(build, "MARCH", dict.fromkeys(build.MARCH, []))
+    trouble(cache, monkeypatch)
+    path.unlink()
+    found = why_plain(caplog, rf"loaded \(.*{reason}\) nor compiled")
+    assert found == f"'{path}': No such file or directory"
+
+
+def test_where_nothing_can_be_loaded_from_that_is_said(cache, compiler, caplog, monkeypatch):
+    compiler(COPY)
+    state = os.statvfs
+    everywhere = lambda path: types.SimpleNamespace(f_flag=state(path).f_flag | os.ST_NOEXEC)  # noqa: E731
+    monkeypatch.setattr(os, "statvfs", everywhere)
+    assert why_plain(caplog, "loaded").endswith("is on a file system mounted noexec")
+
+
+def test_what_a_killed_process_left_is_removed(cache, compiler, stand_in, tmp_path):
+    """And nothing of a process that still compiles."""
+    compiler(f"echo $$ > {tmp_path}/process; exec sleep 600")
+    killed = subprocess.Popen(
+        [sys.executable, "-c", LOAD, stand_in, "-D0"], env=os.environ | {"PYTHONPATH": KERNELS}
+    )
+    wrote = tmp_path / "process"
+    while not (wrote.exists() and wrote.read_text().strip()):
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    os.kill(int(wrote.read_text()), signal.SIGKILL)
+    [left] = cache.iterdir()
+    compiler(COPY)
+    build.load(FLAGS)
+    assert left.exists()  # for all that this process knows, the other still compiles
+    long_ago = time.time() - build.ABANDONED - 60
+    os.utime(left, (long_ago, long_ago))
+    build.load(FLAGS)
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
 def test_where_nothing_can_be_written_plain_pytorch_is_used(cache, caplog, monkeypatch):

@@ -6,7 +6,15 @@ one there is `python -m multimax_fairseq COMMAND`, which scripts/setup.sh puts i
 own environment under fairseq's names.
 """
 
-from multimax_fairseq.compat import checkpoints, commands, data, distributed, settings
+from multimax_fairseq.compat import (
+    checkpoints,
+    commands,
+    data,
+    distributed,
+    numerics,
+    saving,
+    settings,
+)
 from multimax_fairseq.compat.checkpoints import building_from_checkpoint
 from multimax_fairseq.compat.explain import explain, plain_errors, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
@@ -27,12 +35,18 @@ def apply():
     checkpoints.checkpoint_classes()
     checkpoints.checkpoint_errors()
     checkpoints.checkpoint_models()
+    saving.whole_checkpoints()
+    saving.last_checkpoint()
+    saving.finished_run()
     data.numpy_compat()
     data.token_blocks()
     data.last_batch()
     distributed.processes()
     distributed.ddp()
     distributed.gathered_lists()
+    data.same_batches()
+    data.end_of_curriculum()
+    numerics.not_finite()
     commands.score_command()
     commands.diverse_beams()
     commands.impossible_words()

@@ -98,3 +98,46 @@ def last_batch():
 
     wrap(Trainer, "get_train_iterator", make_train_iterator)
     wrap(data_utils, "batch_by_size", make)
+
+
+def same_batches():
+    """A run that is resumed in a later epoch orders the sentences of one length anew.
+
+    An uninterrupted run keeps the batches of its first epoch, drawn by that epoch's seed; a resumed
+    one draws its own, and so trains otherwise. Can go when fairseq keeps to the first epoch's.
+    """
+    from fairseq.tasks import FairseqTask
+
+    def make(original):
+        def get_batch_iterator(self, dataset, *args, **kwargs):
+            epoch = kwargs.get("epoch", 1)
+            anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+            is_kept = not anew and self.can_reuse_epoch_itr(dataset)
+            if not is_kept or epoch == 1 or dataset in self.dataset_to_epoch_iter:
+                return original(self, dataset, *args, **kwargs)
+            iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
+            iterator.epoch = epoch
+            return iterator
+
+        return get_batch_iterator
+
+    wrap(FairseqTask, "get_batch_iterator", make)
+
+
+def end_of_curriculum():
+    """--curriculum N never ends: a later epoch reuses the data loader that does not shuffle.
+
+    A run that is resumed after N epochs makes a new one, which does. Can go when fairseq tells the
+    data loader that it reuses whether to shuffle.
+    """
+    from fairseq.data.iterators import EpochBatchIterator
+
+    def make(original):
+        def _get_iterator_for_epoch(self, epoch, shuffle, *args, **kwargs):
+            if self.reuse_dataloader and self.dataloader is not None:
+                self.epoch_batch_sampler.shuffle = shuffle
+            return original(self, epoch, shuffle, *args, **kwargs)
+
+        return _get_iterator_for_epoch
+
+    wrap(EpochBatchIterator, "_get_iterator_for_epoch", make)

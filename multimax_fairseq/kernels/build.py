@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -50,6 +51,9 @@ FLAGS = ["-std=gnu++20", "-O3", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC
 LIMIT = 300
 # Bytes that a folder must have room for: the library, and what a compiler writes on the way to it.
 ROOM = 2**23
+# What folders begin with in which a process compiles, and the seconds after which one is left over:
+# by a process that was killed, as compiler and trial together may take twice LIMIT.
+SCRATCH, ABANDONED = "tmp", 3600
 # Of a compiler's messages, the bytes that are read.
 MESSAGES = 2**20
 
@@ -76,6 +80,10 @@ class BuildError(Exception):
     """There is no compiled library, for the reason in the message."""
 
 
+class LoadError(OSError):
+    """A library cannot be loaded from where it lies, or would lie."""
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, or None, logged with the reason, where there can be none."""
@@ -88,11 +96,13 @@ def library() -> ctypes.CDLL | None:
     try:
         kernels = load([*FLAGS, *MARCH[capability]])
     except (BuildError, OSError) as error:
+        lost = f"loaded ({error.__cause__}) nor " if error.__cause__ else ""
+        failed = "loaded" if isinstance(error, LoadError) else "compiled"
         logger.warning(
-            f"the CPU kernels could not be compiled ({error}): plain PyTorch is used, which is "
-            "slower; with a C++20 compiler, such as g++ 11 or the one that CXX names, and a folder "
-            "to write to, such as the one that TORCH_EXTENSIONS_DIR names, they are built at the "
-            "next start"
+            f"the CPU kernels could not be {lost}{failed} ({error}): plain PyTorch is "
+            "used, which is slower; with a C++20 compiler, such as g++ 11 or the one that CXX "
+            "names, and a folder to write to and to load from, such as the one that "
+            "TORCH_EXTENSIONS_DIR names, they are built at the next start"
         )
         return None
     onednn = capability == "AVX512" and torch.backends.mkldnn.is_available()
@@ -106,25 +116,32 @@ def load(flags: list[str]) -> ctypes.CDLL:
     """Return the library for these flags, compiled unless the cache folder has it.
 
     Raises:
-        BuildError, OSError: there is neither, with the reason.
+        BuildError, OSError: there is neither, with the reason, and as its cause why what the cache
+            folder has is of no use.
     """
     command = [*_compiler(), *flags, str(SOURCE)]
     command += [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
     name = f"cpu-{_signature(command)}.so"
-    unkept = None
+    unkept = lost = None
     try:
         folder = _cache_folder()
+        _remove_abandoned(folder)
         if _is_whole(folder / name):
-            return ctypes.CDLL(str(folder / name))
+            return _loaded(folder / name)
         if os.path.isfile(folder / name):
-            logger.warning(f"{folder / name} is not as it was written: it is compiled anew")
+            lost = LoadError(f"{folder / name} is not as it was written")
+            logger.warning(f"{lost}: it is compiled anew")
         scratch = _scratch(folder)
     except OSError as error:  # also where another system's compiler made it: it is left to that
         unkept, folder = error, Path(tempfile.gettempdir())
+        lost = error if isinstance(error, LoadError) else lost
         scratch = _scratch(folder)
     with scratch:
         logger.info(f"compiling the CPU kernels in {folder}")
-        built = _compiled(command, Path(scratch.name))
+        try:
+            built = _compiled(command, Path(scratch.name))
+        except BuildError as error:
+            raise error from lost
         path = Path(scratch.name) / name
         _write(path, built + hashlib.sha256(built).digest())
         if unkept is None:
@@ -134,7 +151,7 @@ def load(flags: list[str]) -> ctypes.CDLL:
             except OSError as error:
                 unkept = error
         # What is loaded stays so when its file is removed.
-        kernels = ctypes.CDLL(str(path))
+        kernels = _loaded(path)
     if unkept is not None:
         logger.warning(
             f"the CPU kernels cannot be kept ({unkept}): every process compiles them for itself; "
@@ -188,6 +205,21 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(data[:-size]).digest() == data[-size:]
 
 
+def _loaded(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LoadError(str(error)) from None
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes that were killed while they compiled have left in the cache folder."""
+    for path in folder.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another process removes it as well
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
     """Return a folder in this one, which is made; a library can be written there, and loaded.
 
@@ -196,8 +228,8 @@ def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        raise PermissionError(errno.EACCES, "it is on a file system mounted noexec", str(folder))
-    scratch = tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True)
+        raise LoadError(f"'{folder}' is on a file system mounted noexec")
+    scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True)
     try:
         # A compiler's message about a full disk is seldom told from one about the source.
         room = Path(scratch.name) / "room"

@@ -109,12 +109,17 @@ class Monitor:
             return
         place = max(shares, key=lambda place: shares[place])
         self.warned = True
-        kind, _, layer = place.partition(".")
         logger.warning(
-            f"update {update}: the modulator in the {ATTENTIONS[kind]} {int(layer) + 1} falls at "
+            f"update {update}: the modulator in the {words_of(place)} falls at "
             f"{100 * shares[place]:.2g}% of this batch's scores, where the lower of two scores "
             f"gets the greater weight{falling[place]}"
         )
+
+
+def words_of(place: str) -> str:
+    """What a place is called in a sentence."""
+    kind, _, layer = place.partition(".")
+    return f"{ATTENTIONS[kind]} {int(layer) + 1}" if layer else "output layer"
 
 
 def set_monitor(model: Any, args: Any) -> None:

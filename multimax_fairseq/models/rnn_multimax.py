@@ -32,6 +32,7 @@ from multimax_fairseq.models.config import (
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
+from multimax_fairseq.models.numerics import Examined
 from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import AdditiveAttention, RecurrentCell
 from multimax_fairseq.modules.recurrent_cell import start_biases, start_gates
@@ -273,7 +274,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
 
 
 @register_model("rnn_multimax")
-class RecurrentModel(Monitored, LoadsSoftmaxCheckpoints, FairseqEncoderDecoderModel):
+class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncoderDecoderModel):
     """Recurrent encoder-decoder with a chosen normalizer, or a density, in its attention."""
 
     @classmethod

@@ -17,6 +17,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check_settings
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
+from multimax_fairseq.models.numerics import Examined
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 
 
@@ -26,7 +27,7 @@ class MultimaxLanguageModelConfig(NormalizerConfig, TransformerLanguageModelConf
 
 
 @register_model("transformer_lm_multimax", dataclass=MultimaxLanguageModelConfig)
-class MultimaxLanguageModel(Monitored, LoadsSoftmaxCheckpoints, TransformerLanguageModel):
+class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, TransformerLanguageModel):
     """Transformer language model with a chosen normalizer in attention and output layer."""
 
     @classmethod

@@ -40,6 +40,7 @@ from multimax_fairseq.models.config import (
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
+from multimax_fairseq.models.numerics import Examined
 from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
@@ -233,7 +234,7 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
 
 
 @register_model("transformer_multimax")
-class MultimaxTransformerModel(Monitored, LoadsSoftmaxCheckpoints, TransformerModel):
+class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, TransformerModel):
     """Encoder-decoder Transformer with a chosen normalizer in each of its attentions."""
 
     @classmethod

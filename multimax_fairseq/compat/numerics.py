@@ -1,0 +1,43 @@
+"""Numbers that are not finite: a training ends in one sentence that says where they begin."""
+
+from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.errors import UsageError
+
+
+def not_finite():
+    """Where a loss or gradient is not finite, fairseq ends in a traceback that names no cause.
+
+    A model that knows `why_not_finite` is asked where it begins, on the same batches, with the
+    same dropout. Can go when fairseq asks.
+    """
+    from fairseq.trainer import Trainer
+
+    def make(original):
+        def train_step(self, samples, *args, **kwargs):
+            try:
+                return original(self, samples, *args, **kwargs)
+            except FloatingPointError as error:
+                model, criterion = self.get_model(), self.get_criterion()
+                if not hasattr(model, "why_not_finite"):
+                    raise
+
+                def forward():
+                    self._set_seed()
+                    for sample in samples:
+                        criterion(model, self._prepare_sample(sample)[0])
+
+                raise UsageError(
+                    f"update {self.get_num_updates() + 1} is not finite ({_reason(error)}): "
+                    f"{model.why_not_finite(forward)}; lower --lr, clip the gradient "
+                    "(--clip-norm), or warm up for longer (--warmup-updates), and go on from a "
+                    "checkpoint of before."
+                ) from error
+
+        return train_step
+
+    wrap(Trainer, "train_step", make)
+
+
+def _reason(error):
+    """fairseq's own word of it, without its table of the workers' gradients."""
+    return str(error).splitlines()[0].rstrip(".")

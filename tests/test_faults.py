@@ -1,0 +1,416 @@
+"""Runs that are killed, and disks that are full: what is started again ends as if nothing was."""
+
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import torch
+from commands import BIN, PLUGIN, programs_first, refused, run
+from corpus import ENGLISH, GERMAN
+from fairseq import checkpoint_utils
+from fairseq.data import LanguagePairDataset
+from fairseq.file_io import PathManager
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+from multimax_fairseq.compat import saving
+from multimax_fairseq.errors import CheckpointError
+
+# A --user-dir of a run with a fault: killed in the middle of a write, a disk of so much room, a
+# greatest size of files; and its number, for whoever kills it.
+FAULTY = """
+import os, resource, signal
+import multimax_fairseq.models
+from multimax_fairseq.compat import saving
+
+write, done = saving._Noting.write, [0, 0]
+
+def faulty(self, data):
+    done[0] += 1
+    done[1] += len(data)
+    if done[0] == int(os.environ.get("KILLED_AT", 0)):
+        write(self, bytes(data)[: len(data) // 2])
+        self.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if done[1] > int(os.environ.get("ROOM", 1 << 60)):
+        self.error = OSError(28, "No space left on device")
+        raise self.error
+    return write(self, data)
+
+saving._Noting.write = faulty
+if size := int(os.environ.get("LARGEST", 0)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+if path := os.environ.get("NUMBER"):
+    with open(path + ".part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(path + ".part", path)
+"""
+SIZES = {"layers": 2, "embed-dim": 16, "ffn-embed-dim": 32, "attention-heads": 2}
+ENCODER, DECODER = (
+    [word for name, value in SIZES.items() for word in (f"--{side}-{name}", str(value))]
+    for side in ("encoder", "decoder")
+)
+# Ragged batches, some four epochs, checkpoints in the middle of them and at their ends.
+TRAIN = [
+    *("--optimizer", "adam", "--lr", "0.005", "--max-tokens", "60", "--dropout", "0.1", "--cpu"),
+    *("--required-batch-size-multiple", "1", "--multimax-init-std", "0.3", "--seed", "3"),
+    *("--num-workers", "0", "--log-format", "none", "--save-interval-updates", "3"),
+    *("--max-update", "20"),
+]
+TRANSLATE = [
+    *("mt", "--arch", "transformer_iwslt_de_en_multimax", *ENCODER, *DECODER, *TRAIN),
+    *("--share-all-embeddings", "--output-normalizer", "multimax", "--label-smoothing", "0.1"),
+    *("--criterion", "label_smoothed_multimax_cross_entropy"),
+]
+MODEL_LANGUAGE = [
+    *("lm", "--task", "language_modeling", "--arch", "transformer_lm_multimax", *DECODER, *TRAIN),
+    *("--decoder-input-dim", "16", "--decoder-output-dim", "16", "--tokens-per-sample", "16"),
+    *("--share-decoder-input-output-embed", "--criterion", "multimax_cross_entropy"),
+]
+RUNS = {"translation": TRANSLATE, "language model": MODEL_LANGUAGE}
+MORE = {
+    "accumulated": [*TRANSLATE, "--update-freq", "2", "--curriculum", "1"],
+    "LayerDrop": [*TRANSLATE, "--encoder-layerdrop", "0.3", "--decoder-layerdrop", "0.3"],
+    "watched": [*TRANSLATE, "--monitor-interval", "2", "--attention-normalizer", "alpha_entmax"],
+    "R-Drop": [*TRANSLATE, "--rdrop-alpha", "1"],
+    "shards": ["lm:lm2", *MODEL_LANGUAGE[1:], "--optimizer", "multimax_adam"],
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder with mt/, lm/ and lm2/, and the --user-dir faulty/."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "faulty").mkdir()
+    (folder / "faulty" / "__init__.py").write_text(FAULTY)
+    for language, lines in (("de", GERMAN.splitlines()), ("en", ENGLISH.splitlines())):
+        for split, part in (("train", lines), ("other", lines[:4:-1]), ("valid", lines[::3])):
+            (folder / f"{split}.{language}").write_text("\n".join(part) + "\n")
+    pair = ("--source-lang", "de", "--target-lang", "en", "--joined-dictionary")
+    names = ("--trainpref", "train", "--validpref", "valid", "--destdir", "mt")
+    run(folder, "fairseq-preprocess", *pair, *names)
+    for train, out, more in (("train", "lm", ()), ("other", "lm2", ("--srcdict", "lm/dict.txt"))):
+        names = ("--trainpref", f"{train}.en", "--validpref", "valid.en", "--destdir", out)
+        run(folder, "fairseq-preprocess", "--only-source", *names, *more)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text):
+    """uninterrupted(name) -> the folder of a whole run's checkpoints."""
+
+    def make(name):
+        folder = text / f"{name}-whole"
+        if not folder.exists():
+            run(text, "fairseq-train", *(RUNS | MORE)[name], *PLUGIN, "--save-dir", folder)
+        return folder
+
+    return make
+
+
+def numbers(value, at=""):
+    """Yield all that a checkpoint holds, each with its place in it."""
+    if isinstance(value, dict):
+        for key in value:
+            yield from numbers(value[key], f"{at}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from numbers(entry, f"{at}/{index}")
+    else:
+        yield at, value
+
+
+def assert_same_end(first, second):
+    """Both runs ended with the same bits: parameters, optimiser, schedule, place in the data."""
+    states = []
+    for folder in (first, second):
+        state = checkpoint_utils.load_checkpoint_to_cpu(str(folder / "checkpoint_last.pt"))
+        kept = {key: state[key] for key in ("model", "last_optimizer_state")}
+        kept["schedule"] = state["optimizer_history"][-1]  # each start adds one
+        kept["data"] = state["extra_state"]["train_iterator"]
+        states.append(dict(numbers(kept)))
+    assert states[0].keys() == states[1].keys() and len(states[0]) > 100
+    for place, value in states[0].items():
+        other = states[1][place]
+        same = torch.equal(value, other) if torch.is_tensor(value) else value == other
+        assert same, place
+
+
+def train(text, name, folder, plugin="faulty", code=0, **fault):
+    command = ("fairseq-train", *(RUNS | MORE)[name], "--user-dir", plugin, "--save-dir", folder)
+    return run(text, *command, code=code, **fault)
+
+
+def updates(path):
+    return torch.load(path, weights_only=True)["optimizer_history"][-1]["num_updates"]
+
+
+def resumable(whole, folder, at):
+    """Copy what a run had written when it was killed after this update."""
+    shutil.copytree(whole, folder)
+    for path in folder.glob("checkpoint*"):
+        if updates(path) > at:
+            path.unlink()
+    [last] = [path for path in folder.iterdir() if updates(path) == at]
+    shutil.copy(last, folder / "checkpoint_last.pt")
+    return last
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_killed_while_it_writes_a_checkpoint_ends_as_if_it_was_not(text, uninterrupted, name):
+    """In its third epoch, in which a stock run orders sentences of one length anew."""
+    folder = text / f"{name}-killed"
+    resumable(uninterrupted(name), folder, at=15)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    train(text, name, folder, code=128 + signal.SIGKILL, KILLED_AT="40")
+    [half] = {path.name for path in folder.iterdir()} - set(before)
+    assert half == "checkpoint3.pt.tmp"
+    assert all((folder / file).read_bytes() == data for file, data in before.items())
+    train(text, name, folder)
+    assert_same_end(uninterrupted(name), folder)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(text, uninterrupted):
+    folder = text / "damaged"
+    newest = resumable(uninterrupted("translation"), folder, at=15)
+    last, older = folder / "checkpoint_last.pt", folder / "checkpoint2.pt"
+    whole = last.read_bytes()
+    (folder / "crash.pt").write_bytes(whole)
+    last.write_bytes(whole[: len(whole) // 2])
+    middle = len(whole) // 2
+    newest.write_bytes(whole[:middle] + bytes(8) + whole[middle + 8 :])  # which torch would load
+    log = train(text, "translation", folder)
+    assert (
+        f"'{last}' is damaged or incomplete: this run goes on from '{older}' (update 12), the "
+        "newest whole checkpoint beside it" in log
+    )
+    assert_same_end(uninterrupted("translation"), folder)
+
+
+def test_without_a_whole_checkpoint_or_with_a_named_one_a_run_stops(text, uninterrupted):
+    folder = text / "nothing"
+    folder.mkdir()
+    (folder / "checkpoint_last.pt").write_bytes(b"")
+    command = ("fairseq-train", *TRANSLATE, *PLUGIN, "--save-dir", folder)
+    assert refused(text, *command) == (
+        f"'{folder}/checkpoint_last.pt' is damaged or incomplete, and no whole checkpoint lies "
+        "beside it; give one with --restore-file, or delete it to begin at update 0."
+    )
+    shutil.copy(uninterrupted("translation") / "checkpoint_1_3.pt", folder)
+    named = folder / "checkpoint_best.pt"
+    named.write_bytes(b"PK")
+    assert refused(text, *command, "--restore-file", named) == (
+        f"'{named}' is damaged or incomplete; give another checkpoint with --restore-file."
+    )
+
+
+def test_a_full_disk_leaves_the_checkpoints_whole_and_says_how_to_go_on(text, uninterrupted):
+    folder = text / "full"
+    resumable(uninterrupted("translation"), folder, at=15)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    size = str(len(before["checkpoint_last.pt"]) - 10_000)
+    command = ("fairseq-train", *TRANSLATE, "--user-dir", "faulty", "--save-dir", folder)
+    found = refused(text, *command, LARGEST=size)
+    assert found == (
+        f"'{folder}/checkpoint3.pt' could not be written (File too large); make room, or keep "
+        "fewer checkpoints (--keep-interval-updates, --keep-last-epochs, --no-epoch-checkpoints), "
+        "and start the same command again: it goes on from the last whole checkpoint, if there is "
+        "one."
+    )
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    train(text, "translation", folder)
+    assert_same_end(uninterrupted("translation"), folder)
+
+
+def test_a_run_that_has_ended_does_nothing_more(text, uninterrupted):
+    folder = text / "ended"
+    shutil.copytree(uninterrupted("language model"), folder)
+    before = (folder / "checkpoint_last.pt").read_bytes()
+    assert "nothing is left of --max-update 20" in train(text, "language model", folder)
+    assert (folder / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_a_run_that_begins_anew_beside_checkpoints_says_so(text, uninterrupted):
+    folder = text / "anew"
+    folder.mkdir()
+    shutil.copy(uninterrupted("language model") / "checkpoint_1_3.pt", folder)
+    words = [*MODEL_LANGUAGE, *PLUGIN, "--save-dir", folder, "--max-update", "1"]
+    assert (
+        f"there is no '{folder}/checkpoint_last.pt', so that this run begins at update 0, though "
+        f"'{folder}/checkpoint_1_3.pt' lies there" in run(text, "fairseq-train", *words)
+    )
+
+
+# --- a write, in this process -------------------------------------------------------------------
+
+
+def save(path):
+    checkpoint_utils.torch_persistent_save({"new": torch.ones(50_000)}, str(path))
+
+
+def copy(path):
+    torch.save({"new": torch.ones(50_000)}, path.with_name("source"))
+    assert PathManager.copy(str(path.with_name("source")), str(path), overwrite=True)
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("put", [save, copy])
+def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, put, where):
+    path = tmp_path / "checkpoint_last.pt"
+    torch.save({"old": torch.zeros(3)}, path)
+    before = path.read_bytes()
+    child = os.fork()
+    if child == 0:
+
+        def killed(self, data=None):
+            if where == "write":
+                self.file.write(bytes(data)[: len(data) // 2])
+                self.file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(saving._Noting if where == "write" else saving.os, where, killed)
+        put(path)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert path.read_bytes() == before
+    assert path.with_name("checkpoint_last.pt.tmp").exists()
+    put(path)
+    assert torch.load(path)["new"].sum() == 50_000
+    assert not path.with_name("checkpoint_last.pt.tmp").exists()
+
+
+@pytest.mark.parametrize("put", [save, copy])
+def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put, monkeypatch):
+    path, write, left = tmp_path / "checkpoint_last.pt", saving._Noting.write, []
+
+    def failing(self, data):
+        if self.error is None and left:
+            self.error = OSError(left.pop(), "of the disk")
+        if self.error is not None:
+            raise self.error
+        return write(self, data)
+
+    monkeypatch.setattr(saving._Noting, "write", failing)
+    monkeypatch.setattr(saving, "PAUSE", 0)
+    torch.save({"old": torch.zeros(3)}, path)
+    before = path.read_bytes()
+    for errors in ([5, 28], [28], [5, 5, 5]):
+        left[:] = reversed(errors)
+        with pytest.raises(
+            CheckpointError, match=r"last\.pt' could not be written \(of the disk\)"
+        ):
+            put(path)
+        assert left == [] and path.read_bytes() == before
+        assert not path.with_name("checkpoint_last.pt.tmp").exists()
+    left[:] = [5, 5]
+    put(path)
+    assert torch.load(path)["new"].sum() == 50_000
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Of one length, so that their order is drawn."""
+
+    sizes = np.full(40, 5)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((5,), index % 20 + 4)
+
+
+def batches(task, dataset, dictionary, epoch, shuffled, drawn):
+    """The sentences of the next `drawn` epochs, of a run that is started in one of them."""
+    iterator = task.get_batch_iterator(dataset, max_sentences=4, seed=1, epoch=epoch)
+    iterator.load_state_dict({"epoch": epoch, "iterations_in_epoch": 0})
+    assert iterator.next_epoch_idx == epoch
+    return [
+        [batch["id"].tolist() for batch in iterator.next_epoch_itr(shuffle=now > shuffled)]
+        for now in range(epoch, epoch + drawn)
+    ]
+
+
+@pytest.mark.parametrize("curriculum", [0, 1, 2])
+def test_a_later_epoch_has_the_batches_that_the_uninterrupted_run_has(dictionary, curriculum):
+    def started(epoch, drawn):
+        task = TranslationTask(TranslationConfig(), dictionary, dictionary)
+        dataset = LanguagePairDataset(
+            Sentences(), Sentences.sizes, dictionary, Sentences(), Sentences.sizes, dictionary
+        )
+        return batches(task, dataset, dictionary, epoch, curriculum, drawn)
+
+    whole = started(1, 4)
+    assert started(3, 2) == whole[2:]
+    for epoch, found in enumerate(whole, 1):
+        assert (found == whole[0]) == (epoch <= max(curriculum, 1))
+
+
+# --- many faults --------------------------------------------------------------------------------
+
+
+def ended(text, name, folder, kill_after=None, **fault):
+    """Run a training, kill it so many seconds after it has loaded the plugin, if it still runs;
+    return its exit status, and what it printed."""
+    number, log = text / "number", text / "log"
+    number.unlink(missing_ok=True)
+    command = ("fairseq-train", *(RUNS | MORE)[name], "--user-dir", "faulty", "--save-dir", folder)
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [BIN / command[0], *command[1:]],
+            cwd=text,
+            env=programs_first() | fault | {"NUMBER": str(number)},
+            stdout=file,
+            stderr=file,
+        )
+    if kill_after is not None:
+        while not number.exists():
+            assert process.poll() is None, log.read_text()[-2000:]
+            time.sleep(0.01)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(kill_after)
+        if process.poll() is None:
+            os.kill(int(number.read_text()), signal.SIGKILL)
+    return process.wait(300), log.read_text()
+
+
+@pytest.mark.slow
+def test_fifty_kills_and_ten_full_disks_change_nothing(text, uninterrupted):
+    draw, kills, full, halves, names = random.Random(17), 0, 0, 0, list(RUNS | MORE)
+    for name in itertools.cycle(names):
+        if kills >= 50 and full >= 10:
+            break
+        begin = time.monotonic()
+        whole, folder = uninterrupted(name), text / "many"
+        seconds = max(5, time.monotonic() - begin)
+        shutil.rmtree(folder, ignore_errors=True)
+        for _ in range(10):
+            if draw.random() < 0.25:
+                status, log = ended(text, name, folder, ROOM=str(draw.randint(1, 5_000_000)))
+                assert "Traceback" not in log
+                if status != 0:
+                    full += 1
+                    assert status == 1 and "could not be written (No space left on device)" in log
+                    assert not list(folder.glob("*.tmp"))
+            else:
+                status, log = ended(text, name, folder, draw.uniform(0, 0.7 * seconds))
+                kills += status != 0
+                assert status in (0, -signal.SIGKILL, 128 + signal.SIGKILL), log[-2000:]
+                halves += bool(list(folder.glob("*.tmp")))
+            if (folder / "checkpoint_last.pt").exists() and draw.random() < 0.5:
+                if updates(folder / "checkpoint_last.pt") == 20:  # there is nothing left to kill
+                    assert_same_end(whole, folder)
+                    shutil.rmtree(folder)
+        assert ended(text, name, folder)[0] == 0
+        assert_same_end(whole, folder)
+    print(f"{kills} kills, {halves} of them in a write, {full} full disks: nothing lost")
