@@ -7,10 +7,19 @@ from multimax_fairseq.errors import UsageError
 def not_finite():
     """Where a loss or gradient is not finite, fairseq ends in a traceback that names no cause.
 
-    A model that knows `why_not_finite` is asked where it begins, on the same batches, with the
-    same dropout. Can go when fairseq asks.
+    Its own search for it ends in a StopIteration: hooks on the gradients of modules look for a
+    tensor in what a module returns, and an encoder returns lists of them. So these hooks are left
+    out, and a model that knows `why_not_finite` is asked, on the same batches, with the same
+    dropout. Can go when fairseq finds the cause.
     """
+    from fairseq.nan_detector import NanDetector
     from fairseq.trainer import Trainer
+
+    def make_init(original):
+        def __init__(self, model, forward=True, backward=True):
+            original(self, model, forward, backward=False)
+
+        return __init__
 
     def make(original):
         def train_step(self, samples, *args, **kwargs):
@@ -35,6 +44,7 @@ def not_finite():
 
         return train_step
 
+    wrap(NanDetector, "__init__", make_init)
     wrap(Trainer, "train_step", make)
 
 

@@ -1,0 +1,141 @@
+"""Numbers that are not finite: the sentence names where they begin, and fp16 recovers from them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from conftest import sizes_of
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.logging import metrics
+from fairseq.trainer import Trainer
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.modules import Modulator
+
+TRANSLATION, LANGUAGE = "transformer_multimax", "transformer_lm_multimax"
+FUSED = {
+    TRANSLATION: ("--criterion", "label_smoothed_multimax_cross_entropy"),
+    LANGUAGE: ("--criterion", "multimax_cross_entropy"),
+}
+OUTPUT = ("--output-normalizer", "multimax")
+
+
+@pytest.fixture
+def trainer_of(data, tmp_path):
+    """trainer_of(arch, *flags) -> a trainer and its batches, all on the CPU.
+
+    fp16 is what --fp16 sets, which is refused on a CPU.
+    """
+
+    def make(arch, *flags, fp16=False):
+        is_lm = "_lm" in arch
+        task = "language_modeling" if is_lm else "translation"
+        words = [str(data / ("lm" if is_lm else "mt")), "--task", task, "--arch", arch, "--cpu"]
+        words += [*sizes_of(arch), "--optimizer", "adam", "--lr", "0.01", "--max-tokens", "200"]
+        words += ["--sample-break-mode", "eos"] if is_lm else ["--share-all-embeddings"]
+        words += ["--save-dir", str(tmp_path), "--multimax-init-std", "0.3", *FUSED[arch], *flags]
+        words += ["--required-batch-size-multiple", "1"]
+        args = options.parse_args_and_arch(options.get_training_parser(task), words)
+        cfg = convert_namespace_to_omegaconf(args)
+        cfg.common.fp16 = fp16
+        torch.manual_seed(1)
+        task = tasks.setup_task(cfg.task)
+        model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+        trainer = Trainer(cfg, task, model, criterion)
+        batches = trainer.get_train_iterator(1).next_epoch_itr(shuffle=False)
+        return trainer, list(batches)
+
+    metrics.reset()
+    yield make
+    metrics.reset()
+
+
+def modulators(module):
+    return [part for part in module.modules() if isinstance(part, Modulator)]
+
+
+def overflow(module):
+    """Make a modulator turn ordinary scores into infinite ones."""
+    [modulator] = modulators(module)
+    with torch.no_grad():
+        for name, value in modulator.named_parameters():
+            value.fill_(-torch.finfo(value.dtype).max if "coefficient" in name else 0.0)
+
+
+def break_first_layer(model):
+    with torch.no_grad():
+        model.decoder.layers[0].fc2.weight.fill_(math.nan)
+
+
+BROKEN = {
+    "self-attention of encoder layer 2": lambda m: overflow(m.encoder.layers[1].self_attn),
+    "self-attention of decoder layer 1": lambda m: overflow(m.decoder.layers[0].self_attn),
+    "cross-attention of decoder layer 2": lambda m: overflow(m.decoder.layers[1].encoder_attn),
+    "output layer": lambda m: overflow(m.decoder.output_modulator),
+    "self-attention of decoder layer 2": break_first_layer,
+}
+
+
+@pytest.mark.parametrize("place", BROKEN)
+def test_the_layer_is_named_in_which_a_step_stops_being_finite(trainer_of, place):
+    trainer, batches = trainer_of(TRANSLATION, *OUTPUT)
+    assert trainer.train_step(batches[:1]) is not None
+    BROKEN[place](trainer.get_model())
+    before = copy.deepcopy(trainer.get_model().state_dict())
+    with pytest.raises(UsageError) as raised:
+        trainer.train_step(batches[:2])
+    text = str(raised.value)
+    kind = "logit" if place == "output layer" else "modulated score"
+    number = "nan" if BROKEN[place] is break_first_layer else "-?(inf|nan)"
+    begin = r"update 2 is not finite \(gradients are Nan/Inf\): it begins in the "
+    raised.match(rf"{begin}{place}, where the largest {kind} is {number}\b.*; lower --lr, ")
+    assert "\n" not in text and "--clip-norm" in text
+    after = trainer.get_model().state_dict()
+    assert all(
+        torch.equal(value.nan_to_num(), after[key].nan_to_num()) for key, value in before.items()
+    )
+
+
+def test_a_gradient_that_alone_is_not_finite_is_named(trainer_of):
+    trainer, batches = trainer_of(TRANSLATION)
+    weight = trainer.get_model().decoder.layers[1].fc1.weight
+    weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(UsageError) as raised:
+        trainer.train_step(batches[:1])
+    raised.match(
+        r"all scores are finite \(in the [\w-]+ of \w+ layer \d the largest modulated score is "
+        r"\S+, of scores up to \S+\), and the gradient of 'decoder\.layers\.1\.fc1\.weight' is not;"
+    )
+
+
+@pytest.mark.parametrize("arch", [TRANSLATION, LANGUAGE])
+def test_fp16_recovers_from_an_overflow_in_a_modulator(trainer_of, arch, monkeypatch):
+    """The loss scaler's part, on CPU tensors; fairseq puts a number onto a GPU meanwhile."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    scale = ("--fp16-init-scale", str(2**16), "--fp16-scale-window", "1000")
+    trainer, batches = trainer_of(arch, *OUTPUT, "--fp16-no-flatten-grads", *scale, fp16=True)
+    model = trainer.get_model()
+    assert not trainer.cuda and next(model.parameters()).dtype == torch.float16
+    [modulator] = modulators(model.decoder.output_modulator)
+    before = modulator.high_coefficient.detach().clone()
+    overflows = 0
+    for _ in range(20):
+        done = trainer.get_num_updates()
+        trainer.train_step(batches[:1])
+        overflows += trainer.get_num_updates() == done
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+    assert 0 < overflows < 20 and trainer.get_num_updates() == 20 - overflows
+    assert trainer.optimizer.scaler.loss_scale == 2 ** (16 - overflows)
+    assert (modulator.high_coefficient != before).all()
+
+
+def test_fp16_that_cannot_recover_ends_in_the_sentence(trainer_of, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    trainer, batches = trainer_of(TRANSLATION, "--fp16-no-flatten-grads", fp16=True)
+    with torch.no_grad():
+        trainer.get_model().decoder.layers[0].self_attn.q_proj.weight.mul_(6e4)
+    with pytest.raises(UsageError, match="Minimum loss scale reached.*decoder layer 1, where"):
+        for _ in range(30):
+            trainer.train_step(batches[:1])
