@@ -82,6 +82,7 @@ PAIRS = [
     (MT, "--attention-normalizer-at cross=topk", "--topk"),
     (MT, "--attention-normalizer-at encoder --no-cross-attention --topk 3", "--topk 3"),
     (MT, "--no-cross-attention --attention-normalizer-at cross", "--attention-normalizer-at"),
+    (MT, "--attention-normalizer softmax --attention-normalizer-at=", "'' names no attention"),
     (MT, "--encoder-attention-heads 3", "--encoder-attention-heads 3"),
     (MT, "--decoder-attention-heads 0", "--decoder-attention-heads 0"),
     (MT, "--share-all-embeddings --encoder-embed-dim 32", "--encoder-embed-dim 32"),
