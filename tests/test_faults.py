@@ -315,6 +315,41 @@ def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put
     assert torch.load(path)["new"].sum() == 50_000
 
 
+def test_a_crash_on_a_full_disk_is_what_is_told(tmp_path, monkeypatch, caplog):
+    def full(self, data):
+        self.error = OSError(28, "No space left on device")
+        raise self.error
+
+    monkeypatch.setattr(saving._Noting, "write", full)
+    save(tmp_path / "crash.pt")
+    assert "crash.pt' could not be written (No space left on device)" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+WORKERS = """
+import os, sys, torch
+from omegaconf import OmegaConf
+from fairseq.distributed import utils
+from multimax_fairseq import compat
+compat.apply()
+child = os.fork()
+rank = int(child == 0)
+torch.distributed.init_process_group(
+    "gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2
+)
+state = {"cfg": OmegaConf.create({"seed": 3}), "model": [torch.ones(2, 3)], "name": "last"}
+got = utils.broadcast_object(None if rank else state, 0, torch.distributed.group.WORLD)
+assert got["cfg"].seed == 3 and got["model"][0].sum() == 6 and got["name"] == "last"
+if rank:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_every_worker_gets_the_checkpoint_that_the_first_one_reads(tmp_path):
+    run(tmp_path, "python", "-c", WORKERS, tmp_path / "meeting")
+
+
 # --- batches ------------------------------------------------------------------------------------
 
 

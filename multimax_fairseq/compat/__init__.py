@@ -34,6 +34,7 @@ def apply():
     """Make fairseq, as installed, work with the torch and numpy that are installed."""
     checkpoints.checkpoint_classes()
     checkpoints.checkpoint_errors()
+    checkpoints.checkpoint_to_workers()
     checkpoints.checkpoint_models()
     saving.whole_checkpoints()
     saving.last_checkpoint()

@@ -230,6 +230,26 @@ def checkpoint_errors():
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", make)
 
 
+def checkpoint_to_workers():
+    """The first worker reads a checkpoint and sends it on; torch 2.6 refuses what the others get.
+
+    So no run of several processes can be resumed. torch's own sending of objects is used: a run's
+    processes trust each other, and the file was read under torch's protection. Can go when fairseq
+    uses it too.
+    """
+    from fairseq.distributed import utils
+
+    def make(original):
+        def _broadcast_object_slow(obj, src_rank, group, dist_device):
+            box = [obj]
+            torch.distributed.broadcast_object_list(box, src_rank, group, dist_device)
+            return box[0]
+
+        return _broadcast_object_slow
+
+    wrap(utils, "_broadcast_object_slow", make)
+
+
 _building = contextvars.ContextVar("building_from_checkpoint", default=False)
 
 
