@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import PLUGIN, ROOT, refused, run
 from fairseq.distributed import utils as distributed_utils
+from omegaconf import OmegaConf
 from test_commands import DECODER, ENCODER, losses, parameters, text  # noqa: F401
 
 from multimax_fairseq import compat
@@ -234,8 +235,9 @@ def settings(**given):
         "tpu": False,
         "pipeline_model_parallel": False,
     }
-    common = SimpleNamespace(cpu=True, tpu=False, user_dir=None)
-    return SimpleNamespace(common=common, distributed_training=SimpleNamespace(**values | given))
+    common = {"cpu": True, "tpu": False, "user_dir": None}
+    groups = {"common": common, "dataset": {}, "distributed_training": values | given}
+    return OmegaConf.create(groups)
 
 
 @pytest.mark.parametrize(
