@@ -287,12 +287,14 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, put, where):
     assert not path.with_name("checkpoint_last.pt.tmp").exists()
 
 
-@pytest.mark.parametrize("put", [save, copy])
-def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put, monkeypatch):
-    path, write, left = tmp_path / "checkpoint_last.pt", saving._Noting.write, []
+# torch reports what fails late in a file as an error of its own.
+@pytest.mark.parametrize("put, at", [(save, 1), (save, 4), (save, 12), (copy, 1)])
+def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put, at, monkeypatch):
+    path, write, left, done = tmp_path / "checkpoint_last.pt", saving._Noting.write, [], {}
 
     def failing(self, data):
-        if self.error is None and left:
+        done[self] = done.get(self, 0) + 1
+        if left and done[self] == at:
             self.error = OSError(left.pop(), "of the disk")
         if self.error is not None:
             raise self.error
@@ -304,15 +306,13 @@ def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put
     before = path.read_bytes()
     for errors in ([5, 28], [28], [5, 5, 5]):
         left[:] = reversed(errors)
-        with pytest.raises(
-            CheckpointError, match=r"last\.pt' could not be written \(of the disk\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"t\.pt' could not be written \(of the disk\)"):
             put(path)
         assert left == [] and path.read_bytes() == before
         assert not path.with_name("checkpoint_last.pt.tmp").exists()
     left[:] = [5, 5]
     put(path)
-    assert torch.load(path)["new"].sum() == 50_000
+    assert left == [] and torch.load(path)["new"].sum() == 50_000
 
 
 def test_a_crash_on_a_full_disk_is_what_is_told(tmp_path, monkeypatch, caplog):
