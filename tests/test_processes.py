@@ -259,6 +259,7 @@ def test_what_cannot_work_is_refused_at_the_start(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, **__: pytest.fail("started"))
     main = SimpleNamespace(__globals__={"__spec__": SimpleNamespace(name=f"fairseq_cli.{command}")})
     with pytest.raises(UsageError) as error:
         distributed_utils.call_main(settings(**given), main)
