@@ -116,6 +116,14 @@ class Monitor:
         )
 
 
+def kept_scores(scores: Tensor, excluded: Tensor | None, padding: Tensor) -> Tensor:
+    """Which scores, (B, H, T, S), are of a query that is no padding (B, T) and not excluded."""
+    kept = ~padding[:, None, :, None]
+    if excluded is not None:
+        kept = kept & ~excluded
+    return kept.expand(scores.shape)
+
+
 def words_of(place: str) -> str:
     """What a place is called in a sentence."""
     kind, _, layer = place.partition(".")
@@ -304,10 +312,7 @@ class Watch:
         for name, values in found.items():
             defined = ~(values.isnan() | padding[:, None])
             self._sum(place, name, values.double().masked_fill(~defined, 0.0), defined)
-        kept = ~padding[:, None, :, None]
-        if excluded is not None:
-            kept = kept & ~excluded
-        kept = kept.expand(scores.shape)
+        kept = kept_scores(scores, excluded, padding)
         if isinstance(modulator, Modulator):
             falls = metrics.past_turning_point(scores, modulator)
             self._sum(place, "past_turning_point", falls & kept, kept)

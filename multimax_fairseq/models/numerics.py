@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.models.monitor import LOGITS_AT_ONCE, Watch, words_of
+from multimax_fairseq.models.monitor import LOGITS_AT_ONCE, Watch, kept_scores, words_of
 
 
 class Examined:
@@ -42,8 +42,7 @@ class Examination(Watch):
         excluded: Tensor | None,
         padding: Tensor,
     ) -> None:
-        kept = ~padding[:, None, :, None]
-        kept = (kept if excluded is None else kept & ~excluded).expand(scores.shape)
+        kept = kept_scores(scores, excluded, padding)
         largest = _largest(scores[kept])
         modulator = getattr(normalizer, "modulator", None)
         if modulator is None:
