@@ -284,7 +284,8 @@ def test_only_commands_that_share_their_work_ask_torchrun(monkeypatch):
 def test_layers_that_are_left_out_need_a_search(text):  # noqa: F811
     words = ("fairseq-train", *TRANSLATE, *PLUGIN, *TORCH, "--decoder-layerdrop", "0.2")
     told = side_by_side(text, 2, refused, *words, "--no-save")
-    assert all("add --find-unused-parameters, or" in sentence for sentence in told)
+    # At the start: what torch says an update later asks for the same flag.
+    assert all("--decoder-layerdrop leave parameters without" in sentence for sentence in told)
 
 
 GATHER = """

@@ -93,7 +93,7 @@ def is_autocast(device: str) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _knows_autocast(device: str) -> bool:
     # The compiler of torch 2.10 cannot look into it.
-    return torch.amp.is_autocast_available(device)
+    return torch.amp.autocast_mode.is_autocast_available(device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
