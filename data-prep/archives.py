@@ -1,7 +1,9 @@
 """Archives as their authors publish them: downloads, checks before anything is read, reading, and
 the counts that official ones must have."""
 
+import bz2
 import contextlib
+import gzip
 import hashlib
 import http.client
 import lzma
@@ -13,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 from urllib.error import HTTPError, URLError
 
 from steps import alone, fail, say, warn
@@ -21,6 +23,8 @@ from tqdm import tqdm
 
 LABELS = {"md5": "MD5", "sha256": "SHA-256"}
 BLOCK = 1 << 18
+# An archive's bytes, unpacked, and its members: more than three times what any official one has.
+LARGEST, MOST = 1 << 31, 100_000
 TOLERANCE = 0.005  # of an expected count that a tokenizer has a part in
 
 
@@ -209,7 +213,8 @@ def readable(archive: Path) -> Iterator[None]:
         yield
     except (
         *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
-        *(RuntimeError, NotImplementedError),  # zipfile's: encrypted, or compressed otherwise
+        # zipfile's: encrypted, or compressed otherwise; and tarfile's, of headers without end
+        *(RuntimeError, NotImplementedError),
         *(OSError, ValueError),  # gzip's, bz2's and pyarrow's own errors are among these
         KeyError,  # a member that is not there
     ) as error:
@@ -228,6 +233,42 @@ def check_member(archive: Path, name: str, plain: bool) -> None:
         )
 
 
+def check_size(archive: Path, size: int, members: int) -> None:
+    if size > LARGEST or members > MOST:
+        fail(
+            f"{archive} unpacks to more than {LARGEST >> 30} GiB, or to more than {MOST:,} files:"
+            " nothing was unpacked; give one that holds the files that are needed and no other."
+        )
+
+
+class Bounded:
+    """The unpacked bytes of an archive, whatever it is packed with, up to LARGEST."""
+
+    def __init__(self, archive: Path, packed: BinaryIO) -> None:
+        start = packed.read(6)
+        packed.seek(0)
+        forms = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+        opened = (open_ for magic, open_ in forms.items() if start.startswith(magic))
+        self.archive, self.file = archive, next(opened, lambda file: file)(packed)
+
+    def read(self, size: int = BLOCK) -> bytes:
+        self.check(size)
+        check_size(self.archive, self.file.tell() + size, 0)
+        return self.file.read(size)
+
+    def seek(self, position: int) -> int:
+        self.check(position)
+        check_size(self.archive, position, 0)
+        return self.file.seek(position)
+
+    def check(self, number: int) -> None:
+        if number < 0:  # which tarfile takes from a header, and would go round in circles with
+            raise ValueError("a size below 0")
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+
 def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> object:
     """The one member of this base name, in whatever folder it lies."""
     found = [member for path, member in members if PurePosixPath(path).name == name]
@@ -239,11 +280,18 @@ def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> o
 def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, bytes]:
     """These members by base name, or all whose base name matches. Nothing is extracted to a path
     that an archive chose."""
-    with readable(archive), tarfile.open(archive) as tar:
-        members = tar.getmembers()
-        for member in members:
-            check_member(archive, member.name, member.isfile() or member.isdir())
-        while tar.fileobj.read(BLOCK):  # to the end, where gzip's own checksum is
+    with archive.open("rb") as packed, readable(archive):
+        unpacked = Bounded(archive, packed)
+        tar = tarfile.open(fileobj=unpacked, mode="r:")
+        members: list[tarfile.TarInfo] = []
+        for member in tar:
+            members.append(member)
+            # What is sparse may be of any size, whatever the archive's.
+            is_file = member.isfile() and not member.issparse()
+            check_member(archive, member.name, is_file or member.isdir())
+            unpacked.check(member.size)
+            check_size(archive, member.size, len(members))
+        while unpacked.read():  # to the end, where gzip's own checksum is
             pass
         files = [(member.name, member) for member in members if member.isfile()]
         if isinstance(names, re.Pattern):
@@ -257,6 +305,7 @@ def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str,
 
 def zip_members(archive: Path, file: zipfile.ZipFile) -> list[tuple[str, zipfile.ZipInfo]]:
     members = file.infolist()
+    check_size(archive, sum(member.file_size for member in members), len(members))
     for member in members:
         kind = member.external_attr >> 28  # of the Unix mode; 0 where there is none
         check_member(archive, member.filename, kind in (0, 0o04, 0o10))

@@ -30,6 +30,7 @@ from typing import BinaryIO
 from archives import (
     Archive,
     Official,
+    check_size,
     choose,
     differing_counts,
     digest,
@@ -56,6 +57,7 @@ LINES = {"train": 1_801_350, "valid": 3_760, "test": 4_358}  # one end of senten
 TYPES = 267_744  # fairseq's own symbols included, filled up to a multiple of 8
 
 PLAIN = ("wiki.{}.tokens", "{}.txt", "wiki.{}.txt")  # the first that all splits have is taken
+ROWS = 1024  # of a Parquet file at once: each may be as long as a whole dictionary of it
 PARQUET = {"train": ("train*",), "valid": ("validation*", "valid*"), "test": ("test*",)}
 
 Source = dict[str, list[tuple[str, Callable[[], BinaryIO]]]]  # the files of each split
@@ -97,10 +99,14 @@ def parquet_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
         pyarrow.large_string(),
     ):
         fail(f"{name} has no column `text` of strings, but {', '.join(columns.names)}.")
-    for batch in table.iter_batches(columns=["text"]):
+    unpacked = 0
+    for batch in table.iter_batches(ROWS, columns=["text"]):
         for row in batch.column(0).to_pylist():
             row = row or ""
-            yield (row if row.endswith("\n") else f"{row}\n").encode()
+            line = (row if row.endswith("\n") else f"{row}\n").encode()
+            unpacked += len(line)
+            check_size(name, unpacked, 0)
+            yield line
 
 
 def make_text(archive: Path, source: Source, folder: Path) -> None:

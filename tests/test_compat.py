@@ -17,7 +17,7 @@ from commands import ROOT, TRACEBACK, refused, run
 from fairseq.logging import progress_bar
 
 from multimax_fairseq import compat
-from multimax_fairseq.compat import checkpoints
+from multimax_fairseq.compat import checkpoints, contents
 from multimax_fairseq.compat.patch import COMMANDS
 
 PACKAGE = Path(compat.PACKAGE)
@@ -201,7 +201,7 @@ def test_code_in_a_checkpoints_options_is_refused(translation, tmp_path, value):
     "value", ["(0.9, 0.98)", "[(512, 3)] * 20", "run(1)", "a/b(2).pt", "{'beam': 4}", "f(", ""]
 )
 def test_ordinary_options_are_no_code(value):
-    assert not checkpoints._is_code(value)
+    assert not contents.is_code(value)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])

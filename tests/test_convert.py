@@ -346,7 +346,10 @@ AT_0 = "decoder.layers.0.self_attn"
         (without(f"{AT_0}.ts"), [f"lacks {AT_0}.ts"]),
         (without("decoder.ts"), ["lacks decoder.ts"]),
         (spoil(f"{AT_0}.ts", torch.zeros(3)), [f"ts of {AT_0}", "[3]"]),
-        (spoil("decoder.ts", torch.tensor([0, 0, 0, torch.nan])), ["ts of decoder", "finite"]),
+        (
+            spoil("decoder.ts", torch.tensor([0, 0, 0, torch.nan])),
+            ["decoder.ts", "not finite"],
+        ),
         (rename, ["'fconv'", "none of the authors'"]),
         (lambda state: state.update(cfg=None), ["no model and settings"]),
         (lambda state: state.pop("model"), ["fairseq-train wrote"]),

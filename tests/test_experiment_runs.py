@@ -241,4 +241,8 @@ def test_evaluate_prints_what_the_run_found(experiment, tmp_path):
     assert re.search(rf"\| with all=it \| .* \| {len(results(folder))} \|", table)
     (tmp_path / "none.jsonl").write_text('{"no": "result"}\n')
     output = run(folder, tabulate, tmp_path / "none.jsonl", code=1)
-    assert output.startswith("tabulate: error: 'experiment'") and "Traceback" not in output
+    assert (
+        output.startswith("tabulate: error: ")
+        and "KeyError: 'experiment'" in output
+        and "Traceback" not in output
+    )

@@ -148,6 +148,76 @@ def test_damaged_or_missing_files(saved):
         load(saved)
 
 
+FLOAT8 = torch.ones(2).to(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, layers: tensors.update({TENSOR: torch.tensor([0, torch.nan])}), "finite"),
+        (lambda tensors, layers: tensors.update({TENSOR: torch.ones(2).long()}), "is damaged"),
+        (lambda tensors, layers: tensors.update({TENSOR: torch.ones(2).cfloat()}), "is damaged"),
+        (
+            lambda tensors, layers: tensors.update(
+                {TENSOR: torch.ones(2, dtype=torch.float8_e5m2)}
+            ),
+            "is damaged",
+        ),
+        (lambda tensors, layers: layers[FIRST].update(num_heads=10**12), "no layer has such"),
+    ],
+)
+def test_forged_numbers_are_refused(saved, change, message):
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=message) as raised:
+        load(saved)
+    assert "\n" not in str(raised.value) and FILE in str(raised.value)
+
+
+class Code:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+def test_code_beside_a_model_is_not_run(saved, monkeypatch):
+    """In a pickle in place of the weights, in a file that config.json names, deep in JSON."""
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("load asks"))
+    marker, config = saved / "ran", json.loads((saved / "config.json").read_text())
+    (saved / "code.py").write_text(f"open({str(marker)!r}, 'w')")
+    theirs = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    for change in ({"model_type": "theirs", "auto_map": theirs}, {"architectures": ["Trainer"]}):
+        (saved / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match="pass its class as model_class|has no class"):
+            load(saved)
+    (saved / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json' cannot be read"):
+        load(saved)
+    (saved / "config.json").write_text(json.dumps(config))
+    whole, tensors = (saved / FILE).read_bytes(), load_file(saved / FILE)
+    for layers in ("[" * 100_000, '{"a": ' * 100_000):
+        save_file(tensors, saved / FILE, {"layers": layers})
+        with pytest.raises(ValueError, match="is damaged"):
+            load(saved)
+    (saved / FILE).write_bytes(whole)
+    (saved / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        torch.save({"x": Code(str(marker))}, saved / name)
+        with pytest.raises(ValueError, match="no LlamaForCausalLM can be read from"):
+            load(saved)
+    assert not marker.exists()
+
+
+def test_weights_that_are_damaged(saved):
+    weights = saved / "model.safetensors"
+    for content in (b"", weights.read_bytes()[:-8], b"\xff" * 100):
+        weights.write_bytes(content)
+        with pytest.raises(ValueError, match="no LlamaForCausalLM can be read from") as raised:
+            load(saved)
+        assert "\n" not in str(raised.value)
+
+
 def test_another_class(saved):
     with pytest.raises(ValueError, match="not those of LlamaForSequenceClassification"):
         load(saved, hf.LlamaForSequenceClassification)

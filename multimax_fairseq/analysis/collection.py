@@ -19,6 +19,7 @@ ATTENTIONS = {
 }
 PLACES = {**ATTENTIONS, "output": "output layer"}
 TEXT = {"place", "name", "quantity", "bucket"}
+MOST = 10_000  # layers, and heads
 
 
 @dataclass
@@ -89,7 +90,13 @@ def read(folder: Path) -> Collection:
         )
     signed = _json(folder / "collection.json", dict)
     tables = {name: _table(folder / f"{name}.csv", words) for name, words in COLUMNS.items()}
-    return Collection(folder, signed, **tables, examples=_json(folder / "examples.json", list))
+    examples = _json(folder / "examples.json", list)
+    if not all(isinstance(example, dict) for example in examples):
+        raise _damaged(folder / "examples.json", "each example is to be a dict")
+    try:
+        return Collection(folder, signed, **tables, examples=examples)
+    except (AttributeError, TypeError, ValueError) as error:  # where it looks for its label
+        raise _damaged(folder / "collection.json", str(error)) from None
 
 
 def read_all(folders: list[Path]) -> list[Collection]:
@@ -122,12 +129,16 @@ def _present(file: Path) -> None:
 def _json(file: Path, form: type) -> Any:
     _present(file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, str(error)) from None
     if not isinstance(found, form):
         raise _damaged(file, f"a {form.__name__} is expected, not a {type(found).__name__}")
     return found
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _table(file: Path, words: str) -> pd.DataFrame:
@@ -147,6 +158,14 @@ def _table(file: Path, words: str) -> pd.DataFrame:
             frame[column] = pd.to_numeric(frame[column])
         except ValueError as error:
             raise _damaged(file, f"column {column}: {error}") from None
+    for column in frame.columns.intersection(["layer", "head"]):
+        known = frame[column].dropna()
+        if not (known.isin(range(MOST))).all():
+            raise _damaged(file, f"column {column} does not count from 0")
+    if not np.isfinite(frame["updates"]).all():
+        raise _damaged(file, "column updates is not finite")
+    if "place" in frame and not frame["place"].isin([*PLACES]).all():
+        raise _damaged(file, "column place names no attention and no output layer")
     return frame
 
 

@@ -43,7 +43,10 @@ def read(file: Path) -> TrainingLog:
         figures = {n.removeprefix(MONITOR): v for n, v in names.items() if n.startswith(MONITOR)}
         updates = figures.pop("updates", None)
         if updates is not None:
-            found |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
+            try:
+                found |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
+            except (TypeError, ValueError, OverflowError) as error:
+                raise _damaged(file, error) from None
     if not found:
         raise UsageError(
             f"log '{file}' has no line of the monitor: train with --monitor-interval 100 "
@@ -56,8 +59,17 @@ def read(file: Path) -> TrainingLog:
         symbol, _, head = name.rpartition(".")
         rows.append((updates, place, layer or None, symbol if head.isdigit() else name, value))
     frame = pd.DataFrame(rows, columns="updates place layer name value".split())
-    frame["layer"] = pd.to_numeric(frame["layer"])
+    try:
+        frame["layer"] = pd.to_numeric(frame["layer"])
+    except ValueError as error:
+        raise _damaged(file, error) from None
     return TrainingLog(file.stem, frame.sort_values("updates", kind="stable"))
+
+
+def _damaged(file: Path, why: Exception) -> UsageError:
+    return UsageError(
+        f"log '{file}' has a line that --monitor-interval has not written ({why}): remove that line"
+    )
 
 
 def read_all(files: list[Path]) -> list[TrainingLog]:
@@ -83,7 +95,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 found = json.loads(line[start:])
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict):
                 yield found

@@ -1,22 +1,21 @@
 """Checkpoints: what torch refuses of them, what a damaged one is called, who builds a model."""
 
 import argparse
-import ast
-import builtins
 import contextvars
 import math
 import os
 import pickletools
 import re
-import sys
 import zipfile
 from pickle import UnpicklingError
 
 import numpy as np
 import torch
 
+from multimax_fairseq.compat import contents
+from multimax_fairseq.compat.explain import explain, is_raised_by_fairseq
 from multimax_fairseq.compat.patch import wrap
-from multimax_fairseq.errors import CheckpointError
+from multimax_fairseq.errors import CheckpointError, UsageError
 
 
 class _PickledDtype:
@@ -124,42 +123,6 @@ def _refused(error, path):
     return None
 
 
-def _is_code(text):
-    """Whether a string calls something that fairseq's eval() would find."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval") if "(" in text else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    for node in ast.walk(tree) if tree else ():
-        if isinstance(node, ast.Call):
-            root = node.func
-            while isinstance(root, ast.Attribute | ast.Subscript):
-                root = root.value
-            if not isinstance(root, ast.Name) or hasattr(builtins, root.id):
-                return True
-            fairseq = [m for name, m in sys.modules.items() if name.split(".")[0] == "fairseq"]
-            if any(hasattr(module, root.id) for module in fairseq):
-                return True
-    return False
-
-
-def _code_in_options(options, name=""):
-    """The first option of a checkpoint that is code, as (name, value); None if there is none."""
-    from omegaconf import DictConfig, OmegaConf
-
-    if isinstance(options, DictConfig):
-        options = OmegaConf.to_container(options, resolve=False)
-    if isinstance(options, argparse.Namespace):
-        options = vars(options)
-    if isinstance(options, dict):
-        pairs = options.items()
-    elif isinstance(options, list | tuple):
-        pairs = ((name, value) for value in options)
-    else:
-        return (name, options) if isinstance(options, str) and _is_code(options) else None
-    return next(filter(None, (_code_in_options(value, key) for key, value in pairs)), None)
-
-
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint file that is not as it was written."""
 
@@ -172,14 +135,40 @@ def _damaged(path):
 
 
 def _is_altered(path):
-    """Whether a file of torch's zip format is not as it was written; other formats cannot tell."""
+    """Whether a file of torch's zip format is not as it was written; other formats cannot tell.
+
+    torch compresses nothing, so that what is unpacked is never more than the file.
+    """
     with open(path, "rb") as file:
-        if file.read(2) != b"PK":
+        if not _is_zip(file):
             return False
         try:
-            return zipfile.ZipFile(file).testzip() is not None
-        except (zipfile.BadZipFile, OSError, EOFError, ValueError):
+            archive = zipfile.ZipFile(file)
+            members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                return True
+            if sum(member.file_size for member in members) > os.path.getsize(path):
+                return True
+            return archive.testzip() is not None
+        except Exception:  # whatever zipfile stumbles over in a damaged file
             return True
+
+
+def _is_zip(file):
+    """Whether a file has torch's zip format; it is read from its start then."""
+    start = file.read(2)
+    file.seek(0)
+    return start == b"PK"
+
+
+def _check_contents(path):
+    """Refuse a file whose contents are no checkpoint's, before fairseq handles them.
+
+    Of torch's zip format no parameter is read twice for it.
+    """
+    with open(path, "rb") as file:
+        is_zip = _is_zip(file)
+    contents.refuse(torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True))
 
 
 def checkpoint_errors():
@@ -187,7 +176,8 @@ def checkpoint_errors():
 
     And options that fairseq keeps as text, such as adaptive_softmax_cutoff, it hands to eval():
     those of a checkpoint must not call anything. And torch does not look at the checksums that it
-    has written, so that altered numbers load in silence. Can go when fairseq does all three.
+    has written, so that altered numbers load in silence; nor do torch and fairseq ask what kind of
+    numbers a parameter has. Can go when fairseq does all of it.
     """
     from fairseq import checkpoint_utils
     from fairseq.file_io import PathManager
@@ -195,39 +185,48 @@ def checkpoint_errors():
     def make(original):
         def load_checkpoint_to_cpu(path, *args, **kwargs):
             local = PathManager.get_local_path(path)
-            if os.path.isfile(local) and _is_altered(local):
-                raise _damaged(path)
             try:
-                state = original(path, *args, **kwargs)
-                code = _code_in_options([state.get("args"), state.get("cfg")])
-                if code:
-                    raise CheckpointError(
-                        f"'{path}' is refused: its option {code[0]} is code, {code[1]!r}; "
-                        "get a file from a source that you trust."
-                    )
-                return state
+                if os.path.isfile(local):
+                    if _is_altered(local):
+                        raise _damaged(path)
+                    _check_contents(local)
+                return original(path, *args, **kwargs)
             except CheckpointError:
                 raise
             except Exception as error:
-                if not _raised_in_torch_load(error):  # such as a missing file
-                    if isinstance(error, (KeyError, TypeError, AttributeError)):
-                        raise CheckpointError(
-                            f"'{path}' is not a fairseq checkpoint ({type(error).__name__}: "
-                            f"{error}); give a file that fairseq-train wrote."
-                        ) from error
+                told = _explained(error, path, local)
+                if told is None:
                     raise
-                refused = isinstance(error, UnpicklingError) and _refused(error, path)
-                if refused:
-                    raise CheckpointError(
-                        f"'{path}' is refused: it holds {refused}, which is no part of a "
-                        "fairseq checkpoint and could run code; get a file from a source that "
-                        "you trust."
-                    ) from error
-                raise _damaged(path) from error
+                raise told from error
 
         return load_checkpoint_to_cpu
 
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", make)
+
+
+def _explained(error, path, local):
+    """The error that says what is wrong with a checkpoint; None where the file is not to blame."""
+    if not _raised_in_torch_load(error):
+        if type(error) is ValueError:  # of contents.refuse
+            return CheckpointError(f"'{path}' is refused: {error}.")
+        if isinstance(error, OSError) or getattr(error, "user_error", False):
+            return None
+        return CheckpointError(
+            f"'{path}' is not a fairseq checkpoint ({_first_line(error)}); give a file that "
+            "fairseq-train wrote."
+        )
+    refused = isinstance(error, UnpicklingError) and _refused(error, local)
+    if refused:
+        return CheckpointError(
+            f"'{path}' is refused: it holds {refused}, which is no part of a fairseq checkpoint "
+            "and could run code; get a file from a source that you trust."
+        )
+    return _damaged(path)
+
+
+def _first_line(error):
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 def checkpoint_to_workers():
@@ -256,22 +255,59 @@ _building = contextvars.ContextVar("building_from_checkpoint", default=False)
 def checkpoint_models():
     """A model is not told whether it is built to be trained, or for the parameters of a checkpoint.
 
-    So it cannot refuse a setting in training alone: see building_from_checkpoint(). Can go when
-    fairseq hands `from_checkpoint`, which its tasks get, on to the models.
+    So it cannot refuse a setting in training alone: see building_from_checkpoint(). And what cannot
+    be built of a file's settings is a traceback that does not name it. Can go when fairseq hands
+    `from_checkpoint`, which its tasks get, on to the models, and names the file.
     """
     from fairseq import checkpoint_utils
 
     def make(original):
-        def load_model_ensemble_and_task(*args, **kwargs):
+        def load_model_ensemble_and_task(filenames, *args, **kwargs):
             token = _building.set(True)
             try:
-                return original(*args, **kwargs)
+                return original(filenames, *args, **kwargs)
+            except Exception as error:
+                text = explain(error)
+                is_named = text and any(name in text for name in filenames)
+                is_flag = isinstance(error, UsageError) and not isinstance(error, CheckpointError)
+                is_other = isinstance(error, OSError | ImportError)
+                if is_named or is_flag or is_other or not is_raised_by_fairseq(error):
+                    raise
+                if text is None:
+                    text = (
+                        f"no model can be built of it ({_first_line(error)}); give a checkpoint as "
+                        "fairseq-train wrote it."
+                    )
+                raise CheckpointError(f"'{', '.join(filenames)}': {text}") from error
             finally:
                 _building.reset(token)
 
         return load_model_ensemble_and_task
 
     wrap(checkpoint_utils, "load_model_ensemble_and_task", make)
+
+
+def checkpoint_numbers():
+    """torch makes whole numbers into parameters without a word.
+
+    Can go when torch or fairseq asks whether a parameter's numbers are of its kind.
+    """
+    from fairseq.models import BaseFairseqModel
+
+    def make(original):
+        def load_state_dict(self, state_dict, *args, **kwargs):
+            for name, value in self.state_dict().items():
+                found = getattr(state_dict.get(name), "dtype", value.dtype)
+                if found.is_floating_point != value.is_floating_point():
+                    raise CheckpointError(
+                        f"the checkpoint's {name} has numbers of {found}, where the model has "
+                        f"{value.dtype}: give a checkpoint of this model"
+                    )
+            return original(self, state_dict, *args, **kwargs)
+
+        return load_state_dict
+
+    wrap(BaseFairseqModel, "load_state_dict", make)
 
 
 def building_from_checkpoint():

@@ -1,10 +1,14 @@
-"""Data: what numpy 2 changed under fairseq, short and long blocks of text, the last batch."""
+"""Data: what numpy 2 changed under fairseq, short and long blocks of text, the last batch, files
+that fairseq-preprocess has not written."""
 
+import os
+import struct
 import types
 
 import numpy as np
 
 from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.errors import UsageError
 
 
 def numpy_compat():
@@ -141,3 +145,88 @@ def end_of_curriculum():
         return _get_iterator_for_epoch
 
     wrap(EpochBatchIterator, "_get_iterator_for_epoch", make)
+
+
+HEADER = struct.Struct("<9sQBQ")  # of an index: magic, version, type of the numbers, how many
+PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-prep/"
+
+
+def indexed_data():
+    """fairseq takes an index at its word, and meets what is wrong where a sentence is read.
+
+    By then a run may have gone on for hours; a word that the dictionary lacks is an error of the
+    GPU, or the row of another word. Can go when fairseq checks what it opens.
+    """
+    from fairseq.data import indexed_dataset
+
+    def make(original):
+        def make_dataset(path, impl, fix_lua_indexing=False, dictionary=None):
+            index = indexed_dataset.index_file_path(path)
+            if os.path.isfile(index) and impl in ("mmap", "cached", "lazy"):
+                with open(index, "rb") as file:
+                    header = file.read(HEADER.size)
+                if impl == "mmap" or header[:8] not in (b"", b"TNTIDX\0\0"):
+                    _check_index(indexed_dataset, path, header, dictionary)
+            return original(path, impl, fix_lua_indexing, dictionary)
+
+        return make_dataset
+
+    wrap(indexed_dataset, "make_dataset", make)
+
+
+def _check_index(indexed_dataset, path, header, dictionary):
+    """Refuse an index that is not what fairseq-preprocess writes of the data beside it."""
+    index, data = indexed_dataset.index_file_path(path), indexed_dataset.data_file_path(path)
+
+    def refuse(file, why):
+        raise UsageError(f"'{file}' is damaged or not what fairseq wrote ({why}): {PREPARE}")
+
+    if len(header) < HEADER.size:
+        refuse(index, "it ends in its header")
+    magic, version, code, count = HEADER.unpack(header)
+    if magic != indexed_dataset.MMapIndexedDataset.Index._HDR_MAGIC or version != 1:
+        refuse(index, "it begins otherwise")
+    if code not in indexed_dataset._code_to_dtype:
+        refuse(index, f"there is no type {code} of numbers")
+    if os.path.getsize(index) != HEADER.size + 12 * count:
+        refuse(index, f"it has {os.path.getsize(index):,} bytes for {count:,} sentences")
+    if not os.path.isfile(data):
+        refuse(data, "it is missing")
+    dtype = np.dtype(indexed_dataset._code_to_dtype[code])
+    if dtype.kind not in "iu":
+        refuse(index, f"words are no numbers of {dtype}")
+    numbers = np.memmap(index, np.uint8, "r", HEADER.size) if count else np.empty(0, np.uint8)
+    sizes = numbers[: 4 * count].view(np.int32).astype(np.int64)
+    starts = numbers[4 * count :].view(np.int64)
+    if count and (sizes.min() < 0 or starts.min() < 0):
+        refuse(index, "sizes or places below 0")
+    if count and (starts > os.path.getsize(data) - sizes * dtype.itemsize).any():
+        refuse(data, "it ends before its last sentence")
+    if dictionary is not None and os.path.getsize(data) >= dtype.itemsize:
+        words = np.memmap(data, dtype, "r", shape=os.path.getsize(data) // dtype.itemsize)
+        if words.min() < 0 or words.max() >= len(dictionary):
+            refuse(data, f"it has words past the {len(dictionary):,} of the dictionary")
+
+
+def dictionary_files():
+    """What is wrong with a dictionary is told without the file's name, and as a traceback.
+
+    Can go when fairseq names the file.
+    """
+    from fairseq.data import Dictionary
+
+    def make(original):
+        def add_from_file(self, f):
+            try:
+                return original(self, f)
+            except OSError:
+                raise
+            except Exception as error:  # fairseq's own kinds, Exception itself among them
+                if not isinstance(f, str):
+                    raise
+                why = " ".join(str(error).split())[:200]
+                raise UsageError(f"'{f}' is no dictionary of fairseq ({why}): {PREPARE}") from error
+
+        return add_from_file
+
+    wrap(Dictionary, "add_from_file", make)

@@ -76,7 +76,7 @@ def _explain_mismatch(error):
         detail = text.splitlines()[1].strip() if "\n" in text else text
         return (
             "the checkpoint does not fit this data folder or model; use the dictionaries and "
-            f"options that it was trained with ({detail})"
+            f"options that it was trained with ({detail[:300]})"
         )
     return None
 
@@ -178,7 +178,7 @@ def explain(error):
             return " ".join(str(behind).split())
         seen.append(behind)
         behind = behind.__cause__ or behind.__context__
-    for rule in _EXPLAIN if _is_raised_by_fairseq(error) else ():
+    for rule in _EXPLAIN if is_raised_by_fairseq(error) else ():
         if text := rule(error):
             return " ".join(text.split())
     return None
@@ -189,7 +189,7 @@ _LIBRARIES = ("antlr4", "hydra", "numpy", "omegaconf", "sacrebleu", "torch", "ya
 _STANDARD = sysconfig.get_path("stdlib")
 
 
-def _is_raised_by_fairseq(error):
+def is_raised_by_fairseq(error):
     """Whether fairseq's or our code raised an error, or called the library that did."""
     frames, trace = [], error.__traceback__
     while trace is not None:

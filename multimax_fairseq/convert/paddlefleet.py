@@ -1,6 +1,5 @@
 """PaddleFleet's language-model head: its modulator in an .npz file of numpy, by its names there."""
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from multimax_fairseq.files import whole
 
 NAMES = ("model.lm_head.multimax_ts", "model.lm_head.multimax_ranges")
 OURS = "decoder.output_modulator."
+LARGEST = 1 << 16  # bytes of an array, unpacked; numpy's header of it is a part
 
 
 def to_paddlefleet(state: State) -> vectors.Vectors:
@@ -59,10 +59,18 @@ def read(path: Path) -> vectors.Vectors:
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError("an array without a name")
         with file:
+            archive: Any = file.zip
+            members = [archive.getinfo(f"{name}.npy") for name in NAMES]
+            if max(member.file_size for member in members) > LARGEST:
+                raise ValueError("arrays of more than four numbers")
             arrays = [file[name] for name in NAMES]
+        if not all(isinstance(array, np.ndarray) for array in arrays):
+            raise ValueError("text in place of an array")
     except FileNotFoundError:
         raise UsageError(f"'{path}' does not exist: check its path") from None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except OSError:
+        raise
+    except Exception as error:  # numpy's and zipfile's own, of what they stumble over
         raise UsageError(
             f"'{path}' is not an .npz file with {' and '.join(NAMES)} ({error}): write one with "
             "numpy.savez"

@@ -18,6 +18,8 @@ from multimax_fairseq.files import whole
 from multimax_fairseq.transformers.layers import attached, put, quiet, use
 
 FILE, LAYERS = "multimax.safetensors", "layers"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = 1 << 20  # of the numbers that a normalizer is made with, such as its heads
 
 
 def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
@@ -77,8 +79,15 @@ def load(
     folder = Path(folder)
     made_with, tensors = _read(folder / FILE)
     model_class = model_class or _class_of(folder)
-    with quiet():  # its report of the keys that are unexpected
-        model, found = model_class.from_pretrained(folder, **options, output_loading_info=True)
+    options.setdefault("use_safetensors", True)  # `save` writes nothing else, and no pickle
+    try:
+        with quiet():  # its report of the keys that are unexpected
+            model, found = model_class.from_pretrained(folder, **options, output_loading_info=True)
+    except Exception as error:  # whatever transformers finds in files of others
+        raise UsageError(
+            f"no {model_class.__name__} can be read from '{folder}' ({_first_line(error)}): save "
+            "the model again, or give the class and options that fit it"
+        ) from error
     # What is in their file too is not expected there.
     known = tuple(f"{name}.normalizer." for name in made_with)
     unknown = (name for name in found["unexpected_keys"] if not name.startswith(known))
@@ -118,14 +127,34 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, to
                 tensors[name][full.removeprefix(f"{name}.")] = opened.get_tensor(full)
         if not made_with or not all(isinstance(each, dict) for each in made_with.values()):
             raise TypeError("layers without settings")
-    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        for name, each in made_with.items():
+            if any(isinstance(value, int) and value > LARGEST for value in each.values()):
+                raise ValueError(f"no layer has such numbers as {name}")
+            for key, value in tensors[name].items():
+                if value.dtype not in FLOATS or not value.isfinite().all():
+                    raise ValueError(f"{name}.{key} is not of finite numbers")
+    except (
+        *(SafetensorError, AttributeError, KeyError, TypeError, ValueError),
+        RecursionError,
+    ) as error:
         raise UsageError(f"'{file}' is damaged ({error}): save the model again") from error
     return made_with, tensors
 
 
 def _class_of(folder: Path) -> type[PreTrainedModel]:
-    names = transformers.AutoConfig.from_pretrained(folder).architectures or ["none"]
-    found = getattr(transformers, names[0], None)
-    if found is None:
-        raise UsageError(f"transformers has no class {names[0]!r}: pass it as model_class")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        name = (config.architectures or ["none"])[0]
+        found = getattr(transformers, name, None)
+    except Exception as error:  # whatever transformers finds in a file of others
+        raise UsageError(
+            f"'{folder / 'config.json'}' cannot be read ({_first_line(error)}): save the model "
+            "again, or pass its class as model_class"
+        ) from error
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise UsageError(f"transformers has no class {name!r}: pass it as model_class")
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,153 @@
+"""What a checkpoint must hold before fairseq builds anything of it.
+
+torch's protection keeps a file from naming code. It does not ask whether what is in it is a
+checkpoint: numbers that are none, settings that never end, options that fairseq would evaluate.
+"""
+
+import argparse
+import ast
+import builtins
+import math
+import re
+import reprlib
+import sys
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Far above what a run of fairseq has: single values, and letters, beside its parameters; how deep
+# they lie; layers, where the parameters are fewer than that; widths and lengths.
+MOST_VALUES, DEEPEST, MOST_LAYERS, WIDEST = 2_000_000, 30, 1000, 1 << 20
+SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
+
+
+def refuse(state):
+    """Raise ValueError, with what is wrong and the remedy, for a state that is no checkpoint."""
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError("it has no parameters of a model; give a file that fairseq-train wrote")
+    for name in ("cfg", "args", "extra_state", "task_state"):
+        value = state.get(name)
+        if value is not None and not isinstance(value, dict | argparse.Namespace):
+            raise ValueError(
+                f"its {name} is of the type {type(value).__name__}; give a file that "
+                "fairseq-train wrote"
+            )
+    history = state.get("optimizer_history", [{}])
+    if not isinstance(history, list) or not history or not isinstance(history[-1], dict):
+        raise ValueError("its optimizer_history is empty or no list; get the file again")
+    updates = history[-1].get("num_updates", 0)
+    if type(updates) is not int or updates < 0:
+        raise ValueError(f"its num_updates is {reprlib.repr(updates)}; get the file again")
+    for name, value in state["model"].items():
+        _refuse_parameter(name, value)
+    _refuse_values({name: value for name, value in state.items() if name != "model"})
+    for name in ("args", "cfg"):
+        _refuse_sizes(state.get(name), state["model"])
+
+
+def _refuse_parameter(name, value):
+    """Raise ValueError for what is no tensor of plain numbers that are all there, and finite."""
+    if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"its parameter {reprlib.repr(name)} is of the type {type(value).__name__}; give a "
+            "file that fairseq-train wrote"
+        )
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        kind = "quantized" if value.is_quantized else f"{value.layout} on {value.device}"
+        raise ValueError(f"its parameter {name} is {kind}; give a file that fairseq-train wrote")
+    if value.dtype not in FLOATS + WHOLE:
+        raise ValueError(
+            f"its parameter {name} has numbers of {value.dtype}; convert them to torch.float32"
+        )
+    # A stride of 0 makes a tensor of any size out of one number.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise ValueError(
+            f"its parameter {name} of shape {list(value.shape)} is larger than what is stored of "
+            "it; get the file again"
+        )
+    if value.dtype in FLOATS and value.numel():
+        if not all(end.isfinite() for end in torch.aminmax(value)):  # which NaN goes through
+            raise ValueError(
+                f"its parameter {name} has numbers that are not finite; give a checkpoint of "
+                "before the training went wrong"
+            )
+
+
+def _refuse_values(values):
+    """Raise ValueError for values that have no end, and for options that are code."""
+    left, waiting = MOST_VALUES, [("", values, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if isinstance(value, argparse.Namespace):
+            value = vars(value)
+        if isinstance(value, dict):
+            inner = value.items()
+        elif isinstance(value, list | tuple):
+            inner = ((name, item) for item in value)
+        else:
+            inner = ()
+            left -= len(value) if isinstance(value, str) else 1
+        left -= 1
+        if left < 0 or depth > DEEPEST:
+            raise ValueError(
+                "its values are nested without end, or too many; get a file from a source that "
+                "you trust"
+            )
+        if isinstance(value, str) and is_code(value):
+            raise ValueError(
+                f"its option {name} is code, {reprlib.repr(value)}; get a file from a source that "
+                "you trust"
+            )
+        waiting += ((key, item, depth + 1) for key, item in inner)
+
+
+def is_code(text):
+    """Whether a string does something where fairseq's eval() or OmegaConf reads it.
+
+    It calls something, counts without end, or has OmegaConf call a resolver: ${oc.env:HOME}.
+    """
+    if re.search(r"\$\{[^}]*:", text):
+        return True
+    try:
+        tree = ast.parse(text.strip(), mode="eval") if re.search(r"[(*]|<<|for", text) else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    times = 1
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Call):
+            root = node.func
+            while isinstance(root, ast.Attribute | ast.Subscript):
+                root = root.value
+            if not isinstance(root, ast.Name) or hasattr(builtins, root.id):
+                return True
+            fairseq = [m for name, m in sys.modules.items() if name.split(".")[0] == "fairseq"]
+            if any(hasattr(module, root.id) for module in fairseq):
+                return True
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            return True
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.LShift):
+            return True
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            sides = (getattr(side, "value", None) for side in (node.left, node.right))
+            times *= math.prod(max(side, 1) for side in sides if isinstance(side, int))
+    return times > WIDEST
+
+
+def _refuse_sizes(options, model):
+    """Raise ValueError for sizes that the parameters belie: to build such a model takes forever."""
+    settings = getattr(options, "model", options.get("model") if isinstance(options, dict) else ())
+    if isinstance(options, argparse.Namespace):
+        settings = options
+    if isinstance(settings, argparse.Namespace):
+        settings = vars(settings)
+    widest = max((max(value.shape, default=0) for value in model.values()), default=0)
+    for name, value in settings.items() if isinstance(settings, dict) else ():
+        kind = SIZES.fullmatch(name) if isinstance(name, str) else None
+        if kind is None or not isinstance(value, int):
+            continue
+        if value > (max(len(model), MOST_LAYERS) if kind[1] == "layers" else max(widest, WIDEST)):
+            raise ValueError(
+                f"its setting {name} is {reprlib.repr(value)}, which its parameters do not bear "
+                "out; get a file from a source that you trust"
+            )
