@@ -3,6 +3,7 @@ the counts that official ones must have."""
 
 import bz2
 import contextlib
+import errno
 import gzip
 import hashlib
 import http.client
@@ -218,7 +219,8 @@ def readable(archive: Path) -> Iterator[None]:
         *(OSError, ValueError),  # gzip's, bz2's and pyarrow's own errors are among these
         KeyError,  # a member that is not there
     ) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        # The disk's errors have a number; so has a place in the file that cannot be.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         reason = str(error).partition("\n")[0].rstrip(":")
         fail(f"{archive} is truncated or corrupt, or no such archive ({reason}): get it again.")
@@ -309,7 +311,7 @@ def zip_members(archive: Path, file: zipfile.ZipFile) -> list[tuple[str, zipfile
     for member in members:
         kind = member.external_attr >> 28  # of the Unix mode; 0 where there is none
         check_member(archive, member.filename, kind in (0, 0o04, 0o10))
-    return [(member.filename, member) for member in members if not member.is_dir()]
+    return [(member.filename, member) for member in members if member.filename[-1:] != "/"]
 
 
 # --- counts --------------------------------------------------------------------------------------

@@ -156,6 +156,8 @@ def _table(file: Path, words: str) -> pd.DataFrame:
     for column in set(words.split()) - TEXT:
         try:
             frame[column] = pd.to_numeric(frame[column])
+            if frame[column].dtype == object:
+                raise ValueError("numbers that no column holds")
         except ValueError as error:
             raise _damaged(file, f"column {column}: {error}") from None
     for column in frame.columns.intersection(["layer", "head"]):

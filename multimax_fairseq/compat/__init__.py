@@ -37,6 +37,7 @@ def apply():
     checkpoints.checkpoint_to_workers()
     checkpoints.checkpoint_models()
     checkpoints.checkpoint_numbers()
+    checkpoints.checkpoint_training()
     saving.whole_checkpoints()
     saving.last_checkpoint()
     saving.finished_run()

@@ -287,6 +287,50 @@ def checkpoint_models():
     wrap(checkpoint_utils, "load_model_ensemble_and_task", make)
 
 
+# What an optimizer keeps of a parameter, number by number.
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def checkpoint_training():
+    """What a run cannot go on from is a traceback, here or at the next update.
+
+    Can go when fairseq names the file, and looks at the shapes of an optimizer's state.
+    """
+    from fairseq.trainer import Trainer
+
+    def make(original):
+        def load_checkpoint(self, filename, *args, **kwargs):
+            try:
+                loaded = original(self, filename, *args, **kwargs)
+                _check_moments(self._optimizer)
+                return loaded
+            except Exception as error:
+                is_other = isinstance(error, OSError | ImportError) or explain(error)
+                if is_other or not is_raised_by_fairseq(error):
+                    raise
+                raise CheckpointError(
+                    f"a run cannot go on from '{filename}' ({_first_line(error)}); give another "
+                    "checkpoint with --restore-file, or take its parameters alone "
+                    "(--finetune-from-model)"
+                ) from error
+
+        return load_checkpoint
+
+    wrap(Trainer, "load_checkpoint", make)
+
+
+def _check_moments(optimizer):
+    states = getattr(getattr(optimizer, "optimizer", None), "state", {})
+    for parameter, state in states.items():
+        for name in MOMENTS:
+            shape = getattr(state.get(name), "shape", parameter.shape)
+            if shape != parameter.shape:
+                raise ValueError(
+                    f"its optimizer has {name} of shape {list(shape)} for parameters of shape "
+                    f"{list(parameter.shape)}"
+                )
+
+
 def checkpoint_numbers():
     """torch makes whole numbers into parameters without a word.
 

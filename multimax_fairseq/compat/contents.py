@@ -8,6 +8,7 @@ import argparse
 import ast
 import builtins
 import math
+import numbers
 import re
 import reprlib
 import sys
@@ -18,7 +19,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Far above what a run of fairseq has: single values, and letters, beside its parameters; how deep
 # they lie; layers, where the parameters are fewer than that; widths and lengths.
-MOST_VALUES, DEEPEST, MOST_LAYERS, WIDEST = 2_000_000, 30, 1000, 1 << 20
+MOST_VALUES, DEEPEST, MOST_LAYERS, WIDEST = 500_000, 30, 1000, 1 << 20
 SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
 
 
@@ -36,9 +37,17 @@ def refuse(state):
     history = state.get("optimizer_history", [{}])
     if not isinstance(history, list) or not history or not isinstance(history[-1], dict):
         raise ValueError("its optimizer_history is empty or no list; get the file again")
-    updates = history[-1].get("num_updates", 0)
-    if type(updates) is not int or updates < 0:
-        raise ValueError(f"its num_updates is {reprlib.repr(updates)}; get the file again")
+    extra = state.get("extra_state") or {}
+    where = extra.get("train_iterator", {})
+    where = where if isinstance(where, dict) else {"epoch": where}
+    counts = {name: where.get(name, 0) for name in ("epoch", "iterations_in_epoch")}
+    counts["num_updates"] = history[-1].get("num_updates", 0)
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"its {name} is {reprlib.repr(count)}; get the file again")
+    best = extra.get("best")
+    if best is not None and not isinstance(best, numbers.Real | torch.Tensor):
+        raise ValueError(f"its best value is {reprlib.repr(best)}; get the file again")
     for name, value in state["model"].items():
         _refuse_parameter(name, value)
     _refuse_values({name: value for name, value in state.items() if name != "model"})

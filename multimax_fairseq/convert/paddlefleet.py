@@ -1,5 +1,6 @@
 """PaddleFleet's language-model head: its modulator in an .npz file of numpy, by its names there."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ def read(path: Path) -> vectors.Vectors:
             raise ValueError("text in place of an array")
     except FileNotFoundError:
         raise UsageError(f"'{path}' does not exist: check its path") from None
-    except OSError:
-        raise
     except Exception as error:  # numpy's and zipfile's own, of what they stumble over
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # the disk's
         raise UsageError(
             f"'{path}' is not an .npz file with {' and '.join(NAMES)} ({error}): write one with "
             "numpy.savez"

@@ -1,0 +1,303 @@
+"""Checkpoints that were made to do harm: refused in one sentence, with nothing run or built.
+
+Forged types of numpy, and code in each form of pickle, are in test_compat.py.
+"""
+
+import io
+import os
+import pickle
+import struct
+import sys
+import threading
+import zipfile
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from commands import ROOT, refused
+from fairseq import checkpoint_utils
+from hostile import CODE, Called, bounded, main, refuses, zipped
+from test_hostile_archives import END, header
+from test_numerics import TRANSLATION, trainer_of  # noqa: F401  the fixture
+
+from multimax_fairseq.analysis import __main__ as analyze
+from multimax_fairseq.compat import checkpoints
+from multimax_fairseq.convert import __main__ as convert
+
+ARCH = "transformer_multimax"
+WEIGHT = "decoder.layers.0.fc1.weight"
+SCALAR = "decoder.layers.0.self_attn.normalizer.modulator.low_threshold"
+
+
+class Forged:
+    """A tensor of any size, strides and place in a storage of four numbers."""
+
+    def __init__(self, size, stride, offset=0):
+        self.layout = offset, size, stride
+
+    def __reduce_ex__(self, protocol):
+        storage = torch.storage.TypedStorage(
+            wrap_storage=torch.zeros(4).untyped_storage(), dtype=torch.float32, _internal=True
+        )
+        return torch._utils._rebuild_tensor_v2, (storage, *self.layout, False, OrderedDict())
+
+
+def nested(inner, times, wrap):
+    for _ in range(times):
+        inner = wrap(inner)
+    return inner
+
+
+def parameter(change, name=WEIGHT):
+    return lambda state: state["model"].update({name: change(state["model"].get(name))})
+
+
+def option(group, **values):
+    def change(state):
+        settings = state["cfg"][group]
+        (settings if isinstance(settings, dict) else vars(settings)).update(values)
+
+    return change
+
+
+def put(**values):
+    return lambda state: state.update(values)
+
+
+def cyclic(state):
+    state["cfg"]["itself"] = state["cfg"]
+
+
+def other_model(state):
+    state["model"] = {f"other.{name}": value for name, value in state["model"].items()}
+
+
+STATES = {
+    "a list": (lambda state: [1], "no parameters of a model"),
+    "no model": (lambda state: state.pop("model"), "no parameters of a model"),
+    "a list of parameters": (put(model=[1]), "no parameters of a model"),
+    "parameters without names": (parameter(lambda _: torch.zeros(1), 3), "parameter 3"),
+    "parameters of another model": (other_model, "does not fit"),
+    "text in place of a parameter": (parameter(lambda _: "x"), "type str"),
+    "an array of numpy in its place": (parameter(lambda w: w.numpy()), WEIGHT),
+    "whole numbers": (parameter(lambda w: w.long()), "numbers of torch.int64"),
+    "truth values": (parameter(lambda w: w > 0), "numbers of torch.bool"),
+    "complex numbers": (parameter(lambda w: w.cfloat()), "numbers of torch.complex64"),
+    "float8": (parameter(lambda w: w.to(torch.float8_e5m2)), "numbers of torch.float8_e5m2"),
+    "sparse": (parameter(lambda w: w.to_sparse()), "torch.sparse_coo"),
+    "without numbers": (parameter(lambda w: w.to("meta")), "on meta"),
+    "another shape": (parameter(lambda w: w[:, :1]), "size mismatch"),
+    "a learned scalar that is NaN": (parameter(lambda w: w * torch.nan, SCALAR), "not finite"),
+    "a learned scalar that is infinite": (parameter(lambda w: w / 0, SCALAR), "not finite"),
+    "more numbers than are stored": (parameter(lambda w: Forged(w.shape, w.stride())), "damaged"),
+    "strides that leave the storage": (parameter(lambda w: Forged((2, 2), (9, 1))), "damaged"),
+    "strides below 0": (parameter(lambda w: Forged((2, 2), (-1, 1))), "damaged"),
+    "a start behind the storage": (parameter(lambda w: Forged((2,), (1,), 3)), "damaged"),
+    "one number as many": (parameter(lambda w: Forged(w.shape, (0, 0))), "larger than what is"),
+    "one number as a trillion": (parameter(lambda w: Forged((1 << 40,), (0,))), "larger than what"),
+    "8 PiB": (parameter(lambda w: Forged((1 << 51,), (1,))), "damaged"),
+    "settings as text": (put(cfg="model: {}"), "its cfg is of the type str"),
+    "settings as code": (put(cfg=CODE), "its cfg is of the type str"),
+    "code in a setting": (option("task", source_lang=CODE), "source_lang is code"),
+    "a power without end": (option("model", lr="(9**9**9,)"), "lr is code"),
+    "a list without end": (option("model", lr="[0] * 99999 * 99999"), "lr is code"),
+    "loops in a setting": (option("model", lr="[0 for a in b]"), "lr is code"),
+    "a variable of the environment": (option("common", log_file="${oc.env:HOME}"), "is code"),
+    "settings in settings": (
+        lambda state: state["cfg"].update(x=nested([], 5000, lambda x: [x])),
+        "nested without end",
+    ),
+    "settings of themselves": (cyclic, "nested without end"),
+    "settings ten billion times": (
+        lambda state: state["cfg"].update(x=nested([0], 10, lambda x: [x] * 10)),
+        "nested without end",
+    ),
+    "a deep state of the iterator": (put(extra_state=nested({}, 5000, lambda x: {1: x})), "nested"),
+    "a billion layers": (option("model", decoder_layers=10**9), "decoder_layers is 1000000000"),
+    "a trillion positions": (option("model", max_source_positions=10**12), "positions is 10000"),
+    "a width of a billion": (option("model", decoder_embed_dim=1 << 30), "decoder_embed_dim is"),
+    "a setting of another type": (option("model", decoder_layers="two"), "no model can be built"),
+    "an unknown task": (option("task", _name="none"), "no model can be built"),
+    "no history": (put(optimizer_history=[]), "optimizer_history is empty"),
+    "updates that are no number": (
+        put(optimizer_history=[{"num_updates": "x"}]),
+        "num_updates is 'x'",
+    ),
+    "state of the task as a number": (put(task_state=3), "task_state is of the type int"),
+    "numpy: bytes that do not fill the shape": (
+        put(x=Called(np.ndarray.__new__, np.ndarray, (1 << 40,))),
+        "numpy",
+    ),
+    "numpy: a trillion zeros": (put(x=Called(bytearray, 10**12)), "damaged"),
+}
+
+
+def deep(call, *arguments):
+    """Calls a function with room for recursion, of which pickle needs much."""
+    limit, size = sys.getrecursionlimit(), threading.stack_size(1 << 28)
+    sys.setrecursionlimit(10**6)
+    thread = threading.Thread(target=call, args=arguments)
+    thread.start()
+    thread.join()
+    sys.setrecursionlimit(limit)
+    threading.stack_size(size)
+
+
+def load(path):
+    checkpoint_utils.load_model_ensemble_and_task([str(path)])
+
+
+@pytest.fixture
+def state(checkpoint):
+    return torch.load(checkpoint(ARCH), weights_only=False)  # our own file
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_checkpoint(kind, state, tmp_path):
+    change, words = STATES[kind]
+    path = tmp_path / "hostile.pt"
+    changed = change(state)
+    deep(torch.save, changed if kind == "a list" else state, path)
+    refuses(load, path, words)
+
+
+def repacked(checkpoint, change):
+    """A checkpoint's members, each changed by change(name, data) -> data, packed anew."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(checkpoint) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            data, how = change(name, old.read(name))
+            new.writestr(name, data, how)
+    return stream.getvalue()
+
+
+def bomb(name, data):
+    if name.endswith("data.pkl"):
+        return b"\x80\2]" + b"]0" * (1 << 25) + b".", zipfile.ZIP_DEFLATED
+    return data, zipfile.ZIP_STORED
+
+
+def overlapping(data):
+    """Every entry of the central directory is told to be as large as the file."""
+    data, at = bytearray(data), 0
+    while (at := data.find(b"PK\1\2", at + 1)) > 0:
+        data[at + 20 : at + 28] = struct.pack("<II", len(data) // 2, len(data) // 2)
+    return bytes(data)
+
+
+FILES = {
+    "64 MiB packed into some KB": lambda file: repacked(file, bomb),
+    "members that lie in each other": lambda file: overlapping(file.read_bytes()),
+    "an archive in an archive": lambda file: zipped(("a/data.pkl", file.read_bytes())),
+    "a tar of files": lambda file: header("sys_info", size=2, data=b"\x80\2") + END,
+    "a picture": lambda file: b"\x89PNG\r\n\x1a\n" + bytes(1000),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_file_that_is_no_checkpoint(kind, checkpoint, tmp_path):
+    path = tmp_path / "hostile.pt"
+    path.write_bytes(FILES[kind](checkpoint(ARCH)))
+    refuses(load, path, "damaged or incomplete")
+
+
+@pytest.mark.parametrize("shape", [(-2, -4), (-1,), (1 << 62, 4), (1 << 40, 0), ("x",), (2.0, 0.5)])
+def test_shape_of_an_array(shape):
+    """What torch calls for a pickled array, which numpy would call by itself."""
+    array = checkpoints._pickled_array(checkpoints._PickledArray, (0,), b"b")
+    kind = checkpoints._PickledDtype("u1")
+    with bounded(), pytest.raises((pickle.UnpicklingError, ValueError, TypeError)):
+        array.__setstate__((1, shape, kind, False, b"12345678"))
+
+
+# --- commands, and code in what they read --------------------------------------------------------
+
+
+@pytest.fixture
+def evil(tmp_path):
+    path = tmp_path / "evil.pt"
+    command = f"touch {tmp_path / 'ran'}"
+    torch.save({"args": None, "cfg": None, "model": Called(os.system, command)}, path)
+    return path
+
+
+def test_code_is_not_run_by_our_commands(evil, checkpoint, data, tmp_path):
+    average = str(ROOT / "scripts" / "average_checkpoints.py")
+    new, whole = tmp_path / "new", checkpoint(ARCH)
+    for words in (
+        [analyze.main, "multimax-analyze", "parameters", evil],
+        [analyze.main, "multimax-analyze", "collect", evil, data / "mt", "--out", new],
+        [average, "average", "--output", new, whole, evil],
+        [average, "average", "--output", new, evil],
+        [convert.main, "multimax-convert", "to-authors", evil, new],
+        [convert.main, "multimax-convert", "to-paddlefleet", evil, new],
+    ):
+        refuses(lambda _, words=words: main(*words), evil, "could run code")
+
+
+def test_code_is_not_run_by_fairseqs_commands(evil, data, tmp_path):
+    sizes = ["--arch", "transformer", "--optimizer", "adam", "--max-tokens", "400", "--no-save"]
+    for command in (
+        ["fairseq-train", data / "mt", *sizes, "--restore-file", evil],
+        ["fairseq-validate", data / "mt", "--task", "translation", *sizes[4:6], "--path", evil],
+    ):
+        sentence = refused(tmp_path, *command)
+        assert "evil.pt' is refused" in sentence and "system" in sentence
+        assert not (tmp_path / "ran").exists()
+
+
+# --- going on from one ---------------------------------------------------------------------------
+
+
+def moments(**values):
+    return lambda state: state["last_optimizer_state"]["state"][0].update(values)
+
+
+RUNS = {
+    "moments of another shape": (moments(exp_avg=torch.zeros(3)), "optimizer has exp_avg of shape"),
+    "an optimizer's state as text": (lambda s: s.update(last_optimizer_state="x"), "cannot go on"),
+    "no state in it": (lambda s: s["last_optimizer_state"].pop("state"), "cannot go on from"),
+    "a schedule that is a number": (
+        lambda s: s["optimizer_history"][-1].update(lr_scheduler_state=3),
+        "cannot go on from",
+    ),
+    "a meter of another kind": (
+        lambda s: s["extra_state"].update(metrics={"default": [(0, "a", "deque", {})]}),
+        "cannot go on from",
+    ),
+    "an epoch that is text": (
+        lambda s: s["extra_state"]["train_iterator"].update(epoch="x"),
+        "its epoch is 'x'",
+    ),
+    "a best value that is text": (lambda s: s["extra_state"].update(best="x"), "its best value"),
+}
+
+
+@pytest.fixture
+def started(trainer_of, tmp_path):  # noqa: F811
+    """A checkpoint after one update, and the trainer that wrote it."""
+    trainer, batches = trainer_of(TRANSLATION)
+    trainer.train_step(batches[:1])
+    path = tmp_path / "run.pt"
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(str(path), {"train_iterator": {"epoch": 1}, "best": 3.0})
+    return path, trainer
+
+
+def test_a_run_goes_on_from_what_it_wrote(started):
+    path, trainer = started
+    trainer.set_num_updates(7)
+    trainer.load_checkpoint(str(path))
+    assert trainer.get_num_updates() == 1
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_run(kind, started):
+    change, words = RUNS[kind]
+    path, trainer = started
+    state = torch.load(path, weights_only=False)  # our own file
+    change(state)
+    torch.save(state, path)
+    refuses(lambda path: trainer.load_checkpoint(str(path)), path, words)
