@@ -282,7 +282,9 @@ def started(trainer_of, tmp_path):  # noqa: F811
     trainer.train_step(batches[:1])
     path = tmp_path / "run.pt"
     trainer.consolidate_optimizer()
-    trainer.save_checkpoint(str(path), {"train_iterator": {"epoch": 1}, "best": 3.0})
+    state = trainer.state_dict()
+    state["extra_state"] |= {"train_iterator": {"epoch": 1}, "best": 3.0}
+    torch.save(state, path)
     return path, trainer
 
 

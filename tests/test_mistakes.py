@@ -132,7 +132,7 @@ def test_a_translation_model_is_no_language_model(data, checkpoint, tmp_path):
     shutil.copy(data / "mt" / "dict.en.txt", tmp_path / "dict.txt")
     words = ("fairseq-eval-lm", tmp_path, *PLUGIN, "--path", checkpoint(MT))
     sentence = refused(tmp_path, *words)
-    assert sentence.startswith("MultimaxTransformerModel is no language model: choose one")
+    assert "MultimaxTransformerModel is no language model: choose one" in sentence
 
 
 def test_text_that_is_not_utf8_is_shown(data, checkpoint, tmp_path):

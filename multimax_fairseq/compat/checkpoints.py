@@ -2,6 +2,7 @@
 
 import argparse
 import contextvars
+import functools
 import math
 import os
 import pickletools
@@ -140,7 +141,7 @@ def _is_altered(path):
     torch compresses nothing, so that what is unpacked is never more than the file.
     """
     with open(path, "rb") as file:
-        if not _is_zip(file):
+        if file.read(2) != b"PK":
             return False
         try:
             archive = zipfile.ZipFile(file)
@@ -154,21 +155,14 @@ def _is_altered(path):
             return True
 
 
-def _is_zip(file):
-    """Whether a file has torch's zip format; it is read from its start then."""
-    start = file.read(2)
-    file.seek(0)
-    return start == b"PK"
-
-
 def _check_contents(path):
-    """Refuse a file whose contents are no checkpoint's, before fairseq handles them.
-
-    Of torch's zip format no parameter is read twice for it.
-    """
-    with open(path, "rb") as file:
-        is_zip = _is_zip(file)
-    contents.refuse(torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True))
+    """Refuse a file whose contents are no checkpoint's, before fairseq handles them."""
+    load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
+    try:
+        state = load(mmap=True)  # so that parameters stay on the disk
+    except Exception:  # of old torch, where files cannot be mapped, or for a reason to be told
+        state = load()
+    contents.refuse(state)
 
 
 def checkpoint_errors():
