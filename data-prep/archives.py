@@ -288,11 +288,9 @@ def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str,
         members: list[tarfile.TarInfo] = []
         for member in tar:
             members.append(member)
-            # What is sparse may be of any size, whatever the archive's.
-            is_file = member.isfile() and not member.issparse()
-            check_member(archive, member.name, is_file or member.isdir())
+            check_member(archive, member.name, member.isfile() or member.isdir())
             unpacked.check(member.size)
-            check_size(archive, member.size, len(members))
+            check_size(archive, member.size, len(members))  # one with holes may be of any size
         while unpacked.read():  # to the end, where gzip's own checksum is
             pass
         files = [(member.name, member) for member in members if member.isfile()]

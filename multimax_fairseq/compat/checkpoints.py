@@ -146,8 +146,6 @@ def _is_altered(path):
         try:
             archive = zipfile.ZipFile(file)
             members = archive.infolist()
-            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                return True
             if sum(member.file_size for member in members) > os.path.getsize(path):
                 return True
             return archive.testzip() is not None
