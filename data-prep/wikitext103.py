@@ -167,7 +167,7 @@ def make_data_bin(text: Path, official: bool, folder: Path) -> None:
         if (counted := count(file)) != (tokens[split], lines[split]):
             fail(
                 f"{file} has {counted[0]:,} tokens in {counted[1]:,} lines, but fairseq read"
-                f" {tokens[split]:,} in {lines[split]:,}: remove the carriage returns in it."
+                f" {tokens[split]:,} in {lines[split]:,}: report this with the archive's name."
             )
     types = len(Dictionary.load(str(folder / "dict.txt")))
     say(f"  tokens: {listed(tokens)}\n  lines: {listed(lines)}\n  types: {types:,}")

@@ -91,7 +91,8 @@ def run(words: list[str], log: Path) -> str:
         told = errors.read()
     log.write_text(f"{told}\n{done.stdout}", encoding="utf-8")
     if done.returncode:
-        last = (told.strip() or done.stdout.strip()).splitlines()[-1:]
+        lines = (told.strip() or done.stdout.strip()).split("\n")
+        last = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")][-1:]
         raise UsageError(f"{Path(words[0]).name} failed, see {log}: {' '.join(last)}")
     return f"{told}\n{done.stdout}"
 
@@ -100,6 +101,15 @@ def sentences(output: str, kind: str) -> dict[int, str]:
     """Text by sentence number of fairseq-generate's lines H (hypothesis) or T (target)."""
     tab = r"\t\S+\t" if kind == "H" else r"\t"
     return {int(n): s for n, s in re.findall(rf"^{kind}-(\d+){tab}(.*)$", output, re.MULTILINE)}
+
+
+def raw_lines(file: Path) -> list[str]:
+    """The lines of a text; nothing but a line feed ends one."""
+    try:
+        with file.open(encoding="utf-8", newline="\n") as lines:
+            return [line.removesuffix("\n") for line in lines]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"'{file}' is not UTF-8 ({error}): prepare the data again") from None
 
 
 def translation(
@@ -125,7 +135,7 @@ def translation(
     kept = data / f"{subset}.reference.{target}"
     count = len(wanted)
     if kept.is_file():
-        references = kept.read_text(encoding="utf-8").split("\n")[:-1]
+        references = raw_lines(kept)
         count = len(references)
     if not count or not set(found) == set(wanted) == set(range(count)):
         raise UsageError(

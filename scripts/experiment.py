@@ -128,7 +128,8 @@ def train(run: Run, lock: int) -> None:
                 process.wait()
         if process.returncode:
             lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-            raise UsageError(f"fairseq-train failed, see {log}: {lines[-1]}")
+            said = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")]
+            raise UsageError(f"fairseq-train failed, see {log}: {said[-1]}")
         file.write(f"{PEAK} {memory} bytes\n")
     (run.folder / "trained").touch()
 

@@ -14,6 +14,7 @@ from multimax_fairseq.compat import (
     numerics,
     saving,
     settings,
+    text,
 )
 from multimax_fairseq.compat.checkpoints import building_from_checkpoint
 from multimax_fairseq.compat.explain import explain, plain_errors, wants_traceback
@@ -45,7 +46,11 @@ def apply():
     data.token_blocks()
     data.last_batch()
     data.indexed_data()
-    data.dictionary_files()
+    text.text_lines()
+    text.dictionaries()
+    text.interactive_lines()
+    text.symbols_in_input()
+    text.scored_lines()
     distributed.processes()
     distributed.ddp()
     distributed.gathered_lists()
@@ -57,6 +62,7 @@ def apply():
     commands.impossible_words()
     commands.repeated_ngrams()
     commands.user_dir()
+    text.text_files()  # after user_dir(), which may answer instead of what it wraps
     commands.unknown_model()
     commands.progress_lines()
     settings.flags()

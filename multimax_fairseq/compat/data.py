@@ -206,27 +206,3 @@ def _check_index(indexed_dataset, path, header, dictionary):
         words = np.memmap(data, dtype, "r", shape=os.path.getsize(data) // dtype.itemsize)
         if words.min() < 0 or words.max() >= len(dictionary):
             refuse(data, f"it has words past the {len(dictionary):,} of the dictionary")
-
-
-def dictionary_files():
-    """What is wrong with a dictionary is told without the file's name, and as a traceback.
-
-    Can go when fairseq names the file.
-    """
-    from fairseq.data import Dictionary
-
-    def make(original):
-        def add_from_file(self, f):
-            try:
-                return original(self, f)
-            except OSError:
-                raise
-            except Exception as error:  # fairseq's own kinds, Exception itself among them
-                if not isinstance(f, str):
-                    raise
-                why = " ".join(str(error).split())[:200]
-                raise UsageError(f"'{f}' is no dictionary of fairseq ({why}): {PREPARE}") from error
-
-        return add_from_file
-
-    wrap(Dictionary, "add_from_file", make)

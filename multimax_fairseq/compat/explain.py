@@ -36,6 +36,8 @@ def _explain_os_error(error):
             f"no split '{match[1]}' in '{match[2]}'; name one that is there (--gen-subset, "
             f"--valid-subset, --train-subset), or {_MAKE_DATA}"
         )
+    if isinstance(error, FileExistsError) and re.search(r"dict\.(.*\.)?txt$", str(error)):
+        return f"there is '{error}' already; give another --destdir, or remove that folder."
     path = error.filename
     if not isinstance(path, str):
         return None
@@ -105,6 +107,15 @@ def _explain_data(error):
     text = str(error)
     if text.startswith("Size of sample #"):
         return text  # it names the option that helps
+    if match := re.match(r"Sentences lengths should not exceed max_tokens=(\d+)", text):
+        return (
+            f"a sentence has more than the {match[1]} tokens of --max-tokens (in validation "
+            "--max-tokens-valid): give a larger number."
+        )
+    if text == "Source and target must contain the same number of examples":
+        return f"source and target have different numbers of lines in the data; {_MAKE_DATA}"
+    if text == "cannot mmap an empty file":
+        return "a split of the data has no line: leave it out, or prepare it from text with some."
     if isinstance(error, UnicodeDecodeError):
         seen = error.object[max(error.start - 20, 0) : error.end + 20]
         return (

@@ -1,0 +1,241 @@
+"""Text: how files are cut into lines, what is refused of them, dictionaries, pairs of files."""
+
+import codecs
+import fileinput
+import functools
+import io
+import math
+import os
+import re
+import sys
+
+import torch
+
+from multimax_fairseq.compat.patch import command, wrap
+from multimax_fairseq.errors import UsageError
+
+# What fairseq puts into sentences by itself. <unk> is a word of many texts, and means the same.
+SYMBOLS = frozenset(("<s>", "</s>", "<pad>"))
+
+
+def text_lines():
+    """fairseq-preprocess takes the place of a decoded line, by tell(), for its place in the file.
+
+    Where lines end in CR LF the two differ at times, and a worker reads on through the lines of the
+    others: they stand twice, without a word, so that source and target no longer belong together.
+    A carriage return within a line ends it, a byte order mark is part of the first word, and what
+    is not UTF-8 ends in "negative seek position". Can go when fairseq reads bytes.
+    """
+    from fairseq import file_chunker_utils
+
+    def make_readline(original):
+        def _safe_readline(fd):
+            return fd.buffer.readline()
+
+        return _safe_readline
+
+    def make_iter(original):
+        def __iter__(self):
+            file, place = self._fd.buffer, self._start_offset
+            end = self._end_offset if self._end_offset > 0 else math.inf
+            file.seek(place)
+            while place < end and (line := file.readline()):
+                yield (line if place else line.removeprefix(codecs.BOM_UTF8)).decode("utf-8")
+                place += len(line)
+
+        return __iter__
+
+    wrap(file_chunker_utils, "_safe_readline", make_readline)
+    wrap(file_chunker_utils.ChunkLineIterator, "__iter__", make_iter)
+
+
+def text_files():
+    """fairseq-preprocess takes any bytes, and source and target of unequal length.
+
+    Training then stops, or trains on UTF-16 read as letters, on a sentence that ends in its middle
+    (a word "</s>") or has a hole (a word "<pad>"). What is refused leaves nothing half written. Can
+    go when fairseq reads all its files before it writes the first.
+    """
+    from fairseq import utils
+
+    def make(original):
+        def import_user_module(args):
+            found = original(args)
+            if hasattr(args, "trainpref"):  # those of fairseq-preprocess, which begins with this
+                check_files(args)
+            return found
+
+        return import_user_module
+
+    wrap(utils, "import_user_module", make)
+
+
+def check_files(args):
+    """Refuse texts that fairseq-preprocess would read as others than they are."""
+    languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
+    given = [args.trainpref, *(args.validpref or "").split(","), *(args.testpref or "").split(",")]
+    for prefix in filter(None, given):
+        files = [f"{prefix}.{language}" if language else prefix for language in languages]
+        counts = [count_lines(file) for file in files]
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"'{files[0]}' has {counts[0]:,} lines, but '{files[1]}' {counts[1]:,}: line N of "
+                "one must be the translation of line N of the other; mend them, or find the first "
+                "that is not"
+            )
+
+
+def count_lines(path):
+    """How many lines a text has; UsageError for the first that is none of text."""
+    number, line = 0, b""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if reason := what_is_wrong(line):
+                raise UsageError(f"line {number:,} of '{path}' {reason[0]}: {reason[1]}")
+    if number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip():
+        raise UsageError(
+            f"'{path}' has carriage returns and no line feed: convert its ends of lines, as "
+            "tr '\\r' '\\n' does"
+        )
+    return number
+
+
+def what_is_wrong(line):
+    """(what, remedy) for a line, as bytes, that is no text to fairseq; None if it is."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        is_wide = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return (
+            f"is not UTF-8 (byte {line[error.start]:#04x})",
+            f"convert it, as iconv -f {'UTF-16' if is_wide else 'LATIN1'} -t UTF-8 does",
+        )
+    if "\0" in text:
+        return (
+            "has a NUL character",
+            "convert it with iconv -f UTF-16 -t UTF-8 if it is UTF-16, or remove these with "
+            "tr -d '\\000'",
+        )
+    if "<" in text and (words := SYMBOLS.intersection(text.split())):
+        return (
+            f"has the word '{min(words)}', which is a symbol of fairseq's own",
+            "write it otherwise, or leave the line out",
+        )
+    return None
+
+
+def dictionaries():
+    """A dictionary with a word twice, a line without a count or bytes that are not UTF-8 ends in a
+    traceback, which does not name the file.
+
+    Can go when fairseq's sentences do.
+    """
+    from fairseq.data import Dictionary
+    from fairseq.file_io import PathManager
+
+    def make(original):
+        def add_from_file(self, f):
+            if not isinstance(f, str):
+                return original(self, f)
+            try:
+                with open(PathManager.get_local_path(f), encoding="utf-8") as file:
+                    return original(self, file)
+            except OSError:
+                raise
+            except UnicodeDecodeError:
+                reason = "is not UTF-8"
+            except Exception as error:  # fairseq's own kinds, Exception itself among them
+                twice = re.search(r"Duplicate word .*?: ('.*?')\. ", str(error), re.DOTALL)
+                line = re.search(r'"(.*)"', str(error), re.DOTALL)
+                if twice:
+                    reason = f"has the word {twice[1]} twice, or one of fairseq's own"
+                elif line:
+                    reason = f"has a line {line[1].strip()[:80]!r} that is no word with its count"
+                else:
+                    reason = f"is none ({' '.join(str(error).split())[:80]})"
+            raise UsageError(
+                f"the dictionary '{f}' {reason}: give it as fairseq-preprocess wrote it, or "
+                "prepare the data again"
+            )
+
+        return add_from_file
+
+    wrap(Dictionary, "add_from_file", make)
+
+
+def interactive_lines():
+    """fairseq-interactive ends a line at a carriage return within it, too.
+
+    So all that follow have the numbers of others; and a byte order mark is part of the first word.
+    Can go when fairseq reads utf-8-sig with newline="\\n".
+    """
+    if command() != "fairseq-interactive":
+        return
+
+    def make(original):
+        def hook_encoded(encoding, errors=None):
+            return functools.partial(open, encoding="utf-8-sig", newline="\n")
+
+        return hook_encoded
+
+    wrap(fileinput, "hook_encoded", make)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        encoding = sys.stdin.encoding.lower()
+        encoding = "utf-8-sig" if encoding == "utf-8" else encoding
+        sys.stdin.reconfigure(encoding=encoding, newline="\n")
+
+
+def symbols_in_input():
+    """A word "<pad>" of fairseq-interactive's input is padding to the model, and "</s>" an end.
+
+    Here they are words that the dictionary does not have. Can go when fairseq does the same.
+    """
+    from fairseq.tasks import FairseqTask
+
+    def make(original):
+        def get_interactive_tokens_and_lengths(self, lines, encode_fn):
+            sentences, lengths = original(self, lines, encode_fn)
+            words = self.source_dictionary
+            own = torch.tensor([words.bos(), words.pad(), words.eos()])
+            for tokens in sentences:
+                tokens[:-1][torch.isin(tokens[:-1], own)] = words.unk()
+            return sentences, lengths
+
+        return get_interactive_tokens_and_lengths
+
+    wrap(FairseqTask, "get_interactive_tokens_and_lengths", make)
+
+
+def scored_lines():
+    """fairseq-score leaves out the lines that one of its two files has more than the other.
+
+    Can go when fairseq-score compares the numbers.
+    """
+    from fairseq_cli import score
+
+    def make(original):
+        def cli_main():
+            args = score.get_parser().parse_args()
+            if args.sys == "-":
+                sys.stdin = io.StringIO(sys.stdin.read())
+            if all(map(os.path.exists, {args.sys, args.ref} - {"-"})):
+                counts = [_lines_to_score(args.sys), _lines_to_score(args.ref)]
+                if counts[0] != counts[1]:
+                    raise UsageError(
+                        f"--sys {args.sys} has {counts[0]:,} lines, but --ref {args.ref} "
+                        f"{counts[1]:,}: give the sentences of both in one order, each in a line "
+                        "(which a carriage return ends too)"
+                    )
+            return original()
+
+        return cli_main
+
+    wrap(score, "cli_main", make)
+
+
+def _lines_to_score(path):
+    """As fairseq-score counts them."""
+    if path == "-":
+        return sum(1 for _ in io.StringIO(sys.stdin.getvalue(), newline=None))
+    with open(path) as file:
+        return sum(1 for _ in file)
