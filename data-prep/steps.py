@@ -129,7 +129,7 @@ def decode(data: bytes, name: object) -> list[str]:
 def copy_text(lines: Iterable[bytes], target: Path, name: object) -> None:
     """Appends to `target`, line by line and checked, each with its line feed."""
     with target.open("ab") as file:
-        for line in checked(lines, name):
+        for line in filter(None, checked(lines, name)):  # a byte order mark alone is no line
             file.write(line if line.endswith(b"\n") else line + b"\n")
 
 
