@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from archives import differing_counts, read_tar
-from steps import SPLITS, decode, fail, read, say, write
+from steps import SPLITS, decode, fail, read, say, warn, write
 from subwords import binarize
 from tqdm import tqdm
 
@@ -47,15 +47,23 @@ def read_files(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[st
     return {name: decode(data, f"{name} in {archive}") for name, data in members.items()}
 
 
-def segment_numbers(name: str, lines: list[str], source: object) -> list[str]:
-    """The numbers that the segments of a file bear; a segment that is not whole is refused."""
-    numbers = []
-    for number, line in enumerate(lines, 1):
-        if "<seg id" in line:
-            if not (match := WHOLE_SEGMENT.fullmatch(line)):
-                fail(f"{name} in {source} has a broken segment in line {number:,}: get it again.")
-            numbers.append(match[1])
-    return numbers
+def check_segments(
+    pair: tuple[str, str], files: dict[str, list[str]], source: object, official: bool
+) -> None:
+    """Refuses segments that are not whole, or stand beside one of another number. What has the
+    official checksum is as its authors made it: that is said, and used."""
+    rows = [
+        [(number, line) for number, line in enumerate(files[name], 1) if "<seg id" in line]
+        for name in pair
+    ]
+    for row in zip(*rows, strict=True):
+        found = [WHOLE_SEGMENT.fullmatch(line) for _, line in row]
+        if not all(found) or len({match[1] for match in found if match}) > 1:
+            places = (f"line {n:,} of {name}" for name, (n, _) in zip(pair, row, strict=True))
+            what = f"{source}: the segments in {' and '.join(places)} are broken or do not match"
+            if not official:
+                fail(f"{what}; get it again.")
+            warn(f"{what}; it is the official archive, so they are used as they are.")
 
 
 def aligned(
@@ -63,6 +71,7 @@ def aligned(
     pairs: Iterable[tuple[str, str]],
     extract: Callable[[list[str]], list[str]],
     source: object,
+    official: bool,
 ) -> Sides:
     """What `extract` leaves of these files, named as (German, English), one after another."""
     sides: Sides = ([], [])
@@ -73,13 +82,8 @@ def aligned(
                 f"{source} is misaligned: {pair[0]} has {len(found[0]):,} sentences,"
                 f" {pair[1]} {len(found[1]):,}; get it again."
             )
-        numbers = zip(*(segment_numbers(name, files[name], source) for name in pair), strict=True)
-        for german, english in numbers:
-            if german != english:
-                fail(
-                    f"{source} is misaligned: beside segment {german} of {pair[0]} stands {english}"
-                    f" of {pair[1]}; get it again."
-                )
+        if extract is xml_lines:
+            check_segments(pair, files, source, official)
         for side, lines in zip(sides, found, strict=True):
             side += map(spaced, lines)
     return sides

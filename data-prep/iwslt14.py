@@ -71,14 +71,15 @@ def both(name: str) -> tuple[str, str]:
     return name.format("de"), name.format("en")
 
 
-def read_pairs(archive: Path) -> dict[str, Sides]:
+def read_pairs(archive: Archive) -> dict[str, Sides]:
     """For training (valid included) and test."""
     train = [both(f"{TRAIN}.{{}}")]
     tests = [both(f"IWSLT14.{name}.de-en.{{}}.xml") for name in TESTS]
-    files = iwslt.read_files(archive, [file for pair in train + tests for file in pair])
+    files = iwslt.read_files(archive.path, [file for pair in train + tests for file in pair])
+    archive_is = archive.path, archive.official
     return {
-        "train": iwslt.aligned(files, train, training_lines, archive),
-        "test": iwslt.aligned(files, tests, iwslt.xml_lines, archive),
+        "train": iwslt.aligned(files, train, training_lines, *archive_is),
+        "test": iwslt.aligned(files, tests, iwslt.xml_lines, *archive_is),
     }
 
 
@@ -98,7 +99,7 @@ def is_clean(german: str, english: str) -> bool:
 
 
 def make_text(archive: Archive, tokenization: str, folder: Path) -> None:
-    raw = read_pairs(archive.path)
+    raw = read_pairs(archive)
     with iwslt.start_pool() as pool:
         tokens = raw
         if tokenization == "moses-bpe":

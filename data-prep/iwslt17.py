@@ -100,12 +100,13 @@ def read_pairs(archives: list[Archive]) -> dict[str, Sides]:
     source = " and ".join(str(archive.path) for archive in archives)
     is_one = len(archives) == 1
     files, valid, test = read_one(archives[0].path) if is_one else read_three(archives)
-    lines = zip(*iwslt.aligned(files, [TRAIN], list, source), strict=True)
+    archives_are = source, all(archive.official for archive in archives)
+    lines = zip(*iwslt.aligned(files, [TRAIN], list, *archives_are), strict=True)
     spoken = [pair for pair in lines if not pair[0].startswith("<")]
     return {
         "train": tuple([pair[side] for pair in spoken] for side in range(len(LANGUAGES))),
-        "valid": iwslt.aligned(files, valid, iwslt.xml_lines, source),
-        "test": iwslt.aligned(files, test, iwslt.xml_lines, source),
+        "valid": iwslt.aligned(files, valid, iwslt.xml_lines, *archives_are),
+        "test": iwslt.aligned(files, test, iwslt.xml_lines, *archives_are),
     }
 
 
