@@ -557,7 +557,8 @@ def test_data_that_others_have_made(corpus, tmp_path):
         path = f"bin/train.de-en.de.{file}"
         shutil.copyfile(corpus / path.replace("train", "test"), tmp_path / "unequal" / path)
     assert "different numbers of lines" in refused(tmp_path / "unequal", *train)
-    (tmp_path / "empty" / "bin" / "valid.de-en.de.bin").write_bytes(b"")
+    data, index = (tmp_path / f"empty/bin/valid.de-en.de.{file}" for file in ("bin", "idx"))
+    indexed_dataset.MMapIndexedDatasetBuilder(data).finalize(index)
     assert "has no line" in refused(tmp_path / "empty", *train)
     said = refused(tmp_path / "again", *train, "--max-tokens", "20", "--max-tokens-valid", "20")
     assert "Size of sample" in said or "--max-tokens" in said
