@@ -305,7 +305,7 @@ def assert_same(module, recorded, inputs):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:Guards may run slower on Python 3.13.0")
 def test_a_function_compiles_once_for_all_lengths(case):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(case, fullgraph=True, backend=counter)
@@ -405,7 +405,7 @@ def test_nothing_is_logged_while_a_function_is_recorded(caplog):
         assert caplog.messages == ["attention: cpp backend"]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("wanted", ["cpp", "plain"])
 def test_a_backend_that_is_asked_for_is_what_is_compiled(wanted, monkeypatch):
     query, key, value = some_heads()
