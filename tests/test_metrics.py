@@ -189,7 +189,10 @@ def test_head_diversity_is_the_mean_divergence_from_the_mean():
 @pytest.mark.parametrize("terms", ["both", "low", "high"])
 def test_modulator_slope_is_the_gradient(terms, heads):
     torch.manual_seed(4)
-    module = Modulator(2, terms, heads, init_std=1.0).double()
+    module = Modulator(2, terms, heads, init_std=0.3).double()
+    for coefficient, sign in ((module.low_coefficient, 1), (module.high_coefficient, -1)):
+        if coefficient is not None:
+            coefficient.data.add_(3 * sign)  # so that sigma falls
     x = (torch.randn(2, 3, 4, 5, dtype=torch.float64) * 4).requires_grad_()
     parameters = (
         module.low_coefficient,
