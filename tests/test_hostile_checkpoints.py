@@ -105,7 +105,7 @@ STATES = {
     "loops in a setting": (option("model", lr="[0 for a in b]"), "lr is code"),
     "a variable of the environment": (option("common", log_file="${oc.env:HOME}"), "is code"),
     "settings in settings": (
-        lambda state: state["cfg"].update(x=nested([], 5000, lambda x: [x])),
+        lambda state: state["cfg"].update(x=nested([], 500, lambda x: [x])),
         "nested without end",
     ),
     "settings of themselves": (cyclic, "nested without end"),
@@ -113,7 +113,7 @@ STATES = {
         lambda state: state["cfg"].update(x=nested([0], 10, lambda x: [x] * 10)),
         "nested without end",
     ),
-    "a deep state of the iterator": (put(extra_state=nested({}, 5000, lambda x: {1: x})), "nested"),
+    "a deep state of the iterator": (put(extra_state=nested({}, 500, lambda x: {1: x})), "nested"),
     "a billion layers": (option("model", decoder_layers=10**9), "decoder_layers is 1000000000"),
     "a trillion positions": (option("model", max_source_positions=10**12), "positions is 10000"),
     "a width of a billion": (option("model", decoder_embed_dim=1 << 30), "decoder_embed_dim is"),
