@@ -309,11 +309,9 @@ def describe(call):
     }
 
 
-def tried(kind, name, count):
-    """Draw so many calls; the same ones each time."""
-    done = []
-
-    @settings(
+def the_same_draws(count):
+    """The settings of a function that hypothesis calls so often, each time with the same draws."""
+    return settings(
         max_examples=count,
         derandomize=True,
         deadline=None,
@@ -321,6 +319,13 @@ def tried(kind, name, count):
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],  # the call is told as it is; to look for a smaller one takes long
     )
+
+
+def tried(kind, name, count):
+    """Draw so many calls; the same ones each time."""
+    done = []
+
+    @the_same_draws(count)
     @given(st.data(), st.sampled_from(["auto", "plain"]))
     def attempt(data, backend):
         os.environ["MULTIMAX_BACKEND"] = backend

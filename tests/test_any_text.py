@@ -28,8 +28,9 @@ from corpus import ENGLISH, GERMAN
 from fairseq.data import Dictionary, indexed_dataset
 from fairseq.file_chunker_utils import Chunker, find_offsets
 from fairseq.tokenizer import tokenize_line
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from test_any_call import the_same_draws
 from test_commands import TRANSLATE
 from test_data_prep import contents, layout, pack, xml
 
@@ -324,14 +325,7 @@ def tried(name, count, request, capsys):
     done = []
     more = [request.getfixturevalue(GIVEN[name])] if name in GIVEN else []
 
-    @settings(
-        max_examples=count,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
+    @the_same_draws(count)
     @given(st.data())
     def attempt(data):
         with tempfile.TemporaryDirectory() as folder:
