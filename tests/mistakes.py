@@ -52,6 +52,7 @@ FLAGS = [
     ("--continuous-widths", ("x", "", ",", "0.1,", "nan", "0.1;0.2", "0", "-1", "inf"), DENSITY),
     ("--continuous-ridge", (*NEVER, "0", "-1"), DENSITY),
     ("--rdrop-alpha", (*NEVER, "-1"), OURS),
+    ("--scalar-lr-scale", (*NEVER, "-1"), ("--optimizer", "multimax_adam")),
 ]
 PLACES = ("", " ", ",", "x", "Encoder", "encoder decoder", "cross=", "=topk", "cross=x", "all")
 PLACES += ("cross=sparsemax,cross=entmax15", "encoder,decoder,encoder")
@@ -181,7 +182,7 @@ def child():
     """Print what is said of each case; of one that is taken, or unexplained, what is not."""
     sys.argv = ["fairseq-train"]
     from conftest import sizes_of
-    from fairseq import criterions, options, tasks
+    from fairseq import criterions, optim, options, tasks
     from fairseq.data import Dictionary
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -201,9 +202,11 @@ def child():
         parser = options.get_training_parser(name)
         words = ["data", "--task", name, "--arch", arch, *sizes_of(arch), *flags]
         args = options.parse_args_and_arch(parser, words)
-        model = convert_namespace_to_omegaconf(args).model if arch == LM else args
-        model = tasks.FairseqTask.build_model(task, model)
+        cfg = convert_namespace_to_omegaconf(args)
+        model = tasks.FairseqTask.build_model(task, cfg.model if arch == LM else args)
         check_criterion(model, criterions.build_criterion(args, task))
+        if cfg.optimizer is not None:
+            optim.build_optimizer(cfg.optimizer, list(model.parameters()))
 
     def owned(name, value, mapping):
         settings = types.SimpleNamespace(**vars(TranslationConfig()))

@@ -184,6 +184,7 @@ INDICES = {
     "an index of a few bytes": (lambda index, _: index.__delitem__(slice(12, None)), ".idx"),
     "an empty index": (lambda index, _: index.clear(), ".idx"),
     "no data": (lambda _, words: words.clear(), ".bin"),
+    "missing data": (None, ".bin"),
     "cut data": (lambda _, words: words.__delitem__(slice(-2, None)), ".bin"),
     "a word that the dictionary lacks": (last_word, ".bin"),
 }  # fmt: skip
@@ -194,10 +195,11 @@ def test_binary_data(kind, data, tmp_path):
     change, suffix = INDICES[kind]
     index = bytearray((data / "lm" / "train.idx").read_bytes())
     words = bytearray((data / "lm" / "train.bin").read_bytes())
-    change(index, words)
     path = tmp_path / "train"
+    if change is not None:
+        change(index, words)
+        path.with_suffix(".bin").write_bytes(words)
     path.with_suffix(".idx").write_bytes(index)
-    path.with_suffix(".bin").write_bytes(words)
     dictionary = Dictionary.load(str(data / "lm" / "dict.txt"))
 
     def read(_):

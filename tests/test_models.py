@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 from conftest import scatter_modulators
-from fairseq import optim, options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.modules import FairseqDropout
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
@@ -675,26 +673,3 @@ def test_gradients_of_the_learned_scalars_are_scaled(build, arch, translation_ba
         factor = 0.25 if "modulator" in name else 1
         factor /= math.sqrt(len(model.decoder.dictionary)) if "output_mod" in name else 1
         torch.testing.assert_close(gradients[1][name], gradient * factor)
-
-
-@pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "softmax"])
-def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer):
-    flags = ("--learn-temperature",) if normalizer == "softmax" else ()
-    model = build(TRANSLATION[1], "--attention-normalizer", normalizer, *flags)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    parser = options.get_training_parser("translation")
-    words = ["data", "--arch", TRANSLATION[1], "--optimizer", "multimax_adam"]
-    words += ["--weight-decay", "0.5", "--lr", "0.1"]
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
-    optimizer = optim.build_optimizer(cfg.optimizer, list(model.parameters()))
-    optimizer.step()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    kept = before.keys() - moved
-    assert {name for name in kept if before[name].abs().max() > 0} == {
-        name for name in before if "normalizer" in name and before[name].abs().max() > 0
-    }
-    flat = torch.nn.Parameter(torch.cat([p.flatten() for p in before.values()]))  # as --fp16 has it
-    with pytest.raises(UsageError, match="--memory-efficient-fp16"):
-        optim.build_optimizer(cfg.optimizer, [flat])

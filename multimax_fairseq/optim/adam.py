@@ -1,34 +1,55 @@
-"""Adam that leaves the scalars of the normalizers out of weight decay."""
+"""Adam with a policy of its own for the scalars of the normalizers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fairseq.optim import register_optimizer
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional.checks import is_finite
 
 
 @dataclass
 class MultimaxAdamConfig(FairseqAdamConfig):
-    pass
+    scalar_lr_scale: float = field(
+        default=1.0,
+        metadata={"help": "learning rate of the learned scalars, as a share of that of the rest"},
+    )
 
 
 @register_optimizer("multimax_adam", dataclass=MultimaxAdamConfig)
 class MultimaxAdam(FairseqAdam):
     """fairseq's Adam, options included, with two groups of parameters.
 
-    A parameter belongs to the second, which does not decay, by its attribute `learned_scalar`;
-    models/learned_scalars.py sets it.
+    A parameter belongs to the second, which does not decay and has `scalar_lr_scale` times the
+    learning rate of the first, by its attribute `learned_scalar`; models/learned_scalars.py sets
+    it.
     """
 
     def __init__(self, cfg, params):
+        scale = cfg.scalar_lr_scale
+        if not (is_finite(scale) and scale >= 0):
+            raise UsageError(
+                f"--scalar-lr-scale {scale} must be a finite number of at least 0: 1 gives the "
+                "scalars the learning rate of the rest, 0 keeps them as they are"
+            )
         scalars = [p for p in params if getattr(p, "learned_scalar", False)]
         others = [p for p in params if not getattr(p, "learned_scalar", False)]
         if not scalars:
             raise UsageError(
-                "--optimizer multimax_adam finds no learned scalars to leave out of weight decay: "
+                "--optimizer multimax_adam finds no learned scalars to treat on their own: "
                 "with --fp16 or --bf16 add --memory-efficient-fp16 or --memory-efficient-bf16, "
                 "whose parameters are the model's own; for a model without any give --optimizer "
                 "adam"
             )
         super().__init__(cfg, [{"params": others}, {"params": scalars, "weight_decay": 0.0}])
+
+    def set_lr(self, lr):
+        """Set the learning rate of the two groups, before each update; `get_lr` is the first's."""
+        others, scalars = self.param_groups
+        others["lr"], scalars["lr"] = lr, self.cfg.scalar_lr_scale * lr
+
+    def load_state_dict(self, state_dict, optimizer_overrides=None):
+        """Go on from a checkpoint; --optimizer-overrides change nothing of the policy."""
+        super().load_state_dict(state_dict, optimizer_overrides)
+        self.param_groups[1]["weight_decay"] = 0.0

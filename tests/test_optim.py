@@ -1,0 +1,59 @@
+"""The optimiser: what is special about the learned scalars."""
+
+import pytest
+import torch
+from fairseq import optim, options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+from multimax_fairseq.errors import UsageError
+
+ARCH = "transformer_iwslt_de_en_multimax"
+
+
+def multimax_adam(parameters, *flags):
+    parser = options.get_training_parser("translation")
+    words = ["data", "--arch", ARCH, "--optimizer", "multimax_adam", *flags]
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
+    return optim.build_optimizer(cfg.optimizer, list(parameters))
+
+
+@pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "softmax"])
+def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer):
+    flags = ("--learn-temperature",) if normalizer == "softmax" else ()
+    model = build(ARCH, "--attention-normalizer", normalizer, *flags)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = multimax_adam(model.parameters(), "--weight-decay", "0.5", "--lr", "0.1")
+    optimizer.load_state_dict(optimizer.state_dict(), {"weight_decay": 0.4})
+    optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    kept = before.keys() - moved
+    assert {name for name in kept if before[name].abs().max() > 0} == {
+        name for name in before if "normalizer" in name and before[name].abs().max() > 0
+    }
+    flat = torch.nn.Parameter(torch.cat([p.flatten() for p in before.values()]))  # as --fp16 has it
+    with pytest.raises(UsageError, match="--memory-efficient-fp16"):
+        multimax_adam([flat])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.0])
+def test_adam_has_a_learning_rate_for_the_learned_scalars(build, scale):
+    """Adam's first step is the learning rate, whatever the gradient."""
+    model = build(ARCH)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = multimax_adam(model.parameters(), "--scalar-lr-scale", str(scale))
+    optimizer.set_lr(0.5)
+    assert optimizer.get_lr() == 0.5
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        step = before[name] - 0.5 * (scale if "modulator" in name else 1)
+        torch.testing.assert_close(parameter.detach(), step, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["-1.0", "nan", "inf"])
+def test_a_learning_rate_that_is_none(build, scale):
+    with pytest.raises(UsageError, match=f"--scalar-lr-scale {scale} must be"):
+        multimax_adam(build(ARCH).parameters(), "--scalar-lr-scale", scale)
