@@ -18,6 +18,7 @@ the code has changed.
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -214,6 +215,9 @@ def prepare_lm(archive: Path, folder: Path) -> None:
     for split in SPLITS:  # fairseq-preprocess looks for a language's suffix unless it has none
         (folder / f"{split}.sp.en").rename(folder / f"{split}.sp")
     subwords_to_data_bin(folder, "--only-source")
+    # For perplexities a word: what stands between spaces, and each paragraph's end.
+    words = {name: sum(len(text.split()) + 1 for text, _ in splits[name]) for name in SPLITS}
+    (folder / "data-bin" / "evaluation.json").write_text(json.dumps({"words": words}) + "\n")
 
 
 def subwords_to_data_bin(folder: Path, *options: str) -> None:

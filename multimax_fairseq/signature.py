@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ def signature(*more: str) -> dict[str, Any]:
             continue
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"versions": versions, "commit": commit(), "date": now}
+
+
+def processor() -> str:
+    """Return the CPU's name, with the numbers of its generation where it has any."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+    if "model name" not in found:
+        return f"{platform.machine()} CPU"
+    return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
 
 
 def commit() -> str | None:

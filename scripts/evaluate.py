@@ -3,19 +3,21 @@
 
     scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--json FILE]
 
-Translation: SacreBLEU of the detokenised text, and BLEU of its Moses tokens, as older papers have
-it. A translation has at most 1.2 tokens for each of its source, and 10 more, or what max_len_a and
-max_len_b say in the --eval-bleu-args that the model was trained with. The references are
-DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw text, one sentence per
-line; else they are read back from DATA-BIN. Where evaluation.json there says that the model knows
-lower case alone, neither score looks at case; where it says that the data have other numbers of
-sentence pairs than expected, both signatures end in them.
+Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
+papers have it. A translation has at most 1.2 tokens for each of its source, and 10 more, or what
+max_len_a and max_len_b say in the --eval-bleu-args that the model was trained with. The references
+are DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw text, one sentence
+per line; else they are read back from DATA-BIN. Where evaluation.json there says that the model
+knows lower case alone, no score looks at case; where it says that the data have other numbers of
+sentence pairs than expected, the signatures end in them.
 
 Language model: perplexity a token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
+Perplexity a word, of the text before subwords, where evaluation.json has their number.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -29,7 +31,7 @@ import torch
 from average_checkpoints import newest, write_average
 from fairseq import checkpoint_utils
 from fairseq.data.data_utils import infer_language_pair
-from sacrebleu.metrics import BLEU
+from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
@@ -48,10 +50,23 @@ def program(name: str) -> str:
     return found
 
 
+def portable(words: list[str]) -> list[str]:
+    """A command as it is called from the checkout, whose own place is nobody's business."""
+    inside = [word.removeprefix(f"{ROOT}/") for word in words[1:]]
+    return [Path(words[0]).name, *inside]
+
+
 def command(name: str, *arguments: object) -> list[str]:
     """A stock fairseq command with the plugin."""
     plugin = ROOT / "multimax_fairseq"
     return [program(name), *map(str, arguments), "--user-dir", str(plugin)]
+
+
+def not_ours(described: Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"{described} is not what data-prep/ writes ({error}): prepare the data again, or remove "
+        "that file"
+    )
 
 
 def describe(data: Path, target: str) -> dict[str, Any]:
@@ -67,10 +82,7 @@ def describe(data: Path, target: str) -> dict[str, Any]:
             )
             return text
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{described} is not what data-prep/ writes ({error}): prepare the data again, or "
-                "remove that file"
-            ) from None
+            raise not_ours(described, error) from None
     file = data / f"dict.{target}.txt"
     if not file.is_file():
         raise UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
@@ -158,17 +170,33 @@ def translation(
         target_tokens = [tokenize(line, return_str=True, escape=False) for line in references]
     bleu = BLEU(lowercase=text["lowercase"])
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
+    chrf = CHRF(lowercase=text["lowercase"])
     differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""  # in SacreBLEU's own form
     return {
         "metric": "SacreBLEU",
         "value": bleu.corpus_score(detokenized, [references]).score,
         "signature": f"{bleu.get_signature()}{differing}",
+        "chrf": chrf.corpus_score(detokenized, [references]).score,
+        "chrf_signature": f"{chrf.get_signature()}{differing}",
         "tokenized_bleu": tokenized.corpus_score(tokens, [target_tokens]).score,
         "tokenized_signature": f"{tokenized.get_signature()}{differing}",
         "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
         + ("raw text" if kept.is_file() else "read back from the binarised data"),
-        "evaluation": words,
+        "hypotheses": hashlib.sha256("\n".join(detokenized).encode()).hexdigest(),
+        "evaluation": portable(words),
     }
+
+
+def words_of(data: Path, subset: str) -> int | None:
+    """How many words a text of subwords had, each paragraph's end among them, if data-prep/ has
+    noted it."""
+    described = data / "evaluation.json"
+    if not described.is_file():
+        return None
+    try:
+        return int(json.loads(described.read_text(encoding="utf-8"))["words"][subset])
+    except (ValueError, LookupError, TypeError) as error:
+        raise not_ours(described, error) from None
 
 
 def language_model(
@@ -186,13 +214,18 @@ def language_model(
     count = re.findall(r"Evaluated ([\d,]+) tokens", output)
     if not loss or not count:
         raise UsageError(f"fairseq-eval-lm printed no perplexity: see {log}")
+    bits, tokens = float(loss[-1][0]), int(count[-1].replace(",", ""))
+    kept = words_of(data, subset)
+    # The same probability of the same text, shared out over other units.
+    a_word = {} if kept is None else {"word_perplexity": 2 ** (bits * tokens / kept)}
     return {
         "metric": "perplexity",
-        "value": 2 ** float(loss[-1][0]),
+        "value": 2**bits,
+        **a_word,
         "signature": f"a token, {count[-1]} tokens, blocks of {block}, context window {context}",
         "protocol": f"{subset}, fairseq-eval-lm, each token after at least {context} others where "
         "the text has as many",
-        "evaluation": words,
+        "evaluation": portable(words),
     }
 
 
@@ -255,7 +288,11 @@ def main() -> None:
         sys.exit(f"evaluate.sh: error: {error}")
     print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
     print(f"  {result['signature']}")
+    if "word_perplexity" in result:
+        print(f"perplexity a word {result['word_perplexity']:.2f} (between spaces, or an end)")
     if "tokenized_bleu" in result:
+        print(f"chrF {result['chrf']:.2f}")
+        print(f"  {result['chrf_signature']}")
         print(f"tokenised BLEU {result['tokenized_bleu']:.2f} (Moses tokens)")
         print(f"  {result['tokenized_signature']}")
 

@@ -5,9 +5,12 @@ scripts/quickstart.sh those of the quickstart.
     scripts/iwslt14.sh      [options] [-- fairseq-train options]
     scripts/wikitext103.sh  [options] [-- fairseq-train options]
     scripts/iwslt17.sh      [options] [-- fairseq-train options]
+    scripts/multi30k.sh     [options] [-- fairseq-train options]
+    scripts/speeches.sh     [options] [-- fairseq-train options]
 
-A row is a file of configs/, EXPERIMENT_ROW.yaml, with what all rows share in EXPERIMENT.yaml; its
-values become the options of one stock fairseq-train call for each seed. In OUT/ROW/seed-N:
+A row is a file of configs/, EXPERIMENT_ROW.yaml, or an entry of configs/rows/EXPERIMENT.yaml, with
+what all rows share in EXPERIMENT.yaml; its values become the options of one stock fairseq-train
+call for each seed. In OUT/ROW/seed-N:
 
     command             that call, to be repeated by hand
     train.log           all that it printed; checkpoint_best.pt, checkpoint_last.pt: its checkpoints
@@ -26,9 +29,9 @@ schedule. Without a GPU everything runs on the CPU, in float32.
 import argparse
 import datetime
 import fcntl
+import hashlib
 import logging
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -43,14 +46,14 @@ from typing import Any, TextIO
 
 import evaluate
 import torch
-from experiment_plan import RIVALS, ROOT, Run, plan, rows
+from experiment_plan import ROOT, Run, groups, plan
 from fairseq import checkpoint_utils
 from tqdm import tqdm
 
 from multimax_fairseq import compat
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
-from multimax_fairseq.signature import signature
+from multimax_fairseq.signature import processor, signature
 
 STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
 
@@ -188,7 +191,7 @@ def measured(log: str) -> dict[str, Any]:
     else:
         peaks = re.findall(rf"^{PEAK} (\d+) bytes", log, re.MULTILINE)
         memory = max(map(int, peaks), default=None)
-        hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        hardware = f"{processor()}, {torch.get_num_threads()} threads"
     speeds = [float(speed) for speed in re.findall(r" wps=([\d.]+)", log)]
     parameters = re.findall(r"num\. shared model params: ([\d,]+)", log)
     updates = re.findall(r" num_updates=(\d+)| num_updates (\d+)", log)
@@ -206,6 +209,18 @@ def made_from(data: Path) -> str:
     """The checksum of what data-prep/ made the data from; empty for data of another origin."""
     files = [folder / "prepared.sha256" for folder in (data, data.parent)]
     return next((file.read_text("utf-8") for file in files if file.is_file()), "")
+
+
+def digest(data: Path) -> str:
+    """The checksum of all that a run reads of its data."""
+    kinds = ("*.bin", "*.idx", "dict.*", "*.reference.*")
+    total = hashlib.sha256()
+    for file in sorted(file for kind in kinds for file in data.glob(kind)):
+        with file.open("rb") as content:
+            total.update(
+                f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
+            )
+    return total.hexdigest()
 
 
 def finish(run: Run, lock: int) -> None:
@@ -229,9 +244,11 @@ def finish(run: Run, lock: int) -> None:
     if not (run.folder / "trained").exists():
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
-    result = evaluate.evaluate(
-        run.folder / "checkpoint_best.pt", run.data, log=run.folder / "evaluate.log"
-    )
+    best = run.folder / "checkpoint_best.pt"
+    result = evaluate.evaluate(best, run.data, log=run.folder / "evaluate.log")
+    if not run.experiment.startswith("quickstart_"):  # what settings may be chosen by
+        log = run.folder / "evaluate.valid.log"
+        result["validation"] = evaluate.evaluate(best, run.data, "valid", log=log)["value"]
     print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
     evaluate.write_json(
@@ -240,7 +257,8 @@ def finish(run: Run, lock: int) -> None:
             **{"experiment": run.experiment, "row": run.row, "seed": run.seed},
             **result,
             **measured(log),
-            "command": run.text.strip(),
+            "data": digest(run.data),
+            "command": shlex.join(evaluate.portable(run.command)),
             **signature("sacrebleu"),
         },
     )
@@ -278,12 +296,22 @@ def work(runs: list[Run]) -> None:
                 os.close(lock)
 
 
+# As many as in the paper, or as tell small models apart.
+SEEDS = {"iwslt14": [1, 2, 3], "multi30k": [1, 2, 3, 4, 5], "speeches": [1, 2, 3, 4, 5]}
+
+
+def own_data(experiment: str) -> Path:
+    """Where data-prep/ makes an experiment's data by default."""
+    folder = ROOT / "data" / experiment
+    return folder / "lm" / "data-bin" if experiment == "speeches" else folder / "data-bin"
+
+
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
 def parse(experiment: str) -> argparse.Namespace:
-    known = rows(experiment)
+    known = groups(experiment)
     parser = argparse.ArgumentParser(
         prog=f"{experiment}.sh",
         description=__doc__,
@@ -291,15 +319,16 @@ def parse(experiment: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--rows",
-        default=",".join(row for row in known if row not in RIVALS),
-        help=f"of {', '.join(known)}; default those of the paper",
+        default="paper",
+        help="; ".join(f"of {group}: {', '.join(names)}" for group, names in known.items())
+        + "; or a whole group; default paper",
     )
     parser.add_argument(
         "--seeds",
         type=numbers,
-        default=[1, 2, 3] if experiment == "iwslt14" else [1],
+        default=(seeds := SEEDS.get(experiment, [1])),
         metavar="N,N,...",
-        help="default as many as in the paper",
+        help=f"default {','.join(map(str, seeds))}",
     )
     parser.add_argument(
         "--gpus", type=int, default=torch.cuda.device_count(), help="for each run; default all"
@@ -308,9 +337,10 @@ def parse(experiment: str) -> argparse.Namespace:
     parser.add_argument(
         "--data-bin",
         type=Path,
-        default=ROOT / "data" / experiment / "data-bin",
+        default=own_data(experiment),
         metavar="DIR",
-        help=f"default data/{experiment}/data-bin, made by data-prep/ where it is missing",
+        help=f"default {own_data(experiment).relative_to(ROOT)}, made by data-prep/ where it is "
+        "missing",
     )
     parser.add_argument(
         "--archive", metavar="FILE", help="make --data-bin from it, as data-prep/ does"
@@ -327,10 +357,14 @@ def parse(experiment: str) -> argparse.Namespace:
     args = parser.parse_args(words[:cut])
     args.train = words[cut + 1 :]
     args.experiment = experiment
-    args.rows = [row.strip() for row in args.rows.split(",") if row.strip()]
-    unknown = sorted(set(args.rows) - set(known))
+    single = {name: [name] for names in known.values() for name in names}
+    words = [word.strip() for word in args.rows.split(",") if word.strip()]
+    unknown = sorted(set(words) - set(single | known))
     if unknown:
-        raise UsageError(f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(known)}")
+        raise UsageError(
+            f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(single | known)}"
+        )
+    args.rows = list(dict.fromkeys(row for word in words for row in (single | known)[word]))
     if args.gpus > torch.cuda.device_count():
         raise UsageError(f"--gpus {args.gpus}: this machine shows {torch.cuda.device_count()}")
     return args
@@ -338,16 +372,20 @@ def parse(experiment: str) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace) -> None:
     """Make the data where they are asked for, or missing at their own place."""
-    own = args.data_bin == ROOT / "data" / args.experiment / "data-bin"
-    if args.archive is not None or own:
-        if args.data_bin.name != "data-bin":
+    if args.archive is not None or args.data_bin == own_data(args.experiment):
+        end = Path("lm/data-bin" if args.experiment == "speeches" else "data-bin")
+        if args.data_bin.parts[-len(end.parts) :] != end.parts:
             raise UsageError(
-                f"--data-bin {args.data_bin} must end in data-bin, as the folders that data-prep/ "
+                f"--data-bin {args.data_bin} must end in {end}, as the folders that data-prep/ "
                 "makes do"
             )
-        script = ROOT / "data-prep" / f"{args.experiment}.sh"
-        words = [str(script), "--out", str(args.data_bin.parent)]
-        words += [] if args.archive is None else ["--archive", args.archive]
+        folder, flag = args.data_bin.parents[len(end.parts) - 1], "--archive"
+        words = [str(ROOT / "data-prep" / f"{args.experiment}.sh")]
+        if args.experiment == "speeches":
+            words = [sys.executable, str(ROOT / "data-prep" / "demo.py"), "--only", "lm"]
+            flag = "--archive-lm"
+        words += ["--out", str(folder)]
+        words += [] if args.archive is None else [flag, args.archive]
         if code := subprocess.run(words).returncode:
             sys.exit(code)
     if not args.data_bin.is_dir():

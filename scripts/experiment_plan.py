@@ -1,5 +1,5 @@
-"""The rows of an experiment as they will be trained: a file of configs/ each, and the fairseq-train
-call that it stands for."""
+"""The rows of an experiment as they will be trained: a file of configs/ each, or an entry of the
+experiment's own in configs/rows/, and the fairseq-train call that it stands for."""
 
 import argparse
 import shlex
@@ -31,18 +31,35 @@ RIVALS = (
 )
 
 
-def rows(experiment: str) -> list[str]:
-    """The rows that have a config; softmax, which the others are compared with, first."""
+def listed(experiment: str) -> DictConfig | None:
+    """{group: {row: what it changes}} of configs/rows/; None where each row is a file."""
+    file = CONFIGS / "rows" / f"{experiment}.yaml"
+    return OmegaConf.load(file) if file.exists() else None
+
+
+def groups(experiment: str) -> dict[str, list[str]]:
+    """The rows by group; those of the paper first, and softmax, which the others are compared with,
+    first among them."""
+    if (entries := listed(experiment)) is not None:
+        return {group: list(rows) for group, rows in entries.items()}
     names = [file.stem.removeprefix(f"{experiment}_") for file in CONFIGS.glob(f"{experiment}_*")]
-    return sorted(names, key=lambda name: (name != "softmax", name))
+    names.sort(key=lambda name: (name != "softmax", name))
+    found = {
+        "paper": [name for name in names if name not in RIVALS],
+        "mappings": [name for name in names if name in RIVALS],
+    }
+    return {group: rows for group, rows in found.items() if rows}
 
 
-def compose(name: str) -> DictConfig:
-    """A config as fairseq-hydra-train reads it."""
+def compose(experiment: str, row: str) -> DictConfig:
+    """A row's config as fairseq-hydra-train reads it."""
+    entries = listed(experiment)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.1"):  # fairseq's own
-        cfg = hydra.compose(name)
+        cfg = hydra.compose(experiment if entries is not None else f"{experiment}_{row}")
     OmegaConf.set_struct(cfg, False)
-    return cfg
+    if entries is None:
+        return cfg
+    return OmegaConf.merge(cfg, *(rows[row] for rows in entries.values() if row in rows))
 
 
 def fit(cfg: DictConfig, gpus: int) -> None:
@@ -105,7 +122,7 @@ class Run(NamedTuple):
 
 
 def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
-    cfg = compose(f"{args.experiment}_{row}")
+    cfg = compose(args.experiment, row)
     folder = args.out / row / f"seed-{seed}"
     fit(cfg, args.gpus)
     cfg.common.user_dir = str(ROOT / "multimax_fairseq")

@@ -9,7 +9,6 @@ import gc
 import logging
 import math
 import os
-import platform
 import shlex
 import sys
 import time
@@ -31,7 +30,7 @@ from rich.table import Table
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
-from multimax_fairseq.signature import signature
+from multimax_fairseq.signature import processor, signature
 
 MARKERS = "os^Dv"  # of the contestants in a figure
 # The most that two ways of computing the same may differ, as a share of the largest entry.
@@ -304,10 +303,7 @@ def conditions(args: Any) -> dict[str, Any]:
     if args.device == "cuda":
         device = torch.cuda.get_device_name()
     else:
-        info = Path("/proc/cpuinfo")
-        text = info.read_text(encoding="utf-8") if info.exists() else ""
-        names = [line.split(": ")[1] for line in text.splitlines() if line.startswith("model name")]
-        device = names[0] if names else f"{platform.machine()} CPU"
+        device = processor()
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device,

@@ -5,8 +5,6 @@ python scripts/quickstart_report.py OUT NORMALIZER...
 """
 
 import json
-import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,18 +19,6 @@ def lines(file: Path) -> list[str]:
 def row(name: str, normalizer: str, result: dict[str, Any], score: str) -> list[str]:
     speed, minutes = f"{result['tokens_per_second'] or 0:,.0f}", f"{result['seconds'] / 60:.1f}"
     return [name, normalizer, f"{result['parameters']:,}", speed, minutes, score]
-
-
-def perplexities(result: dict[str, Any], data: Path) -> str:
-    evaluated = int(re.findall(r"([\d,]+) tokens", result["signature"])[0].replace(",", ""))
-    subwords, words = (
-        sum(len(line.split()) + 1 for line in lines(data / file)) for file in ("test.sp", "test.en")
-    )
-    if evaluated != subwords:
-        sys.exit(f"quickstart_report.py: {evaluated:,} of {subwords:,} subwords were evaluated.")
-    # The same probability of the same text, shared out over other units.
-    bits = math.log2(result["value"]) * subwords / words
-    return f"perplexity {result['value']:.1f} a subword, {2**bits:.1f} a word"
 
 
 def main() -> None:
@@ -52,7 +38,8 @@ def main() -> None:
                 translations[normalizer] = evaluate.sentences(output, "H")
                 score = f"BLEU {result['value']:.1f}"
             else:
-                score = perplexities(result, out / "data" / "lm")
+                score = f"perplexity {result['value']:.1f} a subword, "
+                score += f"{result['word_perplexity']:.1f} a word"
             notes.append(f"{score.split()[0]}: {result['signature']} ({result['protocol']})")
             rows.append(row(name, normalizer, result, score))
 

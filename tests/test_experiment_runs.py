@@ -160,8 +160,11 @@ def test_results_carry_what_it_takes_to_find_them_again(experiment):
         assert Path(command[0]).name == "fairseq-train"
         assert command[command.index("--seed") + 1] == str(result["seed"])
         written = folder / "out" / result["row"] / f"seed-{result['seed']}" / "command"
-        assert written.read_text().strip() == result["command"]
+        there = written.read_text().replace(f"{ROOT}/", "").split(" ", 1)
+        assert [Path(there[0]).name, there[1].strip()] == result["command"].split(" ", 1)
+        assert str(ROOT) not in json.dumps(result)
         assert result["versions"]["torch"] and result["signature"] and result["hardware"]
+        assert len(result["data"]) == 64
         assert result["parameters"] > 1000 and result["updates"] == 3
         assert result["tokens_per_second"] > 0
         # Unknown where the one process was killed.
@@ -172,7 +175,8 @@ def test_results_carry_what_it_takes_to_find_them_again(experiment):
             words = result["evaluation"]
             assert [words[words.index(f"--max-len-{x}") + 1] for x in "ab"] == longest
             assert "case:lc" in result["signature"] and "raw text" in result["protocol"]
-            assert 0 <= result["tokenized_bleu"] <= 100
+            assert 0 <= result["tokenized_bleu"] <= 100 and 0 <= result["chrf"] <= 100
+            assert len(result["hypotheses"]) == 64 and 0 <= result["validation"] <= 100
         else:
             assert result["value"] > 1 and "context window 25" in result["signature"]
 

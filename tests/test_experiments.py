@@ -36,6 +36,21 @@ RIVALS += ["softmax1", "softpick", "ssmax"]
 for name in ("iwslt14", "wikitext103"):
     ROWS[name] = ["softmax", *sorted([*ROWS[name][1:], *RIVALS])]
 CONFIGS = [f"{name}_{row}" for name, rows in ROWS.items() for row in rows]
+# Rows that are entries of one file, with what each changes; by experiment.
+LISTED = {
+    name: [
+        row
+        for rows in OmegaConf.load(ROOT / "configs" / "rows" / f"{name}.yaml").values()
+        for row in rows
+    ]
+    for name in ("multi30k", "speeches")
+}
+ENTRIES = [f"{name}_{row}" for name, rows in LISTED.items() for row in rows]
+
+
+def compose(plan, name):
+    experiment = next(known for known in (*ROWS, *LISTED) if name.startswith(f"{known}_"))
+    return plan.compose(experiment, name.removeprefix(f"{experiment}_"))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +79,12 @@ def parsed(words):
 
 def as_hydra_train(plan, name):
     """A config with fairseq's own settings beneath, as fairseq-hydra-train has it."""
-    hydra_init(name)
+    file = next((listed for listed in LISTED if name in ENTRIES and name.startswith(listed)), name)
+    hydra_init(file)
     try:
-        cfg = plan.compose(name)
+        cfg = compose(plan, name)
     finally:
-        del ConfigStore.instance().repo[f"{name}.yaml"]
+        del ConfigStore.instance().repo[f"{file}.yaml"]
     OmegaConf.set_struct(cfg, True)
     add_defaults(cfg)
     return cfg
@@ -78,7 +94,7 @@ def as_hydra_train(plan, name):
 def both_ways(plan, name):
     """A config as fairseq-hydra-train has it, and as fairseq-train has it from its command line: a
     second to compose, so nobody may change them."""
-    cfg = plan.compose(name)
+    cfg = compose(plan, name)
     return as_hydra_train(plan, name), parsed([cfg.task.data, *plan.options(cfg)])
 
 
@@ -87,25 +103,30 @@ def both_ways(plan, name):
 
 def test_there_is_a_config_for_each_row_and_no_other(plan):
     files = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
-    assert files == sorted([*ROWS, *CONFIGS])  # what an experiment's rows share, and each row
-    assert {name: plan.rows(name) for name in ROWS} == ROWS
+    # What an experiment's rows share, and each row.
+    assert files == sorted([*ROWS, *CONFIGS, *LISTED])
+    found = {name: plan.groups(name) for name in (*ROWS, *LISTED)}
+    for name, rows in (ROWS | LISTED).items():
+        assert sorted(sum(found[name].values(), [])) == sorted(rows)
+        assert found[name]["paper"][0] == "softmax"
+    assert found["iwslt14"]["mappings"] == RIVALS
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *ENTRIES])
 def test_a_config_and_its_command_line_are_the_same_settings(plan, name):
     command = both_ways(plan, name)[1]
-    for group, settings in plan.compose(name).items():
+    for group, settings in compose(plan, name).items():
         for key, value in settings.items():
             if (group, key) == ("model", "_name"):  # else an architecture of fairseq's old kind
                 key = key if OmegaConf.is_config(command.model) else "arch"
             assert getattr(command[group], key) == value, (group, key)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *ENTRIES])
 def test_a_config_is_the_same_through_hydra(plan, name):
     """None of fairseq's defaults hides what the rows share."""
     through_hydra = both_ways(plan, name)[0]
-    for group, settings in plan.compose(name).items():
+    for group, settings in compose(plan, name).items():
         for key, value in settings.items():
             assert through_hydra[group][key] == value, (group, key)
 
@@ -120,7 +141,7 @@ def test_no_key_stands_both_in_a_row_and_in_what_rows_share(name):
     assert not any(set(row[group]) & set(shared[group]) for group in row)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *ENTRIES])
 def test_a_config_builds_the_same_model_through_hydra(plan, name, dictionary):
     task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     models = []
@@ -154,7 +175,7 @@ def test_rows_differ_in_their_attention_and_output_alone(plan):
     for name, rows in ROWS.items():
         whole = []
         for row in rows:
-            cfg = OmegaConf.to_container(plan.compose(f"{name}_{row}"))
+            cfg = OmegaConf.to_container(plan.compose(name, row))
             assert cfg["checkpoint"].pop("save_dir") == f"results/{name}/{row}/seed-1"
             own = tuple((key, cfg["model"].pop(key, None)) for key in sorted(chosen))
             assert own not in [other for other, _ in whole]
@@ -162,12 +183,29 @@ def test_rows_differ_in_their_attention_and_output_alone(plan):
         assert all(cfg == whole[0][1] for _, cfg in whole)
 
 
+@pytest.mark.parametrize("name", LISTED)
+def test_an_entry_changes_what_it_says_and_nothing_else(plan, name):
+    base, seen = OmegaConf.to_container(plan.compose(name, "multimax")), []
+    for rows in plan.listed(name).values():
+        for row, changes in rows.items():
+            cfg = OmegaConf.to_container(plan.compose(name, row))
+            assert cfg not in seen
+            seen.append(copy.deepcopy(cfg))
+            for group, settings in OmegaConf.to_container(changes).items():
+                assert {key: cfg[group].pop(key) for key in settings} == settings
+            others = {
+                group: {k: v for k, v in base[group].items() if k not in changes.get(group, ())}
+                for group in base
+            }
+            assert cfg == others
+
+
 def test_the_language_model_has_the_papers_parameters(plan):
     words = Dictionary()
     for index in range(267_744 - len(words)):
         words.add_symbol(str(index))
     task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
-    cfg = plan.compose("wikitext103_multimax")
+    cfg = compose(plan, "wikitext103_multimax")
     command = parsed([cfg.task.data, *plan.options(cfg)])
     with torch.device("meta"):
         model = tasks.FairseqTask.build_model(task, command.model)
@@ -184,7 +222,7 @@ def test_the_language_model_has_the_papers_parameters(plan):
 )
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
 def test_the_batch_is_the_same_on_any_number_of_gpus(plan, name, key, batch, gpus):
-    cfg = plan.compose(name)
+    cfg = compose(plan, name)
     plan.fit(cfg, gpus)
     devices = cfg.distributed_training.distributed_world_size
     assert devices == max(gpus, 1)

@@ -26,7 +26,7 @@ BELOW = {
     "modules": {"functional"},
     "models": {"functional", "modules", "compat", "criterions", "optim"},
     "criterions": {"functional"},
-    "optim": set(),
+    "optim": {"functional"},
     "compat": set(),
     "analysis": {"functional", "modules", "models", "compat"},
     "convert": {"models", "compat"},
