@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.functional.backend import choose, is_autocast
-from multimax_fairseq.functional.checks import check_integer, check_number, check_tensor
+from multimax_fairseq.functional.checks import check_integer, check_number, check_tensor, is_whole
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
     is_known,
@@ -130,6 +130,37 @@ def fused_scores(
         table = None if table is None else table.float()
         scores = operators.output_scores(rows, weight, bias, table)
         return scores.view(*features.shape[:-1], weight.shape[0])
+
+
+def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest scores of each row and its log-sum-exp, without gradients.
+
+    Equivalent to: (*scores.detach().topk(count), scores.detach().logsumexp(-1))
+
+    Args:
+        scores: (N, V).
+        count: at least 1, at most V.
+
+    Returns:
+        values, the largest first: (N, count). indices: (N, count), int64. log sum exp: (N,).
+
+    Raises:
+        ValueError: scores that are no matrix of floating-point numbers; another count.
+    """
+    check_tensor("scores", scores)
+    if scores.dim() != 2 or not scores.is_floating_point():
+        raise ValueError(
+            f"scores must be a matrix, (N, V), of floating-point numbers, got {scores.dtype} "
+            f"{list(scores.shape)}"
+        )
+    if not is_whole(count) or count > scores.shape[1]:
+        raise ValueError(f"count must be between 1 and {scores.shape[1]} scores, got {count!r}")
+    scores = scores.detach()
+    able = scores.numel() > 0
+    if choose("best scores", "auto", scores, able=able, dtypes=(torch.float32,)) == "cpp":
+        return operators.best_scores(scores, count)
+    values, indices = scores.topk(count)
+    return values, indices, scores.logsumexp(1)
 
 
 def _kernel(

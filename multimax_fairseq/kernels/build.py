@@ -42,6 +42,7 @@ SYMBOLS = (
     "modulation",
     "tails",
     "projection",
+    "best_scores",
 )
 # What a processor must have, by the names that torch and compilers use.
 MARCH = {"AVX2": ["-march=x86-64-v3"], "AVX512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}

@@ -72,6 +72,13 @@ class _Projection(ctypes.Structure):
     ]
 
 
+class _Best(ctypes.Structure):
+    _fields_ = [
+        *_fields("rows classes count threads", ctypes.c_int64),
+        *_fields("scores values indices totals", ctypes.c_void_p),
+    ]
+
+
 class _Modulation(ctypes.Structure):
     _fields_ = [
         *_fields("count inner heads threads columns", ctypes.c_int64),
@@ -385,6 +392,31 @@ def output_scores(
         out=out,
     )
     return out
+
+
+def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the `count` largest of each row, (N, count), where they stand, and log sum exp, (N,).
+
+    Args:
+        scores: (N, V), float32.
+        count: at least 1, at most V.
+    """
+    rows, classes = scores.shape
+    values, totals = scores.new_empty(rows, count), scores.new_empty(rows)
+    indices = scores.new_empty(rows, count, dtype=torch.int64)
+    _call(
+        "best_scores",
+        _Best,
+        rows=rows,
+        classes=classes,
+        count=count,
+        threads=torch.get_num_threads(),
+        scores=scores.contiguous(),
+        values=values,
+        indices=indices,
+        totals=totals,
+    )
+    return values, indices, totals
 
 
 def modulate(scores: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-// MultiMax for float32 on x86: attention, the output-layer loss, the output layer, the modulator.
+// MultiMax for float32 on x86: attention, the output-layer loss, the output layer, what beam search
+// chooses of it, the modulator.
 //
 // Everything is blocked so that a tile of scores is modulated, exponentiated and used in the next
 // matrix product while it is in the cache. Tiles are kept transposed, (keys, queries) or (classes,
@@ -9,6 +10,7 @@
 // first, so that a result is the same bit for bit at every run with as many threads.
 
 #include "attention.h"
+#include "best.h"
 #include "modulator.h"
 #include "output.h"
 

@@ -1,6 +1,6 @@
 """The kernels as operators of torch: torch.ops.multimax_fairseq.modulate, .tails, .attention,
-.output_loss and .output_scores, each with its checks, its fake form, its gradient and its rule for
-autocast.
+.output_loss, .output_scores and .best_scores, each with its checks, its fake form, its gradient and
+its rule for autocast.
 
 On the CPU they are C++ (or Triton's, where TRITON_INTERPRET=1 has it interpreted), on a GPU Triton.
 They serve float32, float16 and bfloat16 and refuse what they cannot take; that plain PyTorch takes
@@ -32,6 +32,7 @@ from multimax_fairseq.kernels.operators.modulator import (
 )
 from multimax_fairseq.kernels.operators.output import (
     OutputLoss,
+    best_scores,
     mixed,
     output_loss,
     output_loss_parts,
@@ -44,6 +45,7 @@ __all__ = [
     "OutputLoss",
     "attention",
     "attention_backward",
+    "best_scores",
     "differentiable_once",
     "interpreted",
     "mixed",

@@ -1,4 +1,5 @@
-"""The operators of the output layer: output_loss, the parts that it is made of, output_scores."""
+"""The operators of the output layer: output_loss, the parts that it is made of, output_scores,
+best_scores."""
 
 from __future__ import annotations
 
@@ -326,4 +327,37 @@ output_scores: Operator = define(
     lambda features, weight, bias, table: no_autocast(
         features.device.type, output_scores, *cast_output(features, weight, bias), table
     ),
+)
+
+
+def _check_best(scores: Tensor, count: int) -> None:
+    if scores.dim() != 2 or not 1 <= count <= scores.shape[1]:
+        raise ValueError(
+            f"scores must be (N, V) and count between 1 and V, got {list(scores.shape)} and {count}"
+        )
+    check_float("scores", scores, scores, "scores")
+
+
+def _best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    _check_best(scores, count)
+    scores = scores.float()
+    if scores.device.type == "cuda" or interpreted():
+        values, indices = scores.topk(count)
+        return values, indices, scores.logsumexp(1)
+    return cpu.best_scores(scores, count)
+
+
+def _best_scores_fake(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    _check_best(scores, count)
+    values = scores.new_empty(scores.shape[0], count, dtype=torch.float32)
+    totals = scores.new_empty(scores.shape[0], dtype=torch.float32)
+    return values, torch.empty_like(values, dtype=torch.int64), totals
+
+
+best_scores: Operator = define(
+    "best_scores(Tensor scores, int count) -> (Tensor, Tensor, Tensor)",
+    _best_scores,
+    _best_scores_fake,
+    without_gradient("best_scores"),
+    lambda scores, count: no_autocast(scores.device.type, best_scores, scores, count),
 )

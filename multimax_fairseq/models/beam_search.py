@@ -1,0 +1,243 @@
+"""Beam search that finds fairseq's hypotheses in less time."""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from fairseq.models.transformer import TransformerDecoder, TransformerDecoderBase
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from fairseq.search import BeamSearch
+from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
+from fairseq.tasks import FairseqTask
+from torch import Tensor
+
+from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional.cross_entropy import best_scores
+from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
+
+# Of scores that are formed at a time.
+MAX_SCORES = 2**21
+DECODERS = (TransformerDecoder, TransformerDecoderBase, MultimaxDecoder)
+
+
+class BeamGenerator(SequenceGenerator):
+    """fairseq's generator for Transformers, in which a sentence is read once for all its beams.
+
+    Keys and values of cross-attention are kept once a sentence, the first step has one row a
+    sentence, and of the log-probabilities only those are formed that can be chosen. Whatever needs
+    more than that (a prefix, constraints, another search, a language model beside, attention
+    weights, another kind of decoder) is left to fairseq's own loop.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Symbols that are not chosen as words are: an end and an unknown word, and never a padding.
+        self.apart = torch.tensor([self.eos, self.unk, self.pad])
+
+    def _generate(self, sample, prefix_tokens=None, constraints=None, bos_token=None):
+        net_input = sample["net_input"]
+        longest = self._longest(net_input)
+        if prefix_tokens is not None or constraints is not None or longest is None:
+            return super()._generate(sample, prefix_tokens, constraints, bos_token)
+        try:
+            return self._search(net_input, longest, self.eos if bos_token is None else bos_token)
+        finally:
+            self._share_keys(1)  # else fairseq's attention would take a training batch for beams
+
+    def _longest(self, net_input: dict[str, Tensor]) -> int | None:
+        """Return the most words of a translation; None where fairseq's own loop is needed."""
+        is_plain = (
+            "src_tokens" in net_input
+            and type(self.search) is BeamSearch
+            and type(self.model) is EnsembleModel
+            and "forward_decoder" not in vars(self.model)
+            and all(map(_is_known, self.model.models))
+            and (self.lm_model or self.repeat_ngram_blocker) is None
+            and self.token_indices_to_suppress is None
+            and not self.match_source_len
+            and 2 * self.beam_size + len(self.apart) <= self.vocab_size
+        )
+        if not is_plain:
+            return None
+        length = self.max_len_a * net_input["src_tokens"].shape[1] + self.max_len_b
+        longest = min(int(length), self.max_len - 1)
+        return longest if max(self.min_len, 1) <= longest else None
+
+    def _share_keys(self, beam: int) -> None:
+        """Tell cross-attention how many rows of a batch, side by side, are of one sentence."""
+        for model in self.model.models:
+            for layer in model.decoder.layers:
+                if layer.encoder_attn is not None:
+                    layer.encoder_attn.set_beam_size(beam)
+
+    def _search(
+        self, net_input: dict[str, Tensor], longest: int, first: int
+    ) -> list[list[dict[str, Tensor]]]:
+        source, beam = net_input["src_tokens"], self.beam_size
+        encoded = self.model.forward_encoder(net_input)
+        states: list[dict[str, Any]] = [{} for _ in self.model.models]
+        found: list[list[dict[str, Tensor]]] = [[] for _ in source]
+        live = torch.arange(len(source), device=source.device)  # the sentences still at work
+        # The hypotheses, those of a sentence side by side: their words and scores up to each.
+        tokens = source.new_full((len(source), 1), first)
+        scores = torch.zeros(len(source), 0, device=source.device)
+        rows = live
+        self.apart = self.apart.to(source.device)
+        self._share_keys(1)
+        for step in range(longest + 1):
+            if step == 1:
+                self._share_keys(beam)
+            if step > 0:
+                self.model.reorder_incremental_state(states, rows)
+            values, words = self._best(tokens, encoded, states, step, longest)
+            if step > 0:
+                values = values + scores[:, -1:]
+            per_sentence, choices = len(tokens) // len(live), values.shape[1]
+            values, index = values.view(len(live), -1).topk(min(2 * beam, per_sentence * choices))
+            words = words.view(len(live), -1).gather(1, index)
+            places = torch.arange(len(live), device=source.device)[:, None]
+            rows = places * per_sentence + index.div(choices, rounding_mode="floor")
+            ends = words.eq(self.eos) & values.gt(-math.inf)
+            chosen = ends[:, :beam]
+            if chosen.any():
+                self._finish(
+                    found,
+                    live[:, None].expand_as(chosen)[chosen].tolist(),
+                    tokens[rows[:, :beam][chosen]],
+                    scores[rows[:, :beam][chosen]],
+                    values[:, :beam][chosen],
+                )
+                open_ = [len(found[sentence]) < beam for sentence in live.tolist()]
+                if not any(open_):
+                    break
+                if not all(open_):
+                    kept = torch.tensor(open_, device=source.device)
+                    live, ends, rows = live[kept], ends[kept], rows[kept]
+                    words, values = words[kept], values[kept]
+            if step == longest:
+                break
+            # Those that go on: the best that do not end. There are as many, as each hypothesis has
+            # but one end.
+            going = ends.byte().sort(dim=1, stable=True).indices[:, :beam]
+            rows, words, values = (x.gather(1, going).view(-1) for x in (rows, words, values))
+            tokens = torch.cat([tokens[rows], words[:, None]], 1)
+            scores = torch.cat([scores[rows], values[:, None]], 1)
+        if not all(found):
+            raise UsageError(
+                "a sentence has no translation, as the model's scores are not finite: train with a "
+                "lower learning rate, or give an earlier checkpoint"
+            )
+        return [sorted(each, key=lambda one: -float(one["score"])) for each in found]
+
+    def _best(
+        self,
+        tokens: Tensor,
+        encoded: list[dict[str, list[Tensor]]],
+        states: list[dict[str, Any]],
+        step: int,
+        longest: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and words, (rows, choices): the best of each hypothesis, more
+        than can be chosen; at the greatest length its end alone."""
+        features = [
+            model.decoder(
+                tokens,
+                encoder_out=encoder_out,
+                incremental_state=state,
+                features_only=True,
+                alignment_layer=model.decoder.num_layers,  # there is none: no attention weights
+            )[0][:, -1:]
+            for model, encoder_out, state in zip(self.model.models, encoded, states, strict=True)
+        ]
+        # In parts that memory which is at hand can hold: fresh memory costs more than its numbers.
+        most = max(64, MAX_SCORES // self.vocab_size)
+        parts = [
+            self._best_of(self._scores(part), step, longest)
+            for part in zip(*(each.split(most) for each in features), strict=True)
+        ]
+        values, words = (torch.cat(each) for each in zip(*parts, strict=True))
+        return values.masked_fill(values.isnan(), -math.inf), words
+
+    def _scores(self, features: tuple[Tensor, ...]) -> Tensor:
+        """Return what is log-probabilities but for a summand a row, (rows, V) in float32."""
+        found = []
+        for model, each in zip(self.model.models, features, strict=True):
+            logits = model.decoder.output_layer(each)[:, 0].float()
+            found.append(logits if self.temperature == 1 else logits / self.temperature)
+        if len(found) == 1:
+            return found[0]
+        return torch.stack([logits.log_softmax(1) for logits in found]).logsumexp(0)
+
+    def _best_of(self, scores: Tensor, step: int, longest: int) -> tuple[Tensor, Tensor]:
+        ends = scores[:, self.eos, None]
+        if step == longest:
+            return ends - scores.logsumexp(1, keepdim=True), self.apart[:1].expand(len(scores), 1)
+        values, words, total = best_scores(scores, 2 * self.beam_size + len(self.apart))
+        values = values.masked_fill(torch.isin(words, self.apart), -math.inf)
+        ends = torch.full_like(ends, -math.inf) if step < self.min_len else ends
+        unknown = scores[:, self.unk, None] - self.unk_penalty
+        values = torch.cat([values, ends, unknown], 1) - total[:, None]
+        return values, torch.cat([words, self.apart[:2].expand(len(words), 2)], 1)
+
+    def _finish(
+        self,
+        found: list[list[dict[str, Tensor]]],
+        sentences: list[int],
+        tokens: Tensor,
+        scores: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Append hypotheses that end, the better ones first, to those of their sentences."""
+        tokens = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], self.eos)], 1)
+        each = torch.cat([scores, values[:, None]], 1)
+        each[:, 1:] = each[:, 1:] - each[:, :-1]
+        if self.normalize_scores:
+            values = values / tokens.shape[1] ** self.len_penalty
+        nothing = torch.empty(0)
+        for number, sentence in enumerate(sentences):
+            if len(found[sentence]) < self.beam_size:
+                found[sentence].append(
+                    {
+                        "tokens": tokens[number],
+                        "score": values[number],
+                        "attention": nothing,
+                        "alignment": nothing,
+                        "positional_scores": each[number],
+                    }
+                )
+
+
+def _is_known(model: Any) -> bool:
+    """Whether a model's decoder can be called with one encoder row for several of its own, and its
+    distribution is softmax of its logits."""
+    decoder = getattr(model, "decoder", None)
+    return (
+        type(decoder) in DECODERS
+        and decoder.adaptive_softmax is None
+        and getattr(decoder, "output_normalizer", None) is None
+        and not getattr(decoder, "need_attn", False)
+        and not decoder.cfg.cross_self_attention
+        and all(
+            isinstance(layer, TransformerDecoderLayerBase) and not layer.need_attn
+            for layer in decoder.layers
+        )
+    )
+
+
+def faster_generation() -> None:
+    """Have every task build `BeamGenerator` where it would build fairseq's plain generator."""
+
+    def make(original):
+        @functools.wraps(original)
+        def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):
+            plain = not getattr(args, "score_reference", False)
+            plain = plain and not getattr(args, "print_alignment", False)
+            if seq_gen_cls is None and plain:
+                seq_gen_cls = BeamGenerator
+            return original(self, models, args, seq_gen_cls, *rest, **kwargs)
+
+        return build_generator
+
+    wrap(FairseqTask, "build_generator", make)

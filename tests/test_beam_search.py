@@ -1,0 +1,267 @@
+"""Beam search: fairseq's hypotheses, found in another way."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import scatter_modulators, settings_of_model
+from fairseq import search
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.models.transformer import TransformerModel
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.tasks import FairseqTask
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional.cross_entropy import best_scores
+from multimax_fairseq.kernels import operators
+from multimax_fairseq.models.beam_search import BeamGenerator
+from multimax_fairseq.models.config import as_namespace
+
+ARCH = "transformer_multimax"
+END = 2  # of sentence, in fairseq's dictionaries
+# (lengths of the source, and of a target that nobody reads)
+SIZES = ((9, 2), (4, 2), (1, 2), (6, 2), (6, 2))
+MODELS = {
+    "multimax": (),
+    "output": ("--output-normalizer", "multimax"),
+    "separate heads": ("--multimax-heads", "separate", "--multimax-sink", "learned"),
+    "softmax": ("--attention-normalizer", "softmax"),
+    "sparsemax": ("--attention-normalizer", "sparsemax"),
+    "gate": ("--attention-gate",),
+    "pre-norm": ("--decoder-normalize-before", "--decoder-learned-pos"),
+    "density": ("--cross-attention", "continuous_softmax"),
+    "no cross-attention": ("--no-cross-attention",),
+}
+OPTIONS = {
+    "as it comes": {},
+    "greedy": {"beam_size": 1},
+    "wide": {"beam_size": 15},
+    "at least six words": {"min_len": 6},
+    "unknown words are cheap": {"unk_penalty": -3.0},
+    "unknown words are dear": {"unk_penalty": 3.0},
+    "cold": {"temperature": 0.3},
+    "sums": {"normalize_scores": False},
+    "short": {"len_penalty": 0.3},
+    "cut": {"max_len_b": 3},
+    "long": {"max_len_b": 40},
+}
+
+
+def stock_model(task, need_attn=False):
+    """fairseq's own Transformer, as its commands prepare it."""
+    settings = settings_of_model(ARCH, "--attention-normalizer", "softmax")
+    torch.manual_seed(1)
+    model = TransformerModel.build_model(copy.deepcopy(as_namespace(settings)), task).eval()
+    for layer in model.decoder.layers:
+        layer.make_generation_fast_(need_attn=need_attn)
+    return model
+
+
+def as_trained(model, seed=0):
+    """So certain of its words that no two scores are near, and hypotheses of several lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        weight = model.decoder.output_projection.weight
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.6)
+        for embedding in (model.encoder.embed_tokens, model.decoder.embed_tokens):
+            embedding.weight.copy_(torch.randn(embedding.weight.shape, generator=generator))
+        # An end is nearly as likely as one word or another.
+        weight[END] = 0.9 * weight[END + 2 :: 3].sum(0)
+    return model
+
+
+def compare(models, dictionary, sample, own=True, **given):
+    """Check that both generators find the same; return what they found."""
+    given = {"beam_size": 5, "max_len_a": 1.2, "max_len_b": 10, **given}
+    settings = {k: v for k, v in given.items() if k not in ("prefix_tokens", "bos_token")}
+    inputs = {k: v for k, v in given.items() if k not in settings}
+    ours = BeamGenerator(models, dictionary, **settings)
+    calls = []
+    search_ = ours._search
+    ours._search = lambda *args: calls.append(args) or search_(*args)
+    stock = SequenceGenerator(models, dictionary, **settings)
+    found, wanted = (g.generate(models, copy.deepcopy(sample), **inputs) for g in (ours, stock))
+    assert len(calls) == own
+    assert len(found) == len(wanted)
+    for hypotheses, others in zip(found, wanted, strict=True):
+        assert len(hypotheses) == len(others)
+        for hypothesis, other in zip(hypotheses, others, strict=True):
+            assert hypothesis["tokens"].tolist() == other["tokens"].tolist()
+            assert hypothesis.keys() == other.keys()
+            for name in ("score", "positional_scores"):
+                torch.testing.assert_close(hypothesis[name], other[name], rtol=1e-5, atol=1e-5)
+    return found
+
+
+@pytest.mark.parametrize("flags", MODELS)
+def test_the_hypotheses_are_fairseqs(build, dictionary, translation_batch, flags):
+    model = as_trained(scatter_modulators(build(ARCH, *MODELS[flags]))).eval()
+    for left_pad in (True, False):
+        sample = translation_batch(SIZES, left_pad_source=left_pad)
+        found = compare([model], dictionary, sample)
+        if flags != "no cross-attention":  # which translates every sentence alike
+            assert len({len(one["tokens"]) for hypotheses in found for one in hypotheses}) > 3
+
+
+@pytest.mark.parametrize("given", OPTIONS)
+def test_they_are_under_every_option(build, dictionary, translation_batch, given):
+    for seed in range(3):
+        model = as_trained(scatter_modulators(build(ARCH), seed), seed).eval()
+        compare([model], dictionary, translation_batch(SIZES, seed=seed), **OPTIONS[given])
+    compare([model], dictionary, translation_batch(SIZES), bos_token=7, **OPTIONS[given])
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_they_are_for_several_models_and_for_fairseqs_own(
+    task, build, dictionary, translation_batch, beam
+):
+    ours = as_trained(scatter_modulators(build(ARCH))).eval()
+    stock = as_trained(stock_model(task), 1)
+    sample = translation_batch(SIZES)
+    compare([stock], dictionary, sample, beam_size=beam)
+    compare([ours, stock], dictionary, sample, beam_size=beam)
+
+
+def test_what_needs_more_is_left_to_fairseq(task, build, dictionary, translation_batch):
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    sample = translation_batch(SIZES)
+    prefix = torch.tensor([[7, 8], [9, 10], [11, 1], [5, 6], [4, 4]])
+    compare([model], dictionary, sample, own=False, prefix_tokens=prefix)
+    compare([model], dictionary, sample, own=False, no_repeat_ngram_size=2)
+    compare([model], dictionary, sample, own=False, tokens_to_suppress=("word3",))
+    compare(
+        [model],
+        dictionary,
+        sample,
+        own=False,
+        search_strategy=search.DiverseBeamSearch(dictionary, 1, 0.5),
+    )
+    compare([model], dictionary, sample, own=False, beam_size=16)  # nearly every word
+    compare([stock_model(task, need_attn=True)], dictionary, sample, own=False)
+    recurrent = build("rnn_multimax").eval()
+    compare([recurrent], dictionary, sample, own=False)
+    sparse = build(ARCH, "--output-normalizer", "entmax15").eval()
+    compare([sparse], dictionary, sample, own=False)
+    joint = build(ARCH, "--cross-self-attention", "--no-cross-attention").eval()
+    compare([joint], dictionary, sample, own=False)
+
+
+def test_every_task_builds_it_where_it_would_build_fairseqs(task, build):
+    model = build(ARCH).eval()
+    config = GenerationConfig()
+    assert type(FairseqTask.build_generator(task, [model], config)) is BeamGenerator
+    aligned = GenerationConfig(print_alignment="hard")
+    assert (
+        type(FairseqTask.build_generator(task, [model], aligned)) is SequenceGeneratorWithAlignment
+    )
+    given = FairseqTask.build_generator(task, [model], config, seq_gen_cls=SequenceGenerator)
+    assert type(given) is SequenceGenerator
+
+
+def test_a_model_trains_after_it_as_before(task, dictionary, translation_batch):
+    """fairseq's attention reads from its beam size how many rows share a sentence."""
+    model = as_trained(stock_model(task))
+    sample = translation_batch(((9, 7), (4, 5), (6, 1), (3, 3)))
+    before = model(**sample["net_input"])[0]
+    BeamGenerator([model], dictionary, beam_size=2).generate([model], sample)
+    assert torch.equal(model(**sample["net_input"])[0], before)
+    with pytest.raises(RuntimeError):  # of a sample that it cannot read
+        sample["net_input"]["src_lengths"] = sample["net_input"]["src_lengths"][:1]
+        sample["net_input"]["src_tokens"] = sample["net_input"]["src_tokens"].double()
+        BeamGenerator([model], dictionary, beam_size=2).generate([model], sample)
+    assert {layer.encoder_attn.beam_size for layer in model.decoder.layers} == {1}
+
+
+def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translation_batch):
+    model = build(ARCH).eval()
+    with torch.no_grad():
+        model.decoder.output_projection.weight.fill_(math.nan)
+    with pytest.raises(UsageError, match="scores are not finite"):
+        compare([model], dictionary, translation_batch(SIZES))
+
+
+# --- the best scores of each row -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+@pytest.mark.parametrize("rows, classes", [(1, 1), (3, 17), (7, 130), (2, 1000), (5, 6007)])
+def test_best_scores(rows, classes, backend, monkeypatch):
+    monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+    random = np.random.default_rng(rows + classes)
+    for scale in (1e-3, 1.0, 30.0, 1e30):
+        scores = (random.standard_normal((rows, classes)) * scale).astype(np.float32)
+        orders = {"as drawn": scores, "rising": np.sort(scores), "falling": -np.sort(-scores)}
+        for given in orders.values():
+            for count in {1, min(13, classes), classes}:
+                values, indices, totals = best_scores(torch.tensor(given), count)
+                wanted = -np.sort(-given)[:, :count]
+                assert np.array_equal(values.numpy(), wanted)
+                assert np.array_equal(np.take_along_axis(given, indices.numpy(), 1), wanted)
+                assert all(len(set(row)) == count for row in indices.tolist())
+                wide = given.astype(np.float64)
+                total = wide.max(1) + np.log(np.exp(wide - wide.max(1)[:, None]).sum(1))
+                assert np.allclose(totals.numpy(), total, rtol=3e-7, atol=3e-7)
+
+
+def test_best_scores_of_equal_and_infinite_ones():
+    infinite = math.inf
+    scores = torch.full((5, 400), -infinite)
+    scores[1] = 2.0
+    scores[2, 300] = infinite
+    scores[3, 7], scores[3, 399] = 1.0, 1.0
+    scores[4] = torch.arange(400.0)
+    values, indices, totals = best_scores(scores, 3)
+    assert totals[:4].tolist() == pytest.approx(
+        [-infinite, 2 + math.log(400), infinite, 1 + math.log(2)]
+    )
+    assert values[2, 0] == infinite and indices[2, 0] == 300
+    assert indices[3, :2].tolist() == [7, 399] and values[3].tolist() == [1, 1, -infinite]
+    assert values[4].tolist() == [399, 398, 397] and values[1].tolist() == [2, 2, 2]
+    for place in (0, 150, 399):
+        broken = torch.randn(2, 400)
+        broken[0, place] = math.nan
+        assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]
+        broken[0, 3] = infinite
+        assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]
+
+
+def test_best_scores_of_other_tensors():
+    scores = torch.randn(6, 50)
+    wanted = scores.topk(4)
+    for given in (
+        scores.t().contiguous().t(), scores.double(), scores.clone().requires_grad_(),
+        scores[:, None].expand(6, 2, 50)[:, 1],
+    ):  # fmt: skip
+        values, indices, totals = best_scores(given, 4)
+        assert torch.equal(values.float(), wanted.values) and not values.requires_grad
+        assert torch.equal(indices, wanted.indices)
+        torch.testing.assert_close(totals.float(), scores.logsumexp(1))
+    half = best_scores(scores.half(), 4)
+    assert half[0].dtype == torch.float16
+    assert [x.shape for x in best_scores(torch.empty(0, 5), 2)] == [(0, 2), (0, 2), (0,)]
+    compiled = torch.compile(lambda x: operators.best_scores(x, 4), fullgraph=True)
+    for found, other in zip(compiled(scores), best_scores(scores, 4), strict=True):
+        assert torch.equal(found, other)
+    torch.library.opcheck(torch.ops.multimax_fairseq.best_scores.default, (scores, 4))
+
+
+@pytest.mark.parametrize(
+    "scores, count, said",
+    [
+        (torch.zeros(3), 1, r"must be a matrix, .* got torch.float32 \[3\]"),
+        (torch.zeros(3, 4, dtype=torch.long), 1, "got torch.int64"),
+        (torch.zeros(3, 4), 0, "between 1 and 4 scores, got 0"),
+        (torch.zeros(3, 4), 5, "got 5"),
+        (torch.zeros(3, 4), True, "got True"),
+        (torch.zeros(3, 4), 1.0, "got 1.0"),
+        (torch.zeros(3, 0), 1, "got 1"),
+    ],
+)
+def test_what_has_no_best_scores(scores, count, said):
+    with pytest.raises(ValueError, match=said):
+        best_scores(scores, count)
+    if scores.dtype == torch.float32 and isinstance(count, int):
+        with pytest.raises(ValueError, match="scores must be|count"):
+            operators.best_scores(scores, 9)
