@@ -235,12 +235,14 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             return torch.cat([cache, new], 2)
         if torch.is_grad_enabled():  # gradients know no `out`
             return torch.cat([cache.index_select(0, order), new], 2)
-        batch, heads, steps, size = new.shape
-        length = cache.shape[2]
-        grown = cache.new_empty([batch, heads, length + steps, size])
-        torch.index_select(cache, 0, order, out=grown[:, :, :length])
-        grown[:, :, length:] = new
-        return grown
+        # Kept by steps, (T, B, heads, head size): then what is copied and its place are dense.
+        cache, new = cache.permute(2, 0, 1, 3), new.permute(2, 0, 1, 3)
+        length = cache.shape[0]
+        steps, batch, heads, size = new.shape
+        grown = new.new_empty([length + steps, batch, heads, size])
+        torch.index_select(cache.flatten(2), 1, order, out=grown[:length].flatten(2))
+        grown[length:] = new
+        return grown.permute(1, 2, 0, 3)
 
     def _with_extra_keys(
         self, k: Tensor, v: Tensor, mask: Tensor | None
