@@ -13,7 +13,9 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.tasks import FairseqTask
 
+from multimax_fairseq import Modulator
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.functional.attention import step_attention
 from multimax_fairseq.functional.cross_entropy import best_scores
 from multimax_fairseq.kernels import operators
 from multimax_fairseq.models.beam_search import BeamGenerator
@@ -122,6 +124,67 @@ def test_they_are_for_several_models_and_for_fairseqs_own(
     sample = translation_batch(SIZES)
     compare([stock], dictionary, sample, beam_size=beam)
     compare([ours, stock], dictionary, sample, beam_size=beam)
+
+
+STEPPED = {
+    "multimax": (),
+    "separate heads": ("--multimax-heads", "separate"),
+    "sinks": ("--multimax-sink", "learned"),
+    "monotone": ("--multimax-monotone",),
+    "ssmax": ("--attention-normalizer", "ssmax"),
+    "gate": ("--attention-gate",),
+}
+
+
+@pytest.mark.parametrize("flags", STEPPED)
+def test_a_cache_that_hypotheses_share_changes_nothing(
+    build, dictionary, translation_batch, flags, monkeypatch
+):
+    """Heads of 16, which the kernel for a step serves; in plain PyTorch each has its own cache."""
+    heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")
+    model = build(ARCH, *heads, *STEPPED[flags])
+    model = as_trained(scatter_modulators(model)).eval()
+    sample, found = translation_batch(SIZES), {}
+    steps = []
+    step = operators.attention_step.eager
+    monkeypatch.setattr(operators.attention_step, "eager", lambda *x: steps.append(x) or step(*x))
+    for backend in ("plain", "auto"):
+        monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+        assert not steps
+        for kind in (SequenceGenerator, BeamGenerator):
+            generator = kind([model], dictionary, beam_size=4, max_len_a=0, max_len_b=40)
+            found[backend, kind] = generator.generate([model], copy.deepcopy(sample))
+    assert len(steps) > 40  # the cache has grown
+    for hypotheses in zip(*found.values(), strict=True):
+        for one, *others in zip(*hypotheses, strict=True):
+            for other in others:
+                assert other["tokens"].tolist() == one["tokens"].tolist()
+                torch.testing.assert_close(
+                    other["positional_scores"], one["positional_scores"], rtol=1e-4, atol=1e-5
+                )
+
+
+@torch.no_grad()
+def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_batch, monkeypatch):
+    heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")
+    model = scatter_modulators(build(ARCH, *heads)).eval()
+    sample = translation_batch(SIZES)["net_input"]
+    encoded = model.encoder(sample["src_tokens"], sample["src_lengths"])
+    twice = torch.arange(len(SIZES)).repeat_interleave(2)  # two hypotheses of each sentence
+    encoded = model.encoder.reorder_encoder_out(encoded, twice)
+    tokens = torch.randint(4, 30, (len(twice), 9))
+    wanted = model.decoder(tokens, encoder_out=encoded)[0]
+    state: dict = {}
+    for step in range(9):
+        if step in (2, 5):  # they change places
+            swap = torch.arange(len(twice)).view(-1, 2).flip(1).flatten()
+            model.decoder.reorder_incremental_state_scripting(state, swap)
+            tokens, wanted = tokens[swap], wanted[swap]
+        monkeypatch.setenv("MULTIMAX_BACKEND", "plain" if step >= 6 else "auto")
+        got = model.decoder(tokens[:, : step + 1], encoder_out=encoded, incremental_state=state)[0]
+        torch.testing.assert_close(got[:, 0], wanted[:, step], rtol=1e-4, atol=1e-4)
+        caches = [layer for layer in state.values() if "cache_key" in layer]
+        assert bool(caches) == (step < 6)
 
 
 def test_what_needs_more_is_left_to_fairseq(task, build, dictionary, translation_batch):
@@ -265,3 +328,76 @@ def test_what_has_no_best_scores(scores, count, said):
     if scores.dtype == torch.float32 and isinstance(count, int):
         with pytest.raises(ValueError, match="scores must be|count"):
             operators.best_scores(scores, 9)
+
+
+# --- attention to a cache that hypotheses share ---------------------------------------------------
+
+
+def a_cache(hypotheses=5, heads=2, size=16, steps=7, rows=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(hypotheses, heads, size, generator=generator)
+    keys, values = torch.randn(2, steps, rows, heads, size, generator=generator)
+    ancestors = torch.randint(rows, (hypotheses, steps), generator=generator)
+    return query, keys, values, ancestors
+
+
+@pytest.mark.parametrize("columns", [0, 8, 12])
+@pytest.mark.parametrize("each_head", [False, True])
+@pytest.mark.parametrize("size", [16, 48, 128])
+def test_attention_step(columns, each_head, size):
+    query, keys, values, ancestors = a_cache(size=size, steps=37)
+    modulator = Modulator(num_heads=2 if each_head else None, init_std=0.3, monotone=columns == 12)
+    sink = torch.tensor([0.5, -1.0])[:, None, None] if each_head else None
+    given = {"modulator": modulator} if columns else {}
+    found = step_attention(query, keys, values, ancestors, 0.3, sink=sink, **given)
+    own = [x.double()[torch.arange(37), ancestors].transpose(1, 2) for x in (keys, values)]
+    scores = 0.3 * query.double()[:, :, None] @ own[0].mT
+    with torch.no_grad():
+        scores = modulator.double()(scores) if columns else scores
+    if sink is not None:
+        scores = torch.cat([scores, sink.double().expand(5, 2, 1, 1)], -1)
+    probs = scores.softmax(-1)[..., :37]
+    torch.testing.assert_close(found.double(), (probs @ own[1])[:, :, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_attention_step_takes_no_address_that_it_has_not_checked():
+    query, keys, values, ancestors = a_cache()
+    step = operators.attention_step
+    for wrong in (-1, 6, 2**40):
+        other = ancestors.clone()
+        other[-1, -1] = wrong
+        with pytest.raises(ValueError, match=f"0 to 5, got .*{wrong}"):
+            step(query, keys, values, other, None, None, 1.0)
+    for inputs, said in (
+        ((query[0], keys, values, ancestors), "query must be"),
+        ((query, keys[..., :8], values, ancestors), "keys"),
+        ((query, keys, values[:3], ancestors), "values must be"),
+        ((query, keys, values, ancestors[:, :3]), "ancestors must be int64"),
+        ((query, keys, values, ancestors.int()), "ancestors must be int64"),
+        ((query.half(), keys.half(), values.half(), ancestors), "float32 on the CPU"),
+        (tuple(x[..., :8] for x in (query, keys, values)) + (ancestors,), "multiple of 16, got 8"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            step(*inputs, None, None, 1.0)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        step(query, keys, values, ancestors, None, None, math.nan)
+    with pytest.raises(ValueError, match="sink must be"):
+        step(query, keys, values, ancestors, None, torch.zeros(3), 1.0)
+    wanted = step(query, keys, values, ancestors, None, None, 1.0)
+    spread = torch.stack([keys, keys], -1)[..., 0]
+    assert torch.equal(step(query, spread, values, ancestors, None, None, 1.0), wanted)
+    assert step(query[:0], keys, values, ancestors[:0], None, None, 1.0).shape == (0, 2, 16)
+    assert not step(query, keys[:0], values[:0], ancestors[:, :0], None, None, 1.0).any()
+    overload = torch.ops.multimax_fairseq.attention_step.default
+    torch.library.opcheck(overload, (query, keys, values, ancestors, None, None, 1.0))
+
+
+def test_attention_step_leaves_to_others_what_it_cannot_do():
+    query, keys, values, ancestors = a_cache()
+    for given in (
+        [x[..., :8] for x in (query, keys, values)],
+        [x.double() for x in (query, keys, values)],
+    ):
+        assert step_attention(*given, ancestors, 1.0) is None
+    assert step_attention(query, keys, values, ancestors, 1.0, modulator=torch.tanh) is None
+    assert step_attention(query, keys, values, ancestors, 1.0, sink=torch.zeros(3)) is None

@@ -203,6 +203,48 @@ def fused_attention(
     return output if value_size == size else output[..., :value_size]
 
 
+def step_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    scale: float,
+    *,
+    modulator: Any = None,
+    sink: float | Tensor | None = None,
+    length_scale: float | Tensor | None = None,
+) -> Tensor | None:
+    """Return attention of hypotheses, without gradients, to a cache that they share, or None where
+    no kernel can.
+
+    Equivalent to: fused_attention(query[:, :, None], *(x[range(L), ancestors].transpose(1, 2)
+        for x in (keys, values)), None, False, 0.0, scale, ...)[:, :, 0]
+
+    Args:
+        query: (R, H, D), the last word of each hypothesis.
+        keys, values: (L, rows, H, D), of all that were at work at each step.
+        ancestors: (R, L) int64: at which row of step s the hypothesis stood.
+        modulator, sink, length_scale: as `fused_attention`.
+    """
+    able = query.shape[-1] % operators.STEP_SIZES == 0 and query.numel() > 0
+    able = able and (modulator is None or is_known(modulator))
+    able = able and _fit_heads(query[:, :, None], sink, length_scale)
+    table: Tensor | None = None
+    if able and modulator is not None:
+        table = table_of(modulator)[0]
+        able = fits_heads(modulator, query.shape[1]) and table.device == query.device
+    dtypes = (torch.float32,)
+    if choose("", "auto", query, keys, values, able=able, dtypes=dtypes) != "cpp":
+        return None
+    with torch.no_grad():
+        if length_scale is not None:
+            counts = query.new_full((), keys.shape[0])
+            query = query * ssmax_scale(counts, length_scale).reshape(-1, 1)
+        table = None if table is None else table.float()
+        own_sink = _a_head_each(sink, query)
+        return operators.attention_step(query, keys, values, ancestors, table, own_sink, scale)
+
+
 def _fit_heads(query: Tensor, *numbers: float | Tensor | None) -> bool:
     """Whether these are one for all heads or one a head, on the query's device; the plain form
     knows what else there may be, and says what may not."""

@@ -42,6 +42,7 @@ SYMBOLS = (
     "modulation",
     "tails",
     "projection",
+    "attention_step",
     "best_scores",
 )
 # What a processor must have, by the names that torch and compilers use.

@@ -50,6 +50,8 @@ class _Attention(ctypes.Structure):
         *_fields("mask", _Mask),
         *_fields("query key value output", _Rows),
         *_fields("grad_output grad_query grad_key grad_value", _Rows),
+        *_fields("ancestors", ctypes.c_void_p),
+        *_fields("cache_rows", ctypes.c_int64),
     ]
 
 
@@ -206,6 +208,59 @@ def attention_forward(
         **_arguments(query, key, value, table, sink, mask, seed, is_causal, dropout_p, scale),
     )
     return output.to(query.dtype), statistics
+
+
+def attention_step(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    table: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Return attention of hypotheses' last words to all of theirs, in a cache that they share.
+
+    Args:
+        query: (R, H, D) float32, D a multiple of 16.
+        keys, values: (L, rows, H, D) float32, by steps; dense but for the first dimension.
+        ancestors: (R, L) int64: key s of hypothesis r is keys[s, ancestors[r, s]].
+        table, sink: as `attention_forward`.
+
+    Returns:
+        (R, H, D).
+
+    Raises:
+        ValueError: an ancestor that is no row of the cache.
+    """
+    hypotheses, heads, size = query.shape
+    steps, rows = keys.shape[:2]
+    query = query.contiguous()
+    output = torch.empty_like(query)
+    arguments: dict[str, Any] = {"batch": hypotheses, "heads": heads, "queries": 1, "keys": steps}
+    arguments |= {"size": size, "scale": scale, "threads": torch.get_num_threads()}
+    if table is not None:
+        table = table.contiguous()
+        arguments |= {"table": table, "columns": table.shape[1]}
+        arguments["table_row"] = table.shape[1] if len(table) > 1 else 0
+    status = _call(
+        "attention_step",
+        _Attention,
+        query=query.unsqueeze(2),
+        key=keys.permute(1, 2, 0, 3),
+        value=values.permute(1, 2, 0, 3),
+        output=output.unsqueeze(2),
+        sink=None if sink is None else sink.contiguous(),
+        ancestors=ancestors.contiguous(),
+        cache_rows=rows,
+        **arguments,
+    )
+    if status < 0:
+        raise ValueError(
+            f"ancestors must be rows of the cache, 0 to {rows - 1}, got {int(ancestors.min())} to "
+            f"{int(ancestors.max())}"
+        )
+    return output
 
 
 def attention_backward(

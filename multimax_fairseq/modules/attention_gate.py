@@ -61,6 +61,23 @@ class GatedAttention(nn.Module):
         )
         return self._gated(context, hidden), probs
 
+    @torch.jit.unused
+    def attend_step(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        ancestors: Tensor,
+        scale: float,
+        hidden: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the gated contexts of hypotheses' last words, as `Normalizer.attend_step`."""
+        attend_step = getattr(self.normalizer, "attend_step", None)
+        if attend_step is None:
+            return None
+        context = attend_step(query, keys, values, ancestors, scale, hidden)
+        return None if context is None else self._gated(context[:, :, None], hidden)[:, :, 0]
+
     def attend_by_scores(
         self,
         scores: Tensor,

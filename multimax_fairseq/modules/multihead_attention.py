@@ -79,6 +79,13 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if before_softmax:
             raise ValueError("before_softmax is not offered: there are no softmax scores here")
         query_length, batch, _ = query.shape
+        if incremental_state is not None and not torch.jit.is_scripting():
+            needs_more = need_weights or need_head_weights or attn_mask is not None
+            if not needs_more and key_padding_mask is None:
+                stepped = self._step(query, incremental_state)
+                if stepped is not None:
+                    return stepped, None
+            self._spread_cache(incremental_state)
         buffer: dict[str, Tensor | None] = {}
         if incremental_state is not None:
             buffer = self._get_input_buffer(incremental_state)
@@ -143,7 +150,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if not self.self_attention:
             return self._reorder_now(incremental_state, new_order)
         buffer = self._get_input_buffer(incremental_state)
-        if buffer.get("prev_key") is not None:
+        if len(buffer) > 0:
             order = buffer.get("order")
             buffer["order"] = new_order if order is None else order.index_select(0, new_order)
             self._set_input_buffer(incremental_state, buffer)
@@ -151,6 +158,73 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
     # TorchScript knows no super().
     _reorder_now = SoftmaxMultiheadAttention.reorder_incremental_state
+
+    @torch.jit.unused
+    def _step(
+        self, query: Tensor, incremental_state: dict[str, dict[str, Tensor | None]]
+    ) -> Tensor | None:
+        """Attend from the one new word of each hypothesis to all of its words; None where no kernel
+        can.
+
+        The cache has a row for each hypothesis of each step, (steps, rows, C), and is never put
+        in order: `ancestors`, (B, steps), are the rows at which the words of a hypothesis stand.
+        """
+        attend = getattr(self.normalizer, "attend_step", None)
+        has_extra = self.bias_k is not None or self.add_zero_attn
+        is_step = self.self_attention and query.shape[0] == 1 and not has_extra
+        buffer = self._get_input_buffer(incremental_state)
+        if attend is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
+            return None
+        if self.dropout_module.apply_during_inference:
+            return None
+        batch, heads, size = query.shape[1], self.num_heads, self.head_dim
+        key, value = self.k_proj(query), self.v_proj(query)
+        ancestors = torch.arange(batch, device=query.device)[:, None]
+        steps = 0
+        if (past := buffer.get("ancestors")) is not None:
+            order = buffer.get("order")
+            past = past if order is None else past.index_select(0, order)
+            ancestors, steps = torch.cat([past, ancestors], 1), past.shape[1]
+        caches = []
+        for name, new in (("cache_key", key), ("cache_value", value)):
+            cache = buffer.get(name)
+            if cache is None or len(cache) == steps or cache.shape[1] < batch:
+                rows = batch if cache is None else max(batch, cache.shape[1])
+                grown = new.new_empty(max(16, 2 * steps), rows, new.shape[2])
+                if cache is not None:
+                    grown[:steps, : cache.shape[1]] = cache[:steps]
+                cache = grown
+            cache[steps, :batch] = new[0]
+            caches.append(cache)
+        context = attend(
+            self.q_proj(query).view(batch, heads, size),
+            *(cache[: steps + 1].unflatten(2, (heads, size)) for cache in caches),
+            ancestors,
+            self.scaling,
+            query.transpose(0, 1).unsqueeze(1),
+        )
+        if context is None:
+            return None
+        kept: dict[str, Tensor | None] = {"cache_key": caches[0], "cache_value": caches[1]}
+        self._set_input_buffer(incremental_state, {**kept, "ancestors": ancestors})
+        return self.out_proj(context.reshape(1, batch, heads * size))
+
+    @torch.jit.unused
+    def _spread_cache(self, incremental_state: dict[str, dict[str, Tensor | None]]) -> None:
+        """Give each hypothesis a copy of its keys and values, where `_step` has kept them once."""
+        buffer = self._get_input_buffer(incremental_state)
+        ancestors, order = buffer.get("ancestors"), buffer.get("order")
+        if ancestors is None:
+            return
+        ancestors = ancestors if order is None else ancestors.index_select(0, order)
+        steps = torch.arange(ancestors.shape[1], device=ancestors.device)
+        kept: dict[str, Tensor | None] = {"prev_key_padding_mask": None}
+        for name, cached in (("prev_key", "cache_key"), ("prev_value", "cache_value")):
+            cache = buffer[cached]
+            assert cache is not None
+            rows = cache[steps, ancestors].unflatten(2, (self.num_heads, self.head_dim))
+            kept[name] = rows.transpose(1, 2)
+        self._set_input_buffer(incremental_state, kept)
 
     @torch.jit.unused
     def _static_values(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:

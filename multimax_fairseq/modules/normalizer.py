@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from multimax_fairseq.functional.attention import (
     attention_scores,
     fused_attention,
+    step_attention,
     weighted_values,
     with_future,
 )
@@ -144,6 +145,30 @@ class Normalizer(nn.Module):
             mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
         scores = attention_scores(query, key, scale)
         return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
+
+    @torch.jit.unused
+    def attend_step(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        ancestors: Tensor,
+        scale: float,
+        hidden: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the contexts of hypotheses' last words, (R, H, D), or None where no kernel can.
+
+        Args:
+            query, keys, values, ancestors, scale: as `functional.attention.step_attention`.
+            hidden: (R, 1, 1, hidden_size), as `attend`.
+        """
+        mapping = mapping_named(self.name)
+        if mapping.kernel is None or mapping.hidden:
+            return None
+        asked = mapping.for_kernel(**self._arguments(None))
+        if asked is None:
+            return None
+        return step_attention(query, keys, values, ancestors, scale, **asked)
 
     def attend_by_scores(
         self,

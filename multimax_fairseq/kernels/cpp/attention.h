@@ -30,6 +30,10 @@ struct Attention {
   double* grad_sink;   // (batch, heads), or null
   Mask mask;           // what the windows do not say
   Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
+  // Of hypotheses that share a cache of these many rows: key s of row b stands in row
+  // ancestors[b, s]; (batch, keys), null where each row has its own.
+  const int64_t* ancestors;
+  int64_t cache_rows;
 
   template <class Sigma>
   Sigma sigma(int64_t h) const {
@@ -254,6 +258,11 @@ int64_t forward_scratch(const Attention& a) {
          tiles * KEYS * QUERIES;
 }
 
+// Where key or value s of row b stands.
+inline const float* row_of(const Attention& a, const Tensor4& t, int64_t b, int64_t h, int64_t s) {
+  return t.at(a.ancestors ? a.ancestors[b * a.keys + s] : b, h) + s * t.row;
+}
+
 // Decoding: too few queries to fill a tile. Keys are read where they are.
 template <class Sigma>
 void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
@@ -264,14 +273,12 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
     const int64_t at = b * a.queries + t;
     const int64_t first = a.starts ? a.starts[at] : 0, last = a.ends ? a.ends[at] : a.keys;
     const float* query = a.query.at(b, h) + t * a.query.row;
-    const float* key = a.key.at(b, h);
-    const float* value = a.value.at(b, h);
     float* out = a.output.at(b, h) + t * a.output.row;
     std::fill(scratch, scratch + length, -INFINITE);
     for (int64_t s = first; s < last; s++) {
+      const float* key = row_of(a, a.key, b, h, s);
       Vec sum{};
-      for (int64_t d = 0; d < size; d += LANES)
-        sum += load(query + d) * load(key + s * a.key.row + d);
+      for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
       float score = 0;
       for (int i = 0; i < LANES; i++) score += sum[i];
       scratch[s] = a.scale * score;
@@ -303,11 +310,14 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
     float sum = sink == -INFINITE ? 0 : std::exp(sink - top);
     for (int i = 0; i < LANES; i++) sum += sums[i];
     const float inverse = share(sum, sink);
-    for (int64_t d = 0; d < size; d += LANES) {
-      Vec result{};
-      for (int64_t s = first; s < last; s++)
-        result += scratch[s] * load(value + s * a.value.row + d);
-      store(out + d, result * inverse);
+    for (int64_t d0 = 0; d0 < size; d0 += 4 * LANES) {
+      const int64_t parts = std::min<int64_t>(4, (size - d0) / LANES);
+      Vec result[4] = {};
+      for (int64_t s = first; s < last; s++) {
+        const float* value = row_of(a, a.value, b, h, s) + d0;
+        for (int64_t i = 0; i < parts; i++) result[i] += scratch[s] * load(value + i * LANES);
+      }
+      for (int64_t i = 0; i < parts; i++) store(out + d0 + i * LANES, result[i] * inverse);
     }
   }
 }
@@ -437,6 +447,19 @@ void every_head(const Attention& a, int64_t scratch_size, Head head) {
 
 
 }  // namespace
+
+// Attention of one query a hypothesis. Returns 1; 0 if it ran out of memory; -1 if an ancestor is no
+// row of the cache.
+extern "C" int attention_step(const Attention* attention) {
+  const Attention& a = *attention;
+  for (int64_t i = 0; i < a.batch * a.keys; i++)
+    if (a.ancestors[i] < 0 || a.ancestors[i] >= a.cache_rows) return -1;
+  return guarded([&] {
+    with_modulator(a.columns, [&](auto* kind) {
+      every_head(a, padded(a.keys), forward_few<std::remove_pointer_t<decltype(kind)>>);
+    });
+  });
+}
 
 extern "C" int attention_forward(const Attention* attention) {
   const Attention& a = *attention;

@@ -1,6 +1,6 @@
 """The kernels as operators of torch: torch.ops.multimax_fairseq.modulate, .tails, .attention,
-.output_loss, .output_scores and .best_scores, each with its checks, its fake form, its gradient and
-its rule for autocast.
+.attention_step, .output_loss, .output_scores and .best_scores, each with its checks, its fake form,
+its gradient and its rule for autocast.
 
 On the CPU they are C++ (or Triton's, where TRITON_INTERPRET=1 has it interpreted), on a GPU Triton.
 They serve float32, float16 and bfloat16 and refuse what they cannot take; that plain PyTorch takes
@@ -12,8 +12,10 @@ A `table` is (1 or heads, 8) float32, a modulator's parameters in the order of
 """
 
 from multimax_fairseq.kernels.operators.attend import (
+    STEP_SIZES,
     attention,
     attention_backward,
+    attention_step,
     serves,
 )
 from multimax_fairseq.kernels.operators.definition import (
@@ -42,9 +44,11 @@ from multimax_fairseq.kernels.operators.output import (
 __all__ = [
     "DTYPES",
     "MAX_DROPOUT",
+    "STEP_SIZES",
     "OutputLoss",
     "attention",
     "attention_backward",
+    "attention_step",
     "best_scores",
     "differentiable_once",
     "interpreted",

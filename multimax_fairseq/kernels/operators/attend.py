@@ -1,4 +1,4 @@
-"""The operators attention and attention_backward."""
+"""The operators attention, attention_backward and attention_step."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def serves(device: torch.device, size: int) -> bool:
     return on_cpu or size <= MAX_HEAD_SIZE
 
 
+# Of `attention_step`: a head's size is a multiple of it, which all vectors of a processor divide.
+STEP_SIZES = 16
+
+
 # What an attention is asked for besides its tensors.
 _NUMBERS = "bool is_causal, float dropout_p, float scale, int low, int high"
 
@@ -64,15 +68,7 @@ def _check_attention(
         )
     if not serves(query.device, query.shape[-1]):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not served on a GPU, got {size}")
-    if table is not None:
-        check_table(table, heads, query, "query")
-    if sink is not None:
-        if tuple(sink.shape) != (heads,) or sink.dtype != torch.float32:
-            raise ValueError(
-                f"sink must be float32 ({heads},), one score per head, got {sink.dtype} "
-                f"{list(sink.shape)}"
-            )
-        check_device("sink", sink, query, "query")
+    _check_scalars(query, heads, table, sink, scale)
     if mask is not None:
         full = (batch, heads, queries, keys)
         fits = mask.dim() == 4 and all(
@@ -92,8 +88,6 @@ def _check_attention(
         raise ValueError(f"key must have fewer than 2**31 rows, got {keys}")
     if not 0 <= dropout_p <= MAX_DROPOUT:
         raise ValueError(f"dropout_p must be in [0, 1) as a float32, got {dropout_p}")
-    if not -torch.inf < scale < torch.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
     if dropout_p > 0 and seed is None:
         raise ValueError("dropout needs a seed: give a scalar of int64 on the CPU, got None")
     if seed is not None and (seed.dim(), seed.dtype, seed.device.type) != (0, torch.int64, "cpu"):
@@ -103,6 +97,22 @@ def _check_attention(
         )
     if low not in (0, 1, 2) or high not in (0, 1, 2):
         raise ValueError(f"the orders low and high must be 0, 1 or 2, got {low} and {high}")
+
+
+def _check_scalars(
+    query: Tensor, heads: int, table: Tensor | None, sink: Tensor | None, scale: float
+) -> None:
+    if table is not None:
+        check_table(table, heads, query, "query")
+    if sink is not None:
+        if tuple(sink.shape) != (heads,) or sink.dtype != torch.float32:
+            raise ValueError(
+                f"sink must be float32 ({heads},), one score per head, got {sink.dtype} "
+                f"{list(sink.shape)}"
+            )
+        check_device("sink", sink, query, "query")
+    if not -torch.inf < scale < torch.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
 
 
 def _attention(
@@ -337,4 +347,76 @@ attention_backward: Operator = define(
     _attention_backward_fake,
     without_gradient("attention_backward"),
     lambda grad, *rest: no_autocast(grad.device.type, attention_backward, grad, *rest),
+)
+
+
+def _check_step(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    table: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+) -> None:
+    if query.dim() != 3 or keys.dim() != 4 or keys.shape[2:] != query.shape[1:]:
+        raise ValueError(
+            "query must be (R, H, D) and keys (L, rows, H, D), got "
+            f"{list(query.shape)} and {list(keys.shape)}"
+        )
+    if values.shape != keys.shape:
+        raise ValueError(f"values must be {list(keys.shape)}, as keys, got {list(values.shape)}")
+    for name, tensor in (("query", query), ("keys", keys), ("values", values)):
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}"
+            )
+    if query.shape[2] % STEP_SIZES:
+        raise ValueError(f"a head's size must be a multiple of {STEP_SIZES}, got {query.shape[2]}")
+    expected = (query.shape[0], keys.shape[0])
+    if tuple(ancestors.shape) != expected or ancestors.dtype != torch.int64:
+        raise ValueError(
+            f"ancestors must be int64 {list(expected)}, got {ancestors.dtype} "
+            f"{list(ancestors.shape)}"
+        )
+    check_device("ancestors", ancestors, query, "query")
+    _check_scalars(query, query.shape[1], table, sink, scale)
+
+
+def _attention_step(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    table: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+) -> Tensor:
+    _check_step(query, keys, values, ancestors, table, sink, scale)
+    if query.numel() == 0 or keys.numel() == 0:
+        return torch.zeros_like(query)
+    keys, values = (t if t[0].is_contiguous() else t.contiguous() for t in (keys, values))
+    return cpu.attention_step(query, keys, values, ancestors, table, sink, scale)
+
+
+def _attention_step_fake(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    table: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+) -> Tensor:
+    _check_step(query, keys, values, ancestors, table, sink, scale)
+    return query.new_empty(query.shape)
+
+
+attention_step: Operator = define(
+    "attention_step(Tensor query, Tensor keys, Tensor values, Tensor ancestors, Tensor? table, "
+    "Tensor? sink, float scale) -> Tensor",
+    _attention_step,
+    _attention_step_fake,
+    without_gradient("attention_step"),
+    lambda query, *rest: no_autocast(query.device.type, attention_step, query, *rest),
 )
