@@ -230,7 +230,12 @@ def language_model(
 
 
 def evaluate(
-    checkpoint: Path, data: Path, subset: str = "test", beam: int = 5, log: Path | None = None
+    checkpoint: Path,
+    data: Path,
+    subset: str = "test",
+    beam: int = 5,
+    log: Path | None = None,
+    quantized: bool = False,
 ) -> dict[str, Any]:
     """Return metric, value, signature and protocol; UsageError, in one sentence, for what fails."""
     for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
@@ -238,8 +243,11 @@ def evaluate(
             raise UsageError(f"{what} '{path}' does not exist: check its path")
     log = log or checkpoint.with_name(f"{checkpoint.stem}.{subset}.log")
     task = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"]
-    options = [] if torch.cuda.is_available() else ["--cpu"]
+    options = [] if torch.cuda.is_available() and not quantized else ["--cpu"]
+    options += ["--quantize", "int8"] if quantized else []
     if task._name == "language_modeling":
+        if quantized:
+            raise UsageError("--quantize int8 is for translation: leave it out")
         return language_model(checkpoint, data, task, subset, options, log)
     return translation(checkpoint, data, task, subset, beam, options, log)
 
@@ -270,6 +278,11 @@ def main() -> None:
     )
     parser.add_argument("--subset", default="test", help="of DATA-BIN; default test")
     parser.add_argument("--beam", type=int, default=5, help="of a translation; default 5")
+    parser.add_argument(
+        "--quantize",
+        choices=["int8"],
+        help="evaluate in int8 on the CPU besides, and print the difference",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     compat.apply()
@@ -281,13 +294,21 @@ def main() -> None:
             folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
             checkpoint = folder / f"average{args.average}.pt"
             write_average(newest(folder, args.average), checkpoint)
-        result = evaluate(checkpoint, args.data, args.subset, args.beam)
+        given = (checkpoint, args.data, args.subset, args.beam)
+        narrow = {}
+        if args.quantize is not None:
+            log = checkpoint.with_name(f"{checkpoint.stem}.{args.subset}.int8.log")
+            narrow = {"int8": evaluate(*given, log=log, quantized=True)["value"]}
+        result = evaluate(*given) | narrow
         if args.json is not None:
             write_json(args.json, result)
     except (UsageError, CheckpointError, OSError) as error:
         sys.exit(f"evaluate.sh: error: {error}")
     print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
     print(f"  {result['signature']}")
+    if "int8" in result:
+        difference = result["int8"] - result["value"]
+        print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
     if "word_perplexity" in result:
         print(f"perplexity a word {result['word_perplexity']:.2f} (between spaces, or an end)")
     if "tokenized_bleu" in result:
