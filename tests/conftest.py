@@ -39,12 +39,13 @@ LONGEST = files(
 )
 # What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
 LONG = LONGEST + files(
-    "added_mapping analysis_collect analysis_continuous any_call any_text benchmark build "
-    "checkpoint_names compat continuous_example continuous_models convert criterions docs "
+    "added_mapping analysis_collect analysis_continuous any_call any_text beam_search benchmark "
+    "build checkpoint_names compat continuous_example continuous_models convert criterions docs "
     "documents_example downloads experiments faults fuzzed_files hostile_archives "
-    "hostile_checkpoints hostile_files house iwslt17 long_run mistakes monitor numerics odd_calls "
-    "processes quickstart rdrop recorded_models replaced_models_recorded symmetric_divergence "
-    "trajectories transformers transformers_export transformers_files vit_example wrong_calls"
+    "hostile_checkpoints hostile_files house iwslt17 long_run mistakes monitor numerics "
+    "odd_calls processes quantize quickstart rdrop recorded_models replaced_models_recorded "
+    "results symmetric_divergence trajectories transformers transformers_export "
+    "transformers_files vit_example wrong_calls"
 )
 
 

@@ -13,7 +13,7 @@ from corpus import ENGLISH, GERMAN
 # In the order in which a reader would go on: later pages use what earlier ones have made.
 PAGES = ["README.md", "docs/your-data.md", "docs/analysis.md", "docs/fairseq.md", "docs/python.md"]
 PAGES += ["docs/flags.md", "docs/experiments.md", "docs/speed.md", "docs/architecture.md"]
-PAGES += ["docs/scale.md", "docs/reliability.md", "CONTRIBUTING.md"]
+PAGES += ["docs/scale.md", "docs/reliability.md", "docs/results.md", "CONTRIBUTING.md"]
 # The commands that have tests of their own.
 ELSEWHERE = [
     "bash scripts/quickstart.sh\n",

@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+"""Keeps the results of experiments as data, and makes docs/results.md of them.
+
+    scripts/results.py [OUT ...]
+
+OUT is the --out of scripts/multi30k.sh or scripts/speeches.sh. Its finished runs are taken into
+docs/results/EXPERIMENT.jsonl, a line each, translations with a paired bootstrap (SacreBLEU's, 1,000
+samples) against softmax of the same seed. Then, or without any OUT, docs/results.md is written.
+"""
+
+import argparse
+import json
+import runpy
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import evaluate
+from experiment_plan import ROOT, groups, listed
+from omegaconf import OmegaConf
+from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest
+from scipy import stats
+
+from multimax_fairseq.errors import UsageError
+
+# By its place: a package of that name, which sacrebleu imports, would be hidden by a .py.
+METHODS = runpy.run_path(str(ROOT / "scripts" / "tabulate"))["METHODS"]
+DATA = ROOT / "docs" / "results"
+PAGE = ROOT / "docs" / "results.md"
+EXPERIMENTS = {
+    "multi30k": "Translation: Multi30k, German-English",
+    "speeches": "Language modelling: State of the Union addresses",
+}
+SAMPLES = 1000
+Line = dict[str, Any]
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def lines_of(experiment: str) -> list[Line]:
+    file = DATA / f"{experiment}.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def key(line: Line) -> tuple[str, int]:
+    return line["row"], line["seed"]
+
+
+def hypotheses(run: Path, references: list[str]) -> list[str]:
+    found = evaluate.sentences((run / "evaluate.log").read_text(encoding="utf-8"), "H")
+    return [found[number] for number in range(len(references))]
+
+
+def bootstrap(ours: list[str], softmax: list[str], references: list[str]) -> dict[str, float]:
+    """The difference in BLEU, and how probable one as large is of two systems that are alike."""
+    test = PairedTest(
+        [("softmax", softmax), ("ours", ours)],
+        {"BLEU": BLEU()},
+        [references],
+        test_type="bs",
+        n_samples=SAMPLES,
+    )
+    base, other = test()[1]["BLEU"]
+    return {"difference": other.score - base.score, "p": other.p_value}
+
+
+def take_in(out: Path) -> None:
+    """Add an experiment's finished runs to its lines, in place of earlier ones of the same."""
+    files = sorted(out.glob("*/seed-*/result.json"))
+    if not files:
+        raise UsageError(f"'{out}' has no finished run: give the --out of an experiment")
+    results = [(file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    experiment = results[0][1]["experiment"]
+    if experiment not in EXPERIMENTS:
+        raise UsageError(f"'{out}' is of {experiment}: only {', '.join(EXPERIMENTS)} are kept")
+    known = {key(line): line for line in lines_of(experiment)}
+    runs = {key(line): run for run, line in results}
+    for run, line in results:
+        if known.get(key(line), {}).get("date") == line["date"] and (
+            "bootstrap" in known[key(line)] or line["row"] == "softmax" or "hypotheses" not in line
+        ):
+            continue
+        softmax = runs.get(("softmax", line["seed"]))
+        if "hypotheses" in line and line["row"] != "softmax" and softmax is not None:
+            data = ROOT / line["evaluation"][1]
+            references = evaluate.raw_lines(data / "test.reference.en")
+            both = (hypotheses(each, references) for each in (run, softmax))
+            line["bootstrap"] = bootstrap(*both, references)
+        known[key(line)] = line
+    order = [row for rows in groups(experiment).values() for row in rows]
+    ordered = sorted(known.values(), key=lambda line: (order.index(line["row"]), line["seed"]))
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered)
+    DATA.mkdir(exist_ok=True)
+    evaluate.write(DATA / f"{experiment}.jsonl", text)
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def spread(values: list[float]) -> str:
+    mean = f"{statistics.mean(values):.2f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2f}"
+
+
+def against(block: list[Line], softmax: dict[int, float], field: str) -> tuple[str, str]:
+    """Differences to softmax of the same seeds, mean and deviation; the p of a paired t-test."""
+    pairs = [(line[field], softmax[line["seed"]]) for line in block if line["seed"] in softmax]
+    if not pairs:
+        return "", ""
+    differences = [ours - theirs for ours, theirs in pairs]
+    mean = f"{statistics.mean(differences):+.2f}"
+    if len(pairs) < 2:
+        return mean, ""
+    p = stats.ttest_rel(*zip(*pairs, strict=True)).pvalue
+    return f"{mean} ± {statistics.stdev(differences):.2f}", f"{p:.3f}"
+
+
+def changes(experiment: str, row: str) -> str:
+    """What a row changes, as flags of fairseq-train."""
+    entries = listed(experiment)
+    assert entries is not None
+    found = next(rows[row] for rows in entries.values() if row in rows)
+    words = []
+    for settings in OmegaConf.to_container(found).values():
+        for name, value in settings.items():
+            flag = "--optimizer" if name == "_name" else f"--{name.replace('_', '-')}"
+            words.append(flag if value is True else f"{flag} {value}")
+    return f"`{' '.join(words)}`" if words else "the default"
+
+
+def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
+    is_translation = experiment == "multi30k"
+    field = "value" if is_translation else "word_perplexity"
+    base = {line["seed"]: line[field] for line in lines if line["row"] == "softmax"}
+    head = ["row", "what it changes", "seeds"]
+    head += ["SacreBLEU"] if is_translation else ["perplexity a word"]
+    head += ["minus softmax's", "p"]
+    head += (
+        ["bootstrap: better, worse of", "chrF", "tokenised BLEU", "validation"]
+        if is_translation
+        else ["perplexity a subword", "validation"]
+    )
+    head += ["paper"]
+    out = [head, ["---"] * len(head)]
+    for row in rows:
+        block = [line for line in lines if line["row"] == row]
+        if not block:
+            continue
+        seeds = ", ".join(str(line["seed"]) for line in block)
+        cells = [row, changes(experiment, row), seeds, spread([line[field] for line in block])]
+        cells += ["", ""] if row == "softmax" else against(block, base, field)
+        if is_translation:
+            tests = [line["bootstrap"] for line in block if "bootstrap" in line]
+            # Of translations that are the same, SacreBLEU's p is 0.
+            clear = [t["difference"] for t in tests if t["difference"] and t["p"] < 0.05]
+            better = sum(difference > 0 for difference in clear)
+            cells.append(f"{better}, {len(clear) - better} of {len(tests)}" if tests else "")
+            cells += [spread([line[name] for line in block]) for name in ("chrf", "tokenized_bleu")]
+        else:
+            cells.append(spread([line["value"] for line in block]))
+        cells.append(spread([line["validation"] for line in block]))
+        cells.append(METHODS[experiment].get(row, ("", ""))[1])
+        out.append(cells)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in out)
+
+
+def notes(lines: list[Line]) -> str:
+    def all_of(values: Any) -> str:
+        return "; ".join(sorted(set(values)))
+
+    told = {
+        "Scores": all_of(f"{line['signature']} ({line['protocol']})" for line in lines),
+        "chrF": all_of(line.get("chrf_signature", "") for line in lines),
+        "Tokenised BLEU": all_of(line.get("tokenized_signature", "") for line in lines),
+        "Data (SHA-256)": all_of(line["data"] for line in lines),
+        "Processors": all_of(line["hardware"] for line in lines),
+        "Versions": all_of(
+            ", ".join(f"{name} {number}" for name, number in line["versions"].items())
+            for line in lines
+        ),
+        "Commits": all_of(str(line["commit"])[:12] for line in lines),
+    }
+    return "".join(f"- {name}: {text}\n" for name, text in told.items() if text.strip("; "))
+
+
+HEAD = """\
+# Results
+
+Made by `scripts/results.py` from [results](results), which has a line for each run: its command,
+commit, versions, processor, checksums of its data and translations, and all its scores. A run is
+repeated by its `command`, in a checkout with the data at the same place (`data-prep/`), and gives
+the same score on a processor of the same kind with one thread.
+
+Each row changes one thing. ± is the standard deviation over seeds (n - 1); "minus softmax's" pairs
+runs of one seed, p is of a paired t-test over the seeds, and the bootstrap (SacreBLEU's, 1,000
+samples) counts the seeds at which a run differs from softmax of that seed at p < 0.05. The
+checkpoint is the one with the lowest validation loss. The paper's figures are of other data, models
+and schedules.
+"""
+
+
+def page() -> str:
+    text = HEAD
+    for experiment, title in EXPERIMENTS.items():
+        if lines := lines_of(experiment):
+            text += f"\n## {title}\n"
+            for group, rows in groups(experiment).items():
+                if any(line["row"] in rows for line in lines):
+                    text += f"\n### {group.capitalize()}\n\n{table(experiment, rows, lines)}"
+            text += f"\n{notes(lines)}"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, nargs="*", metavar="OUT")
+    args = parser.parse_args()
+    try:
+        for out in args.out:
+            take_in(out)
+        evaluate.write(PAGE, page())
+    except (UsageError, OSError, ValueError, LookupError) as error:
+        sys.exit(f"results.py: error: {error}")
+    print(f"Written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

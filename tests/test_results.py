@@ -1,0 +1,106 @@
+"""Results as data: docs/results.md is made of docs/results, a line a run."""
+
+import importlib
+import json
+import statistics
+import sys
+
+import pytest
+from commands import ROOT
+from scipy import stats
+
+from multimax_fairseq.errors import UsageError
+
+# What it takes to find a result again.
+SIGNATURE = "experiment row seed metric value signature protocol evaluation validation parameters"
+SIGNATURE += " updates hardware data command versions commit date"
+
+
+@pytest.fixture(scope="module")
+def results():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    yield importlib.import_module("results")
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_the_page_is_what_the_lines_make(results):
+    assert results.PAGE.read_text(encoding="utf-8") == results.page()
+
+
+@pytest.mark.parametrize("experiment", ["multi30k", "speeches"])
+def test_every_line_can_be_found_again(results, experiment):
+    lines = results.lines_of(experiment)
+    known = [row for rows in results.groups(experiment).values() for row in rows]
+    assert len({results.key(line) for line in lines}) == len(lines) > 0
+    for line in lines:
+        assert set(SIGNATURE.split()) <= line.keys() and line["experiment"] == experiment
+        assert line["row"] in known and len(line["data"]) == 64
+        assert line["commit"] and not line["commit"].endswith("-dirty")
+        assert line["command"].startswith(f"fairseq-train data/{experiment}")
+        assert not any(word.startswith("/") for word in line["command"].split())
+        words = line["command"].split()
+        assert words[words.index("--seed") + 1] == str(line["seed"])
+        if experiment == "multi30k":
+            assert len(line["hypotheses"]) == 64
+            assert ("bootstrap" in line) == (line["row"] != "softmax")
+        else:
+            assert line["word_perplexity"] > line["value"] > 1
+    assert len({line["data"] for line in lines}) == 1  # all rows have the same
+
+
+def run_of(folder, row, seed, value, texts):
+    run = folder / row / f"seed-{seed}"
+    run.mkdir(parents=True)
+    output = "".join(f"H-{n}\t-0.5\t{text}\n" for n, text in enumerate(texts))
+    (run / "evaluate.log").write_text(output)
+    line = {"experiment": "multi30k", "row": row, "seed": seed, "value": value, "chrf": 50.0}
+    line |= {"tokenized_bleu": value, "validation": value, "hypotheses": "0" * 64, "date": "now"}
+    line |= {"evaluation": ["fairseq-generate", "data-bin"], "signature": "s", "protocol": "p"}
+    line |= {"data": "1", "hardware": "h", "versions": {"torch": "2"}, "commit": "c"}
+    (run / "result.json").write_text(json.dumps(line) + "\n")
+
+
+def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "DATA", tmp_path / "kept")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    right = [f"this is sentence number {n} of a text that is long enough" for n in range(40)]
+    wrong = [text.replace("this is", "that was") if n % 2 else text for n, text in enumerate(right)]
+    (tmp_path / "data-bin").mkdir()
+    (tmp_path / "data-bin" / "test.reference.en").write_text("\n".join(right) + "\n")
+    out = tmp_path / "out"
+    values = {"softmax": (30.0, 31.0, 32.0), "multimax": (30.5, 31.7, 32.3), "sparsemax": (9, 9, 9)}
+    for row, scores in values.items():
+        for seed, value in enumerate(scores, 1):
+            texts = right if row == "multimax" and seed < 3 else wrong
+            run_of(out, row, seed, float(value), texts)
+    results.take_in(out)
+    lines = results.lines_of("multi30k")
+    order = [("softmax", 1), ("softmax", 2), ("softmax", 3), ("sparsemax", 1)]
+    assert [results.key(line) for line in lines][:4] == order and len(lines) == 9
+    found = {results.key(line): line.get("bootstrap") for line in lines}
+    assert found["softmax", 1] is None and found["multimax", 1]["difference"] > 5
+    assert found["multimax", 1]["p"] < 0.05 and found["multimax", 3]["difference"] == 0
+    before = (results.DATA / "multi30k.jsonl").read_text()
+    monkeypatch.setattr(results, "bootstrap", None)  # which is not done again
+    results.take_in(out)
+    assert (results.DATA / "multi30k.jsonl").read_text() == before
+
+    row = next(line for line in results.page().splitlines() if line.startswith("| multimax |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    differences = [0.5, 0.7, 0.3]
+    p = stats.ttest_1samp(differences, 0).pvalue
+    assert cells[1:6] == [
+        *("the default", "1, 2, 3", f"31.50 ± {statistics.stdev(values['multimax']):.2f}"),
+        *("+0.50 ± 0.20", f"{p:.3f}"),
+    ]
+    assert cells[6] == "2, 0 of 3" and cells[-1] == "34.7 ± 0.07"
+
+
+def test_what_is_no_experiment_is_refused(results, tmp_path):
+    with pytest.raises(UsageError, match="has no finished run"):
+        results.take_in(tmp_path)
+    run_of(tmp_path, "softmax", 1, 1.0, [])
+    file = tmp_path / "softmax" / "seed-1" / "result.json"
+    file.write_text(file.read_text().replace("multi30k", "iwslt14"))
+    with pytest.raises(UsageError, match="is of iwslt14: only multi30k, speeches are kept"):
+        results.take_in(tmp_path)
