@@ -19,7 +19,6 @@ round, with all that it takes to measure again), .png and .svg.
 
 import argparse
 import contextlib
-import copy
 import functools
 import itertools
 import shlex
@@ -31,21 +30,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq import checkpoint_utils, options, tasks, utils
+from fairseq import options, tasks, utils
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.data import Dictionary, indexed_dataset
 from fairseq.data.data_utils import infer_language_pair
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
-from fairseq.models.transformer import TransformerModel
 from fairseq.trainer import Trainer
+from generation import generate
 from paired import Case, Contestant, Ready, conditions, measure, quiet, report
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.errors import CheckpointError, UsageError
-from multimax_fairseq.models.config import as_namespace
 
 SHAPES = ["4x8x512x64", "16x8x128x64"]
 EXPRESSION, PLAIN, AUTO = "MultiMax (torch expression)", "MultiMax (plain)", "MultiMax (auto)"
@@ -344,76 +342,6 @@ def training_step(trainer: Trainer, args: argparse.Namespace) -> Ready:
         return {"loss": loss.detach() / size, "norm of the gradient": torch.stack(grads).norm()}
 
     return Ready(step, result)
-
-
-# --- generation --------------------------------------------------------------------------------
-
-
-def generate(args: argparse.Namespace) -> list[Case]:
-    @functools.cache
-    def inputs() -> tuple[Any, Any, Any, list[dict[str, Any]]]:
-        """(settings, task, our model, batches)."""
-        path = str(args.checkpoint)
-        refusal = UsageError(
-            f"--checkpoint {path} holds no translation model with MultiMax: train one with --arch "
-            "transformer_multimax or transformer_iwslt_de_en_multimax"
-        )
-        state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
-        if state["cfg"]["task"]._name != "translation":
-            raise refusal
-        try:
-            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
-        except RuntimeError:
-            raise CheckpointError(
-                f"--checkpoint {path} does not fit the words of {args.data} and the model as it is "
-                "now: give one that this version has trained on them"
-            ) from None
-        if not hasattr(models[0].decoder, "output_modulator"):
-            raise refusal
-        cfg.generation.beam, cfg.generation.max_len_a, cfg.generation.max_len_b = args.beam, 1.2, 10
-        task.load_dataset(args.subset)
-        batches = task.get_batch_iterator(
-            task.dataset(args.subset), max_tokens=args.max_tokens, seed=1
-        ).next_epoch_itr()  # shuffled, else the first rounds would have the shortest sentences
-        return cfg, task, models[0], list(batches)
-
-    def contestant(stock: bool, backend: str = "auto") -> Contestant:
-        def make() -> Ready:
-            cfg, task, model, batches = inputs()
-            if stock:
-                # The same weights without the modulators.
-                weights = model.state_dict()
-                model = TransformerModel.build_model(copy.deepcopy(as_namespace(cfg.model)), task)
-                model.load_state_dict({key: weights[key] for key in model.state_dict()})
-            model = model.to(args.device, getattr(torch, args.dtype))
-            model.prepare_for_inference_(cfg)
-            generator = task.build_generator([model], cfg.generation)
-
-            def hypotheses(number: int) -> list[list[int]]:
-                batch = batches[number % len(batches)]
-                batch = utils.move_to_cuda(batch) if args.device == "cuda" else batch
-                found = task.inference_step(generator, [model], batch)
-                return [best["tokens"].tolist() for best, *_ in found]
-
-            def step(number: int) -> dict[str, int]:
-                found = hypotheses(number)
-                return {"hypotheses": len(found), "tokens": sum(map(len, found))}
-
-            def result() -> list[list[int]]:
-                return [best for number in range(len(batches)) for best in hypotheses(number)]
-
-            return Ready(step, result)
-
-        return Contestant(make, "stock" if stock else "ours", backend)
-
-    contestants = {
-        "softmax (fairseq)": contestant(True),
-        PLAIN: contestant(False, "plain"),
-        AUTO: contestant(False),
-    }
-    label = f"generation, {args.subset}, beam {args.beam}"
-    quantities = ["tokens/s", "hypotheses/s"]
-    return [Case(label, 0, contestants, ["softmax (fairseq)", PLAIN], quantities)]
 
 
 # --- the command line --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.attention import step_attention
 from multimax_fairseq.functional.cross_entropy import best_scores
 from multimax_fairseq.kernels import operators
-from multimax_fairseq.models.beam_search import BeamGenerator
+from multimax_fairseq.models.beam_search import LAYERS, BeamGenerator, lay_out
 from multimax_fairseq.models.config import as_namespace
 
 ARCH = "transformer_multimax"
@@ -235,6 +235,19 @@ def test_a_model_trains_after_it_as_before(task, dictionary, translation_batch):
         sample["net_input"]["src_tokens"] = sample["net_input"]["src_tokens"].double()
         BeamGenerator([model], dictionary, beam_size=2).generate([model], sample)
     assert {layer.encoder_attn.beam_size for layer in model.decoder.layers} == {1}
+
+
+def test_weights_laid_out_otherwise_are_the_same(task, build, dictionary, translation_batch):
+    sample = translation_batch(SIZES)
+    for model in (scatter_modulators(build(ARCH)).eval(), stock_model(task)):
+        wanted = model(**sample["net_input"])[0]
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        lay_out([model])
+        torch.testing.assert_close(model(**sample["net_input"])[0], wanted, rtol=1e-5, atol=1e-5)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, kept[name])
+            is_turned = any(f".{layer}.weight" in name for layer in LAYERS)
+            assert value.is_contiguous() != (is_turned and min(value.shape) > 1)
 
 
 def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translation_batch):

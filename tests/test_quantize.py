@@ -13,7 +13,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.beam_search import BeamGenerator
 from multimax_fairseq.models.config import as_namespace
-from multimax_fairseq.models.quantize import LAYERS, quantize
+from multimax_fairseq.models.quantize import NARROW, quantize
 
 ARCH = "transformer_multimax"
 SOFTMAX = ("--attention-normalizer", "softmax")
@@ -40,7 +40,7 @@ def test_the_function_is_nearly_the_same(model, dictionary, translation_batch):
     assert 0 < (found - wanted).abs().max() < 0.3
     left = {name for name, _ in narrow.named_parameters()}
     gone = {name.rpartition(".")[0].rpartition(".")[2] for name in kept.keys() - left}
-    assert gone == set(LAYERS)
+    assert gone == set(NARROW)
     for name, parameter in narrow.named_parameters():
         assert torch.equal(parameter, kept[name])
     for kind in (SequenceGenerator, BeamGenerator):

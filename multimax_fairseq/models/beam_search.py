@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,15 +11,16 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.search import BeamSearch
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from fairseq.tasks import FairseqTask
-from torch import Tensor
+from torch import Tensor, nn
 
-from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.compat.patch import command, wrap
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.cross_entropy import best_scores
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 
 # Of scores that are formed at a time.
 MAX_SCORES = 2**21
+LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 DECODERS = (TransformerDecoder, TransformerDecoderBase, MultimaxDecoder)
 
 
@@ -226,6 +228,17 @@ def _is_known(model: Any) -> bool:
     )
 
 
+def lay_out(models: Iterable[nn.Module]) -> None:
+    """Lay weights of attention and feed-forward layers out by columns in memory, which a product
+    of few rows is faster with: for models that are not trained any more, on a CPU."""
+    for model in models:
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear and name.rpartition(".")[2] in LAYERS:
+                weight = module.weight
+                if weight.device.type == "cpu" and weight.dim() == 2:
+                    weight.data = weight.data.t().contiguous().t()
+
+
 def faster_generation() -> None:
     """Have every task build `BeamGenerator` where it would build fairseq's plain generator."""
 
@@ -236,6 +249,8 @@ def faster_generation() -> None:
             plain = plain and not getattr(args, "print_alignment", False)
             if seq_gen_cls is None and plain:
                 seq_gen_cls = BeamGenerator
+                if command() in ("fairseq-generate", "fairseq-interactive"):
+                    lay_out(models)
             return original(self, models, args, seq_gen_cls, *rest, **kwargs)
 
         return build_generator

@@ -14,9 +14,10 @@ from torch.ao import quantization
 
 from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.models.beam_search import LAYERS
 
-# Those of encoder, decoder and output layer; what normalizers and gates learn stays as it is.
-LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "output_projection")
+# What normalizers and gates learn stays as it is.
+NARROW = (*LAYERS, "output_projection")
 
 
 def quantize(models: Iterable[nn.Module]) -> None:
@@ -41,7 +42,7 @@ def quantize(models: Iterable[nn.Module]) -> None:
         chosen = {
             name: quantization.per_channel_dynamic_qconfig
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and name.rpartition(".")[2] in LAYERS
+            if type(module) is nn.Linear and name.rpartition(".")[2] in NARROW
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.10 and later

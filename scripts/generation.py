@@ -1,0 +1,154 @@
+"""Beam search for scripts/benchmark.py: MultiMax and its softmax twin, in fairseq's loop, in ours,
+in int8, and in CTranslate2 where that is installed."""
+
+import argparse
+import copy
+import functools
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.models.transformer import TransformerModel
+from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
+from paired import Case, Contestant, Ready
+
+import multimax_fairseq.models  # noqa: F401
+from multimax_fairseq.errors import CheckpointError, UsageError
+from multimax_fairseq.models.beam_search import lay_out
+from multimax_fairseq.models.config import as_namespace
+from multimax_fairseq.models.quantize import quantize
+
+
+def generate(args: argparse.Namespace) -> list[Case]:
+    @functools.cache
+    def inputs() -> tuple[Any, Any, Any, list[dict[str, Any]]]:
+        """(settings, task, our model, batches)."""
+        path = str(args.checkpoint)
+        refusal = UsageError(
+            f"--checkpoint {path} holds no translation model with MultiMax: train one with --arch "
+            "transformer_multimax or transformer_iwslt_de_en_multimax"
+        )
+        state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
+        if state["cfg"]["task"]._name != "translation":
+            raise refusal
+        try:
+            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
+        except RuntimeError:
+            raise CheckpointError(
+                f"--checkpoint {path} does not fit the words of {args.data} and the model as it is "
+                "now: give one that this version has trained on them"
+            ) from None
+        if not hasattr(models[0].decoder, "output_modulator"):
+            raise refusal
+        cfg.generation.beam, cfg.generation.max_len_a, cfg.generation.max_len_b = args.beam, 1.2, 10
+        task.load_dataset(args.subset)
+        batches = task.get_batch_iterator(
+            task.dataset(args.subset), max_tokens=args.max_tokens, seed=1
+        ).next_epoch_itr()  # shuffled, else the first rounds would have the shortest sentences
+        return cfg, task, models[0], list(batches)
+
+    def twin() -> Any:
+        """fairseq's own model: the same weights without the modulators."""
+        cfg, task, model, _ = inputs()
+        weights = model.state_dict()
+        twin = TransformerModel.build_model(copy.deepcopy(as_namespace(cfg.model)), task)
+        twin.load_state_dict({key: weights[key] for key in twin.state_dict()})
+        return twin
+
+    def ready(hypotheses: Any) -> Ready:
+        """`hypotheses`, of a batch: the words of the best one of each sentence."""
+        batches = inputs()[3]
+
+        def step(number: int) -> dict[str, int]:
+            found = hypotheses(batches[number % len(batches)])
+            return {"hypotheses": len(found), "tokens": sum(map(len, found))}
+
+        return Ready(step, lambda: [best for batch in batches for best in hypotheses(batch)])
+
+    def contestant(family: str, backend: str = "auto", loop: Any = None) -> Contestant:
+        def make() -> Ready:
+            cfg, task, model, _ = inputs()
+            model = twin() if family == "stock" else copy.deepcopy(model)
+            model = model.to(args.device, getattr(torch, args.dtype))
+            model.prepare_for_inference_(cfg)
+            if loop is None:
+                lay_out([model])  # as the commands do
+            if family == "int8":
+                quantize([model])
+            generator = task.build_generator([model], cfg.generation, seq_gen_cls=loop)
+
+            def hypotheses(batch: dict[str, Any]) -> list[list[int]]:
+                batch = utils.move_to_cuda(batch) if args.device == "cuda" else batch
+                found = task.inference_step(generator, [model], batch)
+                return [best["tokens"].tolist() for best, *_ in found]
+
+            return ready(hypotheses)
+
+        return Contestant(make, family, backend)
+
+    def in_ctranslate2(numbers: str) -> Contestant:
+        def make() -> Ready:
+            import ctranslate2
+
+            cfg, task, _, _ = inputs()
+            with tempfile.TemporaryDirectory() as folder:
+                settings = copy.deepcopy(as_namespace(cfg.model))
+                settings.arch = settings._name = "transformer"
+                state = {
+                    "cfg": OmegaConf.to_container(cfg) | {"model": settings},
+                    "model": twin().state_dict(),
+                    "args": None,
+                    "best_loss": None,
+                }
+                file = Path(folder, "twin.pt")
+                torch.save(state, file)
+                converter = ctranslate2.converters.FairseqConverter(str(file), str(args.data))
+                converter.convert(str(Path(folder, "converted")), quantization=numbers)
+                translator = ctranslate2.Translator(
+                    str(Path(folder, "converted")),
+                    compute_type=numbers,
+                    inter_threads=1,
+                    intra_threads=torch.get_num_threads(),
+                )
+            words = task.source_dictionary
+
+            def hypotheses(batch: dict[str, Any]) -> list[list[str]]:
+                source = batch["net_input"]["src_tokens"]
+                texts = [
+                    [
+                        words[token]
+                        for token in row.tolist()
+                        if token not in (words.pad(), words.eos())
+                    ]
+                    for row in source
+                ]
+                found = translator.translate_batch(
+                    texts,
+                    beam_size=args.beam,
+                    max_decoding_length=int(1.2 * source.shape[1] + 10),
+                )
+                # And an end of sentence, as the others count.
+                return [[*result.hypotheses[0], "</s>"] for result in found]
+
+            return ready(hypotheses)
+
+        return Contestant(make, f"CTranslate2 {numbers}")
+
+    contestants = {
+        "softmax (fairseq)": contestant("stock", loop=SequenceGenerator),
+        "softmax (our loop)": contestant("stock"),
+        "MultiMax (plain)": contestant("ours", "plain"),
+        "MultiMax (auto)": contestant("ours"),
+    }
+    if args.device == "cpu" and args.dtype == "float32":
+        contestants["MultiMax (int8)"] = contestant("int8")
+        if importlib.util.find_spec("ctranslate2"):
+            contestants["softmax (CTranslate2)"] = in_ctranslate2("float32")
+            contestants["softmax (CTranslate2, int8)"] = in_ctranslate2("int8")
+    label = f"generation, {args.subset}, beam {args.beam}"
+    quantities = ["tokens/s", "hypotheses/s"]
+    return [Case(label, 0, contestants, ["softmax (fairseq)", "MultiMax (plain)"], quantities)]
