@@ -33,10 +33,10 @@ class BeamGenerator(SequenceGenerator):
     weights, another kind of decoder) is left to fairseq's own loop.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # Symbols that are not chosen as words are: an end and an unknown word, and never a padding.
-        self.apart = torch.tensor([self.eos, self.unk, self.pad])
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Symbols that are not chosen as words are: an end, an unknown word; never a padding."""
+        return self.eos, self.unk, self.pad
 
     def _generate(self, sample, prefix_tokens=None, constraints=None, bos_token=None):
         net_input = sample["net_input"]
@@ -86,7 +86,6 @@ class BeamGenerator(SequenceGenerator):
         tokens = source.new_full((len(source), 1), first)
         scores = torch.zeros(len(source), 0, device=source.device)
         rows = live
-        self.apart = self.apart.to(source.device)
         self._share_keys(1)
         for step in range(longest + 1):
             if step == 1:
@@ -175,13 +174,15 @@ class BeamGenerator(SequenceGenerator):
     def _best_of(self, scores: Tensor, step: int, longest: int) -> tuple[Tensor, Tensor]:
         ends = scores[:, self.eos, None]
         if step == longest:
-            return ends - scores.logsumexp(1, keepdim=True), self.apart[:1].expand(len(scores), 1)
+            words = torch.full_like(ends, self.eos, dtype=torch.int64)
+            return ends - scores.logsumexp(1, keepdim=True), words
         values, words, total = best_scores(scores, 2 * self.beam_size + len(self.apart))
-        values = values.masked_fill(torch.isin(words, self.apart), -math.inf)
+        apart = words.new_tensor(self.apart)
+        values = values.masked_fill(torch.isin(words, apart), -math.inf)
         ends = torch.full_like(ends, -math.inf) if step < self.min_len else ends
         unknown = scores[:, self.unk, None] - self.unk_penalty
         values = torch.cat([values, ends, unknown], 1) - total[:, None]
-        return values, torch.cat([words, self.apart[:2].expand(len(words), 2)], 1)
+        return values, torch.cat([words, apart[:2].expand(len(words), 2)], 1)
 
     def _finish(
         self,
@@ -245,13 +246,12 @@ def faster_generation() -> None:
     def make(original):
         @functools.wraps(original)
         def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):
-            plain = not getattr(args, "score_reference", False)
-            plain = plain and not getattr(args, "print_alignment", False)
-            if seq_gen_cls is None and plain:
-                seq_gen_cls = BeamGenerator
+            generator = original(self, models, args, seq_gen_cls, *rest, **kwargs)
+            if seq_gen_cls is None and type(generator) is SequenceGenerator:
+                generator.__class__ = BeamGenerator
                 if command() in ("fairseq-generate", "fairseq-interactive"):
                     lay_out(models)
-            return original(self, models, args, seq_gen_cls, *rest, **kwargs)
+            return generator
 
         return build_generator
 
