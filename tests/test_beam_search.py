@@ -183,8 +183,7 @@ def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_bat
         monkeypatch.setenv("MULTIMAX_BACKEND", "plain" if step >= 6 else "auto")
         got = model.decoder(tokens[:, : step + 1], encoder_out=encoded, incremental_state=state)[0]
         torch.testing.assert_close(got[:, 0], wanted[:, step], rtol=1e-4, atol=1e-4)
-        caches = [layer for layer in state.values() if "cache_key" in layer]
-        assert bool(caches) == (step < 6)
+        assert any("steps" in layer for layer in state.values()) == (step < 6)
 
 
 def test_what_needs_more_is_left_to_fairseq(task, build, dictionary, translation_batch):
@@ -346,11 +345,14 @@ def test_what_has_no_best_scores(scores, count, said):
 # --- attention to a cache that hypotheses share ---------------------------------------------------
 
 
-def a_cache(hypotheses=5, heads=2, size=16, steps=7, rows=6, seed=0):
+def some_steps(hypotheses=5, heads=2, size=16, steps=7, seed=0):
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(hypotheses, heads, size, generator=generator)
-    keys, values = torch.randn(2, steps, rows, heads, size, generator=generator)
-    ancestors = torch.randint(rows, (hypotheses, steps), generator=generator)
+    rows = [6 + step % 3 for step in range(steps)]
+    keys, values = (
+        [torch.randn(count, heads, size, generator=generator) for count in rows] for _ in range(2)
+    )
+    ancestors = torch.stack([torch.randint(n, (hypotheses,), generator=generator) for n in rows], 1)
     return query, keys, values, ancestors
 
 
@@ -358,12 +360,15 @@ def a_cache(hypotheses=5, heads=2, size=16, steps=7, rows=6, seed=0):
 @pytest.mark.parametrize("each_head", [False, True])
 @pytest.mark.parametrize("size", [16, 48, 128])
 def test_attention_step(columns, each_head, size):
-    query, keys, values, ancestors = a_cache(size=size, steps=37)
+    query, keys, values, ancestors = some_steps(size=size, steps=37)
     modulator = Modulator(num_heads=2 if each_head else None, init_std=0.3, monotone=columns == 12)
     sink = torch.tensor([0.5, -1.0])[:, None, None] if each_head else None
     given = {"modulator": modulator} if columns else {}
     found = step_attention(query, keys, values, ancestors, 0.3, sink=sink, **given)
-    own = [x.double()[torch.arange(37), ancestors].transpose(1, 2) for x in (keys, values)]
+    own = [
+        torch.stack([x[step].double()[ancestors[:, step]] for step in range(37)], 2)
+        for x in (keys, values)
+    ]
     scores = 0.3 * query.double()[:, :, None] @ own[0].mT
     with torch.no_grad():
         scores = modulator.double()(scores) if columns else scores
@@ -374,21 +379,24 @@ def test_attention_step(columns, each_head, size):
 
 
 def test_attention_step_takes_no_address_that_it_has_not_checked():
-    query, keys, values, ancestors = a_cache()
+    query, keys, values, ancestors = some_steps()
     step = operators.attention_step
     for wrong in (-1, 6, 2**40):
         other = ancestors.clone()
         other[-1, -1] = wrong
-        with pytest.raises(ValueError, match=f"0 to 5, got .*{wrong}"):
+        with pytest.raises(ValueError, match=f"0 to 5 at step 6, got .*{wrong}"):
             step(query, keys, values, other, None, None, 1.0)
+    narrow = [[x[..., :8] for x in tensors] for tensors in (keys, values)]
+    halves = [[x.half() for x in tensors] for tensors in (keys, values)]
     for inputs, said in (
         ((query[0], keys, values, ancestors), "query must be"),
-        ((query, keys[..., :8], values, ancestors), "keys"),
-        ((query, keys, values[:3], ancestors), "values must be"),
+        ((query[..., :8], *narrow, ancestors), "multiple of 16, got"),
+        ((query, narrow[0], values, ancestors), "keys and values must be"),
+        ((query, keys, values[:3], ancestors), "as many, got 7 and 3"),
+        ((query, keys, [x[:2] for x in values], ancestors), "keys and values must be"),
         ((query, keys, values, ancestors[:, :3]), "ancestors must be int64"),
         ((query, keys, values, ancestors.int()), "ancestors must be int64"),
-        ((query.half(), keys.half(), values.half(), ancestors), "float32 on the CPU"),
-        (tuple(x[..., :8] for x in (query, keys, values)) + (ancestors,), "multiple of 16, got 8"),
+        ((query.half(), *halves, ancestors), "float32 on the CPU"),
     ):
         with pytest.raises(ValueError, match=said):
             step(*inputs, None, None, 1.0)
@@ -396,21 +404,22 @@ def test_attention_step_takes_no_address_that_it_has_not_checked():
         step(query, keys, values, ancestors, None, None, math.nan)
     with pytest.raises(ValueError, match="sink must be"):
         step(query, keys, values, ancestors, None, torch.zeros(3), 1.0)
+    with pytest.raises(ValueError, match="no gradient"):
+        step(query, keys[:-1] + [keys[-1].requires_grad_()], values, ancestors, None, None, 1.0)
+    keys = [x.detach() for x in keys]
     wanted = step(query, keys, values, ancestors, None, None, 1.0)
-    spread = torch.stack([keys, keys], -1)[..., 0]
+    spread = [torch.stack([x, x], -1)[..., 0] for x in keys]
     assert torch.equal(step(query, spread, values, ancestors, None, None, 1.0), wanted)
     assert step(query[:0], keys, values, ancestors[:0], None, None, 1.0).shape == (0, 2, 16)
-    assert not step(query, keys[:0], values[:0], ancestors[:, :0], None, None, 1.0).any()
+    assert not step(query, [], [], ancestors[:, :0], None, None, 1.0).any()
     overload = torch.ops.multimax_fairseq.attention_step.default
     torch.library.opcheck(overload, (query, keys, values, ancestors, None, None, 1.0))
 
 
 def test_attention_step_leaves_to_others_what_it_cannot_do():
-    query, keys, values, ancestors = a_cache()
-    for given in (
-        [x[..., :8] for x in (query, keys, values)],
-        [x.double() for x in (query, keys, values)],
-    ):
+    query, keys, values, ancestors = some_steps()
+    for change in (lambda x: x[..., :8], lambda x: x.double()):
+        given = change(query), [change(x) for x in keys], [change(x) for x in values]
         assert step_attention(*given, ancestors, 1.0) is None
     assert step_attention(query, keys, values, ancestors, 1.0, modulator=torch.tanh) is None
     assert step_attention(query, keys, values, ancestors, 1.0, sink=torch.zeros(3)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -205,8 +206,8 @@ def fused_attention(
 
 def step_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     ancestors: Tensor,
     scale: float,
     *,
@@ -214,15 +215,15 @@ def step_attention(
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
 ) -> Tensor | None:
-    """Return attention of hypotheses, without gradients, to a cache that they share, or None where
-    no kernel can.
+    """Return attention of hypotheses, without gradients, to keys that they share, or None where no
+    kernel can.
 
-    Equivalent to: fused_attention(query[:, :, None], *(x[range(L), ancestors].transpose(1, 2)
-        for x in (keys, values)), None, False, 0.0, scale, ...)[:, :, 0]
+    Equivalent to: fused_attention(query[:, :, None], *(torch.stack([x[s][ancestors[:, s]]
+        for s in range(L)], 2) for x in (keys, values)), None, False, 0.0, scale, ...)[:, :, 0]
 
     Args:
         query: (R, H, D), the last word of each hypothesis.
-        keys, values: (L, rows, H, D), of all that were at work at each step.
+        keys, values: of each of L steps, (rows, H, D), of all that were at work.
         ancestors: (R, L) int64: at which row of step s the hypothesis stood.
         modulator, sink, length_scale: as `fused_attention`.
     """
@@ -233,12 +234,12 @@ def step_attention(
     if able and modulator is not None:
         table = table_of(modulator)[0]
         able = fits_heads(modulator, query.shape[1]) and table.device == query.device
-    dtypes = (torch.float32,)
-    if choose("", "auto", query, keys, values, able=able, dtypes=dtypes) != "cpp":
+    last = (keys[-1], values[-1])
+    if choose("", "auto", query, *last, able=able, dtypes=(torch.float32,)) != "cpp":
         return None
     with torch.no_grad():
         if length_scale is not None:
-            counts = query.new_full((), keys.shape[0])
+            counts = query.new_full((), len(keys))
             query = query * ssmax_scale(counts, length_scale).reshape(-1, 1)
         table = None if table is None else table.float()
         own_sink = _a_head_each(sink, query)

@@ -50,8 +50,7 @@ class _Attention(ctypes.Structure):
         *_fields("mask", _Mask),
         *_fields("query key value output", _Rows),
         *_fields("grad_output grad_query grad_key grad_value", _Rows),
-        *_fields("ancestors", ctypes.c_void_p),
-        *_fields("cache_rows", ctypes.c_int64),
+        *_fields("ancestors rows step_keys step_values", ctypes.c_void_p),
     ]
 
 
@@ -212,33 +211,36 @@ def attention_forward(
 
 def attention_step(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Return attention of hypotheses' last words to all of theirs, in a cache that they share.
+    """Return attention of hypotheses' last words to all of theirs, whose keys they share.
 
     Args:
         query: (R, H, D) float32, D a multiple of 16.
-        keys, values: (L, rows, H, D) float32, by steps; dense but for the first dimension.
-        ancestors: (R, L) int64: key s of hypothesis r is keys[s, ancestors[r, s]].
+        keys, values: of each of L steps, (rows, H, D) float32, dense.
+        ancestors: (R, L) int64: key s of hypothesis r is keys[s][ancestors[r, s]].
         table, sink: as `attention_forward`.
 
     Returns:
         (R, H, D).
 
     Raises:
-        ValueError: an ancestor that is no row of the cache.
+        ValueError: an ancestor that is none of its step's rows.
     """
     hypotheses, heads, size = query.shape
-    steps, rows = keys.shape[:2]
-    query = query.contiguous()
+    query, ancestors = query.contiguous(), ancestors.contiguous()
     output = torch.empty_like(query)
-    arguments: dict[str, Any] = {"batch": hypotheses, "heads": heads, "queries": 1, "keys": steps}
-    arguments |= {"size": size, "scale": scale, "threads": torch.get_num_threads()}
+    rows = torch.tensor([len(step) for step in keys])
+    addresses = [(ctypes.c_void_p * len(x))(*(t.data_ptr() for t in x)) for x in (keys, values)]
+    arguments: dict[str, Any] = {"batch": hypotheses, "heads": heads, "queries": 1, "size": size}
+    arguments |= {"keys": len(keys), "scale": scale, "threads": torch.get_num_threads()}
+    arguments |= {"step_keys": ctypes.addressof(addresses[0])}
+    arguments |= {"step_values": ctypes.addressof(addresses[1])}
     if table is not None:
         table = table.contiguous()
         arguments |= {"table": table, "columns": table.shape[1]}
@@ -247,18 +249,17 @@ def attention_step(
         "attention_step",
         _Attention,
         query=query.unsqueeze(2),
-        key=keys.permute(1, 2, 0, 3),
-        value=values.permute(1, 2, 0, 3),
         output=output.unsqueeze(2),
         sink=None if sink is None else sink.contiguous(),
-        ancestors=ancestors.contiguous(),
-        cache_rows=rows,
+        ancestors=ancestors,
+        rows=rows,
         **arguments,
     )
     if status < 0:
+        step = -1 - status
         raise ValueError(
-            f"ancestors must be rows of the cache, 0 to {rows - 1}, got {int(ancestors.min())} to "
-            f"{int(ancestors.max())}"
+            f"ancestors must be rows of their step, 0 to {int(rows[step]) - 1} at step {step}, got "
+            f"{int(ancestors[:, step].min())} to {int(ancestors[:, step].max())}"
         )
     return output
 

@@ -1,5 +1,6 @@
 """A gate on what attention found."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ class GatedAttention(nn.Module):
     def attend_step(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
         ancestors: Tensor,
         scale: float,
         hidden: Tensor | None = None,

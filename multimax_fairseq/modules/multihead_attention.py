@@ -1,10 +1,24 @@
 """fairseq's multi-head attention with the softmax replaced, in every path."""
 
+from typing import Any, NamedTuple
+
 import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
+
+
+class Steps(NamedTuple):
+    """What self-attention has kept of the words of hypotheses, of each step once.
+
+    keys, values: of each step, (rows, heads, head size), of all hypotheses that were at work.
+    ancestors: (B, steps) int64, at which row of a step a hypothesis stood.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    ancestors: Tensor
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
@@ -85,7 +99,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
                 stepped = self._step(query, incremental_state)
                 if stepped is not None:
                     return stepped, None
-            self._spread_cache(incremental_state)
+            self._spread_steps(incremental_state)
         buffer: dict[str, Tensor | None] = {}
         if incremental_state is not None:
             buffer = self._get_input_buffer(incremental_state)
@@ -164,66 +178,50 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         self, query: Tensor, incremental_state: dict[str, dict[str, Tensor | None]]
     ) -> Tensor | None:
         """Attend from the one new word of each hypothesis to all of its words; None where no kernel
-        can.
-
-        The cache has a row for each hypothesis of each step, (steps, rows, C), and is never put
-        in order: `ancestors`, (B, steps), are the rows at which the words of a hypothesis stand.
-        """
+        can. Keys and values stay where they were formed."""
         attend = getattr(self.normalizer, "attend_step", None)
         has_extra = self.bias_k is not None or self.add_zero_attn
         is_step = self.self_attention and query.shape[0] == 1 and not has_extra
         buffer = self._get_input_buffer(incremental_state)
+        past: Any = buffer.get("steps")
         if attend is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
             return None
         if self.dropout_module.apply_during_inference:
             return None
         batch, heads, size = query.shape[1], self.num_heads, self.head_dim
-        key, value = self.k_proj(query), self.v_proj(query)
-        ancestors = torch.arange(batch, device=query.device)[:, None]
-        steps = 0
-        if (past := buffer.get("ancestors")) is not None:
+        keys, values, ancestors = [], [], torch.arange(batch, device=query.device)[:, None]
+        if past is not None:
             order = buffer.get("order")
-            past = past if order is None else past.index_select(0, order)
-            ancestors, steps = torch.cat([past, ancestors], 1), past.shape[1]
-        caches = []
-        for name, new in (("cache_key", key), ("cache_value", value)):
-            cache = buffer.get(name)
-            if cache is None or len(cache) == steps or cache.shape[1] < batch:
-                rows = batch if cache is None else max(batch, cache.shape[1])
-                grown = new.new_empty(max(16, 2 * steps), rows, new.shape[2])
-                if cache is not None:
-                    grown[:steps, : cache.shape[1]] = cache[:steps]
-                cache = grown
-            cache[steps, :batch] = new[0]
-            caches.append(cache)
-        context = attend(
-            self.q_proj(query).view(batch, heads, size),
-            *(cache[: steps + 1].unflatten(2, (heads, size)) for cache in caches),
+            known = past.ancestors if order is None else past.ancestors.index_select(0, order)
+            keys, values, ancestors = past.keys, past.values, torch.cat([known, ancestors], 1)
+        heads_of = (-1, heads, size)
+        kept = Steps(
+            [*keys, self.k_proj(query).view(heads_of)],
+            [*values, self.v_proj(query).view(heads_of)],
             ancestors,
-            self.scaling,
-            query.transpose(0, 1).unsqueeze(1),
+        )
+        context = attend(
+            self.q_proj(query).view(heads_of), *kept, self.scaling, query.transpose(0, 1)[:, None]
         )
         if context is None:
             return None
-        kept: dict[str, Tensor | None] = {"cache_key": caches[0], "cache_value": caches[1]}
-        self._set_input_buffer(incremental_state, {**kept, "ancestors": ancestors})
+        self._set_input_buffer(incremental_state, {"steps": kept})
         return self.out_proj(context.reshape(1, batch, heads * size))
 
     @torch.jit.unused
-    def _spread_cache(self, incremental_state: dict[str, dict[str, Tensor | None]]) -> None:
+    def _spread_steps(self, incremental_state: dict[str, dict[str, Tensor | None]]) -> None:
         """Give each hypothesis a copy of its keys and values, where `_step` has kept them once."""
         buffer = self._get_input_buffer(incremental_state)
-        ancestors, order = buffer.get("ancestors"), buffer.get("order")
-        if ancestors is None:
+        steps: Any = buffer.get("steps")
+        if steps is None:
             return
+        order, ancestors = buffer.get("order"), steps.ancestors
         ancestors = ancestors if order is None else ancestors.index_select(0, order)
-        steps = torch.arange(ancestors.shape[1], device=ancestors.device)
+        rows = ancestors.unbind(1)
         kept: dict[str, Tensor | None] = {"prev_key_padding_mask": None}
-        for name, cached in (("prev_key", "cache_key"), ("prev_value", "cache_value")):
-            cache = buffer[cached]
-            assert cache is not None
-            rows = cache[steps, ancestors].unflatten(2, (self.num_heads, self.head_dim))
-            kept[name] = rows.transpose(1, 2)
+        for name, tensors in (("prev_key", steps.keys), ("prev_value", steps.values)):
+            own = [tensor[row] for tensor, row in zip(tensors, rows, strict=True)]
+            kept[name] = torch.stack(own, 2)
         self._set_input_buffer(incremental_state, kept)
 
     @torch.jit.unused

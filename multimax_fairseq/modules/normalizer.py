@@ -1,6 +1,6 @@
 """A named mapping from scores to probabilities, with what it learns, and attention by it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -150,8 +150,8 @@ class Normalizer(nn.Module):
     def attend_step(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
         ancestors: Tensor,
         scale: float,
         hidden: Tensor | None = None,

@@ -30,10 +30,10 @@ struct Attention {
   double* grad_sink;   // (batch, heads), or null
   Mask mask;           // what the windows do not say
   Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
-  // Of hypotheses that share a cache of these many rows: key s of row b stands in row
-  // ancestors[b, s]; (batch, keys), null where each row has its own.
-  const int64_t* ancestors;
-  int64_t cache_rows;
+  // Of hypotheses that share the keys of each step, (rows[s], heads, size): key s of hypothesis b is
+  // that of row ancestors[b, s], (batch, keys). Null where each has its own.
+  const int64_t *ancestors, *rows;
+  const float *const *step_keys, *const *step_values;
 
   template <class Sigma>
   Sigma sigma(int64_t h) const {
@@ -259,8 +259,11 @@ int64_t forward_scratch(const Attention& a) {
 }
 
 // Where key or value s of row b stands.
-inline const float* row_of(const Attention& a, const Tensor4& t, int64_t b, int64_t h, int64_t s) {
-  return t.at(a.ancestors ? a.ancestors[b * a.keys + s] : b, h) + s * t.row;
+inline const float* row_of(
+    const Attention& a, const Tensor4& own, const float* const* steps, int64_t b, int64_t h,
+    int64_t s) {
+  if (!steps) return own.at(b, h) + s * own.row;
+  return steps[s] + (a.ancestors[b * a.keys + s] * a.heads + h) * a.size;
 }
 
 // Decoding: too few queries to fill a tile. Keys are read where they are.
@@ -276,7 +279,7 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
     float* out = a.output.at(b, h) + t * a.output.row;
     std::fill(scratch, scratch + length, -INFINITE);
     for (int64_t s = first; s < last; s++) {
-      const float* key = row_of(a, a.key, b, h, s);
+      const float* key = row_of(a, a.key, a.step_keys, b, h, s);
       Vec sum{};
       for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
       float score = 0;
@@ -314,7 +317,7 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
       const int64_t parts = std::min<int64_t>(4, (size - d0) / LANES);
       Vec result[4] = {};
       for (int64_t s = first; s < last; s++) {
-        const float* value = row_of(a, a.value, b, h, s) + d0;
+        const float* value = row_of(a, a.value, a.step_values, b, h, s) + d0;
         for (int64_t i = 0; i < parts; i++) result[i] += scratch[s] * load(value + i * LANES);
       }
       for (int64_t i = 0; i < parts; i++) store(out + d0 + i * LANES, result[i] * inverse);
@@ -448,12 +451,13 @@ void every_head(const Attention& a, int64_t scratch_size, Head head) {
 
 }  // namespace
 
-// Attention of one query a hypothesis. Returns 1; 0 if it ran out of memory; -1 if an ancestor is no
-// row of the cache.
+// Attention of one query a hypothesis. Returns 1; 0 if it ran out of memory; -1 - s if an ancestor at
+// step s is none of its rows.
 extern "C" int attention_step(const Attention* attention) {
   const Attention& a = *attention;
   for (int64_t i = 0; i < a.batch * a.keys; i++)
-    if (a.ancestors[i] < 0 || a.ancestors[i] >= a.cache_rows) return -1;
+    if (a.ancestors[i] < 0 || a.ancestors[i] >= a.rows[i % a.keys])
+      return static_cast<int>(-1 - i % a.keys);
   return guarded([&] {
     with_modulator(a.columns, [&](auto* kind) {
       every_head(a, padded(a.keys), forward_few<std::remove_pointer_t<decltype(kind)>>);

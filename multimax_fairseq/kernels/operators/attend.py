@@ -352,28 +352,32 @@ attention_backward: Operator = define(
 
 def _check_step(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
     scale: float,
 ) -> None:
-    if query.dim() != 3 or keys.dim() != 4 or keys.shape[2:] != query.shape[1:]:
+    if query.dim() != 3 or query.shape[2] % STEP_SIZES:
         raise ValueError(
-            "query must be (R, H, D) and keys (L, rows, H, D), got "
-            f"{list(query.shape)} and {list(keys.shape)}"
+            f"query must be (R, H, D), D a multiple of {STEP_SIZES}, got {list(query.shape)}"
         )
-    if values.shape != keys.shape:
-        raise ValueError(f"values must be {list(keys.shape)}, as keys, got {list(values.shape)}")
-    for name, tensor in (("query", query), ("keys", keys), ("values", values)):
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+    if len(keys) != len(values):
+        raise ValueError(f"keys and values must be as many, got {len(keys)} and {len(values)}")
+    for name, tensors in (("query", [query]), ("keys", keys), ("values", values)):
+        for tensor in tensors:
+            if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "meta"):
+                raise ValueError(
+                    f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}"
+                )
+    for key, value in zip(keys, values, strict=True):
+        if key.dim() != 3 or key.shape[1:] != query.shape[1:] or value.shape != key.shape:
             raise ValueError(
-                f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}"
+                f"keys and values must be (rows, {query.shape[1]}, {query.shape[2]}) at each step, "
+                f"got {list(key.shape)} and {list(value.shape)}"
             )
-    if query.shape[2] % STEP_SIZES:
-        raise ValueError(f"a head's size must be a multiple of {STEP_SIZES}, got {query.shape[2]}")
-    expected = (query.shape[0], keys.shape[0])
+    expected = (query.shape[0], len(keys))
     if tuple(ancestors.shape) != expected or ancestors.dtype != torch.int64:
         raise ValueError(
             f"ancestors must be int64 {list(expected)}, got {ancestors.dtype} "
@@ -385,24 +389,24 @@ def _check_step(
 
 def _attention_step(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
     scale: float,
 ) -> Tensor:
     _check_step(query, keys, values, ancestors, table, sink, scale)
-    if query.numel() == 0 or keys.numel() == 0:
+    if query.numel() == 0 or not keys:
         return torch.zeros_like(query)
-    keys, values = (t if t[0].is_contiguous() else t.contiguous() for t in (keys, values))
-    return cpu.attention_step(query, keys, values, ancestors, table, sink, scale)
+    dense = ([tensor.contiguous() for tensor in steps] for steps in (keys, values))
+    return cpu.attention_step(query, next(dense), next(dense), ancestors, table, sink, scale)
 
 
 def _attention_step_fake(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
@@ -412,11 +416,18 @@ def _attention_step_fake(
     return query.new_empty(query.shape)
 
 
+def _attention_step_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
+    tensors = [inputs[0], *inputs[1], *inputs[2], *inputs[3:6]]
+    if needs_gradient(*tensors):
+        raise ValueError("attention_step has no gradient: call it under torch.no_grad()")
+    return below(*inputs)
+
+
 attention_step: Operator = define(
-    "attention_step(Tensor query, Tensor keys, Tensor values, Tensor ancestors, Tensor? table, "
+    "attention_step(Tensor query, Tensor[] keys, Tensor[] values, Tensor ancestors, Tensor? table, "
     "Tensor? sink, float scale) -> Tensor",
     _attention_step,
     _attention_step_fake,
-    without_gradient("attention_step"),
+    _attention_step_autograd,
     lambda query, *rest: no_autocast(query.device.type, attention_step, query, *rest),
 )
