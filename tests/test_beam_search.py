@@ -164,6 +164,19 @@ def test_a_cache_that_hypotheses_share_changes_nothing(
                 )
 
 
+@pytest.mark.parametrize("flags", [(), ("--attention-normalizer", "sparsemax")])
+@torch.no_grad()
+def test_a_word_is_projected_once(build, dictionary, translation_batch, flags):
+    heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")
+    model, calls = build(ARCH, *heads, *flags).eval(), []
+    attention = model.decoder.layers[0].self_attn
+    attention.k_proj.register_forward_hook(lambda *_: calls.append(1))
+    steps = []
+    model.decoder.register_forward_hook(lambda *_: steps.append(1))
+    BeamGenerator([model], dictionary).generate([model], translation_batch(SIZES))
+    assert len(calls) == len(steps) > 3
+
+
 @torch.no_grad()
 def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_batch, monkeypatch):
     heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")

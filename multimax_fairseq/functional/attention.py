@@ -204,6 +204,25 @@ def fused_attention(
     return output if value_size == size else output[..., :value_size]
 
 
+def serves_steps(
+    like: Tensor,
+    heads: int,
+    size: int,
+    *,
+    modulator: Any = None,
+    sink: float | Tensor | None = None,
+    length_scale: float | Tensor | None = None,
+) -> bool:
+    """Whether `step_attention` has a kernel for heads of this size, of the dtype and on the device
+    of a tensor that is not empty."""
+    able = size % operators.STEP_SIZES == 0 and like.numel() > 0
+    able = able and (modulator is None or is_known(modulator))
+    able = able and _fit_heads(like.new_empty(0, heads, 0, 0), sink, length_scale)
+    if able and modulator is not None:
+        able = fits_heads(modulator, heads) and table_of(modulator)[0].device == like.device
+    return choose("", "auto", like, able=able, dtypes=(torch.float32,)) == "cpp"
+
+
 def step_attention(
     query: Tensor,
     keys: Sequence[Tensor],
@@ -227,21 +246,14 @@ def step_attention(
         ancestors: (R, L) int64: at which row of step s the hypothesis stood.
         modulator, sink, length_scale: as `fused_attention`.
     """
-    able = query.shape[-1] % operators.STEP_SIZES == 0 and query.numel() > 0
-    able = able and (modulator is None or is_known(modulator))
-    able = able and _fit_heads(query[:, :, None], sink, length_scale)
-    table: Tensor | None = None
-    if able and modulator is not None:
-        table = table_of(modulator)[0]
-        able = fits_heads(modulator, query.shape[1]) and table.device == query.device
-    last = (keys[-1], values[-1])
-    if choose("", "auto", query, *last, able=able, dtypes=(torch.float32,)) != "cpp":
+    asked = {"modulator": modulator, "sink": sink, "length_scale": length_scale}
+    if not serves_steps(query, query.shape[1], query.shape[2], **asked):
         return None
     with torch.no_grad():
         if length_scale is not None:
             counts = query.new_full((), len(keys))
             query = query * ssmax_scale(counts, length_scale).reshape(-1, 1)
-        table = None if table is None else table.float()
+        table = None if modulator is None else table_of(modulator)[0].float()
         own_sink = _a_head_each(sink, query)
         return operators.attention_step(query, keys, values, ancestors, table, own_sink, scale)
 

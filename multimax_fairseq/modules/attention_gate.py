@@ -63,6 +63,12 @@ class GatedAttention(nn.Module):
         return self._gated(context, hidden), probs
 
     @torch.jit.unused
+    def serves_step(self, like: Tensor, heads: int, size: int) -> bool:
+        """As `Normalizer.serves_step`; no where the attention has none."""
+        serves = getattr(self.normalizer, "serves_step", None)
+        return serves is not None and serves(like, heads, size)
+
+    @torch.jit.unused
     def attend_step(
         self,
         query: Tensor,
@@ -73,10 +79,7 @@ class GatedAttention(nn.Module):
         hidden: Tensor | None = None,
     ) -> Tensor | None:
         """Return the gated contexts of hypotheses' last words, as `Normalizer.attend_step`."""
-        attend_step = getattr(self.normalizer, "attend_step", None)
-        if attend_step is None:
-            return None
-        context = attend_step(query, keys, values, ancestors, scale, hidden)
+        context = self.normalizer.attend_step(query, keys, values, ancestors, scale, hidden)
         return None if context is None else self._gated(context[:, :, None], hidden)[:, :, 0]
 
     def attend_by_scores(

@@ -179,16 +179,16 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     ) -> Tensor | None:
         """Attend from the one new word of each hypothesis to all of its words; None where no kernel
         can. Keys and values stay where they were formed."""
-        attend = getattr(self.normalizer, "attend_step", None)
+        serves = getattr(self.normalizer, "serves_step", None)
         has_extra = self.bias_k is not None or self.add_zero_attn
         is_step = self.self_attention and query.shape[0] == 1 and not has_extra
         buffer = self._get_input_buffer(incremental_state)
         past: Any = buffer.get("steps")
-        if attend is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
-            return None
-        if self.dropout_module.apply_during_inference:
+        if serves is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
             return None
         batch, heads, size = query.shape[1], self.num_heads, self.head_dim
+        if self.dropout_module.apply_during_inference or not serves(query, heads, size):
+            return None
         keys, values, ancestors = [], [], torch.arange(batch, device=query.device)[:, None]
         if past is not None:
             order = buffer.get("order")
@@ -200,11 +200,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             [*values, self.v_proj(query).view(heads_of)],
             ancestors,
         )
-        context = attend(
+        context = self.normalizer.attend_step(
             self.q_proj(query).view(heads_of), *kept, self.scaling, query.transpose(0, 1)[:, None]
         )
-        if context is None:
-            return None
         self._set_input_buffer(incremental_state, {"steps": kept})
         return self.out_proj(context.reshape(1, batch, heads * size))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from multimax_fairseq.functional.attention import (
     attention_scores,
     fused_attention,
+    serves_steps,
     step_attention,
     weighted_values,
     with_future,
@@ -162,13 +163,26 @@ class Normalizer(nn.Module):
             query, keys, values, ancestors, scale: as `functional.attention.step_attention`.
             hidden: (R, 1, 1, hidden_size), as `attend`.
         """
+        asked = self._asked_of_step()
+        return (
+            None
+            if asked is None
+            else step_attention(query, keys, values, ancestors, scale, **asked)
+        )
+
+    @torch.jit.unused
+    def serves_step(self, like: Tensor, heads: int, size: int) -> bool:
+        """Whether `attend_step` has a kernel for heads of this size, of a tensor's dtype and
+        device."""
+        asked = self._asked_of_step()
+        return asked is not None and serves_steps(like, heads, size, **asked)
+
+    @torch.jit.unused
+    def _asked_of_step(self) -> dict[str, Any] | None:
         mapping = mapping_named(self.name)
         if mapping.kernel is None or mapping.hidden:
             return None
-        asked = mapping.for_kernel(**self._arguments(None))
-        if asked is None:
-            return None
-        return step_attention(query, keys, values, ancestors, scale, **asked)
+        return mapping.for_kernel(**self._arguments(None))
 
     def attend_by_scores(
         self,
