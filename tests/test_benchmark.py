@@ -249,9 +249,13 @@ def test_generation(benchmark, data):
     arguments = [data / "data-bin", "--checkpoint", data / "model.pt", "--max-tokens", "64"]
     found, printed = benchmark("generate", *arguments, *SHORT)
     (case,) = found["cases"]
-    check_case(case, [STOCK, PLAIN, AUTO], [STOCK, PLAIN], case["quantities"])
+    loop, int8 = "softmax (our loop)", "MultiMax (int8)"
+    contestants = [name for name in case["contestants"] if "CTranslate2" not in name]
+    assert contestants == [STOCK, loop, PLAIN, AUTO, int8]
+    check_case(case, list(case["contestants"]), [STOCK, PLAIN], case["quantities"])
     assert case["quantities"] == ["tokens/s", "hypotheses/s"]
     assert f"{AUTO} against {PLAIN}: 0 of 24 hypotheses differ" in printed
+    assert f"{loop} against {STOCK}: 0 of 24 hypotheses differ" in printed
 
 
 def test_other_hypotheses_are_an_error(benchmark, data, monkeypatch):
