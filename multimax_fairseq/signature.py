@@ -29,9 +29,10 @@ def processor() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
     found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
-    if "model name" not in found:
-        return f"{platform.machine()} CPU"
-    return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
+    name = found.get("model name", f"{platform.machine()} CPU")
+    if not {"cpu family", "model"} <= found.keys():
+        return name
+    return f"{name} (family {found['cpu family']}, model {found['model']})"
 
 
 def commit() -> str | None:

@@ -15,7 +15,7 @@ from fairseq.tasks import FairseqTask
 
 from multimax_fairseq import Modulator
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.attention import step_attention
+from multimax_fairseq.functional.attention import Steps, attention_to_steps
 from multimax_fairseq.functional.cross_entropy import best_scores
 from multimax_fairseq.kernels import operators
 from multimax_fairseq.models.beam_search import LAYERS, BeamGenerator, lay_out
@@ -377,7 +377,8 @@ def test_attention_step(columns, each_head, size):
     modulator = Modulator(num_heads=2 if each_head else None, init_std=0.3, monotone=columns == 12)
     sink = torch.tensor([0.5, -1.0])[:, None, None] if each_head else None
     given = {"modulator": modulator} if columns else {}
-    found = step_attention(query, keys, values, ancestors, 0.3, sink=sink, **given)
+    attend = attention_to_steps(query, 2, size, sink=sink, **given)
+    found = attend(query, Steps(keys, values, ancestors), 0.3)
     own = [
         torch.stack([x[step].double()[ancestors[:, step]] for step in range(37)], 2)
         for x in (keys, values)
@@ -430,9 +431,8 @@ def test_attention_step_takes_no_address_that_it_has_not_checked():
 
 
 def test_attention_step_leaves_to_others_what_it_cannot_do():
-    query, keys, values, ancestors = some_steps()
-    for change in (lambda x: x[..., :8], lambda x: x.double()):
-        given = change(query), [change(x) for x in keys], [change(x) for x in values]
-        assert step_attention(*given, ancestors, 1.0) is None
-    assert step_attention(query, keys, values, ancestors, 1.0, modulator=torch.tanh) is None
-    assert step_attention(query, keys, values, ancestors, 1.0, sink=torch.zeros(3)) is None
+    query = some_steps()[0]
+    assert attention_to_steps(query, 2, 8) is None
+    assert attention_to_steps(query.double(), 2, 16) is None
+    assert attention_to_steps(query, 2, 16, modulator=torch.tanh) is None
+    assert attention_to_steps(query, 2, 16, sink=torch.zeros(3)) is None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -175,7 +175,7 @@ def fused_attention(
     able = able and key.shape[:2] == query.shape[:2]
     able = able and dropout_p <= operators.MAX_DROPOUT and operators.serves(query.device, size)
     able = able and (modulator is None or is_known(modulator))
-    able = able and _fit_heads(query, sink, length_scale)
+    able = able and _fit_heads(query, query.shape[1], sink, length_scale)
     # A kernel gives a mask no gradient.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         able = False
@@ -204,7 +204,22 @@ def fused_attention(
     return output if value_size == size else output[..., :value_size]
 
 
-def serves_steps(
+class Steps(NamedTuple):
+    """Keys and values of hypotheses, of each of L steps once.
+
+    keys, values: of each step, (rows, H, D), of all hypotheses that were at work.
+    ancestors: (R, L) int64, at which row of a step hypothesis r stood.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    ancestors: Tensor
+
+
+AttentionToSteps: TypeAlias = Callable[[Tensor, Steps, float], Tensor]
+
+
+def attention_to_steps(
     like: Tensor,
     heads: int,
     size: int,
@@ -212,60 +227,48 @@ def serves_steps(
     modulator: Any = None,
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
-) -> bool:
-    """Whether `step_attention` has a kernel for heads of this size, of the dtype and on the device
-    of a tensor that is not empty."""
-    able = size % operators.STEP_SIZES == 0 and like.numel() > 0
-    able = able and (modulator is None or is_known(modulator))
-    able = able and _fit_heads(like.new_empty(0, heads, 0, 0), sink, length_scale)
-    if able and modulator is not None:
-        able = fits_heads(modulator, heads) and table_of(modulator)[0].device == like.device
-    return choose("", "auto", like, able=able, dtypes=(torch.float32,)) == "cpp"
+) -> AttentionToSteps | None:
+    """Return `attend(query, steps, scale)`, attention of hypotheses to keys that they share and
+    without gradients, or None where no kernel can.
 
-
-def step_attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    ancestors: Tensor,
-    scale: float,
-    *,
-    modulator: Any = None,
-    sink: float | Tensor | None = None,
-    length_scale: float | Tensor | None = None,
-) -> Tensor | None:
-    """Return attention of hypotheses, without gradients, to keys that they share, or None where no
-    kernel can.
-
-    Equivalent to: fused_attention(query[:, :, None], *(torch.stack([x[s][ancestors[:, s]]
-        for s in range(L)], 2) for x in (keys, values)), None, False, 0.0, scale, ...)[:, :, 0]
+    Its query is (R, H, D), the last word of each hypothesis, and what it returns too.
+    Equivalent to: fused_attention(query[:, :, None], *(torch.stack([x[s][steps.ancestors[:, s]]
+        for s in range(L)], 2) for x in steps[:2]), None, False, 0.0, scale, ...)[:, :, 0]
 
     Args:
-        query: (R, H, D), the last word of each hypothesis.
-        keys, values: of each of L steps, (rows, H, D), of all that were at work.
-        ancestors: (R, L) int64: at which row of step s the hypothesis stood.
+        like: a tensor of the dtype and on the device of the query.
+        heads, size: H and D.
         modulator, sink, length_scale: as `fused_attention`.
     """
-    asked = {"modulator": modulator, "sink": sink, "length_scale": length_scale}
-    if not serves_steps(query, query.shape[1], query.shape[2], **asked):
+    able = size % operators.STEP_SIZES == 0 and like.numel() > 0
+    able = able and (modulator is None or is_known(modulator))
+    able = able and _fit_heads(like, heads, sink, length_scale)
+    table: Tensor | None = None
+    if able and modulator is not None:
+        table = table_of(modulator)[0].detach().float()
+        able = fits_heads(modulator, heads) and table.device == like.device
+    if choose("", "auto", like, able=able, dtypes=(torch.float32,)) != "cpp":
         return None
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def attend(query: Tensor, steps: Steps, scale: float) -> Tensor:
         if length_scale is not None:
-            counts = query.new_full((), len(keys))
+            counts = query.new_full((), len(steps.keys))
             query = query * ssmax_scale(counts, length_scale).reshape(-1, 1)
-        table = None if modulator is None else table_of(modulator)[0].float()
         own_sink = _a_head_each(sink, query)
-        return operators.attention_step(query, keys, values, ancestors, table, own_sink, scale)
+        return operators.attention_step(query, *steps, table, own_sink, scale)
+
+    return attend
 
 
-def _fit_heads(query: Tensor, *numbers: float | Tensor | None) -> bool:
-    """Whether these are one for all heads or one a head, on the query's device; the plain form
+def _fit_heads(like: Tensor, heads: int, *numbers: float | Tensor | None) -> bool:
+    """Whether these are one for all heads or one per head, on the device of `like`; the plain form
     knows what else there may be, and says what may not."""
     for number in numbers:
         if isinstance(number, Tensor):
-            heads = number.shape[-3] if number.dim() > 2 else 1
-            fits = heads in (1, query.shape[1]) and number.numel() == heads
-            if not fits or not number.is_floating_point() or number.device != query.device:
+            given = number.shape[-3] if number.dim() > 2 else 1
+            fits = given in (1, heads) and number.numel() == given
+            if not fits or not number.is_floating_point() or number.device != like.device:
                 return False
         elif number is not None and not (is_finite(number) or number == -torch.inf):
             return False

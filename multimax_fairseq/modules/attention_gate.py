@@ -1,11 +1,11 @@
 """A gate on what attention found."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multimax_fairseq.functional.attention import AttentionToSteps
 from multimax_fairseq.functional.checks import check_whole
 
 
@@ -63,24 +63,13 @@ class GatedAttention(nn.Module):
         return self._gated(context, hidden), probs
 
     @torch.jit.unused
-    def serves_step(self, like: Tensor, heads: int, size: int) -> bool:
-        """As `Normalizer.serves_step`; no where the attention has none."""
-        serves = getattr(self.normalizer, "serves_step", None)
-        return serves is not None and serves(like, heads, size)
-
-    @torch.jit.unused
-    def attend_step(
-        self,
-        query: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        ancestors: Tensor,
-        scale: float,
-        hidden: Tensor | None = None,
-    ) -> Tensor | None:
-        """Return the gated contexts of hypotheses' last words, as `Normalizer.attend_step`."""
-        context = self.normalizer.attend_step(query, keys, values, ancestors, scale, hidden)
-        return None if context is None else self._gated(context[:, :, None], hidden)[:, :, 0]
+    def for_steps(self, hidden: Tensor, heads: int, size: int) -> AttentionToSteps | None:
+        """Return the attention's `for_steps`, gated; None where it has none."""
+        prepare = getattr(self.normalizer, "for_steps", None)
+        attend = None if prepare is None else prepare(hidden, heads, size)
+        if attend is None:
+            return None
+        return lambda *given: self._gated(attend(*given)[:, :, None], hidden)[:, :, 0]
 
     def attend_by_scores(
         self,

@@ -1,24 +1,13 @@
 """fairseq's multi-head attention with the softmax replaced, in every path."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
+from multimax_fairseq.functional.attention import Steps
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
-
-
-class Steps(NamedTuple):
-    """What self-attention has kept of the words of hypotheses, of each step once.
-
-    keys, values: of each step, (rows, heads, head size), of all hypotheses that were at work.
-    ancestors: (B, steps) int64, at which row of a step a hypothesis stood.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    ancestors: Tensor
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
@@ -179,15 +168,18 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     ) -> Tensor | None:
         """Attend from the one new word of each hypothesis to all of its words; None where no kernel
         can. Keys and values stay where they were formed."""
-        serves = getattr(self.normalizer, "serves_step", None)
+        prepare = getattr(self.normalizer, "for_steps", None)
         has_extra = self.bias_k is not None or self.add_zero_attn
         is_step = self.self_attention and query.shape[0] == 1 and not has_extra
         buffer = self._get_input_buffer(incremental_state)
         past: Any = buffer.get("steps")
-        if serves is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
+        if prepare is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
             return None
         batch, heads, size = query.shape[1], self.num_heads, self.head_dim
-        if self.dropout_module.apply_during_inference or not serves(query, heads, size):
+        if self.dropout_module.apply_during_inference:
+            return None
+        attend = prepare(query.transpose(0, 1)[:, None], heads, size)
+        if attend is None:
             return None
         keys, values, ancestors = [], [], torch.arange(batch, device=query.device)[:, None]
         if past is not None:
@@ -200,9 +192,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             [*values, self.v_proj(query).view(heads_of)],
             ancestors,
         )
-        context = self.normalizer.attend_step(
-            self.q_proj(query).view(heads_of), *kept, self.scaling, query.transpose(0, 1)[:, None]
-        )
+        context = attend(self.q_proj(query).view(heads_of), kept, self.scaling)
         self._set_input_buffer(incremental_state, {"steps": kept})
         return self.out_proj(context.reshape(1, batch, heads * size))
 

@@ -1,16 +1,16 @@
 """A named mapping from scores to probabilities, with what it learns, and attention by it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.functional.attention import (
+    AttentionToSteps,
     attention_scores,
+    attention_to_steps,
     fused_attention,
-    serves_steps,
-    step_attention,
     weighted_values,
     with_future,
 )
@@ -148,41 +148,19 @@ class Normalizer(nn.Module):
         return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
 
     @torch.jit.unused
-    def attend_step(
-        self,
-        query: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        ancestors: Tensor,
-        scale: float,
-        hidden: Tensor | None = None,
-    ) -> Tensor | None:
-        """Return the contexts of hypotheses' last words, (R, H, D), or None where no kernel can.
+    def for_steps(self, hidden: Tensor, heads: int, size: int) -> AttentionToSteps | None:
+        """Return `functional.attention.attention_to_steps` by this mapping, or None where no kernel
+        can.
 
         Args:
-            query, keys, values, ancestors, scale: as `functional.attention.step_attention`.
-            hidden: (R, 1, 1, hidden_size), as `attend`.
+            hidden: (R, 1, 1, hidden_size), as `attend`; of the dtype and on the device of queries.
+            heads, size: of the queries.
         """
-        asked = self._asked_of_step()
-        return (
-            None
-            if asked is None
-            else step_attention(query, keys, values, ancestors, scale, **asked)
-        )
-
-    @torch.jit.unused
-    def serves_step(self, like: Tensor, heads: int, size: int) -> bool:
-        """Whether `attend_step` has a kernel for heads of this size, of a tensor's dtype and
-        device."""
-        asked = self._asked_of_step()
-        return asked is not None and serves_steps(like, heads, size, **asked)
-
-    @torch.jit.unused
-    def _asked_of_step(self) -> dict[str, Any] | None:
         mapping = mapping_named(self.name)
         if mapping.kernel is None or mapping.hidden:
             return None
-        return mapping.for_kernel(**self._arguments(None))
+        asked = mapping.for_kernel(**self._arguments(None))
+        return None if asked is None else attention_to_steps(hidden, heads, size, **asked)
 
     def attend_by_scores(
         self,
