@@ -125,7 +125,7 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     cfg = compose(args.experiment, row)
     folder = args.out / row / f"seed-{seed}"
     fit(cfg, args.gpus)
-    cfg.common.user_dir = str(ROOT / "multimax_fairseq")
+    cfg.common.user_dir = str(ROOT / cfg.common.user_dir)
     cfg.common.seed = seed
     cfg.checkpoint.save_dir = str(folder)
     if args.max_update is not None:

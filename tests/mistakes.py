@@ -53,6 +53,7 @@ FLAGS = [
     ("--continuous-ridge", (*NEVER, "0", "-1"), DENSITY),
     ("--rdrop-alpha", (*NEVER, "-1"), OURS),
     ("--scalar-lr-scale", (*NEVER, "-1"), ("--optimizer", "multimax_adam")),
+    ("--scalar-freeze-updates", ("x", "", "1.5", "nan", "-1"), ("--optimizer", "multimax_adam")),
 ]
 PLACES = ("", " ", ",", "x", "Encoder", "encoder decoder", "cross=", "=topk", "cross=x", "all")
 PLACES += ("cross=sparsemax,cross=entmax15", "encoder,decoder,encoder")

@@ -125,6 +125,23 @@ def test_a_checkpoint_without_it_starts_it_as_new(folder):
     assert all(tuned[name] == 1.25 for name in FACTORS)
 
 
+def test_a_learned_temperature_before_a_modulator(folder):
+    """Of the same seed it starts as MultiMax; then the temperature learns too."""
+    losses = {}
+    for name, plugin in (
+        ("multimax", ROOT / "multimax_fairseq"),
+        ("tempered_multimax", ROOT / "user_dir/tempered_multimax"),
+    ):
+        train = [name if word == "sharpened" else word for word in TRAIN]
+        words = ("--user-dir", plugin, "--save-dir", name, "--log-interval", "1")
+        output = run(folder, "fairseq-train", "data-bin", *train, *words)
+        losses[name] = re.findall(r" loss=([\d.]+)", output)
+    assert losses["tempered_multimax"][0] == losses["multimax"][0]
+    state = torch.load(folder / "tempered_multimax/checkpoint_last.pt", weights_only=False)["model"]
+    learned = [value for name, value in state.items() if name.endswith("log_temperature")]
+    assert len(learned) == 3 and all(value != 0 for value in learned)
+
+
 @pytest.mark.parametrize(
     "mapping, part",
     [

@@ -45,7 +45,8 @@ LISTED = {
     ]
     for name in ("multi30k", "speeches")
 }
-ENTRIES = [f"{name}_{row}" for name, rows in LISTED.items() for row in rows]
+# `tempered` is of a plugin of its own, which test_added_mapping.py trains.
+ENTRIES = [f"{name}_{row}" for name, rows in LISTED.items() for row in rows if row != "tempered"]
 
 
 def compose(plan, name):
@@ -198,6 +199,16 @@ def test_an_entry_changes_what_it_says_and_nothing_else(plan, name):
                 for group in base
             }
             assert cfg == others
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_row_may_have_a_plugin_of_its_own(plan, tmp_path, name):
+    words = argparse.Namespace(
+        experiment=name, gpus=0, out=tmp_path, data_bin=tmp_path, max_update=None, train=[]
+    )
+    for row, folder in (("tempered", "user_dir/tempered_multimax"), ("low", "multimax_fairseq")):
+        command = plan.plan(words, row, 1).command
+        assert command[command.index("--user-dir") + 1] == str(ROOT / folder)
 
 
 def test_the_language_model_has_the_papers_parameters(plan):

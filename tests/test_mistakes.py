@@ -55,7 +55,7 @@ def test_an_option_is_refused_beside_every_mapping_but_its_own(answers, capsys):
 def test_every_flag_of_ours_was_given_wrong():
     settings = {setting.name for setting in SETTINGS} | RECURRENT_OPTIONS.keys()
     settings |= {name for name in RDropConfig.__dataclass_fields__ if name[0] != "_"}
-    settings.add("scalar_lr_scale")
+    settings |= {"scalar_lr_scale", "scalar_freeze_updates"}
     tried = {"--attention-normalizer-at", *(name for name, *_ in (*FLAGS, *RECURRENT))}
     assert tried == {flag(name) for name in settings}
 

@@ -57,3 +57,36 @@ def test_adam_has_a_learning_rate_for_the_learned_scalars(build, scale):
 def test_a_learning_rate_that_is_none(build, scale):
     with pytest.raises(UsageError, match=f"--scalar-lr-scale {scale} must be"):
         multimax_adam(build(ARCH).parameters(), "--scalar-lr-scale", scale)
+
+
+def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build):
+    model = build(ARCH)
+    flags = ("--scalar-freeze-updates", "3", "--scalar-lr-scale", "0.5")
+    optimizer, moved = multimax_adam(model.parameters(), *flags), []
+    for update in range(5):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if update == 2:
+            saved = optimizer.state_dict()
+            optimizer = multimax_adam(model.parameters(), *flags)
+            optimizer.load_state_dict(saved)
+        optimizer.set_lr(0.1)
+        optimizer.step()
+        steps = {
+            "modulator" in name: (before[name] - p.detach()).mean().item()
+            for name, p in model.named_parameters()
+        }
+        assert steps[False] == pytest.approx(0.1, rel=1e-3)
+        moved.append(steps[True])
+    assert moved[:3] == [0, 0, 0]
+    assert moved[3:] == pytest.approx([0.05, 0.05], rel=1e-3)
+    saved = optimizer.state_dict()
+    del saved["param_groups"][1]["updates"]  # a checkpoint of an earlier version
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[1]["updates"] == 0
+
+
+def test_a_number_of_frozen_updates_that_is_none(build):
+    with pytest.raises(UsageError, match="--scalar-freeze-updates -1 must be a whole number"):
+        multimax_adam(build(ARCH).parameters(), "--scalar-freeze-updates", "-1")

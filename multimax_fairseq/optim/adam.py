@@ -6,7 +6,7 @@ from fairseq.optim import register_optimizer
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.checks import is_finite
+from multimax_fairseq.functional.checks import is_finite, is_whole
 
 
 @dataclass
@@ -15,6 +15,10 @@ class MultimaxAdamConfig(FairseqAdamConfig):
         default=1.0,
         metadata={"help": "learning rate of the learned scalars, as a share of that of the rest"},
     )
+    scalar_freeze_updates: int = field(
+        default=0,
+        metadata={"help": "updates for which the learned scalars stay as they start"},
+    )
 
 
 @register_optimizer("multimax_adam", dataclass=MultimaxAdamConfig)
@@ -22,8 +26,8 @@ class MultimaxAdam(FairseqAdam):
     """fairseq's Adam, options included, with two groups of parameters.
 
     A parameter belongs to the second, which does not decay and has `scalar_lr_scale` times the
-    learning rate of the first, by its attribute `learned_scalar`; models/learned_scalars.py sets
-    it.
+    learning rate of the first after `scalar_freeze_updates` updates without any, by its attribute
+    `learned_scalar`; models/learned_scalars.py sets it.
     """
 
     def __init__(self, cfg, params):
@@ -32,6 +36,11 @@ class MultimaxAdam(FairseqAdam):
             raise UsageError(
                 f"--scalar-lr-scale {scale} must be a finite number of at least 0: 1 gives the "
                 "scalars the learning rate of the rest, 0 keeps them as they are"
+            )
+        if cfg.scalar_freeze_updates != 0 and not is_whole(cfg.scalar_freeze_updates):
+            raise UsageError(
+                f"--scalar-freeze-updates {cfg.scalar_freeze_updates} must be a whole number of at "
+                "least 0"
             )
         scalars = [p for p in params if getattr(p, "learned_scalar", False)]
         others = [p for p in params if not getattr(p, "learned_scalar", False)]
@@ -42,14 +51,22 @@ class MultimaxAdam(FairseqAdam):
                 "whose parameters are the model's own; for a model without any give --optimizer "
                 "adam"
             )
-        super().__init__(cfg, [{"params": others}, {"params": scalars, "weight_decay": 0.0}])
+        alone = {"params": scalars, "weight_decay": 0.0, "updates": 0}  # saved with the state
+        super().__init__(cfg, [{"params": others}, alone])
 
     def set_lr(self, lr):
         """Set the learning rate of the two groups, before each update; `get_lr` is the first's."""
         others, scalars = self.param_groups
-        others["lr"], scalars["lr"] = lr, self.cfg.scalar_lr_scale * lr
+        is_frozen = scalars["updates"] < self.cfg.scalar_freeze_updates
+        others["lr"], scalars["lr"] = lr, 0.0 if is_frozen else self.cfg.scalar_lr_scale * lr
+
+    def step(self, *args, **kwargs):
+        """Update the parameters."""
+        super().step(*args, **kwargs)
+        self.param_groups[1]["updates"] += 1
 
     def load_state_dict(self, state_dict, optimizer_overrides=None):
         """Go on from a checkpoint; --optimizer-overrides change nothing of the policy."""
         super().load_state_dict(state_dict, optimizer_overrides)
         self.param_groups[1]["weight_decay"] = 0.0
+        self.param_groups[1].setdefault("updates", 0)  # of a checkpoint of an earlier version
