@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import baselines
 import torch
 import torch.nn.functional as F
 from fairseq import options, tasks, utils
@@ -38,7 +39,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from generation import generate
-from paired import Case, Contestant, Ready, conditions, measure, quiet, report
+from paired import BEST, Case, Contestant, Ready, conditions, measure, quiet, report
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
@@ -47,6 +48,7 @@ from multimax_fairseq.errors import CheckpointError, UsageError
 
 SHAPES = ["4x8x512x64", "16x8x128x64"]
 EXPRESSION, PLAIN, AUTO = "MultiMax (torch expression)", "MultiMax (plain)", "MultiMax (auto)"
+PRODUCTS = "matrix products"
 # Fused as MultiMax is, with what they learn per head.
 RIVALS = {"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}}
 
@@ -89,6 +91,16 @@ def gradients_of(
         return {}
 
     return Ready(step, result, sum(t.numel() * t.element_size() for t in learned.values()))
+
+
+def products(work: Callable[[], list[Tensor]], learned: dict[str, Tensor]) -> Ready:
+    """What no implementation can leave out, whose results are their own gradients."""
+
+    def step(_: int) -> dict[str, int]:
+        work()
+        return {}
+
+    return Ready(step, work, sum(t.numel() * t.element_size() for t in learned.values()))
 
 
 # --- attention ---------------------------------------------------------------------------------
@@ -167,6 +179,11 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
 
         return attend
 
+    def floor() -> Ready:
+        parts, _, _, grad = inputs()
+        given = [*(part.detach() for part in parts.values()), grad]
+        return products(lambda: baselines.attention_products(given, is_causal), parts)
+
     label = f"attention {'x'.join(map(str, shape))}, mask: {args.mask}"
     contestants = {
         "softmax (torch)": contestant("softmax (torch)", torchs),
@@ -177,8 +194,15 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
     }
     for name, kind in itertools.product(RIVALS if args.rivals else (), ("plain", "auto")):
         contestants[f"{name} ({kind})"] = contestant(f"{name} ({kind})", ours(name), kind)
-    other = AUTO if args.rivals else EXPRESSION
-    return Case(label, length, contestants, ["softmax (torch)", other], ["seconds"])
+    others = {"softmax (compiled)": baselines.compiled_attention}
+    if args.device == "cuda":
+        others["softmax (FlexAttention)"] = baselines.flex_attention
+    for name, make_attend in others.items() if args.compile else ():
+        contestants[name] = contestant(name, lambda _, a, make=make_attend: make(whole_mask(a)))
+    contestants[PRODUCTS] = Contestant(floor, PRODUCTS)
+    references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
+    rivals = ["softmax (torch)", *(others if args.compile else ())]
+    return Case(label, length, contestants, references, ["seconds"], rivals)
 
 
 # --- the output layer --------------------------------------------------------------------------
@@ -189,7 +213,7 @@ def output(args: argparse.Namespace) -> list[Case]:
 
 
 def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
-    stock, products = "softmax (fairseq)", "matrix products"
+    stock = "softmax (fairseq)"
 
     @functools.cache
     def inputs() -> tuple[dict[str, Tensor], Modulator, Tensor]:
@@ -228,30 +252,42 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
 
         return Contestant(make, "MultiMax" if modulated else "softmax")
 
+    def torchs(name: str) -> Contestant:
+        def make() -> Ready:
+            parts, _, target = inputs()
+            loss = losses()[name]
+            return gradients_of(lambda: (loss(*parts.values(), target), None), parts)
+
+        return Contestant(make, "softmax")
+
+    def losses() -> dict[str, baselines.Loss]:
+        found = baselines.losses(args.label_smoothing)
+        if args.compile:
+            found["softmax (compiled)"] = baselines.compiled_loss(args.label_smoothing)
+        return found
+
     def floor() -> Ready:
         parts, *_ = inputs()
+        features, weight = (part.detach() for part in parts.values())
 
-        def result() -> tuple[Tensor, Tensor]:
-            features, weight = (part.detach() for part in parts.values())
+        def work() -> list[Tensor]:
             logits = features @ weight.T
-            return logits @ weight, logits.T @ features
+            return [logits @ weight, logits.T @ features]
 
-        def step(_: int) -> dict[str, int]:
-            result()
-            return {}
-
-        return Ready(step, result, sum(t.numel() * t.element_size() for t in parts.values()))
+        return products(work, parts)
 
     smoothing = f", label smoothing {args.label_smoothing}" if args.label_smoothing else ""
     label = f"output layer, {args.tokens:,} x {vocabulary:,} x {args.width}{smoothing}"
     contestants = {
         stock: contestant(unfused, False),
-        products: Contestant(floor, products),
+        **{name: torchs(name) for name in losses()},
+        PRODUCTS: Contestant(floor, PRODUCTS),
         EXPRESSION: contestant(unfused, True),
         "softmax (fused)": contestant(fused, False),
         "MultiMax (fused)": contestant(fused, True),
     }
-    return Case(label, vocabulary, contestants, [stock, products, EXPRESSION], ["seconds"])
+    references = [BEST, PRODUCTS, stock, EXPRESSION]
+    return Case(label, vocabulary, contestants, references, ["seconds"], [stock, *losses()])
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -420,6 +456,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     one.add_argument("--sweep", type=sizes, metavar="T,T,...", help="the first shape at lengths")
     one.add_argument("--rivals", action="store_true", help=f"{', '.join(RIVALS)} beside MultiMax")
+    compiled = {"action": "store_true", "help": "softmax under torch.compile besides"}
+    one.add_argument("--compile", **compiled)
 
     one = command("output", "output layer and loss")
     one.add_argument(
@@ -442,6 +480,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="epsilon of the loss; default %(default)s",
     )
     one.add_argument("--sweep", type=sizes, metavar="V,V,...", help="instead of --vocabulary")
+    one.add_argument("--compile", **compiled)
 
     one = command(
         "train",

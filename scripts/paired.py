@@ -10,10 +10,11 @@ import logging
 import math
 import os
 import shlex
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -32,7 +33,8 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 from multimax_fairseq.signature import processor, signature
 
-MARKERS = "os^Dv"  # of the contestants in a figure
+BEST = "best baseline"
+MARKERS = "os^DvP*X<>"  # of the contestants in a figure
 # The most that two ways of computing the same may differ, as a share of the largest entry.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -56,13 +58,17 @@ class Contestant(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is compared: `x` is its place in a sweep; the first contestant is the reference."""
+    """What is compared: `x` is its place in a sweep, `references` are what ratios are to.
+
+    BEST among them is whichever of the `baselines` has the best median of the first quantity.
+    """
 
     label: str
     x: int
     contestants: dict[str, Contestant]
     references: list[str]
     quantities: list[str]
+    baselines: Sequence[str] = ()
 
 
 @contextlib.contextmanager
@@ -275,6 +281,10 @@ def summary(
             return [turn["seconds"] for turn in rounds[name]]
         return [turn[quantity.removesuffix("/s")] / turn["seconds"] for turn in rounds[name]]
 
+    quantity = case.quantities[0]
+    medians = {name: statistics.median(values(name, quantity)) for name in case.baselines}
+    choose = min if quantity == "seconds" else max
+    best = choose(medians, key=medians.__getitem__) if medians else None
     contestants = {}
     for name in rounds:
         entry: dict[str, Any] = {"rounds": rounds[name], **peaks[name]}
@@ -282,15 +292,14 @@ def summary(
             ours = values(name, quantity)
             entry[quantity] = quartiles(ours) | {
                 "ratios": {
-                    other: quartiles(
-                        [a / b for a, b in zip(ours, values(other, quantity), strict=True)]
-                    )
+                    other: quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
                     for other in case.references
+                    if (theirs := values(best if other == BEST else other, quantity))
                 }
             }
         contestants[name] = entry
     return {
-        **{"case": case.label, "x": case.x, "references": case.references},
+        **{"case": case.label, "x": case.x, "references": case.references, BEST: best},
         **{"quantities": case.quantities, "agreement": agreement, "contestants": contestants},
     }
 
@@ -325,7 +334,8 @@ def spread(value: dict[str, float], unit: float = 1) -> str:
 
 
 def table(case: dict[str, Any]) -> Table:
-    found = Table(title=case["case"], title_justify="left")
+    best = f"; {BEST}: {case[BEST]}" if case[BEST] else ""
+    found = Table(title=case["case"] + best, title_justify="left")
     found.add_column("")
     with_peaks = any("peak_memory" in entry for entry in case["contestants"].values())
     with_gradients = any(entry.get("gradients") for entry in case["contestants"].values())

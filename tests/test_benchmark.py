@@ -24,7 +24,7 @@ LANGUAGE_MODEL = [
 TRANSLATION = [*LAYER.format("encoder").split(), *LAYER.format("decoder").split()]
 TRANSLATION += ["--max-tokens", "128"]
 SHORT = ["--rounds", "3", "--warmup", "1"]
-STOCK = "softmax (fairseq)"
+STOCK, PRODUCTS, BEST = "softmax (fairseq)", "matrix products", "best baseline"
 EXPRESSION, PLAIN, AUTO = (f"MultiMax ({word})" for word in ("torch expression", "plain", "auto"))
 
 
@@ -121,6 +121,19 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios(modules):
     assert found["ratios"]["a"] == {"median": 2.0, "lower": 1.25, "upper": 2.5}
 
 
+@pytest.mark.parametrize("quantity, best", [("seconds", "b"), ("tokens/s", "a")])
+def test_the_best_baseline_has_the_best_median(modules, quantity, best):
+    _, paired = modules
+    seconds = {"a": [4.0, 4.0, 1.0], "b": [2.0, 2.0, 9.0], "ours": [1.0, 1.0, 1.0]}
+    tokens = {"a": 9, "b": 1, "ours": 1}
+    rounds = {n: [{"seconds": s, "tokens": tokens[n]} for s in each] for n, each in seconds.items()}
+    case = paired.Case("toy", 0, {}, [paired.BEST], [quantity], ["a", "b"])
+    found = paired.summary(case, rounds, dict.fromkeys(seconds, {}), {})
+    assert found[paired.BEST] == best
+    entry = found["contestants"][best][quantity]["ratios"][paired.BEST]
+    assert entry == {"median": 1.0, "lower": 1.0, "upper": 1.0}
+
+
 def test_memory_is_that_of_a_process_alone(tmp_path):
     words, logits = 4000, 256 * 4000 * 4
     program = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "output", "--device", "cpu"]
@@ -155,7 +168,8 @@ def test_attention(benchmark, mask):
     )
     for case in found["cases"]:
         names = ["softmax (torch)", "softmax (plain)", EXPRESSION, PLAIN, AUTO]
-        check_case(case, names, [names[0], EXPRESSION])
+        check_case(case, [*names, PRODUCTS], [BEST, PRODUCTS, EXPRESSION])
+        assert case[BEST] == names[0]
         assert case["agreement"].keys() == {"softmax (plain)", PLAIN, AUTO}
         assert all(agreed["difference"] < 1e-5 for agreed in case["agreement"].values())
     assert f"attention 3x1x7x4, mask: {mask}" in printed
@@ -164,7 +178,7 @@ def test_attention(benchmark, mask):
 def test_attention_of_fused_rivals(benchmark):
     found, _ = benchmark("attention", "--shape", "2x2x12x8", "--rivals", *SHORT)
     (case,) = found["cases"]
-    assert case["references"] == ["softmax (torch)", AUTO]
+    assert case["references"] == [BEST, PRODUCTS, AUTO]
     gradients = {name: entry["gradients"] for name, entry in case["contestants"].items()}
     for name, learned in (("ssmax", 2), ("softmax1", 0), ("sink", 2)):
         assert case["agreement"][f"{name} (auto)"]["difference"] < 1e-5
@@ -179,6 +193,30 @@ def test_attention_in_low_precision(benchmark, dtype):
     assert found["dtype"] == dtype
 
 
+@pytest.mark.parametrize("part", ["attention", "output"])
+def test_softmax_under_torch_compile(benchmark, part):
+    sizes = {"attention": "--shape 2x2x12x8 --mask both"}
+    sizes["output"] = "--tokens 9 --width 8 --vocabulary 20 --label-smoothing 0.1"
+    found, _ = benchmark(part, *sizes[part].split(), "--compile", *SHORT)
+    assert found["cases"][0]["agreement"]["softmax (compiled)"]["difference"] < 1e-5
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_floor_is_the_products_of_attention(modules, is_causal):
+    """Of linear attention, whose scores are its probabilities."""
+    length = 300
+    inputs = [torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(4)]
+    query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    block = sys.modules["baselines"].BLOCK
+    kept = (columns // block <= rows // block) if is_causal else columns >= 0
+    output = ((query @ key.mT) * kept) @ value
+    wanted = [output, *torch.autograd.grad(output, [query, key, value], inputs[3])]
+    found = modules[0].baselines.attention_products(inputs, is_causal)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.view_as(theirs), theirs.detach())
+
+
 def test_attention_over_lengths(benchmark):
     found, _ = benchmark("attention", "--shape", "2x2x1x8", "--sweep", "4,8,16", *SHORT)
     assert [case["x"] for case in found["cases"]] == [4, 8, 16]
@@ -190,9 +228,13 @@ def test_output_layer_over_vocabularies(benchmark, smoothing):
     found, _ = benchmark("output", *sizes, "--label-smoothing", smoothing, *SHORT)
     assert [case["x"] for case in found["cases"]] == [20, 40]
     for case in found["cases"]:
-        names = [STOCK, "matrix products", EXPRESSION, "softmax (fused)", "MultiMax (fused)"]
-        check_case(case, names, names[:3])
-        assert case["agreement"].keys() == set(names[3:])
+        torchs = ["softmax (F.cross_entropy)", "softmax (linear_cross_entropy)"]
+        if smoothing != "0" or not hasattr(torch.nn.functional, "linear_cross_entropy"):
+            del torchs[1]
+        names = [STOCK, *torchs, PRODUCTS, EXPRESSION, "softmax (fused)", "MultiMax (fused)"]
+        check_case(case, names, [BEST, PRODUCTS, STOCK, EXPRESSION])
+        assert case[BEST] in (STOCK, *torchs)
+        assert case["agreement"].keys() == {*names[-2:], *torchs}
         assert all(agreed["difference"] < 1e-5 for agreed in case["agreement"].values())
 
 
