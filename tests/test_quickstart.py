@@ -137,7 +137,7 @@ def test_quickstart(archives, demo, tmp_path):
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), "--out", "out", "--updates", "16"]
     command += ["--archive-translation", stated(archives[0]), "--archive-lm", stated(archives[1])]
 
-    run_and_stop_at("data/translation.part/data-bin", signal.SIGKILL, out, *command, cwd=tmp_path)
+    run_and_stop_at("data/translation.part/*", signal.SIGKILL, out, *command, cwd=tmp_path)
     assert not (out / "data" / "translation").exists()
     run_and_stop_at(  # as Ctrl-C does
         "translation/multimax/seed-1/checkpoint_*_*.pt", signal.SIGINT, out, *command, cwd=tmp_path
