@@ -77,6 +77,35 @@ struct Columns {
   }
 };
 
+// Whether a product can take a head's rows as they are; those of other strides may share cache lines.
+inline bool are_dense(const Tensor4& t, int64_t rows, int64_t size) {
+  return t.row == size && rows % LANES == 0;
+}
+
+// A head's rows, dense, and zeros to the next multiple of LANES: where they are, or copied.
+const float* dense_rows(
+    const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t size, float* scratch) {
+  if (are_dense(t, rows, size)) return t.at(b, h);
+  copy(t.at(b, h), t.row, rows, size, scratch);
+  std::fill(scratch + rows * size, scratch + padded(rows) * size, 0.0f);
+  return scratch;
+}
+
+// A head's rows to add up in, dense and zero at first: where they are to be, or put there at the end.
+struct Rows {
+  const int64_t rows, size, stride;
+  float *const out, *const data;
+  Rows(const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t size, float* scratch)
+      : rows(rows), size(size), stride(t.row), out(t.at(b, h)),
+        data(are_dense(t, rows, size) ? out : scratch) {
+    std::fill_n(data, padded(rows) * size, 0.0f);
+  }
+  void put_back() const {
+    if (data == out) return;
+    for (int64_t r = 0; r < rows; r++) std::copy_n(data + r * size, size, out + r * stride);
+  }
+};
+
 // What the mask says of query t and key s: 0 or -inf, or the float itself.
 inline float mask_at(const Mask& m, int64_t row, int64_t s) {
   const int64_t i = row + s * m.strides[3];
@@ -176,27 +205,25 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const float sink = a.sink_of(h);
   const Dropout dropout(a, bh);
   const Columns columns(keys, size);
-  float* key = scratch;                            // (keys, size)
-  float* value = key + keys * size;                // its columns
+  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, size)
+  float* value = scratch + keys * size;            // its columns
   float* query = value + columns.floats(keys);     // (size, QUERIES), scaled
   float* output = query + size * QUERIES;          // (size, QUERIES)
   float* scores = output + size * QUERIES;         // (KEYS, QUERIES)
   float* mask = scores + KEYS * QUERIES;           // (KEYS, QUERIES), if there is a mask
-  std::fill(key, value, 0.0f);
-  copy(a.key.at(b, h), a.key.row, a.keys, size, key);
   columns.fill(a.value.at(b, h), a.value.row, a.keys, value);
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
     const Window w = window(a, b, q0, count);
-    std::fill(query, query + size * QUERIES, 0.0f);
+    if (count < QUERIES) std::fill(query, output, 0.0f);
     transpose(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, QUERIES,
               a.scale);
-    std::fill(output, output + size * QUERIES, 0.0f);
     alignas(64) float top[QUERIES], sum[QUERIES], shrink[QUERIES];
     std::fill(top, top + QUERIES, sink);
     std::fill(sum, sum + QUERIES, sink == -INFINITE ? 0.0f : 1.0f);
     const int64_t first = w.first / LANES * LANES;
+    if (first >= w.last) std::fill(output, scores, 0.0f);
     for (int64_t s0 = first, s1; s0 < w.last; s0 = s1) {
       s1 = block_end(s0, padded(w.last), KEYS);
       const int64_t rows = s1 - s0;
@@ -235,7 +262,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
             store(at, load(at) * load(shrink + q));
           }
       product(size, width, rows, columns.at(value, s0), columns.pitch, scores, QUERIES, output,
-              QUERIES, true);
+              QUERIES, s0 > first);
     }
     float inverse[QUERIES];
     for (int64_t q = 0; q < count; q++) {
@@ -332,12 +359,13 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const float sink = a.sink_of(h);
   const Dropout dropout(a, bh);
   const Columns columns(keys, size);
-  float* key = scratch;                            // (keys, size)
-  float* key_t = key + keys * size;                // its columns
-  float* value = key_t + columns.floats(keys);     // (keys, size)
-  float* grad_key = value + keys * size;       // (keys, size)
-  float* grad_value = grad_key + keys * size;  // (keys, size)
-  float* query = grad_value + keys * size;     // (QUERIES, size), scaled
+  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, size)
+  float* key_t = scratch + keys * size;            // its columns
+  float* value_rows = key_t + columns.floats(keys);
+  const float* value = dense_rows(a.value, b, h, a.keys, size, value_rows);  // (keys, size)
+  const Rows grad_key(a.grad_key, b, h, a.keys, size, value_rows + keys * size);
+  const Rows grad_value(a.grad_value, b, h, a.keys, size, value_rows + 2 * keys * size);
+  float* query = value_rows + 3 * keys * size;     // (QUERIES, size), scaled
   float* query_t = query + size * QUERIES;     // (size, QUERIES)
   float* grad_output = query_t + size * QUERIES;            // (QUERIES, size)
   float* grad_output_t = grad_output + size * QUERIES;      // (size, QUERIES)
@@ -346,17 +374,14 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   float* probs = scores + keys * QUERIES;                   // (keys, QUERIES)
   float* grad_probs = probs + keys * QUERIES;               // (keys, QUERIES)
   float* mask = grad_probs + keys * QUERIES;  // (KEYS_BACKWARD, QUERIES), if there is a mask
-  std::fill(key, key_t, 0.0f);
-  std::fill(value, query, 0.0f);
-  copy(a.key.at(b, h), a.key.row, a.keys, size, key);
   columns.fill(a.key.at(b, h), a.key.row, a.keys, key_t);
-  copy(a.value.at(b, h), a.value.row, a.keys, size, value);
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
     const Window w = window(a, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
-    std::fill(query, scores, 0.0f);
+    if (first >= last) std::fill(grad_query_t, scores, 0.0f);
+    if (count < QUERIES) std::fill(query, grad_query_t, 0.0f);
     const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
     copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, a.scale);
     transpose(query, size, count, size, query_t, QUERIES);
@@ -414,19 +439,17 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
       }
       if (a.grad_table) sigma.add(sums, a.grad_table + bh * COLUMNS);
       product(rows, size, width, probs + s0 * QUERIES, QUERIES, grad_output, size,
-              grad_value + s0 * size, size, true);
+              grad_value.data + s0 * size, size, true);
       product(rows, size, width, scores + s0 * QUERIES, QUERIES, query, size,
-              grad_key + s0 * size, size, true);
+              grad_key.data + s0 * size, size, true);
       product(size, width, rows, columns.at(key_t, s0), columns.pitch, scores + s0 * QUERIES,
-              QUERIES, grad_query_t, QUERIES, true);
+              QUERIES, grad_query_t, QUERIES, s0 > first);
     }
     transpose(grad_query_t, QUERIES, size, count, a.grad_query.at(b, h) + q0 * a.grad_query.row,
               a.grad_query.row, a.scale);
   }
-  for (int64_t s = 0; s < a.keys; s++) {
-    std::copy_n(grad_key + s * size, size, a.grad_key.at(b, h) + s * a.grad_key.row);
-    std::copy_n(grad_value + s * size, size, a.grad_value.at(b, h) + s * a.grad_value.row);
-  }
+  grad_key.put_back();
+  grad_value.put_back();
 }
 
 int64_t backward_scratch(const Attention& a) {
