@@ -47,20 +47,20 @@ void tile_statistics(const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, Co
   float* logits = c.logits + v0 * c.width;
   product(rows, c.width, a.size, a.weight + v0 * a.size, a.size, c.features_t, c.width, logits,
           c.width, false);
+  Vec modulated[CLASSES];
   for (int64_t q = 0; q < c.width; q += LANES) {
     Vec most = all(-INFINITE), sum_z{};
     for (int64_t v = 0; v < rows; v++) {
       float* at = logits + v * c.width + q;
       if (a.bias) store(at, load(at) + a.bias[v0 + v]);
-      const Vec z = sigma.value(load(at));
+      const Vec z = modulated[v] = sigma.value(load(at));
       most = larger(most, z);
       sum_z += z;
     }
     Vec sum{};
     // Where all classes of a tile are -inf, any finite number keeps their exp at 0.
     const Vec base = most == -INFINITE ? Vec{} : most;
-    for (int64_t v = 0; v < rows; v++)
-      sum += exponential(sigma.value(load(logits + v * c.width + q)) - base);
+    for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
     for (int64_t i = 0; i < LANES; i++) {
       columns[q + i].join(most[i], sum[i]);
       columns[q + i].sum_z += sum_z[i];
