@@ -9,3 +9,9 @@ class UsageError(ValueError):
 
 class CheckpointError(UsageError):
     """A checkpoint file that is refused, damaged, or not fairseq's."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind, and the first line of what it says."""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {text[:300]}"

@@ -95,6 +95,12 @@ def describe(data: Path, target: str) -> dict[str, Any]:
     return {"remove_bpe": remove, "tokenizer": None, "lowercase": False, "pairs": ""}
 
 
+def last_line(said: str) -> str:
+    """The last line of what a command said, but for the hint that follows its errors."""
+    lines = [line for line in said.splitlines() if not line.startswith("(MULTIMAX_TRACEBACK")]
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+
+
 def run(words: list[str], log: Path) -> str:
     """The standard output of a command, kept in a file with what it said beside."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
@@ -103,9 +109,8 @@ def run(words: list[str], log: Path) -> str:
         told = errors.read()
     log.write_text(f"{told}\n{done.stdout}", encoding="utf-8")
     if done.returncode:
-        lines = (told.strip() or done.stdout.strip()).split("\n")
-        last = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")][-1:]
-        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {' '.join(last)}")
+        said = last_line(told.strip() or done.stdout)
+        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {said}")
     return f"{told}\n{done.stdout}"
 
 

@@ -130,9 +130,8 @@ def train(run: Run, lock: int) -> None:
                 process.terminate()
                 process.wait()
         if process.returncode:
-            lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-            said = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")]
-            raise UsageError(f"fairseq-train failed, see {log}: {said[-1]}")
+            said = evaluate.last_line(log.read_text(encoding="utf-8", errors="replace"))
+            raise UsageError(f"fairseq-train failed, see {log}: {said}")
         file.write(f"{PEAK} {memory} bytes\n")
     (run.folder / "trained").touch()
 

@@ -16,7 +16,7 @@ import torch
 from multimax_fairseq.compat import contents
 from multimax_fairseq.compat.explain import explain, is_raised_by_fairseq
 from multimax_fairseq.compat.patch import wrap
-from multimax_fairseq.errors import CheckpointError, UsageError
+from multimax_fairseq.errors import CheckpointError, UsageError, first_line
 
 
 class _PickledDtype:
@@ -204,7 +204,7 @@ def _explained(error, path, local):
         if isinstance(error, OSError) or getattr(error, "user_error", False):
             return None
         return CheckpointError(
-            f"'{path}' is not a fairseq checkpoint ({_first_line(error)}); give a file that "
+            f"'{path}' is not a fairseq checkpoint ({first_line(error)}); give a file that "
             "fairseq-train wrote."
         )
     refused = isinstance(error, UnpicklingError) and _refused(error, local)
@@ -214,11 +214,6 @@ def _explained(error, path, local):
             "and could run code; get a file from a source that you trust."
         )
     return _damaged(path)
-
-
-def _first_line(error):
-    text = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 def checkpoint_to_workers():
@@ -267,7 +262,7 @@ def checkpoint_models():
                     raise
                 if text is None:
                     text = (
-                        f"no model can be built of it ({_first_line(error)}); give a checkpoint as "
+                        f"no model can be built of it ({first_line(error)}); give a checkpoint as "
                         "fairseq-train wrote it."
                     )
                 raise CheckpointError(f"'{', '.join(filenames)}': {text}") from error
@@ -301,7 +296,7 @@ def checkpoint_training():
                 if is_other or not is_raised_by_fairseq(error):
                     raise
                 raise CheckpointError(
-                    f"a run cannot go on from '{filename}' ({_first_line(error)}); give another "
+                    f"a run cannot go on from '{filename}' ({first_line(error)}); give another "
                     "checkpoint with --restore-file, or take its parameters alone "
                     "(--finetune-from-model)"
                 ) from error

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, first_line
 from multimax_fairseq.files import whole
 from multimax_fairseq.transformers.layers import attached, put, quiet, use
 
@@ -85,7 +85,7 @@ def load(
             model, found = model_class.from_pretrained(folder, **options, output_loading_info=True)
     except Exception as error:  # whatever transformers finds in files of others
         raise UsageError(
-            f"no {model_class.__name__} can be read from '{folder}' ({_first_line(error)}): save "
+            f"no {model_class.__name__} can be read from '{folder}' ({first_line(error)}): save "
             "the model again, or give the class and options that fit it"
         ) from error
     # What is in their file too is not expected there.
@@ -148,13 +148,9 @@ def _class_of(folder: Path) -> type[PreTrainedModel]:
         found = getattr(transformers, name, None)
     except Exception as error:  # whatever transformers finds in a file of others
         raise UsageError(
-            f"'{folder / 'config.json'}' cannot be read ({_first_line(error)}): save the model "
+            f"'{folder / 'config.json'}' cannot be read ({first_line(error)}): save the model "
             "again, or pass its class as model_class"
         ) from error
     if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
         raise UsageError(f"transformers has no class {name!r}: pass it as model_class")
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
