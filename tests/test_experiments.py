@@ -347,3 +347,15 @@ def test_the_job_of_a_cluster_is_the_row_that_it_names_with_a_process_a_task():
     batch = alone.distributed_training.distributed_world_size * alone.dataset.max_tokens
     assert wanted.distributed_world_size * cfg.dataset.max_tokens == batch
     assert cfg.model == alone.model
+
+
+@pytest.mark.parametrize(
+    "said, last",
+    [
+        ("", "it said nothing"),
+        ("a\n\n", "a"),
+        ("a\nb: error: c\n(MULTIMAX_TRACEBACK=1 shows where.)\n", "b: error: c"),
+    ],
+)
+def test_what_a_failed_command_said_last(experiment, said, last):
+    assert experiment.evaluate.last_line(said) == last
