@@ -135,6 +135,11 @@ struct Window {
   alignas(64) int32_t starts[QUERIES], ends[QUERIES];
   int64_t first, last;            // the union over the queries: first <= s < last
   int64_t common_first, common_last;  // what all of them may attend to
+  int64_t stops[QUERIES / LANES] = {};  // where the last window ends of each LANES of them
+  // That within keys s0 <= s < s1, of which the rest is nothing to queries q to q + LANES - 1.
+  int64_t stop(int64_t q, int64_t s0, int64_t s1) const {
+    return std::clamp(stops[q / LANES], s0, s1);
+  }
 };
 
 Window window(const Attention& a, int64_t b, int64_t q0, int64_t count) {
@@ -146,6 +151,7 @@ Window window(const Attention& a, int64_t b, int64_t q0, int64_t count) {
     w.starts[q] = real && a.starts ? a.starts[at] : 0;
     w.ends[q] = !real ? 0 : a.ends ? a.ends[at] : a.keys;
     if (!real) continue;
+    w.stops[q / LANES] = std::max<int64_t>(w.stops[q / LANES], w.ends[q]);
     if (w.starts[q] < w.ends[q]) {
       w.first = std::min<int64_t>(w.first, w.starts[q]);
       w.last = std::max<int64_t>(w.last, w.ends[q]);
@@ -231,7 +237,8 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
       if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
         Vec most = load(top + q);
-        for (int64_t s = s0; s < s1; s++) {
+        const int64_t stop = w.stop(q, s0, s1);
+        for (int64_t s = s0; s < stop; s++) {
           float* at = scores + (s - s0) * QUERIES + q;
           Vec z = sigma.value(load(at));
           if (MASKED) z = masked(z, load(mask + (at - scores)));
@@ -245,12 +252,13 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
         // Nothing to attend to so far: any finite number keeps exp(-inf - it) at 0.
         most = most == -INFINITE ? Vec{} : most;
         Vec parts[4] = {};  // shorter sums, which round less
-        for (int64_t s = s0; s < s1; s++) {
+        for (int64_t s = s0; s < stop; s++) {
           float* at = scores + (s - s0) * QUERIES + q;
           const Vec p = exponential(load(at) - most);
           parts[s % 4] += p;
           store(at, a.dropout > 0 ? p * dropout.keep(dropout.key(s), q0 + q) : p);
         }
+        for (int64_t s = stop; s < s1; s++) store(scores + (s - s0) * QUERIES + q, Vec{});
         const Vec factor = exponential(old - most);
         store(shrink + q, factor);
         store(sum + q, load(sum + q) * factor + (parts[0] + parts[1]) + (parts[2] + parts[3]));
@@ -406,7 +414,8 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec top = load(tops + q), inverse = load(inverses + q);
         Vec mean{};
-        for (int64_t s = s0; s < s1; s++) {
+        const int64_t stop = w.stop(q, s0, s1);
+        for (int64_t s = s0; s < stop; s++) {
           const int64_t at = s * QUERIES + q;
           Vec z = sigma.value(load(scores + at));
           if (MASKED) z = masked(z, load(mask + (s - s0) * QUERIES + q));
@@ -418,6 +427,7 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
           mean += p * load(grad_probs + at);
           store(probs + at, p);
         }
+        for (int64_t s = stop; s < s1; s++) store(probs + s * QUERIES + q, Vec{});
         store(means + q, load(means + q) + mean);
       }
     }
@@ -430,12 +440,14 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
       Sums sums;
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec mean = load(means + q);
-        for (int64_t s = s0; s < s1; s++) {
+        const int64_t stop = w.stop(q, s0, s1);
+        for (int64_t s = s0; s < stop; s++) {
           const int64_t at = s * QUERIES + q;
           const Vec p = load(probs + at), grad = p * (load(grad_probs + at) - mean);
           store(scores + at, sigma.backward(load(scores + at), grad, sums));
           if (a.dropout > 0) store(probs + at, p * dropout.keep(dropout.key(s), q0 + q));
         }
+        for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
       if (a.grad_table) sigma.add(sums, a.grad_table + bh * COLUMNS);
       product(rows, size, width, probs + s0 * QUERIES, QUERIES, grad_output, size,
