@@ -285,6 +285,10 @@ def summary(
     medians = {name: statistics.median(values(name, quantity)) for name in case.baselines}
     choose = min if quantity == "seconds" else max
     best = choose(medians, key=medians.__getitem__) if medians else None
+    theirs = {
+        quantity: {n: values(best if n == BEST else n, quantity) for n in case.references}
+        for quantity in case.quantities
+    }
     contestants = {}
     for name in rounds:
         entry: dict[str, Any] = {"rounds": rounds[name], **peaks[name]}
@@ -292,9 +296,8 @@ def summary(
             ours = values(name, quantity)
             entry[quantity] = quartiles(ours) | {
                 "ratios": {
-                    other: quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
-                    for other in case.references
-                    if (theirs := values(best if other == BEST else other, quantity))
+                    other: quartiles([a / b for a, b in zip(ours, their, strict=True)])
+                    for other, their in theirs[quantity].items()
                 }
             }
         contestants[name] = entry
