@@ -5,11 +5,13 @@
 
 OUT is the --out of scripts/multi30k.sh or scripts/speeches.sh. Its finished runs are taken into
 docs/results/EXPERIMENT.jsonl, a line each, translations with a paired bootstrap (SacreBLEU's, 1,000
-samples) against softmax of the same seed. Then, or without any OUT, docs/results.md is written.
+samples) against softmax of the same seed. Then, or without any OUT, docs/results.md and README's
+table are written.
 """
 
 import argparse
 import json
+import re
 import runpy
 import statistics
 import sys
@@ -29,6 +31,7 @@ from multimax_fairseq.errors import UsageError
 METHODS = runpy.run_path(str(ROOT / "scripts" / "tabulate"))["METHODS"]
 DATA = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
 EXPERIMENTS = {
     "multi30k": "Translation: Multi30k, German-English",
     "speeches": "Language modelling: State of the Union addresses",
@@ -216,6 +219,26 @@ def page() -> str:
     return text
 
 
+def front_page(text: str) -> str:
+    """README with its table of translation made anew."""
+    lines = lines_of("multi30k")
+    base = {line["seed"]: line["value"] for line in lines if line["row"] == "softmax"}
+    out = [["attention", "seeds", "SacreBLEU", "minus softmax's", "p", "paper, IWSLT14"]]
+    out.append(["---"] * len(out[0]))
+    for row, (label, paper) in METHODS["multi30k"].items():
+        if block := [line for line in lines if line["row"] == row]:
+            compared = ("", "") if row == "softmax" else against(block, base, "value")
+            scores = spread([line["value"] for line in block])
+            out.append([label, str(len(block)), scores, *compared, paper])
+    made = "".join(f"| {' | '.join(cells)} |\n" for cells in out)
+    text, found = re.subn(r"(?m)^\| attention \| seeds \|.*\n(\|.*\n)+", lambda _: made, text)
+    if found != 1:
+        raise UsageError(
+            f"'{README}' has {found} tables that begin with attention and seeds, not 1"
+        )
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,10 +248,12 @@ def main() -> None:
     try:
         for out in args.out:
             take_in(out)
+        readme = front_page(README.read_text(encoding="utf-8"))
         evaluate.write(PAGE, page())
+        evaluate.write(README, readme)
     except (UsageError, OSError, ValueError, LookupError) as error:
         sys.exit(f"results.py: error: {error}")
-    print(f"Written: {PAGE}")
+    print(f"Written: {PAGE}, {README}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ def results():
 
 def test_the_page_is_what_the_lines_make(results):
     assert results.PAGE.read_text(encoding="utf-8") == results.page()
+    readme = results.README.read_text(encoding="utf-8")
+    assert results.front_page(readme) == readme
+    with pytest.raises(UsageError, match="has 0 tables that begin with attention and seeds"):
+        results.front_page("nothing")
 
 
 @pytest.mark.parametrize("experiment", ["multi30k", "speeches"])
@@ -94,6 +98,9 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
         *("+0.50 ± 0.20", f"{p:.3f}"),
     ]
     assert cells[6] == "2, 0 of 3" and cells[-1] == "34.7 ± 0.07"
+    text = results.front_page("a\n| attention | seeds | of | old |\n| --- |\n| b |\n\nc\n")
+    assert text.startswith("a\n| attention | seeds | SacreBLEU |") and text.endswith(" |\n\nc\n")
+    assert f"| MultiMax | 3 | {cells[3]} | {cells[4]} | {cells[5]} | 34.7 ± 0.07 |\n" in text
 
 
 def test_what_is_no_experiment_is_refused(results, tmp_path):
