@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import evaluate
 import hydra
+from methods import RIVALS
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.errors import UsageError
@@ -22,13 +23,6 @@ CHOICES = {
     "optimizer": "--optimizer",
     "lr_scheduler": "--lr-scheduler",
 }
-
-
-# Of 2024 to 2026: rows that are trained where they are named, beside those of the papers.
-RIVALS = (
-    *("ssmax", "softmax1", "sink", "multimax_sink", "softpick", "sigmoid", "asentmax"),
-    *("adaptive_temperature", "gate"),
-)
 
 
 def listed(experiment: str) -> DictConfig | None:

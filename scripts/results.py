@@ -1,18 +1,16 @@
 #!/usr/bin/env python3
-"""Keeps the results of experiments as data, and makes docs/results.md of them.
+"""Keeps the results of experiments as data, and makes the tables of docs/results.md and README.
 
     scripts/results.py [OUT ...]
 
 OUT is the --out of scripts/multi30k.sh or scripts/speeches.sh. Its finished runs are taken into
 docs/results/EXPERIMENT.jsonl, a line each, translations with a paired bootstrap (SacreBLEU's, 1,000
-samples) against softmax of the same seed. Then, or without any OUT, docs/results.md and README's
-table are written.
+samples) against softmax of the same seed. Then, or without any OUT, the tables are written.
 """
 
 import argparse
 import json
 import re
-import runpy
 import statistics
 import sys
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 import evaluate
 from experiment_plan import ROOT, groups, listed
+from methods import METHODS
 from omegaconf import OmegaConf
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
@@ -27,8 +26,6 @@ from scipy import stats
 
 from multimax_fairseq.errors import UsageError
 
-# By its place: a package of that name, which sacrebleu imports, would be hidden by a .py.
-METHODS = runpy.run_path(str(ROOT / "scripts" / "tabulate"))["METHODS"]
 DATA = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
@@ -37,6 +34,9 @@ EXPERIMENTS = {
     "speeches": "Language modelling: State of the Union addresses",
 }
 SAMPLES = 1000
+# From this one on they are kept for what the others have chosen, and have tables of their own.
+NEW_SEEDS = 6
+MARK = "<!-- Below: made by scripts/results.py -->\n"
 Line = dict[str, Any]
 
 
@@ -48,6 +48,10 @@ def lines_of(experiment: str) -> list[Line]:
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def first(lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line["seed"] < NEW_SEEDS]
 
 
 def key(line: Line) -> tuple[str, int]:
@@ -191,37 +195,32 @@ def notes(lines: list[Line]) -> str:
     return "".join(f"- {name}: {text}\n" for name, text in told.items() if text.strip("; "))
 
 
-HEAD = """\
-# Results
-
-Made by `scripts/results.py` from [results](results), which has a line for each run: its command,
-commit, versions, processor, checksums of its data and translations, and all its scores. A run is
-repeated by its `command`, in a checkout with the data at the same place (`data-prep/`), and gives
-the same score on a processor of the same kind with one thread.
-
-Each row changes one thing. ± is the standard deviation over seeds (n - 1); "minus softmax's" pairs
-runs of one seed, p is of a paired t-test over the seeds, and the bootstrap (SacreBLEU's, 1,000
-samples) counts the seeds at which a run differs from softmax of that seed at p < 0.05. The
-checkpoint is the one with the lowest validation loss. The paper's figures are of other data, models
-and schedules.
-"""
-
-
-def page() -> str:
-    text = HEAD
+def page(text: str) -> str:
+    """docs/results.md with all below the mark made anew."""
+    head, found, _ = text.partition(MARK)
+    if not found:
+        raise UsageError(f"'{PAGE}' has no line '{MARK.strip()}', below which its tables go")
+    text = head + MARK
     for experiment, title in EXPERIMENTS.items():
-        if lines := lines_of(experiment):
-            text += f"\n## {title}\n"
-            for group, rows in groups(experiment).items():
-                if any(line["row"] in rows for line in lines):
-                    text += f"\n### {group.capitalize()}\n\n{table(experiment, rows, lines)}"
-            text += f"\n{notes(lines)}"
+        lines = lines_of(experiment)
+        if not lines:
+            continue
+        text += f"\n## {title}\n"
+        new = [line for line in lines if line["seed"] >= NEW_SEEDS]
+        tables = {
+            name.capitalize(): (rows, first(lines)) for name, rows in groups(experiment).items()
+        }
+        tables["New seeds"] = (sorted({line["row"] for line in new}, reverse=True), new)
+        for name, (rows, some) in tables.items():
+            if any(line["row"] in rows for line in some):
+                text += f"\n### {name}\n\n{table(experiment, rows, some)}"
+        text += f"\n{notes(lines)}"
     return text
 
 
 def front_page(text: str) -> str:
     """README with its table of translation made anew."""
-    lines = lines_of("multi30k")
+    lines = first(lines_of("multi30k"))
     base = {line["seed"]: line["value"] for line in lines if line["row"] == "softmax"}
     out = [["attention", "seeds", "SacreBLEU", "minus softmax's", "p", "paper, IWSLT14"]]
     out.append(["---"] * len(out[0]))
@@ -248,9 +247,8 @@ def main() -> None:
     try:
         for out in args.out:
             take_in(out)
-        readme = front_page(README.read_text(encoding="utf-8"))
-        evaluate.write(PAGE, page())
-        evaluate.write(README, readme)
+        for file, make in ((PAGE, page), (README, front_page)):
+            evaluate.write(file, make(file.read_text(encoding="utf-8")))
     except (UsageError, OSError, ValueError, LookupError) as error:
         sys.exit(f"results.py: error: {error}")
     print(f"Written: {PAGE}, {README}")

@@ -7,6 +7,7 @@ import runpy
 import signal
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from commands import TRACEBACK
@@ -75,4 +76,8 @@ def main(command, *words):
     """A command of ours, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [*map(str, words)])
-        command() if callable(command) else runpy.run_path(command, run_name="__main__")
+        if callable(command):
+            command()
+            return
+        patch.syspath_prepend(str(Path(command).parent))  # as Python does
+        runpy.run_path(command, run_name="__main__")

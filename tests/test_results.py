@@ -24,11 +24,13 @@ def results():
 
 
 def test_the_page_is_what_the_lines_make(results):
-    assert results.PAGE.read_text(encoding="utf-8") == results.page()
-    readme = results.README.read_text(encoding="utf-8")
-    assert results.front_page(readme) == readme
+    for file, make in ((results.PAGE, results.page), (results.README, results.front_page)):
+        text = file.read_text(encoding="utf-8")
+        assert make(text) == text
     with pytest.raises(UsageError, match="has 0 tables that begin with attention and seeds"):
         results.front_page("nothing")
+    with pytest.raises(UsageError, match="has no line '<!-- Below"):
+        results.page("nothing")
 
 
 @pytest.mark.parametrize("experiment", ["multi30k", "speeches"])
@@ -89,7 +91,9 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
     results.take_in(out)
     assert (results.DATA / "multi30k.jsonl").read_text() == before
 
-    row = next(line for line in results.page().splitlines() if line.startswith("| multimax |"))
+    page = results.page(f"head\n{results.MARK}old\n")
+    assert page.startswith(f"head\n{results.MARK}\n## Translation") and "old" not in page
+    row = next(line for line in page.splitlines() if line.startswith("| multimax |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     differences = [0.5, 0.7, 0.3]
     p = stats.ttest_1samp(differences, 0).pvalue
@@ -98,6 +102,10 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
         *("+0.50 ± 0.20", f"{p:.3f}"),
     ]
     assert cells[6] == "2, 0 of 3" and cells[-1] == "34.7 ± 0.07"
+    run_of(out, "softmax", results.NEW_SEEDS, 1.0, wrong)
+    results.take_in(out)
+    before, _, new = results.page(results.MARK).partition("### New seeds")
+    assert row in before and "| 6 | 1.00 |" in new and "| 6 |" not in before
     text = results.front_page("a\n| attention | seeds | of | old |\n| --- |\n| b |\n\nc\n")
     assert text.startswith("a\n| attention | seeds | SacreBLEU |") and text.endswith(" |\n\nc\n")
     assert f"| MultiMax | 3 | {cells[3]} | {cells[4]} | {cells[5]} | 34.7 ± 0.07 |\n" in text
