@@ -7,8 +7,11 @@ import pytest
 import torch
 from commands import PLUGIN, ROOT, refused, run
 from conftest import scatter_modulators, settings_of_model
+from fairseq import options
+from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.beam_search import BeamGenerator
@@ -56,6 +59,16 @@ def test_what_has_no_int8(build):
         elsewhere = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match="on meta: add --cpu"):
         quantize([elsewhere])
+
+
+def test_a_command_that_follows_in_one_process_has_its_own(dictionary, build):
+    task = TranslationTask(TranslationConfig(), dictionary, dictionary)
+    for more, is_narrow in ((("--quantize", "int8"), True), ((), False)):
+        parser = options.get_generation_parser()
+        options.parse_args_and_arch(parser, ["data", "--path", "model.pt", *more])
+        model = build(ARCH).eval()
+        task.build_generator([model], GenerationConfig())
+        assert isinstance(model.encoder.layers[0].fc1, torch.nn.Linear) != is_narrow
 
 
 def test_the_commands(data, checkpoint, tmp_path):

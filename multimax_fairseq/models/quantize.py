@@ -53,7 +53,7 @@ def quantize(models: Iterable[nn.Module]) -> None:
 class _Quantize(argparse.Action):
     """`--quantize int8`: fairseq's settings have no place for it."""
 
-    chosen = False
+    chosen = False  # by the command whose flags were read last
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, values)
@@ -66,6 +66,7 @@ def quantized_generation() -> None:
     def make_args(original):
         def add_generation_args(parser):
             group = original(parser)
+            _Quantize.chosen = False
             group.add_argument(
                 "--quantize",
                 choices=["int8"],
