@@ -86,15 +86,13 @@ void tile_gradients(
     const int64_t v = a.target[c.rows[q]] - v0;
     if (v >= 0 && v < rows) at_target[q] = logits[v * c.width + q];
   }
-  for (int64_t q = 0; q < c.width; q += LANES) {
-    const Vec top = load(c.tops + q), inverse = load(c.inverses + q), factor = load(c.factors + q);
-    for (int64_t v = 0; v < rows; v++) {
+  for (int64_t v = 0; v < rows; v++)
+    for (int64_t q = 0; q < c.width; q += LANES) {
       float* at = logits + v * c.width + q;
       const Vec x = load(at);
-      const Vec p = exponential(sigma.value(x) - top) * inverse;
-      store(at, sigma.backward(x, factor * (p - a.smooth_weight), sums));
+      const Vec p = exponential(sigma.value(x) - load(c.tops + q)) * load(c.inverses + q);
+      store(at, sigma.backward(x, load(c.factors + q) * (p - a.smooth_weight), sums));
     }
-  }
   for (int64_t q = 0; q < c.count; q++) {
     const int64_t v = a.target[c.rows[q]] - v0;
     if (v < 0 || v >= rows) continue;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
+#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
@@ -47,14 +48,18 @@ inline IntVec load(const int32_t* p) {
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline Vec all(float x) { return x - Vec{}; }
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+// a > b ? a : b, and a < b ? a : b, in one instruction, which compilers do not make of these; where
+// either is NaN it is b.
+#ifdef __AVX512F__
+inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+#else
+inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec smaller(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+#endif
 // How far x lies above zero, capped so that its square is finite and an infinite score stays what
 // it is.
-inline Vec distance(Vec x) {
-  const Vec most = all(MAX_DISTANCE);
-  x = larger(x, Vec{});
-  return x < most ? x : most;
-}
+inline Vec distance(Vec x) { return smaller(larger(x, Vec{}), all(MAX_DISTANCE)); }
 inline double total(Vec v) {
   double sum = 0;
   for (int i = 0; i < LANES; i++) sum += v[i];
