@@ -114,10 +114,12 @@ def spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2f}"
 
 
-def against(block: list[Line], softmax: dict[int, float], field: str) -> tuple[str, str]:
-    """Differences to softmax of the same seeds, mean and deviation; the p of a paired t-test."""
+def against(block: list[Line], lines: list[Line], field: str) -> tuple[str, str]:
+    """A row's differences to softmax of the same seeds among these lines, mean and deviation; the p
+    of a paired t-test."""
+    softmax = {line["seed"]: line[field] for line in lines if line["row"] == "softmax"}
     pairs = [(line[field], softmax[line["seed"]]) for line in block if line["seed"] in softmax]
-    if not pairs:
+    if not pairs or block[0]["row"] == "softmax":
         return "", ""
     differences = [ours - theirs for ours, theirs in pairs]
     mean = f"{statistics.mean(differences):+.2f}"
@@ -125,6 +127,11 @@ def against(block: list[Line], softmax: dict[int, float], field: str) -> tuple[s
         return mean, ""
     p = stats.ttest_rel(*zip(*pairs, strict=True)).pvalue
     return f"{mean} ± {statistics.stdev(differences):.2f}", f"{p:.3f}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def changes(experiment: str, row: str) -> str:
@@ -143,7 +150,6 @@ def changes(experiment: str, row: str) -> str:
 def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
     is_translation = experiment == "multi30k"
     field = "value" if is_translation else "word_perplexity"
-    base = {line["seed"]: line[field] for line in lines if line["row"] == "softmax"}
     head = ["row", "what it changes", "seeds"]
     head += ["SacreBLEU"] if is_translation else ["perplexity a word"]
     head += ["minus softmax's", "p"]
@@ -153,14 +159,14 @@ def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
         else ["perplexity a subword", "validation"]
     )
     head += ["paper"]
-    out = [head, ["---"] * len(head)]
+    out = []
     for row in rows:
         block = [line for line in lines if line["row"] == row]
         if not block:
             continue
         seeds = ", ".join(str(line["seed"]) for line in block)
         cells = [row, changes(experiment, row), seeds, spread([line[field] for line in block])]
-        cells += ["", ""] if row == "softmax" else against(block, base, field)
+        cells += against(block, lines, field)
         if is_translation:
             tests = [line["bootstrap"] for line in block if "bootstrap" in line]
             # Of translations that are the same, SacreBLEU's p is 0.
@@ -173,7 +179,7 @@ def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
         cells.append(spread([line["validation"] for line in block]))
         cells.append(METHODS[experiment].get(row, ("", ""))[1])
         out.append(cells)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in out)
+    return markdown(head, out)
 
 
 def notes(lines: list[Line]) -> str:
@@ -210,7 +216,7 @@ def page(text: str) -> str:
         tables = {
             name.capitalize(): (rows, first(lines)) for name, rows in groups(experiment).items()
         }
-        tables["New seeds"] = (sorted({line["row"] for line in new}, reverse=True), new)
+        tables["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
         for name, (rows, some) in tables.items():
             if any(line["row"] in rows for line in some):
                 text += f"\n### {name}\n\n{table(experiment, rows, some)}"
@@ -221,15 +227,14 @@ def page(text: str) -> str:
 def front_page(text: str) -> str:
     """README with its table of translation made anew."""
     lines = first(lines_of("multi30k"))
-    base = {line["seed"]: line["value"] for line in lines if line["row"] == "softmax"}
-    out = [["attention", "seeds", "SacreBLEU", "minus softmax's", "p", "paper, IWSLT14"]]
-    out.append(["---"] * len(out[0]))
+    out = []
     for row, (label, paper) in METHODS["multi30k"].items():
         if block := [line for line in lines if line["row"] == row]:
-            compared = ("", "") if row == "softmax" else against(block, base, "value")
             scores = spread([line["value"] for line in block])
+            compared = against(block, lines, "value")
             out.append([label, str(len(block)), scores, *compared, paper])
-    made = "".join(f"| {' | '.join(cells)} |\n" for cells in out)
+    head = ["attention", "seeds", "SacreBLEU", "minus softmax's", "p", "paper, IWSLT14"]
+    made = markdown(head, out)
     text, found = re.subn(r"(?m)^\| attention \| seeds \|.*\n(\|.*\n)+", lambda _: made, text)
     if found != 1:
         raise UsageError(
