@@ -312,20 +312,18 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
     const int64_t first = a.starts ? a.starts[at] : 0, last = a.ends ? a.ends[at] : a.keys;
     const float* query = a.query.at(b, h) + t * a.query.row;
     float* out = a.output.at(b, h) + t * a.output.row;
-    std::fill(scratch, scratch + length, -INFINITE);
-    for (int64_t s = first; s < last; s++) {
-      const float* key = row_of(a, a.key, a.step_keys, b, h, s);
-      Vec sum{};
-      for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
-      float score = 0;
-      for (int i = 0; i < LANES; i++) score += sum[i];
-      scratch[s] = a.scale * score;
-    }
     Vec most = all(-INFINITE);
-    for (int64_t s = 0; s < length; s += LANES) {
-      const Vec x = load(scratch + s);
-      const Vec z = x == -INFINITE ? x : sigma.value(x);
-      store(scratch + s, z);
+    for (int64_t s0 = 0; s0 < length; s0 += LANES) {
+      Vec products[LANES] = {};
+      for (int64_t s = std::max(s0, first); s < std::min(s0 + LANES, last); s++) {
+        const float* key = row_of(a, a.key, a.step_keys, b, h, s);
+        Vec sum{};
+        for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
+        products[s - s0] = sum;
+      }
+      const IntVec s = count_from(s0), may_attend = (s >= int32_t(first)) & (s < int32_t(last));
+      const Vec z = may_attend ? sigma.value(a.scale * totals(products)) : all(-INFINITE);
+      store(scratch + s0, z);
       most = larger(most, z);
     }
     float top = sink;
@@ -337,7 +335,7 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
         top = std::max(top, scratch[s]);
       }
     } else {
-      for (int i = 0; i < LANES; i++) top = std::max(top, most[i]);
+      top = std::max(top, largest(most));
     }
     Vec sums{};
     for (int64_t s = 0; s < length; s += LANES) {
@@ -345,18 +343,20 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
       store(scratch + s, p);
       sums += p;
     }
-    float sum = sink == -INFINITE ? 0 : std::exp(sink - top);
-    for (int i = 0; i < LANES; i++) sum += sums[i];
-    const float inverse = share(sum, sink);
-    for (int64_t d0 = 0; d0 < size; d0 += 4 * LANES) {
-      const int64_t parts = std::min<int64_t>(4, (size - d0) / LANES);
-      Vec result[4] = {};
+    const float rest = sink == -INFINITE ? 0 : std::exp(sink - top);
+    const float inverse = share(rest + static_cast<float>(total(sums)), sink);
+    const auto put = [&]<int parts>(std::integral_constant<int, parts>, int64_t d) {
+      Vec result[parts] = {};
       for (int64_t s = first; s < last; s++) {
-        const float* value = row_of(a, a.value, a.step_values, b, h, s) + d0;
-        for (int64_t i = 0; i < parts; i++) result[i] += scratch[s] * load(value + i * LANES);
+        const float* value = row_of(a, a.value, a.step_values, b, h, s) + d;
+        for (int i = 0; i < parts; i++) result[i] += scratch[s] * load(value + i * LANES);
       }
-      for (int64_t i = 0; i < parts; i++) store(out + d0 + i * LANES, result[i] * inverse);
-    }
+      for (int i = 0; i < parts; i++) store(out + d + i * LANES, result[i] * inverse);
+    };
+    int64_t d = 0;
+    for (; d + 4 * LANES <= size; d += 4 * LANES) put(std::integral_constant<int, 4>(), d);
+    for (; d + 2 * LANES <= size; d += 2 * LANES) put(std::integral_constant<int, 2>(), d);
+    if (d < size) put(std::integral_constant<int, 1>(), d);
   }
 }
 

@@ -21,11 +21,13 @@ inline void insert(float score, int64_t index, int64_t count, float* values, int
   values[place] = score, indices[place] = index;
 }
 
-inline bool any_above(Vec scores, float bound) {
-  const IntVec above = scores > all(bound);
-  int32_t found = 0;
-  for (int64_t i = 0; i < LANES; i++) found |= above[i];
-  return found != 0;
+// A bit for each score above the bound.
+inline uint32_t above(Vec scores, float bound) {
+#ifdef __AVX512F__
+  return _mm512_cmp_ps_mask(scores, all(bound), _CMP_GT_OQ);
+#else
+  return _mm256_movemask_ps(_mm256_cmp_ps(scores, all(bound), _CMP_GT_OQ));
+#endif
 }
 
 void best_of_row(const Best& a, int64_t row) {
@@ -34,17 +36,21 @@ void best_of_row(const Best& a, int64_t row) {
   float* values = a.values + row * a.count;
   int64_t* indices = a.indices + row * a.count;
   for (int64_t v = 0; v < a.count; v++) insert(scores[v], v, v + 1, values, indices);
+  const auto consider = [&](int64_t i) {
+    if (scores[i] > values[a.count - 1]) insert(scores[i], i, a.count, values, indices);
+  };
   // From here on most blocks have nothing for the list.
-  for (int64_t v = a.count; v < a.classes; v += BLOCK) {
-    const int64_t end = std::min(v + BLOCK, a.classes);
-    if (end == v + BLOCK) {
-      Vec most = load(scores + v);
-      for (int64_t i = v + LANES; i < end; i += LANES) most = larger(most, load(scores + i));
-      if (!any_above(most, values[a.count - 1])) continue;
+  int64_t v = a.count;
+  for (; v + BLOCK <= a.classes; v += BLOCK) {
+    Vec most = load(scores + v);
+    for (int64_t i = v + LANES; i < v + BLOCK; i += LANES) most = larger(most, load(scores + i));
+    if (!above(most, values[a.count - 1])) continue;
+    for (int64_t i = v; i < v + BLOCK; i += LANES) {
+      uint32_t found = above(load(scores + i), values[a.count - 1]);
+      for (; found; found &= found - 1) consider(i + __builtin_ctz(found));
     }
-    for (int64_t i = v; i < end; i++)
-      if (scores[i] > values[a.count - 1]) insert(scores[i], i, a.count, values, indices);
   }
+  for (; v < a.classes; v++) consider(v);
 
   const float top = values[0];
   if (std::abs(top) == INFINITE) {
@@ -55,8 +61,7 @@ void best_of_row(const Best& a, int64_t row) {
     return;
   }
   Vec sum{};
-  int64_t v = 0;
-  for (; v + LANES <= a.classes; v += LANES) sum += exponential(load(scores + v) - top);
+  for (v = 0; v + LANES <= a.classes; v += LANES) sum += exponential(load(scores + v) - top);
   Vec rest = all(-INFINITE);
   std::memcpy(&rest, scores + v, (a.classes - v) * sizeof(float));
   sum += exponential(rest - top);

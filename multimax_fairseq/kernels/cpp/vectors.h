@@ -115,6 +115,29 @@ inline Vec interleaved(Vec a, Vec b, std::index_sequence<i...>) {
 #endif
 }
 
+inline IntVec count_from(int64_t first) {
+  IntVec numbers;
+  for (int32_t i = 0; i < LANES; i++) numbers[i] = i;
+  return numbers + static_cast<int32_t>(first);
+}
+
+inline float largest(Vec v) {
+  constexpr auto lanes = std::make_index_sequence<LANES>();
+  for (int64_t n = 1; n < LANES; n *= 2)
+    v = larger(interleaved<0>(v, v, lanes), interleaved<LANES / 2>(v, v, lanes));
+  return v[0];
+}
+
+// The sums of LANES vectors, which are used up.
+inline Vec totals(Vec* parts) {
+  constexpr auto lanes = std::make_index_sequence<LANES>();
+  for (int64_t n = LANES / 2; n > 0; n /= 2)
+    for (int64_t i = 0; i < n; i++)
+      parts[i] = interleaved<0>(parts[i], parts[i + n], lanes) +
+                 interleaved<LANES / 2>(parts[i], parts[i + n], lanes);
+  return parts[0];
+}
+
 // out (LANES, ld) = factor * in (LANES, LANES) transposed.
 inline void transpose_tile(
     const float* in, int64_t stride, float* out, int64_t ld, float factor) {
