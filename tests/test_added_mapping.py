@@ -125,21 +125,25 @@ def test_a_checkpoint_without_it_starts_it_as_new(folder):
     assert all(tuned[name] == 1.25 for name in FACTORS)
 
 
-def test_a_learned_temperature_before_a_modulator(folder):
-    """Of the same seed it starts as MultiMax; then the temperature learns too."""
+def test_a_learned_temperature_before_a_modulator_and_in_the_output_layer(folder):
+    """Of the same seed they start as MultiMax and softmax; then the temperatures learn too."""
     losses = {}
     for name, plugin in (
         ("multimax", ROOT / "multimax_fairseq"),
-        ("tempered_multimax", ROOT / "user_dir/tempered_multimax"),
+        ("tempered_multimax", ROOT / "user_dir/tempered"),
     ):
         train = [name if word == "sharpened" else word for word in TRAIN]
-        words = ("--user-dir", plugin, "--save-dir", name, "--log-interval", "1")
+        words = ["--user-dir", plugin, "--save-dir", name, "--log-interval", "1"]
+        words += ["--criterion", "multimax_cross_entropy"]
+        if name == "tempered_multimax":
+            words += ["--output-normalizer", "tempered_softmax"]
         output = run(folder, "fairseq-train", "data-bin", *train, *words)
         losses[name] = re.findall(r" loss=([\d.]+)", output)
     assert losses["tempered_multimax"][0] == losses["multimax"][0]
+    assert "another mapping's modulator there: the loss holds all logits" in output
     state = torch.load(folder / "tempered_multimax/checkpoint_last.pt", weights_only=False)["model"]
     learned = [value for name, value in state.items() if name.endswith("log_temperature")]
-    assert len(learned) == 3 and all(value != 0 for value in learned)
+    assert len(learned) == 4 and all(value != 0 for value in learned)
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ class FusedOutput:
 
     def check_model(self, model):
         """Raise UsageError for a model that the criterion cannot train."""
-        linear_output = self.fused_output(model)
-        if linear_output is not None:
-            linear_output()
+        self.fused_output(model)
 
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logged fields) of a batch."""
@@ -142,13 +140,15 @@ class FusedOutput:
         if getattr(decoder, "adaptive_softmax", None) is not None:
             return None
         linear_output = getattr(decoder, "linear_output", None)
-        if linear_output is None and not self._warned:
+        if linear_output is not None and linear_output() is not None:
+            return linear_output
+        if not self._warned:
             type(self)._warned = True
             logger.info(
-                f"{type(decoder).__name__} has no linear_output(): the loss holds all logits, as "
-                "the stock criterion does"
+                f"{type(decoder).__name__} has no linear_output(), or another mapping's modulator "
+                "there: the loss holds all logits, as the stock criterion does"
             )
-        return linear_output
+        return None
 
     def fused_losses(self, model, sample, linear_output, reduce, twice):
         """Return (loss, nll_loss, divergence, features, target), in nats.

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.cross_entropy import fused_scores
+from multimax_fairseq.functional.modulator import is_known
 from multimax_fairseq.models.config import build_normalizer
 from multimax_fairseq.modules import Modulator
 
@@ -48,15 +49,19 @@ class NormalizedOutput:
 
     @torch.jit.unused
     def _fused_scores(self, features: Tensor) -> Tensor | None:
-        projection = self.output_projection
-        if type(projection) is not nn.Linear:
+        projection, modulator = self.output_projection, self.output_modulator
+        if type(projection) is not nn.Linear or not (modulator is None or is_known(modulator)):
             return None
-        return fused_scores(features, projection.weight, projection.bias, self.output_modulator)
+        return fused_scores(features, projection.weight, projection.bias, modulator)
 
-    def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None]:
-        """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss."""
+    def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None] | None:
+        """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss; None
+        where the modulator is of a mapping that it does not know."""
         self._refuse_logarithms()
-        return self.output_projection.weight, self.output_projection.bias, self.output_modulator
+        modulator, projection = self.output_modulator, self.output_projection
+        if modulator is not None and not is_known(modulator):
+            return None
+        return projection.weight, projection.bias, modulator
 
     def get_normalized_probs(
         self,

@@ -1,0 +1,38 @@
+"""Softmax at a learned temperature in the output layer too, and MultiMax of scores that a learned
+temperature divides, so that the modulator need not be one."""
+
+from torch import nn
+
+from multimax_fairseq import NORMALIZERS, Mapping, Modulator, register
+from multimax_fairseq.modules.temperature import Temperature
+
+
+def tempered(num_heads):
+    return {"modulator": Temperature(learned=True)}
+
+
+def tempered_multimax(num_heads):
+    return {"modulator": nn.Sequential(Temperature(learned=True), Modulator(num_heads=num_heads))}
+
+
+register(
+    Mapping(
+        name="tempered_softmax",
+        label="softmax at a learned temperature",
+        function=NORMALIZERS["softmax"].function,
+        build=tempered,
+        modulated=True,
+        output_options=(),
+    )
+)
+register(
+    Mapping(
+        name="tempered_multimax",
+        label="MultiMax at a learned temperature",
+        function=NORMALIZERS["multimax"].function,
+        build=tempered_multimax,
+        modulated=True,
+    )
+)
+
+import multimax_fairseq.models  # noqa: E402, F401  makes the flags, so it comes last
