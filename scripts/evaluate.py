@@ -2,6 +2,7 @@
 """Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexity.
 
     scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--json FILE]
+                        [--user-dir DIR]
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
 papers have it. A translation has at most 1.2 tokens for each of its source, and 10 more, or what
@@ -17,6 +18,7 @@ Perplexity a word, of the text before subwords, where evaluation.json has their 
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import re
@@ -39,6 +41,7 @@ from multimax_fairseq.errors import CheckpointError, UsageError
 from multimax_fairseq.files import whole
 
 ROOT = Path(__file__).resolve().parent.parent
+PLUGIN = ROOT / "multimax_fairseq"
 
 
 def program(name: str) -> str:
@@ -57,9 +60,7 @@ def portable(words: list[str]) -> list[str]:
 
 
 def command(name: str, *arguments: object) -> list[str]:
-    """A stock fairseq command with the plugin."""
-    plugin = ROOT / "multimax_fairseq"
-    return [program(name), *map(str, arguments), "--user-dir", str(plugin)]
+    return [program(name), *map(str, arguments)]
 
 
 def not_ours(described: Path, error: Exception) -> UsageError:
@@ -241,6 +242,7 @@ def evaluate(
     beam: int = 5,
     log: Path | None = None,
     quantized: bool = False,
+    plugin: str | Path = PLUGIN,
 ) -> dict[str, Any]:
     """Return metric, value, signature and protocol; UsageError, in one sentence, for what fails."""
     for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
@@ -250,6 +252,7 @@ def evaluate(
     task = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"]
     options = [] if torch.cuda.is_available() and not quantized else ["--cpu"]
     options += ["--quantize", "int8"] if quantized else []
+    options += ["--user-dir", str(plugin)]
     if task._name == "language_modeling":
         if quantized:
             raise UsageError("--quantize int8 is for translation: leave it out")
@@ -288,6 +291,13 @@ def main() -> None:
         choices=["int8"],
         help="evaluate in int8 on the CPU besides, and print the difference",
     )
+    parser.add_argument(
+        "--user-dir",
+        type=Path,
+        default=PLUGIN,
+        metavar="DIR",
+        help="the model's own, with this plugin in it; default multimax_fairseq",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     compat.apply()
@@ -300,11 +310,12 @@ def main() -> None:
             checkpoint = folder / f"average{args.average}.pt"
             write_average(newest(folder, args.average), checkpoint)
         given = (checkpoint, args.data, args.subset, args.beam)
+        score = functools.partial(evaluate, *given, plugin=args.user_dir)
         narrow = {}
         if args.quantize is not None:
             log = checkpoint.with_name(f"{checkpoint.stem}.{args.subset}.int8.log")
-            narrow = {"int8": evaluate(*given, log=log, quantized=True)["value"]}
-        result = evaluate(*given) | narrow
+            narrow = {"int8": score(log=log, quantized=True)["value"]}
+        result = score() | narrow
         if args.json is not None:
             write_json(args.json, result)
     except (UsageError, CheckpointError, OSError) as error:

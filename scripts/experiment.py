@@ -244,10 +244,12 @@ def finish(run: Run, lock: int) -> None:
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
     best = run.folder / "checkpoint_best.pt"
-    result = evaluate.evaluate(best, run.data, log=run.folder / "evaluate.log")
+    log = run.folder / "evaluate.log"
+    result = evaluate.evaluate(best, run.data, log=log, plugin=run.plugin)
     if not run.experiment.startswith("quickstart_"):  # what settings may be chosen by
         log = run.folder / "evaluate.valid.log"
-        result["validation"] = evaluate.evaluate(best, run.data, "valid", log=log)["value"]
+        found = evaluate.evaluate(best, run.data, "valid", log=log, plugin=run.plugin)
+        result["validation"] = found["value"]
     print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
     evaluate.write_json(

@@ -103,6 +103,7 @@ class Run(NamedTuple):
     seed: int
     folder: Path
     data: Path
+    plugin: str
     command: list[str]
     updates: int
 
@@ -132,4 +133,6 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     words = [program, str(args.data_bin), *options(cfg), *args.train]
     # The last of several is the one that counts.
     updates = int(words[len(words) - words[::-1].index("--max-update")])
-    return Run(args.experiment, row, seed, folder, args.data_bin, words, updates)
+    return Run(
+        args.experiment, row, seed, folder, args.data_bin, cfg.common.user_dir, words, updates
+    )

@@ -272,7 +272,9 @@ def test_a_run_goes_on_with_its_own_command_and_data_alone(experiment, plan, tmp
     data, folder = tmp_path / "data" / "data-bin", tmp_path / "run"
     data.mkdir(parents=True)
     folder.mkdir()
-    run = plan.Run("iwslt14", "softmax", 1, folder, data, ["fairseq-train", "--lr", "1"], 3)
+    run = plan.Run(
+        "iwslt14", "softmax", 1, folder, data, "plugin", ["fairseq-train", "--lr", "1"], 3
+    )
     (folder / "result.json").touch()
     (folder / "command").write_text("fairseq-train --lr 2\n")
     with pytest.raises(UsageError, match="trained with another command"):

@@ -72,12 +72,18 @@ def test_language_model(speeches, tmp_path):
     run(
         *(tmp_path, "bash", ROOT / "scripts" / "speeches.sh", "--archive", speeches),
         *("--data-bin", "data/lm/data-bin", "--out", "out", "--seeds", "3", "--max-update", "2"),
-        *("--rows", "softmax,low", "--", *sizes.split(), *TRAIN.split()),
+        *("--rows", "softmax,output_temperature", "--", *sizes.split(), *TRAIN.split()),
     )
     lines = lines_of(tmp_path / "out")
-    assert {(line["row"], line["seed"]) for line in lines} == {("softmax", 3), ("low", 3)}
+    assert [line["row"] for line in lines] == ["output_temperature", "softmax"]
     assert all(min(line["word_perplexity"], line["value"]) > 1 for line in lines)
     assert len({line["data"] for line in lines}) == 1
+    # Its mapping is of a plugin of its own.
+    model = tmp_path / "out/output_temperature/seed-3/checkpoint_best.pt"
+    words = ("--user-dir", ROOT / "user_dir/tempered")
+    script = ROOT / "scripts" / "evaluate.sh"
+    said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words)
+    assert f"perplexity {lines[0]['value']:.2f}" in said
 
 
 @pytest.mark.parametrize(
