@@ -75,7 +75,7 @@ def test_language_model(speeches, tmp_path):
         *("--rows", "softmax,output_temperature", "--", *sizes.split(), *TRAIN.split()),
     )
     lines = lines_of(tmp_path / "out")
-    assert [line["row"] for line in lines] == ["output_temperature", "softmax"]
+    assert [(x["row"], x["seed"]) for x in lines] == [("output_temperature", 3), ("softmax", 3)]
     assert all(min(line["word_perplexity"], line["value"]) > 1 for line in lines)
     assert len({line["data"] for line in lines}) == 1
     # Its mapping is of a plugin of its own.
