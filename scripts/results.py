@@ -126,7 +126,7 @@ def against(block: list[Line], lines: list[Line], field: str) -> tuple[str, str]
     if len(pairs) < 2:
         return mean, ""
     p = stats.ttest_rel(*zip(*pairs, strict=True)).pvalue
-    return f"{mean} ± {statistics.stdev(differences):.2f}", f"{p:.3f}"
+    return f"{mean} ± {statistics.stdev(differences):.2f}", "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
