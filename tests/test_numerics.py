@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import sizes_of
-from fairseq import options, tasks
+from fairseq import checkpoint_utils, options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
@@ -139,3 +139,26 @@ def test_fp16_that_cannot_recover_ends_in_the_sentence(trainer_of, monkeypatch):
     with pytest.raises(UsageError, match="Minimum loss scale reached.*decoder layer 1, where"):
         for _ in range(30):
             trainer.train_step(batches[:1])
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, torch.tensor(math.nan)])
+def test_a_validation_that_is_not_finite_is_in_no_comparison(trainer_of, broken, caplog, tmp_path):
+    trainer, _ = trainer_of(LANGUAGE, "--keep-best-checkpoints", "1")
+    epoch = trainer.get_train_iterator(1)
+    epoch.next_epoch_itr(shuffle=False)
+    save = checkpoint_utils.save_checkpoint
+    vars(save).pop("best", None)  # of another test's training
+
+    def kept():
+        found = [*tmp_path.glob("checkpoint.best_loss_*.pt"), tmp_path / "checkpoint_best.pt"]
+        states = [torch.load(path, weights_only=False)["extra_state"] for path in found]
+        return [state["val_loss"] for state in states]
+
+    try:
+        for loss, best in ((3.0, 3.0), (broken, 3.0), (4.0, 3.0), (2.5, 2.5)):
+            last = save(trainer.cfg.checkpoint, trainer, epoch, loss)
+            assert last is not None and kept() == [best, best]
+    finally:
+        vars(save).pop("best", None)
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"loss of the validation at update 0 is {float(broken)}: not ")

@@ -57,6 +57,7 @@ def apply():
     data.same_batches()
     data.end_of_curriculum()
     numerics.not_finite()
+    numerics.not_finite_validation()
     commands.score_command()
     commands.diverse_beams()
     commands.impossible_words()

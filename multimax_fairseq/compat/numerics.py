@@ -1,7 +1,12 @@
 """Numbers that are not finite: a training ends in one sentence that says where they begin."""
 
+import logging
+import math
+
 from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 
 def not_finite():
@@ -46,6 +51,30 @@ def not_finite():
 
     wrap(NanDetector, "__init__", make_init)
     wrap(Trainer, "train_step", make)
+
+
+def not_finite_validation():
+    """A validation of NaN becomes the best so far, to which nothing later compares as better.
+
+    So fairseq would miss the next best checkpoint, and then write a worse one over the best of
+    before; with --keep-best-checkpoints it ends in a traceback. Here the checkpoint is saved, and
+    is in no comparison. Can go when fairseq compares finite numbers only.
+    """
+    from fairseq import checkpoint_utils
+
+    def make_compare(original):
+        def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
+            if val_loss is not None and not math.isfinite(val_loss):
+                logger.warning(
+                    f"{cfg.best_checkpoint_metric} of the validation at update "
+                    f"{trainer.get_num_updates()} is {float(val_loss)}: not compared with the best."
+                )
+                val_loss = None
+            return original(cfg, trainer, epoch_itr, val_loss)
+
+        return save_checkpoint
+
+    wrap(checkpoint_utils, "save_checkpoint", make_compare)
 
 
 def _reason(error):
