@@ -101,9 +101,9 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
         *("the default", "1, 2, 3", f"31.50 ± {statistics.stdev(values['multimax']):.2f}"),
         *("+0.50 ± 0.20", f"{p:.3f}"),
     ]
+    assert cells[6] == "2, 0 of 3" and cells[-1] == "34.7 ± 0.07"
     sparsemax = next(line for line in page.splitlines() if line.startswith("| sparsemax |"))
     assert "| -22.00 ± 1.00 | < 0.001 |" in sparsemax
-    assert cells[6] == "2, 0 of 3" and cells[-1] == "34.7 ± 0.07"
     run_of(out, "softmax", results.NEW_SEEDS, 1.0, wrong)
     results.take_in(out)
     before, _, new = results.page(results.MARK).partition("### New seeds")

@@ -1,4 +1,5 @@
-"""Numbers that are not finite: a training ends in one sentence that says where they begin."""
+"""Numbers that are not finite: training ends in one sentence that says where they begin, and a
+validation is not compared."""
 
 import logging
 import math
