@@ -33,6 +33,22 @@ EXPERIMENTS = {
     "multi30k": "Translation: Multi30k, German-English",
     "speeches": "Language modelling: State of the Union addresses",
 }
+# What is compared, and where a line has it.
+SCORES = {"multi30k": ("SacreBLEU", "value"), "speeches": ("perplexity a word", "word_perplexity")}
+# Which of two rows is better, where softmax is not what a row has to be compared with.
+PAIRS = {
+    "multi30k": [
+        ("multimax", "temperature"),
+        ("tempered", "temperature"),
+        ("rdrop", "softmax_rdrop"),
+    ],
+    "speeches": [
+        ("output_alone", "output_temperature"),
+        ("output_alone", "multimax"),
+        ("multimax", "multimax_attention"),
+        ("rdrop", "softmax_rdrop"),
+    ],
+}
 SAMPLES = 1000
 # From this one on they are kept for what the others have chosen, and have tables of their own.
 NEW_SEEDS = 6
@@ -56,6 +72,10 @@ def first(lines: list[Line]) -> list[Line]:
 
 def key(line: Line) -> tuple[str, int]:
     return line["row"], line["seed"]
+
+
+def of_row(lines: list[Line], row: str) -> list[Line]:
+    return [line for line in lines if line["row"] == row]
 
 
 def hypotheses(run: Path, references: list[str]) -> list[str]:
@@ -114,14 +134,14 @@ def spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2f}"
 
 
-def against(block: list[Line], lines: list[Line], field: str) -> tuple[str, str]:
-    """A row's differences to softmax of the same seeds among these lines, mean and deviation; the p
-    of a paired t-test."""
-    softmax = {line["seed"]: line[field] for line in lines if line["row"] == "softmax"}
-    pairs = [(line[field], softmax[line["seed"]]) for line in block if line["seed"] in softmax]
-    if not pairs or block[0]["row"] == "softmax":
+def against(block: list[Line], base: list[Line], field: str) -> tuple[str, str]:
+    """A row's differences to another's runs of the same seeds, mean and deviation; the p of a
+    paired t-test."""
+    theirs = {line["seed"]: line[field] for line in base}
+    pairs = [(line[field], theirs[line["seed"]]) for line in block if line["seed"] in theirs]
+    if not pairs or block == base:
         return "", ""
-    differences = [ours - theirs for ours, theirs in pairs]
+    differences = [one - other for one, other in pairs]
     mean = f"{statistics.mean(differences):+.2f}"
     if len(pairs) < 2:
         return mean, ""
@@ -149,10 +169,9 @@ def changes(experiment: str, row: str) -> str:
 
 def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
     is_translation = experiment == "multi30k"
-    field = "value" if is_translation else "word_perplexity"
-    head = ["row", "what it changes", "seeds"]
-    head += ["SacreBLEU"] if is_translation else ["perplexity a word"]
-    head += ["minus softmax's", "p"]
+    score, field = SCORES[experiment]
+    softmax = of_row(lines, "softmax")
+    head = ["row", "what it changes", "seeds", score, "minus softmax's", "p"]
     head += (
         ["bootstrap: better, worse of", "chrF", "tokenised BLEU", "validation"]
         if is_translation
@@ -161,12 +180,12 @@ def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
     head += ["paper"]
     out = []
     for row in rows:
-        block = [line for line in lines if line["row"] == row]
+        block = of_row(lines, row)
         if not block:
             continue
         seeds = ", ".join(str(line["seed"]) for line in block)
         cells = [row, changes(experiment, row), seeds, spread([line[field] for line in block])]
-        cells += against(block, lines, field)
+        cells += against(block, softmax, field)
         if is_translation:
             tests = [line["bootstrap"] for line in block if "bootstrap" in line]
             # Of translations that are the same, SacreBLEU's p is 0.
@@ -180,6 +199,19 @@ def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
         cells.append(METHODS[experiment].get(row, ("", ""))[1])
         out.append(cells)
     return markdown(head, out)
+
+
+def pairs(experiment: str, lines: list[Line]) -> str:
+    """The table of the rows that are compared with each other; empty where no two have a seed."""
+    score, field = SCORES[experiment]
+    out = []
+    for one, other in PAIRS[experiment]:
+        block, base = of_row(lines, one), of_row(lines, other)
+        seeds = sorted({line["seed"] for line in block} & {line["seed"] for line in base})
+        if seeds:
+            names = f"{one} minus {other}"
+            out.append([names, ", ".join(map(str, seeds)), *against(block, base, field)])
+    return markdown(["rows", "seeds", score, "p"], out) if out else ""
 
 
 def notes(lines: list[Line]) -> str:
@@ -213,13 +245,14 @@ def page(text: str) -> str:
             continue
         text += f"\n## {title}\n"
         new = [line for line in lines if line["seed"] >= NEW_SEEDS]
-        tables = {
-            name.capitalize(): (rows, first(lines)) for name, rows in groups(experiment).items()
-        }
+        old = first(lines)
+        tables = {name.capitalize(): (rows, old) for name, rows in groups(experiment).items()}
         tables["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
         for name, (rows, some) in tables.items():
             if any(line["row"] in rows for line in some):
                 text += f"\n### {name}\n\n{table(experiment, rows, some)}"
+        if compared := pairs(experiment, old):
+            text += f"\n### Two rows of the same seeds\n\n{compared}"
         text += f"\n{notes(lines)}"
     return text
 
@@ -229,9 +262,9 @@ def front_page(text: str) -> str:
     lines = first(lines_of("multi30k"))
     out = []
     for row, (label, paper) in METHODS["multi30k"].items():
-        if block := [line for line in lines if line["row"] == row]:
+        if block := of_row(lines, row):
             scores = spread([line["value"] for line in block])
-            compared = against(block, lines, "value")
+            compared = against(block, of_row(lines, "softmax"), "value")
             out.append([label, str(len(block)), scores, *compared, paper])
     head = ["attention", "seeds", "SacreBLEU", "minus softmax's", "p", "paper, IWSLT14"]
     made = markdown(head, out)

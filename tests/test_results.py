@@ -75,6 +75,7 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
     (tmp_path / "data-bin" / "test.reference.en").write_text("\n".join(right) + "\n")
     out = tmp_path / "out"
     values = {"softmax": (30.0, 31.0, 32.0), "multimax": (30.5, 31.7, 32.3), "sparsemax": (9, 9, 9)}
+    values["temperature"] = (30.0, 31.0)
     for row, scores in values.items():
         for seed, value in enumerate(scores, 1):
             texts = right if row == "multimax" and seed < 3 else wrong
@@ -82,7 +83,7 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
     results.take_in(out)
     lines = results.lines_of("multi30k")
     order = [("softmax", 1), ("softmax", 2), ("softmax", 3), ("sparsemax", 1)]
-    assert [results.key(line) for line in lines][:4] == order and len(lines) == 9
+    assert [results.key(line) for line in lines][:4] == order and len(lines) == 11
     found = {results.key(line): line.get("bootstrap") for line in lines}
     assert found["softmax", 1] is None and found["multimax", 1]["difference"] > 5
     assert found["multimax", 1]["p"] < 0.05 and found["multimax", 3]["difference"] == 0
@@ -104,6 +105,9 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
     assert cells[6] == "2, 0 of 3" and cells[-1] == "34.7 ± 0.07"
     sparsemax = next(line for line in page.splitlines() if line.startswith("| sparsemax |"))
     assert "| -22.00 ± 1.00 | < 0.001 |" in sparsemax
+    p = stats.ttest_1samp([0.5, 0.7], 0).pvalue  # of the seeds that both have
+    assert f"| multimax minus temperature | 1, 2 | +0.60 ± 0.14 | {p:.3f} |\n" in page
+    assert " minus softmax_rdrop" not in page
     run_of(out, "softmax", results.NEW_SEEDS, 1.0, wrong)
     results.take_in(out)
     before, _, new = results.page(results.MARK).partition("### New seeds")
