@@ -1,6 +1,7 @@
 """The compiled CPU kernels: as accurate as plain PyTorch in every shape, mask and build."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -407,6 +408,10 @@ def losses(dtype, parts, modulator, kind, monkeypatch, **options):
         (7, 50, 20, 64, 0.1, False, None),
         (300, 2000, 128, None, 0.0, False, {"order": 1}),
         (50, 130, 33, 17, 0.2, True, {"terms": "high"}),
+        # All of them in the memory of the weight's gradient.
+        (64, 300, 64, None, 0.1, True, {"monotone": True}),
+        (500, 200, 512, None, 0.0, False, {}),
+        (30, 1000, 32, 32, 0.2, True, None),
     ],
 )
 def test_loss_is_as_accurate_as_plain(
@@ -461,6 +466,32 @@ def test_only_the_gradients_that_are_needed_and_none_without_any_target(kernels,
     for wrong in (40, 1000):
         with pytest.raises(ValueError, match=f"target {wrong} is neither one of 40 classes"):
             linear_cross_entropy(features, weight, target.clone().fill_(wrong))
+
+
+@pytest.mark.parametrize("bound, needs_weight", [(1.4, True), (0.2, False)])
+def test_few_tokens_hold_no_logits_beside_the_gradient(kernels, monkeypatch, bound, needs_weight):
+    """Where there are no more of them than the weight is wide, and where no gradient is wanted."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("peak memory is read from Linux's /proc")
+    monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
+    features, weight, _, target = loss_inputs(60, 200_000, 64)  # beyond what malloc keeps
+
+    def kilobytes(name):
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if name in line).split()[1])
+
+    def loss():
+        return linear_cross_entropy(features, weight, target, modulator=some_modulator())[0]
+
+    loss()
+    weight.requires_grad_(needs_weight)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kilobytes("VmRSS")
+    with torch.set_grad_enabled(needs_weight):
+        found = loss()
+    if needs_weight:
+        found.backward()
+    assert kilobytes("VmHWM") - before < bound * weight.numel() * 4 / 1024
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])

@@ -20,13 +20,16 @@ struct OutputLoss {
 namespace {
 
 constexpr int64_t CLASSES = 128, TOKENS = 64;  // a tile
+constexpr int64_t SUMMED = 16;                 // of its rows, before sums in float go to double
 
 // What a chunk of tokens needs to know of itself, and what the threads find out about it.
 struct Chunk {
   int64_t count, width;
   const int64_t* rows;             // which tokens
   Buffer features, features_t;     // (width, size), (size, width)
-  Buffer logits;                   // (classes, width), not modulated
+  float* logits;                   // not modulated: of all classes, (classes, width), or, where no
+                                   // gradients are wanted, of one tile for each thread
+  int64_t stride;                  // of the logits, from class to class
   Buffer tops, inverses, factors;  // (width)
 };
 
@@ -42,16 +45,16 @@ struct Column {
 };
 
 template <class Sigma>
-void tile_statistics(const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, Column* columns) {
+void tile_statistics(
+    const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, float* logits, Column* columns) {
   const Sigma sigma(a.table);
-  float* logits = c.logits + v0 * c.width;
   product(rows, c.width, a.size, a.weight + v0 * a.size, a.size, c.features_t, c.width, logits,
-          c.width, false);
+          c.stride, false);
   Vec modulated[CLASSES];
   for (int64_t q = 0; q < c.width; q += LANES) {
     Vec most = all(-INFINITE), sum_z{};
     for (int64_t v = 0; v < rows; v++) {
-      float* at = logits + v * c.width + q;
+      float* at = logits + v * c.stride + q;
       if (a.bias) store(at, load(at) + a.bias[v0 + v]);
       const Vec z = modulated[v] = sigma.value(load(at));
       most = larger(most, z);
@@ -68,50 +71,52 @@ void tile_statistics(const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, Co
   }
   for (int64_t q = 0; q < c.count; q++) {
     const int64_t v = a.target[c.rows[q]] - v0;
-    if (v >= 0 && v < rows) columns[q].target_z = sigma.value(all(logits[v * c.width + q]))[0];
+    if (v >= 0 && v < rows) columns[q].target_z = sigma.value(all(logits[v * c.stride + q]))[0];
   }
 }
 
-// Turns a tile of logits into the gradients by them, and adds what the tile gives to the others.
+// Forms the gradients by a tile of logits, and adds what the tile gives to the others.
 template <class Sigma>
 void tile_gradients(
     const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, bool first, float* scratch,
     float* grad_features, double* grad_table) {
   const Sigma sigma(a.table);
-  float* logits = c.logits + v0 * c.width;
+  const float* logits = c.logits + v0 * c.stride;
+  // Beside the logits, whose memory the gradient by the weight may take.
+  float* grads = scratch;                           // (rows, width)
+  float* transposed = scratch + CLASSES * c.width;  // (width, CLASSES)
   Sums sums;
-  float* transposed = scratch;                      // (width, CLASSES)
-  float* at_target = scratch + c.width * CLASSES;  // (width)
-  for (int64_t q = 0; q < c.count; q++) {
-    const int64_t v = a.target[c.rows[q]] - v0;
-    if (v >= 0 && v < rows) at_target[q] = logits[v * c.width + q];
-  }
-  for (int64_t v = 0; v < rows; v++)
+  for (int64_t v = 0; v < rows; v++) {
     for (int64_t q = 0; q < c.width; q += LANES) {
-      float* at = logits + v * c.width + q;
+      const float* at = logits + v * c.stride + q;
+      // Of the next tile, whose logits would else be waited for.
+      __builtin_prefetch(at + CLASSES * c.stride, 0, 2);
       const Vec x = load(at);
       const Vec p = exponential(sigma.value(x) - load(c.tops + q)) * load(c.inverses + q);
-      store(at, sigma.backward(x, load(c.factors + q) * (p - a.smooth_weight), sums));
+      store(grads + v * c.width + q,
+            sigma.backward(x, load(c.factors + q) * (p - a.smooth_weight), sums));
     }
+    if (v % SUMMED == SUMMED - 1) sigma.add(std::exchange(sums, {}), grad_table);
+  }
   for (int64_t q = 0; q < c.count; q++) {
     const int64_t v = a.target[c.rows[q]] - v0;
     if (v < 0 || v >= rows) continue;
     Vec grad{};
     grad[0] = -a.nll_weight * c.factors[q];
-    logits[v * c.width + q] += sigma.backward(all(at_target[q]), grad, sums)[0];
+    grads[v * c.width + q] += sigma.backward(all(logits[v * c.stride + q]), grad, sums)[0];
   }
   sigma.add(sums, grad_table);
   if (a.grad_bias)
     for (int64_t v = 0; v < rows; v++) {
       Vec sum{};
-      for (int64_t q = 0; q < c.width; q += LANES) sum += load(logits + v * c.width + q);
+      for (int64_t q = 0; q < c.width; q += LANES) sum += load(grads + v * c.width + q);
       a.grad_bias[v0 + v] = (first ? 0 : a.grad_bias[v0 + v]) + total(sum);
     }
   if (a.grad_weight)
-    product(rows, a.size, c.width, logits, c.width, c.features, a.size,
+    product(rows, a.size, c.width, grads, c.width, c.features, a.size,
             a.grad_weight + v0 * a.size, a.size, !first);
   if (grad_features) {
-    transpose(logits, c.width, rows, c.width, transposed, CLASSES);
+    transpose(grads, c.width, rows, c.width, transposed, CLASSES);
     product(c.width, a.size, rows, transposed, CLASSES, a.weight + v0 * a.size, a.size,
             grad_features, a.size, true);
   }
@@ -131,6 +136,7 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   for (int64_t i = 0; i < threads; i++) {
     for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
       tile_statistics<Sigma>(a, c, t * CLASSES, std::min(CLASSES, a.classes - t * CLASSES),
+                             c.logits + (a.factors ? t : i) * CLASSES * c.stride,
                              &columns[i * c.width]);
     end_products();
   }
@@ -154,7 +160,7 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   const Buffer grad_features(threads * features);
   std::fill(grad_features + 0, grad_features + threads * features, 0.0f);
   std::vector<double> grad_tables(threads * COLUMNS);
-  const int64_t scratch_size = c.width * (CLASSES + 1);
+  const int64_t scratch_size = 2 * CLASSES * c.width;
   const Buffer scratch(threads * scratch_size);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int64_t i = 0; i < threads; i++) {
@@ -188,10 +194,14 @@ void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
     return;
   }
   const int64_t most = padded(std::min(a.chunk, tokens));
-  Chunk c{0, 0, nullptr, Buffer(most * a.size), Buffer(most * a.size), Buffer(most * a.classes),
-          Buffer(most), Buffer(most), Buffer(most)};
+  // A single chunk's logits may lie where the gradient by the weight is formed from them.
+  const bool lent = a.factors && a.grad_weight && tokens <= a.chunk && most <= a.size;
+  const Buffer logits(lent ? 0 : most * (a.factors ? a.classes : a.threads * CLASSES));
+  Chunk c{0, 0, nullptr, Buffer(most * a.size), Buffer(most * a.size),
+          lent ? a.grad_weight : logits + 0, 0, Buffer(most), Buffer(most), Buffer(most)};
   for (int64_t n = 0; n < tokens; n += a.chunk) {
     c.count = std::min(a.chunk, tokens - n), c.width = padded(c.count), c.rows = &rows[n];
+    c.stride = lent ? a.size : c.width;
     output_loss_chunk<Sigma>(a, c, n == 0);
   }
 }
