@@ -145,3 +145,24 @@ def test_versions_that_are_too_old_are_named_at_import():
     for python, torch, named in (((3, 10, 13), "2.13.0", "3.10"), ((3, 12, 1), "2.9.1", "2.9.1")):
         with pytest.raises(ImportError, match=f"3.11 and torch 2.10 or newer.* {named}"):
             supported.check(python, TorchVersion(torch))
+
+
+def test_a_process_forked_after_the_import_computes():
+    """It would wait forever for threads that the import had started and that it does not have."""
+    program = """if True:
+        import os
+        import signal
+        import multimax_fairseq.models
+        import torch
+        child = os.fork()
+        if not child:
+            signal.alarm(30)
+            torch.ones(1 << 20).mul_(2)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        check=True,
+    )

@@ -86,11 +86,20 @@ def gaussian_basis(positions: Tensor, centers: Tensor, widths: Tensor) -> Tensor
 
 
 def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    # The nodes are eigenvalues of the recurrence of Legendre's polynomials (Golub, Welsch 1969).
-    step = torch.arange(1, count, dtype=torch.float64)
-    beside = (step / (4 * step**2 - 1).sqrt()).diag(1)
-    nodes, vectors = torch.linalg.eigh(beside + beside.T)
-    return nodes, 2 * vectors[0] ** 2
+    # By Newton's method, in plain Python: an import at which torch's threads start leaves a process
+    # that is forked later waiting for them.
+    nodes, weights = [], []
+    for number in range(count):
+        node = -math.cos(math.pi * (number + 0.75) / (count + 0.5))
+        for _ in range(5):
+            before, value = 1.0, node  # Legendre's polynomials of two degrees
+            for n in range(2, count + 1):
+                before, value = value, ((2 * n - 1) * node * value - (n - 1) * before) / n
+            slope = count * (before - node * value) / (1 - node**2)
+            node -= value / slope
+        nodes.append(node)
+        weights.append(2 / ((1 - node**2) * slope**2))
+    return torch.tensor(nodes, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
 
 
 # The quadrature's nodes on [-1, 1] and their weights. Over a Gaussian as far as it reaches, it is
