@@ -189,25 +189,28 @@ MASKS = {
     "future": lambda s, t: s <= t,
     "window": lambda s, t: (s <= t) & (s > t - 5),
     "both": lambda s, t: (s <= t) & (s < torch.tensor([30, 1, 17])[:, None, None, None]),
-    "nothing left": lambda s, t: (s < 7) & (t > 3) & (torch.arange(3) != 1)[:, None, None, None],
+    "nothing left": lambda s, t: (s < 7) & (t > len(t) / 2) & (torch.tensor([0, 1, 0]) < 1).view(3, 1, 1, 1),
     "holes": lambda s, t: (s + t) % 3 > 0,
     "a head": lambda s, t: s < torch.tensor([20, 25])[:, None, None],
+    "any windows": lambda s, t: (s >= 97 * t % 64) & (s < 61 * t % len(t)),
 }
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "transposed"])
+@pytest.mark.parametrize(
+    "kind, length", [("bool", 30), ("float", 30), ("transposed", 30), ("bool", 100)]
+)
 @pytest.mark.parametrize("name", MASKS)
-def test_attention_reads_every_mask(kernels, name, kind):
-    allowed = MASKS[name](torch.arange(30), torch.arange(30)[:, None])
+def test_attention_reads_every_mask(kernels, name, kind, length):
+    allowed = MASKS[name](torch.arange(length), torch.arange(length)[:, None])
     mask = allowed
     if kind == "float":
         mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
     elif kind == "transposed":
-        mask = allowed.expand(*allowed.shape[:-2], 30, 30).mT.contiguous().mT
+        mask = allowed.expand(*allowed.shape[:-2], length, length).mT.contiguous().mT
     fast = assert_attention_as_accurate(
-        (3, 2, 30, 30, 16), some_modulator(), mask=mask, allowed=allowed
+        (3, 2, length, length, 16), some_modulator(), mask=mask, allowed=allowed
     )
-    nothing = ~allowed.expand(3, 2, 30, 30).any(-1)
+    nothing = ~allowed.expand(3, 2, length, length).any(-1)
     assert (fast[0][nothing] == 0).all() and (fast[1][nothing] == 0).all()
 
 
@@ -550,7 +553,8 @@ module = Modulator()
 
 def attend(length):
     parts = [torch.randn(1, 1, length, 64, requires_grad=True) for _ in range(3)]
-    scaled_dot_product_attention(*parts, modulator=module, backend="cpp").sum().backward()
+    for causal in (False, True):
+        scaled_dot_product_attention(*parts, modulator=module, is_causal=causal).sum().backward()
 
 def used():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -47,6 +47,7 @@ namespace {
 constexpr int64_t QUERIES = 64;  // a block; with KEYS rows of it the tiles stay in the L2 cache
 constexpr int64_t KEYS = 512, KEYS_BACKWARD = 64;
 constexpr int64_t FEW_QUERIES = 8, FEW_KEYS = 128;
+constexpr int64_t PIECE = 32;  // of keys, and of queries, where some may not attend to the others
 
 // Keys s0 <= s < the result go through a product together: never across a multiple of `most`, and
 // in few different numbers, because oneDNN keeps the code that it makes for each size of a product.
@@ -140,6 +141,24 @@ struct Window {
   int64_t stop(int64_t q, int64_t s0, int64_t s1) const {
     return std::clamp(stops[q / LANES], s0, s1);
   }
+  // Calls product(s, end, q) for keys s0 <= s < s1 in pieces: to those of a piece, queries before q may
+  // not attend. The very first are for all queries, whose sums start with them.
+  template <class Product>
+  void pieces(int64_t s0, int64_t s1, int64_t width, Product product) const {
+    int64_t whole = s1;
+    for (int64_t q = 0; q < width; q += LANES) whole = std::min(whole, padded(stop(q, s0, s1)));
+    // In few different numbers, as `block_end` says.
+    if (whole < s1) whole -= (whole - s0) % QUERIES;
+    if (whole > s0) product(s0, whole, int64_t{0});
+    for (int64_t s = whole, q = 0, end; s < s1; s = end) {
+      end = std::min(s + PIECE, s1);
+      const auto is_past = [&](int64_t stop) { return stop <= s; };
+      while (s > first && q + PIECE < width &&
+             std::all_of(stops + q / LANES, stops + (q + PIECE) / LANES, is_past))
+        q += PIECE;
+      product(s, end, q);
+    }
+  }
 };
 
 Window window(const Attention& a, int64_t b, int64_t q0, int64_t count) {
@@ -151,8 +170,8 @@ Window window(const Attention& a, int64_t b, int64_t q0, int64_t count) {
     w.starts[q] = real && a.starts ? a.starts[at] : 0;
     w.ends[q] = !real ? 0 : a.ends ? a.ends[at] : a.keys;
     if (!real) continue;
-    w.stops[q / LANES] = std::max<int64_t>(w.stops[q / LANES], w.ends[q]);
     if (w.starts[q] < w.ends[q]) {
+      w.stops[q / LANES] = std::max<int64_t>(w.stops[q / LANES], w.ends[q]);
       w.first = std::min<int64_t>(w.first, w.starts[q]);
       w.last = std::max<int64_t>(w.last, w.ends[q]);
     }
@@ -232,8 +251,10 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     if (first >= w.last) std::fill(output, scores, 0.0f);
     for (int64_t s0 = first, s1; s0 < w.last; s0 = s1) {
       s1 = block_end(s0, padded(w.last), KEYS);
-      const int64_t rows = s1 - s0;
-      product(rows, width, size, key + s0 * size, size, query, QUERIES, scores, QUERIES, false);
+      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
+        product(end - s, width - q, size, key + s * size, size, query + q, QUERIES,
+                scores + (s - s0) * QUERIES + q, QUERIES, false);
+      });
       if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
         Vec most = load(top + q);
@@ -269,8 +290,10 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
             float* at = output + d * QUERIES + q;
             store(at, load(at) * load(shrink + q));
           }
-      product(size, width, rows, columns.at(value, s0), columns.pitch, scores, QUERIES, output,
-              QUERIES, s0 > first);
+      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
+        product(size, width - q, end - s, columns.at(value, s), columns.pitch,
+                scores + (s - s0) * QUERIES + q, QUERIES, output + q, QUERIES, s > first);
+      });
     }
     float inverse[QUERIES];
     for (int64_t q = 0; q < count; q++) {
@@ -405,11 +428,13 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     // and its gradient is the same, but for the rounding of the output.
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
       s1 = block_end(s0, last, KEYS_BACKWARD);
-      const int64_t rows = s1 - s0;
-      product(rows, width, size, key + s0 * size, size, query_t, QUERIES, scores + s0 * QUERIES,
-              QUERIES, false);
-      product(rows, width, size, value + s0 * size, size, grad_output_t, QUERIES,
-              grad_probs + s0 * QUERIES, QUERIES, false);
+      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
+        const int64_t at = s * QUERIES + q;
+        product(end - s, width - q, size, key + s * size, size, query_t + q, QUERIES, scores + at,
+                QUERIES, false);
+        product(end - s, width - q, size, value + s * size, size, grad_output_t + q, QUERIES,
+                grad_probs + at, QUERIES, false);
+      });
       if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec top = load(tops + q), inverse = load(inverses + q);
@@ -436,7 +461,6 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
         a.grad_sink[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
       s1 = block_end(s0, last, KEYS_BACKWARD);
-      const int64_t rows = s1 - s0;
       Sums sums;
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec mean = load(means + q);
@@ -450,12 +474,15 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
         for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
       if (a.grad_table) sigma.add(sums, a.grad_table + bh * COLUMNS);
-      product(rows, size, width, probs + s0 * QUERIES, QUERIES, grad_output, size,
-              grad_value.data + s0 * size, size, true);
-      product(rows, size, width, scores + s0 * QUERIES, QUERIES, query, size,
-              grad_key.data + s0 * size, size, true);
-      product(size, width, rows, columns.at(key_t, s0), columns.pitch, scores + s0 * QUERIES,
-              QUERIES, grad_query_t, QUERIES, s0 > first);
+      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
+        const int64_t at = s * QUERIES + q;
+        product(end - s, size, width - q, probs + at, QUERIES, grad_output + q * size, size,
+                grad_value.data + s * size, size, true);
+        product(end - s, size, width - q, scores + at, QUERIES, query + q * size, size,
+                grad_key.data + s * size, size, true);
+        product(size, width - q, end - s, columns.at(key_t, s), columns.pitch, scores + at,
+                QUERIES, grad_query_t + q, QUERIES, s > first);
+      });
     }
     transpose(grad_query_t, QUERIES, size, count, a.grad_query.at(b, h) + q0 * a.grad_query.row,
               a.grad_query.row, a.scale);
