@@ -36,7 +36,9 @@ METHODS = {
         "continuous_sparsemax": ("continuous sparsemax", "24.25"),
     },
 }
-METHODS["multi30k"] = METHODS["iwslt14"]
+METHODS["multi30k"] = METHODS["iwslt14"] | {
+    "freeze_third": ("MultiMax, softmax for the first third", ""),
+}
 METHODS["speeches"] = METHODS["wikitext103"] | {
     "topk": ("top-k", "29.1"),
     "low": ("MultiMax, low terms", ""),

@@ -46,6 +46,8 @@ PAIRS = {
         ("output_alone", "output_temperature"),
         ("output_alone", "multimax"),
         ("multimax", "multimax_attention"),
+        ("freeze_third", "multimax"),
+        ("freeze_third", "freeze_output"),
         ("rdrop", "softmax_rdrop"),
     ],
 }
@@ -251,7 +253,7 @@ def page(text: str) -> str:
         for name, (rows, some) in tables.items():
             if any(line["row"] in rows for line in some):
                 text += f"\n### {name}\n\n{table(experiment, rows, some)}"
-        if compared := pairs(experiment, old):
+        if compared := pairs(experiment, lines):
             text += f"\n### Two rows of the same seeds\n\n{compared}"
         text += f"\n{notes(lines)}"
     return text
