@@ -36,9 +36,7 @@ METHODS = {
         "continuous_sparsemax": ("continuous sparsemax", "24.25"),
     },
 }
-METHODS["multi30k"] = METHODS["iwslt14"] | {
-    "freeze_third": ("MultiMax, softmax for the first third", ""),
-}
+METHODS["multi30k"] = METHODS["iwslt14"]
 METHODS["speeches"] = METHODS["wikitext103"] | {
     "topk": ("top-k", "29.1"),
     "low": ("MultiMax, low terms", ""),
