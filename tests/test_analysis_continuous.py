@@ -121,7 +121,8 @@ def test_the_tables_have_the_means_over_all_queries(record, translation_batch, n
 
 
 def assert_same(one, other):
-    """Nested lists and dicts of the same numbers, up to rounding."""
+    """Nested lists and dicts of the same numbers, up to rounding: a variance that float32 has to
+    1e-7 is as small as 6e-6 here, and the density's values are off by half of that share."""
     if isinstance(one, dict):
         assert list(one) == list(other)
         for key in one:
@@ -131,7 +132,7 @@ def assert_same(one, other):
         for pair in zip(one, other, strict=True):
             assert_same(*pair)
     elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=2e-3, abs=2e-4, nan_ok=True)
+        assert one == pytest.approx(other, rel=1e-2, abs=2e-4, nan_ok=True)
     else:
         assert one == other
 
