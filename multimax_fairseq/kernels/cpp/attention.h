@@ -44,66 +44,37 @@ struct Attention {
 
 namespace {
 
-constexpr int64_t QUERIES = 64;  // a block; with KEYS rows of it the tiles stay in the L2 cache
-constexpr int64_t KEYS = 512, KEYS_BACKWARD = 64;
-constexpr int64_t FEW_QUERIES = 8, FEW_KEYS = 128;
-constexpr int64_t PIECE = 32;  // of keys, and of queries, where some may not attend to the others
+// Tiles of a block of queries stay in the L2 cache with KEYS rows, in the L1 cache with FEW_KEYS.
+constexpr int64_t QUERIES = 64, KEYS = 512, FEW_KEYS = 64;
+constexpr int64_t FEW_QUERIES = 8;
 
-// Keys s0 <= s < the result go through a product together: never across a multiple of `most`, and
-// in few different numbers, because oneDNN keeps the code that it makes for each size of a product.
-inline int64_t block_end(int64_t s0, int64_t last, int64_t most) {
-  const int64_t end = std::min((s0 / most + 1) * most, last);
-  return end - s0 <= FEW_KEYS ? end : s0 + (end - s0) / 64 * 64;
-}
-
-// Keys or values transposed: blocks of KEYS columns, each (size, pitch), for the same reason.
-struct Columns {
-  int64_t size, pitch;
-  Columns(int64_t keys, int64_t size) : size(size), pitch(padded(keys)) {
-    if (keys <= FEW_KEYS) return;
-    for (pitch = 2 * FEW_KEYS; pitch < std::min(keys, KEYS);) pitch *= 2;
-    pitch += LANES;  // rows that are powers of two apart would share cache lines
-  }
-  int64_t floats(int64_t keys) const { return (keys + KEYS - 1) / KEYS * size * pitch; }
-  void fill(const float* in, int64_t row, int64_t keys, float* out) const {
-    for (int64_t s = 0; s < keys; s += KEYS, out += size * pitch) {
-      const int64_t count = std::min(KEYS, keys - s);
-      transpose(in + s * row, row, count, size, out, pitch);
-      for (int64_t d = 0; d < size; d++)
-        std::fill(out + d * pitch + count, out + d * pitch + padded(count), 0.0f);
-    }
-  }
-  const float* at(const float* out, int64_t s) const {
-    return out + s / KEYS * size * pitch + s % KEYS;
-  }
-};
-
-// Whether a product can take a head's rows as they are; those of other strides may share cache lines.
+// Whether products can take a head's rows as they are: rows of another stride may share cache lines.
 inline bool are_dense(const Tensor4& t, int64_t rows, int64_t size) {
-  return t.row == size && rows % LANES == 0;
+  return t.row == size && rows % LANES == 0 && size % LANES == 0;
 }
 
-// A head's rows, dense, and zeros to the next multiple of LANES: where they are, or copied.
+// A head's rows, each padded to a multiple of LANES, as is their number: where they are, or copied.
 const float* dense_rows(
     const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t size, float* scratch) {
   if (are_dense(t, rows, size)) return t.at(b, h);
-  copy(t.at(b, h), t.row, rows, size, scratch);
-  std::fill(scratch + rows * size, scratch + padded(rows) * size, 0.0f);
+  copy(t.at(b, h), t.row, rows, size, scratch, padded(size));
+  std::fill(scratch + rows * padded(size), scratch + padded(rows) * padded(size), 0.0f);
   return scratch;
 }
 
-// A head's rows to add up in, dense and zero at first: where they are to be, or put there at the end.
+// The same of rows to add up in, zero at first: where they are to be, or put there at the end.
 struct Rows {
   const int64_t rows, size, stride;
   float *const out, *const data;
   Rows(const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t size, float* scratch)
       : rows(rows), size(size), stride(t.row), out(t.at(b, h)),
         data(are_dense(t, rows, size) ? out : scratch) {
-    std::fill_n(data, padded(rows) * size, 0.0f);
+    std::fill_n(data, padded(rows) * padded(size), 0.0f);
   }
   void put_back() const {
     if (data == out) return;
-    for (int64_t r = 0; r < rows; r++) std::copy_n(data + r * size, size, out + r * stride);
+    for (int64_t r = 0; r < rows; r++)
+      std::copy_n(data + r * padded(size), size, out + r * stride);
   }
 };
 
@@ -141,22 +112,13 @@ struct Window {
   int64_t stop(int64_t q, int64_t s0, int64_t s1) const {
     return std::clamp(stops[q / LANES], s0, s1);
   }
-  // Calls product(s, end, q) for keys s0 <= s < s1 in pieces: to those of a piece, queries before q may
-  // not attend. The very first are for all queries, whose sums start with them.
+  // Calls product(s, q) for keys s0 <= s < s1, LANES at a time: a query before q may attend to none
+  // of these. One product for all of them, then the next: two in turn would leave the L1 cache.
   template <class Product>
-  void pieces(int64_t s0, int64_t s1, int64_t width, Product product) const {
-    int64_t whole = s1;
-    for (int64_t q = 0; q < width; q += LANES) whole = std::min(whole, padded(stop(q, s0, s1)));
-    // In few different numbers, as `block_end` says.
-    if (whole < s1) whole -= (whole - s0) % QUERIES;
-    if (whole > s0) product(s0, whole, int64_t{0});
-    for (int64_t s = whole, q = 0, end; s < s1; s = end) {
-      end = std::min(s + PIECE, s1);
-      const auto is_past = [&](int64_t stop) { return stop <= s; };
-      while (s > first && q + PIECE < width &&
-             std::all_of(stops + q / LANES, stops + (q + PIECE) / LANES, is_past))
-        q += PIECE;
-      product(s, end, q);
+  void each(int64_t s0, int64_t s1, Product product) const {
+    for (int64_t s = s0, q = 0; s < s1; s += LANES, q = 0) {
+      while (q < QUERIES - LANES && stops[q / LANES] <= s) q += LANES;
+      product(s, q);
     }
   }
 };
@@ -225,18 +187,17 @@ inline float share(float sum, float sink) {
 
 template <class Sigma, bool MASKED>
 void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
-  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
+  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
   const Dropout dropout(a, bh);
-  const Columns columns(keys, size);
-  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, size)
-  float* value = scratch + keys * size;            // its columns
-  float* query = value + columns.floats(keys);     // (size, QUERIES), scaled
-  float* output = query + size * QUERIES;          // (size, QUERIES)
-  float* scores = output + size * QUERIES;         // (KEYS, QUERIES)
-  float* mask = scores + KEYS * QUERIES;           // (KEYS, QUERIES), if there is a mask
-  columns.fill(a.value.at(b, h), a.value.row, a.keys, value);
+  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
+  float* rows = scratch + keys * pitch;
+  const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
+  float* query = rows + keys * pitch;       // (size, QUERIES), scaled
+  float* output = query + size * QUERIES;   // (QUERIES, pitch)
+  float* scores = output + QUERIES * pitch; // (KEYS, QUERIES)
+  float* mask = scores + KEYS * QUERIES;    // (KEYS, QUERIES), if there is a mask
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
@@ -250,10 +211,10 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     const int64_t first = w.first / LANES * LANES;
     if (first >= w.last) std::fill(output, scores, 0.0f);
     for (int64_t s0 = first, s1; s0 < w.last; s0 = s1) {
-      s1 = block_end(s0, padded(w.last), KEYS);
-      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
-        product(end - s, width - q, size, key + s * size, size, query + q, QUERIES,
-                scores + (s - s0) * QUERIES + q, QUERIES, false);
+      s1 = std::min(s0 + KEYS, padded(w.last));
+      w.each(s0, s1, [&](int64_t s, int64_t q) {
+        small_product(LANES, width - q, size, key + s * pitch, pitch, 1, query + q, QUERIES,
+                      scores + (s - s0) * QUERIES + q, QUERIES, false);
       });
       if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
@@ -279,21 +240,23 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
           parts[s % 4] += p;
           store(at, a.dropout > 0 ? p * dropout.keep(dropout.key(s), q0 + q) : p);
         }
-        for (int64_t s = stop; s < s1; s++) store(scores + (s - s0) * QUERIES + q, Vec{});
         const Vec factor = exponential(old - most);
         store(shrink + q, factor);
         store(sum + q, load(sum + q) * factor + (parts[0] + parts[1]) + (parts[2] + parts[3]));
       }
       if (s0 > first)
-        for (int64_t d = 0; d < size; d++)
-          for (int64_t q = 0; q < width; q += LANES) {
-            float* at = output + d * QUERIES + q;
-            store(at, load(at) * load(shrink + q));
+        for (int64_t q = 0; q < width; q++)
+          for (int64_t d = 0; d < pitch; d += LANES) {
+            float* at = output + q * pitch + d;
+            store(at, load(at) * shrink[q]);
           }
-      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
-        product(size, width - q, end - s, columns.at(value, s), columns.pitch,
-                scores + (s - s0) * QUERIES + q, QUERIES, output + q, QUERIES, s > first);
-      });
+      for (int64_t s = s0; s < s1; s += FEW_KEYS)
+        for (int64_t q = 0; q < width; q += LANES) {
+          const int64_t some = w.stop(q, s, std::min(s + FEW_KEYS, s1)) - s;
+          if (some || s == first)
+            small_product(LANES, pitch, some, scores + (s - s0) * QUERIES + q, 1, QUERIES,
+                          value + s * pitch, pitch, output + q * pitch, pitch, s > first);
+        }
     }
     float inverse[QUERIES];
     for (int64_t q = 0; q < count; q++) {
@@ -304,16 +267,15 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
       kept[0] = sum[q] > 0 ? top[q] : 0, kept[a.queries] = inverse[q];
     }
     float* out = a.output.at(b, h) + q0 * a.output.row;
-    transpose(output, QUERIES, size, count, out, a.output.row);
     for (int64_t q = 0; q < count; q++)
-      for (int64_t d = 0; d < size; d++) out[q * a.output.row + d] *= inverse[q];
+      for (int64_t d = 0; d < size; d++)
+        out[q * a.output.row + d] = output[q * pitch + d] * inverse[q];
   }
 }
 
 int64_t forward_scratch(const Attention& a) {
-  const int64_t keys = padded(a.keys), tiles = a.mask.data ? 2 : 1;
-  return keys * a.size + Columns(keys, a.size).floats(keys) + 2 * a.size * QUERIES +
-         tiles * KEYS * QUERIES;
+  const int64_t keys = padded(a.keys), pitch = padded(a.size), tiles = a.mask.data ? 2 : 1;
+  return (2 * keys + QUERIES) * pitch + (a.size + tiles * KEYS) * QUERIES;
 }
 
 // Where key or value s of row b stands.
@@ -385,39 +347,36 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
 
 template <class Sigma, bool MASKED>
 void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
-  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size;
+  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
   const Dropout dropout(a, bh);
-  const Columns columns(keys, size);
-  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, size)
-  float* key_t = scratch + keys * size;            // its columns
-  float* value_rows = key_t + columns.floats(keys);
-  const float* value = dense_rows(a.value, b, h, a.keys, size, value_rows);  // (keys, size)
-  const Rows grad_key(a.grad_key, b, h, a.keys, size, value_rows + keys * size);
-  const Rows grad_value(a.grad_value, b, h, a.keys, size, value_rows + 2 * keys * size);
-  float* query = value_rows + 3 * keys * size;     // (QUERIES, size), scaled
-  float* query_t = query + size * QUERIES;     // (size, QUERIES)
-  float* grad_output = query_t + size * QUERIES;            // (QUERIES, size)
-  float* grad_output_t = grad_output + size * QUERIES;      // (size, QUERIES)
-  float* grad_query_t = grad_output_t + size * QUERIES;     // (size, QUERIES)
-  float* scores = grad_query_t + size * QUERIES;            // (keys, QUERIES), then their gradients
-  float* probs = scores + keys * QUERIES;                   // (keys, QUERIES)
-  float* grad_probs = probs + keys * QUERIES;               // (keys, QUERIES)
-  float* mask = grad_probs + keys * QUERIES;  // (KEYS_BACKWARD, QUERIES), if there is a mask
-  columns.fill(a.key.at(b, h), a.key.row, a.keys, key_t);
+  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
+  float* rows = scratch + keys * pitch;
+  const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
+  const Rows grad_key(a.grad_key, b, h, a.keys, size, rows + keys * pitch);
+  const Rows grad_value(a.grad_value, b, h, a.keys, size, rows + 2 * keys * pitch);
+  float* query = rows + 3 * keys * pitch;              // (QUERIES, pitch), scaled
+  float* grad_output = query + QUERIES * pitch;        // (QUERIES, pitch)
+  float* grad_query = grad_output + QUERIES * pitch;   // (QUERIES, pitch)
+  float* query_t = grad_query + QUERIES * pitch;       // (size, QUERIES)
+  float* grad_output_t = query_t + size * QUERIES;     // (size, QUERIES)
+  float* scores = grad_output_t + size * QUERIES;      // (keys, QUERIES), then their gradients
+  float* probs = scores + keys * QUERIES;              // (keys, QUERIES)
+  float* grad_probs = probs + keys * QUERIES;          // (keys, QUERIES)
+  float* mask = grad_probs + keys * QUERIES;           // (FEW_KEYS, QUERIES), if there is a mask
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
     const Window w = window(a, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
-    if (first >= last) std::fill(grad_query_t, scores, 0.0f);
-    if (count < QUERIES) std::fill(query, grad_query_t, 0.0f);
+    if (first >= last) std::fill(grad_query, query_t, 0.0f);
+    if (count < QUERIES) std::fill(query, scores, 0.0f);
     const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
-    copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, a.scale);
-    transpose(query, size, count, size, query_t, QUERIES);
-    copy(grads, a.grad_output.row, count, size, grad_output);
-    transpose(grads, a.grad_output.row, count, size, grad_output_t, QUERIES);
+    copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
+    transpose(query, pitch, count, size, query_t, QUERIES);
+    copy(grads, a.grad_output.row, count, size, grad_output, pitch);
+    transpose(grad_output, pitch, count, size, grad_output_t, QUERIES);
     alignas(64) float tops[QUERIES] = {}, inverses[QUERIES] = {}, means[QUERIES] = {};
     const float* statistics = a.statistics + 2 * bh * a.queries + q0;
     std::copy_n(statistics, count, tops);
@@ -427,13 +386,14 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     // subtracted from, because what is left of them has to sum to zero. The product of the output
     // and its gradient is the same, but for the rounding of the output.
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
-      s1 = block_end(s0, last, KEYS_BACKWARD);
-      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
-        const int64_t at = s * QUERIES + q;
-        product(end - s, width - q, size, key + s * size, size, query_t + q, QUERIES, scores + at,
-                QUERIES, false);
-        product(end - s, width - q, size, value + s * size, size, grad_output_t + q, QUERIES,
-                grad_probs + at, QUERIES, false);
+      s1 = std::min(s0 + FEW_KEYS, last);
+      w.each(s0, s1, [&](int64_t s, int64_t q) {
+        small_product(LANES, width - q, size, key + s * pitch, pitch, 1, query_t + q, QUERIES,
+                      scores + s * QUERIES + q, QUERIES, false);
+      });
+      w.each(s0, s1, [&](int64_t s, int64_t q) {
+        small_product(LANES, width - q, size, value + s * pitch, pitch, 1, grad_output_t + q,
+                      QUERIES, grad_probs + s * QUERIES + q, QUERIES, false);
       });
       if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
@@ -460,7 +420,7 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
       for (int64_t q = 0; q < count; q++)
         a.grad_sink[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
-      s1 = block_end(s0, last, KEYS_BACKWARD);
+      s1 = std::min(s0 + FEW_KEYS, last);
       Sums sums;
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec mean = load(means + q);
@@ -474,27 +434,30 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
         for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
       if (a.grad_table) sigma.add(sums, a.grad_table + bh * COLUMNS);
-      w.pieces(s0, s1, width, [&](int64_t s, int64_t end, int64_t q) {
-        const int64_t at = s * QUERIES + q;
-        product(end - s, size, width - q, probs + at, QUERIES, grad_output + q * size, size,
-                grad_value.data + s * size, size, true);
-        product(end - s, size, width - q, scores + at, QUERIES, query + q * size, size,
-                grad_key.data + s * size, size, true);
-        product(size, width - q, end - s, columns.at(key_t, s), columns.pitch, scores + at,
-                QUERIES, grad_query_t + q, QUERIES, s > first);
+      w.each(s0, s1, [&](int64_t s, int64_t q) {
+        small_product(LANES, pitch, width - q, probs + s * QUERIES + q, QUERIES, 1,
+                      grad_output + q * pitch, pitch, grad_value.data + s * pitch, pitch, true);
       });
+      w.each(s0, s1, [&](int64_t s, int64_t q) {
+        small_product(LANES, pitch, width - q, scores + s * QUERIES + q, QUERIES, 1,
+                      query + q * pitch, pitch, grad_key.data + s * pitch, pitch, true);
+      });
+      for (int64_t q = 0; q < width; q += LANES)
+        small_product(LANES, pitch, w.stop(q, s0, s1) - s0, scores + s0 * QUERIES + q, 1, QUERIES,
+                      key + s0 * pitch, pitch, grad_query + q * pitch, pitch, s0 > first);
     }
-    transpose(grad_query_t, QUERIES, size, count, a.grad_query.at(b, h) + q0 * a.grad_query.row,
-              a.grad_query.row, a.scale);
+    float* out = a.grad_query.at(b, h) + q0 * a.grad_query.row;
+    for (int64_t q = 0; q < count; q++)
+      for (int64_t d = 0; d < size; d++)
+        out[q * a.grad_query.row + d] = grad_query[q * pitch + d] * a.scale;
   }
   grad_key.put_back();
   grad_value.put_back();
 }
 
 int64_t backward_scratch(const Attention& a) {
-  const int64_t keys = padded(a.keys), tile = a.mask.data ? KEYS_BACKWARD * QUERIES : 0;
-  return keys * (4 * a.size + 3 * QUERIES) + Columns(keys, a.size).floats(keys) +
-         5 * a.size * QUERIES + tile;
+  const int64_t keys = padded(a.keys), pitch = padded(a.size), tile = a.mask.data ? FEW_KEYS : 0;
+  return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + 3 * keys + tile) * QUERIES;
 }
 
 template <class Head>
@@ -506,7 +469,6 @@ void every_head(const Attention& a, int64_t scratch_size, Head head) {
   for (int64_t i = 0; i < threads; i++) {
     for (int64_t j = heads * i / threads; j < heads * (i + 1) / threads; j++)
       head(a, j / a.heads, j % a.heads, scratch + i * padded(scratch_size));
-    end_products();
   }
 }
 

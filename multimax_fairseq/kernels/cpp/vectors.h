@@ -105,6 +105,42 @@ inline void end_products() {
   if (use_onednn) at::native::cpublas::brgemm_release(false);
 }
 
+// C (rows, vectors * LANES) = A B, or added to C, which stays in registers.
+template <int rows, int vectors>
+inline void product_tile(
+    int64_t k, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t ldb,
+    float* c, int64_t ldc, bool accumulate) {
+  Vec sums[rows][vectors];
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < vectors; v++)
+      sums[r][v] = accumulate ? load(c + r * ldc + v * LANES) : Vec{};
+  for (int64_t i = 0; i < k; i++) {
+    Vec row[vectors];
+    for (int v = 0; v < vectors; v++) row[v] = load(b + i * ldb + v * LANES);
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < vectors; v++) sums[r][v] += a[r * a_row + i * a_column] * row[v];
+  }
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < vectors; v++) store(c + r * ldc + v * LANES, sums[r][v]);
+}
+
+// C (m, n) = A (m, k) B (k, n), or added to C, of matrices that are in the cache: m and n are
+// multiples of LANES, and A's element (i, j) is a[i * a_row + j * a_column], so that none has to be
+// transposed for it. As fast as oneDNN's, less the 0.2 us of a call.
+constexpr int WIDE = LANES / 4;  // vectors of a row of C in registers
+template <int vectors = WIDE>
+void small_product(
+    int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_column,
+    const float* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+  constexpr int64_t width = vectors * LANES, rows = 2 * vectors > WIDE ? 4 : 8;
+  for (; n >= width; n -= width, b += width, c += width)
+    for (int64_t i = 0; i < m; i += rows)
+      product_tile<rows, vectors>(
+          k, a + i * a_row, a_row, a_column, b, ldb, c + i * ldc, ldc, accumulate);
+  if constexpr (vectors > 1)
+    if (n) small_product<vectors - 1>(m, n, k, a, a_row, a_column, b, ldb, c, ldc, accumulate);
+}
+
 // Elements of a and b in turn, those from this one on.
 template <int64_t from, size_t... i>
 inline Vec interleaved(Vec a, Vec b, std::index_sequence<i...>) {
@@ -172,10 +208,14 @@ void transpose(
     }
 }
 
+// out (rows, ld) = factor * in (rows, columns), and zeros behind it.
 void copy(
-    const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, float factor = 1) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < columns; c++) out[r * columns + c] = factor * in[r * stride + c];
+    const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, int64_t ld,
+    float factor = 1) {
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t c = 0; c < columns; c++) out[r * ld + c] = factor * in[r * stride + c];
+    std::fill(out + r * ld + columns, out + (r + 1) * ld, 0.0f);
+  }
 }
 
 // Scratch memory on a cache line; not cleared.
