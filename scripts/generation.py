@@ -29,8 +29,8 @@ def generate(args: argparse.Namespace) -> list[Case]:
         """(settings, task, our model, batches)."""
         path = str(args.checkpoint)
         refusal = UsageError(
-            f"--checkpoint {path} holds no translation model with MultiMax: train one with --arch "
-            "transformer_multimax or transformer_iwslt_de_en_multimax"
+            f"--checkpoint {path} holds no translation model with MultiMax attention: train one with "
+            "--arch transformer_multimax or transformer_iwslt_de_en_multimax"
         )
         state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
         if state["cfg"]["task"]._name != "translation":
@@ -42,7 +42,7 @@ def generate(args: argparse.Namespace) -> list[Case]:
                 f"--checkpoint {path} does not fit the words of {args.data} and the model as it is "
                 "now: give one that this version has trained on them"
             ) from None
-        if not hasattr(models[0].decoder, "output_modulator"):
+        if not any(name.endswith("normalizer.modulator") for name, _ in models[0].named_modules()):
             raise refusal
         cfg.generation.beam, cfg.generation.max_len_a, cfg.generation.max_len_b = args.beam, 1.2, 10
         task.load_dataset(args.subset)

@@ -316,7 +316,14 @@ def test_other_hypotheses_are_an_error(benchmark, data, monkeypatch):
 
 
 def test_what_cannot_be_measured_is_refused_in_a_sentence(benchmark, data, tmp_path):
+    state = torch.load(data / "model.pt", weights_only=False)
+    state["cfg"]["model"].attention_normalizer = "softmax"
+    for name in [name for name in state["model"] if "normalizer.modulator" in name]:
+        del state["model"][name]
+    torch.save(state, tmp_path / "softmax.pt")
+    softmax = ["generate", data / "data-bin", "--checkpoint", tmp_path / "softmax.pt"]
     for arguments, part in (
+        (softmax, "softmax.pt holds no translation model with MultiMax attention"),
         (["train"], "either DATA-BIN or --vocabulary"),
         (["train", tmp_path / "nowhere"], "nowhere' does not exist"),
         (["train", tmp_path], "has no dictionary"),
