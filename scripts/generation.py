@@ -29,8 +29,8 @@ def generate(args: argparse.Namespace) -> list[Case]:
         """(settings, task, our model, batches)."""
         path = str(args.checkpoint)
         refusal = UsageError(
-            f"--checkpoint {path} holds no translation model with MultiMax attention: train one with "
-            "--arch transformer_multimax or transformer_iwslt_de_en_multimax"
+            f"--checkpoint {path} holds no translation model with MultiMax attention: train one "
+            "with --arch transformer_multimax or transformer_iwslt_de_en_multimax"
         )
         state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
         if state["cfg"]["task"]._name != "translation":
