@@ -57,8 +57,8 @@ inline bool are_dense(const Tensor4& t, int64_t rows, int64_t size) {
 const float* dense_rows(
     const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t size, float* scratch) {
   if (are_dense(t, rows, size)) return t.at(b, h);
+  if (rows % LANES || size % LANES) std::fill_n(scratch, padded(rows) * padded(size), 0.0f);
   copy(t.at(b, h), t.row, rows, size, scratch, padded(size));
-  std::fill(scratch + rows * padded(size), scratch + padded(rows) * padded(size), 0.0f);
   return scratch;
 }
 
@@ -72,9 +72,7 @@ struct Rows {
     std::fill_n(data, padded(rows) * padded(size), 0.0f);
   }
   void put_back() const {
-    if (data == out) return;
-    for (int64_t r = 0; r < rows; r++)
-      std::copy_n(data + r * padded(size), size, out + r * stride);
+    if (data != out) copy(data, padded(size), rows, size, out, stride);
   }
 };
 
@@ -194,10 +192,10 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
   float* rows = scratch + keys * pitch;
   const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
-  float* query = rows + keys * pitch;       // (size, QUERIES), scaled
-  float* output = query + size * QUERIES;   // (QUERIES, pitch)
-  float* scores = output + QUERIES * pitch; // (KEYS, QUERIES)
-  float* mask = scores + KEYS * QUERIES;    // (KEYS, QUERIES), if there is a mask
+  float* query = rows + keys * pitch;        // (size, QUERIES), scaled
+  float* output = query + size * QUERIES;    // (QUERIES, pitch)
+  float* scores = output + QUERIES * pitch;  // (KEYS, QUERIES)
+  float* mask = scores + KEYS * QUERIES;     // (KEYS, QUERIES), if there is a mask
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
@@ -268,8 +266,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     }
     float* out = a.output.at(b, h) + q0 * a.output.row;
     for (int64_t q = 0; q < count; q++)
-      for (int64_t d = 0; d < size; d++)
-        out[q * a.output.row + d] = output[q * pitch + d] * inverse[q];
+      copy(output + q * pitch, pitch, 1, size, out + q * a.output.row, a.output.row, inverse[q]);
   }
 }
 
@@ -371,7 +368,7 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     const Window w = window(a, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
     if (first >= last) std::fill(grad_query, query_t, 0.0f);
-    if (count < QUERIES) std::fill(query, scores, 0.0f);
+    if (count < QUERIES || size < pitch) std::fill(query, scores, 0.0f);
     const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
     copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
     transpose(query, pitch, count, size, query_t, QUERIES);
@@ -446,10 +443,8 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
         small_product(LANES, pitch, w.stop(q, s0, s1) - s0, scores + s0 * QUERIES + q, 1, QUERIES,
                       key + s0 * pitch, pitch, grad_query + q * pitch, pitch, s0 > first);
     }
-    float* out = a.grad_query.at(b, h) + q0 * a.grad_query.row;
-    for (int64_t q = 0; q < count; q++)
-      for (int64_t d = 0; d < size; d++)
-        out[q * a.grad_query.row + d] = grad_query[q * pitch + d] * a.scale;
+    copy(grad_query, pitch, count, size, a.grad_query.at(b, h) + q0 * a.grad_query.row,
+         a.grad_query.row, a.scale);
   }
   grad_key.put_back();
   grad_value.put_back();

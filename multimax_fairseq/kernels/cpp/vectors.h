@@ -208,14 +208,12 @@ void transpose(
     }
 }
 
-// out (rows, ld) = factor * in (rows, columns), and zeros behind it.
+// out (rows, ld) = factor * in (rows, columns).
 void copy(
     const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, int64_t ld,
     float factor = 1) {
-  for (int64_t r = 0; r < rows; r++) {
+  for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++) out[r * ld + c] = factor * in[r * stride + c];
-    std::fill(out + r * ld + columns, out + (r + 1) * ld, 0.0f);
-  }
 }
 
 // Scratch memory on a cache line; not cleared.
