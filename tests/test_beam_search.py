@@ -10,16 +10,18 @@ from conftest import scatter_modulators, settings_of_model
 from fairseq import search
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models.transformer import TransformerModel
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.tasks import FairseqTask
 
-from multimax_fairseq import Modulator
+from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.attention import Steps, attention_to_steps
 from multimax_fairseq.functional.cross_entropy import best_scores
 from multimax_fairseq.kernels import operators
 from multimax_fairseq.models.beam_search import LAYERS, BeamGenerator, lay_out
 from multimax_fairseq.models.config import as_namespace
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 ARCH = "transformer_multimax"
 END = 2  # of sentence, in fairseq's dictionaries
@@ -436,3 +438,40 @@ def test_attention_step_leaves_to_others_what_it_cannot_do():
     assert attention_to_steps(query.double(), 2, 16) is None
     assert attention_to_steps(query, 2, 16, modulator=torch.tanh) is None
     assert attention_to_steps(query, 2, 16, sink=torch.zeros(3)) is None
+    with torch.autocast("cpu", torch.bfloat16):  # what it projects is narrower than it is
+        assert attention_to_steps(query, 2, 16) is None
+
+
+@pytest.mark.parametrize("name", ["multimax", "softmax"])
+def test_steps_under_autocast_are_those_of_the_ordinary_way(name):
+    attention = MultiheadAttention(
+        SoftmaxMultiheadAttention(32, 2, self_attention=True), Normalizer(name)
+    ).eval()
+    words = torch.randn(5, 1, 4, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = {}
+        for need_weights in (True, False):
+            state: dict = {}
+            found[need_weights] = [
+                attention(x, x, x, incremental_state=state, need_weights=need_weights)[0]
+                for x in words
+            ]
+    torch.testing.assert_close(found[False], found[True], rtol=0.02, atol=0.02)
+
+
+def test_a_step_in_training_drops_what_is_to_be_dropped():
+    attention = MultiheadAttention(
+        SoftmaxMultiheadAttention(32, 2, dropout=0.5, self_attention=True), Normalizer("multimax")
+    )
+    words = torch.randn(5, 1, 4, 32, generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def last():
+        state: dict = {}
+        for x in words:
+            found = attention(x, x, x, incremental_state=state, need_weights=False)[0]
+        return found
+
+    assert not torch.equal(last(), last())
+    attention.eval()
+    assert torch.equal(last(), last())

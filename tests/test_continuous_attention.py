@@ -117,8 +117,9 @@ def test_padding_has_no_part():
             query[b : b + 1], key[b : b + 1, :, -length:], value[b : b + 1, :, -length:]
         )
         torch.testing.assert_close(found[b : b + 1], alone, rtol=1e-3, atol=1e-4)
-    added = torch.zeros(padding.shape).masked_fill(padding, -math.inf)
-    torch.testing.assert_close(module.attend(query, key, value, added)[0], found)
+    for number in (-math.inf, -1e9, -1e4):
+        added = torch.zeros(padding.shape).masked_fill(padding, number)
+        torch.testing.assert_close(module.attend(query, key, value, added)[0], found)
 
 
 def test_a_sentence_without_tokens_has_no_context():

@@ -278,6 +278,32 @@ class TestEveryNormalizer:
         grad = torch.autograd.grad(normalize(name, x, mask=mask, **options)[:, 0].sum(), x)[0]
         assert (grad[mask] == 0).all() and (grad[~mask] != 0).any()
 
+    def test_nothing_left_of_infinite_scores_has_no_gradient_and_no_part_in_what_is_learned(
+        self, name
+    ):
+        """As where the scores are masked already."""
+        x = random_scores(2, 5)
+        x[1] = -torch.inf
+        mask = torch.tensor([[False] * 5, [True] * 5])
+        options = battery()[name]
+        over = [x.requires_grad_(), *learned_by(options)]
+        with torch.autograd.detect_anomaly(check_nan=True):
+            probs = normalize(name, x, mask=mask, **options)
+            found = torch.autograd.grad(probs.square().sum(), over)
+        expected = torch.autograd.grad(normalize(name, x[:1], **options).square().sum(), over)
+        assert (probs[1] == 0).all()
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+    @pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+    def test_a_large_negative_number_that_is_added_excludes(self, name, number):
+        x, options = random_scores(3, 6), battery()[name]
+        mask = torch.tensor([False, True, False, False, False, True])
+        added = torch.zeros(6, dtype=x.dtype).masked_fill(mask, number)
+        torch.testing.assert_close(
+            normalize(name, x, mask=added, **options), normalize(name, x, mask=mask, **options)
+        )
+
     def test_permutation_equivariance_and_dim(self, name):
         x = random_scores(4, 6, 3)
         order = torch.randperm(6, generator=torch.Generator().manual_seed(0))

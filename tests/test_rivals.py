@@ -88,6 +88,17 @@ def test_padding_and_causal_order_count_as_if_the_sentence_ended_there(normalize
     torch.testing.assert_close(padded, short)
 
 
+@pytest.mark.parametrize("keys", [0, S])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", [torch.tensor(True), torch.tensor(0.0), torch.ones(1, 1).bool()])
+def test_a_mask_of_one_number_for_all_keys_changes_no_count(mask, is_causal, keys):
+    query, key, value = heads()
+    given = {"normalizer": "ssmax", "length_scale": 0.7, "is_causal": is_causal}
+    inputs = (query, key[:, :, :keys], value[:, :, :keys])
+    found = scaled_dot_product_attention(*inputs, attn_mask=mask, **given)
+    torch.testing.assert_close(found, scaled_dot_product_attention(*inputs, **given))
+
+
 def test_ssmax_is_softmax_at_one_over_the_logarithm_of_the_number_of_keys():
     scores = drawn(T, S)
     torch.testing.assert_close(

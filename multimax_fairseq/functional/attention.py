@@ -19,8 +19,8 @@ from multimax_fairseq.functional.checks import (
 )
 from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.functional.modulator import fits_heads, is_known, table_of
-from multimax_fairseq.functional.normalizers import ScoreFunction, multimax
-from multimax_fairseq.functional.rescaled import hidden_keys, key_counts, ssmax_scale
+from multimax_fairseq.functional.normalizers import ScoreFunction, hidden_keys, multimax
+from multimax_fairseq.functional.rescaled import key_counts, ssmax_scale
 from multimax_fairseq.kernels import operators
 
 
@@ -241,6 +241,7 @@ def attention_to_steps(
         modulator, sink, length_scale: as `fused_attention`.
     """
     able = size % operators.STEP_SIZES == 0 and like.numel() > 0
+    able = able and not is_autocast(like.device.type)  # whose projections are not float32
     able = able and (modulator is None or is_known(modulator))
     able = able and _fit_heads(like, heads, sink, length_scale)
     table: Tensor | None = None
@@ -287,6 +288,8 @@ def _a_head_each(number: float | Tensor | None, query: Tensor) -> Tensor | None:
 def _key_counts(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """As `key_counts` of the scores, without making a mask of both where none is needed."""
     queries, keys = query.shape[-2], key.shape[-2]
+    if mask is not None and (mask.dim() == 0 or keys == 0):
+        mask = None  # all keys or none: then no count is read
     if is_causal and mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
         mask, is_causal = with_future(mask, queries, keys, query.device), False
     if not is_causal:

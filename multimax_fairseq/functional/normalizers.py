@@ -20,6 +20,10 @@ from multimax_fairseq.kernels.operators import traced
 # What EvSoftmax leaves of a score below the mean in training, so that its gradient does not vanish.
 EV_TRAINING_FACTOR = 1e-6
 
+# Other libraries exclude a key by adding a large negative number: -1e4, or one further down.
+# `replace_softmax` counts up to 1024 of it as the score, so the bound lies above the rest.
+EXCLUDES = -5e3
+
 # Scores to modulated scores; in practice a `Modulator`.
 ScoreFunction = Callable[[Tensor], Tensor]
 
@@ -311,7 +315,7 @@ def evsoftmax(
     Equivalent to: torch.softmax(scores.masked_fill(scores < scores.mean(-1, True), -inf), -1)
 
     Args:
-        scores, dim, mask: as `softmax`; the mean is over what is not excluded.
+        scores, dim, mask: as `softmax`; the mean is over the keys that `hidden_keys` leaves.
         training: w_i is 1 + 1e-6 and 1e-6, so that low scores get gradients.
 
     Returns:
@@ -326,6 +330,9 @@ def evsoftmax(
     def mapping(wide: Tensor) -> Tensor:
         fixed = wide.detach()
         allowed = fixed > -torch.inf
+        if mask is not None:
+            counted = allowed & ~hidden_keys(mask)
+            allowed = torch.where(counted.any(dim, keepdim=True), counted, allowed)
         # Divided before they are added: a sum of the largest scores would overflow.
         share = fixed / allowed.sum(dim, keepdim=True).clamp(min=1)
         mean = share.masked_fill(~allowed, 0.0).sum(dim, keepdim=True)
@@ -337,6 +344,11 @@ def evsoftmax(
         return (wide + factor.log()).softmax(dim)
 
     return over_allowed(mapping, scores, dim, mask)
+
+
+def hidden_keys(mask: Tensor) -> Tensor:
+    """Return which keys a mask (bool: True excludes; or added) lets nobody attend to, bool."""
+    return mask if mask.dtype == torch.bool else mask <= EXCLUDES
 
 
 def check_row_values(name: str, values: Tensor, scores: Tensor, dim: int) -> None:
@@ -434,8 +446,8 @@ def masked(
     """Return the scores at a temperature, in float32 or wider, with what a float mask adds and -inf
     where the mask excludes; and where it does.
 
-    Rows where nothing would be left keep their scores: they are blanked after normalising instead,
-    so that no NaN ever arises, not even in the backward pass.
+    Rows where nothing would be left are 0 throughout, whatever their scores are: they are blanked
+    after normalising, so that no NaN ever arises, not even in the backward pass.
     """
     check_arguments(scores, dim, mask)
     wide = widened(scores)
@@ -445,7 +457,8 @@ def masked(
     dim = dim - wide.dim() if dim >= 0 else dim
     # A mask without this dimension excludes whole rows or none of a row.
     empty = excluded.all(dim, keepdim=True) if mask.dim() >= -dim else excluded
-    wide = _at(temperature, wide.masked_fill(excluded & ~empty, -float("inf")), dim)
+    wide = wide.masked_fill(excluded, -float("inf")).masked_fill(empty, 0.0)
+    wide = _at(temperature, wide, dim)
     if mask.dtype != torch.bool:
         # Not -inf itself, whose sum with a score has a gradient.
         wide = wide + mask.to(wide.dtype).masked_fill(excluded, 0.0)

@@ -10,21 +10,13 @@ from multimax_fairseq.functional.normalizers import (
     check_arguments,
     check_row_values,
     entmax15,
+    hidden_keys,
     softmax,
     widened,
 )
 
-# Other people write a key that nobody may attend to as a large negative number that is added, -1e4
-# being the least of them; `replace_softmax` takes a part of it for the score.
-EXCLUDES = -5e3
-
 # 1 / temperature by the entropy, highest power first: Figure 5 of Velickovic et al. 2024.
 TEMPERATURE_FIT = (-0.037, 0.481, -2.3, 4.917, -1.791)
-
-
-def hidden_keys(mask: Tensor) -> Tensor:
-    """Return which keys a mask (bool: True excludes; or added) lets nobody attend to, bool."""
-    return mask if mask.dtype == torch.bool else mask <= EXCLUDES
 
 
 def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.functional.checks import check_number
-from multimax_fairseq.functional.normalizers import masked
-from multimax_fairseq.functional.rescaled import hidden_keys, key_counts
+from multimax_fairseq.functional.normalizers import hidden_keys, masked
+from multimax_fairseq.functional.rescaled import key_counts
 
 # Keeps a row of scores that are all 0 from being divided by 0.
 SOFTPICK_EPSILON = 1e-6

@@ -10,6 +10,7 @@ from multimax_fairseq.functional.attention import weighted_values
 from multimax_fairseq.functional.backend import is_autocast, traced
 from multimax_fairseq.functional.checks import check_number, is_finite, is_whole
 from multimax_fairseq.functional.continuous import continuous_softmax, continuous_sparsemax
+from multimax_fairseq.functional.normalizers import hidden_keys
 from multimax_fairseq.functional.value_function import positions, ridge_regression
 from multimax_fairseq.modules.normalizer import Normalizer
 
@@ -241,7 +242,7 @@ def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
         raise ValueError(
             f"{_ALL_KEYS}: no mask may differ between queries or heads, got {list(mask.shape)}"
         )
-    kept = ~mask if mask.dtype == torch.bool else mask > -float("inf")
+    kept = ~hidden_keys(mask)
     return kept.reshape(-1, kept.shape[-1]).expand(batch, length)
 
 

@@ -176,7 +176,8 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if prepare is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
             return None
         batch, heads, size = query.shape[1], self.num_heads, self.head_dim
-        if self.dropout_module.apply_during_inference:
+        dropout = self.dropout_module
+        if dropout.p > 0 and (dropout.training or dropout.apply_during_inference):
             return None
         attend = prepare(query.transpose(0, 1)[:, None], heads, size)
         if attend is None:
