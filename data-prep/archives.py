@@ -114,12 +114,12 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
 def download(urls: Iterable[str], target: Path, checksum: str, size: int | None = None) -> None:
     """From the first host that has the right file. What arrived goes to TARGET.part, from where the
     next host, or the next run, goes on; TARGET itself only appears with the right checksum."""
-    if target.exists():
-        check(target, checksum)
-        return
     part = target.with_name(f"{target.name}.part")
     hosts = []
     with alone(target):
+        if target.exists():  # by now, perhaps: another run had the lock
+            check(target, checksum)
+            return
         if part.exists() and not mismatch(part, checksum):
             part.rename(target)
             return

@@ -1,7 +1,7 @@
 """Files that are there whole or not at all."""
 
 import contextlib
-import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from pathlib import Path
 def whole(file: Path) -> Iterator[Path]:
     """Give a path beside a file to write to, which takes the file's place if nothing goes wrong.
 
-    Several processes may write the same file: the last one's stays.
+    Several may write the same file, from whatever thread, process or machine: the last one's stays.
     """
-    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    aside = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
     try:
         yield aside
         aside.replace(file)

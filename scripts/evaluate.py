@@ -103,7 +103,7 @@ def last_line(said: str) -> str:
 
 
 def run(words: list[str], log: Path) -> str:
-    """The standard output of a command, kept in a file with what it said beside."""
+    """Run a command; return what it printed, errors first, which is kept in a file too."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8")
         errors.seek(0)

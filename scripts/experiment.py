@@ -222,12 +222,25 @@ def digest(data: Path) -> str:
     return total.hexdigest()
 
 
+def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
+    """{option: its values}, and under "" what comes before any; the last of several counts."""
+    found: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for word in command:
+        if word.startswith("--"):
+            name, found[word] = word, ()
+        else:
+            found[name] = (*found.get(name, ()), word)
+    return found
+
+
 def finish(run: Run, lock: int) -> None:
     """Train and evaluate, as far as that is not done; leaves result.json."""
     kept, data = run.folder / "command", run.folder / "data.sha256"
     other = None
     # In whatever order: that of a config's keys means nothing.
-    if kept.exists() and sorted(shlex.split(kept.read_text("utf-8"))) != sorted(run.command):
+    before = shlex.split(kept.read_text("utf-8")) if kept.exists() else run.command
+    if options_of(before) != options_of(run.command):
         other = "with another command (its file `command`)"
     elif data.exists() and data.read_text("utf-8") != made_from(run.data):
         other = f"on other data than '{run.data}' now holds"

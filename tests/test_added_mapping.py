@@ -11,8 +11,9 @@ from commands import ROOT, refused, run
 from corpus import ENGLISH, GERMAN
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
-from multimax_fairseq import NORMALIZERS, Mapping, register
+from multimax_fairseq import NORMALIZERS, Mapping, Normalizer, register
 from multimax_fairseq.functional.mapping import Option, yes_or_no
+from multimax_fairseq.models.learned_scalars import learned_modules, learned_scalars
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 PLUGIN = ("--user-dir", ROOT / "user_dir/added_mapping")
@@ -184,6 +185,52 @@ def test_an_entry_that_cannot_be_is_refused(mapping, part, monkeypatch):
     with pytest.raises(TypeError, match="must be a Mapping, got 'softmax'"):
         register("softmax")
     assert before == NORMALIZERS
+
+
+def test_a_value_of_another_type_is_a_wrong_value():
+    above_zero = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="")
+    mapping = Mapping(
+        "other",
+        "other",
+        NORMALIZERS["softmax"].function,
+        options=(above_zero,),
+        build=lambda num_heads, start: {"factor": torch.full((1,), start)},
+    )
+    for wrong in ("abc", None):
+        assert not mapping.learns(start=wrong)
+        with pytest.raises(ValueError, match=f"start must be above 0, got {wrong!r}"):
+            mapping.complete({"start": wrong})
+
+
+class OfHidden(torch.nn.Module):
+    """A number for each query, by a matrix of its own."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, size))
+
+    def forward(self, hidden):
+        return hidden @ self.weight.mT
+
+
+def test_what_reads_hidden_states_is_no_scalar(monkeypatch):
+    softmax = NORMALIZERS["softmax"].function
+    mapping = Mapping(
+        "of_hidden",
+        "of hidden states",
+        lambda scores, dim=-1, mask=None, *, gain: softmax(scores * gain, dim, mask),
+        build=lambda num_heads, hidden_size: {"gain": OfHidden(hidden_size)},
+        hidden=True,
+    )
+    monkeypatch.setitem(NORMALIZERS, mapping.name, mapping)
+    model = torch.nn.ModuleDict(
+        {
+            "a": Normalizer("of_hidden", hidden_size=4),
+            "b": Normalizer("multimax"),
+        }
+    )
+    assert [name for name, _ in learned_scalars(model)] == ["b.modulator"]
+    assert [name for name, _ in learned_modules(model)] == ["a.gain", "b.modulator"]
 
 
 class Mean(torch.nn.Module):

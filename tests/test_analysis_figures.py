@@ -190,6 +190,17 @@ def test_modulators_are_drawn_as_the_paper_defines_them(drawn, folders):
         assert axis.texts[0].get_text().endswith(percent(share))
 
 
+def test_what_is_drawn_is_what_the_model_has(folders):
+    """A monotone modulator as such; nothing where a sink is learned beside it."""
+    found = collection.read(folders["multimax"])
+    found.checkpoint()["settings"]["multimax_monotone"] = True
+    ((drawn,), *_) = figures.modulators.modulators_of(found, "cross").values()
+    assert (np.diff(figures.modulators.modulated(drawn, np.linspace(-90, 90, 999))) >= 0).all()
+    assert figures.simplex.learned_mappings(found, "cross")
+    found.parameters.loc[found.parameters.index[-1], ["place", "name"]] = "cross", "sink.score"
+    assert not figures.simplex.learned_mappings(found, "cross")
+
+
 def test_percent_never_rounds_to_nothing():
     words = {0: "0 %", 1: "100 %", 0.997: "100 %", 0.5: "50 %", 0.0004: "0.04 %", 1e-7: "1e-05 %"}
     assert {share: percent(share) for share in words} == words
@@ -277,6 +288,14 @@ def test_simplex_pictures_show_weights(drawn):
 # --- several collections -----------------------------------------------------------------------
 
 COMPARED = ("softmax", "multimax", "alpha_entmax")
+
+
+def test_data_are_the_same_wherever_they_lie(folders):
+    one, other = (collection.read(folders["softmax"]) for _ in range(2))
+    other.signed["data"]["folder"] = "/another/data-bin"
+    assert not report.differences([one, other])
+    other.signed["data"]["sha256"] = "1" * 64
+    assert "differ in their data" in report.differences([one, other])[0]
 
 
 def test_compared_figures_have_every_model_in_them(folders):

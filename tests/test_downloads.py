@@ -86,6 +86,19 @@ def test_download(left, names, ranges, host, tmp_path):
         archives.download([f"{host.url}/file"], target, SHA256)
 
 
+def test_two_runs_at_once_download_once(host, tmp_path):
+    target = tmp_path / "file"
+    runs = [
+        threading.Thread(target=archives.download, args=([f"{host.url}/file"], target, SHA256))
+        for _ in range(4)
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert target.read_bytes() == DATA and len(host.requests) == 1
+
+
 def test_all_hosts_fail(host, tmp_path, capsys):
     urls = [f"{host.url}/missing", f"{host.url}/wrong", "http://127.0.0.1:9/file", "odd://x/file"]
     with pytest.raises(SystemExit) as failed:

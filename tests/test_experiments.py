@@ -283,7 +283,12 @@ def test_a_run_goes_on_with_its_own_command_and_data_alone(experiment, plan, tmp
     (folder / "command").write_text("fairseq-train --lr 2\n")
     with pytest.raises(UsageError, match="trained with another command"):
         experiment.finish(run, 0)
-    (folder / "command").write_text("--lr 1 fairseq-train\n")  # the same in another order
+    run.command.extend(["--dropout", "0.1", "--clip-norm", "0.3"])
+    (folder / "command").write_text("fairseq-train --lr 1 --dropout 0.3 --clip-norm 0.1\n")
+    with pytest.raises(UsageError, match="trained with another command"):
+        experiment.finish(run, 0)
+    # The same in another order.
+    (folder / "command").write_text("fairseq-train --clip-norm 0.3 --lr 1 --dropout 0.1\n")
     experiment.finish(run, 0)
     assert "Nothing to do: iwslt14 softmax, seed 1" in capsys.readouterr().out
     for place in (data, data.parent):

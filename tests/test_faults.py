@@ -21,6 +21,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import CheckpointError
+from multimax_fairseq.files import whole
 
 # A --user-dir of a run with a fault: killed in the middle of a write, a disk of so much room, a
 # greatest size of files; and its number, for whoever kills it.
@@ -449,3 +450,11 @@ def test_fifty_kills_and_ten_full_disks_change_nothing(text, uninterrupted):
         assert ended(text, name, folder)[0] == 0
         assert_same_end(whole, folder)
     print(f"{kills} kills, {halves} of them in a write, {full} full disks: nothing lost")
+
+
+def test_two_who_write_one_file_do_not_meet(tmp_path):
+    file = tmp_path / "file"
+    with whole(file) as one, whole(file) as other:
+        one.write_text("one")
+        other.write_text("other")
+    assert file.read_text() == "one" and list(tmp_path.iterdir()) == [file]

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from multimax_fairseq import NORMALIZERS, Modulator
-from multimax_fairseq.modules import EntmaxAlpha, Normalizer, Temperature
+from multimax_fairseq import NORMALIZERS, Modulator, normalize
+from multimax_fairseq.modules import (
+    AdditiveAttention,
+    ContinuousAttention,
+    EntmaxAlpha,
+    Normalizer,
+    RecurrentCell,
+    Temperature,
+)
 
 # --- what a module learns ----------------------------------------------------------------------
 
@@ -37,10 +44,29 @@ def test_modulator_refuses_arguments_by_name(arguments, part):
         Modulator(**arguments)
 
 
+@pytest.mark.parametrize(
+    "build, part",
+    [
+        (lambda n: RecurrentCell("rnn", 2, 2, 2), "'rnn': choose one of gru, lstm"),
+        (lambda n: RecurrentCell("gru", 2, 0, 2), "fed_size .* got 0"),
+        (lambda n: AdditiveAttention(2, 2.5, 2, n), r"key_size .* got 2\.5"),
+        (lambda n: ContinuousAttention(n, query_size=-1), "query_size .* got -1"),
+        (lambda n: ContinuousAttention(n, widths=0.3), r"widths .* got 0\.3"),
+    ],
+)
+def test_other_modules_refuse_arguments_by_name(build, part):
+    with pytest.raises(ValueError, match=part):
+        build(Normalizer("softmax"))
+
+
 def test_numbers_of_numpy_are_numbers():
     module = Modulator(np.int64(1), num_heads=np.int32(3), init_std=np.float32(0.1))
     assert module.low_threshold.shape == (3, 1)
     assert Normalizer("topk", k=np.int64(2)).fixed == {"k": 2}
+    scores = torch.tensor([1.0, 0.0, -2.0])
+    for name, option, value in (("alpha_entmax", "alpha", 1.25), ("sink", "sink", -math.inf)):
+        found = normalize(name, scores, **{option: np.float32(value)})
+        assert torch.equal(found, normalize(name, scores, **{option: value}))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
-        "parameters", help="print modulators, alphas and temperatures, layer by layer"
+        "parameters", help="print what normalizers have learned, layer by layer"
     )
     command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="of fairseq-train")
     command.set_defaults(run=print_parameters)

@@ -1,6 +1,6 @@
 """One pass of checkpoints over data, into the tidy files that figures and reports are made of.
 
-    parameters.csv    modulators, alphas and temperatures
+    parameters.csv    what normalizers have learned, number by number
     heads.csv         metrics of each head
     layers.csv        metrics of each layer
     histograms.csv    scores and probabilities of each layer, counted in bins

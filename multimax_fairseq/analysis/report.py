@@ -125,8 +125,13 @@ def differences(collections: list[Collection]) -> list[str]:
     return [
         f"The collections differ in their {words}: their numbers are not of the same measurement."
         for key, words in MEASURED.items()
-        if len({json.dumps(c.signed.get(key), sort_keys=True) for c in collections}) > 1
+        if len({json.dumps(_measured(c.signed.get(key))) for c in collections}) > 1
     ]
+
+
+def _measured(value: Any) -> Any:
+    """What tells a measurement from another: of data its checksum, wherever it lies."""
+    return value.get("sha256") if isinstance(value, dict) else value
 
 
 def check_writable(out: Path) -> None:

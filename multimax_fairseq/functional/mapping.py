@@ -36,9 +36,16 @@ class Option:
     remark: str = ""
     setting: str = ""
 
+    def fits(self, value: Any) -> bool:
+        """Return whether a value, of whatever type, is right."""
+        try:
+            return bool(self.is_right(value))
+        except TypeError:  # "abc" > 0
+            return False
+
     def check(self, value: Any, called: str = "") -> None:
         """Raise ValueError for a wrong value of the option, or of what is called otherwise."""
-        if not self.is_right(value):
+        if not self.fits(value):
             raise ValueError(f"{called or self.name} must be {self.must}, got {value!r}")
 
 
@@ -97,8 +104,9 @@ class Mapping:
         kernel: of the function's arguments: what else `fused_attention` is given for it, by name.
             None where no fused kernel serves it.
         output_options: of the output layer; None where it cannot be one.
-        output_loss: of (logits (N, V), targets (N,), **output options): losses (N,); what trains
-            an output layer that is not `modulated`.
+        output_loss: of (logits (N, V), targets (N,), **arguments): losses (N,), where the arguments
+            are those of `build` that are no modules; what trains an output layer that is not
+            `modulated`.
     """
 
     name: str
@@ -121,6 +129,9 @@ class Mapping:
 
     def learns(self, **options: Any) -> bool:
         """Return whether something is learned with these options; False if they are wrong."""
+        own = {option.name: option for option in self.options}
+        if not all(own[name].fits(value) for name, value in options.items() if name in own):
+            return False
         if self.hidden:
             options["hidden_size"] = 1
         try:
@@ -183,7 +194,8 @@ def register(mapping: Mapping) -> None:
     Raises:
         TypeError: no `Mapping`.
         ValueError: a name or setting that is taken or cannot be a flag; an output layer that
-            nothing can train; a kernel that there is not; it comes after the flags were made.
+            nothing can train; a kernel that is no function; heads that are no Option, SEPARATE
+            or None; it comes after the flags were made.
     """
     if not isinstance(mapping, Mapping):
         raise TypeError(f"a mapping must be a Mapping, got {mapping!r}")

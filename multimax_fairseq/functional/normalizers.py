@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from numbers import Real
 
 import entmax
 import torch
@@ -148,7 +149,7 @@ def softmax_with_sink(
     check_arguments(scores, dim, mask)
     if isinstance(sink, Tensor):
         check_row_values("sink", sink, scores, dim)
-    elif not (isinstance(sink, float) and sink == -torch.inf):
+    elif not (isinstance(sink, Real) and sink == -torch.inf):
         check_number("sink", sink)
 
     def mapping(wide: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ def softmax_with_sink(
         if isinstance(sink, Tensor):
             last = sink.to(wide.dtype).expand(shape)
         else:
-            last = torch.full(shape, sink, dtype=wide.dtype, device=wide.device)
+            last = torch.full(shape, float(sink), dtype=wide.dtype, device=wide.device)
         joined = torch.cat([wide, last], dim)
         return joined.softmax(dim).narrow(dim, 0, wide.shape[dim])
 
@@ -268,10 +269,11 @@ def alpha_entmax(
         _check_alpha(alpha, scores, dim)
         wide_alpha = alpha
         return over_allowed(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
+    if not isinstance(alpha, Real) or isinstance(alpha, bool):
         raise TypeError(f"alpha must be a number or a tensor, got {alpha!r}")
     if not 1 <= alpha <= sys.float_info.max:
         raise ValueError(f"alpha must be at least 1 and finite, got {alpha}")
+    alpha = float(alpha)
     if alpha == 1:
         return softmax(scores, dim, mask)
     if alpha == 1.5:

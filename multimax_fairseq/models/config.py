@@ -263,7 +263,7 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
 def check_option(args: Any, name: str, option: Option) -> None:
     """Raise UsageError for a setting that is not what its option must be."""
     value = getattr(args, name, option.default)
-    if option.is_right(value):
+    if option.fits(value):
         return
     if value is None:
         owner = next(own for own, mapping in MAPPINGS.items() if name in settings_of(mapping))

@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.modules import EntmaxAlpha, GatedAttention, HiddenScale, Normalizer
+from multimax_fairseq.functional.mapping import mapping_named
+from multimax_fairseq.modules import EntmaxAlpha, GatedAttention, Normalizer
 
 logger = logging.getLogger(__name__)
-
-_MATRICES = (HiddenScale, nn.Linear)
 
 
 def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of each module of learned scalars, in the model's order: what lies in
     its normalizers, and the modulator of its output layer."""
-    found = learned_modules(model)
-    return [(name, module) for name, module in found if not isinstance(module, _MATRICES)]
+    return learned_modules(model, matrices=False)
 
 
-def learned_modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return those of `learned_scalars` and what else stock models do not have: the matrices of
-    normalizers, and gates."""
+def learned_modules(model: Any, *, matrices: bool = True) -> list[tuple[str, nn.Module]]:
+    """Return those of `learned_scalars` and, with matrices, what else stock models do not have: of
+    normalizers that read hidden states, and of gates."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Normalizer):
+            if mapping_named(module.name).hidden and not matrices:
+                continue
             found += [(f"{name}.{part}", learned) for part, learned in module.named_children()]
-        elif isinstance(module, GatedAttention):
+        elif isinstance(module, GatedAttention) and matrices:
             found.append((f"{name}.gate", module.gate))
         elif name.endswith("output_modulator"):
             found.append((name, module))
@@ -41,7 +41,7 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
     """Return {symbol: (heads,) in float64} of a normalizer's parameter; {} for any other.
 
     Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha,
-    temperature; of a mapping that was added, the parameter's name.
+    temperature; of any other mapping, the parameter's name.
 
     Args:
         parameter: its name in a state dict, from its normalizer or output modulator on at least.

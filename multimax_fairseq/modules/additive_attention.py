@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from multimax_fairseq.functional.checks import check_whole
+
 
 class AdditiveAttention(nn.Module):
     """Attention of one head whose scores are formed by a layer of tanh.
@@ -17,12 +19,18 @@ class AdditiveAttention(nn.Module):
         query_size, key_size, hidden_size: of a query, of a key, and of the layer.
         normalizer: a `Normalizer`, or any module with its `attend_by_scores`. What it computes from
             values and mask alone it may give as `static_values(value, mask)`.
+
+    Raises:
+        ValueError: a size that is no whole number of at least 1.
     """
 
     def __init__(
         self, query_size: int, key_size: int, hidden_size: int, normalizer: nn.Module
     ) -> None:
         super().__init__()
+        sizes = {"query_size": query_size, "key_size": key_size, "hidden_size": hidden_size}
+        for name, size in sizes.items():
+            check_whole(name, size)
         self.query_projection = nn.Linear(query_size, hidden_size, bias=False)
         self.key_projection = nn.Linear(key_size, hidden_size, bias=False)
         self.score_projection = nn.Linear(hidden_size, 1, bias=False)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.functional.attention import weighted_values
 from multimax_fairseq.functional.backend import is_autocast, traced
-from multimax_fairseq.functional.checks import check_number, is_finite, is_whole
+from multimax_fairseq.functional.checks import check_number, check_whole, is_finite, is_whole
 from multimax_fairseq.functional.continuous import continuous_softmax, continuous_sparsemax
 from multimax_fairseq.functional.normalizers import hidden_keys
 from multimax_fairseq.functional.value_function import positions, ridge_regression
@@ -64,13 +64,16 @@ class ContinuousAttention(nn.Module):
         ):
             if value not in known:
                 raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
-        if not widths or not all(is_finite(width) and width > 0 for width in widths):
+        listed = isinstance(widths, (tuple, list)) and len(widths) > 0
+        if not listed or not all(is_finite(width) and width > 0 for width in widths):
             raise ValueError(f"widths must be finite and above 0, and one at least, got {widths!r}")
         if not is_whole(num_bases) or num_bases % len(widths):
             raise ValueError(
                 f"num_bases must be a multiple of the number of widths, {len(widths)}, got "
                 f"{num_bases!r}"
             )
+        if query_size is not None:
+            check_whole("query_size", query_size)
         check_number("ridge", ridge)
         if not ridge > 0:
             raise ValueError(f"ridge must be above 0, got {ridge}")

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from multimax_fairseq.functional.checks import check_whole
+
 GATES = {"gru": 3, "lstm": 4}
 
 
@@ -15,10 +17,18 @@ class RecurrentCell(nn.Module):
     Args:
         kind: "gru" or "lstm".
         input_size, fed_size, hidden_size: of a word, of what is fed back, and of the state.
+
+    Raises:
+        ValueError: an unknown kind; a size that is no whole number of at least 1.
     """
 
     def __init__(self, kind: str, input_size: int, fed_size: int, hidden_size: int) -> None:
         super().__init__()
+        if kind not in GATES:
+            raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(GATES)}")
+        sizes = {"input_size": input_size, "fed_size": fed_size, "hidden_size": hidden_size}
+        for name, size in sizes.items():
+            check_whole(name, size)
         self.kind = kind
         gates = GATES[kind] * hidden_size
         self.word_projection = nn.Linear(input_size, gates)

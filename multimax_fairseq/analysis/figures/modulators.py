@@ -38,6 +38,7 @@ def modulators_of(
         return {}
     frame = frame[frame["updates"] == (frame["updates"].max() if updates is None else updates)]
     frame = frame.assign(layer=frame["layer"].fillna(0).astype(int), head=frame["head"].fillna(-1))
+    monotone = bool(collection.checkpoint().get("settings", {}).get("multimax_monotone"))
     found: dict[int, list[Modulator]] = {}
     for (layer, _), rows in frame.groupby(["layer", "head"]):
         values = dict(zip(rows["name"], rows["value"], strict=True))
@@ -45,7 +46,9 @@ def modulators_of(
             symbol: [values[f"{symbol}{n}"] for n in (1, 2) if f"{symbol}{n}" in values] or None
             for symbol in ("t_b", "t_d", "b", "d")
         }
-        found.setdefault(layer, []).append(Modulator.from_values(**terms))
+        modulator = Modulator.from_values(**terms)
+        modulator.monotone = monotone
+        found.setdefault(layer, []).append(modulator)
     return found
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from multimax_fairseq.analysis.canvas import PALE, legend_below, ordered_style, style, wrapped
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
-from multimax_fairseq.analysis.figures.modulators import modulators_of
+from multimax_fairseq.analysis.figures.modulators import SYMBOLS, modulators_of
 from multimax_fairseq.functional import NORMALIZERS, normalize
 from multimax_fairseq.modules import Modulator
 
@@ -61,13 +61,16 @@ def known_mappings() -> dict[str, Mapping]:
 
 
 def learned_mappings(collection: Collection, place: str) -> dict[int, Mapping]:
-    """{layer: the mapping that the last checkpoint has learned there, the mean over its heads}."""
+    """{layer: the mapping that the last checkpoint has learned there, the mean over its heads};
+    none where more is learned than one of these mappings: a sink, or a temperature beside it."""
+    frame = latest(collection.parameters)
+    frame = frame[frame["place"] == place]
+    if not any(set(frame["name"]) <= own for own in ({*SYMBOLS}, {"alpha"}, {"temperature"})):
+        return {}
     found: dict[int, list[Mapping]] = {
         layer: [mapping("multimax", modulator=modulator) for modulator in own]
         for layer, own in modulators_of(collection, place).items()
     }
-    frame = latest(collection.parameters)
-    frame = frame[frame["place"] == place]
     for name, normalizer in (("alpha", "alpha_entmax"), ("temperature", "softmax")):
         for row in frame[frame["name"] == name].itertuples():
             options = {name: float(row.value)}

@@ -171,7 +171,7 @@ output_loss_parts: Operator = define(
 class OutputLoss(torch.autograd.Function):
     """The losses of a linear layer's outputs, by `compute`, an operator or its plain form.
 
-    compute(inputs, target, factors, needed, numbers) is the operator output_loss_parts. Where the
+    compute(*inputs, target, factors, needed, *numbers) is the operator output_loss_parts. Where the
     losses are summed, the gradients are formed in the forward pass, while the logits are there;
     but not in float16, where they would underflow without the loss scaling.
     """
