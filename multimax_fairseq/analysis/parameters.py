@@ -30,7 +30,7 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
             found.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
     if not found:
         raise UsageError(
-            f"checkpoint '{checkpoint}' has nothing that a normalizer has learned: it is of a "
+            f"checkpoint '{checkpoint}' has no scalars that a normalizer has learned: it is of a "
             "model without any"
         )
     return found
