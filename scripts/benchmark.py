@@ -44,7 +44,7 @@ from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.errors import CheckpointError, UsageError
+from multimax_fairseq.errors import UsageError
 
 SHAPES = ["4x8x512x64", "16x8x128x64"]
 EXPRESSION, PLAIN, AUTO = "MultiMax (torch expression)", "MultiMax (plain)", "MultiMax (auto)"
@@ -555,7 +555,7 @@ def main() -> None:
                 random_text(args.data, args.vocabulary)
             signed = conditions(args)  # of what runs, whatever changes in the meantime
             report(measure(commands[args.command], args), signed, args)
-    except (UsageError, CheckpointError, OSError) as error:
+    except (UsageError, OSError) as error:
         sys.exit(f"benchmark.py: error: {error}")
     except torch.OutOfMemoryError:
         sys.exit("benchmark.py: error: the GPU's memory is too small: give smaller sizes")

@@ -37,7 +37,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
-from multimax_fairseq.errors import CheckpointError, UsageError
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -318,7 +318,7 @@ def main() -> None:
         result = score() | narrow
         if args.json is not None:
             write_json(args.json, result)
-    except (UsageError, CheckpointError, OSError) as error:
+    except (UsageError, OSError) as error:
         sys.exit(f"evaluate.sh: error: {error}")
     print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
     print(f"  {result['signature']}")

@@ -40,17 +40,16 @@ import statistics
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any, TextIO
 
 import evaluate
 import torch
 from experiment_plan import ROOT, Run, groups, plan
-from fairseq import checkpoint_utils
 from tqdm import tqdm
 
 from multimax_fairseq import compat
+from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 from multimax_fairseq.signature import processor, signature
@@ -76,42 +75,20 @@ def claim(run: Run, wait: bool) -> int | None:
     return lock
 
 
-def mend(folder: Path) -> None:
-    """Make good the checkpoints that a killed process was copying: fairseq writes the first of the
-    names of a checkpoint aside, and renames it, but copies it straight onto the other names, onto
-    checkpoint_last.pt at the end."""
+def last_checkpoint(folder: Path) -> Path:
+    """The checkpoint that a run goes on from, if there is one; fairseq-train itself sees to a
+    damaged one. A run that was killed before the first checkpoint had that name too gets it."""
     last = folder / "checkpoint_last.pt"
-    copies = [folder / "checkpoint_best.pt", last]
     numbered = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda f: int(f.stem.split("_")[2]))
-    files = [file for file in (*numbered, *copies) if file.exists()]
-    broken = [file for file in files if not zipfile.is_zipfile(file)]
-    sound = [file for file in (*copies, *numbered) if file in files and file not in broken]
-    for file in broken if last.exists() else [*broken, last]:
-        if sound:
-            with whole(file) as aside:
-                shutil.copyfile(sound[-1], aside)
-        else:
-            file.unlink(missing_ok=True)
-
-
-def updates_made(folder: Path) -> int:
-    """How many updates the last checkpoint has behind it."""
-    last = folder / "checkpoint_last.pt"
-    if not last.exists():
-        return 0
-    return checkpoint_utils.load_checkpoint_to_cpu(str(last))["optimizer_history"][-1][
-        "num_updates"
-    ]
+    if numbered and not last.exists():
+        with whole(last) as aside:
+            shutil.copyfile(numbered[-1], aside)
+    return last
 
 
 def train(run: Run, lock: int) -> None:
     """Train to the end, from the last checkpoint if there is one; leaves the file `trained`."""
-    mend(run.folder)
-    made = updates_made(run.folder)
-    if made >= run.updates:
-        # Killed after its last checkpoint; fairseq would make one update more than asked for.
-        (run.folder / "trained").touch()
-        return
+    made = saving.updates(last_checkpoint(run.folder))
     log = run.folder / "train.log"
     start = f"going on from update {made:,}" if made else "training"
     print(f"{run.name}: {start}; full log: {log}", flush=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import evaluate
 import hydra
-from methods import RIVALS
+from methods import METHODS
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.errors import UsageError
@@ -38,9 +38,10 @@ def groups(experiment: str) -> dict[str, list[str]]:
         return {group: list(rows) for group, rows in entries.items()}
     names = [file.stem.removeprefix(f"{experiment}_") for file in CONFIGS.glob(f"{experiment}_*")]
     names.sort(key=lambda name: (name != "softmax", name))
+    paper = METHODS.get(experiment, names)
     found = {
-        "paper": [name for name in names if name not in RIVALS],
-        "mappings": [name for name in names if name in RIVALS],
+        "paper": [name for name in names if name in paper],
+        "mappings": [name for name in names if name not in paper],
     }
     return {group: rows for group, rows in found.items() if rows}
 

@@ -29,7 +29,7 @@ def run(folder, *command, code=0, stdin=None, **environment):
         stderr=subprocess.STDOUT,
         input=stdin,
         text=True,
-        timeout=300,
+        timeout=1800,  # of a hang: a shared machine may be slow
     )
     assert done.returncode == code, done.stdout[-3000:]
     return done.stdout

@@ -44,8 +44,8 @@ LONG = LONGEST + files(
     "documents_example downloads experiments faults fuzzed_files hostile_archives "
     "hostile_checkpoints hostile_files house iwslt17 long_run mistakes monitor numerics "
     "odd_calls processes quantize quickstart rdrop recorded_models replaced_models_recorded "
-    "results small_experiments symmetric_divergence trajectories transformers transformers_export "
-    "transformers_files vit_example wrong_calls"
+    "operators_triton results small_experiments symmetric_divergence trajectories transformers "
+    "transformers_export transformers_files vit_example wrong_calls"
 )
 
 

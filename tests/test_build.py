@@ -263,6 +263,14 @@ def test_a_compiler_that_writes_half_a_library(cache, compiler, tmp_path, stand_
     assert files(cache) == []
 
 
+@pytest.mark.parametrize("python", [None, ""])
+def test_a_program_that_holds_a_python_without_a_name(cache, compiler, caplog, monkeypatch, python):
+    path = compiler(COPY)
+    monkeypatch.setattr(sys, "executable", python)
+    assert why_plain(caplog).startswith(f"'{path}': what it wrote does not load: ")
+    assert files(cache) == []
+
+
 @pytest.mark.parametrize(
     "named, reason",
     [

@@ -396,3 +396,26 @@ def test_wrong_calls_are_refused_in_words(function, place, wrong, told):
     with pytest.raises((ValueError, TypeError)) as refusal:
         function(*arguments)
     assert told in str(refusal.value)
+
+
+def test_a_second_derivative_is_right_or_refused():
+    """Where the gradient's graph reaches the mean in another way as well."""
+    mean, spread = drawn(2).double().requires_grad_(), torch.eye(2).double()
+    for function, covers in ((continuous_softmax_nd, True), (continuous_sparsemax_2d, False)):
+        found = function(mean, spread, drawn(3, 2).double(), spread.expand(3, 2, 2)).sum()
+        (slope,) = torch.autograd.grad(found * mean.sum(), mean, create_graph=True)
+        if covers:
+            assert torch.autograd.grad(slope[0], mean)[0].isfinite().all()
+        else:
+            with pytest.raises(NotImplementedError, match="no derivative of its own"):
+                torch.autograd.grad(slope[0], mean)
+
+
+@pytest.mark.parametrize("function", [continuous_softmax, continuous_sparsemax])
+@pytest.mark.parametrize("far", [1e10, 1e20, -1e36, 3e38])
+@pytest.mark.parametrize("variance", [0.0, 1e-6, 1.0])
+def test_far_from_everything_there_is_nothing(function, far, variance):
+    mean, spread = (torch.tensor(x, requires_grad=True) for x in (far, variance))
+    found = function(mean, spread, torch.tensor([0.5]), torch.tensor([0.03]))
+    grads = torch.autograd.grad(found.sum(), (mean, spread))
+    assert float(found) == 0 and [float(g) for g in grads] == [0, 0]

@@ -304,32 +304,16 @@ def test_a_run_goes_on_with_its_own_command_and_data_alone(experiment, plan, tmp
 # --- what a killed process leaves --------------------------------------------------------------
 
 
-def test_checkpoints_that_were_being_copied_are_made_good(experiment, tmp_path):
-    def save(name, value, truncated=False):
-        torch.save({"value": value}, tmp_path / name)
-        if truncated:
-            data = (tmp_path / name).read_bytes()
-            (tmp_path / name).write_bytes(data[: len(data) // 2])
-
-    def left():
-        return {file.name: torch.load(file)["value"] for file in tmp_path.iterdir()}
-
-    save("checkpoint_best.pt", 1)
-    save("checkpoint_last.pt", 2, truncated=True)
-    experiment.mend(tmp_path)
-    assert left() == {"checkpoint_best.pt": 1, "checkpoint_last.pt": 1}
-    save("checkpoint_1_8.pt", 8)
-    save("checkpoint_2_10.pt", 10)
-    save("checkpoint_best.pt", 10, truncated=True)
-    experiment.mend(tmp_path)
-    assert left()["checkpoint_best.pt"] == 10 and left()["checkpoint_last.pt"] == 1
-    (tmp_path / "checkpoint_last.pt").unlink()
-    experiment.mend(tmp_path)
-    assert left()["checkpoint_last.pt"] == 10
-    for file in tmp_path.iterdir():
-        file.write_bytes(b"PK")
-    experiment.mend(tmp_path)
-    assert left() == {}
+def test_a_run_that_was_killed_before_its_last_checkpoint_was_named_has_one(experiment, tmp_path):
+    last = tmp_path / "checkpoint_last.pt"
+    assert experiment.last_checkpoint(tmp_path) == last and not last.exists()
+    for name in ("checkpoint_1_8.pt", "checkpoint_2_10.pt", "checkpoint_best.pt"):
+        (tmp_path / name).write_text(name)
+    experiment.last_checkpoint(tmp_path)
+    assert last.read_text() == "checkpoint_2_10.pt"
+    last.write_text("its own")
+    experiment.last_checkpoint(tmp_path)
+    assert last.read_text() == "its own" and len(list(tmp_path.iterdir())) == 4
 
 
 # Of the fields of hydra-submitit-launcher 1.2, which the tests do without.

@@ -411,6 +411,29 @@ def test_the_fused_loss_with_a_monotone_modulator_is_the_plain_line():
     torch.testing.assert_close(nll_loss, expected.detach())
 
 
+@pytest.mark.parametrize("above", [1e-9, 1e-7, 5e-7, 1e-6, 1e-4, 1e-2, 0.09])
+def test_alpha_may_be_a_number_just_above_one(above):
+    x = random_scores(20, 50, spread=2.0)
+    found = normalize("alpha_entmax", x.float(), alpha=1 + above)
+    assert found.dtype == torch.float32
+    # From softmax it is away by a share of what alpha lies above.
+    assert (found - x.softmax(-1)).abs().max() < 3 * above + 2e-7
+    if above > 1e-3:
+        excluded = np.zeros(x.shape, dtype=bool)
+        exact = torch.tensor(reference.entmax(x.numpy(), excluded, 1 + above))
+        assert (found - exact).abs().max() < 3e-7
+
+
+def test_a_number_that_is_infinite_to_the_scores_excludes():
+    lowest = torch.finfo(torch.float64).min
+    mask = torch.tensor([[lowest, 0.0, lowest], [lowest] * 3], dtype=torch.float64)
+    scores = random_scores(2, 3).abs().float().requires_grad_()
+    for name, options in battery().items():
+        probs = normalize(name, scores, mask=mask, **options)
+        (grad,) = torch.autograd.grad(probs[:, 1].sum(), scores)
+        assert (probs[1] == 0).all() and probs[0, 1] > 0 and grad.isfinite().all(), name
+
+
 def test_alphas_a_head_act_on_their_head_alone():
     x = random_scores(2, 3, 4, 5)
     alpha = EntmaxAlpha(3).double()

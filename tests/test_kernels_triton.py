@@ -21,12 +21,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-def run_functions(prefix, tmp_path, **environment):
-    """Collect this file's functions of that prefix in a fresh process."""
+def run_functions(prefix, tmp_path, file=__file__, **environment):
+    """Collect a file's functions of that prefix in a fresh process."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), **environment}
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-    command += ["-o", f"python_functions={prefix}_*", __file__]
+    command += ["-o", f"python_functions={prefix}_*", str(file)]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -144,7 +144,7 @@ def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 
     drop = more.get("drop", (0, 0.0))
     options = (table, more.get("sink"), mask, drop[0], causal, drop[1], scale, *orders)
     out, total = kernels.attention_forward(*inputs, *options)
-    grads = kernels.attention_backward(grad, *inputs, out, total, *options, (True,) * 5)
+    grads = kernels.attention_backward(grad, *inputs, out, total, *options)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
     assert total.shape == (*out.shape[:2], 1, out.shape[2]) and total.dtype == torch.float32
     assert (grads[3] is None) == (table is None)
@@ -324,9 +324,7 @@ def check_scale(scale):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
-def check_strides_and_what_is_not_needed():
-    from multimax_fairseq.kernels import triton_attention as kernels
-
+def check_strides():
     *inputs, grad = attention_inputs(2, 2, 20, 20, 32)
     table = far_table(2)
     mask = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.3
@@ -350,22 +348,6 @@ def check_strides_and_what_is_not_needed():
     assert torch.equal(
         attend(inputs, grad, table, row)[0], attend(inputs, grad, table, expanded)[0]
     )
-    sink = torch.zeros(2, device=DEVICE)
-    expected = attend(inputs, grad, table, mask, sink=sink)
-    options = (table, sink, mask, 0, False, 0.0, 32**-0.5, 2, 2)
-    kept = kernels.attention_forward(*inputs, *options)
-    for wanted in range(5):
-        needed = [number == wanted for number in range(5)]
-        found = kernels.attention_backward(grad, *inputs, *kept, *options, needed)
-        assert [g is not None for g in found] == needed
-        torch.testing.assert_close(found[wanted], expected[1 + wanted])
-
-
-def check_nothing_to_attend_to_or_from():
-    for length, keys in ((0, 5), (5, 0)):
-        *inputs, grad = attention_inputs(1, 2, length, keys, 16)
-        for table in (far_table(2), monotone_table(1), None):
-            assert all((t == 0).all() for t in attend(inputs, grad, table))
 
 
 def check_scores_beyond_the_cap_stay_finite():

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from test_functional import far_modulator, random_scores
 from torch.autograd import gradcheck
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from multimax_fairseq import (
-    linear_cross_entropy,
-)
+from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+from multimax_fairseq.functional.cross_entropy import best_scores
 
 
 def loss_inputs(dtype=torch.float64, bias=True):
@@ -133,3 +133,52 @@ def test_fused_loss_refuses_what_it_does_not_know():
     ):
         with pytest.raises(ValueError, match=part):
             linear_cross_entropy(features, weight, target, **options)
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("shard", [Replicate(), Shard(0), Shard(1)])
+def test_tensors_that_are_shared_among_processes_are_left_to_torch(mesh, shard):
+    features, weight, target = (t.detach() for t in loss_inputs(torch.float32, bias=False)[:3])
+    module, found = Modulator(), []
+    for make in (lambda t, _: t, lambda t, placement: distribute_tensor(t, mesh, [placement])):
+        learned = [make(features, Replicate()), make(weight, shard)]
+        learned = [t.detach().requires_grad_() for t in learned]
+        targets = make(target, Replicate())
+        loss, _ = linear_cross_entropy(*learned, targets, label_smoothing=0.1)
+        found.append([loss, *torch.autograd.grad(loss, learned)])
+        query = learned[0][None, None]
+        attention = scaled_dot_product_attention(query, query, query, normalizer="softmax")
+        found[-1] += [attention, module(learned[0]), best_scores(learned[0], 2)[0]]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other.full_tensor(), one)
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_gradients_of_several_losses_at_once(backend, monkeypatch):
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+    features, weight, target, _ = loss_inputs(torch.float32)
+    module = far_modulator().float()
+    learned = (features, weight, *module.parameters())
+    several = torch.tensor([1.0, -2.0, 0.5])
+    for found in (
+        linear_cross_entropy(features, weight, target, modulator=module)[0],
+        module(features).sum(),
+    ):
+        ask = {"retain_graph": True, "allow_unused": True}
+        at_once = torch.autograd.grad(found, learned, several, is_grads_batched=True, **ask)
+        for n, factor in enumerate(several):
+            each = torch.autograd.grad(found, learned, factor, **ask)
+            for one, other in zip(each, at_once, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(other[n], one)

@@ -150,6 +150,25 @@ def test_correlation_is_numpys():
     assert metrics.correlation(x, torch.full_like(x, 0.1)).isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1, 7), (5, 7), (7,), (5, 1), (2, 1, 5, 7)])
+def test_a_mask_counts_as_what_it_is_broadcast_to(shape):
+    scores, other = torch.randn(2, 2, 3, 5, 7, dtype=torch.float64)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[..., :1] = False
+    full = mask.expand(scores.shape)
+    probs = scores.masked_fill(full, -torch.inf).softmax(-1)
+    for call in (
+        lambda mask: metrics.mean_score(scores, mask),
+        lambda mask: metrics.uniform_probability(scores, mask),
+        lambda mask: metrics.density(probs, mask),
+        lambda mask: metrics.head_diversity(probs, mask),
+        lambda mask: metrics.correlation(scores, other, mask),
+        lambda mask: metrics.multi_modality(scores, probs, 0.0, mask),
+        lambda mask: metrics.sparsity(scores, probs, 0.0, 0.1, mask),
+    ):
+        torch.testing.assert_close(call(mask), call(full), equal_nan=True)
+
+
 # --- against loops over entries -----------------------------------------------------------------
 
 

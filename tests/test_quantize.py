@@ -8,10 +8,10 @@ import torch
 from commands import PLUGIN, ROOT, refused, run
 from conftest import scatter_modulators, settings_of_model
 from fairseq import options
-from fairseq.dataclass.configs import GenerationConfig
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from omegaconf import OmegaConf
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.beam_search import BeamGenerator
@@ -59,15 +59,17 @@ def test_what_has_no_int8(build):
         elsewhere = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match="on meta: add --cpu"):
         quantize([elsewhere])
+    with pytest.raises(UsageError, match="for Transformers: LSTM has none of their linear"):
+        quantize([torch.nn.LSTM(2, 2)])
 
 
-def test_a_command_that_follows_in_one_process_has_its_own(dictionary, build):
-    task = TranslationTask(TranslationConfig(), dictionary, dictionary)
+def test_a_command_that_follows_in_one_process_has_its_own(build):
+    # With any task, those that build a generator of their own included.
     for more, is_narrow in ((("--quantize", "int8"), True), ((), False)):
         parser = options.get_generation_parser()
         options.parse_args_and_arch(parser, ["data", "--path", "model.pt", *more])
         model = build(ARCH).eval()
-        task.build_generator([model], GenerationConfig())
+        model.prepare_for_inference_(OmegaConf.structured(FairseqConfig))
         assert isinstance(model.encoder.layers[0].fc1, torch.nn.Linear) != is_narrow
 
 

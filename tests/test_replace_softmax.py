@@ -685,3 +685,16 @@ def test_a_forward_without_softmax_is_an_error():
     replace_softmax(attention)
     with pytest.raises(ValueError, match="softmax without a dim"):
         attention(batch())
+
+
+def test_a_softmax_may_have_its_memory():
+    class Attention(nn.Module):
+        def forward(self, x):
+            found = torch.empty_like(x)
+            assert torch.softmax(x, -1, out=found) is found
+            return found
+
+    attention = Attention()
+    replace_softmax(attention, "sparsemax")
+    with torch.no_grad():
+        assert torch.equal(attention(batch()), normalize("sparsemax", batch()))

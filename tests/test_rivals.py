@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from conftest import scatter_modulators
+from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import (
@@ -99,12 +100,40 @@ def test_a_mask_of_one_number_for_all_keys_changes_no_count(mask, is_causal, key
     torch.testing.assert_close(found, scaled_dot_product_attention(*inputs, **given))
 
 
+def test_no_query_counts_no_keys():
+    query, (_, key, value) = drawn(B, H, 0, D), heads()
+    mask = torch.zeros(0, S)
+    for backend in ("auto", "plain"):
+        found = scaled_dot_product_attention(
+            *(query, key, value), normalizer="ssmax", length_scale=1.0, is_causal=True,
+            attn_mask=mask, backend=backend,
+        )  # fmt: skip
+        assert found.shape == (B, H, 0, D)
+
+
 def test_ssmax_is_softmax_at_one_over_the_logarithm_of_the_number_of_keys():
     scores = drawn(T, S)
     torch.testing.assert_close(
         normalize("ssmax", scores, length_scale=1 / math.log(S)), scores.softmax(-1)
     )
     assert torch.equal(normalize("ssmax", scores[:, :1], length_scale=3.0), torch.ones(T, 1))
+
+
+@pytest.mark.parametrize("name", ["ssmax", "asentmax", "adaptive_temperature"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_score_of_minus_infinity_has_no_part(name, masked):
+    """Beside it the probabilities are as beside a score that is far below, and so are gradients."""
+    factors = {"ssmax": ("length_scale",), "asentmax": ("beta", "gamma")}.get(name, ())
+    options = {factor: torch.full((1,), 0.7, requires_grad=True) for factor in factors}
+    mask = torch.tensor([False, False, False, True]) if masked else None
+    found = []
+    for low in (-torch.inf, -1e4):
+        scores = torch.tensor([1.0, low, 0.0, 0.5], requires_grad=True)
+        probs = normalize(name, scores, mask=mask, **options)
+        weighted = probs @ torch.tensor([1.0, 2.0, 3.0, 5.0])
+        found.append([probs, *torch.autograd.grad(weighted, (scores, *options.values()))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_adaptive_temperature_leaves_certain_rows_and_sharpens_the_others():
@@ -246,7 +275,7 @@ def test_a_gate_multiplies_what_attention_found(continuous):
 def test_pruned_heads_take_their_numbers_and_gates_along():
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(12, 3, self_attention=True)
-    for name in ("ssmax", "sink", "asentmax"):
+    for name in ("ssmax", "sink", "asentmax", "multimax"):
         normalizer = Normalizer(name, 3, 12)
         attention = MultiheadAttention(stock, GatedAttention(normalizer, 12, 3, 4)).eval()
         before = {n: p.clone() for n, p in normalizer.named_parameters()}
@@ -254,6 +283,7 @@ def test_pruned_heads_take_their_numbers_and_gates_along():
         for n, p in normalizer.named_parameters():
             assert torch.equal(p, before[n][[2, 0]])
         assert attention.normalizer.normalizer is normalizer
+        assert "num_heads=3" not in repr(normalizer)
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -290,3 +320,19 @@ def test_other_parameters_start_as_without_a_rival(build):
     for flags in (("--attention-normalizer", "asentmax"), ("--attention-gate",)):
         state = build(TRANSLATION, *flags).state_dict()
         assert all(torch.equal(value, state[name]) for name, value in stock.items())
+
+
+def test_a_model_inside_of_another_loads_its_own_state(build):
+    class Around(BaseFairseqModel):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+    outer = Around(build(TRANSLATION))
+    state = {name: value + 1 for name, value in outer.state_dict().items()}
+    outer.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in outer.state_dict().items())
+    stock = Around(build(TRANSLATION, "--attention-normalizer", "softmax")).state_dict()
+    outer.load_state_dict(stock)
+    learned = [v for name, v in outer.state_dict().items() if "coefficient" in name]
+    assert learned and not any(map(torch.count_nonzero, learned))

@@ -148,7 +148,63 @@ def test_an_attention_normalizer_that_acts_nowhere_is_refused(
         build(arch, "--attention-normalizer", normalizer, *words)
     message = str(error.value)
     assert all(part in message for part in parts) and "\n" not in message
-    build(arch, *SOFTMAX, *words)
+
+
+@pytest.mark.parametrize(
+    "arch, flags, missing",
+    [
+        (LANGUAGE_MODEL, ("--attention-normalizer-at", "decoder,cross=sparsemax"), "cross"),
+        (LANGUAGE_MODEL, ("--attention-normalizer-at", "decoder=entmax15,encoder"), "encoder"),
+        ("rnn_multimax", ("--attention-normalizer-at", "cross,decoder=sparsemax"), "decoder"),
+        (
+            TRANSLATION,
+            ("--no-cross-attention", "--attention-normalizer-at", "encoder,cross=sparsemax"),
+            "cross",
+        ),
+    ],
+)
+def test_an_attention_that_the_model_lacks_is_refused(build, arch, flags, missing):
+    with pytest.raises(UsageError, match=f" names {missing}, which this model does not have: name"):
+        build(arch, *flags)
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("attention_gate", "false", "attention_gate 'false' must be true or false"),
+        ("cross_attention", None, "--cross-attention None must be one of discrete"),
+        ("topk", None, "the normalizer topk needs --topk: give "),
+    ],
+)
+def test_what_a_file_of_settings_may_hold_is_checked(name, value, said):
+    settings = argparse.Namespace(attention_normalizer="topk", topk=3, **{"_name": TRANSLATION})
+    set_defaults(settings, output_normalizer="softmax")
+    check_settings(settings)
+    setattr(settings, name, value)
+    with pytest.raises(UsageError) as error:
+        check_settings(settings)
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "arch, flags, said",
+    [
+        (LANGUAGE_MODEL, ("--character-embeddings",), "which --character-embeddings does not have"),
+        (
+            LANGUAGE_MODEL,
+            ("--adaptive-input", "--adaptive-input-cutoff", "10,20"),
+            "which --adaptive-input does not have",
+        ),
+        (LANGUAGE_MODEL, ("--decoder-output-dim", "8"), "--decoder-input-dim 16 and --decoder-out"),
+        (TRANSLATION, ("--decoder-output-dim", "8"), "--decoder-embed-dim 16 and --decoder-output"),
+    ],
+)
+def test_an_output_layer_that_cannot_be_shared_is_refused(build, arch, flags, said):
+    flag = "--share-decoder-input-output-embed"
+    build(arch, flag)
+    build(arch, *flags)
+    with pytest.raises(UsageError, match=f"^{flag} needs .*{said}"):
+        build(arch, flag, *flags)
 
 
 def test_what_an_architecture_sets_is_nobodys_mistake(build):

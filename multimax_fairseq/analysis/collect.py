@@ -38,6 +38,7 @@ import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
+from multimax_fairseq.convert.checkpoint import build
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
@@ -154,18 +155,8 @@ def _load(
     state: dict[str, Any], path: Path, task: Any, data: Path
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Return a checkpoint's model, and what collection.json says of it."""
-    for side, words in (("encoder", task.source_dictionary), ("decoder", task.target_dictionary)):
-        weight = state["model"].get(f"{side}.embed_tokens.weight")
-        if weight is not None and len(weight) != len(words):
-            raise UsageError(
-                f"the dictionaries of '{data}' do not fit checkpoint '{path}' ({len(words):,} "
-                f"words, where its {side} has {len(weight):,}): give the data it was trained on"
-            )
     updates = state["optimizer_history"][-1]["num_updates"]
-    (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [str(path)], task=task, state=state
-    )
-    model.eval()
+    model, cfg = build(state, path, task, data)
     settings = as_namespace(cfg.model)
     about = {
         "path": str(path),
@@ -349,7 +340,12 @@ def _complete(out: Path) -> Iterator[Path]:
         old = out.with_name(f".{out.name}.{os.getpid()}.old")
         if out.exists():
             out.rename(old)
-        aside.rename(out)
+        try:
+            aside.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

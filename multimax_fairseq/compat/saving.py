@@ -140,8 +140,8 @@ def _beside(path):
     return [os.path.join(folder, name) for name in sorted(names) if NUMBERED.fullmatch(name)]
 
 
-def _updates(path):
-    """The number of updates that a checkpoint holds; None if it cannot be read."""
+def updates(path):
+    """The number of updates behind a checkpoint; None if it cannot be read, or is not there."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return state["optimizer_history"][-1]["num_updates"]
@@ -177,13 +177,13 @@ def last_checkpoint():
                     f"'{filename}' is damaged or incomplete; give another checkpoint with "
                     "--restore-file."
                 ) from damaged
-            found = [(updates, path) for path in _beside(last) if (updates := _updates(path))]
-            for updates, path in sorted(found, reverse=True):
+            found = [(made, path) for path in _beside(last) if (made := updates(path))]
+            for made, path in sorted(found, reverse=True):
                 with contextlib.suppress(DamagedCheckpointError):
                     state = original(self, path, *args, **kwargs)
                     logger.warning(
                         f"'{last}' is damaged or incomplete: this run goes on from '{path}' "
-                        f"(update {updates}), the newest whole checkpoint beside it"
+                        f"(update {made}), the newest whole checkpoint beside it"
                     )
                     return state
             raise CheckpointError(

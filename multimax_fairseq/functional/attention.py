@@ -92,6 +92,7 @@ def scaled_dot_product_attention(
             [0, 1]; a scale that is not finite.
     """
     _check(query, key, value, attn_mask, is_causal, dropout_p, scale)
+    dropout_p, scale = float(dropout_p), None if scale is None else float(scale)
     mapping = mapping_named(normalizer)
     if mapping.function is multimax:
         if modulator is None:
@@ -192,14 +193,14 @@ def fused_attention(
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
-    scale = _default_scale(query) if scale is None else float(scale)
+    scale = _default_scale(query) if scale is None else scale
     query, key, value = (_filled_up(tensor, size) for tensor in (query, key, value))
     # Drawn on the CPU, so that no device is waited for.
-    seed = torch.randint(2**31 - 1, ()) if dropout_p > 0 else None
+    seed = torch.randint(2**31 - 1, (), device="cpu") if dropout_p > 0 else None
     output, _ = operators.attention(
         *(query, key, value, None if table is None else table.float()),
         *(_a_head_each(sink, query), mask, seed),
-        *(is_causal, float(dropout_p), scale, low, high, False),
+        *(is_causal, dropout_p, scale, low, high, False),
     )
     return output if value_size == size else output[..., :value_size]
 
@@ -281,15 +282,15 @@ def _a_head_each(number: float | Tensor | None, query: Tensor) -> Tensor | None:
     if number is None:
         return None
     if not isinstance(number, Tensor):
-        return torch.full(query.shape[1:2], float(number), device=query.device)
+        return query.new_full(query.shape[1:2], float(number), dtype=torch.float32)
     return number.float().reshape(-1).expand(query.shape[1])
 
 
 def _key_counts(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """As `key_counts` of the scores, without making a mask of both where none is needed."""
     queries, keys = query.shape[-2], key.shape[-2]
-    if mask is not None and (mask.dim() == 0 or keys == 0):
-        mask = None  # all keys or none: then no count is read
+    if mask is not None and (mask.dim() == 0 or queries == 0 or keys == 0):
+        mask = None  # all keys or none, or no query: then no count is read
     if is_causal and mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
         mask, is_causal = with_future(mask, queries, keys, query.device), False
     if not is_causal:

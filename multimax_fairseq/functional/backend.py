@@ -9,12 +9,14 @@ import os
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from multimax_fairseq.kernels import cpu, operators
 from multimax_fairseq.kernels.operators import traced as traced
 
 logger = logging.getLogger(__name__)
 
+is_wrapper = is_traceable_wrapper_subclass
 BACKENDS = ("auto", "plain", "cpp", "triton")
 VARIABLE = "MULTIMAX_BACKEND"
 
@@ -50,16 +52,17 @@ def choose(
 
     A kernel is for tensors of one device and one dtype, one of `dtypes`: autocast makes them so.
     What a kernel cannot take, as the caller may know (not `able`), is plain, whatever is asked
-    for; so is what torch.jit.trace records, which others than us may have to read, and what
-    torch.func or forward-mode differentiation transforms.
+    for; so is what torch.jit.trace records, which others than us may have to read, what torch.func
+    or forward-mode differentiation transforms, and tensors that wrap others, as DTensor does.
     """
     device, dtype = first.device, first.dtype
     choice = _kernel(backend, str(device))
     is_cast = is_autocast(device.type)
     allowed = operators.DTYPES if is_cast else dtypes
-    alike = dtype in allowed
+    alike = dtype in allowed and not is_wrapper(first)
     for other in others:
         if other is not None:
+            able = able and not is_wrapper(other)
             fits = other.dtype in allowed if is_cast else other.dtype == dtype
             alike = alike and fits and other.device == device
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]

@@ -99,7 +99,8 @@ def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
             node -= value / slope
         nodes.append(node)
         weights.append(2 / ((1 - node**2) * slope**2))
-    return torch.tensor(nodes, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    found = torch.tensor([nodes, weights], dtype=torch.float64, device="cpu")
+    return found[0], found[1]
 
 
 # The quadrature's nodes on [-1, 1] and their weights. Over a Gaussian as far as it reaches, it is
@@ -124,7 +125,9 @@ def _gaussian_slopes(
     mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
 ) -> tuple[Tensor, Tensor]:
     total = variance + widths**2
-    pull = (centers - mean) / total
+    # Where its square would overflow, the value is 0, and is to stay so.
+    most = torch.finfo(total.dtype).max ** 0.5
+    pull = ((centers - mean) / total).clamp(-most, most)
     value = _gaussian(mean, variance, centers, widths)
     return value * pull, value * (pull**2 - 1 / total) / 2
 

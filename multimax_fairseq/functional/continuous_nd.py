@@ -20,6 +20,7 @@ from multimax_fairseq.functional.continuous import (
     narrowed,
     result_dtype,
 )
+from multimax_fairseq.kernels.operators import differentiable_once
 
 # How far a covariance may be from symmetric and from semi-definite, by its largest entry: what
 # half precision leaves of one.
@@ -136,16 +137,21 @@ class _Paraboloid(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         way, _, mass, first, square = _disk_moments(*ctx.saved_tensors)
         by_mean = (grad[..., None] * first).sum(-2, keepdim=True).mT
         # u u^T less its mean over the disk, which is a quarter of the identity.
-        spread = square - mass[..., None, None] * torch.eye(2).to(mass) / 4
+        spread = square - mass[..., None, None] * _one_like(mass) / 4
         by_covariance = (grad[..., None, None] * spread).sum(-3)
         by_covariance = way.mT @ by_covariance @ way / 2
         by_mean = (way.mT @ by_mean).squeeze(-1)
         return *map(narrowed, (by_mean, by_covariance), ctx.saved_tensors), None, None
+
+
+def _one_like(tensor: Tensor) -> Tensor:
+    """The identity of the plane."""
+    return torch.eye(2, dtype=tensor.dtype, device=tensor.device)
 
 
 def _disk_moments(
@@ -160,7 +166,7 @@ def _disk_moments(
     factor = torch.linalg.cholesky(covariance)
     size = factor.diagonal(dim1=-2, dim2=-1).prod(-1)  # the root of the determinant
     reach = (2 / (math.pi * size).sqrt()).sqrt()  # -2 lambda is its square
-    inverse = torch.linalg.solve_triangular(factor, torch.eye(2).to(factor), upper=False)
+    inverse = torch.linalg.solve_triangular(factor, _one_like(factor), upper=False)
     inverse = inverse / reach[..., None, None]
     narrow = inverse[..., None, :, :]
     spreads, axes = torch.linalg.eigh(narrow @ covariances @ narrow.mT)

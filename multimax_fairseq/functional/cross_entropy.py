@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multimax_fairseq.functional.backend import choose, is_autocast
+from multimax_fairseq.functional.backend import choose, is_autocast, is_wrapper
 from multimax_fairseq.functional.checks import check_integer, check_number, check_tensor, is_whole
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
@@ -20,6 +20,9 @@ from multimax_fairseq.functional.modulator import (
 )
 from multimax_fairseq.kernels import operators
 from multimax_fairseq.kernels.chunks import through_chunks
+
+# Where their list is short enough to be looked through at each score that joins it.
+MOST_BEST = 256
 
 
 def linear_cross_entropy(
@@ -71,19 +74,14 @@ def linear_cross_entropy(
     check_output(features, weight, bias, modulator)
     target = _checked_target(features, target)
     check_integer("ignore_index", ignore_index)
-    if reduction not in ("sum", "mean", "none"):
-        raise ValueError(f"unknown reduction {reduction!r}: choose sum, mean or none")
+    check_summing(reduction, chunk_size)
     check_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
-    if chunk_size is not None:
-        check_integer("chunk_size", chunk_size)
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     shape, classes = target.shape, weight.shape[0]
     target = target.reshape(-1)
     rows = features.reshape(target.shape[0], features.shape[-1])
-    smooth_weight = label_smoothing / max(classes - 1, 1)
+    smooth_weight = float(label_smoothing) / max(classes - 1, 1)
     # Not 1 - label_smoothing - smooth_weight: of a single class nothing is left to learn.
     numbers = (smooth_weight, 1 - smooth_weight * classes, ignore_index, chunk_size)
     summed = reduction != "none"
@@ -156,7 +154,7 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     if not is_whole(count) or count > scores.shape[1]:
         raise ValueError(f"count must be between 1 and {scores.shape[1]} scores, got {count!r}")
     scores = scores.detach()
-    able = scores.numel() > 0
+    able = scores.numel() > 0 and count <= MOST_BEST
     if choose("best scores", "auto", scores, able=able, dtypes=(torch.float32,)) == "cpp":
         return operators.best_scores(scores, count)
     values, indices = scores.topk(count)
@@ -172,6 +170,16 @@ def _kernel(
     cpu = features.device.type == "cpu" and not operators.interpreted()
     dtypes = (torch.float32,) if cpu else operators.DTYPES
     return choose(operation, "auto", features, weight, bias, able=able, dtypes=dtypes)
+
+
+def check_summing(reduction: str, chunk_size: int | None) -> None:
+    """Raise ValueError or TypeError for an unknown reduction, or what is no size of a chunk."""
+    if reduction not in ("sum", "mean", "none"):
+        raise ValueError(f"unknown reduction {reduction!r}: choose sum, mean or none")
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size)
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
 
 def check_output(
@@ -253,7 +261,7 @@ def _plain(
     summed: bool,
 ) -> tuple[Tensor, Tensor]:
     features, weight, bias, table = cast(features, weight, bias, table)
-    if operators.traced():
+    if operators.traced() or any(map(is_wrapper, (features, weight, target))):
         # In operations that can be recorded, and differentiated by torch itself.
         logits = logits_of(F.linear(features, weight, bias), table)
         nll, smooth = _losses(logits, target, numbers[2])

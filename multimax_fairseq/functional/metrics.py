@@ -49,15 +49,19 @@ def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean score of each query, (..., 1): the largest epsilon of Proposition 3.5."""
     if mask is None:
         return scores.mean(-1, keepdim=True)
-    allowed = (~mask).sum(-1, keepdim=True)
-    return scores.masked_fill(mask, 0.0).sum(-1, keepdim=True) / allowed
+    return scores.masked_fill(mask, 0.0).sum(-1, keepdim=True) / _keys(scores, mask)[..., None]
 
 
 def uniform_probability(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return 1 / the number of keys of each query, (..., 1): a reference for `sparsity`."""
     if mask is None:
         return torch.full_like(scores[..., :1], 1 / scores.shape[-1])
-    return (~mask).sum(-1, keepdim=True).to(scores.dtype).reciprocal()
+    return _keys(scores, mask)[..., None].to(scores.dtype).reciprocal()
+
+
+def _keys(like: Tensor, mask: Tensor) -> Tensor:
+    """The number of keys that the mask leaves each query, (...)."""
+    return (~mask).expand(like.shape).sum(-1)
 
 
 def multi_modality(
@@ -159,7 +163,7 @@ def entropy(probs: Tensor) -> Tensor:
 
 def density(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the share of keys whose probability is not zero, (...)."""
-    keys = probs.shape[-1] if mask is None else (~mask).sum(-1)
+    keys = probs.shape[-1] if mask is None else _keys(probs, mask)
     return (probs > 0).sum(-1).to(probs.dtype) / keys
 
 
@@ -178,7 +182,7 @@ def head_diversity(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     if mask is None:
         mask = torch.zeros_like(probs[..., :1, :, :], dtype=torch.bool)
-    keys = (~mask[..., 0, :, :]).sum(-1)
+    keys = _keys(probs, mask)[..., 0, :]
     probs = shares(probs)
     divergence = entropy(probs.mean(-3)) - entropy(probs).mean(-2)
     return (divergence / keys.to(probs.dtype).log()).masked_fill(keys < 2, torch.nan)
@@ -269,7 +273,7 @@ def correlation(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return Pearson's correlation over the last two dimensions, (...); NaN for constants."""
     if mask is None:
         mask = torch.zeros_like(x, dtype=torch.bool)
-    count = (~mask).sum((-1, -2), keepdim=True)
+    count = (~mask).expand(x.shape).sum((-1, -2), keepdim=True)
     product, lengths = torch.ones_like(x, dtype=torch.float64), []
     for values in (x.double(), y.double()):
         values = values.masked_fill(mask, 0.0)

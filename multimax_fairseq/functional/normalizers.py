@@ -299,8 +299,11 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
     limits = torch.finfo(wide.dtype)
     if isinstance(alpha, Tensor):
         alpha = alpha.to(wide.dtype)
-    elif alpha - 1 < limits.eps:
-        return wide.softmax(dim)  # what this dtype rounds to 1
+    elif alpha - 1 < 0.1 and wide.dtype == torch.float32:
+        # Probabilities are powers of 1 / (alpha - 1), which rounding would show in.
+        return _bisect(wide.double(), alpha, dim).float()
+    elif alpha - 1 < limits.eps**0.5:
+        return wide.softmax(dim)  # from which it is nearer than its rounding
     else:
         alpha = min(alpha, limits.max)
     # Each step halves an interval of length one at most: past the mantissa it changes nothing.
@@ -455,6 +458,8 @@ def masked(
     wide = widened(scores)
     if mask is None:
         return _at(temperature, wide, dim), None
+    if mask.dtype != torch.bool:
+        mask = mask.to(wide.dtype)  # in which a number may be infinite that was not
     excluded = mask if mask.dtype == torch.bool else mask == -float("inf")
     dim = dim - wide.dim() if dim >= 0 else dim
     # A mask without this dimension excludes whole rows or none of a row.
@@ -463,7 +468,7 @@ def masked(
     wide = _at(temperature, wide, dim)
     if mask.dtype != torch.bool:
         # Not -inf itself, whose sum with a score has a gradient.
-        wide = wide + mask.to(wide.dtype).masked_fill(excluded, 0.0)
+        wide = wide + mask.masked_fill(excluded, 0.0)
     return wide, excluded
 
 

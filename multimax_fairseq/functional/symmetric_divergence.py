@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.functional.backend import choose, is_autocast
-from multimax_fairseq.functional.checks import check_integer, check_tensor
-from multimax_fairseq.functional.cross_entropy import cast, check_output, logits_of
+from multimax_fairseq.functional.checks import check_tensor
+from multimax_fairseq.functional.cross_entropy import cast, check_output, check_summing, logits_of
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
     modulated_gradients,
@@ -68,12 +68,7 @@ def symmetric_divergence(
         mask = torch.zeros(features.shape[:-1], dtype=torch.bool, device=features.device)
     else:
         _check_mask(features, mask)
-    if reduction not in ("sum", "mean", "none"):
-        raise ValueError(f"unknown reduction {reduction!r}: choose sum, mean or none")
-    if chunk_size is not None:
-        check_integer("chunk_size", chunk_size)
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    check_summing(reduction, chunk_size)
     # A row of features and its other one are neighbours, and come into a chunk together.
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])

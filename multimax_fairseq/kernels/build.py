@@ -256,7 +256,8 @@ def _compiled(command: list[str], scratch: Path) -> bytes:
         raise BuildError(f"{command[0]!r}: {reason}")
     if not os.path.isfile(path):
         raise BuildError(f"{command[0]!r}: it wrote no library, and no error")
-    trial = [sys.executable, "-P", "-c", _TRIAL, str(path), str(_TORCH / "lib" / "libtorch_cpu.so")]
+    python = sys.executable or ""  # None in some programs that hold a Python
+    trial = [python, "-P", "-c", _TRIAL, str(path), str(_TORCH / "lib" / "libtorch_cpu.so")]
     # The backend keeps a program that holds a Python, and is its executable, from starting over.
     environment = {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "MULTIMAX_BACKEND": "plain"}
     if reason := _failure([*trial, *SYMBOLS], scratch, environment):

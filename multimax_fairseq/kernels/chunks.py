@@ -58,13 +58,13 @@ def through_chunks(
     if chunk_size is None:
         chunk_size = chunk_rows(count, classes, device.type)
     wide = torch.promote_types(features.dtype, torch.float32)
-    nll, smooth = torch.zeros(2, count, dtype=wide, device=device)
+    nll, smooth = (torch.zeros(count, dtype=wide, device=device) for _ in range(2))
     grads: list[Tensor | None] = [None] * 4
     if factors is not None:
         dtypes = (features.dtype, weight.dtype if count <= chunk_size else wide, wide, wide)
         given = zip((features, weight, bias, table), dtypes, needed, strict=True)
         grads = [
-            torch.zeros_like(t, dtype=dtype) if t is not None and need else None
+            t.new_zeros(t.shape, dtype=dtype) if t is not None and need else None
             for t, dtype, need in given
         ]
     by_features, by_weight, by_bias, by_table = grads

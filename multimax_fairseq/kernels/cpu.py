@@ -150,10 +150,10 @@ def windows(
     known = mask is None or mask.shape[1] == 1
     if not is_causal and (mask is None or not known):
         return None, None, mask is not None
-    starts = torch.zeros(batch, queries, dtype=torch.int32)
-    ends = torch.full((batch, queries), keys, dtype=torch.int32)
+    starts = torch.zeros(batch, queries, dtype=torch.int32, device="cpu")
+    ends = torch.full((batch, queries), keys, dtype=torch.int32, device="cpu")
     if is_causal:
-        last = torch.arange(1, queries + 1, dtype=torch.int32).clamp_(max=keys)
+        last = torch.arange(1, queries + 1, dtype=torch.int32, device="cpu").clamp_(max=keys)
         ends = last.repeat(batch, 1)
     if mask is None or not known:
         return starts, ends, mask is not None
@@ -238,7 +238,7 @@ def attention_step(
     hypotheses, heads, size = query.shape
     query, ancestors = query.contiguous(), ancestors.contiguous()
     output = torch.empty_like(query)
-    rows = torch.tensor([len(step) for step in keys])
+    rows = torch.tensor([len(step) for step in keys], device="cpu")
     addresses = [(ctypes.c_void_p * len(x))(*(t.data_ptr() for t in x)) for x in (keys, values)]
     arguments: dict[str, Any] = {"batch": hypotheses, "heads": heads, "queries": 1, "size": size}
     arguments |= {"keys": len(keys), "scale": scale, "threads": torch.get_num_threads()}
@@ -286,9 +286,9 @@ def attention_backward(
     grads = [dense_like(t, torch.float32) for t in (query, key, value)]
     grad_table, grad_sink = None, None
     if table is not None:
-        grad_table = torch.zeros(*query.shape[:2], 12, dtype=torch.float64)
+        grad_table = query.new_zeros(*query.shape[:2], 12, dtype=torch.float64)
     if sink is not None:
-        grad_sink = torch.zeros(query.shape[:2], dtype=torch.float64)
+        grad_sink = query.new_zeros(query.shape[:2], dtype=torch.float64)
     _call(
         "attention_backward",
         _Attention,
@@ -384,15 +384,12 @@ def output_loss(
         chunks = max(1, -(-tokens // most))
         chunk_size = max(1, -(-tokens // chunks))
     features, weight, target = features.contiguous(), weight.contiguous(), target.contiguous()
-    nll, smooth = torch.empty(2, tokens, dtype=torch.float64)
+    nll, smooth = features.new_empty(2, tokens, dtype=torch.float64)
     grads: list[Tensor | None] = [None] * 3
-    grad_table = torch.zeros(1, 12, dtype=torch.float64)
+    grad_table = features.new_zeros(1, 12, dtype=torch.float64)
     if factors is not None:
         inputs = zip((features, weight, bias), needed, strict=False)
-        grads = [
-            torch.empty(t.shape, dtype=torch.float32) if t is not None and need else None
-            for t, need in inputs
-        ]
+        grads = [t.new_empty(t.shape) if t is not None and need else None for t, need in inputs]
     status = _call(
         "output_loss",
         _OutputLoss,
@@ -503,7 +500,7 @@ def _modulation(scores: Tensor, table: Tensor, grad: Tensor | None) -> tuple[Ten
     inner = PIECE if heads == 1 else scores.shape[-1] * scores.shape[-2]
     out = torch.empty_like(scores)
     pieces = -(-scores.numel() // max(inner, 1))
-    grad_table = torch.zeros(pieces, 12, dtype=torch.float64)
+    grad_table = scores.new_zeros(pieces, 12, dtype=torch.float64)
     if pieces > 0:
         _call(
             "modulation",

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from multimax_fairseq.kernels.cpu import dense_like
 from multimax_fairseq.kernels.launches import (
     Call,
     Launch,
@@ -69,7 +70,7 @@ def attention_forward(
 
     Args:
         query: (B, H, T, D), D up to 128, float16, bfloat16 or float32, any strides.
-        key, value: (B, H, S, D), of the same dtype.
+        key, value: (B, H, S, D), of the same dtype. None of the sizes is 0.
         table: (H or 1, 8 or 12) float32, as in `triton_modulator`; None is softmax.
         sink: (H,) float32, a score for each head; None for none.
         mask: None, or four dimensions that are each 1 or that of (B, H, T, S), of any strides.
@@ -85,23 +86,22 @@ def attention_forward(
         (B, H, T, D), in the dtype of query, with query's order of dimensions in memory;
         (B, H, 1, T) float32.
     """
+    out = dense_like(query)
     query, scale = _with_positive_scale(query, scale)
     query, key, value = (_with_unit_last_stride(t) for t in (query, key, value))
-    out = _empty_like(query)
     total = query.new_empty((*query.shape[:2], 1, query.shape[2]), dtype=torch.float32)
-    if out.numel() > 0:
-        arguments = _arguments(
-            query, key, value, table, mask, seed, is_causal, dropout_p, scale, low, high
-        )
+    arguments = _arguments(
+        query, key, value, table, mask, seed, is_causal, dropout_p, scale, low, high
+    )
 
-        def run(launch: Launch) -> None:
-            programs = -(-query.shape[2] // launch.queries) * out.shape[0] * out.shape[1]
-            forward_kernel[(programs,)](
-                OUT=out, TOTAL=total, **_sink(sink), **_strides("o", out), **arguments,
-                **launch.arguments(),
-            )  # fmt: skip
+    def run(launch: Launch) -> None:
+        programs = -(-query.shape[2] // launch.queries) * out.shape[0] * out.shape[1]
+        forward_kernel[(programs,)](
+            OUT=out, TOTAL=total, **_sink(sink), **_strides("o", out), **arguments,
+            **launch.arguments(),
+        )  # fmt: skip
 
-        _run_fastest("forward_kernel", arguments, run)
+    _run_fastest("forward_kernel", arguments, run)
     return out, total
 
 
@@ -121,18 +121,13 @@ def attention_backward(
     scale: float,
     low: int,
     high: int,
-    needed: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of `attention_forward` by query, key, value, table and sink.
 
     Args:
         grad: the gradient by its output. The others: what it was given and what it returned.
-        needed: for which of the five; the others are None.
     """
-    needs_table = needed[3] and table is not None
-    if output.numel() == 0 or key.numel() == 0:
-        wanted = zip((query, key, value, table, sink), needed, strict=True)
-        return tuple(torch.zeros_like(t) if n and t is not None else None for t, n in wanted)
+    grad_query, grad_key, grad_value = map(dense_like, (query, key, value))
     scaled, positive = _with_positive_scale(query, scale)
     scaled, key, value, output, grad = (
         _with_unit_last_stride(t) for t in (scaled, key, value, output, grad)
@@ -145,8 +140,8 @@ def attention_backward(
     delta, norm = torch.empty_like(total), None
     arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **_strides("g", grad)}
     by_query = {"OUT": output, **_strides("o", output)}
-    grad_query, grad_key, grad_value = (_empty_like(t) for t in (scaled, key, value))
     grad_table, grad_sink = None, None
+    means = None if sink is None else torch.empty_like(total)
 
     def run_means(launch: Launch) -> None:
         programs = -(-length // launch.queries) * batch * heads
@@ -156,11 +151,12 @@ def attention_backward(
 
     def run_queries(launch: Launch) -> Tensor | None:
         blocks, sums = -(-length // launch.queries), None
-        if needs_table:
+        if table is not None:
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
         query_kernel[(blocks * batch * heads,)](
-            GRAD_Q=grad_query, SUMS=sums, SUMMED=needs_table, SINKS=sink is not None,
-            **_strides("gq", grad_query), **by_query, **arguments, **launch.arguments(),
+            GRAD_Q=grad_query, SUMS=sums, SUMMED=sums is not None, MEANS=means,
+            SINKS=means is not None, **_strides("gq", grad_query), **by_query, **arguments,
+            **launch.arguments(),
         )  # fmt: skip
         return sums
 
@@ -175,26 +171,22 @@ def attention_backward(
         arguments["NORM"] = norm = torch.empty_like(total)
         _run_fastest("mean_kernel", arguments, run_means)
     arguments |= {"NORM": norm, "NORMED": norm is not None}
-    sums = _run_fastest("query_kernel", arguments, run_queries, needs_table)
-    if needed[1] or needed[2]:
-        _run_fastest("key_kernel", arguments, run_keys)
+    sums = _run_fastest("query_kernel", arguments, run_queries)
+    _run_fastest("key_kernel", arguments, run_keys)
     if scale <= 0:
         grad_query *= scale
-    if needs_table:
+    if table is not None and sums is not None:
         grad_table = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
-    if needed[4] and sink is not None:
+    if sink is not None and means is not None:
         # The sink's own value is zero: less the mean is all that its gradient has.
         score = sink[:, None, None]
         share = (score - total).exp() if is_added else (score * _LOG2_E - total).exp2()
         share = share if norm is None else share * norm
-        grad_sink = -(share * delta).sum((0, 2, 3))
-    grads = (grad_query, grad_key, grad_value, grad_table, grad_sink)
-    return tuple(g if n else None for g, n in zip(grads, needed, strict=True))
+        grad_sink = -(share * means).sum((0, 2, 3))
+    return grad_query, grad_key, grad_value, grad_table, grad_sink
 
 
-def _run_fastest(
-    kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result], *more: bool
-) -> Result:
+def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result]) -> Result:
     """`run_fastest` for a call with these arguments: their lengths count as powers of two."""
     query = arguments["Q"]
     kind = Call(kernel, query.dtype, arguments["WIDTH"], is_heavy(**arguments))
@@ -204,7 +196,7 @@ def _run_fastest(
             return run(choice[0])
         lengths = (arguments[name].bit_length() for name in "TS")
         flags = (arguments[name] for name in _FLAGS)
-        return run_fastest(choice, (kind, query.device, *lengths, *flags, *more), run)
+        return run_fastest(choice, (kind, query.device, *lengths, *flags), run)
 
 
 @functools.cache
@@ -288,12 +280,6 @@ def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 def _with_unit_last_stride(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _empty_like(t: Tensor) -> Tensor:
-    """Uninitialised, in t's order of dimensions, with unit last stride."""
-    out = torch.empty_like(t)
-    return out if out.stride(-1) == 1 else out.new_empty(t.shape)
 
 
 @functools.cache

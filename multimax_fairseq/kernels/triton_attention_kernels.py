@@ -291,7 +291,7 @@ def mean_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def query_kernel(
-    Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_Q, SUMS,
+    Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_Q, SUMS, MEANS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gq_b, gq_h, gq_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -302,8 +302,9 @@ def query_kernel(
     """A program a block of queries: GRAD_Q and, if SUMMED, a row of SUMS.
 
     DELTA (B, H, T) is the mean of the probabilities' gradients: the product of OUT and its
-    gradient, unless NORMED says that `mean_kernel` was here. If SINKS it is formed anew, of the
-    very numbers: the gradient of a sink is a sum of it alone, in which the rounding of OUT shows.
+    gradient, unless NORMED says that `mean_kernel` was here. If SINKS, MEANS (B, H, T) is the same
+    of the very numbers: the gradient of a sink is a sum of it alone, in which the rounding of OUT
+    shows.
     """
     block, blocks, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
@@ -359,7 +360,7 @@ def query_kernel(
                 grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
             grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
     if SINKS:
-        tl.store(DELTA + row, tl.sum(weighted, 1) * norm, mask=rows < T)
+        tl.store(MEANS + row, tl.sum(weighted, 1) * norm, mask=rows < T)
     _store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
     if SUMMED:
         store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)

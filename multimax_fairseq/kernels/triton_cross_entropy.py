@@ -98,6 +98,7 @@ def loss_kernel(
 
     if GRADIENT:
         factor = tl.where(counts, tl.load(FACTORS + row), 0.0)
+        factor = tl.where(target < classes, factor, float("nan"))  # as the loss
         sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
         whole = classes // BLOCK * BLOCK
         if factor == 0:

@@ -217,6 +217,8 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
             raise UsageError(
                 f"{flag(name)} {value} is not known: choose one of {', '.join(choices)}"
             )
+    if not isinstance(args.attention_gate, bool):  # a YAML file's text
+        raise UsageError(f"attention_gate {args.attention_gate!r} must be true or false")
     try:
         requested()
     except ValueError as error:
@@ -260,14 +262,40 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
             )
 
 
+def check_tied(args: Any, width: str) -> None:
+    """Raise UsageError where the output layer cannot have the decoder's embeddings as asked.
+
+    Args:
+        width: the setting of the embeddings' width.
+    """
+    name = "share_all_embeddings"
+    if not getattr(args, name, False):
+        name = "share_decoder_input_output_embed"
+    if not getattr(args, name) or args.adaptive_softmax_cutoff:
+        return
+    inner, outer = getattr(args, width), args.decoder_output_dim
+    if inner != outer:
+        raise UsageError(
+            f"{flag(name)} needs one width, got {flag(width)} {inner} and --decoder-output-dim "
+            f"{outer}: make them equal"
+        )
+    for other in ("character_embeddings", "adaptive_input"):
+        if getattr(args, other, False):
+            raise UsageError(
+                f"{flag(name)} needs an embedding that is one matrix, which {flag(other)} does not "
+                "have: leave one of them out"
+            )
+
+
 def check_option(args: Any, name: str, option: Option) -> None:
     """Raise UsageError for a setting that is not what its option must be."""
     value = getattr(args, name, option.default)
     if option.fits(value):
         return
     if value is None:
-        owner = next(own for own, mapping in MAPPINGS.items() if name in settings_of(mapping))
-        raise UsageError(f"the normalizer {owner} needs {flag(name)}: give {option.must}")
+        for owner, mapping in MAPPINGS.items():
+            if name in settings_of(mapping):
+                raise UsageError(f"the normalizer {owner} needs {flag(name)}: give {option.must}")
     remark = f": {option.remark}" if option.remark else ""
     raise UsageError(f"{flag(name)} {value} must be {option.must}{remark}")
 
@@ -284,7 +312,8 @@ def _refuse_idle(args: Any, idle: dict[str, tuple[str, str]], attentions: Sequen
     wrong = []
     named, chosen = _named(args), places(args)
     listed = [part.partition("=")[0].strip() for part in args.attention_normalizer_at.split(",")]
-    if given("attention_normalizer_at"):
+    is_asked = given("attention_normalizer_at")
+    if is_asked:
         asked = f"--attention-normalizer-at {args.attention_normalizer_at!r}"
         if not named:
             fact = f"{asked} names no attention"
@@ -303,6 +332,10 @@ def _refuse_idle(args: Any, idle: dict[str, tuple[str, str]], attentions: Sequen
         if given(name):
             fact = f"{_shown(args, name)} belongs to {owner}, which this model does not have"
             wrong.append((fact, f"leave it out, or give {remedy}"))
+    if is_asked:
+        for place in sorted(named.keys() - set(attentions)):
+            fact = f"{asked} names {place}, which this model does not have"
+            wrong.append((fact, f"name some of {', '.join(attentions)}, or leave it out"))
     for fact, remedy in wrong:
         if not building_from_checkpoint():
             raise UsageError(f"{fact}: {remedy}")

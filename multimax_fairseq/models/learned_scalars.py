@@ -89,9 +89,10 @@ class LoadsSoftmaxCheckpoints:
 
     def upgrade_state_dict_named(self, state_dict, name):
         super().upgrade_state_dict_named(state_dict, name)
+        prefix = f"{name}." if name else ""
         start = {
-            f"{name}.{parameter}": value.detach().clone()
-            for name, module in learned_modules(self)
+            f"{prefix}{place}.{parameter}": value.detach().clone()
+            for place, module in learned_modules(self)
             for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
         if start and not any(key in state_dict for key in start):

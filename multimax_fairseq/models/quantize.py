@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from fairseq import options
+from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention
-from fairseq.tasks import FairseqTask
 from torch import nn
 from torch.ao import quantization
 
@@ -25,7 +25,8 @@ def quantize(models: Iterable[nn.Module]) -> None:
     8 bits as they come, all else stays float32.
 
     Raises:
-        UsageError: a model that is not float32 on the CPU; a processor that torch has no int8 for.
+        UsageError: a model that is not float32 on the CPU, or has no such layers; a processor that
+            torch has no int8 for.
     """
     for model in models:
         parameter = next(model.parameters())
@@ -44,6 +45,11 @@ def quantize(models: Iterable[nn.Module]) -> None:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and name.rpartition(".")[2] in NARROW
         }
+        if not chosen:
+            raise UsageError(
+                f"--quantize int8 is for Transformers: {type(model).__name__} has none of their "
+                "linear layers, so leave it out"
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.10 and later
             warnings.simplefilter("ignore", UserWarning)  # of ranges that narrow sums would need
@@ -77,13 +83,13 @@ def quantized_generation() -> None:
 
         return add_generation_args
 
-    def make_generator(original):
-        def build_generator(self, models, args, *rest, **kwargs):
+    def make_prepare(original):
+        def prepare_for_inference_(self, cfg):
+            original(self, cfg)
             if _Quantize.chosen:
-                quantize(models)
-            return original(self, models, args, *rest, **kwargs)
+                quantize([self])
 
-        return build_generator
+        return prepare_for_inference_
 
     wrap(options, "add_generation_args", make_args)
-    wrap(FairseqTask, "build_generator", make_generator)
+    wrap(BaseFairseqModel, "prepare_for_inference_", make_prepare)

@@ -14,7 +14,12 @@ from fairseq.models.transformer_lm import (
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.models.config import NormalizerConfig, as_namespace, check_settings
+from multimax_fairseq.models.config import (
+    NormalizerConfig,
+    as_namespace,
+    check_settings,
+    check_tied,
+)
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
 from multimax_fairseq.models.numerics import Examined
@@ -39,6 +44,7 @@ class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Transf
         """Build a new model instance; UsageError for settings that cannot work."""
         args = as_namespace(args)
         check_settings(args, attentions=("decoder",))
+        check_tied(args, "decoder_input_dim")
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if args.max_target_positions is None:

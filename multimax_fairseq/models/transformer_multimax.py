@@ -36,6 +36,7 @@ from multimax_fairseq.models.config import (
     build_attention,
     check_keys,
     check_settings,
+    check_tied,
     set_defaults,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
@@ -225,7 +226,7 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         mask = self._future_mask
         # TorchScript cannot read `!=` between devices.
         if mask.size(0) < length or not mask.device == tensor.device:
-            mask = torch.full([length, length], float("-inf")).triu(1)
+            mask = tensor.new_full([length, length], float("-inf")).triu(1)
         self._future_mask = mask.to(tensor)
         mask = self._future_mask[:length, :length]
         if not torch.jit.is_scripting():
@@ -266,6 +267,7 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
                 f"--share-all-embeddings needs one width, got --encoder-embed-dim "
                 f"{args.encoder_embed_dim} and --decoder-embed-dim {args.decoder_embed_dim}"
             )
+        check_tied(args, "decoder_embed_dim")
         model = super().build_model(args, task)
         prepare_scalars(model, args)
         set_monitor(model, args)

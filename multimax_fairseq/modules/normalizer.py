@@ -235,7 +235,9 @@ class Normalizer(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 0:  # a learned temperature is one for all heads
                 parameter.data = parameter.data[heads]  # in place, for what is tied to it
-        self.num_heads = len(heads)
+        for module in self.modules():
+            if hasattr(module, "num_heads"):
+                setattr(module, "num_heads", len(heads))  # noqa: B010  its type is the class's own
 
     def __prepare_scriptable__(self) -> "Normalizer":
         if not self.modulated:

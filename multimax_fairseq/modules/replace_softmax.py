@@ -230,6 +230,7 @@ class _Answers(TorchFunctionMode):
         *places: Any,
         _stacklevel: int = 3,
         dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if dim is None:
             raise ValueError("softmax without a dim: give the dimension that sums to one")
@@ -240,7 +241,8 @@ class _Answers(TorchFunctionMode):
             raise ValueError(f"softmax needs floating-point scores or a dtype, got {dtype}")
         wide = input.to(torch.promote_types(dtype, torch.float32))
         scores = wide.clamp(min=LOWEST_SCORE)
-        return self.normalized(scores, dim, wide - scores).to(dtype)
+        found = self.normalized(scores, dim, wide - scores).to(dtype)
+        return found if out is None else out.copy_(found)
 
     def attention(
         self,

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from multimax_fairseq.convert.checkpoint import build
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
@@ -101,18 +102,7 @@ def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
             f"checkpoint '{checkpoint}' is of the task {cfg and cfg._name}: give one of translation"
         )
     task = tasks.setup_task(cfg, from_checkpoint=True)
-    for side, words in (("encoder", task.source_dictionary), ("decoder", task.target_dictionary)):
-        weight = state["model"].get(f"{side}.embed_tokens.weight")
-        if weight is not None and len(weight) != len(words):
-            raise UsageError(
-                f"the dictionaries of '{data_bin}' do not fit checkpoint '{checkpoint}' "
-                f"({len(words):,} words, where its {side} has {len(weight):,}): give the data it "
-                "was trained on"
-            )
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], task=task, state=state
-    )
-    return model.eval(), task
+    return build(state, checkpoint, task, data_bin)[0], task
 
 
 def _obstacle(model: Any) -> str | None:

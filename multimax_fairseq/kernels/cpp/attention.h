@@ -540,18 +540,20 @@ extern "C" int narrow_windows(
     int32_t* ends) {
   const Mask& m = *mask;
   const int64_t rows = m.strides[2] ? queries : 1, sentences = m.strides[0] ? batch : 1;
-  std::vector<uint8_t> allowed(keys);
-  std::vector<int32_t> found(2 * rows * sentences);
-  for (int64_t i = 0; i < rows * sentences; i++)
-    if (!read_row(m, mask_row(m, i / rows, 0, i % rows), keys, allowed.data(), &found[2 * i],
-                  &found[2 * i + 1]))
-      return 0;
-  for (int64_t b = 0; b < batch; b++)
-    for (int64_t t = 0; t < queries; t++) {
-      const int32_t* row = &found[2 * ((sentences > 1 ? b : 0) * rows + (rows > 1 ? t : 0))];
-      int32_t& start = starts[b * queries + t];
-      int32_t& end = ends[b * queries + t];
-      start = std::max(start, row[0]), end = std::max(start, std::min(end, row[1]));
-    }
-  return 1;
+  bool is_window = true;
+  const int done = guarded([&] {
+    std::vector<uint8_t> allowed(keys);
+    std::vector<int32_t> found(2 * rows * sentences);
+    for (int64_t i = 0; i < rows * sentences && is_window; i++)
+      is_window = read_row(m, mask_row(m, i / rows, 0, i % rows), keys, allowed.data(),
+                           &found[2 * i], &found[2 * i + 1]);
+    for (int64_t b = 0; b < batch && is_window; b++)
+      for (int64_t t = 0; t < queries; t++) {
+        const int32_t* row = &found[2 * ((sentences > 1 ? b : 0) * rows + (rows > 1 ? t : 0))];
+        int32_t& start = starts[b * queries + t];
+        int32_t& end = ends[b * queries + t];
+        start = std::max(start, row[0]), end = std::max(start, std::min(end, row[1]));
+      }
+  });
+  return done && is_window;
 }

@@ -180,10 +180,6 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 // `rows` are the tokens that count.
 template <class Sigma>
 void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {

@@ -265,7 +265,6 @@ def _attention_backward(
         grads = triton_attention.attention_backward(
             *(grad, query, key, value, output, statistics, table, sink, mask, drawn),
             *(is_causal, dropout_p, scale, low, high),
-            (True, True, True, table is not None, sink is not None),
         )
     else:
         grads = cpu.attention_backward(
@@ -398,7 +397,7 @@ def _attention_step(
 ) -> Tensor:
     _check_step(query, keys, values, ancestors, table, sink, scale)
     if query.numel() == 0 or not keys:
-        return torch.zeros_like(query)
+        return query.new_zeros(query.shape)
     dense = ([tensor.contiguous() for tensor in steps] for steps in (keys, values))
     return cpu.attention_step(query, next(dense), next(dense), ancestors, table, sink, scale)
 

@@ -210,7 +210,9 @@ class OutputLoss(torch.autograd.Function):
             factors = factors.expand(target.shape).contiguous()
             _, _, *grads = ctx.compute(*inputs, target, factors, needed, *ctx.numbers)
         # On a GPU, to look at the number would be to wait for it.
-        if ctx.early and (traced() or grad.device.type != "cpu" or grad != 1):
+        if ctx.early and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched
+            grads = [None if g is None else g * grad for g in grads]
+        elif ctx.early and (traced() or grad.device.type != "cpu" or grad != 1):
             grads = [None if g is None else g.mul_(grad) for g in grads]
         return (*(None,) * 4, *(g if n else None for g, n in zip(grads, needed, strict=True)))
 

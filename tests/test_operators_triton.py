@@ -1,0 +1,114 @@
+"""The operators over the Triton kernels, in Triton's interpreter, as test_kernels_triton.py."""
+
+import pytest
+import torch
+from test_kernels_triton import (
+    DEVICE,
+    attend,
+    attention_inputs,
+    far_table,
+    loss_inputs,
+    make_mask,
+    monotone_table,
+    run_functions,
+)
+from torch._subclasses import FakeTensorMode
+
+from multimax_fairseq.kernels import operators
+
+
+def test_operators_in_the_interpreter(tmp_path):
+    run_functions("check", tmp_path, __file__, TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: interpreted only")
+def test_operators_on_the_gpu(tmp_path):
+    run_functions("check", tmp_path, __file__)
+
+
+def check_nothing_to_attend_to_or_from():
+    for length, keys in ((0, 5), (5, 0)):
+        *inputs, grad = attention_inputs(1, 2, length, keys, 16)
+        inputs = [t.requires_grad_() for t in inputs]
+        for table in (far_table(2), monotone_table(1), None):
+            numbers = (table, None, None, None, False, 0.0, 1.0, 2, 2, False)
+            out, _ = operators.attention(*inputs, *numbers)
+            grads = torch.autograd.grad(out, inputs, grad)
+            assert all((t == 0).all() for t in (out, *grads))
+
+
+def laid_out(tensors):
+    return [(t.dtype, tuple(t.shape), t.stride()) for t in tensors]
+
+
+def assert_as_fake(operator, *arguments):
+    """What an operator returns, which lies in memory as its fake form says, each on its own."""
+    found = operator.overload(*arguments)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        assert laid_out(operator.overload(*fakes)) == laid_out(found)
+    places = [t.untyped_storage().data_ptr() for t in found if t.numel() > 0]
+    assert len(set(places)) == len(places)
+    return found
+
+
+LAYOUTS = {
+    "as projections leave it": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "turned": lambda t: t.mT.contiguous().mT,
+    "strided": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)[..., ::2],
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def check_attention_lies_in_memory_as_the_compiler_is_told(layout, scale):
+    query, key, value, grad = map(LAYOUTS[layout], attention_inputs(2, 3, 5, 7, 32))
+    sink = torch.zeros(3, device=DEVICE)
+    numbers = (far_table(1), sink, None, None, False, 0.0, scale, 2, 2)
+    output = assert_as_fake(operators.attention, query, key, value, *numbers, True)
+    assert_as_fake(operators.attention_backward, grad, query, key, value, *output, *numbers)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def check_a_loss_lies_in_memory_as_the_compiler_is_told(turn):
+    (features, weight, bias), target, factors = loss_inputs(torch.float32, 50)
+    if turn:
+        features, weight = (t.mT.contiguous().mT for t in (features, weight))
+    numbers = ([True] * 4, 0.0, 1.0, -1, None)
+    inputs = (features, weight, bias, far_table(1), target, factors)
+    assert_as_fake(operators.output_loss_parts, *inputs, *numbers)
+
+
+def check_a_target_beyond_the_classes_has_no_gradient_that_could_be_used():
+    (features, weight, bias), _, _ = loss_inputs(torch.float32, 50)
+    features.requires_grad_(), weight.requires_grad_()
+    target = torch.full((len(features),), 3, device=DEVICE)
+    target[1] = 50
+    numbers = (0.0, 1.0, -1, None, True)
+    loss, _ = operators.output_loss(features, weight, bias, None, target, *numbers)
+    loss.backward()
+    assert loss.isnan() and weight.grad.isnan().all()
+    wrong = torch.arange(len(features), device=DEVICE) == 1
+    assert torch.equal(features.grad.isnan().all(1), wrong)
+    assert torch.equal(features.grad.isnan().any(1), wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masking", [None, "added"])
+def check_a_launch_may_be_tried_twice(dtype, masking, monkeypatch):
+    """As it is where the fastest of several is looked for."""
+    from multimax_fairseq.kernels import triton_attention as kernels
+
+    *inputs, grad = attention_inputs(1, 2, 20, 30, 16, dtype)
+    arguments = (inputs, grad, far_table(2), make_mask(masking, 1, 2, 20, 30))
+    sink = torch.zeros(2, device=DEVICE)
+    first = attend(*arguments, sink=sink)
+    once = kernels._run_fastest
+
+    def twice(*call):
+        once(*call)
+        return once(*call)
+
+    monkeypatch.setattr(kernels, "_run_fastest", twice)
+    assert all(map(torch.equal, first, attend(*arguments, sink=sink)))
