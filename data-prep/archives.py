@@ -91,7 +91,8 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
     if given is not None and "://" not in place:
         path = Path(place)
         if not path.is_file():
-            fail(f"there is no file {path}: check --archive, which may also be an address.")
+            state = "is a folder" if path.is_dir() else "does not exist"
+            fail(f"--archive {path} {state}: give a file, or an address.")
         if stated:
             check(path, stated)
     else:

@@ -245,7 +245,8 @@ def make(what: str, given: str | None, out: Path) -> None:
         place, stated = split_checksum(given)
         archive, checksum = Path(place), stated or source.checksum
         if not archive.is_file():
-            fail(f"there is no file {archive}.")
+            state = "is a folder" if archive.is_dir() else "does not exist"
+            fail(f"{archive} {state}: give a file.")
     check(archive, checksum)
     step(out / what, checksum, lambda folder: PREPARE[what](archive, folder))
 

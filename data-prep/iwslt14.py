@@ -20,6 +20,7 @@ interrupted one goes on from the last of the two folders that was complete.
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 
 import iwslt
@@ -165,7 +166,7 @@ def main() -> None:
         made_from,
         lambda folder: make_data_bin(out / "text", tokenization, folder),
     )
-    say(f"Next: scripts/iwslt14.sh --data-bin {out / 'data-bin'}")
+    say(f"Next: scripts/iwslt14.sh --data-bin {shlex.quote(str(out / 'data-bin'))}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ done, and an interrupted one goes on from the last of the two folders that was c
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -173,7 +174,7 @@ def main() -> None:
         made_from,
         lambda folder: iwslt.make_data_bin(out / "text", folder, "bpe", iwslt.MOSES_BPE),
     )
-    say(f"Next: scripts/iwslt17.sh --data-bin {out / 'data-bin'}")
+    say(f"Next: scripts/iwslt17.sh --data-bin {shlex.quote(str(out / 'data-bin'))}")
 
 
 if __name__ == "__main__":

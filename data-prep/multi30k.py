@@ -14,6 +14,7 @@ A second run does nothing again that is done, and an interrupted one goes on.
 
 import argparse
 import hashlib
+import shlex
 import shutil
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def main() -> None:
     made_from = hashlib.sha256(b"".join(texts.values())).hexdigest()
     step(out / "text", made_from, lambda folder: make_text(texts, folder))
     step(out / "data-bin", made_from, lambda folder: make_data_bin(out / "text", folder))
-    say(f"Next: scripts/multi30k.sh --data-bin {out / 'data-bin'}")
+    say(f"Next: scripts/multi30k.sh --data-bin {shlex.quote(str(out / 'data-bin'))}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import functools
 import hashlib
 import io
 import logging
+import shlex
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -212,7 +213,7 @@ def main() -> None:
             file = zipfile.ZipFile(archive.path)
         with file:
             prepare(archive, zip_source(archive.path, file), out)
-    say(f"Next: scripts/wikitext103.sh --data-bin {out / 'data-bin'}")
+    say(f"Next: scripts/wikitext103.sh --data-bin {shlex.quote(str(out / 'data-bin'))}")
 
 
 def prepare(archive: Archive, source: Source, out: Path) -> None:

@@ -35,7 +35,7 @@ def newest(folder: Path, count: int) -> list[Path]:
         if len(numbered) >= count:
             return [file for _, file in sorted(numbered)[-count:]]
     raise UsageError(
-        f"'{folder}' holds fewer than {count} numbered checkpoints: lower --last, or train with "
+        f"'{folder}' holds fewer than {count} numbered checkpoints: average fewer, or train with "
         "--save-interval-updates and without --no-epoch-checkpoints"
     )
 
@@ -82,6 +82,8 @@ def main() -> None:
             if args.last < 1 or len(files) != 1 or not files[0].is_dir():
                 raise UsageError("--last N needs N of at least 1 and one folder")
             files = newest(files[0], args.last)
+        if args.output.is_dir() or not args.output.parent.is_dir():
+            raise UsageError(f"--output '{args.output}' must be a file in a folder that exists")
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
             raise UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")

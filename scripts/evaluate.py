@@ -303,6 +303,8 @@ def main() -> None:
     compat.apply()
     try:
         checkpoint = args.checkpoint
+        if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+            raise UsageError(f"--json '{args.json}' must be a file in a folder that exists")
         if args.average is not None:
             if args.average < 1:
                 raise UsageError(f"--average {args.average} must be at least 1")

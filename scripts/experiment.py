@@ -291,6 +291,14 @@ def work(runs: list[Run]) -> None:
 SEEDS = {"iwslt14": [1, 2, 3], "multi30k": [1, 2, 3, 4, 5], "speeches": [1, 2, 3, 4, 5]}
 
 
+# Options of fairseq-train by which a run would not be the one that its folder says.
+OWN = {
+    "--seed": "give --seeds before --",
+    "--save-dir": "give --out before --",
+    "--no-save": "leave it out, as the checkpoints are what is evaluated",
+}
+
+
 def own_data(experiment: str) -> Path:
     """Where data-prep/ makes an experiment's data by default."""
     folder = ROOT / "data" / experiment
@@ -298,7 +306,10 @@ def own_data(experiment: str) -> Path:
 
 
 def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{min(found)} is below 0")
+    return found
 
 
 def parse(experiment: str) -> argparse.Namespace:
@@ -348,6 +359,11 @@ def parse(experiment: str) -> argparse.Namespace:
     args = parser.parse_args(words[:cut])
     args.train = words[cut + 1 :]
     args.experiment = experiment
+    if args.max_update is not None and args.max_update < 1:
+        raise UsageError(f"--max-update {args.max_update} must be at least 1")
+    for flag, remedy in OWN.items():
+        if any(word.partition("=")[0] == flag for word in args.train):
+            raise UsageError(f"{flag} after -- is the script's own: {remedy}")
     single = {name: [name] for names in known.values() for name in names}
     words = [word.strip() for word in args.rows.split(",") if word.strip()]
     unknown = sorted(set(words) - set(single | known))
@@ -355,6 +371,8 @@ def parse(experiment: str) -> argparse.Namespace:
         raise UsageError(
             f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(single | known)}"
         )
+    if not words:
+        raise UsageError(f"--rows names none: choose from {', '.join(single | known)}")
     args.rows = list(dict.fromkeys(row for word in words for row in (single | known)[word]))
     if args.gpus > torch.cuda.device_count():
         raise UsageError(f"--gpus {args.gpus}: this machine shows {torch.cuda.device_count()}")

@@ -18,7 +18,7 @@ from gpu_reference import Finding, Place
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # What is float32 whatever the scores are.
 FLOAT32 = {
-    *("TOTAL", "TABLE", "SINK", "DELTA", "NORM", "SUMS"),
+    *("TOTAL", "TABLE", "SINK", "DELTA", "NORM", "SUMS", "MEANS"),
     *("FACTORS", "NLL", "SMOOTH", "TABLE_GRAD"),
 }
 COLUMNS = [
@@ -141,6 +141,7 @@ def attention_arguments(
         found |= {"NORMED": normed} | ({} if normed else {"NORM": None})
     if call.kernel == "query_kernel":
         found |= {"SUMMED": order > 0} | ({} if order else {"SUMS": None})
+        found |= {} if found["SINKS"] else {"MEANS": None}
     return found | blocks
 
 

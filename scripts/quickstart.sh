@@ -80,13 +80,15 @@ done
 
 python "$root/scripts/quickstart_report.py" "$out" "${rows[@]}"
 
+# As a shell reads them again, whatever is in them.
+quoted() { printf '%q' "$1"; }
 cat <<EOF
 
 Next: translate a sentence of your own:
-  echo '¿Dónde está la estación?' | PATH=$(dirname "$(command -v fairseq-train)"):\$PATH fairseq-interactive \\
-      $out/data/translation/data-bin --user-dir $root/multimax_fairseq \\
-      --path $out/translation/multimax/seed-1/checkpoint_best.pt --source-lang es --target-lang en \\
+  echo '¿Dónde está la estación?' | PATH=$(quoted "$(dirname "$(command -v fairseq-train)")"):\$PATH fairseq-interactive \\
+      $(quoted "$out/data/translation/data-bin") --user-dir $(quoted "$root/multimax_fairseq") \\
+      --path $(quoted "$out/translation/multimax/seed-1/checkpoint_best.pt") --source-lang es --target-lang en \\
       --cpu --beam 5 --bpe sentencepiece \\
-      --sentencepiece-model $out/data/translation/sentencepiece.model
+      --sentencepiece-model $(quoted "$out/data/translation/sentencepiece.model")
 EOF
-((${#rows[@]} > 1)) || printf 'Or compare with softmax: %s --compare\n' "$root/scripts/quickstart.sh"
+((${#rows[@]} > 1)) || printf 'Or compare with softmax: %q --compare\n' "$root/scripts/quickstart.sh"

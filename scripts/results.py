@@ -11,12 +11,14 @@ samples) against softmax of the same seed. Then, or without any OUT, the tables 
 import argparse
 import json
 import re
+import shlex
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import evaluate
+from experiment import options_of
 from experiment_plan import ROOT, groups, listed
 from methods import METHODS
 from omegaconf import OmegaConf
@@ -98,6 +100,30 @@ def bootstrap(ours: list[str], softmax: list[str], references: list[str]) -> dic
     return {"difference": other.score - base.score, "p": other.p_value}
 
 
+def settings(line: Line) -> dict[str, tuple[str, ...]]:
+    """What a line's command asks for, but for its seed and for where things lie."""
+    options = options_of(shlex.split(line["command"]))
+    elsewhere = ("", "--seed", "--save-dir", "--user-dir")
+    return {name: values for name, values in options.items() if name not in elsewhere}
+
+
+def check(run: Path, line: Line, kept: list[Line]) -> None:
+    """Refuse a run of other data or settings than those of the lines that are kept."""
+    for other in kept:
+        for name in ("data", "updates"):
+            if line[name] != other[name]:
+                raise UsageError(
+                    f"'{run}' has other {name} than the lines of docs/results ({line[name]}, not "
+                    f"{other[name]}): only runs that can be compared with them are kept"
+                )
+        if line["row"] == other["row"] and (mine := settings(line)) != (theirs := settings(other)):
+            name = next(n for n in mine | theirs if mine.get(n) != theirs.get(n))
+            raise UsageError(
+                f"'{run}' was not trained as row {line['row']} of docs/results ({name}): only runs "
+                "that can be compared with it are kept"
+            )
+
+
 def take_in(out: Path) -> None:
     """Add an experiment's finished runs to its lines, in place of earlier ones of the same."""
     files = sorted(out.glob("*/seed-*/result.json"))
@@ -108,6 +134,8 @@ def take_in(out: Path) -> None:
     if experiment not in EXPERIMENTS:
         raise UsageError(f"'{out}' is of {experiment}: only {', '.join(EXPERIMENTS)} are kept")
     known = {key(line): line for line in lines_of(experiment)}
+    for run, line in results:
+        check(run, line, list(known.values()))
     runs = {key(line): run for run, line in results}
     for run, line in results:
         if known.get(key(line), {}).get("date") == line["date"] and (

@@ -301,6 +301,24 @@ def test_a_run_goes_on_with_its_own_command_and_data_alone(experiment, plan, tmp
         (place / "prepared.sha256").unlink()
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--max-update 0", "--max-update 0 must be at least 1"),
+        ("--rows=", "--rows names none"),
+        ("--rows x", "--rows has the unknown 'x'"),
+        ("-- --seed 7", "--seed after -- is the script's own: give --seeds"),
+        ("-- --lr 1 --save-dir=x", "--save-dir after -- is the script's own: give --out"),
+        ("-- --no-save", "--no-save after -- is the script's own"),
+    ],
+)
+def test_what_a_run_could_not_be_found_by_is_refused(experiment, monkeypatch, words, said):
+    monkeypatch.setattr(sys, "argv", ["experiment.py", "multi30k", "--gpus", "0", *words.split()])
+    with pytest.raises(UsageError) as error:
+        experiment.parse("multi30k")
+    assert str(error.value).startswith(said)
+
+
 # --- what a killed process leaves --------------------------------------------------------------
 
 

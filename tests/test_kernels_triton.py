@@ -592,7 +592,7 @@ def check_a_monotone_modulator_hides_no_overflow(dtype, number):
 
 # The most that every GPU of these compute capabilities, 8.x and 9.0, offers a program.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-FLOAT32 = set("TOTAL TABLE SINK DELTA NORM SUMS FACTORS NLL SMOOTH TABLE_GRAD".split())
+FLOAT32 = set("TOTAL TABLE SINK DELTA NORM SUMS MEANS FACTORS NLL SMOOTH TABLE_GRAD".split())
 
 
 def build_kernel(kernel, capability, element, arguments, **types):

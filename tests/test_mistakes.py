@@ -1,6 +1,7 @@
 """A user's mistakes: one sentence names flag and value, and nothing is trained."""
 
 import json
+import shlex
 import shutil
 import types
 
@@ -100,6 +101,20 @@ def test_a_yaml_has_no_flag_that_is_not_read(data, tmp_path):
     for slip in ("common.tpu=true", "dataset.num_shards=2"):
         sentence = refused(tmp_path, "fairseq-hydra-train", *words, slip)
         assert sentence.startswith(slip.split("=")[0])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--config-name run1", "'.' has no run1.yaml: check --config-name"),
+        ("--config-name run model.dropout=0.3", "write +model.dropout=0.3 to add it"),
+        ("--config-name run d/lm-bin", "quote a value with spaces or signs"),
+    ],
+)
+def test_a_yaml_that_is_misread_is_explained(tmp_path, words, said):
+    (tmp_path / "run.yaml").write_text("model: {_name: transformer_lm}\n")
+    command = ("fairseq-hydra-train", "--config-dir", ".", *shlex.split(words))
+    assert said in refused(tmp_path, *command)
 
 
 @pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])

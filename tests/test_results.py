@@ -63,6 +63,7 @@ def run_of(folder, row, seed, value, texts):
     line |= {"tokenized_bleu": value, "validation": value, "hypotheses": "0" * 64, "date": "now"}
     line |= {"evaluation": ["fairseq-generate", "data-bin"], "signature": "s", "protocol": "p"}
     line |= {"data": "1", "hardware": "h", "versions": {"torch": "2"}, "commit": "c"}
+    line |= {"updates": 9, "command": f"fairseq-train data --lr 1 --seed {seed} --save-dir {run}"}
     (run / "result.json").write_text(json.dumps(line) + "\n")
 
 
@@ -115,6 +116,28 @@ def test_runs_are_taken_in_once_and_compared(results, tmp_path, monkeypatch):
     text = results.front_page("a\n| attention | seeds | of | old |\n| --- |\n| b |\n\nc\n")
     assert text.startswith("a\n| attention | seeds | SacreBLEU |") and text.endswith(" |\n\nc\n")
     assert f"| MultiMax | 3 | {cells[3]} | {cells[4]} | {cells[5]} | 34.7 ± 0.07 |\n" in text
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        ('"data": "1"', '"data": "2"', "has other data than the lines of docs/results"),
+        ('"updates": 9', '"updates": 3', "has other updates than the lines"),
+        ("--lr 1", "--lr 2", "was not trained as row softmax of docs/results (--lr)"),
+        ("--lr 1", "--lr 1 --fp16", "was not trained as row softmax of docs/results (--fp16)"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(results, tmp_path, monkeypatch, before, after, said):
+    monkeypatch.setattr(results, "DATA", tmp_path / "kept")
+    run_of(tmp_path / "first", "softmax", 1, 30.0, [])
+    results.take_in(tmp_path / "first")
+    kept = (results.DATA / "multi30k.jsonl").read_text()
+    run_of(tmp_path / "second", "softmax", 2, 30.0, [])
+    file = tmp_path / "second" / "softmax" / "seed-2" / "result.json"
+    file.write_text(file.read_text().replace(before, after))
+    with pytest.raises(UsageError) as error:
+        results.take_in(tmp_path / "second")
+    assert said in str(error.value) and (results.DATA / "multi30k.jsonl").read_text() == kept
 
 
 def test_what_is_no_experiment_is_refused(results, tmp_path):

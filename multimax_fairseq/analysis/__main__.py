@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import logging
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -139,7 +140,7 @@ def collect(args: argparse.Namespace) -> None:
         args.out,
         ["multimax-analyze", *sys.argv[1:]],
     )
-    print(f"Collected in {args.out}. Next: multimax-analyze report {args.out}")
+    print(f"Collected in {args.out}. Next: multimax-analyze report {shlex.quote(str(args.out))}")
 
 
 def plot(args: argparse.Namespace) -> None:

@@ -87,6 +87,8 @@ def _explain_name(error):
     """A name of this plugin where fairseq or hydra knows none such, or a key misspelt in a YAML."""
     kind = type(error).__name__
     hydra_kinds = ("MissingConfigException", "ConfigCompositionException", "ConfigKeyError")
+    if added := re.search(r"To append to your config use (\+\S+)", str(error)):
+        return f"the configuration has no such key: write {added[1]} to add it."
     if kind == "KeyError" or kind in hydra_kinds:
         name = OUR_NAMES.search(str(error))
         if name and (hint := plugin_hint(name[0])):
@@ -94,7 +96,10 @@ def _explain_name(error):
     if kind == "InterpolationKeyError" and (key := re.search(r"'(task\.[^']*)'", str(error))):
         return f"this model reads '{key[1]}': give it a task that has it: --task language_modeling."
     if kind == "OverrideParseException":
-        return f"hydra cannot read '{error.override}': leave out what is no letter or number."
+        return (
+            f"hydra cannot read '{error.override}': quote a value with spaces or signs, as in "
+            "\"task.data='a b/data-bin'\"."
+        )
     if kind in ("ValidationError", "InterpolationKeyError") and getattr(error, "full_key", None):
         return f"option '{error.full_key}': {str(error).splitlines()[0]}"
     if kind == "ConfigKeyError" and error.full_key and error.object_type:

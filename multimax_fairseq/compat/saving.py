@@ -152,8 +152,10 @@ def updates(path):
 def last_checkpoint():
     """A run whose checkpoint_last.pt is damaged stops, though a whole one may lie beside it.
 
-    And one without that file begins anew without a word. Can go when fairseq looks for another one.
+    And one without that file, or without that of --restore-file, begins anew without a word. Can go
+    when fairseq looks for another one.
     """
+    from fairseq.file_io import PathManager
     from fairseq.trainer import Trainer
 
     def make(original):
@@ -166,6 +168,12 @@ def last_checkpoint():
                 logger.warning(
                     f"there is no '{last}', so that this run begins at update 0, though "
                     f"'{_beside(last)[-1]}' lies there; --restore-file goes on from such a file"
+                )
+            is_missing = named and not PathManager.exists(filename)
+            if is_missing and self.data_parallel_rank == 0:
+                logger.warning(
+                    f"there is no '{filename}', so that this run begins at update 0, with new "
+                    "parameters: check the path of --restore-file"
                 )
             # Only the first worker reads, and only readers see damage; the others get the state.
             try:

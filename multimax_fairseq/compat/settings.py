@@ -5,9 +5,11 @@ import ast
 import difflib
 import importlib.util
 import math
+import os
 import sys
 
 import torch
+from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 
 from multimax_fairseq.compat.commands import resolve
@@ -46,6 +48,8 @@ def flags():
 
     def make_main(original):  # what fairseq-hydra-train comes to
         def call_main(cfg, main, **kwargs):
+            if command() == "fairseq-hydra-train":
+                _check_config(sys.argv[1:])
             groups = [(name, cfg[name]) for name in ("common", "dataset")]
             _check({name: (f"{of}.{name}", group[name]) for of, group in groups for name in group})
             cfg.common.user_dir = resolve(cfg.common.user_dir)  # spawned processes read it
@@ -55,6 +59,21 @@ def flags():
 
     wrap(options, "parse_args_and_arch", make_parse)
     wrap(distributed_utils, "call_main", make_main)
+
+
+def _check_config(words):
+    """Refuse a --config-name without a file: hydra would take fairseq's defaults, of its name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn")
+    given, _ = parser.parse_known_args(words)
+    if given.config_dir is None or given.config_name is None:
+        return
+    path = os.path.join(to_absolute_path(given.config_dir), given.config_name)
+    if not (os.path.isfile(path) or os.path.isfile(f"{path}.yaml")):
+        raise UsageError(
+            f"'{given.config_dir}' has no {given.config_name}.yaml: check --config-name"
+        )
 
 
 def _check(settings):
@@ -73,6 +92,7 @@ def _check(settings):
     flag, value = given("tpu")
     if value and importlib.util.find_spec("torch_xla") is None:
         raise UsageError(f"{flag} needs the package torch_xla, which is missing: leave {flag} out")
+    _check_training(given)
     _check_shards(given("num_shards", 1), given("shard_id", 0))
     window, length = given("context_window"), given("tokens_per_sample", math.inf)
     if "context_window" in settings and not 0 <= window[1] < length[1]:
@@ -89,6 +109,25 @@ def _check(settings):
         raise UsageError(
             f"{flag} {text} is no dictionary of settings: write it as \"{{'dropout': 0.1}}\""
         )
+
+
+def _check_training(given):
+    """Refuse what a training stops on: a division by zero, a figure that is not computed."""
+    flag, frequencies = given("update_freq")
+    if frequencies and min(frequencies) < 1:
+        raise UsageError(f"{flag} {min(frequencies)} must be at least 1: 1 updates at each batch")
+    scheduler, flag, updates = given("lr_scheduler")[1], *given("warmup_updates")
+    if scheduler == "inverse_sqrt" and updates == 0:
+        raise UsageError(f"{flag} 0 must be at least 1 with --lr-scheduler {scheduler}")
+    flag, updates = given("total_num_update")
+    if scheduler == "polynomial_decay" and not (isinstance(updates, int | float) and updates > 0):
+        raise UsageError(
+            f"--lr-scheduler {scheduler} needs --total-num-update above 0, at which the learning "
+            f"rate has decayed, got {updates}"
+        )
+    flag, metric = given("best_checkpoint_metric")
+    if metric == "bleu" and given("eval_bleu", True)[1] is False:
+        raise UsageError(f"{flag} {metric} needs --eval-bleu: add it, or choose loss")
 
 
 def _check_shards(num_shards, shard_id):

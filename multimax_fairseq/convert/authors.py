@@ -20,7 +20,6 @@ from multimax_fairseq.convert import checkpoint, vectors
 from multimax_fairseq.convert.checkpoint import State
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
-    MAPPINGS,
     NormalizerConfig,
     TranslationConfig,
     places,
@@ -192,7 +191,7 @@ def _refuse(state: State, settings: argparse.Namespace) -> None:
         where = "cross-attention" if place == "cross" else f"the {place}'s self-attention"
         known = ("softmax",) if place == "cross" else ("softmax", "multimax")
         if chosen[place] not in known:
-            labels = [MAPPINGS[name].label for name in (chosen[place], *known)]
+            labels = [checkpoint.label_of(name) for name in (chosen[place], *known)]
             raise UsageError(
                 f"{labels[0]} in {where} cannot be represented: the authors' has "
                 f"{' or '.join(labels[1:])} there"

@@ -117,6 +117,11 @@ def attentions(state: State) -> tuple[str, ...]:
     return PLACES[:2] if options(state).get("no_cross_attention") else PLACES
 
 
+def label_of(name: str) -> str:
+    """Return what a mapping is called, be it of another plugin, which is not imported here."""
+    return MAPPINGS[name].label if name in MAPPINGS else repr(name)
+
+
 def refuse_options(settings: argparse.Namespace, names: Iterable[str]) -> None:
     """Raise UsageError for the first of these settings that others have nothing for."""
     for name in names:
@@ -132,7 +137,7 @@ def refuse_options(settings: argparse.Namespace, names: Iterable[str]) -> None:
 def refuse_output(settings: argparse.Namespace) -> None:
     """Raise UsageError for an output layer that is neither softmax nor plain MultiMax."""
     if settings.output_normalizer not in ("softmax", "multimax"):
-        label = MAPPINGS[settings.output_normalizer].label
+        label = label_of(settings.output_normalizer)
         raise UsageError(
             f"{label} in the output layer cannot be represented: the other side has softmax or "
             "MultiMax there"
