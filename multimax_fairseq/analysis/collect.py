@@ -38,11 +38,11 @@ import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
-from multimax_fairseq.convert.checkpoint import build
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.models.learned_scalars import symbols
+from multimax_fairseq.models.loading import build
 from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)

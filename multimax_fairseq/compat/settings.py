@@ -120,7 +120,11 @@ def _check_training(given):
     if scheduler == "inverse_sqrt" and updates == 0:
         raise UsageError(f"{flag} 0 must be at least 1 with --lr-scheduler {scheduler}")
     flag, updates = given("total_num_update")
-    if scheduler == "polynomial_decay" and not (isinstance(updates, int | float) and updates > 0):
+    try:
+        decays = float(updates) > 0  # a text, as fairseq reads the command line
+    except (TypeError, ValueError):
+        decays = False
+    if scheduler == "polynomial_decay" and not decays:
         raise UsageError(
             f"--lr-scheduler {scheduler} needs --total-num-update above 0, at which the learning "
             f"rate has decayed, got {updates}"

@@ -1,4 +1,4 @@
-"""A checkpoint: read, described, built, written."""
+"""A checkpoint to convert: read, described, written."""
 
 import argparse
 from collections.abc import Iterable
@@ -40,22 +40,6 @@ def read(path: Path) -> State:
     state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     state["args"] = None
     return state
-
-
-def build(state: State, path: Path, task: Any, data: Path) -> tuple[Any, Any]:
-    """Return the model of a checkpoint, for evaluation, and its settings; UsageError where it is
-    not of the data that the task is of."""
-    for side, words in (("encoder", task.source_dictionary), ("decoder", task.target_dictionary)):
-        weight = state["model"].get(f"{side}.embed_tokens.weight")
-        if weight is not None and len(weight) != len(words):
-            raise UsageError(
-                f"the dictionaries of '{data}' do not fit checkpoint '{path}' ({len(words):,} "
-                f"words, where its {side} has {len(weight):,}): give the data it was trained on"
-            )
-    (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [str(path)], task=task, state=state
-    )
-    return model.eval(), cfg
 
 
 def write(state: State, path: Path) -> None:

@@ -24,8 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from multimax_fairseq.convert.checkpoint import build
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.models.loading import build
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 MODELS = (TransformerModel, TransformerModelBase, MultimaxTransformerModel)
