@@ -524,9 +524,7 @@ def test_checksums_of_files(tgz, tmp_path):
     ):
         command = script("iwslt14.py", "--archive", f"{tgz}#{stated}", "--out", "out")
         assert said in refused(command, tmp_path)
-    assert "--archive nowhere does not exist" in refused(
-        script("iwslt14.py", "--archive", "nowhere"), tmp_path
-    )
+    assert "does not exist" in refused(script("iwslt14.py", "--archive", "nowhere"), tmp_path)
     assert "few" in refused(script("iwslt14.py", "--tokenization", "few"), tmp_path)
     assert not list(tmp_path.iterdir())
 
