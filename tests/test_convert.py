@@ -16,6 +16,8 @@ from numpy_transformer import AuthorsTransformer
 from omegaconf import OmegaConf
 
 from multimax_fairseq.convert import __main__ as command
+from multimax_fairseq.convert.checkpoint import refuse_output
+from multimax_fairseq.errors import UsageError
 
 TRANSLATION, LM = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
 # What the authors' files can hold: theirs has nothing in cross-attention.
@@ -463,3 +465,9 @@ def test_the_commands_of_the_docs(authors, checkpoint, data, tmp_path):
     )
     lines = (data / "all.en").read_text().splitlines()
     assert f"Evaluated {sum(len(line.split()) + 1 for line in lines)} tokens" in output
+
+
+def test_a_mapping_of_another_plugin_is_refused():
+    settings = argparse.Namespace(output_normalizer="tempered_multimax")
+    with pytest.raises(UsageError, match="'tempered_multimax'"):
+        refuse_output(settings)

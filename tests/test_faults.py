@@ -249,6 +249,12 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so(text, uninterrupted):
     )
 
 
+def test_a_file_to_restore_that_is_missing_is_told(text):
+    words = [*MODEL_LANGUAGE, *PLUGIN, "--save-dir", text / "nothing", "--max-update", "1"]
+    output = run(text, "fairseq-train", *words, "--restore-file", "none.pt")
+    assert "there is no 'none.pt', so that this run begins at update 0" in output
+
+
 # --- a write, in this process -------------------------------------------------------------------
 
 

@@ -117,6 +117,20 @@ def test_a_yaml_that_is_misread_is_explained(tmp_path, words, said):
     assert said in refused(tmp_path, *command)
 
 
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("evaluate.py", ("x.pt", "data", "--json", "none/r.json")),
+        ("average_checkpoints.py", ("x.pt", "--output", "none/a.pt")),
+    ],
+)
+def test_an_output_that_has_no_folder_is_refused_before_the_work(tmp_path, script, words):
+    output = run(tmp_path, "python", ROOT / "scripts" / script, *words, code=1)
+    flag, path = words[-2:]
+    assert f"error: {flag} '{path}' must be a file in a folder that exists" in output
+    assert "Traceback" not in output
+
+
 @pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])
 def test_a_misspelt_override_is_named(data, checkpoint, tmp_path, command):
     words = (command, data / "mt", *PLUGIN, "--task", "translation", "--path", checkpoint(MT))
