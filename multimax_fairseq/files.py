@@ -5,6 +5,14 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from multimax_fairseq.errors import UsageError
+
+
+def check_place(flag: str, file: Path) -> None:
+    """Raise UsageError, before the work that it is for, where a file cannot be written."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise UsageError(f"{flag} '{file}' must be a file in a folder that exists")
+
 
 @contextlib.contextmanager
 def whole(file: Path) -> Iterator[Path]:

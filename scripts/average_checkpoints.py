@@ -23,7 +23,7 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from multimax_fairseq import compat  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
-from multimax_fairseq.files import whole  # noqa: E402
+from multimax_fairseq.files import check_place, whole  # noqa: E402
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -82,8 +82,7 @@ def main() -> None:
             if args.last < 1 or len(files) != 1 or not files[0].is_dir():
                 raise UsageError("--last N needs N of at least 1 and one folder")
             files = newest(files[0], args.last)
-        if args.output.is_dir() or not args.output.parent.is_dir():
-            raise UsageError(f"--output '{args.output}' must be a file in a folder that exists")
+        check_place("--output", args.output)
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
             raise UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")

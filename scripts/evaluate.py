@@ -38,7 +38,7 @@ from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
+from multimax_fairseq.files import check_place, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ROOT / "multimax_fairseq"
@@ -303,8 +303,8 @@ def main() -> None:
     compat.apply()
     try:
         checkpoint = args.checkpoint
-        if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-            raise UsageError(f"--json '{args.json}' must be a file in a folder that exists")
+        if args.json is not None:
+            check_place("--json", args.json)
         if args.average is not None:
             if args.average < 1:
                 raise UsageError(f"--average {args.average} must be at least 1")

@@ -19,11 +19,7 @@ from torch import Tensor
 from multimax_fairseq.convert import checkpoint, vectors
 from multimax_fairseq.convert.checkpoint import State
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.models.config import (
-    NormalizerConfig,
-    TranslationConfig,
-    places,
-)
+from multimax_fairseq.models.config import NormalizerConfig, TranslationConfig, places
 
 # What their code cannot know of our model, kept in the checkpoint for the way back. It goes by
 # itself where they train on, as fairseq writes a checkpoint anew.

@@ -62,9 +62,8 @@ def choose(
     alike = dtype in allowed and not is_wrapper(first)
     for other in others:
         if other is not None:
-            able = able and not is_wrapper(other)
             fits = other.dtype in allowed if is_cast else other.dtype == dtype
-            alike = alike and fits and other.device == device
+            alike = alike and fits and other.device == device and not is_wrapper(other)
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if not (able and alike) or tracing or operators.transformed():
         choice = "plain"

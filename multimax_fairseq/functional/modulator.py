@@ -196,7 +196,7 @@ def modulated_gradients(
         for n in range(order):
             coefficient, threshold = columns[side + n], columns[side + 2 + n]
             distance = _distance(x - threshold if sign > 0 else threshold - x, 1)
-            part = distance.sign() * grad if n == 0 else distance * grad
+            part = (distance.sign() if n == 0 else distance) * grad
             by_x.addcmul_(coefficient, part, value=sign * (n + 1))
             sums[side + 2 + n] = -sign * (n + 1) * table[:, side + n] * total(part)
             sums[side + n] = total(part.mul_(distance))

@@ -151,12 +151,11 @@ def _multiplied(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -
     if wide.numel() == 0:
         return wide
     lowest = wide.detach() == -torch.inf
-    hidden = lowest if mask is None else hidden_keys(mask)
-    top = wide.detach().masked_fill(hidden, -torch.inf).amax(dim, keepdim=True)
-    if mask is not None:
-        top = top.masked_fill(top == -torch.inf, 0.0)
+    excluded = lowest if mask is None else lowest | hidden_keys(mask)
+    top = wide.detach().masked_fill(excluded, -torch.inf).amax(dim, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
     # What an excluded score is, no gradient of a factor may see.
-    product = (wide - top).masked_fill(hidden | lowest, 0.0) * factor
+    product = (wide - top).masked_fill(excluded, 0.0) * factor
     return product.masked_fill(lowest, -torch.inf)
 
 
