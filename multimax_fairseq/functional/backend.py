@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,14 @@ logger = logging.getLogger(__name__)
 is_wrapper = is_traceable_wrapper_subclass
 BACKENDS = ("auto", "plain", "cpp", "triton")
 VARIABLE = "MULTIMAX_BACKEND"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _constant(function: Function) -> Function:
+    """torch.compiler.assume_constant_result without its import of the compiler, for which each
+    command would wait almost as long as for torch."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def requested(backend: str = "auto") -> str:
@@ -72,7 +82,7 @@ def choose(
     return choice
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def _kernel(backend: str, device: str) -> str:
     """What could serve tensors on this device, of what was asked for."""
     wanted = requested(backend)
@@ -92,13 +102,13 @@ def is_autocast(device: str) -> bool:
     return _knows_autocast(device) and torch.is_autocast_enabled(device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def _knows_autocast(device: str) -> bool:
     # The compiler of torch 2.10 cannot look into it.
     return torch.amp.autocast_mode.is_autocast_available(device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def _has(backend: str) -> bool:
     return cpu.library() is not None if backend == "cpp" else _has_triton()
 

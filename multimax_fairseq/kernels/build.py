@@ -37,7 +37,7 @@ SYMBOLS = (
     "start",
     "attention_forward",
     "attention_backward",
-    "narrow_windows",
+    "find_windows",
     "output_loss",
     "modulation",
     "tails",

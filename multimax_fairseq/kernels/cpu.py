@@ -147,25 +147,19 @@ def windows(
         starts and ends, (batch, queries) int32, or None for all keys; whether the mask says more
         than they do.
     """
-    known = mask is None or mask.shape[1] == 1
-    if not is_causal and (mask is None or not known):
+    said = None if mask is None or mask.shape[1] > 1 else _mask_of(mask)
+    if not is_causal and said is None:
         return None, None, mask is not None
-    starts = torch.zeros(batch, queries, dtype=torch.int32, device="cpu")
-    ends = torch.full((batch, queries), keys, dtype=torch.int32, device="cpu")
-    if is_causal:
-        last = torch.arange(1, queries + 1, dtype=torch.int32, device="cpu").clamp_(max=keys)
-        ends = last.repeat(batch, 1)
-    if mask is None or not known:
-        return starts, ends, mask is not None
+    starts, ends = torch.empty(2, batch, queries, dtype=torch.int32, device="cpu")
     kernels = library()
     assert kernels is not None
-    found = kernels.narrow_windows(
-        ctypes.byref(_mask_of(mask)),
-        *(ctypes.c_int64(n) for n in (batch, queries, keys)),
+    is_whole = kernels.find_windows(
+        None if said is None else ctypes.byref(said),
+        *(ctypes.c_int64(n) for n in (batch, queries, keys, is_causal)),
         ctypes.c_void_p(starts.data_ptr()),
         ctypes.c_void_p(ends.data_ptr()),
     )
-    return starts, ends, not found
+    return starts, ends, mask is not None and not (said and is_whole)
 
 
 def attention_forward(

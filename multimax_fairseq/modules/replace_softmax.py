@@ -318,6 +318,7 @@ class _Normalized(nn.Module):
 
     softmax_class: Any
     normalizer: nn.Module
+    _forward_uncompiled: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -335,9 +336,6 @@ class _Normalized(nn.Module):
             output = super().forward(*args, **kwargs)
         return answers.checked(output)
 
-    # For the same reason nothing is compiled while the mode is in force.
-    _forward_uncompiled = torch.compiler.disable(_forward_answered)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle and deepcopy find no class that was made on the way.
         return _new, (self.softmax_class,), self.__getstate__()
@@ -346,6 +344,9 @@ class _Normalized(nn.Module):
 @functools.cache
 def _normalized(softmax_class: Any) -> Any:
     attributes = {"softmax_class": softmax_class, "__module__": softmax_class.__module__}
+    # A graph that breaks would as well give up what is called here: nothing is compiled while the
+    # mode is in force. Here rather than in the class, because it imports the compiler.
+    attributes["_forward_uncompiled"] = torch.compiler.disable(_Normalized._forward_answered)
     return type(softmax_class.__name__, (_Normalized, softmax_class), attributes)
 
 

@@ -455,18 +455,21 @@ int64_t backward_scratch(const Attention& a) {
   return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + 3 * keys + tile) * QUERIES;
 }
 
+// A thread takes the next few heads when it is free: sentences differ in length, and processors may
+// have other work. What is formed of a head is the same in any thread.
 template <class Head>
 void every_head(const Attention& a, int64_t scratch_size, Head head) {
   const int64_t heads = a.batch * a.heads, threads = std::min(a.threads, heads);
+  const int64_t few = std::max<int64_t>(1, heads / (32 * threads));
   // Not in the threads, where running out of memory would end the process.
   const Buffer scratch(threads * padded(scratch_size));
+  std::atomic<int64_t> next = 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int64_t i = 0; i < threads; i++) {
-    for (int64_t j = heads * i / threads; j < heads * (i + 1) / threads; j++)
-      head(a, j / a.heads, j % a.heads, scratch + i * padded(scratch_size));
-  }
+  for (int64_t i = 0; i < threads; i++)
+    for (int64_t j0; (j0 = next.fetch_add(few)) < heads;)
+      for (int64_t j = j0; j < std::min(j0 + few, heads); j++)
+        head(a, j / a.heads, j % a.heads, scratch + i * padded(scratch_size));
 }
-
 
 }  // namespace
 
@@ -532,12 +535,16 @@ bool read_row(
 
 }  // namespace
 
-// Narrows the window of keys of each query, starts and ends (batch, queries), to what a mask that is
-// the same for all heads allows. Returns 0, the windows as they were, where it is not a window for
-// each query.
-extern "C" int narrow_windows(
-    const Mask* mask, int64_t batch, int64_t queries, int64_t keys, int32_t* starts,
-    int32_t* ends) {
+// Writes the keys that each query may attend to, starts <= s < ends, both (batch, queries): all, in
+// causal order those up to its own, less what a mask that is the same for all heads excludes. Returns
+// 0, the mask left out, where what it allows is not in a row for each query.
+extern "C" int find_windows(
+    const Mask* mask, int64_t batch, int64_t queries, int64_t keys, int64_t is_causal,
+    int32_t* starts, int32_t* ends) {
+  std::fill_n(starts, batch * queries, 0);
+  for (int64_t i = 0; i < batch * queries; i++)
+    ends[i] = is_causal ? std::min(i % queries + 1, keys) : keys;
+  if (!mask) return 1;
   const Mask& m = *mask;
   const int64_t rows = m.strides[2] ? queries : 1, sentences = m.strides[0] ? batch : 1;
   bool is_window = true;

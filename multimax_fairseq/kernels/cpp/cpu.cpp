@@ -6,8 +6,8 @@
 // tokens): then every statistic of a softmax runs along the vector lanes, and all but one of the
 // operands of the matrix products lie in memory as the product wants them.
 //
-// Sums over many tiles are kept in double. Work is given to threads by index, never by who is
-// first, so that a result is the same bit for bit at every run with as many threads.
+// Sums over many tiles are kept in double. No sum depends on which thread is first, so that a result
+// is the same bit for bit at every run with as many threads.
 
 #include "attention.h"
 #include "best.h"
