@@ -119,8 +119,13 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
     """As float32, which the kernels compute in; with a dense last dimension."""
     if tensor is None:
         return None
-    tensor = tensor.float()
+    tensor = _as(tensor, torch.float32)
     return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # A call of `to` that changes nothing is a good part of what small tensors cost.
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -203,7 +208,7 @@ def attention_forward(
         statistics=statistics,
         **_arguments(query, key, value, table, sink, mask, seed, is_causal, dropout_p, scale),
     )
-    return output.to(query.dtype), statistics
+    return _as(output, query.dtype), statistics
 
 
 def attention_step(
@@ -278,11 +283,8 @@ def attention_backward(
     """Return the gradients by query, key, value, table and sink."""
     arguments = _arguments(query, key, value, table, sink, mask, seed, is_causal, dropout_p, scale)
     grads = [dense_like(t, torch.float32) for t in (query, key, value)]
-    grad_table, grad_sink = None, None
-    if table is not None:
-        grad_table = query.new_zeros(*query.shape[:2], 12, dtype=torch.float64)
-    if sink is not None:
-        grad_sink = query.new_zeros(query.shape[:2], dtype=torch.float64)
+    grad_table = None if table is None else torch.empty_like(arguments["table"])
+    grad_sink = None if sink is None else torch.empty_like(arguments["sink"])
     _call(
         "attention_backward",
         _Attention,
@@ -295,13 +297,8 @@ def attention_backward(
         grad_table=grad_table,
         grad_sink=grad_sink,
     )
-    if table is not None and grad_table is not None:
-        sums = grad_table.sum(0) if len(table) > 1 else grad_table.sum((0, 1)).unsqueeze(0)
-        grad_table = sums[:, : table.shape[1]].float()
-    narrow = (g.to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
-    grad_query, grad_key, grad_value = narrow
-    by_sink = None if grad_sink is None else grad_sink.sum(0).float()
-    return grad_query, grad_key, grad_value, grad_table, by_sink
+    by_query, by_key, by_value = map(_as, grads, (query.dtype, key.dtype, value.dtype))
+    return by_query, by_key, by_value, grad_table, grad_sink
 
 
 def _arguments(

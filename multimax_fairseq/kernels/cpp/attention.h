@@ -3,17 +3,12 @@
 
 #include "modulator.h"
 #include "vectors.h"
+#include "windows.h"
 
 struct Tensor4 {  // (batch, heads, length, size), the last dimension dense
   float* data;
   int64_t batch, head, row;
   float* at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
-};
-
-struct Mask {  // (batch, heads, queries, keys), the stride of a dimension of size 1 being 0
-  const void* data;       // null for none
-  int64_t is_float;       // added to the modulated scores; else bool, where true excludes
-  int64_t strides[4];
 };
 
 struct Attention {
@@ -26,8 +21,8 @@ struct Attention {
   const float* table;
   const float* sink;   // (heads,), the score of an entry without a key; null for none
   float* statistics;   // (batch, heads, 2, queries): the largest score, 1 / sum of exp; or null
-  double* grad_table;  // (batch, heads, COLUMNS), or null
-  double* grad_sink;   // (batch, heads), or null
+  float* grad_table;   // (1 or heads, columns), as the table; or null
+  float* grad_sink;    // (heads,), or null
   Mask mask;           // what the windows do not say
   Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
   // Of hypotheses that share the keys of each step, (rows[s], heads, size): key s of hypothesis b is
@@ -45,8 +40,10 @@ struct Attention {
 namespace {
 
 // Tiles of a block of queries stay in the L2 cache with KEYS rows, in the L1 cache with FEW_KEYS.
-constexpr int64_t QUERIES = 64, KEYS = 512, FEW_KEYS = 64;
+constexpr int64_t KEYS = 512, FEW_KEYS = 64;
 constexpr int64_t FEW_QUERIES = 8;
+// A head's floats that are asked for ahead: in the L2 cache, beside the tiles of the one before.
+constexpr int64_t MOST_AHEAD = 1 << 17, NONE = -1;
 
 // Whether products can take a head's rows as they are: rows of another stride may share cache lines.
 inline bool are_dense(const Tensor4& t, int64_t rows, int64_t size) {
@@ -75,80 +72,6 @@ struct Rows {
     if (data != out) copy(data, padded(size), rows, size, out, stride);
   }
 };
-
-// What the mask says of query t and key s: 0 or -inf, or the float itself.
-inline float mask_at(const Mask& m, int64_t row, int64_t s) {
-  const int64_t i = row + s * m.strides[3];
-  if (m.is_float) return static_cast<const float*>(m.data)[i];
-  return static_cast<const uint8_t*>(m.data)[i] ? -INFINITE : 0;
-}
-inline int64_t mask_row(const Mask& m, int64_t b, int64_t h, int64_t t) {
-  return b * m.strides[0] + h * m.strides[1] + t * m.strides[2];
-}
-
-// The same of queries q0 <= t < q0 + count and keys s0 <= s < s1, as (s1 - s0, QUERIES).
-void mask_tile(
-    const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t count, int64_t s0, int64_t s1,
-    float* out) {
-  std::fill_n(out, (s1 - s0) * QUERIES, 0.0f);
-  for (int64_t q = 0; q < count; q++) {
-    const int64_t row = mask_row(a.mask, b, h, q0 + q);
-    for (int64_t s = s0; s < std::min(s1, a.keys); s++)
-      out[(s - s0) * QUERIES + q] = mask_at(a.mask, row, s);
-  }
-}
-// -inf excludes whatever the score is.
-inline Vec masked(Vec z, Vec mask) { return mask == -INFINITE ? mask : z + mask; }
-
-// The keys that a block of queries may attend to.
-struct Window {
-  alignas(64) int32_t starts[QUERIES], ends[QUERIES];
-  int64_t first, last;            // the union over the queries: first <= s < last
-  int64_t common_first, common_last;  // what all of them may attend to
-  int64_t stops[QUERIES / LANES] = {};  // where the last window ends of each LANES of them
-  // That within keys s0 <= s < s1, of which the rest is nothing to queries q to q + LANES - 1.
-  int64_t stop(int64_t q, int64_t s0, int64_t s1) const {
-    return std::clamp(stops[q / LANES], s0, s1);
-  }
-  // Calls product(s, q) for keys s0 <= s < s1, LANES at a time: a query before q may attend to none
-  // of these. One product for all of them, then the next: two in turn would leave the L1 cache.
-  template <class Product>
-  void each(int64_t s0, int64_t s1, Product product) const {
-    for (int64_t s = s0, q = 0; s < s1; s += LANES, q = 0) {
-      while (q < QUERIES - LANES && stops[q / LANES] <= s) q += LANES;
-      product(s, q);
-    }
-  }
-};
-
-Window window(const Attention& a, int64_t b, int64_t q0, int64_t count) {
-  Window w;
-  w.first = a.keys, w.last = 0, w.common_first = 0, w.common_last = a.keys;
-  for (int64_t q = 0; q < QUERIES; q++) {
-    const bool real = q < count;
-    const int64_t at = b * a.queries + q0 + q;
-    w.starts[q] = real && a.starts ? a.starts[at] : 0;
-    w.ends[q] = !real ? 0 : a.ends ? a.ends[at] : a.keys;
-    if (!real) continue;
-    if (w.starts[q] < w.ends[q]) {
-      w.stops[q / LANES] = std::max<int64_t>(w.stops[q / LANES], w.ends[q]);
-      w.first = std::min<int64_t>(w.first, w.starts[q]);
-      w.last = std::max<int64_t>(w.last, w.ends[q]);
-    }
-    w.common_first = std::max<int64_t>(w.common_first, w.starts[q]);
-    w.common_last = std::min<int64_t>(w.common_last, w.ends[q]);
-  }
-  // Nothing to read of the columns that only fill the block.
-  if (count % LANES) w.common_last = 0;
-  w.first = std::min(w.first, w.last);
-  return w;
-}
-
-// All ones where query q + lane may attend to key s.
-inline IntVec may_attend(const Window& w, int64_t q, int64_t s) {
-  const int32_t key = s;
-  return (load(w.starts + q) <= key) & (load(w.ends + q) > key);
-}
 
 inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -183,8 +106,45 @@ inline float share(float sum, float sink) {
   return sum > 0 ? 1 / sum : 0;
 }
 
+// Rows of a thread's next head, asked for a few at a time while this one is computed: products
+// would wait for what lies in main memory.
+class Ahead {
+  struct Part {
+    const float* data;
+    int64_t row, rows;
+  };
+  Part parts[7];
+  int64_t count = 0, size, step = 0, at = 0, end = 0;
+
+ public:
+  // `products` of each tile of scores call `some`.
+  Ahead(const Attention& a, int64_t next, int64_t products,
+        std::initializer_list<const Tensor4*> of_queries,
+        std::initializer_list<const Tensor4*> of_keys)
+      : size(a.size) {
+    const int64_t most = std::max(a.queries, a.keys);
+    const int64_t tensors = of_queries.size() + of_keys.size();
+    if (next == NONE || tensors * most * size > MOST_AHEAD) return;
+    const auto add = [&](const Tensor4* t, int64_t rows) {
+      parts[count++] = {t->at(next / a.heads, next % a.heads), t->row, rows};
+    };
+    for (const Tensor4* t : of_queries) add(t, a.queries);
+    for (const Tensor4* t : of_keys) add(t, a.keys);
+    // As many tiles as in causal order: half of them, and those on the diagonal.
+    const int64_t blocks = (a.queries + QUERIES - 1) / QUERIES;
+    step = 1 + (most - 1) / (products * (padded(a.keys) / LANES) * (blocks + 1) / 2);
+    end = most;
+  }
+  void some() {
+    for (const int64_t stop = std::min(at + step, end); at < stop; at++)
+      for (const Part* part = parts; part < parts + count; part++)
+        for (int64_t d = 0; at < part->rows && d < size; d += 64 / sizeof(float))
+          __builtin_prefetch(part->data + at * part->row + d, 0, 1);
+  }
+};
+
 template <class Sigma, bool MASKED>
-void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
+void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
@@ -196,10 +156,11 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   float* output = query + size * QUERIES;    // (QUERIES, pitch)
   float* scores = output + QUERIES * pitch;  // (KEYS, QUERIES)
   float* mask = scores + KEYS * QUERIES;     // (KEYS, QUERIES), if there is a mask
+  Ahead ahead(a, next, 1, {&a.query}, {&a.key, &a.value});
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
-    const Window w = window(a, b, q0, count);
+    const Window w = window(a.starts, a.ends, a.queries, a.keys, b, q0, count);
     if (count < QUERIES) std::fill(query, output, 0.0f);
     transpose(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, QUERIES,
               a.scale);
@@ -211,10 +172,11 @@ void forward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     for (int64_t s0 = first, s1; s0 < w.last; s0 = s1) {
       s1 = std::min(s0 + KEYS, padded(w.last));
       w.each(s0, s1, [&](int64_t s, int64_t q) {
+        ahead.some();
         small_product(LANES, width - q, size, key + s * pitch, pitch, 1, query + q, QUERIES,
                       scores + (s - s0) * QUERIES + q, QUERIES, false);
       });
-      if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
+      if (MASKED) mask_tile(a.mask, a.keys, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
         Vec most = load(top + q);
         const int64_t stop = w.stop(q, s0, s1);
@@ -285,7 +247,7 @@ inline const float* row_of(
 
 // Decoding: too few queries to fill a tile. Keys are read where they are.
 template <class Sigma>
-void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
+void forward_few(const Attention& a, int64_t b, int64_t h, int64_t, float* scratch) {
   const int64_t size = a.size, length = padded(a.keys);
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
@@ -342,8 +304,24 @@ void forward_few(const Attention& a, int64_t b, int64_t h, float* scratch) {
   }
 }
 
+// What the gradients of the parameters are added up from, by a head of a sentence.
+struct Backward : Attention {
+  double *tables, *sinks;  // (batch, heads, COLUMNS), (batch, heads)
+};
+
+// out (rows, columns): the sums of parts (count, row), in which the rows take turns.
+void add_up(
+    const double* parts, int64_t count, int64_t row, int64_t rows, int64_t columns, float* out) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) {
+      double sum = 0;
+      for (int64_t i = r; i < count; i += rows) sum += parts[i * row + c];
+      out[r * columns + c] = static_cast<float>(sum);
+    }
+}
+
 template <class Sigma, bool MASKED>
-void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
+void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
@@ -362,10 +340,12 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
   float* probs = scores + keys * QUERIES;              // (keys, QUERIES)
   float* grad_probs = probs + keys * QUERIES;          // (keys, QUERIES)
   float* mask = grad_probs + keys * QUERIES;           // (FEW_KEYS, QUERIES), if there is a mask
+  Ahead ahead(a, next, 4, {&a.query, &a.grad_output, &a.grad_query},
+              {&a.key, &a.value, &a.grad_key, &a.grad_value});
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
-    const Window w = window(a, b, q0, count);
+    const Window w = window(a.starts, a.ends, a.queries, a.keys, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
     if (first >= last) std::fill(grad_query, query_t, 0.0f);
     if (count < QUERIES || size < pitch) std::fill(query, scores, 0.0f);
@@ -385,14 +365,16 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
       s1 = std::min(s0 + FEW_KEYS, last);
       w.each(s0, s1, [&](int64_t s, int64_t q) {
+        ahead.some();
         small_product(LANES, width - q, size, key + s * pitch, pitch, 1, query_t + q, QUERIES,
                       scores + s * QUERIES + q, QUERIES, false);
       });
       w.each(s0, s1, [&](int64_t s, int64_t q) {
+        ahead.some();
         small_product(LANES, width - q, size, value + s * pitch, pitch, 1, grad_output_t + q,
                       QUERIES, grad_probs + s * QUERIES + q, QUERIES, false);
       });
-      if (MASKED) mask_tile(a, b, h, q0, count, s0, s1, mask);
+      if (MASKED) mask_tile(a.mask, a.keys, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec top = load(tops + q), inverse = load(inverses + q);
         Vec mean{};
@@ -415,7 +397,7 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
     }
     if (a.grad_sink)  // its own value is zero, so that the mean is all that its gradient has
       for (int64_t q = 0; q < count; q++)
-        a.grad_sink[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
+        a.sinks[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
       s1 = std::min(s0 + FEW_KEYS, last);
       Sums sums;
@@ -430,12 +412,14 @@ void backward_head(const Attention& a, int64_t b, int64_t h, float* scratch) {
         }
         for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
-      if (a.grad_table) sigma.add(sums, a.grad_table + bh * COLUMNS);
+      sigma.add(sums, a.tables + bh * COLUMNS);
       w.each(s0, s1, [&](int64_t s, int64_t q) {
+        ahead.some();
         small_product(LANES, pitch, width - q, probs + s * QUERIES + q, QUERIES, 1,
                       grad_output + q * pitch, pitch, grad_value.data + s * pitch, pitch, true);
       });
       w.each(s0, s1, [&](int64_t s, int64_t q) {
+        ahead.some();
         small_product(LANES, pitch, width - q, scores + s * QUERIES + q, QUERIES, 1,
                       query + q * pitch, pitch, grad_key.data + s * pitch, pitch, true);
       });
@@ -455,20 +439,21 @@ int64_t backward_scratch(const Attention& a) {
   return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + 3 * keys + tile) * QUERIES;
 }
 
-// A thread takes the next few heads when it is free: sentences differ in length, and processors may
-// have other work. What is formed of a head is the same in any thread.
-template <class Head>
-void every_head(const Attention& a, int64_t scratch_size, Head head) {
+// A thread takes the next head when it is free: sentences differ in length, and processors may have
+// other work. What is formed of a head is the same in any thread.
+template <class Kind, class Head>
+void every_head(const Kind& a, int64_t scratch_size, Head head) {
   const int64_t heads = a.batch * a.heads, threads = std::min(a.threads, heads);
-  const int64_t few = std::max<int64_t>(1, heads / (32 * threads));
   // Not in the threads, where running out of memory would end the process.
   const Buffer scratch(threads * padded(scratch_size));
-  std::atomic<int64_t> next = 0;
+  std::atomic<int64_t> first = 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int64_t i = 0; i < threads; i++)
-    for (int64_t j0; (j0 = next.fetch_add(few)) < heads;)
-      for (int64_t j = j0; j < std::min(j0 + few, heads); j++)
-        head(a, j / a.heads, j % a.heads, scratch + i * padded(scratch_size));
+    for (int64_t j = first++, next; j < heads; j = next) {
+      next = first++;
+      head(a, j / a.heads, j % a.heads, next < heads ? next : NONE,
+           scratch + i * padded(scratch_size));
+    }
 }
 
 }  // namespace
@@ -504,63 +489,18 @@ extern "C" int attention_forward(const Attention* attention) {
 }
 
 extern "C" int attention_backward(const Attention* attention) {
-  const Attention& a = *attention;
   return guarded([&] {
+    Backward a{*attention};
+    const int64_t heads = a.batch * a.heads;
+    std::vector<double> tables(heads * COLUMNS), sinks(heads);
+    a.tables = tables.data(), a.sinks = sinks.data();
     with_modulator(a.columns, [&](auto* kind) {
       using Sigma = std::remove_pointer_t<decltype(kind)>;
       every_head(a, backward_scratch(a),
                  a.mask.data ? backward_head<Sigma, true> : backward_head<Sigma, false>);
     });
+    if (a.grad_table)
+      add_up(a.tables, heads, COLUMNS, a.table_row ? a.heads : 1, a.columns, a.grad_table);
+    if (a.grad_sink) add_up(a.sinks, heads, 1, a.heads, 1, a.grad_sink);
   });
-}
-
-namespace {
-
-// The keys that a row of a mask allows, start <= s < end; false if they are not in a row, or if a
-// float both allows and is not 0.
-bool read_row(
-    const Mask& mask, int64_t row, int64_t keys, uint8_t* allowed, int32_t* start, int32_t* end) {
-  bool odd = false;
-  for (int64_t s = 0; s < keys; s++) {
-    const float x = mask_at(mask, row, s);
-    allowed[s] = x != -INFINITE;
-    odd |= allowed[s] && x != 0;
-  }
-  const uint8_t* stop = allowed + keys;
-  const uint8_t* first = std::find(allowed, const_cast<uint8_t*>(stop), 1);
-  const uint8_t* last = std::find(first, stop, 0);
-  *start = first - allowed, *end = first == stop ? *start : last - allowed;
-  return !odd && std::find(last, stop, 1) == stop;
-}
-
-}  // namespace
-
-// Writes the keys that each query may attend to, starts <= s < ends, both (batch, queries): all, in
-// causal order those up to its own, less what a mask that is the same for all heads excludes. Returns
-// 0, the mask left out, where what it allows is not in a row for each query.
-extern "C" int find_windows(
-    const Mask* mask, int64_t batch, int64_t queries, int64_t keys, int64_t is_causal,
-    int32_t* starts, int32_t* ends) {
-  std::fill_n(starts, batch * queries, 0);
-  for (int64_t i = 0; i < batch * queries; i++)
-    ends[i] = is_causal ? std::min(i % queries + 1, keys) : keys;
-  if (!mask) return 1;
-  const Mask& m = *mask;
-  const int64_t rows = m.strides[2] ? queries : 1, sentences = m.strides[0] ? batch : 1;
-  bool is_window = true;
-  const int done = guarded([&] {
-    std::vector<uint8_t> allowed(keys);
-    std::vector<int32_t> found(2 * rows * sentences);
-    for (int64_t i = 0; i < rows * sentences && is_window; i++)
-      is_window = read_row(m, mask_row(m, i / rows, 0, i % rows), keys, allowed.data(),
-                           &found[2 * i], &found[2 * i + 1]);
-    for (int64_t b = 0; b < batch && is_window; b++)
-      for (int64_t t = 0; t < queries; t++) {
-        const int32_t* row = &found[2 * ((sentences > 1 ? b : 0) * rows + (rows > 1 ? t : 0))];
-        int32_t& start = starts[b * queries + t];
-        int32_t& end = ends[b * queries + t];
-        start = std::max(start, row[0]), end = std::max(start, std::min(end, row[1]));
-      }
-  });
-  return done && is_window;
 }
