@@ -1,6 +1,7 @@
 """Files that are there whole or not at all."""
 
 import contextlib
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from multimax_fairseq.errors import UsageError
 
 def check_place(flag: str, file: Path) -> None:
     """Raise UsageError, before the work that it is for, where a file cannot be written."""
-    if file.is_dir() or not file.parent.is_dir():
-        raise UsageError(f"{flag} '{file}' must be a file in a folder that exists")
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise UsageError(f"{flag} '{file}' must be a file in a folder that can be written to")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import argparse
 import functools
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -235,6 +236,13 @@ def language_model(
     }
 
 
+def log_of(checkpoint: Path, name: str) -> Path:
+    """Where what an evaluation prints is kept: beside the checkpoint, if that can be."""
+    beside = os.access(checkpoint.parent, os.W_OK)
+    folder = checkpoint.parent if beside else Path(tempfile.gettempdir())
+    return folder / f"{checkpoint.stem}.{name}.log"
+
+
 def evaluate(
     checkpoint: Path,
     data: Path,
@@ -248,7 +256,7 @@ def evaluate(
     for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
         if not path.exists():
             raise UsageError(f"{what} '{path}' does not exist: check its path")
-    log = log or checkpoint.with_name(f"{checkpoint.stem}.{subset}.log")
+    log = log or log_of(checkpoint, subset)
     task = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"]
     options = [] if torch.cuda.is_available() and not quantized else ["--cpu"]
     options += ["--quantize", "int8"] if quantized else []
@@ -268,6 +276,21 @@ def write(file: Path, text: str) -> None:
 
 def write_json(file: Path, value: Any) -> None:
     write(file, json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
+    print(f"  {result['signature']}")
+    if "int8" in result:
+        difference = result["int8"] - result["value"]
+        print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
+    if "word_perplexity" in result:
+        print(f"perplexity a word {result['word_perplexity']:.2f} (between spaces, or an end)")
+    if "tokenized_bleu" in result:
+        print(f"chrF {result['chrf']:.2f}")
+        print(f"  {result['chrf_signature']}")
+        print(f"tokenised BLEU {result['tokenized_bleu']:.2f} (Moses tokens)")
+        print(f"  {result['tokenized_signature']}")
 
 
 def main() -> None:
@@ -303,6 +326,12 @@ def main() -> None:
     compat.apply()
     try:
         checkpoint = args.checkpoint
+        if not checkpoint.exists():
+            raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
+        if args.average is None and checkpoint.is_dir():
+            raise UsageError(
+                f"'{checkpoint}' is a folder: give one of its checkpoints, or --average N"
+            )
         if args.json is not None:
             check_place("--json", args.json)
         if args.average is not None:
@@ -315,25 +344,14 @@ def main() -> None:
         score = functools.partial(evaluate, *given, plugin=args.user_dir)
         narrow = {}
         if args.quantize is not None:
-            log = checkpoint.with_name(f"{checkpoint.stem}.{args.subset}.int8.log")
+            log = log_of(checkpoint, f"{args.subset}.int8")
             narrow = {"int8": score(log=log, quantized=True)["value"]}
         result = score() | narrow
+        show(result)
         if args.json is not None:
             write_json(args.json, result)
     except (UsageError, OSError) as error:
         sys.exit(f"evaluate.sh: error: {error}")
-    print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
-    print(f"  {result['signature']}")
-    if "int8" in result:
-        difference = result["int8"] - result["value"]
-        print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
-    if "word_perplexity" in result:
-        print(f"perplexity a word {result['word_perplexity']:.2f} (between spaces, or an end)")
-    if "tokenized_bleu" in result:
-        print(f"chrF {result['chrf']:.2f}")
-        print(f"  {result['chrf_signature']}")
-        print(f"tokenised BLEU {result['tokenized_bleu']:.2f} (Moses tokens)")
-        print(f"  {result['tokenized_signature']}")
 
 
 if __name__ == "__main__":

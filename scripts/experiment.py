@@ -16,7 +16,7 @@ call for each seed. In OUT/ROW/seed-N:
     train.log           all that it printed; checkpoint_best.pt, checkpoint_last.pt: its checkpoints
     evaluate.log        likewise for fairseq-generate or fairseq-eval-lm
     result.json         the figure, and all that it takes to find it again
-    data.sha256         of what data-prep/ made the data from
+    data.sha256         of the data that it reads
 
 OUT/results.jsonl collects the results, OUT/table.md is their table. What is finished is not done
 again; what was stopped goes on where it stopped. The same command may run several times at once, on
@@ -29,6 +29,7 @@ schedule. Without a GPU everything runs on the CPU, in float32.
 import argparse
 import datetime
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -45,7 +46,7 @@ from typing import Any, TextIO
 
 import evaluate
 import torch
-from experiment_plan import ROOT, Run, groups, plan
+from experiment_plan import ROOT, Run, groups, options_of, plan
 from tqdm import tqdm
 
 from multimax_fairseq import compat
@@ -181,12 +182,7 @@ def measured(log: str) -> dict[str, Any]:
     }
 
 
-def made_from(data: Path) -> str:
-    """The checksum of what data-prep/ made the data from; empty for data of another origin."""
-    files = [folder / "prepared.sha256" for folder in (data, data.parent)]
-    return next((file.read_text("utf-8") for file in files if file.is_file()), "")
-
-
+@functools.cache
 def digest(data: Path) -> str:
     """The checksum of all that a run reads of its data."""
     kinds = ("*.bin", "*.idx", "dict.*", "*.reference.*")
@@ -199,27 +195,16 @@ def digest(data: Path) -> str:
     return total.hexdigest()
 
 
-def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
-    """{option: its values}, and under "" what comes before any; the last of several counts."""
-    found: dict[str, tuple[str, ...]] = {}
-    name = ""
-    for word in command:
-        if word.startswith("--"):
-            name, found[word] = word, ()
-        else:
-            found[name] = (*found.get(name, ()), word)
-    return found
-
-
 def finish(run: Run, lock: int) -> None:
     """Train and evaluate, as far as that is not done; leaves result.json."""
     kept, data = run.folder / "command", run.folder / "data.sha256"
+    found = digest(run.data)
     other = None
     # In whatever order: that of a config's keys means nothing.
     before = shlex.split(kept.read_text("utf-8")) if kept.exists() else run.command
     if options_of(before) != options_of(run.command):
         other = "with another command (its file `command`)"
-    elif data.exists() and data.read_text("utf-8") != made_from(run.data):
+    elif data.exists() and data.read_text("utf-8").strip() != found:
         other = f"on other data than '{run.data}' now holds"
     if other:
         raise UsageError(
@@ -229,7 +214,7 @@ def finish(run: Run, lock: int) -> None:
         print(f"Nothing to do: {run.name} is finished.")
         return
     kept.write_text(run.text, encoding="utf-8")
-    data.write_text(made_from(run.data), encoding="utf-8")
+    data.write_text(f"{found}\n", encoding="utf-8")
     if not (run.folder / "trained").exists():
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
@@ -238,8 +223,8 @@ def finish(run: Run, lock: int) -> None:
     result = evaluate.evaluate(best, run.data, log=log, plugin=run.plugin)
     if not run.experiment.startswith("quickstart_"):  # what settings may be chosen by
         log = run.folder / "evaluate.valid.log"
-        found = evaluate.evaluate(best, run.data, "valid", log=log, plugin=run.plugin)
-        result["validation"] = found["value"]
+        valid = evaluate.evaluate(best, run.data, "valid", log=log, plugin=run.plugin)
+        result["validation"] = valid["value"]
     print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
     evaluate.write_json(
@@ -248,7 +233,7 @@ def finish(run: Run, lock: int) -> None:
             **{"experiment": run.experiment, "row": run.row, "seed": run.seed},
             **result,
             **measured(log),
-            "data": digest(run.data),
+            "data": found,
             "command": shlex.join(evaluate.portable(run.command)),
             **signature("sacrebleu"),
         },
@@ -296,6 +281,8 @@ OWN = {
     "--seed": "give --seeds before --",
     "--save-dir": "give --out before --",
     "--no-save": "leave it out, as the checkpoints are what is evaluated",
+    "--log-format": "leave it out, as the log is read",
+    "--log-file": "leave it out, as train.log has it all",
 }
 
 
@@ -374,7 +361,7 @@ def parse(experiment: str) -> argparse.Namespace:
     if not words:
         raise UsageError(f"--rows names none: choose from {', '.join(single | known)}")
     args.rows = list(dict.fromkeys(row for word in words for row in (single | known)[word]))
-    if args.gpus > torch.cuda.device_count():
+    if not 0 <= args.gpus <= torch.cuda.device_count():
         raise UsageError(f"--gpus {args.gpus}: this machine shows {torch.cuda.device_count()}")
     return args
 

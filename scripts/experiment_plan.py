@@ -98,6 +98,19 @@ def options(cfg: DictConfig) -> list[str]:
     return words
 
 
+def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
+    """{option: its values}, and under "" what comes before any; the last of several counts."""
+    found: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for word in command:
+        if word.startswith("--"):
+            name, has_value, value = word.partition("=")
+            found[name] = (value,) if has_value else ()
+        else:
+            found[name] = (*found.get(name, ()), word)
+    return found
+
+
 class Run(NamedTuple):
     experiment: str
     row: str
@@ -132,8 +145,6 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
         cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
     program = evaluate.program("fairseq-train")
     words = [program, str(args.data_bin), *options(cfg), *args.train]
-    # The last of several is the one that counts.
-    updates = int(words[len(words) - words[::-1].index("--max-update")])
-    return Run(
-        args.experiment, row, seed, folder, args.data_bin, cfg.common.user_dir, words, updates
-    )
+    asked = options_of(words)
+    (updates,), (plugin,) = asked["--max-update"], asked["--user-dir"]
+    return Run(args.experiment, row, seed, folder, args.data_bin, plugin, words, int(updates))

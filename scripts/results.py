@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import evaluate
-from experiment import options_of
-from experiment_plan import ROOT, groups, listed
+from experiment_plan import ROOT, groups, listed, options_of
 from methods import METHODS
 from omegaconf import OmegaConf
 from sacrebleu.metrics import BLEU
@@ -137,10 +136,17 @@ def take_in(out: Path) -> None:
     for run, line in results:
         check(run, line, list(known.values()))
     runs = {key(line): run for run, line in results}
+    # What was compared with an earlier run of softmax is compared anew.
+    renewed = {
+        line["seed"]
+        for _, line in results
+        if line["row"] == "softmax" and known.get(key(line), {}).get("date") != line["date"]
+    }
     for run, line in results:
-        if known.get(key(line), {}).get("date") == line["date"] and (
-            "bootstrap" in known[key(line)] or line["row"] == "softmax" or "hypotheses" not in line
-        ):
+        mine = known.get(key(line), {})
+        is_alone = line["row"] == "softmax" or "hypotheses" not in line
+        is_compared = "bootstrap" in mine and line["seed"] not in renewed
+        if mine.get("date") == line["date"] and (is_alone or is_compared):
             continue
         softmax = runs.get(("softmax", line["seed"]))
         if "hypotheses" in line and line["row"] != "softmax" and softmax is not None:

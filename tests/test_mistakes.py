@@ -127,7 +127,7 @@ def test_a_yaml_that_is_misread_is_explained(tmp_path, words, said):
 def test_an_output_that_has_no_folder_is_refused_before_the_work(tmp_path, script, words):
     output = run(tmp_path, "python", ROOT / "scripts" / script, *words, code=1)
     flag, path = words[-2:]
-    assert f"error: {flag} '{path}' must be a file in a folder that exists" in output
+    assert f"error: {flag} '{path}' must be a file in a folder that can be written to" in output
     assert "Traceback" not in output
 
 

@@ -6,7 +6,7 @@ import statistics
 import sys
 
 import pytest
-from commands import ROOT
+from commands import ROOT, run
 from scipy import stats
 
 from multimax_fairseq.errors import UsageError
@@ -148,3 +148,14 @@ def test_what_is_no_experiment_is_refused(results, tmp_path):
     file.write_text(file.read_text().replace("multi30k", "iwslt14"))
     with pytest.raises(UsageError, match="is of iwslt14: only multi30k, speeches are kept"):
         results.take_in(tmp_path)
+
+
+def test_a_table_tells_what_runs_differ_in_and_reads_any_path(results, tmp_path):
+    line = results.lines_of("multi30k")[0]
+    file = tmp_path / "lr=1" / "results.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(line | {"updates": n}) + "\n" for n in (2500, 1000)))
+    tabulate = str(ROOT / "scripts" / "tabulate")
+    table = run(tmp_path, tabulate, str(file))
+    assert "| 1,000, 2,500 |" in table and table.count(f"| {line['parameters']:,} |") == 1
+    assert "scripts/tabulate [LABEL=]RESULTS.jsonl" in run(tmp_path, tabulate, code=2)

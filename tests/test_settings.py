@@ -6,6 +6,7 @@ import pytest
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
+from multimax_fairseq.compat.settings import _check as check_flags
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
     DENSITY_AT,
@@ -223,3 +224,11 @@ def test_what_an_architecture_sets_is_nobodys_mistake(build):
     build(name, *SOFTMAX, "--multimax-order", "2")
     with pytest.raises(UsageError, match="--multimax-terms low belongs to multimax attention"):
         build(name, *SOFTMAX, "--multimax-terms", "low")
+
+
+def test_scalars_that_are_held_to_the_last_update_are_told_of(caplog):
+    for updates, told in ((533, True), (534, False), (0, False)):
+        caplog.clear()
+        settings = {"scalar_freeze_updates": 533, "max_update": updates}
+        check_flags({name: (f"--{name}", value) for name, value in settings.items()})
+        assert ("533 holds the learned scalars as they start" in caplog.text) == told

@@ -4,6 +4,7 @@ import argparse
 import ast
 import difflib
 import importlib.util
+import logging
 import math
 import os
 import sys
@@ -16,6 +17,7 @@ from multimax_fairseq.compat.commands import resolve
 from multimax_fairseq.compat.patch import command, wrap
 from multimax_fairseq.errors import UsageError
 
+logger = logging.getLogger(__name__)
 EVAL_LM, VALIDATE = "fairseq-eval-lm", "fairseq-validate"
 
 
@@ -128,6 +130,12 @@ def _check_training(given):
         raise UsageError(
             f"--lr-scheduler {scheduler} needs --total-num-update above 0, at which the learning "
             f"rate has decayed, got {updates}"
+        )
+    (flag, frozen), updates = given("scalar_freeze_updates"), given("max_update")[1]
+    if isinstance(frozen, int) and isinstance(updates, int) and 0 < updates <= frozen:
+        logger.warning(
+            f"{flag} {frozen} holds the learned scalars as they start to the last of {updates} "
+            "updates: give a lower number to train them"
         )
     flag, metric = given("best_checkpoint_metric")
     if metric == "bleu" and given("eval_bleu", True)[1] is False:
