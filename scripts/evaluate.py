@@ -326,14 +326,14 @@ def main() -> None:
     compat.apply()
     try:
         checkpoint = args.checkpoint
+        if args.json is not None:
+            check_place("--json", args.json)
         if not checkpoint.exists():
             raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
         if args.average is None and checkpoint.is_dir():
             raise UsageError(
                 f"'{checkpoint}' is a folder: give one of its checkpoints, or --average N"
             )
-        if args.json is not None:
-            check_place("--json", args.json)
         if args.average is not None:
             if args.average < 1:
                 raise UsageError(f"--average {args.average} must be at least 1")

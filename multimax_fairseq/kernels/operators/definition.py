@@ -148,10 +148,10 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return found
         sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
         given = [i for i, t in enumerate(found) if t is not None]
         parts = _Once.apply(len(sources), *sources, *(found[i] for i in given))
