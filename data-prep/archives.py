@@ -20,7 +20,6 @@ from typing import BinaryIO, NamedTuple
 from urllib.error import HTTPError, URLError
 
 from steps import alone, fail, say, warn
-from tqdm import tqdm
 
 LABELS = {"md5": "MD5", "sha256": "SHA-256"}
 BLOCK = 1 << 18
@@ -153,6 +152,8 @@ def download(urls: Iterable[str], target: Path, checksum: str, size: int | None 
 
 def transfer(url: str, part: Path) -> None:
     """Appends what `part` lacks; writes it anew where the host cannot do that."""
+    from tqdm import tqdm
+
     have = part.stat().st_size if part.exists() else 0
     headers = {
         # Some hosts turn away what does not look like a browser.

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prepares the two data sets of scripts/quickstart.sh: Spanish-English, and speeches in English.
 
     python data-prep/demo.py --out DIR [--only translation|lm]
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from archives import check, readable, split_checksum
-from steps import SPLITS, decode, fail, run, say, step, write
+from steps import SPLITS, check_free, decode, fail, out_folder, run, say, step, write
 from subwords import binarize, sentencepieces
 
 
@@ -238,6 +237,7 @@ PREPARE: dict[str, Callable[[Path, Path], None]] = {
 
 
 def make(what: str, given: str | None, out: Path) -> None:
+    check_free(out / what)
     source = SOURCES[what]
     if given is None:
         archive, checksum = fetch(source, out / "archives"), source.checksum
@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=out_folder, required=True, metavar="DIR")
     parser.add_argument("--only", choices=SOURCES, help="this data set; default: both")
     for what in SOURCES:
         parser.add_argument(f"--archive-{what}", metavar="FILE")

@@ -2,6 +2,7 @@
 Moses tokens, joint merges, counts, and fairseq's binary form."""
 
 import functools
+import io
 import json
 import multiprocessing
 import multiprocessing.pool
@@ -9,13 +10,14 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Collection, Iterable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from archives import differing_counts, read_tar
 from steps import SPLITS, decode, fail, read, say, warn, write
 from subwords import binarize
-from tqdm import tqdm
 
 LANGUAGES = ("de", "en")
 WORKERS = min(8, os.cpu_count() or 1)
@@ -121,6 +123,8 @@ def segment(codes: Path, line: str) -> str:
 def mapped(
     pool: multiprocessing.pool.Pool, function: Callable[[str], str], lines: list[str], what: str
 ) -> list[str]:
+    from tqdm import tqdm
+
     results = pool.imap(function, lines, chunksize=500)
     return list(tqdm(results, total=len(lines), desc=what, unit=" lines", disable=None))
 
@@ -147,7 +151,8 @@ def moses_bpe(pool: multiprocessing.pool.Pool, folder: Path, size: int) -> None:
         for language in LANGUAGES
     }
     codes = folder / "codes"
-    with codes.open("w", encoding="utf-8", newline="\n") as file:
+    shown = sys.stderr if sys.stderr.isatty() else io.StringIO()  # a log needs no progress bar
+    with codes.open("w", encoding="utf-8", newline="\n") as file, redirect_stderr(shown):
         try:
             learn_bpe(text["train.{}.de"] + text["train.{}.en"], file, size)
         except ValueError:  # no word has two letters

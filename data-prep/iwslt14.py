@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prepares IWSLT 2014 German-English, pair by pair as fairseq's published recipe does.
 
     data-prep/iwslt14.sh [--archive FILE] [--out DIR] [--tokenization moses-bpe|sentencepiece]
@@ -26,7 +25,7 @@ from pathlib import Path
 import iwslt
 from archives import Archive, Official, obtain
 from iwslt import LANGUAGES, Sides
-from steps import SPLITS, Options, run, say, step
+from steps import SPLITS, Options, check_free, fail, out_folder, run, say, step
 from subwords import sentencepieces
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +57,7 @@ EVALUATION = {
     "moses-bpe": iwslt.MOSES_BPE,
     "sentencepiece": {"remove_bpe": "sentencepiece", "tokenizer": None, "lowercase": False},
 }
+SUBWORDS = {"moses-bpe": "codes", "sentencepiece": "sentencepiece.model"}  # in text, one of them
 
 
 # --- pairs -------------------------------------------------------------------------------------
@@ -106,6 +106,11 @@ def make_text(archive: Archive, tokenization: str, folder: Path) -> None:
         if tokenization == "moses-bpe":
             tokens = {split: iwslt.moses_tokens(pool, sides, split) for split, sides in raw.items()}
         clean = [i for i, pair in enumerate(zip(*tokens["train"], strict=True)) if is_clean(*pair)]
+        if len(clean) < VALID_EVERY:
+            fail(
+                f"the archive is too small: training pairs of a usable length are {len(clean)}, but"
+                f" {VALID_EVERY} are needed, as every {VALID_EVERY}rd is for validation."
+            )
         chosen = {
             "train": [i for number, i in enumerate(clean, 1) if number % VALID_EVERY],
             "valid": clean[VALID_EVERY - 1 :: VALID_EVERY],
@@ -147,7 +152,7 @@ def main() -> None:
     parser.add_argument("--archive", metavar="FILE", help="a file or an address")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=out_folder,
         metavar="DIR",
         default=ROOT / "data" / "iwslt14",
         help="default data/iwslt14 in the checkout",
@@ -158,7 +163,11 @@ def main() -> None:
     arguments = parser.parse_args()
     out, tokenization = arguments.out, arguments.tokenization
 
+    check_free(out / "text", out / "data-bin")
     archive = obtain(OFFICIAL, arguments.archive, out / "archives")
+    (other,) = EVALUATION.keys() - {tokenization}
+    if (out / "text" / SUBWORDS[other]).exists():
+        say(f"The tokenization changes from {other} to {tokenization}: {out} is made anew.")
     made_from = f"{archive.identity} {tokenization}"
     step(out / "text", made_from, lambda folder: make_text(archive, tokenization, folder))
     step(

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prepares IWSLT 2017 German-English for the experiment of Martins et al. 2020.
 
     data-prep/iwslt17.sh [--archive FOLDER|FILE] [--out DIR]
@@ -34,7 +33,7 @@ from pathlib import Path
 import iwslt
 from archives import Archive, Official, obtain
 from iwslt import LANGUAGES, Sides
-from steps import SPLITS, Options, fail, read, run, say, step, write
+from steps import SPLITS, Options, check_free, fail, out_folder, read, run, say, step, write
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "https://raw.githubusercontent.com/hlt-mt/WIT3/master/archive"  # of who made the archives
@@ -152,7 +151,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=out_folder,
         metavar="DIR",
         default=ROOT / "data" / "iwslt17",
         help="default data/iwslt17 in the checkout",
@@ -160,6 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     out, given = arguments.out, arguments.archive
 
+    check_free(out / "text", out / "data-bin")
     if given and "://" not in given and not Path(given).is_dir():
         archives = [obtain(OFFICIAL[0], given, out / "archives")]
     else:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prepares Multi30k German-English as README prepares a corpus: raw text, 6,000 joint pieces.
 
     data-prep/multi30k.sh --archive DIR [--out DIR]
@@ -19,7 +18,20 @@ import shutil
 from pathlib import Path
 
 from archives import Bounded, readable
-from steps import MARK, SPLITS, Options, decode, fail, run, say, step, write
+from steps import (
+    MARK,
+    SPLITS,
+    Options,
+    check_free,
+    decode,
+    fail,
+    lacking,
+    out_folder,
+    run,
+    say,
+    step,
+    write,
+)
 from subwords import binarize, sentencepieces
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,15 +81,16 @@ def main() -> None:
     parser.add_argument("--archive", type=Path, metavar="DIR", help="needed the first time")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=out_folder,
         metavar="DIR",
         default=ROOT / "data" / "multi30k",
         help="default data/multi30k in the checkout",
     )
     arguments = parser.parse_args()
     out = arguments.out
+    check_free(out / "text", out / "data-bin")
     if arguments.archive is None:
-        if not (out / "data-bin" / MARK).is_file():
+        if not (out / "data-bin" / MARK).is_file() or lacking(out / "data-bin"):
             fail("--archive is missing: give Multi30k's folder data/task1/raw; see --help.")
         say(f"Nothing to do: {out / 'data-bin'} is prepared.")
         return

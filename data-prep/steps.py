@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import NoReturn
 
 SPLITS = ("train", "valid", "test")
-MARK = "prepared.sha256"  # in a finished folder: the checksum of all that it was made from
+# In a finished folder: the checksum of all that it was made from, then a line "SIZE NAME" a file.
+MARK = "prepared.sha256"
 SHARED = ("steps.py", "archives.py", "subwords.py", "iwslt.py")  # what the scripts rest on
 
 
 # --- messages -----------------------------------------------------------------------------------
+
+
+def program() -> str:
+    """The script as a user calls it: by its .sh, where it has one."""
+    name = Path(sys.argv[0]).name
+    shell = Path(__file__).with_name(name).with_suffix(".sh")
+    return shell.name if shell.exists() else name
 
 
 def say(message: str) -> None:
@@ -27,11 +35,11 @@ def say(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    print(f"{Path(sys.argv[0]).name}: warning: {message}", file=sys.stderr, flush=True)
+    print(f"{program()}: warning: {message}", file=sys.stderr, flush=True)
 
 
 def fail(message: str) -> NoReturn:
-    sys.exit(f"{Path(sys.argv[0]).name}: {message}")
+    sys.exit(f"{program()}: {message}")
 
 
 class Options(argparse.ArgumentParser):
@@ -41,6 +49,13 @@ class Options(argparse.ArgumentParser):
         fail(f"{message}; see --help.")
 
 
+def out_folder(name: str) -> Path:
+    """What --out names, if fairseq can read from there."""
+    if ":" in (path := str(Path(name).resolve())):
+        fail(f"--out '{path}' has a ':', where fairseq would split it: name another folder.")
+    return Path(name)
+
+
 def run(main: Callable[[], None]) -> None:
     """What a user or the machine can cause ends without a traceback."""
     try:
@@ -48,6 +63,8 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("\nStopped; the same command goes on from here.", file=sys.stderr)
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        fail(f"this Python has no package {error.name}: run scripts/setup.sh, and use its .venv.")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         fail(f"{where}{error.strerror or error}; run this again once that is mended.")
@@ -73,6 +90,29 @@ def alone(final: Path) -> Iterator[None]:
         yield
 
 
+def is_free(final: Path) -> bool:
+    """Whether `final` may be made: it is not there, is empty, or was made by these scripts."""
+    if not final.exists() or (final / MARK).is_file():
+        return True
+    return final.is_dir() and not any(final.iterdir())
+
+
+def check_free(*folders: Path) -> None:
+    for final in folders:
+        if not is_free(final):
+            fail(f"{final} was not made by this script: move it, or choose another --out.")
+
+
+def lacking(folder: Path) -> str | None:
+    """A file that a finished folder no longer has as it was made, if there is one."""
+    for line in (folder / MARK).read_text().splitlines()[1:]:  # an older mark has none
+        size, _, name = line.partition(" ")
+        file = folder / name
+        if not file.is_file() or str(file.stat().st_size) != size:
+            return name
+    return None
+
+
 def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
     """Has `make` fill a folder aside, which becomes `final` once it is complete; not done again
     unless `made_from` or the code has changed."""
@@ -81,25 +121,32 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
     code = b"".join(file.read_bytes() for file in files)
     mark = hashlib.sha256(made_from.encode() + code).hexdigest()
     with alone(final):
-        if (final / MARK).is_file() and (final / MARK).read_text().strip() == mark:
-            say(f"Nothing to do: {final} is prepared.")
-            return
+        check_free(final)
+        why = ""
+        if (final / MARK).is_file():
+            if (final / MARK).read_text().partition("\n")[0] != mark:
+                why = " anew, as the archive, an option or the code has changed"
+            elif name := lacking(final):
+                why = f" anew, as {name} in it is missing or has another size"
+            else:
+                say(f"Nothing to do: {final} is prepared.")
+                return
+        say(f"Preparing {final}{why}")
         aside = final.with_name(f"{final.name}.part")
         if aside.exists():
             shutil.rmtree(aside)
         if final.exists():
-            if not (final / MARK).is_file():
-                fail(f"{final} was not made by this script: move it, or choose another --out.")
             final.rename(aside)  # at once, so that half of it never bears the name of the whole
             shutil.rmtree(aside)
-        say(f"Preparing {final}")
         aside.mkdir()
         try:
             make(aside)
         except SystemExit:  # a refusal: the next run would not get further with what is there
             shutil.rmtree(aside)
             raise
-        (aside / MARK).write_text(f"{mark}\n")
+        files = sorted(file for file in aside.rglob("*") if file.is_file())
+        sizes = "".join(f"{f.stat().st_size} {f.relative_to(aside)}\n" for f in files)
+        (aside / MARK).write_text(f"{mark}\n{sizes}")
         aside.rename(final)
 
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prepares WikiText-103 for language models.
 
     data-prep/wikitext103.sh [--archive FILE] [--out DIR]
@@ -40,7 +39,7 @@ from archives import (
     split_checksum,
     zip_members,
 )
-from steps import SPLITS, Options, copy_text, fail, run, say, step
+from steps import SPLITS, Options, check_free, copy_text, fail, out_folder, run, say, step
 from subwords import binarize
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,7 +192,7 @@ def main() -> None:
     parser.add_argument("--archive", metavar="FILE", help="a file, an address or a folder")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=out_folder,
         metavar="DIR",
         default=ROOT / "data" / "wikitext103",
         help="default data/wikitext103 in the checkout",
@@ -201,6 +200,7 @@ def main() -> None:
     arguments = parser.parse_args()
     out, given = arguments.out, arguments.archive
 
+    check_free(out / "text", out / "data-bin")
     place, stated = split_checksum(given) if given is not None else (None, None)
     if place is not None and Path(place).is_dir():
         if stated:

@@ -83,6 +83,10 @@ def main() -> None:
                 raise UsageError("--last N needs N of at least 1 and one folder")
             files = newest(files[0], args.last)
         check_place("--output", args.output)
+        if folders := [file for file in files if file.is_dir()]:
+            raise UsageError(
+                f"'{folders[0]}' is a folder: add --last N to average its N newest checkpoints"
+            )
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
             raise UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")

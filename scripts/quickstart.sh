@@ -15,10 +15,11 @@
 # already is not done again, and an interrupted run goes on where it stopped.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 out=$root/quickstart
 rows=(multimax)
 archives=()
+updates=
 train=()
 
 fail() {
@@ -33,9 +34,14 @@ while (($#)); do
     --out | --updates | --archive-translation | --archive-lm)
         (($# > 1)) || fail "$1 needs a value."
         case $1 in
-        --out) mkdir -p "$2" && out=$(cd "$2" && pwd) ;;
+        --out)
+            [[ -n $2 ]] || fail "--out needs the name of a folder, not ''."
+            mkdir -p -- "$2" 2>/dev/null && out=$(CDPATH='' cd -- "$2" 2>/dev/null && pwd) ||
+                fail "--out '$2' cannot be made or entered: name another folder."
+            ;;
         --updates)
             [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "--updates needs a positive number, not '$2'."
+            updates=$2
             # As often as in a whole run: four checkpoints and twenty lines of progress.
             train=(--max-update "$2" --
                 --save-interval-updates $((($2 + 3) / 4)) --log-interval $((($2 + 19) / 20)))
@@ -48,34 +54,73 @@ while (($#)); do
     esac
     shift
 done
+[[ $out != *:* ]] ||
+    fail "--out '$out' has a ':', where fairseq would split it: name another folder."
 
 trap 'printf "\nStopped; the same command goes on from here.\n" >&2; exit 130' INT
 source "$root/scripts/environment.sh"
-trap 'exit 130' INT # what follows says it itself
 # Two models at a time, one thread each: models this small gain a tenth by a second thread, and threads
 # that wait for each other lose far more as soon as something else runs. Nor do they need a GPU.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
 
+# train_rows WHAT ROWS [OPTION...]: the options are fairseq-train's, more than those of --updates
+train_rows() {
+    python "$root/scripts/experiment.py" "quickstart_$1" --rows "$2" \
+        --data-bin "$out/data/$1/data-bin" --out "$out/$1" ${train[@]+"${train[@]}"} "${@:3}"
+}
+
+# signal NAME: to all that the jobs below consist of
+signal() {
+    local job
+    for job in ${jobs[@]+"${jobs[@]}"}; do
+        kill -s "$1" -- "-$job" 2>/dev/null || true
+    done
+}
+
+# Each job is a group of processes, which ends as one: what comes from the terminal, or from whoever
+# ends this script, is handed on to it.
+stop() {
+    trap - INT TERM HUP
+    signal "$1"
+    wait || true
+    exit "$2"
+}
 jobs=()
+trap 'stop INT 130' INT # they say it themselves
+trap 'stop TERM 143' TERM HUP
+trap 'signal STOP; kill -s STOP $$; signal CONT' TSTP
 for what in translation lm; do
+    set -m
     (
-        trap - INT # a shell's background jobs would not hear Ctrl-C
+        trap 'exit 143' TERM
         # Through cat, since progress is told in lines where it does not go to a terminal: the bars
         # of two models would overwrite each other.
         {
+            trap 'exit 143' TERM # in silence
             python "$root/data-prep/demo.py" --only "$what" --out "$out/data" \
                 ${archives[@]+"${archives[@]}"} | sed '/^Next: /d'
-            python "$root/scripts/experiment.py" "quickstart_$what" \
-                --rows "$(IFS=, && echo "${rows[*]}")" --data-bin "$out/data/$what/data-bin" \
-                --out "$out/$what" ${train[@]+"${train[@]}"}
-        } | (trap '' INT && exec cat)
-    ) &
+            if [[ $what == lm && -n $updates ]]; then
+                # A third of the updates as softmax, as in configs/quickstart_lm_multimax.yaml.
+                train_rows lm multimax --scalar-freeze-updates $((updates / 3))
+                ((${#rows[@]} == 1)) || train_rows lm softmax
+            else
+                train_rows "$what" "$(IFS=, && echo "${rows[*]}")"
+            fi
+        } | (trap '' INT TERM HUP && exec cat)
+    ) </dev/null &
     jobs+=($!)
+    set +m
 done
 missing=
 for job in "${jobs[@]}"; do
-    wait "$job" || missing=yes
+    until wait "$job"; do
+        # A signal to this script, Ctrl-Z, ends the waiting too.
+        if (($? > 128)) && kill -0 "$job" 2>/dev/null; then continue; fi
+        wait "$job" || missing=yes
+        break
+    done
 done
+trap - TSTP
 [[ -z $missing ]] || fail "not every model is there, for the reason above; what is there is kept."
 
 python "$root/scripts/quickstart_report.py" "$out" "${rows[@]}"

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prints what scripts/quickstart.sh has made: one table, some translations, and where all of it is.
 
 python scripts/quickstart_report.py OUT NORMALIZER...
@@ -49,7 +48,8 @@ def main() -> None:
     for cells in rows:
         print("| " + " | ".join(map(str.ljust, cells, widths)) + " |")
     print("\n" + "\n".join(dict.fromkeys(notes)))
-    print("A word: between spaces, and each paragraph's end. Tokens/s, Minutes: of training.")
+    print("Words are split at spaces, and each paragraph's end counts as one more.")
+    print("Tokens/s and Minutes are those of training.")
 
     for i in range(min(5, len(references))):
         print(f"\n  {'source':10}{sources[i]}\n  {'reference':10}{references[i]}")

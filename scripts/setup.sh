@@ -13,7 +13,7 @@
 # and one that was interrupted continues.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 source "$root/scripts/locked.sh"
 stamp=$venv/setup.stamp
@@ -155,12 +155,19 @@ printf '%s\n' "$torch" >"$choice"
 quietly "multimax-fairseq (editable)" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
 # Of all processes in this environment, fairseq's commands alone run with what compat/ mends. The
 # processes that a command starts read its script again, which must not start the command again.
+# A first line that names the interpreter may be neither long nor have a space, so sh reads three
+# lines that are a string to Python, as in the scripts that pip writes.
 for script in "$venv"/bin/fairseq-*; do
-    printf '%s\n' "#!$venv/bin/python" "# Written by scripts/setup.sh." "import sys" "" \
+    printf '%s\n' '#!/bin/sh' "'''exec' \"$venv/bin/python\" \"\$0\" \"\$@\"" "' '''" \
+        "# Written by scripts/setup.sh." "import sys" "" \
         "from multimax_fairseq.__main__ import run" "" 'if __name__ == "__main__":' \
         "    sys.exit(run('${script##*/}'))" >"$script"
 done
-quietly "Check" "$venv/bin/python" -c 'import multimax_fairseq, fairseq.models, fairseq.data.token_block_dataset'
+check() {
+    "$venv/bin/python" -c 'import multimax_fairseq, fairseq.models, fairseq.data.token_block_dataset' &&
+        "$venv/bin/fairseq-score" --help
+}
+quietly "Check" check
 
 printf '%s\n' "$wanted" >"$stamp"
 finish "Ready: $venv"

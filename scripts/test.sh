@@ -5,7 +5,7 @@
 # At most two processes of one thread each, so that it suits a small shared machine; more with -n N.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
 cd "$root"
 export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 MKL_NUM_THREADS=1

@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from numpy_transformer import HEADS, LAYERS, NumpyTransformer
 
 from multimax_fairseq.analysis import __main__ as command
 from multimax_fairseq.analysis import collect as collection
+from multimax_fairseq.analysis import parameters
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 
@@ -510,11 +513,16 @@ def told(monkeypatch, capsys, *words):
         ({"checkpoint": "tensor.pt"}, ["tensor.pt"]),
         ({"data": "none"}, ["none", "does not exist", "fairseq-preprocess"]),
         ({"data": "mt-other"}, ["dictionaries", "mt-other", "the data it was trained on"]),
+        ({"checkpoint": "foreign"}, ["foreign", "is a folder, not a file", "check its path"]),
         ({"subset": "dev"}, ["'dev'", "--subset", "valid"]),
+        ({"subset": "/etc"}, ["--subset '/etc' must be a name, such as valid"]),
+        ({"subset": "*"}, ["--subset '*' must be a name, such as valid"]),
         ({"subset": "test"}, ["'test'", "empty", "another --subset"]),
         ({"--max-sentences": "0"}, ["--max-sentences 0", "at least 1"]),
         ({"out": "text.pt/below"}, ["text.pt/below", "--out"]),
         ({"out": "foreign"}, ["foreign", "not a collection", "another --out"]),
+        ({"out": "."}, ["--out '.' holds the current folder: give a folder below it"]),
+        ({"out": ".."}, ["--out '..' holds the current folder"]),
     ],
 )
 def test_mistakes_end_in_one_sentence(
@@ -524,17 +532,19 @@ def test_mistakes_end_in_one_sentence(
     torch.save({"a": torch.zeros(3)}, tmp_path / "tensor.pt")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").write_text("years of work")
-    before = sorted(tmp_path.iterdir())
+    (tmp_path / "here").mkdir()
+    before = sorted(tmp_path.rglob("*"))
     given = {"checkpoint": checkpoint(TRANSLATION), "data": "mt", "subset": "valid", "out": "new"}
     given |= {"--max-sentences": "5", **change}
-    monkeypatch.chdir(tmp_path)
+    # In an empty folder where that is what is given.
+    monkeypatch.chdir(tmp_path / "here" if given["out"].startswith(".") else tmp_path)
     sentence = told(
         *(monkeypatch, capsys, "collect", given["checkpoint"], data / given["data"]),
         *("--subset", given["subset"], "--out", given["out"]),
         *("--max-sentences", given["--max-sentences"]),
     )
     assert all(part in sentence for part in parts), sentence
-    assert sorted(tmp_path.iterdir()) == before  # nothing half-written
+    assert sorted(tmp_path.rglob("*")) == before  # nothing half-written
 
 
 def test_a_folder_that_cannot_be_written_is_named(data, checkpoint, monkeypatch, capsys, tmp_path):
@@ -545,6 +555,56 @@ def test_a_folder_that_cannot_be_written_is_named(data, checkpoint, monkeypatch,
     monkeypatch.setattr(Path, "mkdir", refuse)  # a test may run as root, to whom nothing is locked
     sentence = told(monkeypatch, capsys, "collect", path, data / "mt", *words)
     assert "locked/new" in sentence and "Permission denied" in sentence and "--out" in sentence
+
+
+def test_a_checkpoint_of_several_gpus_is_that_of_one(data, checkpoint, collected, tmp_path):
+    path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
+    state = torch.load(path)
+    state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
+    torch.save(state, tmp_path / "wrapped.pt")
+    found = gather(tmp_path / "out", tmp_path / "wrapped.pt", data=data / "mt")
+    assert_alike(found, collected("multimax"), tolerance=0)
+    wrapped, plain = parameters.read(tmp_path / "wrapped.pt"), parameters.read(path)
+    assert wrapped.keys() == plain.keys() and "encoder layer 1, self-attention" in plain
+    with pytest.raises(ValueError, match="is a folder, not a file"):
+        parameters.read(tmp_path)
+
+
+def test_paths_that_are_no_utf_8(data, checkpoint, monkeypatch, capfd, tmp_path):
+    path, out = (tmp_path / os.fsdecode(name) for name in (b"a\xe9.pt", b"out\xff"))
+    shutil.copy(checkpoint(TRANSLATION), path)
+    words = ["multimax-analyze", "collect", str(path), str(data / "mt"), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    with open(os.dup(1), "w", encoding="utf-8") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        command.main()
+    assert "Collected in" in capfd.readouterr().out
+    signed = json.loads((out / "collection.json").read_text(encoding="utf-8"))
+    (about,) = signed["checkpoints"]
+    assert about["path"].endswith(r"a\xe9.pt") and signed["command"][-1].endswith(r"out\xff")
+
+
+def test_a_signal_leaves_nothing_behind(data, checkpoint, monkeypatch, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(collection, "_pass", lambda *_: signal.raise_signal(signal.SIGTERM))
+    words = ("collect", checkpoint(TRANSLATION), data / "mt", "--out", tmp_path / "new")
+    monkeypatch.setattr(sys, "argv", ["multimax-analyze", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    assert stopped.value.code == 128 + signal.SIGTERM and not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_reader_that_has_seen_enough(checkpoint, monkeypatch):
+    path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
+    monkeypatch.setattr(sys, "argv", ["multimax-analyze", "parameters", str(path)])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as stopped:
+            command.main()
+    assert stopped.value.code == 128 + signal.SIGPIPE  # a number: nothing is printed
 
 
 def test_a_missing_package_is_named_with_the_extra(data, checkpoint, monkeypatch, capsys, tmp_path):
@@ -576,15 +636,18 @@ def test_what_fails_half_way_leaves_the_earlier_collection(data, checkpoint, tmp
     path, backend = checkpoint(TRANSLATION), os.environ.get("MULTIMAX_BACKEND")
     out = gather(tmp_path / "out", path, data=data / "mt", sentences=2)
     (out / "note.txt").write_text("of the first")
+    (out / "figures").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(collection, "_write_json", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             gather(out, path, data=data / "mt", sentences=3)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     assert (out / "note.txt").exists()
-    gather(out, path, data=data / "mt", sentences=3)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-    assert not (out / "note.txt").exists()
+    (tmp_path / "link").symlink_to("out")
+    gather(tmp_path / "link", path, data=data / "mt", sentences=3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "out"]
+    assert (tmp_path / "link").is_symlink() and (out / "figures").is_dir()
+    assert (out / "note.txt").read_text() == "of the first"
     signed = json.loads((out / "collection.json").read_text(encoding="utf-8"))
     assert signed["sentences"] == 3 and os.environ.get("MULTIMAX_BACKEND") == backend
 

@@ -376,7 +376,7 @@ TRAINING = sum(  # what the recipe keeps before it cleans
         (changed(XML, lambda data: data[:45] + b"\xe2\x80"), f"{XML} in .* in line 3:"),
         (
             {path: b"\n" if "train" in path else data for path, data in layout().items()},
-            "too small: no sentence pairs for train and valid",
+            "too small: training pairs of a usable length are 0, but 23",
         ),
     ],
 )
@@ -419,7 +419,7 @@ def test_nearly_official_counts_are_said_and_written_down(
     printed = capsys.readouterr()
     (warning,) = [line for line in printed.err.splitlines() if "warning:" in line]
     assert warning.startswith(
-        "iwslt14.py: warning: train has 9,997 sentence pairs, but 10,000 are expected;"
+        "iwslt14.sh: warning: train has 9,997 sentence pairs, but 10,000 are expected;"
     )
     assert "9,997 train, 454 valid" in printed.out
     assert (tmp_path / "text" / "train.de").read_bytes().count(b"\n") == 9_997

@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 from commands import BIN, ROOT, programs_first
 from corpus import speeches_wheel, stated
+from test_scripts import alive
+
+NORMALIZERS = ("multimax", "softmax")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,8 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cwd: Path) -> None:
-    """Sends a signal to the run and all its children once a file matches `what`."""
+    """Sends a signal once a file matches `what`: SIGKILL to the run and all its children, another,
+    as a terminal does, to the run, which hands it on."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -76,14 +80,14 @@ def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cw
     while not any(out.glob(what)):
         assert process.poll() is None, f"it ended before there was {what}"
         time.sleep(0.02)
-    os.killpg(process.pid, how)
+    for pid in [pid for pid, _ in alive(process.pid)] if how == signal.SIGKILL else [process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, how)
     assert process.wait() != 0
     deadline = time.monotonic() + 20
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.02)
-        pytest.fail("a child goes on by itself")
+    while alive(process.pid):
+        assert time.monotonic() < deadline, "a child goes on by itself"
+        time.sleep(0.02)
 
 
 def test_no_sentence_in_two_splits(demo):
@@ -148,10 +152,13 @@ def test_quickstart(archives, demo, tmp_path):
     counts = [int(row.split("|")[3].replace(",", "")) for row in table[2:]]
     # The multimax twin has 8 scalars more in each of 4 attentions, or in 2 and in the output.
     assert [counts[0] - counts[1], counts[2] - counts[3]] == [8 * 4, 8 * 3]
+    command_of = {n: (out / "lm" / n / "seed-1" / "command").read_text() for n in NORMALIZERS}
+    assert "--scalar-freeze-updates 5" in command_of["multimax"]
+    assert "--scalar-freeze-updates" not in command_of["softmax"]
     assert "BLEU: nrefs:1|" in done.stdout
     references = (out / "data" / "translation" / "test.en").read_text().splitlines()
     assert all(reference in done.stdout for reference in references[:5])
-    for normalizer in ("multimax", "softmax"):
+    for normalizer in NORMALIZERS:
         log = out / "translation" / normalizer / "seed-1" / "evaluate.log"
         rows = re.findall(r"^H-(\d+)\t\S+\t(.*)$", log.read_text(), re.MULTILINE)
         translations = {int(number): translation for number, translation in rows}

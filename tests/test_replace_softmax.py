@@ -647,8 +647,8 @@ def test_refusals():
         replaced(lambda x: x.softmax(-1))(torch.arange(3))
     with pytest.raises(ValueError, match="no attention module in Linear: say by `where`"):
         replace_softmax(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="unknown normalizer 'softermax'"):
-        replace_softmax(two_layers("tensor"), "softermax")
+    for name, why in (("softermax", "unknown normalizer"), ("asentmax", "hidden .*: choose ano")):
+        pytest.raises(ValueError, replace_softmax, two_layers("tensor"), name).match(why)
     model = two_layers("tensor")
     del model[2].num_heads
     with pytest.raises(ValueError, match="num_heads of module '2', got None"):

@@ -1,9 +1,13 @@
 """A fairseq translation model as one of Hugging Face's: what it computes, and what is refused."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 
 from multimax_fairseq.transformers import export, export_translation
@@ -199,17 +203,47 @@ def test_a_parameter_of_one_side_alone(data, checkpoint, tmp_path, monkeypatch):
         export_translation(checkpoint("transformer"), data / "mt", tmp_path / "out")
 
 
-def test_files_that_are_not_as_they_should_be(data, checkpoint, tmp_path):
+def test_files_that_are_not_as_they_should_be(data, checkpoint, tmp_path, monkeypatch):
     file, out = checkpoint("transformer"), tmp_path / "out"
+    (data / "empty").mkdir()
+    (data / "empty" / "empty").symlink_to(".")
+    monkeypatch.chdir(data / "empty")
     (data / "noise.pt").write_bytes(b"noise")
     for wrong, message in (
         ((tmp_path / "no.pt", data / "mt", out), "no.pt' does not exist"),
         ((file, tmp_path / "no", out), "no' does not exist"),
         ((data / "noise.pt", data / "mt", out), "noise.pt"),
         ((file, data / "mt-other", out), "do not fit checkpoint"),
+        ((file, data / "lm", out), r"lm' has no dict\.de\.txt: give the folder"),
+        ((file, data / "mt", file / "below"), "pt' cannot be written to: give `out`"),
+        ((file, data / "mt", Path("empty")), "empty' is the current folder: give a new one"),
         ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
         ((file, data / "mt", data), "exists already: give a new folder"),
     ):
         with pytest.raises(ValueError, match=message):
             export_translation(*wrong)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_an_empty_folder_stays_a_link(data, checkpoint, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    export_translation(checkpoint("transformer"), data / "mt", tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").is_file()
+
+
+def test_words_are_those_of_fairseq(tmp_path):
+    """What a space is, and symbols of the dictionary within words."""
+    words = Dictionary()
+    for word in ("a", "b", ".", "(", ")", "-", "@@"):
+        words.add_symbol(word)
+    export._tokenizer(words).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    spaces = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
+    assert "\x1c" in spaces and len(spaces) > 20
+    texts = ["</s>.", "(<pad>)", "<unk>@@ a", "<s>-", "a</s> b", "</s> <s> <pad> <unk> a", "", "  "]
+    for text in [*texts, *(f"{space}a{space}{space}b" for space in spaces), "a\u200bb"]:
+        expected = words.encode_line(text, add_if_not_exist=False).tolist()
+        assert tokenizer(text).input_ids == expected, text
+    assert tokenizer.decode([4, 5, 2], skip_special_tokens=True) == "a b"

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -262,6 +263,23 @@ def test_an_interrupted_save_is_never_another_models_half(saved, monkeypatch):
         load(saved)
     save(other, saved)
     same(other, load(saved))
+
+
+def test_what_cannot_be_written_leaves_the_model_that_is_there(saved):
+    before = load(saved)
+    other = made(llama)
+    attach(other, init_std=0.5)
+    next(m for m in other.modules() if hasattr(m, "made_with")).made_with["init_std"] = object()
+    with pytest.raises(TypeError, match="object is not JSON"):
+        save(other, saved)
+    same(before, load(saved))
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+    model = made(llama)
+    attach(model, init_std=np.float32(0.5), order=np.int64(1))
+    save(model, tmp_path)
+    same(model, load(tmp_path))
 
 
 def python(code):

@@ -2,8 +2,11 @@
 
 import argparse
 import importlib
+import io
 import logging
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,7 +49,7 @@ def main() -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="the new collection; one that is there is replaced",
+        help="the new collection; one that is there is replaced, other files stay",
     )
     command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
     command.set_defaults(run=collect)
@@ -88,13 +91,23 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     from multimax_fairseq import compat
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of paths that are no UTF-8
+    # What is half written is removed then, as after Ctrl-C.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         text = compat.explain(error) or _explain(error)
         if text is None or compat.wants_traceback():
             raise
         sys.exit(f"multimax-analyze: error: {text}\n(MULTIMAX_TRACEBACK=1 shows where.)")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _explain(error: Exception) -> str | None:

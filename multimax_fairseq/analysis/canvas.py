@@ -19,6 +19,12 @@ MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1))]
 
 
+def plain(text: str) -> str:
+    """Text of data as matplotlib is to be given it: a $ begins no formula, and what begins with an
+    underscore is left out of no legend."""
+    return f"{' ' * text.startswith('_')}{text}".replace("$", r"\$")
+
+
 def style(index: int) -> dict[str, Any]:
     """Colour, marker and line of the index-th of a few series: each alone tells them apart."""
     return {
@@ -110,7 +116,7 @@ class Series:
 def series(collections: list[Collection], all_updates: bool = False) -> list[Series]:
     """The last checkpoint of each collection; of a single one the first too, or all."""
     if len(collections) > 1:
-        return [Series(c.label, c, c.updates()[-1]) for c in collections]
+        return [Series(plain(c.label), c, c.updates()[-1]) for c in collections]
     (found,) = collections
     updates = found.updates()
     if all_updates and len(updates) > 8:

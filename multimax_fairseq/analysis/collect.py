@@ -24,6 +24,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ from fairseq import checkpoint_utils, tasks, utils
 from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq.analysis import COLUMNS
+from multimax_fairseq.analysis import COLUMNS, no_file
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
@@ -47,7 +48,8 @@ from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
 
-SIGNATURE = "collection.json"
+SIGNATURE, EXAMPLE_FILE = "collection.json", "examples.json"
+FILES = {SIGNATURE, EXAMPLE_FILE, *(f"{name}.csv" for name in COLUMNS)}
 EXAMPLES, LONGEST_EXAMPLE = 4, 32
 # A batch's share of memory: a few hundred MB, whatever the lengths and the model.
 TOKENS_AT_ONCE, SCORES_AT_ONCE = 4000, 1 << 22
@@ -71,7 +73,7 @@ def collect(
         data: a folder of fairseq-preprocess.
         subset: the data set in it.
         max_sentences: how many of its sentences, or blocks of text, from the first on.
-        out: the folder; an earlier collection there is replaced.
+        out: the folder; an earlier collection there is replaced, and what else is there stays.
         command: what collection.json is to say of how it was made.
 
     Raises:
@@ -79,11 +81,13 @@ def collect(
     """
     for path in checkpoints:
         if not path.is_file():
-            raise UsageError(f"checkpoint '{path}' does not exist: check its path")
+            raise no_file("checkpoint", path)
     if not data.is_dir():
         raise UsageError(
             f"data folder '{data}' does not exist: give the folder that fairseq-preprocess wrote"
         )
+    if re.search(r"[/*?\[]", subset):
+        raise UsageError(f"--subset '{subset}' must be a name, such as valid or test")
     if max_sentences < 1:
         raise UsageError(f"--max-sentences {max_sentences} must be at least 1")
     with _complete(out) as folder:
@@ -95,6 +99,8 @@ def collect(
             overrides = {"data": str(data), "eval_bleu": False}
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)
             task = task or _task(state, path, data, subset)
+            # A wrapper for several GPUs begins all names with its own.
+            state["model"] = {n.removeprefix("module."): v for n, v in state["model"].items()}
             model, about = _load(state, path, task, data)
             del state
             for other in described:
@@ -106,7 +112,7 @@ def collect(
         for name, columns in COLUMNS.items():
             rows = sorted(tables[name], key=lambda row: row["updates"])
             _write_table(folder / f"{name}.csv", columns.split(), rows)
-        _write_json(folder / "examples.json", examples[max(examples)])
+        _write_json(folder / EXAMPLE_FILE, examples[max(examples)])
         described.sort(key=lambda about: about["updates"])
         signed = {
             "command": command,
@@ -232,7 +238,10 @@ def _pass(
     with bar:
         for batch in _batches(indices, dataset, heads):
             sample = dataset.collater([dataset[i] for i in batch])
-            recorder.run(sample)
+            try:
+                recorder.run(sample)
+            except UsageError as error:
+                raise UsageError(f"checkpoint '{path}': {error}") from error
             tokens += sample["ntokens"]
             bar.update(len(batch))
     seen = {"sentences": len(indices), "tokens": int(tokens), "too_long": len(too_long)}
@@ -296,7 +305,10 @@ def _cell(value: Any) -> Any:
 
 
 def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, ensure_ascii=False) + "\n"
+    # Bytes of a path that are no UTF-8, which no file of text can hold.
+    text = re.sub("[\udc80-\udcff]", lambda found: f"\\\\x{ord(found[0]) & 0xFF:02x}", text)
+    file.write_text(text, encoding="utf-8")
 
 
 # --- the hash of what was read --------------------------------------------------------------------
@@ -323,17 +335,22 @@ def _hash_folder(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _complete(out: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `out` where all went well."""
+    """A folder to write to, which takes the place of `out` where all went well, and what is there
+    beside an earlier collection moves into it."""
+    given, out = out, out.resolve()  # a link stays one
+    if out in (here := Path.cwd().resolve(), *here.parents):
+        raise UsageError(f"--out '{given}' holds the current folder: give a folder below it")
     if out.exists() and not (out / SIGNATURE).is_file() and not _is_empty(out):
         raise UsageError(
-            f"'{out}' is there and is not a collection: give another --out, or remove it"
+            f"'{given}' is there and is not a collection: give another --out, or remove it"
         )
     aside = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         aside.mkdir(parents=True)
     except OSError as error:
         raise UsageError(
-            f"cannot write to '{out}' ({error.strerror}): give --out a folder that you may write to"
+            f"cannot write to '{given}' ({error.strerror}): give --out a folder that you may write "
+            "to"
         ) from None
     try:
         yield aside
@@ -342,10 +359,13 @@ def _complete(out: Path) -> Iterator[Path]:
             out.rename(old)
         try:
             aside.rename(out)
-        except OSError:
-            if old.exists():
+        except BaseException:
+            if old.exists() and not out.exists():
                 old.rename(out)
             raise
+        for entry in list(old.iterdir()) if old.exists() else []:
+            if entry.name not in FILES:
+                entry.rename(out / entry.name)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Reads the folder that `multimax-analyze collect` writes; needs no fairseq and no checkpoint."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ ATTENTIONS = {
     "cross": "cross-attention",
 }
 PLACES = {**ATTENTIONS, "output": "output layer"}
+KEYS = {
+    "heads": ["updates", "place", "layer", "head"],
+    "parameters": ["updates", "place", "layer", "head", "name"],
+}
+RANKS = "[0-9]{1,9}-[0-9]{0,9}"
 TEXT = {"place", "name", "quantity", "bucket"}
 MOST = 10_000  # layers, and heads
 
@@ -91,12 +97,30 @@ def read(folder: Path) -> Collection:
     signed = _json(folder / "collection.json", dict)
     tables = {name: _table(folder / f"{name}.csv", words) for name, words in COLUMNS.items()}
     examples = _json(folder / "examples.json", list)
-    if not all(isinstance(example, dict) for example in examples):
-        raise _damaged(folder / "examples.json", "each example is to be a dict")
+    if not all(_is_example(example) for example in examples):
+        raise _damaged(folder / "examples.json", "each example is to have a source and a target")
+    for name, keys in KEYS.items():
+        if tables[name].duplicated(keys).any():
+            raise _damaged(folder / f"{name}.csv", f"two rows have the same {', '.join(keys)}")
+    if tables["layers"].empty:
+        raise _damaged(folder / "layers.csv", "it has no rows")
     try:
+        for checkpoint in signed.get("checkpoints") or []:
+            if not isinstance(checkpoint.get("settings", {}), dict):
+                raise TypeError("a checkpoint's settings are no dict")
         return Collection(folder, signed, **tables, examples=examples)
     except (AttributeError, TypeError, ValueError) as error:  # where it looks for its label
         raise _damaged(folder / "collection.json", str(error)) from None
+
+
+def _is_example(example: Any) -> bool:
+    return isinstance(example, dict) and all(
+        isinstance(side, dict)
+        and isinstance(side.get("words"), list)
+        and isinstance(side.get("tokens"), list)
+        and all(isinstance(token, str) for token in side["tokens"])
+        for side in (example.get("source"), example.get("target"))
+    )
 
 
 def read_all(folders: list[Path]) -> list[Collection]:
@@ -147,6 +171,10 @@ def _table(file: Path, words: str) -> pd.DataFrame:
         frame = pd.read_csv(file, encoding="utf-8", dtype=dict.fromkeys(TEXT, str))
     except ValueError as error:
         raise _damaged(file, str(error).strip().splitlines()[0]) from None
+    with file.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        if stream.read() != b"\n":
+            raise _damaged(file, "its last line has no end")
     frame = frame.rename(columns={"kind": "place"})  # its name in older collections
     for column in ADDED.get(file.stem, "").split():
         if column not in frame:
@@ -168,6 +196,8 @@ def _table(file: Path, words: str) -> pd.DataFrame:
         raise _damaged(file, "column updates is not finite")
     if "place" in frame and not frame["place"].isin([*PLACES]).all():
         raise _damaged(file, "column place names no attention and no output layer")
+    if "bucket" in frame and not frame["bucket"].str.fullmatch(RANKS, na=False).all():
+        raise _damaged(file, "column bucket names no ranks")
     return frame
 
 

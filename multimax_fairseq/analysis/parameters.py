@@ -6,6 +6,7 @@ from pathlib import Path
 from fairseq import checkpoint_utils
 from torch import Tensor
 
+from multimax_fairseq.analysis import no_file
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.learned_scalars import symbols
 
@@ -22,11 +23,12 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
         UsageError: no such checkpoint, or nothing learned in it.
     """
     if not checkpoint.is_file():
-        raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
+        raise no_file("checkpoint", checkpoint)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["model"]
     found: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
         if learned := symbols(name, value):
+            name = name.removeprefix("module.")  # of a wrapper for several GPUs
             found.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
     if not found:
         raise UsageError(

@@ -1,6 +1,7 @@
 """Watches the forward passes of a model that was trained."""
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -63,6 +64,8 @@ class Recorder:
             self._watch_attention("cross", 0, attention.normalizer, 1)
         else:
             self._watch_layers(model, source is not None)
+        if not _takes_features_only(model):
+            raise _unknown(f"a {type(model).__name__} has no forward for the features only")
         for module in self.places:
             if isinstance(module, Normalizer):
                 module.register_forward_hook(self._on_scores)
@@ -88,6 +91,8 @@ class Recorder:
         for name, place in (("self_attn", side), ("encoder_attn", "cross")):
             attention = getattr(layer, name, None)
             if attention is None:
+                if name == "self_attn":
+                    raise _unknown(f"layer {number + 1} of its {side} has no self-attention")
                 continue
             if type(attention) is SoftmaxMultiheadAttention:
                 try:
@@ -178,6 +183,11 @@ class Recorder:
         if shown is None:
             return
         scores, probs, excluded = shown
+        if (~scores.isfinite() & ~excluded & ~pair.query_padding[:, None, :, None]).any():
+            raise UsageError(
+                f"the scores in layer {number + 1} of {place} attention are not finite, as after a "
+                "training that diverged: give an earlier checkpoint"
+            )
         sums.add(scores, probs, excluded, pair)
         self._show("attention", place, pair, probs)
         self._roll_out(place, pair, sums, probs.mean(1), excluded)
@@ -272,6 +282,12 @@ def _pair(
     words, questions = keys.numbers(key_tokens), keys.questions(key_tokens)[:, None, None]
     same = query_tokens is key_tokens
     return QueriesAndKeys(query_padding, key_padding, offsets, same, words, questions)
+
+
+def _takes_features_only(model: nn.Module) -> bool:
+    arguments = inspect.signature(model.forward).parameters
+    any_name = (argument.kind == argument.VAR_KEYWORD for argument in arguments.values())
+    return "features_only" in arguments or any(any_name)
 
 
 def _unknown(why: str) -> UsageError:

@@ -130,7 +130,8 @@ class AttentionSums:
         width = self.top_offsets.shape[1]
         head = torch.arange(self.size)
         top = metrics.top_offset(probs, offsets)
-        near = (top.abs() <= LARGEST_OFFSET) & ~padding
+        # A query without any weight, as softpick leaves some, looks at no key.
+        near = (top.abs() <= LARGEST_OFFSET) & ~padding & (probs > 0).any(-1)
         index = head[:, None] * width + LARGEST_OFFSET + top
         counts = torch.bincount(index[near], minlength=self.top_offsets.numel())
         self.top_offsets += counts.view_as(self.top_offsets)
@@ -226,29 +227,30 @@ class OutputSums:
         for rows, wanted in zip(features.split(at_once), targets.split(at_once), strict=True):
             unmodulated.clear()
             output = decoder.output_layer(rows[None])
-            probs = decoder.get_normalized_probs((output, None), log_probs=False)[0]
+            log_probs = decoder.get_normalized_probs((output, None), log_probs=True)[0]
             # The adaptive softmax has no logits; up to a constant, the logarithms are some.
-            scores = output[0] if output.shape[-1] == probs.shape[-1] else probs.log()
+            scores = output[0] if output.shape[-1] == log_probs.shape[-1] else log_probs
             if unmodulated:
                 scores = unmodulated[0][0]
-            self._add(scores, probs, wanted, bool(unmodulated))
+            self._add(scores, log_probs, wanted, bool(unmodulated))
         if handle is not None:
             handle.remove()
 
-    def _add(self, scores: Tensor, probs: Tensor, wanted: Tensor, modulated: bool) -> None:
-        chosen = probs.gather(-1, wanted[:, None])[:, 0]
+    def _add(self, scores: Tensor, log_probs: Tensor, wanted: Tensor, modulated: bool) -> None:
+        # The probability of a word may be 0 in float32, where its logarithm is not infinite.
+        chosen, probs = log_probs.gather(-1, wanted[:, None])[:, 0], log_probs.exp()
         found = {
             "entropy": metrics.entropy(probs),
             "sparsity": metrics.sparsity(
                 scores, probs, metrics.mean_score(scores), 1 / probs.shape[-1]
             ),
-            "nll": -chosen.log(),
-            "probability": chosen,
+            "nll": -chosen,
+            "probability": chosen.exp(),
         }
         if modulated:
-            log_probs = scores.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
-            found["nll_without_modulator"] = -log_probs
-            found["probability_without_modulator"] = log_probs.exp()
+            chosen = scores.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+            found["nll_without_modulator"] = -chosen
+            found["probability_without_modulator"] = chosen.exp()
         # Specials come before the words; the end of a sentence is as frequent as any.
         bucket = torch.bucketize(wanted - self.special + 1, self.ranks)
         for number in range(len(self.tokens)):

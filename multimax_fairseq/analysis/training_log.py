@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from multimax_fairseq.analysis import no_file
 from multimax_fairseq.compat.patch import MONITOR
 from multimax_fairseq.errors import UsageError
 
@@ -36,7 +37,7 @@ def read(file: Path) -> TrainingLog:
         UsageError: no such file, or no figures of the monitor in it.
     """
     if not file.is_file():
-        raise UsageError(f"log '{file}' does not exist: check its path")
+        raise no_file("log", file)
     found: dict[tuple[int, str], float] = {}
     for line in _lines(file):
         names = {name.removeprefix(EPOCH): value for name, value in line.items()}

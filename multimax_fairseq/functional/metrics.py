@@ -194,7 +194,8 @@ def relative_positions(query_positions: Tensor, key_positions: Tensor) -> Tensor
 
 
 def top_offset(probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return the relative position of the key with the most weight, (...); the first of equals.
+    """Return the relative position of the key with the most weight, (...); the first of equals,
+    and so the first key's where all weights are 0.
 
     Args:
         probs: (..., queries, keys).

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.backend import is_autocast
+from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 
 # No score of a live model lies this low. One that does is modulated as if it were this, and what it
@@ -61,7 +63,8 @@ def replace_softmax(
     Raises:
         TypeError: an argument of another type; a setting that `Normalizer` does not know.
         ValueError: no such module; one that is changed already, has a `normalizer` or a forward
-            of its own, or lacks `num_heads`; settings out of range. The model is then as before.
+            of its own, or lacks `num_heads`; settings out of range; a mapping that reads hidden
+            states (asentmax). The model is then as before.
         RuntimeError: in forward, when a changed module met no softmax, or met it inside of
             torch.utils.checkpoint, whose second pass would be softmax.
     """
@@ -74,6 +77,11 @@ def replace_softmax(
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
     if not (where is None or callable(where)):
         raise TypeError(f"where must be a function of a name and a module, got {where!r}")
+    if mapping_named(normalizer).hidden:
+        raise UsageError(
+            f"the normalizer {normalizer!r} reads hidden states, which no softmax is given: choose "
+            "another"
+        )
     where = where or _is_innermost_attention
     picked = {name: module for name, module in model.named_modules() if where(name, module)}
     if not picked:

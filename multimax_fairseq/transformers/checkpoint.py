@@ -44,17 +44,17 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"'{folder}' is a file: give a folder")
-    # Removed first and written last, so that an interrupted save is never another model's half.
-    (folder / FILE).unlink(missing_ok=True)
-    model.save_pretrained(folder)
     tensors = {
         f"{name}.{key}": value.detach().contiguous()
         for name, layer in layers.items()
         for key, value in layer.normalizer.state_dict().items()
     }
-    made_with = {name: layer.normalizer.made_with for name, layer in layers.items()}
+    made_with = json.dumps({name: layer.normalizer.made_with for name, layer in layers.items()})
+    # Removed first and written last, so that an interrupted save is never another model's half.
+    (folder / FILE).unlink(missing_ok=True)
+    model.save_pretrained(folder)
     with whole(folder / FILE) as aside:
-        save_file(tensors, aside, {LAYERS: json.dumps(made_with)})
+        save_file(tensors, aside, {LAYERS: made_with})
 
 
 def load(

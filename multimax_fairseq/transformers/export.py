@@ -12,7 +12,7 @@ from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerModel, TransformerModelBase
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
     FSMTConfig,
@@ -60,13 +60,12 @@ def export_translation(
         out: a new folder.
 
     Raises:
-        ValueError: a file or folder is missing, `out` is there already, or the model has what
-            neither class has (another mapping than softmax, learned positions, a recurrent
-            decoder ...), by name.
+        ValueError: a file or folder is missing or does not fit, `out` is there already or cannot
+            be written, or the model has what neither class has (another mapping than softmax,
+            learned positions, a recurrent decoder ...), by name.
     """
-    checkpoint, data_bin, out = Path(checkpoint), Path(data_bin), Path(out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UsageError(f"'{out}' exists already: give a new folder")
+    checkpoint, data_bin, out = Path(checkpoint), Path(data_bin), Path(out).resolve()
+    _check_place(out)
     model, task = _load(checkpoint, data_bin)
     obstacle = _obstacle(model)
     if obstacle:
@@ -86,6 +85,16 @@ def export_translation(
     return theirs
 
 
+def _check_place(out: Path) -> None:
+    if out == Path.cwd().resolve():
+        raise UsageError(f"'{out}' is the current folder: give a new one")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"'{out}' exists already: give a new folder")
+    above = next(folder for folder in out.parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UsageError(f"'{above}' cannot be written to: give `out` a folder that can")
+
+
 def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
     if not checkpoint.is_file():
         raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
@@ -101,7 +110,13 @@ def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
         raise UsageError(
             f"checkpoint '{checkpoint}' is of the task {cfg and cfg._name}: give one of translation"
         )
-    task = tasks.setup_task(cfg, from_checkpoint=True)
+    try:
+        task = tasks.setup_task(cfg, from_checkpoint=True)
+    except FileNotFoundError as error:  # of its dictionaries
+        raise UsageError(
+            f"data folder '{data_bin}' has no {Path(error.filename).name}: give the folder that "
+            "the model was trained on"
+        ) from None
     return build(state, checkpoint, task, data_bin)[0], task
 
 
@@ -255,21 +270,18 @@ def _tokenizer(words: Dictionary) -> PreTrainedTokenizerFast:
     eos, unk = words.eos_word, words.unk_word
     vocabulary = {symbol: index for index, symbol in enumerate(words.symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Where Python's str.split does, as fairseq: at four control characters too.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\x{1c}-\x{1f}]+"), "removed")
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {eos}", special_tokens=[(eos, words.eos())]
     )
-    # Within a word they are no special tokens to fairseq.
-    bos, pad, eos, unk = (
-        AddedToken(word, single_word=True, normalized=False, special=True)
-        for word in (words.bos_word, words.pad_word, eos, unk)
-    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=bos,
-        pad_token=pad,
+        bos_token=words.bos_word,
+        pad_token=words.pad_word,
         eos_token=eos,
         unk_token=unk,
         padding_side="left",  # as fairseq pads sources
+        split_special_tokens=True,  # to fairseq they are words as others, and nothing within one
         clean_up_tokenization_spaces=False,
     )

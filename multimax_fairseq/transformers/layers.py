@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -63,6 +64,8 @@ def attach(
             f"the normalizer {normalizer!r} reads hidden states, which transformers gives no "
             "attention function: choose another"
         )
+    # Numbers of numpy's are none that a file of JSON can hold.
+    settings = {k: v.item() if isinstance(v, np.generic) else v for k, v in settings.items()}
     Normalizer(normalizer, **settings)  # what is out of range is said before anything is changed
     if attached(model):
         raise UsageError(

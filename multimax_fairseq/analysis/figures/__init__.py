@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib
 
+from multimax_fairseq.analysis.canvas import plain
 from multimax_fairseq.analysis.collection import PLACES, Collection
 from multimax_fairseq.analysis.figures import (
     densities,
@@ -41,7 +42,7 @@ def draw(collections: list[Collection]) -> Iterator[Drawn]:
             if figure is None:
                 continue
             title = entry.title if place is None else f"{entry.title}: {PLACES[place]}"
-            heading = title if several else f"{title} ({collections[0].label})"
+            heading = title if several else f"{title} ({plain(collections[0].label)})"
             size = min(12, 110 * figure.get_figwidth() / len(heading))  # a long one still fits
             figure.suptitle(heading[0].upper() + heading[1:], fontsize=size, fontweight="bold")
             name = entry.name if place is None else f"{entry.name}-{place}"

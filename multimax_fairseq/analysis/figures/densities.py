@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from multimax_fairseq.analysis.canvas import COLOURS, grid, legend_below
+from multimax_fairseq.analysis.canvas import COLOURS, grid, legend_below, plain
 from multimax_fairseq.analysis.collection import Collection
 from multimax_fairseq.analysis.figures.catalogue import picture
 
@@ -32,8 +32,9 @@ def source_densities(collection: Collection, place: str) -> Figure | None:
 def draw_densities(example: dict[str, Any], place: str, layers: list[dict[str, Any]]) -> Figure:
     layer, head = most_moving(layers)
     density = layers[layer]
-    keys = example["source"]["tokens"]
-    queries = example["source" if place == "encoder" else "target"]["tokens"]
+    keys = [plain(token) for token in example["source"]["tokens"]]
+    queried = example["source" if place == "encoder" else "target"]["tokens"]
+    queries = [plain(token) for token in queried]
     width, height = INCH_A_TOKEN * len(keys) + 1.6, INCH_A_TOKEN * len(queries) + 1.2
     figure, axes = grid(1, 2, width, height)
     for axis, values, title, label in (

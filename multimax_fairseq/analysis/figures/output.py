@@ -1,5 +1,7 @@
 """The output layer by the frequency of words."""
 
+import math
+
 from matplotlib.figure import Figure
 
 from multimax_fairseq.analysis.canvas import empty, grid, legend_below, series, style
@@ -20,18 +22,27 @@ def output_layer(collections: list[Collection]) -> Figure | None:
     }
     if all(empty(latest(c.output), *quantities) for c in collections):
         return None
+    drawn = series(collections)
+    found = {bucket for entry in drawn for bucket in entry.of("output")["bucket"]}
+    buckets = sorted(found, key=ranks)
     figure, axes = grid(2, 2, 4.2, 2.9)
     for axis, (quantity, label) in zip(axes.flat, quantities.items(), strict=True):
-        for index, entry in enumerate(series(collections)):
+        for index, entry in enumerate(drawn):
             frame = entry.of("output")
-            axis.plot(frame["bucket"], frame[quantity], label=entry.label, **style(index))
+            x = frame["bucket"].map(buckets.index)
+            axis.plot(x, frame[quantity], label=entry.label, **style(index))
             bare = f"{quantity}_without_modulator"
             if bare in frame and frame[bare].notna().any():
                 look = {**style(index), "linestyle": ":", "markerfacecolor": "white"}
-                axis.plot(
-                    frame["bucket"], frame[bare], label=f"{entry.label}, without modulator", **look
-                )
+                axis.plot(x, frame[bare], label=f"{entry.label}, without modulator", **look)
+        axis.set_xticks(range(len(buckets)), buckets)
         axis.set(xlabel="dictionary rank of the right word", ylabel=label)
         axis.tick_params(axis="x", labelsize=8)
     legend_below(figure, columns=3)
     return figure
+
+
+def ranks(bucket: str) -> tuple[int, float]:
+    """The first and the last rank of a bucket: of "51-200", and of "201-", which has no end."""
+    first, _, last = bucket.partition("-")
+    return int(first), int(last) if last else math.inf

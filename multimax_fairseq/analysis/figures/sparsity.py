@@ -14,6 +14,7 @@ from multimax_fairseq.analysis.canvas import (
     legend_below,
     ordered_style,
     places_of,
+    plain,
     style,
 )
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
@@ -48,7 +49,13 @@ def pareto(collections: list[Collection]) -> Figure | None:
                 continue
             if len(collections) > 1:
                 mean = frame.groupby("temperature", dropna=False).mean(numeric_only=True)
-                trade(axis, mean.reset_index(), style(number), collection.label, words=number == 0)
+                trade(
+                    axis,
+                    mean.reset_index(),
+                    style(number),
+                    plain(collection.label),
+                    words=number == 0,
+                )
                 continue
             layers = layers_of(frame)
             for index, layer in enumerate(layers):

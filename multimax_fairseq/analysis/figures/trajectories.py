@@ -12,6 +12,7 @@ from multimax_fairseq.analysis.canvas import (
     layers_of,
     legend_below,
     ordered_style,
+    plain,
     style,
     updates_axis,
     wrapped,
@@ -20,6 +21,7 @@ from multimax_fairseq.analysis.collection import PLACES
 from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.analysis.figures.modulators import IDENTITY, symbol_text
 from multimax_fairseq.analysis.training_log import TrainingLog
+from multimax_fairseq.errors import UsageError
 
 LABELS = {
     "sparsity": "sparsity (0 to 1)",
@@ -52,7 +54,8 @@ def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
         for label, look, line in lines(logs, tables, name):
             every = max(1, len(line) // MARKED)
             axis.plot(line.index, line, label=label, markevery=every, **{**look, "markersize": 3})
-        axis.set_title(symbol_text(name) if name in IDENTITY else LABELS.get(name, name), size=9)
+        title = symbol_text(name) if name in IDENTITY else plain(LABELS.get(name, name))
+        axis.set_title(title, size=9)
         axis.set_ylabel("value")
         updates_axis(axis)
     legend_below(figure, columns=6 if len(logs) == 1 else 3)
@@ -67,7 +70,7 @@ def lines(
         for index, (log, table) in enumerate(zip(logs, tables, strict=True)):
             own = table[table["name"] == name]
             if not own.empty:
-                yield log.label, style(index), own.groupby("updates")["value"].mean()
+                yield plain(log.label), style(index), own.groupby("updates")["value"].mean()
         return
     (table,) = tables
     layers = layers_of(table)
@@ -87,7 +90,7 @@ def draw(logs: list[TrainingLog]) -> Iterator[Drawn]:
         figure = trajectories(logs, place)
         if figure is None:
             continue
-        runs = logs[0].label if len(logs) == 1 else f"{len(logs)} runs"
+        runs = plain(logs[0].label) if len(logs) == 1 else f"{len(logs)} runs"
         title = f"Training, {words}"
         figure.suptitle(f"{title} ({runs})", fontsize=12, fontweight="bold")
         caption = " ".join((trajectories.__doc__ or "").split())
@@ -98,8 +101,14 @@ def plot(logs: list[TrainingLog], out: Path) -> Iterator[str]:
     """Write these figures; yield the name of each once it is there.
 
     Raises:
-        UsageError: the folder cannot be written.
+        UsageError: the folder cannot be written, or there is nothing to draw.
     """
+    drawn = None
     for drawn in draw(logs):
         figures.write(drawn, out)
         yield drawn.name
+    if drawn is None:
+        raise UsageError(
+            f"the figures of '{logs[0].label}' are of no place that --monitor-interval logs "
+            f"({', '.join(PLACES)}): give another log"
+        )

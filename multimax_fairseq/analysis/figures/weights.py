@@ -49,7 +49,7 @@ def probability_panels(
 
 def look_of(collections: list[Collection], entry: Series) -> dict[str, Any]:
     if len(collections) > 1:
-        return style([c.label for c in collections].index(entry.label))
+        return style([c is entry.collection for c in collections].index(True))
     return style([s.updates for s in series(collections)].index(entry.updates))
 
 

@@ -1,0 +1,80 @@
+"""What the analysis sums up, and what it refuses to watch, on models and numbers made for it."""
+
+import math
+from types import SimpleNamespace
+
+import conftest
+import pytest
+import torch
+
+from multimax_fairseq import normalize
+from multimax_fairseq.analysis.recorder import Recorder
+from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
+from multimax_fairseq.analysis.words import WordBoundaries
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.modules import Normalizer
+
+
+@pytest.mark.parametrize(("name", "loss"), [("softmax", 300.0), ("entmax15", math.inf)])
+def test_the_loss_is_infinite_only_where_a_mapping_gives_0(dictionary, name, loss):
+    def probabilities(output, log_probs):
+        if name == "softmax":
+            return output[0].log_softmax(-1) if log_probs else output[0].softmax(-1)
+        probs = normalize(name, output[0])
+        return probs.log() if log_probs else probs
+
+    logits = torch.zeros(2, len(dictionary))
+    logits[:, 5] = 300.0  # exp(-300) is 0 in float32
+    decoder = SimpleNamespace(
+        dictionary=dictionary, output_layer=lambda x: x, get_normalized_probs=probabilities
+    )
+    sums = OutputSums(dictionary)
+    sums.add(decoder, logits, torch.tensor([6, 7]))
+    (row,) = sums.rows()
+    assert row["nll"] == pytest.approx(loss) and row["probability"] == 0
+    assert row["entropy"] == pytest.approx(0, abs=1e-6) and row["tokens"] == 2
+
+
+def test_a_query_without_any_weight_looks_at_no_key():
+    positions = torch.arange(4)
+    offsets = (positions - positions[:, None])[None, None]
+    nothing = torch.zeros(1, 4, dtype=torch.bool)
+    words = positions[None]
+    pair = QueriesAndKeys(nothing, nothing, offsets, True, words, nothing[:, None, None])
+    probs = torch.zeros(1, 2, 4, 4)
+    probs[0, 0, 1, 2] = 0.25
+    sums = AttentionSums(Normalizer("softpick"), 2)
+    sums.add(torch.randn(1, 2, 4, 4), probs, torch.zeros(1, 1, 4, 4, dtype=torch.bool), pair)
+    looking, idle = sums.head_rows()
+    assert looking["offset"] == 1 and sums.top_offsets.sum() == 1
+    assert looking["confidence"] == pytest.approx(0.25 / 3)
+    assert "offset" not in idle and "confidence" not in idle
+
+
+@pytest.mark.parametrize("arch", ["transformer_lm", "transformer_lm_multimax"])
+def test_scores_that_are_not_finite_are_told_with_their_layer(build, dictionary, lm_batch, arch):
+    model = build(arch).eval()
+    with torch.no_grad():
+        model.decoder.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
+    recorder = Recorder(model, None, WordBoundaries(dictionary), set())
+    with pytest.raises(UsageError, match="in layer 2 of decoder attention are not finite.*: give"):
+        recorder.run(lm_batch())
+
+
+@pytest.mark.parametrize(
+    ("arch", "why"),
+    [
+        ("lstm_lm", "layer 1 of its decoder has no self-attention"),
+        ("lightconv_lm", "layer 1 of its decoder has no self-attention"),
+        ("lightconv_iwslt_de_en", "layer 1 of its encoder has no self-attention"),
+        ("transformer_align", "a TransformerAlignModel has no forward for the features only"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(build, task, dictionary, monkeypatch, arch, why):
+    for name in ("dictionary", "output_dictionary"):
+        monkeypatch.setattr(task, name, dictionary, raising=False)
+    if arch != "transformer_align":  # they have no such flags
+        monkeypatch.setattr(conftest, "sizes_of", lambda arch: [])
+    words = WordBoundaries(dictionary)
+    with pytest.raises(UsageError, match=rf"cannot be analysed \({why}\): give one of a transf"):
+        Recorder(build(arch), None if "_lm" in arch else words, words, set())

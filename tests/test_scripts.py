@@ -1,0 +1,250 @@
+"""What the shell scripts do before and beside the work, by copies whose work is a stand-in."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import ROOT, run
+
+EXPERIMENT = r"""import signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print(" ".join(["experiment", *sys.argv[1:]]) + "\n", end="", flush=True)
+if sys.argv[1] in {hangs}:
+    child = subprocess.Popen(["sleep", "60"])
+    open({started!r} + sys.argv[1], "w").close()
+    try:
+        child.wait()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        child.terminate()
+        print(f"ended {{sys.argv[1]}}\n", end="", flush=True)
+"""
+
+
+def program(file, text):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def python(more=""):
+    return f'#!/bin/sh\n{more}exec {shlex.quote(sys.executable)} "$@"\n'
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """checkout(*hangs) -> a checkout whose scripts are the real ones and whose trainings are not:
+    the experiments that are named do not end."""
+
+    def make(*hangs):
+        root = tmp_path / "checkout"
+        shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("*.py"))
+        experiment = EXPERIMENT.format(hangs=hangs, started=f"{tmp_path}/started-")
+        program(root / "scripts" / "experiment.py", experiment)
+        program(root / "scripts" / "quickstart_report.py", "print('report')")
+        program(root / "scripts" / "setup.sh", "#!/bin/sh\necho set up\n")
+        program(root / "data-prep" / "demo.py", "")
+        program(root / "bin" / "fairseq-train", "")
+        # What environment.sh asks of it takes seconds to import, and has a test of its own.
+        program(root / "bin" / "python", python('[ "$1" != -c ] || exit 0\n'))
+        return root
+
+    return make
+
+
+def environment(root, **more):
+    return {**os.environ, "PATH": f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}", **more}
+
+
+def quickstart(root, *options, **more):
+    command = ["bash", "scripts/quickstart.sh", *options]
+    variables = environment(root, **more)
+    return subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True)
+
+
+def experiments(done):
+    """The words of each experiment that was asked for."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("experiment")]
+    return sorted(words)
+
+
+def after(flag, words):
+    return words[words.index(flag) + 1]
+
+
+def test_few_updates_train_the_scalars_for_two_thirds_of_them(checkout):
+    found = experiments(quickstart(checkout(), "--compare", "--updates", "300"))
+    rows = [(words[0], after("--rows", words)) for words in found]
+    translation = ("quickstart_translation", "multimax,softmax")
+    assert rows == [("quickstart_lm", "multimax"), ("quickstart_lm", "softmax"), translation]
+    for words in found:
+        assert after("--max-update", words) == "300"
+        assert "--save-interval-updates" in words[words.index("--") :]
+        assert ("--scalar-freeze-updates" in words) == (words is found[0])
+    assert after("--scalar-freeze-updates", found[0]) == "100"
+
+
+def test_a_whole_run_is_as_the_configs_have_it(checkout):
+    root = checkout()
+    for options, rows in (((), "multimax"), (("--compare",), "multimax,softmax")):
+        lm, translation = experiments(quickstart(root, *options))
+        assert after("--rows", lm) == after("--rows", translation) == rows
+        assert "--" not in lm + translation
+    config = (ROOT / "configs" / "quickstart_lm_multimax.yaml").read_text()
+    updates = re.search("max_update: ([0-9]+)", (ROOT / "configs/quickstart_lm.yaml").read_text())
+    assert f"scalar_freeze_updates: {int(updates[1]) // 3}}}" in config
+
+
+@pytest.mark.parametrize("out", ["", "taken", "taken/deeper", "a:b"])
+def test_a_folder_that_cannot_be_made_ends_the_quickstart(checkout, out):
+    root = checkout()
+    (root / "taken").touch()
+    done = quickstart(root, "--out", out)
+    assert done.returncode == 1 and not done.stdout
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("quickstart.sh: --out ") and f"{out}'" in sentence
+    assert sentence.endswith(" folder.") or "needs the name of a folder" in sentence
+    assert not (root / "quickstart").exists()
+
+
+def alive(session):
+    """The processes of a session."""
+    found = []
+    for folder in os.listdir("/proc"):
+        with contextlib.suppress(ValueError, OSError):
+            if os.getsid(int(folder)) == session:
+                state = open(f"/proc/{folder}/stat").read().rpartition(")")[2].split()[0]
+                if state != "Z":
+                    found.append((int(folder), state))
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="lists processes by /proc")
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]
+)
+def test_a_signal_ends_all_trainings(checkout, tmp_path, number, status):
+    """And Ctrl-Z stops all of them, until the quickstart goes on."""
+    names = ("quickstart_lm", "quickstart_translation")
+    root = checkout(*names)
+    process = subprocess.Popen(
+        ["bash", "scripts/quickstart.sh"],
+        cwd=root,
+        env=environment(root),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Tests that run in a shell's background ignore it, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+    def until(reached):
+        deadline = time.monotonic() + 30
+        while not reached():
+            assert time.monotonic() < deadline and process.poll() is None, alive(process.pid)
+            time.sleep(0.02)
+
+    try:
+        until(lambda: all((tmp_path / f"started-{name}").exists() for name in names))
+        os.kill(process.pid, signal.SIGTSTP)
+        until(lambda: {state for _, state in alive(process.pid)} == {"T"})
+        os.kill(process.pid, signal.SIGCONT)
+        until(lambda: "T" not in {state for _, state in alive(process.pid)})
+        os.kill(process.pid, number)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == status
+        assert {f"ended {name}" for name in names} <= set(out.splitlines()) and not err
+        assert not alive(process.pid)
+    finally:
+        for pid, _ in alive(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_failed_training_is_told(checkout):
+    root = checkout()
+    program(root / "scripts" / "experiment.py", "import sys; sys.exit('lm' in sys.argv[1])")
+    done = quickstart(root)
+    assert done.returncode == 1 and "not every model is there" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["quickstart", "setup", "test", "gpu_check"])
+def test_an_exported_cdpath_changes_nothing(script, tmp_path):
+    """Where cd finds a folder by it, it prints the folder too."""
+    (line,) = re.findall("^root=.*", (ROOT / "scripts" / f"{script}.sh").read_text(), re.MULTILINE)
+    program(tmp_path / "here" / "scripts" / "s.sh", f'{line}\nprintf %s "$root"\n')
+    (tmp_path / "elsewhere" / "scripts").mkdir(parents=True)
+    for path in (tmp_path / "here", tmp_path / "elsewhere", "."):
+        found = subprocess.run(
+            ["bash", "scripts/s.sh"],
+            cwd=tmp_path / "here",
+            env={**os.environ, "CDPATH": str(path)},
+            capture_output=True,
+            text=True,
+        )
+        assert found.stdout == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize("lacks", [None, "pyarrow", "the package", "its own copy"])
+def test_an_environment_has_all_packages_and_this_checkouts(checkout, tmp_path, lacks):
+    root, site = checkout(), tmp_path / "site"
+    names = "entmax fairseq_cli pyarrow sacrebleu sacremoses sentencepiece subword_nmt unearth"
+    for name in names.split():
+        if name != lacks:
+            program(site / f"{name}.py", "")
+    program(root / "multimax_fairseq" / "__init__.py", "")
+    if lacks == "its own copy":
+        program(site / "multimax_fairseq" / "__init__.py", "")
+    elif lacks != "the package":
+        (site / "multimax_fairseq").symlink_to(root / "multimax_fairseq")
+    # Without the packages of the environment that runs this.
+    more = f'export PYTHONPATH={shlex.quote(str(site))}\nset -- -S "$@"\n'
+    program(root / "bin" / "python", python(more))
+    done = subprocess.run(
+        ["bash", "-euc", "source scripts/environment.sh; command -v python"],
+        cwd=root,  # where the package lies, but this is no environment that has it
+        env=environment(root, CDPATH=str(root)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("set up" in done.stdout) == (lacks is not None)
+
+
+@pytest.mark.parametrize("folder", ["a folder", "long" * 60])
+def test_fairseqs_commands_start_wherever_the_checkout_lies(folder, tmp_path):
+    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    (loop,) = re.findall(r'^for script in "\$venv".*?^done$', setup, re.MULTILINE | re.DOTALL)
+    venv = tmp_path / folder / ".venv"
+    program(venv / "bin" / "python", python())
+    program(venv / "bin" / "fairseq-train", "")
+    subprocess.run(["bash", "-euc", loop], env={**os.environ, "venv": str(venv)}, check=True)
+    stand_in = "def run(name):\n    import sys\n    print(name, sys.argv[1:])\n"
+    program(tmp_path / "multimax_fairseq" / "__main__.py", stand_in)
+    program(tmp_path / "multimax_fairseq" / "__init__.py", "")
+    done = subprocess.run(
+        [venv / "bin" / "fairseq-train", "a b", "$c"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "fairseq-train ['a b', '$c']\n"
+
+
+@pytest.mark.parametrize("inputs", [["models"], ["a.pt", "models"]])
+def test_a_folder_to_average_needs_a_number(inputs, tmp_path):
+    (tmp_path / "models").mkdir()
+    words = ("python", ROOT / "scripts" / "average_checkpoints.py", *inputs, "--output", "new.pt")
+    said = run(tmp_path, *words, code=1)
+    error = "average_checkpoints.py: error: 'models' is a folder: add --last N to average its N"
+    assert said == f"{error} newest checkpoints\n"
