@@ -5,6 +5,7 @@ median over the rounds of the ratio within a round: what slows the machine for a
 """
 
 import contextlib
+import ctypes
 import gc
 import logging
 import math
@@ -213,12 +214,22 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
 # --- measurement -------------------------------------------------------------------------------
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep up to 2 GB of what is freed, where that is the C library.
+
+    Else chance decides whose turn it is to give back to the system what all have used, and to wait
+    for pages that the system clears.
+    """
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is not None and set_option(mmap_threshold, 2**30):
+        set_option(trim_threshold, 2**31 - 1)
+
+
 def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any]]:
     """Run all cases, in rounds, and return what there is to know of each."""
     found = []
-    # Once it has freed as large a block, glibc keeps what is freed, as it does in a training. Else
-    # chance decides whose turn it is to wait for pages that the system clears.
-    torch.empty(2**25 - 2**14, dtype=torch.uint8)
+    keep_freed_memory()
     with_peaks = args.memory and (args.device == "cuda" or Path("/proc/self/clear_refs").exists())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         # Built anew for every case, so that the inputs of one are gone before the next.
