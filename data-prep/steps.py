@@ -90,16 +90,11 @@ def alone(final: Path) -> Iterator[None]:
         yield
 
 
-def is_free(final: Path) -> bool:
-    """Whether `final` may be made: it is not there, is empty, or was made by these scripts."""
-    if not final.exists() or (final / MARK).is_file():
-        return True
-    return final.is_dir() and not any(final.iterdir())
-
-
 def check_free(*folders: Path) -> None:
+    """Refuses folders that are neither missing nor empty nor made by these scripts."""
     for final in folders:
-        if not is_free(final):
+        is_empty = final.is_dir() and not any(final.iterdir())
+        if final.exists() and not is_empty and not (final / MARK).is_file():
             fail(f"{final} was not made by this script: move it, or choose another --out.")
 
 

@@ -1,5 +1,7 @@
 """What a user can cause, and is told in one sentence."""
 
+from pathlib import Path
+
 
 class UsageError(ValueError):
     """What the user asked for cannot be done; the message is one sentence with the remedy."""
@@ -9,6 +11,12 @@ class UsageError(ValueError):
 
 class CheckpointError(UsageError):
     """A checkpoint file that is refused, damaged, or not fairseq's."""
+
+
+def no_file(what: str, path: Path) -> UsageError:
+    """What is wrong with a path that names no file."""
+    why = "is a folder, not a file" if path.is_dir() else "does not exist"
+    return UsageError(f"{what} '{path}' {why}: check its path")
 
 
 def first_line(error: BaseException) -> str:

@@ -136,17 +136,12 @@ def take_in(out: Path) -> None:
     for run, line in results:
         check(run, line, list(known.values()))
     runs = {key(line): run for run, line in results}
-    # What was compared with an earlier run of softmax is compared anew.
-    renewed = {
-        line["seed"]
-        for _, line in results
-        if line["row"] == "softmax" and known.get(key(line), {}).get("date") != line["date"]
-    }
+    new = {key(line) for _, line in results if known.get(key(line), {}).get("date") != line["date"]}
     for run, line in results:
-        mine = known.get(key(line), {})
         is_alone = line["row"] == "softmax" or "hypotheses" not in line
-        is_compared = "bootstrap" in mine and line["seed"] not in renewed
-        if mine.get("date") == line["date"] and (is_alone or is_compared):
+        # What was compared with an earlier run of softmax is compared anew.
+        needed = {key(line)} if is_alone else {key(line), ("softmax", line["seed"])}
+        if not needed & new and (is_alone or "bootstrap" in known[key(line)]):
             continue
         softmax = runs.get(("softmax", line["seed"]))
         if "hypotheses" in line and line["row"] != "softmax" and softmax is not None:

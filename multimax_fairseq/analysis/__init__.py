@@ -1,9 +1,5 @@
 """What a trained model has learned, read from its checkpoints."""
 
-from pathlib import Path
-
-from multimax_fairseq.errors import UsageError
-
 # The tables of a collection, one CSV file each: `collect` writes them, and `collection` reads them.
 COLUMNS = {
     "parameters": "updates place layer head name value",
@@ -18,8 +14,3 @@ COLUMNS = {
 }
 # What collections of earlier versions do not have.
 ADDED = {"heads": "support_tokens position_variance mass"}
-
-
-def no_file(what: str, path: Path) -> UsageError:
-    why = "is a folder, not a file" if path.is_dir() else "does not exist"
-    return UsageError(f"{what} '{path}' {why}: check its path")

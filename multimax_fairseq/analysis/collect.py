@@ -36,10 +36,10 @@ from fairseq import checkpoint_utils, tasks, utils
 from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq.analysis import COLUMNS, no_file
+from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.models.learned_scalars import symbols

@@ -6,8 +6,7 @@ from pathlib import Path
 from fairseq import checkpoint_utils
 from torch import Tensor
 
-from multimax_fairseq.analysis import no_file
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.models.learned_scalars import symbols
 
 ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}

@@ -8,9 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from multimax_fairseq.analysis import no_file
 from multimax_fairseq.compat.patch import MONITOR
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, no_file
 
 EPOCH = "train_"  # begins the names in an epoch's own line
 

@@ -12,7 +12,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq.errors import CheckpointError, UsageError
+from multimax_fairseq.errors import CheckpointError, UsageError, no_file
 from multimax_fairseq.files import whole
 from multimax_fairseq.models.config import DEFAULTS, MAPPINGS, PLACES, flag, set_defaults
 from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
@@ -30,7 +30,7 @@ REPRESENTED = {
 def read(path: Path) -> State:
     """Return a checkpoint as fairseq would save it today; UsageError if it is none."""
     if not path.is_file():
-        raise UsageError(f"checkpoint '{path}' does not exist: check its path")
+        raise no_file("checkpoint", path)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
         raise CheckpointError(

@@ -476,23 +476,24 @@ def modulate(scores: Tensor, table: Tensor) -> Tensor:
         scores: any shape; with parameters per head, (..., heads, T, S).
         table: (1 or heads, 8 or 12).
     """
-    return _modulation(scores, table, None)[0]
+    return _modulation(scores, table)
 
 
 def modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `modulate` by its scores and its table, given that by its result."""
-    grad_scores, grad_table = _modulation(scores, table, grad)
+    grad_table = torch.zeros_like(table, memory_format=torch.contiguous_format)
+    grad_scores = _modulation(scores, table, grad.float().contiguous(), grad_table)
     return grad_scores.to(scores.dtype), grad_table
 
 
-def _modulation(scores: Tensor, table: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor]:
+def _modulation(
+    scores: Tensor, table: Tensor, grad: Tensor | None = None, grad_table: Tensor | None = None
+) -> Tensor:
     scores = scores.float().contiguous()
     heads = len(table)
     inner = PIECE if heads == 1 else scores.shape[-1] * scores.shape[-2]
     out = torch.empty_like(scores)
-    pieces = -(-scores.numel() // max(inner, 1))
-    grad_table = scores.new_zeros(pieces, 12, dtype=torch.float64)
-    if pieces > 0:
+    if scores.numel() > 0:
         _call(
             "modulation",
             _Modulation,
@@ -503,11 +504,11 @@ def _modulation(scores: Tensor, table: Tensor, grad: Tensor | None) -> tuple[Ten
             columns=table.shape[1],
             table=table.contiguous(),
             scores=scores,
-            grad=None if grad is None else grad.float().contiguous(),
+            grad=grad,
             out=out,
             grad_table=grad_table,
         )
-    return out, grad_table.view(-1, heads, 12).sum(0)[:, : table.shape[1]].float()
+    return out
 
 
 def tails(table: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.models.loading import build
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
@@ -97,7 +97,7 @@ def _check_place(out: Path) -> None:
 
 def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
     if not checkpoint.is_file():
-        raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
+        raise no_file("checkpoint", checkpoint)
     if not data_bin.is_dir():
         raise UsageError(
             f"data folder '{data_bin}' does not exist: give the folder that fairseq-preprocess "

@@ -309,17 +309,6 @@ struct Backward : Attention {
   double *tables, *sinks;  // (batch, heads, COLUMNS), (batch, heads)
 };
 
-// out (rows, columns): the sums of parts (count, row), in which the rows take turns.
-void add_up(
-    const double* parts, int64_t count, int64_t row, int64_t rows, int64_t columns, float* out) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < columns; c++) {
-      double sum = 0;
-      for (int64_t i = r; i < count; i += rows) sum += parts[i * row + c];
-      out[r * columns + c] = static_cast<float>(sum);
-    }
-}
-
 template <class Sigma, bool MASKED>
 void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);

@@ -112,6 +112,17 @@ void with_modulator(int64_t columns, Function function) {
     function(static_cast<NoModulator*>(nullptr));
 }
 
+// out (rows, columns): the sums of parts (count, row), in which the rows take turns.
+void add_up(
+    const double* parts, int64_t count, int64_t row, int64_t rows, int64_t columns, float* out) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) {
+      double sum = 0;
+      for (int64_t i = r; i < count; i += rows) sum += parts[i * row + c];
+      out[r * columns + c] = static_cast<float>(sum);
+    }
+}
+
 }  // namespace
 
 struct Modulation {
@@ -120,7 +131,7 @@ struct Modulation {
   const float* table;                    // (heads, columns)
   const float *scores, *grad;            // grad is null for the values
   float* out;                            // the modulated scores, or the gradient by scores
-  double* grad_table;                    // (count / inner rounded up, COLUMNS)
+  float* grad_table;                     // (heads, columns), if there is a grad
 };
 
 namespace {
@@ -128,10 +139,10 @@ namespace {
 template <class Sigma>
 void modulate(const Modulation& m) {
   const int64_t pieces = (m.count + m.inner - 1) / m.inner;
+  std::vector<double> tables(m.grad ? pieces * COLUMNS : 0);
 #pragma omp parallel for num_threads(std::min(m.threads, pieces)) schedule(static)
   for (int64_t i = 0; i < pieces; i++) {
     const Sigma sigma(m.table + i % m.heads * m.columns);
-    double grads[COLUMNS] = {};
     constexpr int64_t BLOCK = 64 * LANES;
     const int64_t end = std::min((i + 1) * m.inner, m.count);
     for (int64_t j0 = i * m.inner; j0 < end; j0 += BLOCK) {
@@ -145,19 +156,20 @@ void modulate(const Modulation& m) {
         const Vec out = m.grad ? sigma.backward(x, grad, sums) : sigma.value(x);
         std::memcpy(m.out + j, &out, bytes);
       }
-      if (m.grad) sigma.add(sums, grads);
+      if (m.grad) sigma.add(sums, &tables[i * COLUMNS]);
     }
-    if (m.grad) std::copy_n(grads, COLUMNS, m.grad_table + i * COLUMNS);
   }
+  if (m.grad) add_up(tables.data(), pieces, COLUMNS, m.heads, m.columns, m.grad_table);
 }
 
 }  // namespace
 
 extern "C" int modulation(const Modulation* modulation) {
-  with_modulator(modulation->columns, [&](auto* kind) {
-    modulate<std::remove_pointer_t<decltype(kind)>>(*modulation);
+  return guarded([&] {
+    with_modulator(modulation->columns, [&](auto* kind) {
+      modulate<std::remove_pointer_t<decltype(kind)>>(*modulation);
+    });
   });
-  return 1;
 }
 
 struct Tails {
