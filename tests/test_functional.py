@@ -659,6 +659,25 @@ def test_attention_drops_probabilities_and_needs_a_modulator():
         scaled_dot_product_attention(query, key, value)
 
 
+class Nothing(torch.autograd.Function):
+    """Is 1 to its input, and has no gradient by it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_ones(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_attention_without_a_gradient_of_its_own_has_none_by_its_inputs():
+    query, key, value = (t.float().requires_grad_() for t in attention_inputs())
+    context = scaled_dot_product_attention(query, key, value, modulator=far_modulator())
+    (Nothing.apply(context) + 2 * query.sum()).backward()
+    assert (query.grad == 2).all() and key.grad is None and value.grad is None
+
+
 # --- the room itself ---------------------------------------------------------------------------
 
 

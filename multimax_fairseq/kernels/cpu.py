@@ -46,7 +46,8 @@ class _Mask(ctypes.Structure):
 
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *_fields("batch heads queries keys size threads columns table_row", ctypes.c_int64),
+        *_fields("batch heads queries keys size threads", ctypes.c_int64),
+        *_fields("columns table_row is_causal", ctypes.c_int64),
         *_fields("scale dropout", ctypes.c_float),
         *_fields("seed", ctypes.c_uint64),
         *_fields("starts ends table sink statistics grad_table grad_sink", ctypes.c_void_p),
@@ -96,16 +97,16 @@ class _Tails(ctypes.Structure):
 
 def _call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
     """Call a kernel with a structure of numbers and tensors; None is a null pointer."""
-    filled: dict[str, Any] = {}
+    given = structure()
     for field, value in values.items():
         if isinstance(value, Tensor):
             address = value.data_ptr()
-            filled[field] = (address, value.stride()[:3]) if field in _WITH_STRIDES else address
-        elif value is not None:
-            filled[field] = value
+            value = (address, value.stride()[:3]) if field in _WITH_STRIDES else address
+        if value is not None:
+            setattr(given, field, value)
     kernels = library()
     assert kernels is not None
-    status = int(getattr(kernels, name)(ctypes.byref(structure(**filled))))
+    status = int(getattr(kernels, name)(ctypes.byref(given)))
     if status == 0:
         raise MemoryError(f"{name}: not enough memory for its buffers; give smaller batches")
     return status
@@ -149,22 +150,21 @@ def windows(
         is_causal: query t attends to keys up to t.
 
     Returns:
-        starts and ends, (batch, queries) int32, or None for all keys; whether the mask says more
-        than they do.
+        starts and ends, (batch, queries) int32, or None for all keys that `is_causal` allows;
+        whether the mask says more than they do.
     """
-    said = None if mask is None or mask.shape[1] > 1 else _mask_of(mask)
-    if not is_causal and said is None:
+    if mask is None or mask.shape[1] > 1:
         return None, None, mask is not None
     starts, ends = torch.empty(2, batch, queries, dtype=torch.int32, device="cpu")
     kernels = library()
     assert kernels is not None
     is_whole = kernels.find_windows(
-        None if said is None else ctypes.byref(said),
+        ctypes.byref(_mask_of(mask)),
         *(ctypes.c_int64(n) for n in (batch, queries, keys, is_causal)),
         ctypes.c_void_p(starts.data_ptr()),
         ctypes.c_void_p(ends.data_ptr()),
     )
-    return starts, ends, mask is not None and not (said and is_whole)
+    return starts, ends, not is_whole
 
 
 def attention_forward(
@@ -318,8 +318,9 @@ def _arguments(
     starts, ends, more = windows(batch, queries, keys, mask, is_causal)
     arguments: dict[str, Any] = {"query": _wide(query), "key": _wide(key), "value": _wide(value)}
     arguments |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "size": size}
-    arguments |= {"starts": starts, "ends": ends, "seed": seed, "scale": scale}
-    arguments |= {"dropout": dropout_p, "threads": torch.get_num_threads()}
+    arguments |= {"is_causal": is_causal, "starts": starts, "ends": ends}
+    arguments |= {"scale": scale, "dropout": dropout_p, "seed": seed}
+    arguments["threads"] = torch.get_num_threads()
     if sink is not None:
         arguments["sink"] = sink.contiguous()
     if more and mask is not None:

@@ -14,9 +14,11 @@ struct Tensor4 {  // (batch, heads, length, size), the last dimension dense
 struct Attention {
   int64_t batch, heads, queries, keys, size, threads;
   int64_t columns, table_row;  // of the table, 0 for none; from a head's row to the next
+  int64_t is_causal;           // query t may attend to keys up to t
   float scale, dropout;        // dropout: the probability of dropping
   uint64_t seed;
-  // Query t of sentence b may attend to keys starts[b, t] <= s < ends[b, t]; null: to all.
+  // Query t of sentence b may attend to keys starts[b, t] <= s < ends[b, t], in causal order too;
+  // null: to all that this order allows.
   const int32_t *starts, *ends;
   const float* table;
   const float* sink;   // (heads,), the score of an entry without a key; null for none
@@ -160,7 +162,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float*
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
-    const Window w = window(a.starts, a.ends, a.queries, a.keys, b, q0, count);
+    const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
     if (count < QUERIES) std::fill(query, output, 0.0f);
     transpose(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, QUERIES,
               a.scale);
@@ -253,7 +255,8 @@ void forward_few(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
   const float sink = a.sink_of(h);
   for (int64_t t = 0; t < a.queries; t++) {
     const int64_t at = b * a.queries + t;
-    const int64_t first = a.starts ? a.starts[at] : 0, last = a.ends ? a.ends[at] : a.keys;
+    const int64_t first = a.starts ? a.starts[at] : 0;
+    const int64_t last = a.ends ? a.ends[at] : last_key(t, a.keys, a.is_causal);
     const float* query = a.query.at(b, h) + t * a.query.row;
     float* out = a.output.at(b, h) + t * a.output.row;
     Vec most = all(-INFINITE);
@@ -334,7 +337,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
-    const Window w = window(a.starts, a.ends, a.queries, a.keys, b, q0, count);
+    const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
     if (first >= last) std::fill(grad_query, query_t, 0.0f);
     if (count < QUERIES || size < pitch) std::fill(query, scores, 0.0f);

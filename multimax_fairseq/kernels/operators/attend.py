@@ -195,11 +195,14 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, output, statistics, table, sink, mask, seed)
         ctx.numbers = numbers
         ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)  # those of the statistics, nobody would read
         return output, statistics
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 13
         saved = ctx.saved_tensors  # to be asked for once: checkpointing computes them for it
         grads = attention_backward(grad, *saved, *ctx.numbers)
         by_table = grads[3] if saved[5] is not None else None
