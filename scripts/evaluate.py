@@ -2,7 +2,7 @@
 """Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexity.
 
     scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--json FILE]
-                        [--user-dir DIR]
+                        [--user-dir DIR] [--quantize int8]
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
 papers have it. A translation has at most 1.2 tokens for each of its source, and 10 more, or what
@@ -282,7 +282,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
     print(f"  {result['signature']}")
     if "int8" in result:
-        difference = result["int8"] - result["value"]
+        difference = round(result["int8"] - result["value"], 2) + 0.0  # which -0 is not
         print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
     if "word_perplexity" in result:
         print(f"perplexity a word {result['word_perplexity']:.2f} (between spaces, or an end)")

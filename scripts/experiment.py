@@ -332,7 +332,7 @@ def parse(experiment: str) -> argparse.Namespace:
         "missing",
     )
     parser.add_argument(
-        "--archive", metavar="FILE", help="make --data-bin from it, as data-prep/ does"
+        "--archive", metavar="FILE|DIR", help="make --data-bin from it, as data-prep/ does"
     )
     parser.add_argument(
         "--out",

@@ -339,6 +339,10 @@ def test_plugin_not_loaded(toy, language_model, tmp_path):
     sentence = refused(toy, "fairseq-train", "lm", "--task", "language_modeling", *arch, code=2)
     assert "'transformer_lm_multimax'" in sentence and f"--user-dir {PACKAGE}" in sentence
 
+    words = ("fairseq-generate", "lm", "--path", "x.pt", "--quantize", "int8")
+    sentence = refused(toy, *words, code=2)
+    assert "unrecognized" in sentence and f"--user-dir {PACKAGE}" in sentence
+
     state = torch.load(language_model, weights_only=False)  # our own file
     state["cfg"]["model"]["_name"] = "transformer_lm_multimax"
     torch.save(state, tmp_path / "ours.pt")

@@ -273,8 +273,16 @@ def test_a_head_for_a_softmax_output_layer_has_their_logits(checkpoint, tmp_path
 @pytest.mark.parametrize(
     "arch, flags, parts",
     [
-        (TRANSLATION, "", ["MultiMax in cross-attention", "has softmax there"]),
-        (LM, "--attention-normalizer sparsemax", ["sparsemax in the decoder's self-attention"]),
+        (
+            TRANSLATION,
+            "",
+            ["MultiMax in cross-attention", "there: train with --attention-normalizer-at encoder"],
+        ),
+        (
+            LM,
+            "--attention-normalizer sparsemax",
+            ["sparsemax in the decoder's self-attention", "--attention-normalizer multimax"],
+        ),
         (TRANSLATION, "--attention-normalizer topk --topk 3", ["top-k in the encoder's"]),
         (LM, "--multimax-heads separate", ["--multimax-heads separate cannot be represented"]),
         (LM, "--multimax-monotone", ["--multimax-monotone cannot be represented"]),

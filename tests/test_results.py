@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import statistics
+import subprocess
 import sys
 
 import pytest
@@ -159,3 +161,8 @@ def test_a_table_tells_what_runs_differ_in_and_reads_any_path(results, tmp_path)
     table = run(tmp_path, tabulate, str(file))
     assert "| 1,000, 2,500 |" in table and table.count(f"| {line['parameters']:,} |") == 1
     assert "scripts/tabulate [LABEL=]RESULTS.jsonl" in run(tmp_path, tabulate, code=2)
+    read, write = os.pipe()
+    os.close(read)  # as where `| head` has seen enough
+    ended = subprocess.run([tabulate, file], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -276,6 +276,8 @@ def plain_errors():
                     hint += (
                         ": check their spelling, and that --arch, --task and --criterion know them"
                     )
+                    if "multimax_fairseq.models" not in sys.modules:
+                        hint += f"; those of multimax_fairseq need --user-dir {PACKAGE}"
             if hint:
                 self.exit(2, f"{name}: error: {hint}\n")
             original(self, message)

@@ -185,12 +185,14 @@ def _refuse(state: State, settings: argparse.Namespace) -> None:
     chosen = places(settings)
     for place in checkpoint.attentions(state):
         where = "cross-attention" if place == "cross" else f"the {place}'s self-attention"
-        known = ("softmax",) if place == "cross" else ("softmax", "multimax")
+        known, remedy = ("softmax", "multimax"), "--attention-normalizer multimax"
+        if place == "cross":
+            known, remedy = ("softmax",), "--attention-normalizer-at encoder,decoder"
         if chosen[place] not in known:
             labels = [checkpoint.label_of(name) for name in (chosen[place], *known)]
             raise UsageError(
                 f"{labels[0]} in {where} cannot be represented: the authors' has "
-                f"{' or '.join(labels[1:])} there"
+                f"{' or '.join(labels[1:])} there: train with {remedy}"
             )
     checkpoint.refuse_output(settings)
     checkpoint.refuse_options(settings, _settings(state))

@@ -1,4 +1,4 @@
-"""A mapping of one's own: softmax of scores that a learned factor sharpens."""
+"""A mapping of your own: softmax of scores that a learned factor sharpens (see CONTRIBUTING.md)."""
 
 import torch
 from torch import nn

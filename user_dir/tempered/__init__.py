@@ -1,5 +1,9 @@
-"""Softmax at a learned temperature in the output layer too, and MultiMax of scores that a learned
-temperature divides, so that the modulator need not be one."""
+"""Mappings made of the package's own: softmax at a learned temperature, also for the output layer,
+and MultiMax of scores that a learned temperature divides first.
+
+    fairseq-train DATA --user-dir user_dir/tempered --arch transformer_lm_multimax \
+        --attention-normalizer tempered_multimax --output-normalizer tempered_softmax ...
+"""
 
 from torch import nn
 
