@@ -194,6 +194,7 @@ MASKS = {
     "holes": lambda s, t: (s + t) % 3 > 0,
     "a head": lambda s, t: s < torch.tensor([20, 25])[:, None, None],
     "any windows": lambda s, t: (s >= 97 * t % 64) & (s < 61 * t % len(t)),
+    "fewer and fewer": lambda s, t: s < len(t) - t,
 }
 
 

@@ -61,16 +61,20 @@ const float* dense_rows(
   return scratch;
 }
 
-// The same of rows to add up in, zero at first: where they are to be, or put there at the end.
+// The same of rows to add up in: where they are to be, or put there at the end.
 struct Rows {
   const int64_t rows, size, stride;
   float *const out, *const data;
+  int64_t begun = 0;  // so many rows hold sums, the others nothing yet
   Rows(const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t size, float* scratch)
       : rows(rows), size(size), stride(t.row), out(t.at(b, h)),
-        data(are_dense(t, rows, size) ? out : scratch) {
-    std::fill_n(data, padded(rows) * padded(size), 0.0f);
+        data(are_dense(t, rows, size) ? out : scratch) {}
+  // Has so many rows hold sums: zeros where nothing was added.
+  void begin(int64_t count) {
+    for (; begun < count; begun++) std::fill_n(data + begun * padded(size), padded(size), 0.0f);
   }
-  void put_back() const {
+  void put_back() {
+    begin(padded(rows));
     if (data != out) copy(data, padded(size), rows, size, out, stride);
   }
 };
@@ -321,8 +325,8 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
   const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
   float* rows = scratch + keys * pitch;
   const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
-  const Rows grad_key(a.grad_key, b, h, a.keys, size, rows + keys * pitch);
-  const Rows grad_value(a.grad_value, b, h, a.keys, size, rows + 2 * keys * pitch);
+  Rows grad_key(a.grad_key, b, h, a.keys, size, rows + keys * pitch);
+  Rows grad_value(a.grad_value, b, h, a.keys, size, rows + 2 * keys * pitch);
   float* query = rows + 3 * keys * pitch;              // (QUERIES, pitch), scaled
   float* grad_output = query + QUERIES * pitch;        // (QUERIES, pitch)
   float* grad_query = grad_output + QUERIES * pitch;   // (QUERIES, pitch)
@@ -339,6 +343,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
     const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
+    grad_key.begin(first), grad_value.begin(first);
     if (first >= last) std::fill(grad_query, query_t, 0.0f);
     if (count < QUERIES || size < pitch) std::fill(query, scores, 0.0f);
     const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
@@ -405,20 +410,21 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
         for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
       sigma.add(sums, a.tables + bh * COLUMNS);
-      w.each(s0, s1, [&](int64_t s, int64_t q) {
-        ahead.some();
-        small_product(LANES, pitch, width - q, probs + s * QUERIES + q, QUERIES, 1,
-                      grad_output + q * pitch, pitch, grad_value.data + s * pitch, pitch, true);
-      });
-      w.each(s0, s1, [&](int64_t s, int64_t q) {
-        ahead.some();
-        small_product(LANES, pitch, width - q, scores + s * QUERIES + q, QUERIES, 1,
-                      query + q * pitch, pitch, grad_key.data + s * pitch, pitch, true);
-      });
+      const auto add = [&](const Rows& grad, const float* weights, const float* of_queries) {
+        w.each(s0, s1, [&](int64_t s, int64_t q) {
+          ahead.some();
+          small_product(LANES, pitch, width - q, weights + s * QUERIES + q, QUERIES, 1,
+                        of_queries + q * pitch, pitch, grad.data + s * pitch, pitch,
+                        s < grad.begun);
+        });
+      };
+      add(grad_value, probs, grad_output);
+      add(grad_key, scores, query);
       for (int64_t q = 0; q < width; q += LANES)
         small_product(LANES, pitch, w.stop(q, s0, s1) - s0, scores + s0 * QUERIES + q, 1, QUERIES,
                       key + s0 * pitch, pitch, grad_query + q * pitch, pitch, s0 > first);
     }
+    grad_key.begun = grad_value.begun = std::max(grad_key.begun, last);
     copy(grad_query, pitch, count, size, a.grad_query.at(b, h) + q0 * a.grad_query.row,
          a.grad_query.row, a.scale);
   }

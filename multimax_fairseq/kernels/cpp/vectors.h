@@ -69,22 +69,27 @@ inline double total(Vec v) {
 }
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-// exp for x at or below some 88, within 2 units in the last place; below -87 it is 0.
+// exp for x at or below some 88, within one unit in the last place; below -87 it is 0.
 inline Vec exponential(Vec x) {
   const Vec shift = all(12582912.0f);  // 1.5 * 2^23: rounds to an integer, left in the low bits
   const Vec shifted = x * 1.44269504f + shift;
   const Vec n = shifted - shift;
   Vec r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  Vec y = all(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
+  // The polynomial of this form with the least relative error for |r| <= log(2) / 2.
+  Vec y = all(1.3814539988e-3f);
+  y = y * r + 8.3687451164e-3f;
+  y = y * r + 4.1668390787e-2f;
+  y = y * r + 1.6666520399e-1f;
+  y = y * r + 4.9999993432e-1f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+#ifdef __AVX512F__
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-87.0f), _CMP_NLT_UQ), y, n);
+#else
   const IntVec power = ((IntVec)shifted + 127) << 23;
   return x < all(-87.0f) ? Vec{} : y * (Vec)power;
+#endif
 }
 
 // C (m, n) = A (m, k) B (k, n), or added to C; all row-major.
@@ -107,21 +112,27 @@ inline void end_products() {
   if (use_onednn) at::native::cpublas::brgemm_release(false);
 }
 
-// C (rows, vectors * LANES) = A B, or added to C, which stays in registers.
+// C (rows, vectors * LANES) = A B, or added to C, which stays in registers; k is not 0.
 template <int rows, int vectors>
 inline void product_tile(
     int64_t k, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t ldb,
     float* c, int64_t ldc, bool accumulate) {
   Vec sums[rows][vectors];
+  // Compilers would have the sums in memory before and after the loop over k, were the loops over
+  // them not unrolled first, or could that one have no turn.
+#pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < vectors; v++)
       sums[r][v] = accumulate ? load(c + r * ldc + v * LANES) : Vec{};
-  for (int64_t i = 0; i < k; i++) {
+  int64_t i = 0;
+  do {
     Vec row[vectors];
     for (int v = 0; v < vectors; v++) row[v] = load(b + i * ldb + v * LANES);
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
       for (int v = 0; v < vectors; v++) sums[r][v] += a[r * a_row + i * a_column] * row[v];
-  }
+  } while (++i < k);
+#pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < vectors; v++) store(c + r * ldc + v * LANES, sums[r][v]);
 }
@@ -135,6 +146,10 @@ template <int vectors = WIDE>
 void small_product(
     int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_column,
     const float* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+  if (k == 0) {
+    for (int64_t i = 0; i < m && !accumulate; i++) std::fill_n(c + i * ldc, n, 0.0f);
+    return;
+  }
   constexpr int64_t width = vectors * LANES, rows = 2 * vectors > WIDE ? 4 : 8;
   for (; n >= width; n -= width, b += width, c += width)
     for (int64_t i = 0; i < m; i += rows)
