@@ -35,7 +35,7 @@ def files(names):
 
 # The files that take minutes come first, so that no process is left alone with one of them.
 LONGEST = files(
-    "kernels_triton experiment_runs gpu_check data_prep commands analysis_figures operators models"
+    "experiment_runs commands kernels_triton gpu_check data_prep analysis_figures operators models"
 )
 # What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
 LONG = LONGEST + files(

@@ -8,6 +8,7 @@ start further programs find the stand-ins too. MULTIMAX_TEST_FORKS=0 starts each
 """
 
 import atexit
+import fnmatch
 import importlib
 import json
 import logging
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 REAL = Path(sys.prefix) / "bin"
@@ -42,7 +44,7 @@ os._exit(status[0] if status else 1)
 
 
 def programs():
-    """Return the folder of stand-ins for the environment's programs, after their server started."""
+    """Return the folder of stand-ins for the environment's programs, which a server runs."""
     if os.environ.get("MULTIMAX_TEST_FORKS") == "0" or not hasattr(os, "pidfd_open"):  # Linux
         return REAL
     folder = Path(tempfile.mkdtemp(prefix="forks"))
@@ -56,28 +58,33 @@ def programs():
         )
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    server = subprocess.Popen(
-        [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert server.stdout.readline() == b"ready\n"
+    # Orders wait in it until the server is there, which starts with the first of them.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        number = listener.fileno()
+        # Programs have sys.stdout of the server: of a pipe, it does not seek.
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, __file__, str(number)]
+        server = subprocess.Popen(command, pass_fds=[number], **pipes)
+    atexit.register(server.communicate)  # which ends it
     return folder / "bin"
 
 
 # --- the server -----------------------------------------------------------------------------------
 
 
-def serve(address):
+def serve(listener):
     """Accept orders until whoever started this process is gone."""
-    import_what_programs_need()
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks below
-    print("ready", flush=True)
+    is_ready = False
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if listener not in ready:
             return
+        if not is_ready:
+            import_what_programs_need()
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks below
+            is_ready = True
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -89,6 +96,8 @@ def serve(address):
 def import_what_programs_need():
     # Not fairseq_cli, whose modules set up logging, nor our models, which --user-dir imports.
     names = "fairseq.models fairseq.tasks fairseq.trainer hydra.experimental sacrebleu"
+    # What torch's optimizers and fairseq's trainer import when they are first used.
+    names += " torch._dynamo fairseq.quantization_utils omegaconf._impl"
     for name in f"{names} multimax_fairseq.compat".split():
         importlib.import_module(name)
     # A program sets up logging by itself, before it imports fairseq.
@@ -135,6 +144,8 @@ def become(arguments, folder, environment, files):
         os.dup2(file, number)
         os.close(file)
     sys.stdin = open(0, closefd=False)
+    if pattern := environment.get("MULTIMAX_TEST_WAITS"):
+        wait_after(pattern)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -164,6 +175,18 @@ def become(arguments, folder, environment, files):
         except OSError:
             code = code or 120
     os._exit(code & 0xFF)
+
+
+def wait_after(pattern):
+    """Have the program wait for a signal once it has put such a file in its place."""
+    replace = os.replace
+
+    def waiting(source, target):
+        replace(source, target)
+        if fnmatch.fnmatch(str(target), pattern):
+            time.sleep(1000)
+
+    os.replace = waiting
 
 
 def run(arguments):
@@ -196,4 +219,4 @@ def run(arguments):
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -42,3 +43,49 @@ def call(self, *args, **kwargs):
 
 
 interpreter.InterpretedFunction.__call__ = call
+
+
+# What follows changes no result: the types of the language, of which each operation makes several,
+# are remembered, and equal shapes are not compared entry by entry. It halves the time.
+blocks, shapes, numpy_types = {}, {}, {}
+make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+equal, broadcast = tl.dtype.__eq__, TritonSemantic.broadcast_impl_value
+plain_type = interpreter._get_np_dtype
+
+
+def block_init(self, element_ty, shape):
+    key = id(element_ty), *shape
+    if key not in blocks:
+        make_block(self, element_ty, shape)
+        blocks[key] = element_ty, dict(vars(self))  # which keeps what has this id
+    vars(self).update(blocks[key][1])
+
+
+def tensor_init(self, handle, type):
+    key = (*type.shape,) if type.is_block() else ()
+    if key not in shapes:
+        make_tensor(self, handle, type)
+        shapes[key] = self.shape, self.numel
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = shapes[key]
+
+
+def broadcast_impl_value(self, lhs, rhs):
+    kinds = lhs.type, rhs.type
+    is_block = [kind.is_block() for kind in kinds]
+    if is_block == [False, False] or all(is_block) and [*kinds[0].shape] == [*kinds[1].shape]:
+        return lhs, rhs
+    return broadcast(self, lhs, rhs)
+
+
+def numpy_type(kind):
+    name = kind.scalar.name
+    if name not in numpy_types:
+        numpy_types[name] = plain_type(kind)
+    return numpy_types[name]
+
+
+tl.block_type.__init__, tl.tensor.__init__ = block_init, tensor_init
+tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+TritonSemantic.broadcast_impl_value = broadcast_impl_value
+interpreter._get_np_dtype = numpy_type

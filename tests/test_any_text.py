@@ -317,6 +317,10 @@ FUNCTIONS = {
         *(text_of_an_archive, talks, tokens_and_merges, pieces, demo_pairs, references),
     )
 }
+REFUSING = {
+    *("any_bytes", "pairs_of_files", "a_wrong_dictionary", "text_of_an_archive", "talks"),
+    "demo_pairs",
+}
 GIVEN = {"tokens_and_merges": "codes", "pieces": "model", "references": "evaluate"}
 
 
@@ -335,6 +339,9 @@ def tried(name, count, request, capsys):
     with capsys.disabled():
         print(f" {name}: {len(done)} texts tried, {sum(done)} refused ", end="")
     assert len(done) >= count // 2
+    # Draws of one kind alone would say nothing of the other.
+    assert all(done) == (name == "a_wrong_dictionary")
+    assert any(done) or name not in REFUSING
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

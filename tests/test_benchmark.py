@@ -190,7 +190,12 @@ def test_attention_in_low_precision(benchmark, dtype):
     found, _ = benchmark(
         "attention", "--shape", "2x2x12x8", "--mask", "both", "--dtype", dtype, *SHORT
     )
-    assert found["dtype"] == dtype
+    (case,) = found["cases"]
+    assert found["dtype"] == dtype and case["agreement"].keys() == {"softmax (plain)", PLAIN, AUTO}
+    # Two bytes a number, the modulator's eight parameters aside.
+    gradients = {name: entry["gradients"] for name, entry in case["contestants"].items()}
+    assert gradients["softmax (plain)"] == 3 * 2 * 2 * 12 * 8 * 2
+    assert gradients[AUTO] == gradients["softmax (plain)"] + 8 * 2
 
 
 @pytest.mark.parametrize("part", ["attention", "output"])

@@ -101,5 +101,5 @@ def test_ragged_lengths_compile_few_graphs():
     tried = [(batch, length) for batch in (2, 3, 5) for length in (2, 7, 16, 30, 31, 64)]
     for batch, length in tried:
         step(torch.randn(batch, 2, length, 4), torch.randint(0, 40, (batch * length,))).backward()
-    assert len(tried) == 18 and counter.frame_count <= 4, counter.frame_count
+    assert len(tried) == 18 and 1 <= counter.frame_count <= 4, counter.frame_count
     torch._dynamo.reset()

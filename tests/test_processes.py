@@ -1,5 +1,7 @@
 """Several processes on a CPU train what one does, and a mistake in one of them is told."""
 
+import contextlib
+import random
 import re
 import socket
 import sys
@@ -59,9 +61,12 @@ FairseqTask.train_step = seeded
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
+    """One below those that the system gives to connections, which could take it meanwhile."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return str(port)
+    raise AssertionError("no port is free")
 
 
 def side_by_side(folder, processes, start, *words, **environment):

@@ -67,11 +67,11 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 
 def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cwd: Path) -> None:
     """Sends a signal once a file matches `what`: SIGKILL to the run and all its children, another,
-    as a terminal does, to the run, which hands it on."""
+    as a terminal does, to the run, which hands it on. A training waits for it there."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=programs_first(),
+        env=programs_first() | {"MULTIMAX_TEST_WAITS": f"*/{what}"},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         # Tests that run in a shell's background ignore it, and children would inherit that.
@@ -132,10 +132,9 @@ def test_quickstart(archives, demo, tmp_path):
 
     run_and_stop_at("data/translation.part/*", signal.SIGKILL, out, *command, cwd=tmp_path)
     assert not (out / "data" / "translation").exists()
-    run_and_stop_at(  # as Ctrl-C does
-        "translation/multimax/seed-1/checkpoint_*_*.pt", signal.SIGINT, out, *command, cwd=tmp_path
-    )
-    assert not (out / "translation" / "multimax" / "seed-1" / "trained").exists()
+    last = "translation/multimax/seed-1/checkpoint_last.pt"
+    run_and_stop_at(last, signal.SIGINT, out, *command, cwd=tmp_path)  # as Ctrl-C does
+    assert not (out / last).with_name("trained").exists()
 
     done = run(*command, "--compare", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
