@@ -167,7 +167,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float*
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
     const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
-    if (count < QUERIES) std::fill(query, output, 0.0f);
+    if (count < width) std::fill(query, output, 0.0f);
     transpose(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, QUERIES,
               a.scale);
     alignas(64) float top[QUERIES], sum[QUERIES], shrink[QUERIES];
@@ -345,7 +345,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
     grad_key.begin(first), grad_value.begin(first);
     if (first >= last) std::fill(grad_query, query_t, 0.0f);
-    if (count < QUERIES || size < pitch) std::fill(query, scores, 0.0f);
+    if (count < width || size < pitch) std::fill(query, scores, 0.0f);
     const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
     copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
     transpose(query, pitch, count, size, query_t, QUERIES);
