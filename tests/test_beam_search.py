@@ -50,6 +50,7 @@ OPTIONS = {
     "short": {"len_penalty": 0.3},
     "cut": {"max_len_b": 3},
     "long": {"max_len_b": 40},
+    "no longer than a model can": {"max_len": 6},
 }
 
 
@@ -191,7 +192,7 @@ def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_bat
     wanted = model.decoder(tokens, encoder_out=encoded)[0]
     state: dict = {}
     for step in range(9):
-        if step in (2, 5):  # they change places
+        if step in (2, 5, 6):  # they change places
             swap = torch.arange(len(twice)).view(-1, 2).flip(1).flatten()
             model.decoder.reorder_incremental_state_scripting(state, swap)
             tokens, wanted = tokens[swap], wanted[swap]
@@ -216,13 +217,43 @@ def test_what_needs_more_is_left_to_fairseq(task, build, dictionary, translation
         search_strategy=search.DiverseBeamSearch(dictionary, 1, 0.5),
     )
     compare([model], dictionary, sample, own=False, beam_size=16)  # nearly every word
+    compare([model], dictionary, sample, own=False, match_source_len=True)
+    with pytest.raises(AssertionError, match="min_len cannot be larger than max_len"):
+        generator = BeamGenerator([model], dictionary, min_len=9, max_len_b=8)
+        generator.generate([model], copy.deepcopy(sample))
     compare([stock_model(task, need_attn=True)], dictionary, sample, own=False)
     recurrent = build("rnn_multimax").eval()
     compare([recurrent], dictionary, sample, own=False)
     sparse = build(ARCH, "--output-normalizer", "entmax15").eval()
     compare([sparse], dictionary, sample, own=False)
+    adaptive = build(ARCH, "--adaptive-softmax-cutoff", "10,20").eval()
+    compare([adaptive], dictionary, sample, own=False)
     joint = build(ARCH, "--cross-self-attention", "--no-cross-attention").eval()
     compare([joint], dictionary, sample, own=False)
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_likely_paddings_and_unknown_words_take_no_ones_place(
+    build, dictionary, translation_batch, beam
+):
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    bias = torch.zeros(len(dictionary))
+    bias[dictionary.pad()] = bias[dictionary.unk()] = 50.0
+    model.decoder.output_projection.bias = torch.nn.Parameter(bias)
+    compare([model], dictionary, translation_batch(SIZES), beam_size=beam, unk_penalty=100.0)
+
+
+def test_a_search_takes_no_step_more_than_fairseqs(build, dictionary, translation_batch):
+    model, steps, counts = as_trained(scatter_modulators(build(ARCH))).eval(), [], []
+    bias = torch.zeros(len(dictionary))
+    bias[END] = 4.0
+    model.decoder.output_projection.bias = torch.nn.Parameter(bias)
+    model.decoder.layers[0].register_forward_hook(lambda *_: steps.append(1))
+    for kind in (SequenceGenerator, BeamGenerator):
+        steps.clear()
+        kind([model], dictionary, max_len_b=40).generate([model], translation_batch(SIZES))
+        counts.append(len(steps))
+    assert counts[0] == counts[1] < 40
 
 
 def test_every_task_builds_it_where_it_would_build_fairseqs(task, build):
@@ -270,6 +301,14 @@ def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translatio
         model.decoder.output_projection.weight.fill_(math.nan)
     with pytest.raises(UsageError, match="scores are not finite"):
         compare([model], dictionary, translation_batch(SIZES))
+    # Those of some hypotheses alone: the others go on.
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    before = compare([model], dictionary, translation_batch(SIZES))
+    word = before[0][1]["tokens"][0]
+    with torch.no_grad():
+        model.decoder.embed_tokens.weight[word] = math.nan
+    after = compare([model], dictionary, translation_batch(SIZES))
+    assert all(one["score"].isfinite() for hypotheses in after for one in hypotheses)
 
 
 # --- the best scores of each row -----------------------------------------------------------------

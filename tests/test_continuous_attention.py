@@ -108,6 +108,29 @@ def test_half_precision_keeps_the_times_digits(dtype):
     assert error < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("name", ["multimax", "sparsemax"])
+def test_autocast_leaves_the_moments_as_they_are(name):
+    *tensors, padding = inputs()
+    moments = []
+    for module in (build(name), build(name, query_size=D)):
+        module.expectation.register_forward_hook(lambda _, given, __: moments.append(given))
+        for need_probs in (False, True):
+            module.attend(*tensors, padding, need_probs=need_probs)
+            with torch.autocast("cpu", torch.bfloat16):
+                module.attend(*tensors, padding, need_probs=need_probs)
+    assert all(m.dtype == torch.float32 for given in moments for m in given)
+    for exact, cast in zip(moments[:4:2], moments[1:4:2], strict=True):
+        torch.testing.assert_close(cast, exact, rtol=1e-6, atol=1e-7)
+
+
+def test_a_bias_hides_no_key():
+    module = build(context="continuous")
+    *tensors, padding = inputs()
+    expected, _ = module.attend(*tensors, padding)
+    added = torch.full(padding.shape, -0.5).masked_fill(padding, -math.inf)
+    torch.testing.assert_close(module.attend(*tensors, added)[0], expected)
+
+
 def test_padding_has_no_part():
     module = build("multimax")
     query, key, value, padding = inputs()

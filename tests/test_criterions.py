@@ -54,6 +54,7 @@ def model_and_batch(request, build, lm_batch, translation_batch):
 
 def run(criterion, model, sample, reduce=True):
     loss, sample_size, logged = criterion(model, sample, reduce=reduce)
+    assert not any(getattr(value, "requires_grad", False) for value in logged.values())
     model.zero_grad()
     loss.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -216,6 +217,8 @@ def sparse(model):
 def test_entmax_loss_and_its_gradient_are_the_references(task, model_and_batch, normalizer):
     model, sample = model_and_batch(normalizer, alpha="1.3")
     sparse(model)
+    with torch.no_grad():
+        sample["target"][0, 0] = model(**sample["net_input"])[0][0, 0].argmax()
     criterion = EntmaxLossCriterion(task, sentence_avg=False)
     loss, size, logged, _ = run(criterion, model, sample)
     counted = sample["target"].ne(task.target_dictionary.pad())
@@ -226,7 +229,7 @@ def test_entmax_loss_and_its_gradient_are_the_references(task, model_and_batch, 
     assert size == logged["ntokens"] == int(counted.sum())
     probs = reference.entmax(logits.numpy(), np.zeros(logits.shape, bool), ALPHAS[normalizer])
     impossible = (probs[np.arange(len(wanted)), wanted] == 0).sum()
-    assert int(logged["zero"]) == impossible > 0
+    assert 0 < int(logged["zero"]) == impossible < len(wanted)
     net_output[0].retain_grad()
     model.get_targets = lambda sample, _: sample["target"]
     model.forward = lambda **_: net_output
@@ -239,6 +242,7 @@ def test_entmax_loss_and_its_gradient_are_the_references(task, model_and_batch, 
 
 def test_entmax_loss_a_token_without_targets_and_reduced(task, model_and_batch):
     model, sample = model_and_batch("entmax15")
+    sparse(model)
     criterion = EntmaxLossCriterion(task, sentence_avg=True)
     whole, size, logged, _ = run(criterion, model, sample)
     parts, *_ = run(criterion, model, sample, reduce=False)
@@ -248,7 +252,12 @@ def test_entmax_loss_a_token_without_targets_and_reduced(task, model_and_batch):
     with metrics.aggregate(new_root=True) as meters:
         EntmaxLossCriterion.reduce_metrics([logged, logged])
     values = meters.get_smoothed_values()
-    assert values["loss"] == pytest.approx(whole.item() / size, abs=1e-3) and "zero" in values
+    assert values["loss"] == pytest.approx(whole.item() / size, abs=1e-3)
+    assert values["zero"] == pytest.approx(int(logged["zero"]) / logged["ntokens"], abs=1e-4)
+    assert values["zero"] > 0
+    with metrics.aggregate(new_root=True) as meters:
+        EntmaxLossCriterion.reduce_metrics([{}])  # of a worker whose batch is a dummy
+    assert set(meters.get_smoothed_values().values()) == {0}
     sample["target"].fill_(task.target_dictionary.pad())
     sample["ntokens"] = 0
     assert run(criterion, model, sample)[0] == 0
@@ -260,6 +269,8 @@ def test_cross_entropy_of_a_sparse_output_layer_is_refused(task, model_and_batch
     for cls in pair[:2]:
         with pytest.raises(UsageError, match="label smoothing.*entmax_loss"):
             cls(task, sentence_avg=False, **pair[2])(model, sample)
+    with pytest.raises(UsageError, match="label smoothing.*entmax_loss"):
+        pair[1](task, sentence_avg=False, **pair[2]).check_model(model)
     model, sample = model_and_batch("softmax")
     with pytest.raises(UsageError, match="--output-normalizer sparsemax, entmax15"):
         EntmaxLossCriterion(task, sentence_avg=False)(model, sample)

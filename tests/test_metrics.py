@@ -39,6 +39,7 @@ def test_multi_modality_by_hand():
     close(metrics.multi_modality(scores, probs, 0.0), 1 - (0.2 + 0.3) / 2)
     close(metrics.multi_modality(scores, probs, 1.5), 1 - 0.2)
     close(metrics.multi_modality(scores, probs, 2.5), NAN)
+    close(metrics.multi_modality(scores, probs, 2.0), NAN)  # relevant is what lies above epsilon
     without = torch.tensor([False, True, False, False])
     close(metrics.multi_modality(scores, probs, 0.0, without), 1 - 0.3)
 
@@ -78,6 +79,8 @@ def test_head_diversity_by_hand():
     half = tensor([[[1.0, 0.0]], [[0.5, 0.5]]])
     mixed = -0.75 * math.log2(0.75) + 0.25 * 2
     close(metrics.head_diversity(half), [mixed - 0.5])
+    # Of shares, whatever a head's probabilities sum to.
+    close(metrics.head_diversity(half * tensor([[[0.1]], [[3.0]]])), [mixed - 0.5])
     # To the base of the keys that may be attended to, not of the heads.
     close(metrics.head_diversity(apart[:2]), [math.log(2, 3)])
     mask = torch.tensor([[[False, False, True]]])
@@ -148,6 +151,8 @@ def test_correlation_is_numpys():
         assert float(found[row]) == pytest.approx(expected)
     close(metrics.correlation(x, -x), [-1.0] * 3)
     assert metrics.correlation(x, torch.full_like(x, 0.1)).isnan().all()
+    rounded = torch.full_like(x, 0.1) + 3e-9 * y.sign() * (y > 0.5)  # as float32 may leave it
+    assert metrics.correlation(x, rounded).isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 7), (5, 7), (7,), (5, 1), (2, 1, 5, 7)])
@@ -223,6 +228,9 @@ def test_modulator_slope_is_the_gradient(terms, heads):
     slope = metrics.modulator_slope(x.detach(), module)
     torch.testing.assert_close(slope.detach(), expected)
     assert (slope < 0).any()
+    assert torch.equal(metrics.past_turning_point(x.detach(), module), slope < 0)
+    module.monotone = True
+    assert not metrics.past_turning_point(x.detach(), module).any()
 
 
 # --- the paper's propositions -------------------------------------------------------------------

@@ -313,7 +313,9 @@ def test_beam_search_over_a_sparse_output_layer_stays_finite(
     # The end of sentence is impossible, so that only force can bring it.
     model.decoder.output_projection.weight[dictionary.eos()] = 0
     sample = translation_batch()
-    scores = log_probs(model, model(**sample["net_input"]))
+    output = model(**sample["net_input"])
+    scores = log_probs(model, output)
+    assert torch.equal(model.get_normalized_probs(output, log_probs=False).log(), scores)
     assert (scores == -math.inf).any() and (scores > -math.inf).any(-1).all()
     torch.testing.assert_close(scores.exp().sum(-1), torch.ones(scores.shape[:-1]))
     generator = SequenceGenerator([model], dictionary, beam_size=5, max_len_b=6, max_len_a=0)
@@ -542,6 +544,9 @@ def test_extra_learned_and_zero_keys(translation_batch):
     output, weights = ours(x, x, x, attn_mask=mask, key_padding_mask=padding)
     torch.testing.assert_close(output, expected)
     assert weights.shape == (3, 5, 7)
+    mask.is_future_mask = True  # as a decoder marks it, for the kernel; nor are these in the future
+    output, _ = ours(x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False)
+    torch.testing.assert_close(output, expected)
     state = {}
     steps = [ours(x[t : t + 1, :1], None, None, incremental_state=state)[0] for t in range(5)]
     torch.testing.assert_close(torch.cat(steps), expected[:, :1])

@@ -1,12 +1,16 @@
 """The modules' arguments: which are taken, and by what name the others are refused."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from torch.utils.checkpoint import checkpoint
 
-from multimax_fairseq import NORMALIZERS, Modulator, normalize
+from multimax_fairseq import NORMALIZERS, Modulator, normalize, replace_softmax
+from multimax_fairseq.kernels import operators
 from multimax_fairseq.modules import (
     AdditiveAttention,
     ContinuousAttention,
@@ -15,6 +19,7 @@ from multimax_fairseq.modules import (
     RecurrentCell,
     Temperature,
 )
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 # --- what a module learns ----------------------------------------------------------------------
 
@@ -80,6 +85,7 @@ def test_numbers_of_numpy_are_numbers():
         ([1.0, 2.0], [1.0, None], "high term's temperature .* None"),
         ([10**400], [1.0], "low term's temperature .* got "),
         ([1.0], [1.0, 2.0], "one shape"),
+        ([[[1.0]]], [[[1.0]]], "one shape"),
         (1.0, 1.0, "one shape"),
         ([], [], "order must be 1 or 2, got 0"),
         ([[], []], [[], []], "order must be 1 or 2, got 0"),
@@ -160,6 +166,48 @@ def test_an_option_belongs_to_its_mapping(name):
         Normalizer(name, warmth=1.0)
 
 
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_a_call_leaves_the_module_as_it_was(name):
+    needed = {"topk": {"k": 3}, "asentmax": {"hidden_size": 5}}.get(name, {})
+    module = Normalizer(name, 2, **needed)
+    before = repr(module), dict(module.fixed)
+    module(torch.randn(1, 2, 3, 4), hidden=torch.randn(1, 1, 3, 5))
+    assert (repr(module), module.fixed) == before
+
+
+@pytest.mark.parametrize("name", ["evsoftmax", "adaptive_temperature"])
+def test_a_module_in_training_has_the_weights_for_training(name):
+    module, scores = Normalizer(name), 3 * torch.randn(5, 8)
+    found = {training: module.train(training)(scores) for training in (True, False)}
+    for training, probs in found.items():
+        assert torch.equal(probs, normalize(name, scores, training=training))
+    assert not torch.equal(found[True], found[False])
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("softmax", {}),
+        ("multimax", {}),
+        ("multimax", {"sink": "learned"}),
+        ("ssmax", {}),
+        ("softmax1", {}),
+        ("sink", {}),
+    ],
+)
+def test_attention_by_softmax_of_something_goes_through_the_kernel(monkeypatch, name, options):
+    calls, fused = [], operators.attention
+    monkeypatch.setattr(operators, "attention", lambda *x: calls.append(x) or fused(*x))
+    module = Normalizer(name, 3, **options)
+    query, key, value = (torch.randn(2, 3, 5, 8) for _ in range(3))
+    for is_causal in (False, True):
+        found, unread = module.attend(query, key, value, is_causal=is_causal)
+        assert unread is None and len(calls) == 1 and calls.pop()
+        plain, probs = module.attend(query, key, value, is_causal=is_causal, need_probs=True)
+        torch.testing.assert_close(found, plain)
+        assert not calls and bool(probs.triu(1).any()) != is_causal
+
+
 @pytest.mark.parametrize(
     "name, arguments, part",
     [
@@ -187,3 +235,117 @@ def test_an_option_belongs_to_its_mapping(name):
 def test_normalizer_refuses_arguments_by_name(name, arguments, part):
     with pytest.raises(ValueError, match=part):
         Normalizer(name, **arguments)
+
+
+# --- in place of a softmax ---------------------------------------------------------------------
+
+
+class Calls(torch.nn.Module):
+    """Calls a function in its forward, whose softmax is replaced."""
+
+    def __init__(self, function, normalizer="multimax", **settings):
+        super().__init__()
+        self.function = function
+        replace_softmax(self, normalizer, where=lambda name, _: name == "", **settings)
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def test_only_scores_past_any_live_models_are_cut():
+    module = Calls(lambda x: x.softmax(-1), monotone=False, init_std=0.1)
+    for lowest in (-10.0, -300.0, -1000.0):
+        scores = torch.linspace(lowest, lowest + 5, 12)
+        torch.testing.assert_close(module(scores), module.normalizer(scores))
+
+
+def test_a_checkpoint_inside_is_refused_only_where_it_passes_twice():
+    module = Calls(lambda x: checkpoint(lambda x: x.softmax(-1), x, use_reentrant=False))
+    scores = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"inside of torch\.utils\.checkpoint"):
+        module(scores)
+    with torch.no_grad():
+        torch.testing.assert_close(module(scores), module.normalizer(scores))
+
+
+def test_half_precision_stays_what_softmax_makes_of_it():
+    x = torch.randn(5, 3, 8, dtype=torch.bfloat16)
+    attention = torch.nn.MultiheadAttention(8, 2, dtype=torch.bfloat16)
+    expected = attention(x, x, x)
+    replace_softmax(attention, "softmax")
+    for found, plain in zip(attention(x, x, x), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=0.02, atol=0.02)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Calls(lambda x: x.softmax(-1))(x).dtype == x.softmax(-1).dtype
+
+
+def test_a_changed_module_goes_by_its_own_name():
+    module = torch.nn.MultiheadAttention(8, 2)
+    replace_softmax(module)
+    for name in ("__name__", "__module__"):
+        assert getattr(type(module), name) == getattr(torch.nn.MultiheadAttention, name)
+
+
+# --- fairseq's attention, one word after another -------------------------------------------------
+
+
+def self_attention(**options):
+    """Heads of 16, which the kernel for a step serves."""
+    torch.manual_seed(0)
+    stock = SoftmaxMultiheadAttention(32, 2, self_attention=True, **options)
+    return MultiheadAttention(stock, Normalizer("multimax", init_std=0.3)).eval()
+
+
+def stepped(layer, x, read=(False,) * 5, padding=None):
+    """The outputs of steps; `read` says at which of them somebody reads the weights."""
+    state = {}
+    given = [None] * 5 if padding is None else padding.split(1, 1)
+    found = [
+        layer(one[None], None, None, hides, incremental_state=state, need_weights=needed)[0]
+        for one, needed, hides in zip(x, read, given, strict=True)
+    ]
+    return torch.cat(found)
+
+
+def all_at_once(layer, x, padding=None):
+    mask = torch.full((5, 5), -math.inf).triu(1)
+    return layer(x, x, x, padding, attn_mask=mask, need_weights=False)[0]
+
+
+@torch.no_grad()
+def test_weights_may_be_read_at_any_step():
+    layer, x = self_attention(), torch.randn(5, 3, 32)
+    expected = all_at_once(layer, x)
+    for read in itertools.product((False, True), repeat=5):
+        torch.testing.assert_close(stepped(layer, x, read), expected)
+
+
+@torch.no_grad()
+def test_padding_and_extra_keys_are_there_at_each_step():
+    x, padding = torch.randn(5, 3, 32), torch.zeros(3, 5).bool()
+    padding[1, 2], padding[2, 3:] = True, True
+    for options in ({}, {"add_bias_kv": True}, {"add_zero_attn": True}):
+        layer = self_attention(**options)
+        torch.testing.assert_close(stepped(layer, x), all_at_once(layer, x))
+        expected = all_at_once(layer, x, padding)
+        torch.testing.assert_close(stepped(layer, x, padding=padding), expected)
+
+
+def test_steps_have_the_gradients_of_all_at_once():
+    layer, x = self_attention(), torch.randn(5, 3, 32)
+    expected, found = (
+        torch.autograd.grad(call(layer, x).square().sum(), layer.parameters())
+        for call in (all_at_once, stepped)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_retained_dropout_drops_in_evaluation():
+    layer, x = self_attention(dropout=1.0), torch.randn(5, 3, 32)
+    nothing = layer.out_proj.bias.expand(5, 3, 32)
+    for is_retained in (False, True):
+        layer.dropout_module.apply_during_inference = is_retained
+        for call in (all_at_once, stepped):
+            assert torch.equal(call(layer, x), nothing) == is_retained

@@ -206,6 +206,15 @@ def test_the_first_batch_of_every_nth_update_is_seen(build, task, lm_batch):
     assert entropies[4] == step(model, criterion, batches[0], 8)["decoder.0/entropy"]
 
 
+def test_what_is_undefined_is_left_out(build, task, lm_batch):
+    """Of a query with one key there is no lower score, nor one between."""
+    model, criterion = build(LANGUAGE_MODEL, *EVERY), criterion_of(task)
+    found = step(model, criterion, lm_batch((1, 1)))
+    assert all(map(math.isfinite, found.values())) and found["decoder.0/entropy"] == 0
+    names = {f"decoder.0/{name}" for name in ("sparsity", "multi_modality")}
+    assert not names & found.keys() and names < step(model, criterion, lm_batch(), 15).keys()
+
+
 def step_of_one(rank, folder):
     """A worker's step under each kind of DDP: leaves what it has logged in the folder."""
     store = (folder / "store").as_uri()

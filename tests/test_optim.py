@@ -17,15 +17,19 @@ def multimax_adam(parameters, *flags):
     return optim.build_optimizer(cfg.optimizer, list(parameters))
 
 
-@pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "softmax"])
-def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer):
+@pytest.mark.parametrize(
+    "normalizer, resumed",
+    [("multimax", False), ("multimax", True), ("alpha_entmax", False), ("softmax", True)],
+)
+def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer, resumed):
     flags = ("--learn-temperature",) if normalizer == "softmax" else ()
     model = build(ARCH, "--attention-normalizer", normalizer, *flags)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = multimax_adam(model.parameters(), "--weight-decay", "0.5", "--lr", "0.1")
-    optimizer.load_state_dict(optimizer.state_dict(), {"weight_decay": 0.4})
+    if resumed:
+        optimizer.load_state_dict(optimizer.state_dict(), {"weight_decay": 0.4})
     optimizer.step()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     kept = before.keys() - moved

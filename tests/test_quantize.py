@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from omegaconf import OmegaConf
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.beam_search import BeamGenerator
 from multimax_fairseq.models.config import as_namespace
-from multimax_fairseq.models.quantize import NARROW, quantize
+from multimax_fairseq.models.quantize import quantize
 
 ARCH = "transformer_multimax"
 SOFTMAX = ("--attention-normalizer", "softmax")
@@ -43,7 +44,8 @@ def test_the_function_is_nearly_the_same(model, dictionary, translation_batch):
     assert 0 < (found - wanted).abs().max() < 0.3
     left = {name for name, _ in narrow.named_parameters()}
     gone = {name.rpartition(".")[0].rpartition(".")[2] for name in kept.keys() - left}
-    assert gone == set(NARROW)
+    attention = {"q_proj", "k_proj", "v_proj", "out_proj"}
+    assert gone == {*attention, "fc1", "fc2", "output_projection"}
     for name, parameter in narrow.named_parameters():
         assert torch.equal(parameter, kept[name])
     for kind in (SequenceGenerator, BeamGenerator):
@@ -52,7 +54,7 @@ def test_the_function_is_nearly_the_same(model, dictionary, translation_batch):
             "net_input": inputs}))  # fmt: skip
 
 
-def test_what_has_no_int8(build):
+def test_what_has_no_int8(build, monkeypatch):
     with pytest.raises(UsageError, match="float32 on the CPU, and the model is torch.float16 on"):
         quantize([build(ARCH).half()])
     with torch.device("meta"):
@@ -61,6 +63,9 @@ def test_what_has_no_int8(build):
         quantize([elsewhere])
     with pytest.raises(UsageError, match="for Transformers: LSTM has none of their linear"):
         quantize([torch.nn.LSTM(2, 2)])
+    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(engine="none"))
+    with pytest.raises(UsageError, match="no int8 for this processor"):
+        quantize([build(ARCH)])
 
 
 def test_a_command_that_follows_in_one_process_has_its_own(build):

@@ -96,6 +96,9 @@ def training_model(arch, build, lm_batch, translation_batch):
     if arch == "rnn_multimax":  # whose embeddings start small
         for side in (model.encoder, model.decoder):
             side.embed_tokens.weight.data *= 100
+    if arch == "transformer_lm_multimax":
+        bias = torch.linspace(-1, 1, len(model.decoder.output_projection.weight))
+        model.decoder.output_projection.bias = torch.nn.Parameter(bias.double())
     return model, lm_batch() if "_lm" in arch else translation_batch()
 
 
@@ -140,6 +143,7 @@ def test_loss_and_gradients_are_the_formulas(task, model_and_batch, masks, kind)
     given = copy.deepcopy(sample)
     with masks.passes(*NEIGHBOURS):
         loss, size, logged = criterion(model, sample)
+    assert not any(getattr(value, "requires_grad", False) for value in logged.values())
     assert all((sample["net_input"][k] == v).all() for k, v in given["net_input"].items())
     assert size == logged["ntokens"] == int(given["target"].ne(pad).sum())
     ours = gradients(model, loss)
@@ -232,6 +236,10 @@ def test_what_is_logged(task, build, lm_batch, translation_batch, masks, kind, s
     values = meters.get_smoothed_values()
     in_bits = logged["rdrop"].item() / tokens / math.log(2)
     assert values["rdrop"] == pytest.approx(in_bits, abs=1e-3) and values["rdrop"] > 0
+    with metrics.aggregate(new_root=True) as meters:  # of updates, by their tokens
+        for log in (logged, {**logged, "rdrop": 0.0, "ntokens": 3 * tokens}):
+            cls.reduce_metrics([log])
+    assert meters.get_smoothed_values()["rdrop"] == pytest.approx(in_bits / 4, abs=1e-3)
     mean = logged["loss"].item() / size / math.log(2)
     assert values["loss"] == pytest.approx(mean, abs=1e-3)
     # Per token, where they are not summed.
@@ -271,9 +279,15 @@ def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, kind):
 
 
 def test_the_adaptive_softmax_is_refused(task, build, lm_batch, kind):
-    model, (cls, options, *_) = build("transformer_lm", "--adaptive-softmax-cutoff", "10,20"), kind
-    with pytest.raises(UsageError, match="leave --adaptive-softmax-cutoff out"):
-        cls(task, sentence_avg=False, rdrop_alpha=ALPHA, **options)(model, lm_batch())
+    cls, options, *_ = kind
+    cutoff = ("--adaptive-softmax-cutoff", "10,20")
+    for arch, *flags in (
+        ("transformer_lm", *cutoff),
+        ("transformer_lm_multimax", *cutoff, "--output-normalizer", "softmax"),
+    ):
+        with pytest.raises(UsageError, match="leave --adaptive-softmax-cutoff out"):
+            criterion = cls(task, sentence_avg=False, rdrop_alpha=ALPHA, **options)
+            criterion(build(arch, *flags), lm_batch())
 
 
 @pytest.mark.parametrize("alpha", [-1.0, -1e-9, math.nan, math.inf])

@@ -20,8 +20,10 @@ from multimax_fairseq import (
 )
 from multimax_fairseq.functional import metrics
 from multimax_fairseq.functional.rescaled import key_counts
+from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.modules import (
     ContinuousAttention,
+    EntmaxAlpha,
     GatedAttention,
     HiddenScale,
     LengthScale,
@@ -101,6 +103,7 @@ def test_a_mask_of_one_number_for_all_keys_changes_no_count(mask, is_causal, key
 
 
 def test_no_query_counts_no_keys():
+    assert key_counts(torch.zeros(2, 0)) == 1
     query, (_, key, value) = drawn(B, H, 0, D), heads()
     mask = torch.zeros(0, S)
     for backend in ("auto", "plain"):
@@ -171,6 +174,11 @@ def test_softpick_gives_negative_scores_nothing_and_a_row_of_them_no_gradient():
     small = torch.tensor([[1e-7, 3e-7]])
     expected = reference.softpick(small.double().numpy(), np.zeros((1, 2), bool))
     np.testing.assert_allclose(normalize("softpick", small), expected, rtol=1e-5)
+    # What is hidden by a number has no share, whatever its score.
+    mask = torch.tensor([0.0, -5000.0, 0.0])
+    found = normalize("softpick", torch.tensor([1.0, 6000.0, 0.5]), mask=mask)
+    torch.testing.assert_close(found[::2], normalize("softpick", torch.tensor([1.0, 0.5])))
+    assert found[1] == 0
 
 
 @pytest.mark.parametrize("name", [n for n, m in NORMALIZERS.items() if not m.sums_to_one])
@@ -213,12 +221,38 @@ def test_a_normalizer_with_a_sink_says_so():
         (lambda: LengthScale(2, math.inf), "got inf"),
         (lambda: HiddenScale("delta", 4), "'delta': choose beta or gamma"),
         (lambda: HiddenScale("beta", 0), "hidden_size .* got 0"),
+        (lambda: HiddenScale("beta", 4, 0), "num_heads .* got 0"),
+        (lambda: GatedAttention(Normalizer(), 0, 2, 4), "hidden_size .* got 0"),
         (lambda: GatedAttention(Normalizer(), 4, 0, 4), "num_heads .* got 0"),
+        (lambda: GatedAttention(Normalizer(), 4, 2, 0), "head_size .* got 0"),
     ],
 )
 def test_modules_refuse_arguments_by_name(build, part):
     with pytest.raises(ValueError, match=part):
         build()
+
+
+def test_what_is_learned_starts_small():
+    torch.manual_seed(0)
+    for values in (Sink(4000).score, HiddenScale("gamma", 1000, 4).weight):
+        assert float(values.std()) == pytest.approx(0.02, rel=0.1) and values.mean().abs() < 0.002
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_half_precision_has_learned_is_read_in_float32(dtype):
+    hidden = drawn(B, 1, T, C, seed=3).to(dtype)
+    for module, given in (
+        (EntmaxAlpha(H), ()),
+        (Sink(H), ()),
+        (LengthScale(H), ()),
+        (HiddenScale("beta", C, H), (hidden,)),
+        (HiddenScale("gamma", C, H), (hidden,)),
+    ):
+        found = module.to(dtype)(*given)
+        assert found.dtype == torch.float32
+        expected = module.double()(*(x.double() for x in given))
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps)
 
 
 def test_asentmax_reads_the_hidden_states_of_queries():
@@ -262,6 +296,8 @@ def test_a_gate_multiplies_what_attention_found(continuous):
     by_scores, _ = module.attend_by_scores(scores, tensors[2], hidden=hidden)
     torch.testing.assert_close(by_scores, inner.attend_by_scores(scores, tensors[2])[0] * gate)
     assert (module.static_values(tensors[2]).shape[2] > S) == continuous
+    half = [t.bfloat16() for t in tensors]
+    assert module.attend(*half, hidden=hidden)[0].dtype == torch.bfloat16
     with pytest.raises(ValueError, match="pass them as hidden"):
         module.attend(*tensors)
     kept = [2, 0]
@@ -279,14 +315,47 @@ def test_pruned_heads_take_their_numbers_and_gates_along():
         normalizer = Normalizer(name, 3, 12)
         attention = MultiheadAttention(stock, GatedAttention(normalizer, 12, 3, 4)).eval()
         before = {n: p.clone() for n, p in normalizer.named_parameters()}
-        normalizer.keep_heads([2, 0])
+        attention.normalizer.keep_heads([2, 0])
         for n, p in normalizer.named_parameters():
             assert torch.equal(p, before[n][[2, 0]])
         assert attention.normalizer.normalizer is normalizer
         assert "num_heads=3" not in repr(normalizer)
+    shared = Normalizer("multimax")
+    before = shared.state_dict()
+    shared.keep_heads([2, 0])
+    assert all(torch.equal(p, before[n]) for n, p in shared.state_dict().items())
+
+
+def test_symbols_are_the_papers_in_float64():
+    values, scalar = drawn(2, 2).half(), torch.tensor(0.5)
+    exact = values.double()
+    for name, value, expected in (
+        ("modulator.low_coefficient", values, {"t_b1": 1 - exact[:, 0], "t_b2": 1 - exact[:, 1]}),
+        ("modulator.high_coefficient", values, {"t_d1": 1 + exact[:, 0], "t_d2": 1 + exact[:, 1]}),
+        ("modulator.high_threshold", values, {"d1": exact[:, 0], "d2": exact[:, 1]}),
+        ("alpha.logit", values[0], {"alpha": 1 + exact[0].sigmoid()}),
+        ("modulator.log_temperature", scalar, {"temperature": scalar.double().exp()[None]}),
+        ("sink.score", values[0], {"sink.score": exact[0]}),
+        ("beta.weight", values, {}),
+    ):
+        before = torch.random.get_rng_state()
+        found = symbols(f"layers.0.self_attn.normalizer.{name}", value)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert found.keys() == expected.keys()
+        for symbol, numbers in expected.items():
+            torch.testing.assert_close(found[symbol], numbers, rtol=1e-12, atol=0)
 
 
 # --- models --------------------------------------------------------------------------------------
+
+
+def test_a_model_that_learns_nothing_more_says_nothing_of_a_checkpoint(build, caplog):
+    model = build(TRANSLATION, "--attention-normalizer", "softmax")
+    with caplog.at_level("INFO"):
+        model.load_state_dict(model.state_dict())
+        assert "normalizers learn" not in caplog.text
+        build(TRANSLATION, "--attention-normalizer", "multimax").load_state_dict(model.state_dict())
+        assert "the checkpoint has nothing that normalizers learn" in caplog.text
 
 
 @torch.no_grad()

@@ -198,8 +198,9 @@ def test_all_queries_at_once_are_one_after_another():
         parts = (attention.keys(encoded), attention.values(encoded, padding), padding)
         context, probs = attention(query, *parts, need_probs=True)
         assert context.shape == (3, 7, 6) and probs.shape == (3, 7, 8)
-        steps = [attention(one, *parts)[0] for one in query.split(1, 1)]
-        torch.testing.assert_close(torch.cat(steps, 1), context)
+        steps = [attention(one, *parts) for one in query.split(1, 1)]
+        torch.testing.assert_close(torch.cat([found for found, _ in steps], 1), context)
+        assert all(unread is None for _, unread in steps)
 
 
 # --- one model, one function -------------------------------------------------------------------
@@ -328,6 +329,8 @@ def test_the_start_is_joeynmts(build):
     for part in ("word", "fed"):
         weight = getattr(model.decoder.cell, f"{part}_projection").weight
         assert float(weight.abs().max()) == pytest.approx(math.sqrt(6 / 416), rel=0.01)
+    for weight in model.decoder.cell.hidden_projection.weight.chunk(3):
+        assert float(weight.abs().max()) == pytest.approx(math.sqrt(6 / 400), rel=0.01)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
