@@ -215,6 +215,27 @@ def test_what_is_undefined_is_left_out(build, task, lm_batch):
     assert not names & found.keys() and names < step(model, criterion, lm_batch(), 15).keys()
 
 
+def test_a_batch_in_parts_has_the_figures_of_the_whole(
+    build, task, translation_batch, monkeypatch
+):
+    model = scatter_modulators(build(TRANSLATION, *EVERY, "--attention-normalizer-at", "decoder"))
+    whole = step(model, criterion_of(task), translation_batch())
+    monkeypatch.setattr(monitor, "SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(monitor, "LOGITS_AT_ONCE", 1)
+    parts = step(model, criterion_of(task), translation_batch(), 15)
+    assert parts == pytest.approx({**whole, "updates": 16}, rel=1e-5, abs=1e-6)
+
+
+def test_the_largest_score_may_be_below_zero(build, task, lm_batch):
+    model = build(LANGUAGE_MODEL, *EVERY, "--multimax-init-std", "0")
+    attention = model.decoder.layers[0].self_attn
+    for projection, value in ((attention.q_proj, 1.0), (attention.k_proj, -1.0)):
+        torch.nn.init.zeros_(projection.weight)
+        torch.nn.init.constant_(projection.bias, value)
+    found = step(model, criterion_of(task), lm_batch())
+    assert found["decoder.0/largest_score"] == pytest.approx(-math.sqrt(attention.head_dim))
+
+
 def step_of_one(rank, folder):
     """A worker's step under each kind of DDP: leaves what it has logged in the folder."""
     store = (folder / "store").as_uri()
@@ -391,8 +412,12 @@ def warnings(caplog):
 def test_one_warning_where_a_modulator_falls(build, task, translation_batch, caplog):
     model = build(TRANSLATION, "--monitor-interval", "1", "--multimax-init-std", "0")
     turned(model, model.decoder.layers[1].self_attn)
+    caplog.set_level(logging.INFO)
     for done in range(3):
         found = step(model, criterion_of(task), translation_batch(), done)
+    # What is shown is the last value, and where is said once.
+    assert metrics.get_smoothed_value("train", "monitor/updates") == 3
+    assert sum("figures are in JSON lines" in message for message in caplog.messages) == 1
     share = found["decoder.1/past_turning_point"]
     assert share > 0
     (said,) = warnings(caplog)

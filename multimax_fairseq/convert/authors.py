@@ -185,9 +185,9 @@ def _refuse(state: State, settings: argparse.Namespace) -> None:
     chosen = places(settings)
     for place in checkpoint.attentions(state):
         where = "cross-attention" if place == "cross" else f"the {place}'s self-attention"
-        known, remedy = ("softmax", "multimax"), "--attention-normalizer multimax"
+        known, remedy = ["softmax", "multimax"], "--attention-normalizer multimax"
         if place == "cross":
-            known, remedy = ("softmax",), "--attention-normalizer-at encoder,decoder"
+            known, remedy = ["softmax"], "--attention-normalizer-at encoder,decoder"
         if chosen[place] not in known:
             labels = [checkpoint.label_of(name) for name in (chosen[place], *known)]
             raise UsageError(
