@@ -215,9 +215,7 @@ def test_what_is_undefined_is_left_out(build, task, lm_batch):
     assert not names & found.keys() and names < step(model, criterion, lm_batch(), 15).keys()
 
 
-def test_a_batch_in_parts_has_the_figures_of_the_whole(
-    build, task, translation_batch, monkeypatch
-):
+def test_a_batch_in_parts_has_the_figures_of_the_whole(build, task, translation_batch, monkeypatch):
     model = scatter_modulators(build(TRANSLATION, *EVERY, "--attention-normalizer-at", "decoder"))
     whole = step(model, criterion_of(task), translation_batch())
     monkeypatch.setattr(monitor, "SCORES_AT_ONCE", 1)
