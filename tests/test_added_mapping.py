@@ -221,6 +221,7 @@ def test_what_reads_hidden_states_is_no_scalar(monkeypatch):
         lambda scores, dim=-1, mask=None, *, gain: softmax(scores * gain, dim, mask),
         build=lambda num_heads, hidden_size: {"gain": OfHidden(hidden_size)},
         hidden=True,
+        kernel=lambda gain: {},  # which is not asked for it
     )
     monkeypatch.setitem(NORMALIZERS, mapping.name, mapping)
     model = torch.nn.ModuleDict(
@@ -231,6 +232,12 @@ def test_what_reads_hidden_states_is_no_scalar(monkeypatch):
     )
     assert [name for name, _ in learned_scalars(model)] == ["b.modulator"]
     assert [name for name, _ in learned_modules(model)] == ["a.gain", "b.modulator"]
+    query, hidden = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4)
+    found = [
+        model["a"].attend(query, query, query, hidden=hidden, need_probs=needed)[0]
+        for needed in (False, True)
+    ]
+    torch.testing.assert_close(*found)
 
 
 class Mean(torch.nn.Module):

@@ -102,7 +102,7 @@ class Mapping:
             gives none. Then it has a TorchScript form, but beside a sink, and may be an output
             layer that trains with cross-entropy.
         kernel: of the function's arguments: what else `fused_attention` is given for it, by name.
-            None where no fused kernel serves it.
+            None where no fused kernel serves it. It is not asked where hidden states are read.
         output_options: of the output layer; None where it cannot be one.
         output_loss: of (logits (N, V), targets (N,), **arguments): losses (N,), where the arguments
             are those of `build` that are no modules; what trains an output layer that is not

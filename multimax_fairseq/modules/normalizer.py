@@ -196,7 +196,7 @@ class Normalizer(nn.Module):
         scale: float | None,
     ) -> Tensor | None:
         mapping = mapping_named(self.name)
-        if mapping.kernel is None:
+        if mapping.kernel is None or mapping.hidden:
             return None
         asked = mapping.for_kernel(**self._arguments(None))
         if asked is None:
