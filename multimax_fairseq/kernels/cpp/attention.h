@@ -69,7 +69,7 @@ struct Rows {
   Rows(const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t size, float* scratch)
       : rows(rows), size(size), stride(t.row), out(t.at(b, h)),
         data(are_dense(t, rows, size) ? out : scratch) {}
-  // Has so many rows hold sums: zeros where nothing was added.
+  // Makes it so many rows that hold sums: zeros where nothing was added.
   void begin(int64_t count) {
     for (; begun < count; begun++) std::fill_n(data + begun * padded(size), padded(size), 0.0f);
   }
@@ -260,7 +260,7 @@ void forward_few(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
   for (int64_t t = 0; t < a.queries; t++) {
     const int64_t at = b * a.queries + t;
     const int64_t first = a.starts ? a.starts[at] : 0;
-    const int64_t last = a.ends ? a.ends[at] : last_key(t, a.keys, a.is_causal);
+    const int64_t last = a.ends ? a.ends[at] : causal_end(t, a.keys, a.is_causal);
     const float* query = a.query.at(b, h) + t * a.query.row;
     float* out = a.output.at(b, h) + t * a.output.row;
     Vec most = all(-INFINITE);

@@ -118,8 +118,8 @@ inline void product_tile(
     int64_t k, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t ldb,
     float* c, int64_t ldc, bool accumulate) {
   Vec sums[rows][vectors];
-  // Compilers would have the sums in memory before and after the loop over k, were the loops over
-  // them not unrolled first, or could that one have no turn.
+  // Compilers keep the sums in registers throughout only if the loops over them are unrolled first,
+  // and if the loop over k has a turn at least.
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < vectors; v++)

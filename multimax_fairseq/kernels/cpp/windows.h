@@ -58,8 +58,8 @@ struct Window {
   }
 };
 
-// Keys up to its own, in causal order, or all.
-inline int64_t last_key(int64_t t, int64_t keys, int64_t is_causal) {
+// Where the keys end that query t may attend to: in causal order after its own.
+inline int64_t causal_end(int64_t t, int64_t keys, int64_t is_causal) {
   return is_causal ? std::min(t + 1, keys) : keys;
 }
 
@@ -73,7 +73,7 @@ Window window(
     const bool real = q < count;
     const int64_t at = b * queries + q0 + q;
     w.starts[q] = real && starts ? starts[at] : 0;
-    w.ends[q] = !real ? 0 : ends ? ends[at] : last_key(q0 + q, keys, is_causal);
+    w.ends[q] = !real ? 0 : ends ? ends[at] : causal_end(q0 + q, keys, is_causal);
     if (!real) continue;
     if (w.starts[q] < w.ends[q]) {
       w.stops[q / LANES] = std::max<int64_t>(w.stops[q / LANES], w.ends[q]);
@@ -121,7 +121,7 @@ extern "C" int find_windows(
     const Mask* mask, int64_t batch, int64_t queries, int64_t keys, int64_t is_causal,
     int32_t* starts, int32_t* ends) {
   std::fill_n(starts, batch * queries, 0);
-  for (int64_t i = 0; i < batch * queries; i++) ends[i] = last_key(i % queries, keys, is_causal);
+  for (int64_t i = 0; i < batch * queries; i++) ends[i] = causal_end(i % queries, keys, is_causal);
   const Mask& m = *mask;
   const int64_t rows = m.strides[2] ? queries : 1, sentences = m.strides[0] ? batch : 1;
   bool is_window = true;
