@@ -410,7 +410,7 @@ def warnings(caplog):
 def test_one_warning_where_a_modulator_falls(build, task, translation_batch, caplog):
     model = build(TRANSLATION, "--monitor-interval", "1", "--multimax-init-std", "0")
     turned(model, model.decoder.layers[1].self_attn)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, monitor.logger.name)
     for done in range(3):
         found = step(model, criterion_of(task), translation_batch(), done)
     # What is shown is the last value, and where is said once.

@@ -20,6 +20,7 @@ from multimax_fairseq import (
 )
 from multimax_fairseq.functional import metrics
 from multimax_fairseq.functional.rescaled import key_counts
+from multimax_fairseq.models import learned_scalars
 from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.modules import (
     ContinuousAttention,
@@ -351,7 +352,7 @@ def test_symbols_are_the_papers_in_float64():
 
 def test_a_model_that_learns_nothing_more_says_nothing_of_a_checkpoint(build, caplog):
     model = build(TRANSLATION, "--attention-normalizer", "softmax")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", learned_scalars.logger.name):
         model.load_state_dict(model.state_dict())
         assert "normalizers learn" not in caplog.text
         build(TRANSLATION, "--attention-normalizer", "multimax").load_state_dict(model.state_dict())
