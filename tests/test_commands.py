@@ -118,7 +118,7 @@ def test_logs_are_the_stock_commands_own(translation, generated):
         assert not re.search(r"^INFO:", log, re.MULTILINE)
 
 
-def assert_every_figure_is_drawn(text, folder, data, is_rendered=True):
+def assert_every_figure_is_drawn(text, folder, data):
     """Of what training left, the first checkpoint and the last."""
     first, *_, last = numbered(text / folder)
     out = text / f"{folder}-analysis"
@@ -127,7 +127,7 @@ def assert_every_figure_is_drawn(text, folder, data, is_rendered=True):
     found = {entry.name: entry for entry in figures.draw([collection.read(out)])}
     assert {"pareto", "density", "over-smoothing", "output-layer"} <= set(found)
     for entry in found.values():
-        check_figure(entry, is_rendered)
+        check_figure(entry)
     return set(found)
 
 
@@ -168,8 +168,7 @@ def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
     path = text / folder / "checkpoint_last.pt"
     output = run(text, "fairseq-generate", "mt", *PLUGIN, "--path", path, "--max-len-b", "8", *ALL)
     assert len(hypotheses(output)) == 8
-    # test_analysis_figures.py renders those of every normalizer.
-    drawn = assert_every_figure_is_drawn(text, folder, "mt", is_rendered=False)
+    drawn = assert_every_figure_is_drawn(text, folder, "mt")
     assert ("alpha-trajectories" in drawn) == (normalizer == "alpha_entmax")
     learned, printed = LEARNED.get(normalizer, (None, None))
     listing = ("python", "-m", "multimax_fairseq.analysis", "parameters", path)

@@ -276,7 +276,10 @@ def test_a_head_for_a_softmax_output_layer_has_their_logits(checkpoint, tmp_path
         (
             TRANSLATION,
             "",
-            ["MultiMax in cross-attention", "there: train with --attention-normalizer-at encoder"],
+            [
+                "MultiMax in cross-attention",
+                "has softmax there: train with --attention-normalizer-at",
+            ],
         ),
         (
             LM,

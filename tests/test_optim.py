@@ -17,10 +17,8 @@ def multimax_adam(parameters, *flags):
     return optim.build_optimizer(cfg.optimizer, list(parameters))
 
 
-@pytest.mark.parametrize(
-    "normalizer, resumed",
-    [("multimax", False), ("multimax", True), ("alpha_entmax", False), ("softmax", True)],
-)
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "softmax"])
 def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer, resumed):
     flags = ("--learn-temperature",) if normalizer == "softmax" else ()
     model = build(ARCH, "--attention-normalizer", normalizer, *flags)

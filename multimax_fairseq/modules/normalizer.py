@@ -156,10 +156,7 @@ class Normalizer(nn.Module):
             hidden: (R, 1, 1, hidden_size), as `attend`; of the dtype and on the device of queries.
             heads, size: of the queries.
         """
-        mapping = mapping_named(self.name)
-        if mapping.kernel is None or mapping.hidden:
-            return None
-        asked = mapping.for_kernel(**self._arguments(None))
+        asked = self._for_kernel()
         return None if asked is None else attention_to_steps(hidden, heads, size, **asked)
 
     def attend_by_scores(
@@ -195,13 +192,19 @@ class Normalizer(nn.Module):
         dropout_p: float,
         scale: float | None,
     ) -> Tensor | None:
-        mapping = mapping_named(self.name)
-        if mapping.kernel is None or mapping.hidden:
-            return None
-        asked = mapping.for_kernel(**self._arguments(None))
+        asked = self._for_kernel()
         if asked is None:
             return None
         return fused_attention(query, key, value, mask, is_causal, dropout_p, scale, **asked)
+
+    @torch.jit.unused
+    def _for_kernel(self) -> dict[str, Any] | None:
+        """As `Mapping.for_kernel`, None also for what reads hidden states; arguments that no kernel
+        would read are not formed."""
+        mapping = mapping_named(self.name)
+        if mapping.kernel is None or mapping.hidden:
+            return None
+        return mapping.for_kernel(**self._arguments(None))
 
     @torch.jit.unused
     def _named(
