@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import NORMALIZERS, Normalizer, continuous_softmax, continuous_sparsemax
+from multimax_fairseq.functional.dropout import dropout
 from multimax_fairseq.functional.value_function import positions, ridge_regression
 from multimax_fairseq.modules import ContinuousAttention
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
@@ -233,7 +234,8 @@ def test_dropout_drops_from_both_contexts_alike(dtype):
         torch.manual_seed(0)
         continuous, _ = alone.attend(*tensors, padding, dropout_p=0.5, need_probs=need_probs)
         torch.manual_seed(0)
-        probs = F.dropout(alone.normalizer(tensors[0] @ tensors[1].mT / math.sqrt(D), -1, padding))
+        scores = tensors[0] @ tensors[1].mT / math.sqrt(D)
+        probs = dropout(alone.normalizer(scores, -1, padding), 0.5)
         left = probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
         time = positions(~padding[:, 0, 0])[:, None, None]
         mean = (left * time).sum(-1)

@@ -210,6 +210,12 @@ OF_TABLE = [
     ("table", "of 13 columns", torch.zeros(1, 13)),
     ("table", "of no rows", torch.zeros(0, 8)),
 ]
+NO_DROPOUT = (-0.1, 1.0, 1 - 1e-12, math.nan, math.inf, HUGE, "half", None)
+OF_SEED = [
+    *values("seed", 1, "1", torch.tensor(1.0), torch.zeros(1, dtype=torch.long)),
+    ("seed", "on meta", torch.zeros((), dtype=torch.long, device="meta")),
+    ("seed", "none, to drop with", None),
+]
 OF_ATTENTION = [
     *kinds("query key value", without="conjugate"),
     *shapes("query key value", without="a scalar, flat"),
@@ -227,11 +233,9 @@ OF_ATTENTION = [
     ("sink", "half", lambda t: t.half()),
     *kinds("mask", without="conjugate"),
     *shapes("mask", without="a row less"),
-    *values("seed", 1, "1", torch.tensor(1.0), torch.zeros(1, dtype=torch.long)),
-    ("seed", "on meta", torch.zeros((), dtype=torch.long, device="meta")),
-    ("seed", "none, to drop with", None),
+    *OF_SEED,
     *values("is_causal", "yes", [True]),
-    *values("dropout_p", -0.1, 1.0, 1 - 1e-12, math.nan, math.inf, HUGE, "half", None),
+    *values("dropout_p", *NO_DROPOUT),
     *values("scale", math.nan, math.inf, -math.inf, HUGE, "half", None),
     *values("low high", -1, 3, 1.5, "2", None, 2**63),
 ]
@@ -537,6 +541,17 @@ OPERATORS = {
     "modulate_backward": (
         dict(grad=drawn(B, H, T, S, seed=1), scores=drawn(B, H, T, S), table=TABLE),
         [*kinds("grad scores"), *shapes("grad"), *double("grad"), *OF_TABLE],
+    ),
+    "dropout": (
+        dict(input=QUERY, seed=torch.tensor(1), p=0.3),
+        [
+            *kinds("input", without="on meta"),
+            *kinds("seed", without="compressed, jagged, nested, of oneDNN"),
+            *double("input seed"),
+            *missing("input seed p"),
+            *OF_SEED,
+            *values("p", *NO_DROPOUT),
+        ],
     ),
     "tails": (
         dict(table=TABLE),

@@ -17,6 +17,7 @@ from multimax_fairseq.functional.checks import (
     check_tensor,
     is_finite,
 )
+from multimax_fairseq.functional.dropout import dropout
 from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.functional.modulator import fits_heads, is_known, table_of
 from multimax_fairseq.functional.normalizers import ScoreFunction, hidden_keys, multimax
@@ -126,16 +127,18 @@ def scaled_dot_product_attention(
     scores = attention_scores(query, key, scale)
     # With its dim, so that no other can be among the options.
     probs = mapping.function(scores, dim=-1, mask=mask, **options)
-    return weighted_values(probs, value, dropout_p)
+    return weighted_values(probs, value, dropout_p, backend)
 
 
-def weighted_values(probs: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+def weighted_values(
+    probs: Tensor, value: Tensor, dropout_p: float, backend: str = "auto"
+) -> Tensor:
     """Return the values under probabilities of which some are dropped, in the values' dtype.
 
     Equivalent to: dropout(probs, dropout_p) @ value
     """
     probs = probs.to(value.dtype)
-    return (F.dropout(probs, dropout_p) if dropout_p > 0 else probs) @ value
+    return (dropout(probs, dropout_p, backend) if dropout_p > 0 else probs) @ value
 
 
 def with_future(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:

@@ -44,6 +44,7 @@ SYMBOLS = (
     "projection",
     "attention_step",
     "best_scores",
+    "drop",
 )
 # What a processor must have, by the names that torch and compilers use.
 MARCH = {"AVX2": ["-march=x86-64-v3"], "AVX512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}

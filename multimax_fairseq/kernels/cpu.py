@@ -84,6 +84,15 @@ class _Best(ctypes.Structure):
     ]
 
 
+class _Drop(ctypes.Structure):
+    _fields_ = [
+        *_fields("count threads", ctypes.c_int64),
+        *_fields("probability", ctypes.c_float),
+        *_fields("seed", ctypes.c_uint64),
+        *_fields("entries out", ctypes.c_void_p),
+    ]
+
+
 class _Modulation(ctypes.Structure):
     _fields_ = [
         *_fields("count inner heads threads columns", ctypes.c_int64),
@@ -468,6 +477,27 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         totals=totals,
     )
     return values, indices, totals
+
+
+def dropout(input: Tensor, seed: int, p: float) -> Tensor:
+    """Return a dense tensor with entries set to 0 with probability p, the others over 1 - p.
+
+    The same entries for tensors of this shape and this seed, on however many threads.
+    """
+    given = _as(input, torch.float32).contiguous()
+    out = torch.empty_like(given)
+    threads = torch.get_num_threads()
+    _call(
+        "drop",
+        _Drop,
+        count=given.numel(),
+        threads=threads,
+        probability=p,
+        seed=seed,
+        entries=given,
+        out=out,
+    )
+    return _as(out, input.dtype)
 
 
 def modulate(scores: Tensor, table: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from fairseq.models import (
     register_model,
     register_model_architecture,
 )
-from fairseq.modules import FairseqDropout
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -35,6 +34,7 @@ from multimax_fairseq.models.monitor import Monitored, set_monitor
 from multimax_fairseq.models.numerics import Examined
 from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import AdditiveAttention, RecurrentCell
+from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.recurrent_cell import start_biases, start_gates
 
 # The model has no limit of its own: the task's --max-source-positions and the like act.
@@ -116,7 +116,7 @@ class RecurrentEncoder(FairseqEncoder):
     def __init__(self, args, dictionary, embed_tokens):
         super().__init__(dictionary)
         self.embed_tokens = embed_tokens
-        self.dropout_module = FairseqDropout(args.dropout, module_name=type(self).__name__)
+        self.dropout_module = Dropout(args.dropout, module_name=type(self).__name__)
         layers = args.encoder_layers
         kind = nn.GRU if args.cell_type == "gru" else nn.LSTM
         self.rnn = kind(
@@ -188,10 +188,8 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         super().__init__(dictionary)
         size = args.decoder_hidden_size
         self.embed_tokens = embed_tokens
-        self.dropout_module = FairseqDropout(args.dropout, module_name=type(self).__name__)
-        self.hidden_dropout_module = FairseqDropout(
-            args.hidden_dropout, module_name=type(self).__name__
-        )
+        self.dropout_module = Dropout(args.dropout, module_name=type(self).__name__)
+        self.hidden_dropout_module = Dropout(args.hidden_dropout, module_name=type(self).__name__)
         self.bridge = _linear(encoder_size, size)
         self.cell = RecurrentCell(args.cell_type, args.decoder_embed_dim, size, size)
         self.attention = AdditiveAttention(

@@ -44,6 +44,7 @@ from multimax_fairseq.models.monitor import Monitored, set_monitor
 from multimax_fairseq.models.numerics import Examined
 from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 
@@ -60,16 +61,17 @@ def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
     return MultiheadAttention(attention, module)
 
 
-def keep_dropout_names(module: nn.Module, stock_name: str) -> None:
-    """Let --retain-dropout-modules know a module's dropout by the name of the stock class."""
+def own_dropout(module: nn.Module, stock_name: str) -> None:
+    """Give a stock module our dropout, by the name by which --retain-dropout-modules knows it."""
     for child in module.children():
         if isinstance(child, FairseqDropout) and child.module_name == type(module).__name__:
+            child.__class__ = Dropout
             child.module_name = stock_name
 
 
 def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     """Apply activation checkpointing and FSDP to a layer as the flags ask."""
-    keep_dropout_names(layer, type(layer).__base__.__name__)
+    own_dropout(layer, type(layer).__base__.__name__)
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(
@@ -125,7 +127,7 @@ def traceable_positions(module: nn.Module) -> None:
 class MultimaxEncoder(TransformerEncoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, return_fc=False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc)
-        keep_dropout_names(self, "TransformerEncoder")
+        own_dropout(self, "TransformerEncoder")
         traceable_positions(self)
 
     def build_encoder_layer(self, cfg):
@@ -168,7 +170,7 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
-        keep_dropout_names(self, "TransformerDecoder")
+        own_dropout(self, "TransformerDecoder")
         traceable_positions(self)
         self.need_attn = False
         self.set_output_normalizer(cfg)

@@ -10,6 +10,7 @@ from multimax_fairseq.functional.attention import weighted_values
 from multimax_fairseq.functional.backend import is_autocast, traced
 from multimax_fairseq.functional.checks import check_number, check_whole, is_finite, is_whole
 from multimax_fairseq.functional.continuous import continuous_softmax, continuous_sparsemax
+from multimax_fairseq.functional.dropout import dropout
 from multimax_fairseq.functional.normalizers import hidden_keys
 from multimax_fairseq.functional.value_function import positions, ridge_regression
 from multimax_fairseq.modules.normalizer import Normalizer
@@ -149,7 +150,7 @@ class ContinuousAttention(nn.Module):
             raise ValueError("query_size predicts a density from the query: scores have none")
         value, coefficients, tokens = self._parts(value, scores.shape[-1], mask)
         probs = self.normalizer(scores, -1, mask, hidden)
-        left = nn.functional.dropout(probs, dropout_p) if dropout_p > 0 else probs
+        left = dropout(probs, dropout_p) if dropout_p > 0 else probs
         # Sums over few numbers: a recurrent model asks at each step, and values with columns more
         # would be copied each time.
         time = positions(tokens)[:, None, None].to(left.dtype)

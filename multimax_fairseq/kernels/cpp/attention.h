@@ -1,6 +1,7 @@
 // Attention whose scores are modulated before the softmax, forward and backward.
 #pragma once
 
+#include "dropout.h"
 #include "modulator.h"
 #include "vectors.h"
 #include "windows.h"
@@ -79,33 +80,6 @@ struct Rows {
   }
 };
 
-inline uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-// 1 / (1 - dropout) where an attention probability is kept, else 0: a hash of where it stands.
-struct Dropout {
-  float factor;
-  uint32_t threshold;
-  uint64_t seed;
-  Dropout(const Attention& a, int64_t bh)
-      : factor(1 / (1 - a.dropout)),
-        threshold(static_cast<uint32_t>(a.dropout * 4294967296.0)),
-        seed(mix(a.seed + 0x9e3779b97f4a7c15u * (bh + 1))) {}
-  uint32_t key(int64_t s) const { return static_cast<uint32_t>(mix(seed + s)); }
-  Vec keep(uint32_t key, int64_t q) const {
-    UintVec x;
-    for (int64_t i = 0; i < LANES; i++) x[i] = static_cast<uint32_t>(q + i);
-    x = x * 0x9e3779b9u ^ key;
-    x = (x ^ (x >> 16)) * 0x85ebca6bu;
-    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
-    x = x ^ (x >> 16);
-    return x >= threshold ? all(factor) : Vec{};
-  }
-};
-
 // What exp(score - top) is to be multiplied by: 0 for a query that may attend to nothing.
 inline float share(float sum, float sink) {
   if (!(sink < INFINITE)) return std::numeric_limits<float>::quiet_NaN();
@@ -154,7 +128,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float*
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
-  const Dropout dropout(a, bh);
+  const Dropout dropout(a.dropout, a.seed, bh);
   const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
   float* rows = scratch + keys * pitch;
   const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
@@ -321,7 +295,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
-  const Dropout dropout(a, bh);
+  const Dropout dropout(a.dropout, a.seed, bh);
   const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
   float* rows = scratch + keys * pitch;
   const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)

@@ -1,5 +1,5 @@
 // MultiMax for float32 on x86: attention, the output-layer loss, the output layer, what beam search
-// chooses of it, the modulator.
+// chooses of it, the modulator, dropout.
 //
 // Everything is blocked so that a tile of scores is modulated, exponentiated and used in the next
 // matrix product while it is in the cache. Tiles are kept transposed, (keys, queries) or (classes,
@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "best.h"
+#include "dropout.h"
 #include "modulator.h"
 #include "output.h"
 

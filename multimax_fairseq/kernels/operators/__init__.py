@@ -1,6 +1,6 @@
 """The kernels as operators of torch: torch.ops.multimax_fairseq.modulate, .tails, .attention,
-.attention_step, .output_loss, .output_scores and .best_scores, each with its checks, its fake form,
-its gradient and its rule for autocast.
+.attention_step, .output_loss, .output_scores, .best_scores and .dropout, each with its checks, its
+fake form, its gradient and its rule for autocast.
 
 On the CPU they are C++ (or Triton's, where TRITON_INTERPRET=1 has it interpreted), on a GPU Triton.
 They serve float32, float16 and bfloat16 and refuse what they cannot take; that plain PyTorch takes
@@ -27,6 +27,7 @@ from multimax_fairseq.kernels.operators.definition import (
     traced,
     transformed,
 )
+from multimax_fairseq.kernels.operators.drop import dropout
 from multimax_fairseq.kernels.operators.modulator import (
     modulate,
     modulate_backward,
@@ -51,6 +52,7 @@ __all__ = [
     "attention_step",
     "best_scores",
     "differentiable_once",
+    "dropout",
     "interpreted",
     "mixed",
     "modulate",

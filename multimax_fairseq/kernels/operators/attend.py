@@ -11,9 +11,9 @@ from torch import Tensor
 from multimax_fairseq.kernels import cpu
 from multimax_fairseq.kernels.operators.definition import (
     DTYPES,
-    MAX_DROPOUT,
     Operator,
     check_device,
+    check_dropout,
     check_float,
     check_table,
     define,
@@ -86,15 +86,7 @@ def _check_attention(
         check_device("mask", mask, query, "query")
     if keys >= 2**31:
         raise ValueError(f"key must have fewer than 2**31 rows, got {keys}")
-    if not 0 <= dropout_p <= MAX_DROPOUT:
-        raise ValueError(f"dropout_p must be in [0, 1) as a float32, got {dropout_p}")
-    if dropout_p > 0 and seed is None:
-        raise ValueError("dropout needs a seed: give a scalar of int64 on the CPU, got None")
-    if seed is not None and (seed.dim(), seed.dtype, seed.device.type) != (0, torch.int64, "cpu"):
-        raise ValueError(
-            f"seed must be a scalar of int64 on the CPU, got {list(seed.shape)}, {seed.dtype} on "
-            f"{seed.device}"
-        )
+    check_dropout("dropout_p", dropout_p, seed)
     if low not in (0, 1, 2) or high not in (0, 1, 2):
         raise ValueError(f"the orders low and high must be 0, 1 or 2, got {low} and {high}")
 

@@ -1,0 +1,15 @@
+"""fairseq's dropout layer, on our kernel where that is faster."""
+
+import torch.nn.functional as F
+from fairseq.modules import FairseqDropout
+from torch import Tensor
+
+from multimax_fairseq.functional.dropout import dropout
+
+
+class Dropout(FairseqDropout):
+    def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
+        """Return x with entries dropped, in training and where --retain-dropout asks for it."""
+        if self.p > 0 and (self.training or self.apply_during_inference):
+            return F.dropout(x, self.p, True, True) if inplace else dropout(x, self.p)
+        return x

@@ -1,0 +1,178 @@
+"""Dropout by the kernel: the share that it drops, and the same entries of the gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fairseq.modules import FairseqDropout
+from recording import NEEDS_KERNELS, Recorder
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from multimax_fairseq import scaled_dot_product_attention
+from multimax_fairseq.functional.dropout import dropout
+from multimax_fairseq.kernels import cpu
+from multimax_fairseq.modules.dropout import Dropout
+
+pytestmark = NEEDS_KERNELS
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(1)
+
+
+def kept(shape, p, seed):
+    return cpu.dropout(torch.ones(shape), seed, p) > 0
+
+
+@pytest.mark.parametrize("p", [1e-3, 0.1, 0.3, 0.5, 0.9])
+def test_as_many_are_dropped_as_asked_for(p):
+    n = 2**20 + 5
+    dropped = n - kept(n, p, 7).sum().item()
+    assert abs(dropped - n * p) < 5 * (n * p * (1 - p)) ** 0.5
+
+
+@pytest.mark.parametrize("apart", [1, 2, 8, 16, 100, 4096, 4097, 8192])
+def test_whether_one_is_dropped_says_nothing_of_another(apart):
+    """Of neighbours, of entries of other blocks, and of the same place under another seed."""
+    n, p = 2**20, 0.3
+    one = kept(n, p, 3)
+    for other in (one.roll(apart), kept(n, p, 3 + apart)):
+        both = (one & other).sum().item()
+        q = (1 - p) ** 2
+        assert abs(both - n * q) < 5 * (n * q * (1 - q)) ** 0.5
+
+
+def test_each_entry_of_a_short_row_is_dropped_as_often():
+    n, p = 2000, 0.3
+    often = sum((~kept(19, p, seed)).int() for seed in range(n))
+    assert ((often - n * p).abs() < 5 * (n * p * (1 - p)) ** 0.5).all()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (16,), (3, 0), (4096,), (2, 3, 4111), (5, 8193)])
+def test_the_gradient_drops_what_the_output_drops(shape):
+    """And the rest is divided by 1 - p, in whatever order the entries lie in memory."""
+    p = 0.3
+    turned = tuple(reversed(range(len(shape))))
+    for x in (torch.randn(shape), torch.randn(shape[::-1]).permute(turned)):
+        x = x.detach().requires_grad_()
+        grad = torch.randn(shape[::-1]).permute(turned).requires_grad_()
+        output = dropout(x, p)
+        (found,) = torch.autograd.grad(output, x, grad, create_graph=True)
+        keep = (output != 0).float()
+        factor = torch.tensor(1.0) / (1 - torch.tensor(p))
+        torch.testing.assert_close(output, x * keep * factor, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found, grad * keep * factor, rtol=1e-6, atol=0)
+        (second,) = torch.autograd.grad(
+            found, grad, x
+        )  # linear: its second derivative is the first
+        torch.testing.assert_close(second, output.detach())
+
+
+def test_the_same_entries_on_however_many_threads():
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(kept(100_001, 0.4, 11))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+
+
+def test_the_seed_is_of_torchs_generator():
+    x = torch.ones(1000)
+    first, other = dropout(x, 0.5), dropout(x, 0.5)
+    assert not first.equal(other)
+    torch.manual_seed(1)
+    assert dropout(x, 0.5).equal(first)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [False, True])
+def test_half_precision_rounds_once(dtype, cast):
+    x = torch.randn(500).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        output = dropout(x, 0.3)
+    exact = (x.double() / (1 - torch.tensor(0.3).double())).to(dtype)
+    assert output.dtype == dtype and output.equal(torch.where(output != 0, exact, 0))
+    output.sum().backward()
+    assert x.grad.dtype == dtype and (x.grad != 0).equal(output != 0)
+
+
+def test_not_a_number_stays_one():
+    """As torch's: what is dropped is multiplied by 0."""
+    assert dropout(torch.full([100], torch.nan), 0.5).isnan().all()
+    infinite = torch.full([100], torch.inf)
+    keep = kept(100, 0.5, 3)
+    found = cpu.dropout(infinite, 3, 0.5)
+    assert found.isnan().equal(~keep) and found.isinf().equal(keep)
+
+
+def test_what_records_or_checkpoints_it():
+    x = torch.randn(7, 33, requires_grad=True)
+    opcheck(torch.ops.multimax_fairseq.dropout, (x, torch.tensor(5), 0.3))
+    compiled = torch.compile(lambda t: dropout(t.sin(), 0.3), fullgraph=True)
+    output = compiled(x)
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    assert (grad != 0).equal(output != 0) and 0 < (output == 0).sum() < output.numel()
+    output = checkpoint(lambda t: dropout(t, 0.3), x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    assert (grad != 0).equal(output != 0)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_the_rest_is_torchs(p, monkeypatch):
+    """Other dtypes, a certain end, torch.func, what is asked for by name or by the environment."""
+
+    def assert_torchs(x, call=dropout):
+        torch.manual_seed(3)
+        expected = F.dropout(x, p)
+        torch.manual_seed(3)
+        assert call(x, p).equal(expected)
+
+    x = torch.randn(50)
+    assert_torchs(x.double())
+    assert_torchs(x, lambda x, p: dropout(x, p, "plain"))
+    if p != 0.3:
+        assert_torchs(x)
+    torch.vmap(lambda x: dropout(x, p), randomness="different")(x)
+    torch.func.grad(lambda x: dropout(x, p).sum())(x)
+    monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
+    assert_torchs(x)
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_attention_in_plain_pytorch_has_its_dropout(name):
+    """Kept probabilities may be dropped by the kernel, but not where plain PyTorch is asked for."""
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    for backend, expected in (("auto", {"dropout"}), ("plain", set())):
+        with Recorder() as recorder:
+            options = {"normalizer": name, "dropout_p": 0.3, "backend": backend}
+            scaled_dot_product_attention(query, key, value, **options)
+        assert recorder.names == (expected if name == "entmax15" or not expected else {"attention"})
+
+
+def test_the_layer_follows_fairseqs():
+    x = torch.randn(40, 50)
+    layer = Dropout(0.5, "Name")
+    assert 0.4 < (layer(x) == 0).float().mean() < 0.6
+    given = x.clone()
+    assert layer(given, inplace=True) is given and (given == 0).any()
+    assert layer.eval()(x) is x and Dropout(0.0)(x) is x
+    layer.make_generation_fast_("layer", retain_dropout=True, retain_dropout_modules=["Name"])
+    assert (layer(x) == 0).any()
+    scripted = torch.jit.script(Dropout(0.5))
+    assert (scripted(x) == 0).any() and scripted.eval()(x).equal(x)
+
+
+@pytest.mark.parametrize(
+    "arch, stock", [("transformer", 0), ("transformer_lm", 0), ("rnn", 0), ("transformer", 2)]
+)
+def test_models_have_it_in_every_place_but_in_fairseqs_own_attention(build, arch, stock):
+    flags = ["--attention-normalizer-at", "encoder,cross"] if stock else []
+    modules = build(f"{arch}_multimax", *flags).modules()
+    layers = [module for module in modules if isinstance(module, FairseqDropout)]
+    ours = sum(type(layer) is Dropout for layer in layers)
+    assert ours > 1 and len(layers) - ours >= stock
