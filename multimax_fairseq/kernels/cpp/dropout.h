@@ -13,7 +13,7 @@ struct Drop {
 
 namespace {
 
-// Entries that one thread takes at a time.
+// Entries to a row of the hash; a thread takes a row at a time.
 constexpr int64_t DROPPED_AT_ONCE = 1 << 12;
 
 inline uint64_t mix(uint64_t x) {
@@ -22,8 +22,8 @@ inline uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Of matrices of their own random numbers each, one; 1 / (1 - probability) where its entry is kept,
-// else 0.
+// What the entries of a matrix are multiplied by: 1 / (1 - probability), or 0 where one is dropped.
+// Each matrix of a seed has random numbers of its own.
 struct Dropout {
   float factor;
   uint32_t threshold;
