@@ -229,8 +229,6 @@ def keep_freed_memory() -> None:
 def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any]]:
     """Run all cases, in rounds, and return what there is to know of each."""
     found = []
-    if args.command != "train":  # which is a step as fairseq-train runs it
-        keep_freed_memory()
     with_peaks = args.memory and (args.device == "cuda" or Path("/proc/self/clear_refs").exists())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         # Built anew for every case, so that the inputs of one are gone before the next.

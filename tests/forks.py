@@ -76,21 +76,23 @@ def programs():
 
 def serve(listener):
     """Accept orders until whoever started this process is gone."""
-    is_ready = False
-    while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if listener not in ready:
-            return
-        if not is_ready:
-            import_what_programs_need()
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks below
-            is_ready = True
+    if not has_order(listener):
+        return
+    import_what_programs_need()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks below
+    while has_order(listener):
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             take(connection)
         connection.close()
+
+
+def has_order(listener):
+    """Wait for an order, or for the end of whoever started this process."""
+    ready, _, _ = select.select([listener, sys.stdin], [], [])
+    return listener in ready
 
 
 def import_what_programs_need():

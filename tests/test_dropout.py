@@ -64,9 +64,7 @@ def test_the_gradient_drops_what_the_output_drops(shape):
         factor = torch.tensor(1.0) / (1 - torch.tensor(p))
         torch.testing.assert_close(output, x * keep * factor, rtol=1e-6, atol=0)
         torch.testing.assert_close(found, grad * keep * factor, rtol=1e-6, atol=0)
-        (second,) = torch.autograd.grad(
-            found, grad, x
-        )  # linear: its second derivative is the first
+        (second,) = torch.autograd.grad(found, grad, x)  # it is linear in the gradient
         torch.testing.assert_close(second, output.detach())
 
 
@@ -147,15 +145,15 @@ def test_the_rest_is_torchs(p, monkeypatch):
     assert_torchs(x)
 
 
-@pytest.mark.parametrize("name", ["softmax", "entmax15"])
-def test_attention_in_plain_pytorch_has_its_dropout(name):
+@pytest.mark.parametrize("name, kernel", [("softmax", "attention"), ("entmax15", "dropout")])
+def test_attention_in_plain_pytorch_has_its_dropout(name, kernel):
     """Kept probabilities may be dropped by the kernel, but not where plain PyTorch is asked for."""
     query, key, value = torch.randn(3, 2, 4, 5, 8)
-    for backend, expected in (("auto", {"dropout"}), ("plain", set())):
+    for backend, expected in (("auto", {kernel}), ("plain", set())):
         with Recorder() as recorder:
             options = {"normalizer": name, "dropout_p": 0.3, "backend": backend}
             scaled_dot_product_attention(query, key, value, **options)
-        assert recorder.names == (expected if name == "entmax15" or not expected else {"attention"})
+        assert recorder.names == expected
 
 
 def test_the_layer_follows_fairseqs():
@@ -172,11 +170,16 @@ def test_the_layer_follows_fairseqs():
 
 
 @pytest.mark.parametrize(
-    "arch, stock", [("transformer", 0), ("transformer_lm", 0), ("rnn", 0), ("transformer", 2)]
+    "flags",
+    [
+        ("transformer_multimax",),
+        ("transformer_multimax", "--attention-normalizer-at", "encoder"),
+        ("transformer_lm_multimax",),
+        ("rnn_multimax",),
+    ],
 )
-def test_models_have_it_in_every_place_but_in_fairseqs_own_attention(build, arch, stock):
-    flags = ["--attention-normalizer-at", "encoder,cross"] if stock else []
-    modules = build(f"{arch}_multimax", *flags).modules()
-    layers = [module for module in modules if isinstance(module, FairseqDropout)]
-    ours = sum(type(layer) is Dropout for layer in layers)
-    assert ours > 1 and len(layers) - ours >= stock
+def test_models_have_it_in_every_place_but_in_fairseqs_own_attention(build, flags):
+    model = build(*flags)
+    layers = {n: type(m) for n, m in model.named_modules() if isinstance(m, FairseqDropout)}
+    ours = {name for name, kind in layers.items() if kind is Dropout}
+    assert len(ours) > 1 and all("attn." in name for name in layers.keys() - ours)

@@ -17,7 +17,7 @@ from multimax_fairseq.functional.checks import (
     check_tensor,
     is_finite,
 )
-from multimax_fairseq.functional.dropout import dropout
+from multimax_fairseq.functional.dropout import draw_seed, dropout
 from multimax_fairseq.functional.mapping import mapping_named
 from multimax_fairseq.functional.modulator import fits_heads, is_known, table_of
 from multimax_fairseq.functional.normalizers import ScoreFunction, hidden_keys, multimax
@@ -137,8 +137,7 @@ def weighted_values(
 
     Equivalent to: dropout(probs, dropout_p) @ value
     """
-    probs = probs.to(value.dtype)
-    return (dropout(probs, dropout_p, backend) if dropout_p > 0 else probs) @ value
+    return dropout(probs.to(value.dtype), dropout_p, backend) @ value
 
 
 def with_future(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -198,8 +197,7 @@ def fused_attention(
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
     scale = _default_scale(query) if scale is None else scale
     query, key, value = (_filled_up(tensor, size) for tensor in (query, key, value))
-    # Drawn on the CPU, so that no device is waited for.
-    seed = torch.randint(2**31 - 1, (), device="cpu") if dropout_p > 0 else None
+    seed = draw_seed() if dropout_p > 0 else None
     output, _ = operators.attention(
         *(query, key, value, None if table is None else table.float()),
         *(_a_head_each(sink, query), mask, seed),

@@ -8,6 +8,11 @@ from multimax_fairseq.functional.backend import choose
 from multimax_fairseq.kernels import operators
 
 
+def draw_seed() -> Tensor:
+    """Return a seed of torch's generator; drawn on the CPU, so that no device is waited for."""
+    return torch.randint(2**31 - 1, (), device="cpu")
+
+
 def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
     """Return a tensor with each entry dropped, set to 0, with probability p, or divided by 1 - p.
 
@@ -19,9 +24,10 @@ def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
         input: any shape; p: in [0, 1], both checked by the caller.
         backend: "auto", or "plain" for torch's own; what the kernel cannot take is always plain.
     """
+    if p == 0:
+        return input
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        able = 0 < p <= operators.MAX_DROPOUT
+        able = p <= operators.MAX_DROPOUT
         if choose("dropout", backend, input, able=able) == "cpp":
-            seed = torch.randint(2**31 - 1, (), device="cpu")
-            return operators.dropout(input, seed, p)
+            return operators.dropout(input, draw_seed(), p)
     return F.dropout(input, p)

@@ -486,12 +486,11 @@ def dropout(input: Tensor, seed: int, p: float) -> Tensor:
     """
     given = _as(input, torch.float32).contiguous()
     out = torch.empty_like(given)
-    threads = torch.get_num_threads()
     _call(
         "drop",
         _Drop,
         count=given.numel(),
-        threads=threads,
+        threads=torch.get_num_threads(),
         probability=p,
         seed=seed,
         entries=given,

@@ -150,7 +150,7 @@ class ContinuousAttention(nn.Module):
             raise ValueError("query_size predicts a density from the query: scores have none")
         value, coefficients, tokens = self._parts(value, scores.shape[-1], mask)
         probs = self.normalizer(scores, -1, mask, hidden)
-        left = dropout(probs, dropout_p) if dropout_p > 0 else probs
+        left = dropout(probs, dropout_p)
         # Sums over few numbers: a recurrent model asks at each step, and values with columns more
         # would be copied each time.
         time = positions(tokens)[:, None, None].to(left.dtype)

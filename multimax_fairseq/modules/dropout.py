@@ -11,5 +11,5 @@ class Dropout(FairseqDropout):
     def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
         """Return x with entries dropped, in training and where --retain-dropout asks for it."""
         if self.p > 0 and (self.training or self.apply_during_inference):
-            return F.dropout(x, self.p, True, True) if inplace else dropout(x, self.p)
+            return F.dropout(x, self.p, inplace=True) if inplace else dropout(x, self.p)
         return x

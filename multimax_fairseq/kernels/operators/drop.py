@@ -19,7 +19,7 @@ from multimax_fairseq.kernels.operators.definition import (
 )
 
 
-def _check(input: Tensor, seed: Tensor | None, p: float) -> None:
+def _check(input: Tensor, seed: Tensor, p: float) -> None:
     check_float("input", input, input, "input")
     if input.device.type not in ("cpu", "meta"):
         raise ValueError(
