@@ -45,7 +45,6 @@ from paired import (
     Contestant,
     Ready,
     conditions,
-    keep_freed_memory,
     measure,
     quiet,
     report,
@@ -563,8 +562,6 @@ def main() -> None:
             if args.command == "train" and args.data is None:
                 args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 random_text(args.data, args.vocabulary)
-            if args.command != "train":  # which is timed as fairseq-train runs
-                keep_freed_memory()
             signed = conditions(args)  # of what runs, whatever changes in the meantime
             report(measure(commands[args.command], args), signed, args)
     except (UsageError, OSError) as error:

@@ -5,7 +5,6 @@ median over the rounds of the ratio within a round: what slows the machine for a
 """
 
 import contextlib
-import ctypes
 import gc
 import logging
 import math
@@ -212,18 +211,6 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
 
 
 # --- measurement -------------------------------------------------------------------------------
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep up to 2 GB of what is freed, where that is the C library.
-
-    Else chance decides whose turn it is to give back to the system what all have used, and to wait
-    for pages that the system clears.
-    """
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if set_option is not None and set_option(mmap_threshold, 2**30):
-        set_option(trim_threshold, 2**31 - 1)
 
 
 def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any]]:

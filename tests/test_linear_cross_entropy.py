@@ -1,4 +1,6 @@
-"""linear_cross_entropy in plain PyTorch: against formulas, in every dtype and layout."""
+"""linear_cross_entropy: against formulas, in every dtype and layout; the memory it asks for."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.functional.cross_entropy import best_scores
+from multimax_fairseq.kernels import cpu
 
 
 def loss_inputs(dtype=torch.float64, bias=True):
@@ -182,3 +185,23 @@ def test_gradients_of_several_losses_at_once(backend, monkeypatch):
                 assert (one is None) == (other is None)
                 if one is not None:
                     torch.testing.assert_close(other[n], one)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no CPU kernels here: plain PyTorch is used")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this system"
+)
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_the_memory_of_a_large_gradient_may_lie_in_huge_pages(tokens):
+    """By what the system says of it."""
+    weight = torch.zeros(2**14, 256, requires_grad=True)  # 16 MiB
+    features, target = torch.zeros(tokens, 256), torch.zeros(tokens, dtype=torch.int64)
+    (grad,) = torch.autograd.grad(linear_cross_entropy(features, weight, target)[0], weight)
+    middle, flags = grad.data_ptr() + grad.nbytes // 2, []
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+        elif first == "VmFlags:" and begin <= middle < end:
+            flags = rest
+    assert "hg" in flags

@@ -190,6 +190,7 @@ void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
     return;
   }
   const int64_t most = padded(std::min(a.chunk, tokens));
+  if (a.grad_weight) in_huge_pages(a.grad_weight, a.classes * a.size);
   // A single chunk's logits may lie where the gradient by the weight is formed from them.
   const bool lent = a.factors && a.grad_weight && tokens <= a.chunk && most <= a.size;
   const Buffer logits(lent ? 0 : most * (a.factors ? a.classes : a.threads * CLASSES));

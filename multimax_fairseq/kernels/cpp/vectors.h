@@ -3,6 +3,7 @@
 
 #include <ATen/native/CPUBlas.h>
 #include <immintrin.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -232,6 +233,15 @@ void copy(
     float factor = 1) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++) out[r * ld + c] = factor * in[r * stride + c];
+}
+
+// Asks the system for huge pages behind memory that is new, where it has any: a fault then brings
+// 2 MiB rather than 4 KiB.
+inline void in_huge_pages(float* memory, int64_t size) {
+  constexpr uintptr_t PAGE = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + PAGE - 1) / PAGE * PAGE;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(memory + size) / PAGE * PAGE;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
 // Scratch memory on a cache line; not cleared.
