@@ -211,7 +211,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
     contestants[PRODUCTS] = Contestant(floor, PRODUCTS)
     references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
     rivals = ["softmax (torch)", *(others if args.compile else ())]
-    return Case(label, length, contestants, references, ["seconds"], rivals)
+    return Case(label, length, contestants, references, ["seconds"], rivals, settles=True)
 
 
 # --- the output layer --------------------------------------------------------------------------
@@ -296,7 +296,8 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
         "MultiMax (fused)": contestant(fused, True),
     }
     references = [BEST, PRODUCTS, stock, EXPRESSION]
-    return Case(label, vocabulary, contestants, references, ["seconds"], [stock, *losses()])
+    rivals = [stock, *losses()]
+    return Case(label, vocabulary, contestants, references, ["seconds"], rivals, settles=True)
 
 
 # --- training ----------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ class Case(NamedTuple):
     """What is compared: `x` is its place in a sweep, `references` are what ratios are to.
 
     BEST among them is whichever of the `baselines` has the best median of the first quantity.
+    Where it `settles`, a turn is two steps, of which the second is timed: the first gives back to
+    the system, or takes from it, what another contestant's memory makes it.
     """
 
     label: str
@@ -69,6 +71,7 @@ class Case(NamedTuple):
     references: list[str]
     quantities: list[str]
     baselines: Sequence[str] = ()
+    settles: bool = False
 
 
 @contextlib.contextmanager
@@ -257,6 +260,8 @@ def run_rounds(
         for name in names[first:] + names[:first]:
             tell(f"round {number + 1}", 1)
             with within(case.contestants[name]):
+                if case.settles:
+                    ready[name].step(number)
                 turn = timed(ready[name].step, number, args.device)
             if number >= args.warmup:
                 rounds[name].append(turn)

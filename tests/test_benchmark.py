@@ -85,30 +85,35 @@ def check_case(case, contestants, references, quantities=("seconds",), rounds=3)
 # --- the measuring -----------------------------------------------------------------------------
 
 
-def test_contestants_take_turns_in_a_rotating_order(modules, monkeypatch):
+@pytest.mark.parametrize("settles", [False, True])
+def test_contestants_take_turns_in_a_rotating_order(modules, monkeypatch, settles):
     _, paired = modules
+    steps = 2 if settles else 1
     monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
     turns = []
 
     def contestant(name, backend):
         def step(number):
             turns.append((number, name, os.environ["MULTIMAX_BACKEND"]))
-            return {"tokens": 10 * number}
+            return {"tokens": 10 * number, "steps": len(turns)}
 
         return paired.Contestant(lambda: paired.Ready(step, dict), name, backend)
 
     backends = {"a": "auto", "b": "plain", "c": "cpp"}
     named = {name: contestant(name, backend) for name, backend in backends.items()}
-    case = paired.Case("toy", 0, named, ["a"], ["tokens/s"])
+    case = paired.Case("toy", 0, named, ["a"], ["tokens/s"], settles=settles)
     args = argparse.Namespace(
         dtype="float32", device="cpu", memory=False, warmup=1, rounds=3, command="toy"
     )
     (found,) = paired.measure(lambda _: [case], args)
     orders = ["abc", "bca", "cab", "abc"]
-    assert turns == [(n, c, backends[c]) for n, order in enumerate(orders) for c in order]
+    expected = [(n, c, backends[c]) for n, order in enumerate(orders) for c in order]
+    assert turns == [turn for turn in expected for _ in range(steps)]
     assert os.environ["MULTIMAX_BACKEND"] == "plain"
     for entry in found["contestants"].values():
         assert [turn["tokens"] for turn in entry["rounds"]] == [10, 20, 30]
+        # It is the last step of a turn that counts.
+        assert all(turn["steps"] % steps == 0 for turn in entry["rounds"])
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios(modules):
