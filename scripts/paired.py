@@ -61,8 +61,8 @@ class Case(NamedTuple):
     """What is compared: `x` is its place in a sweep, `references` are what ratios are to.
 
     BEST among them is whichever of the `baselines` has the best median of the first quantity.
-    Where it `settles`, a turn is two steps, of which the second is timed: the first gives back to
-    the system, or takes from it, what another contestant's memory makes it.
+    Where it `settles`, a turn is two steps, of which the second is timed: in the first, memory that
+    the contestant before has left is given back to the system.
     """
 
     label: str
