@@ -39,16 +39,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from generation import generate
-from paired import (
-    BEST,
-    Case,
-    Contestant,
-    Ready,
-    conditions,
-    measure,
-    quiet,
-    report,
-)
+from paired import BEST, Case, Contestant, Ready, conditions, measure, quiet, report
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401

@@ -102,9 +102,7 @@ def test_contestants_take_turns_in_a_rotating_order(modules, monkeypatch, settle
     backends = {"a": "auto", "b": "plain", "c": "cpp"}
     named = {name: contestant(name, backend) for name, backend in backends.items()}
     case = paired.Case("toy", 0, named, ["a"], ["tokens/s"], settles=settles)
-    args = argparse.Namespace(
-        dtype="float32", device="cpu", memory=False, warmup=1, rounds=3, command="toy"
-    )
+    args = argparse.Namespace(dtype="float32", device="cpu", memory=False, warmup=1, rounds=3)
     (found,) = paired.measure(lambda _: [case], args)
     orders = ["abc", "bca", "cab", "abc"]
     expected = [(n, c, backends[c]) for n, order in enumerate(orders) for c in order]
