@@ -258,12 +258,16 @@ def test_a_file_to_restore_that_is_missing_is_told(text):
 # --- a write, in this process -------------------------------------------------------------------
 
 
+# Made before any fork: a child would wait for ever for this process's OpenMP threads.
+NEW = {"new": torch.ones(50_000)}
+
+
 def save(path):
-    checkpoint_utils.torch_persistent_save({"new": torch.ones(50_000)}, str(path))
+    checkpoint_utils.torch_persistent_save(NEW, str(path))
 
 
 def copy(path):
-    torch.save({"new": torch.ones(50_000)}, path.with_name("source"))
+    torch.save(NEW, path.with_name("source"))
     assert PathManager.copy(str(path.with_name("source")), str(path), overwrite=True)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from multimax_fairseq.kernels.build import library as library  # public here as well
 
 # What a fused loss may hold of the logits, and how many tokens go through it together: enough for
-# the weight to be read seldom, few enough for a tile to stay in the second-level cache. Twice as
-# many, where that is all of them, and their logits lie in the memory of the weight's gradient.
-MAX_LOGITS, MAX_TOKENS = 70_000_000, 256
+# the weight to be read seldom, few enough for a tile to stay in the second-level cache. Where that
+# is all of them, their logits can lie in the memory of the weight's gradient.
+MAX_LOGITS, MAX_TOKENS = 70_000_000, 512
 # Floats of the widest vectors, which logits lie in whole.
 MOST_LANES = 16
 # Scores that a thread takes at a time, where one modulator serves all of them.
@@ -379,7 +379,7 @@ def output_loss(
     tokens, classes = len(target), len(weight)
     if chunk_size is None:
         most = max(16, min(MAX_TOKENS, MAX_LOGITS // classes))
-        in_gradient = min(2 * MAX_TOKENS, weight.shape[1] // MOST_LANES * MOST_LANES)
+        in_gradient = min(MAX_TOKENS, weight.shape[1] // MOST_LANES * MOST_LANES)
         if factors is not None and needed[1] and tokens <= in_gradient:
             most = in_gradient
         chunks = max(1, -(-tokens // most))

@@ -26,11 +26,13 @@ constexpr int64_t SUMMED = 16;                 // of its rows, before sums in fl
 struct Chunk {
   int64_t count, width;
   const int64_t* rows;             // which tokens
-  Buffer features, features_t;     // (width, size), (size, width)
+  Buffer features, features_t;     // (width, size), (size, width), packed
   float* logits;                   // not modulated: of all classes, (classes, width), or, where no
                                    // gradients are wanted, of one tile for each thread
   int64_t stride;                  // of the logits, from class to class
   Buffer tops, inverses, factors;  // (width)
+  Buffer scratch;                  // (2 * CLASSES, width) for each thread
+  Buffer grad_features;            // (width, size) for each thread, of its classes
 };
 
 // The statistics of a column of modulated logits, relative to their largest.
@@ -48,8 +50,8 @@ template <class Sigma>
 void tile_statistics(
     const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, float* logits, Column* columns) {
   const Sigma sigma(a.table);
-  product(rows, c.width, a.size, a.weight + v0 * a.size, a.size, c.features_t, c.width, logits,
-          c.stride, false);
+  packed_product(rows, c.width, a.size, a.weight + v0 * a.size, a.size, c.features_t, logits,
+                 c.stride, false);
   Vec modulated[CLASSES];
   for (int64_t q = 0; q < c.width; q += LANES) {
     Vec most = all(-INFINITE), sum_z{};
@@ -113,8 +115,8 @@ void tile_gradients(
       a.grad_bias[v0 + v] = (first ? 0 : a.grad_bias[v0 + v]) + total(sum);
     }
   if (a.grad_weight)
-    product(rows, a.size, c.width, grads, c.width, c.features, a.size,
-            a.grad_weight + v0 * a.size, a.size, !first);
+    packed_product(rows, a.size, c.width, grads, c.width, c.features,
+                   a.grad_weight + v0 * a.size, a.size, !first);
   if (grad_features) {
     transpose(grads, c.width, rows, c.width, transposed, CLASSES);
     product(c.width, a.size, rows, transposed, CLASSES, a.weight + v0 * a.size, a.size,
@@ -126,10 +128,18 @@ template <class Sigma>
 void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   const int64_t tiles = (a.classes + CLASSES - 1) / CLASSES;
   const int64_t threads = std::min(a.threads, tiles);
-  std::fill(c.features + 0, c.features + c.width * a.size, 0.0f);
-  for (int64_t q = 0; q < c.count; q++)
-    std::copy_n(a.features + c.rows[q] * a.size, a.size, c.features + q * a.size);
-  transpose(c.features, a.size, c.width, a.size, c.features_t, c.width);
+  for (int64_t d = 0; d < a.size; d += panel()) {
+    const int64_t columns = std::min(panel(), a.size - d);
+    float* features = c.features + d * c.width;
+    for (int64_t q = 0; q < c.count; q++)
+      std::copy_n(a.features + c.rows[q] * a.size + d, columns, features + q * columns);
+    std::fill(features + c.count * columns, features + c.width * columns, 0.0f);
+    for (int64_t q = 0; q < c.width; q += panel()) {
+      const int64_t tokens = std::min(panel(), c.width - q);
+      transpose(features + q * columns, columns, tokens, columns,
+                c.features_t + q * a.size + d * tokens, tokens);
+    }
+  }
 
   std::vector<Column> columns(threads * c.width);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -157,16 +167,15 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   if (!a.factors) return;
 
   const int64_t features = a.grad_features ? c.width * a.size : 0;
-  const Buffer grad_features(threads * features);
-  std::fill(grad_features + 0, grad_features + threads * features, 0.0f);
+  std::fill_n(c.grad_features + 0, threads * features, 0.0f);
   std::vector<double> grad_tables(threads * COLUMNS);
   const int64_t scratch_size = 2 * CLASSES * c.width;
-  const Buffer scratch(threads * scratch_size);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int64_t i = 0; i < threads; i++) {
     for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
       tile_gradients<Sigma>(a, c, t * CLASSES, std::min(CLASSES, a.classes - t * CLASSES), first,
-                            scratch + i * scratch_size, features ? grad_features + i * features : nullptr,
+                            c.scratch + i * scratch_size,
+                            features ? c.grad_features + i * features : nullptr,
                             &grad_tables[i * COLUMNS]);
     end_products();
   }
@@ -174,7 +183,7 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
     for (int j = 0; j < COLUMNS; j++) a.grad_table[j] += grad_tables[i * COLUMNS + j];
     for (int64_t q = 0; features && q < c.count; q++) {
       float* out = a.grad_features + c.rows[q] * a.size;
-      const float* part = grad_features + i * features + q * a.size;
+      const float* part = c.grad_features + i * features + q * a.size;
       for (int64_t d = 0; d < a.size; d++) out[d] = (i ? out[d] : 0) + part[d];
     }
   }
@@ -195,7 +204,9 @@ void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
   const bool lent = a.factors && a.grad_weight && tokens <= a.chunk && most <= a.size;
   const Buffer logits(lent ? 0 : most * (a.factors ? a.classes : a.threads * CLASSES));
   Chunk c{0, 0, nullptr, Buffer(most * a.size), Buffer(most * a.size),
-          lent ? a.grad_weight : logits + 0, 0, Buffer(most), Buffer(most), Buffer(most)};
+          lent ? a.grad_weight : logits + 0, 0, Buffer(most), Buffer(most), Buffer(most),
+          Buffer(a.factors ? a.threads * 2 * CLASSES * most : 0),
+          Buffer(a.factors && a.grad_features ? a.threads * most * a.size : 0)};
   for (int64_t n = 0; n < tokens; n += a.chunk) {
     c.count = std::min(a.chunk, tokens - n), c.width = padded(c.count), c.rows = &rows[n];
     c.stride = lent ? a.size : c.width;

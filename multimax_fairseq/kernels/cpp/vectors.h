@@ -109,6 +109,19 @@ inline void product(
   sgemm_("N", "N", &M, &N, &K, &one, b, &A, a, &B, &beta, c, &C);
 }
 
+// The same, of a packed B: panels of so many columns, each with its rows one after the other, the
+// panel of the columns from n0 on at b + n0 * k. oneDNN's kernels would else wait for rows that lie
+// each on another page of memory; MKL packs by itself, and is faster with all columns at once.
+inline int64_t panel() { return use_onednn ? 64 : int64_t{1} << 32; }
+inline void packed_product(
+    int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, float* c,
+    int64_t ldc, bool accumulate) {
+  for (int64_t n0 = 0; n0 < n; n0 += panel()) {
+    const int64_t columns = std::min(panel(), n - n0);
+    product(m, columns, k, a, lda, b + n0 * k, columns, c + n0, ldc, accumulate);
+  }
+}
+
 inline void end_products() {
   if (use_onednn) at::native::cpublas::brgemm_release(false);
 }
