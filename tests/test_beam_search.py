@@ -402,33 +402,29 @@ def test_what_has_no_best_scores(scores, count, said):
 def some_steps(hypotheses=5, heads=2, size=16, steps=7, seed=0):
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(hypotheses, heads, size, generator=generator)
-    rows = [6 + step % 3 for step in range(steps)]
-    keys, values = (
-        [torch.randn(count, heads, size, generator=generator) for count in rows] for _ in range(2)
-    )
-    ancestors = torch.stack([torch.randint(n, (hypotheses,), generator=generator) for n in rows], 1)
+    rows = 6 * steps
+    keys, values = (torch.randn(rows, heads, size, generator=generator) for _ in range(2))
+    ancestors = torch.randint(rows, (hypotheses, steps), generator=generator)
     return query, keys, values, ancestors
 
 
 @pytest.mark.parametrize("columns", [0, 8, 12])
 @pytest.mark.parametrize("each_head", [False, True])
 @pytest.mark.parametrize("size", [16, 48, 128])
-def test_attention_step(columns, each_head, size):
-    query, keys, values, ancestors = some_steps(size=size, steps=37)
+@pytest.mark.parametrize("hypotheses", [1, 5, 40])
+def test_attention_step(columns, each_head, size, hypotheses):
+    query, keys, values, ancestors = some_steps(hypotheses, size=size, steps=37)
     modulator = Modulator(num_heads=2 if each_head else None, init_std=0.3, monotone=columns == 12)
     sink = torch.tensor([0.5, -1.0])[:, None, None] if each_head else None
     given = {"modulator": modulator} if columns else {}
     attend = attention_to_steps(query, 2, size, sink=sink, **given)
     found = attend(query, Steps(keys, values, ancestors), 0.3)
-    own = [
-        torch.stack([x[step].double()[ancestors[:, step]] for step in range(37)], 2)
-        for x in (keys, values)
-    ]
+    own = [x.double()[ancestors].transpose(1, 2) for x in (keys, values)]
     scores = 0.3 * query.double()[:, :, None] @ own[0].mT
     with torch.no_grad():
         scores = modulator.double()(scores) if columns else scores
     if sink is not None:
-        scores = torch.cat([scores, sink.double().expand(5, 2, 1, 1)], -1)
+        scores = torch.cat([scores, sink.double().expand(hypotheses, 2, 1, 1)], -1)
     probs = scores.softmax(-1)[..., :37]
     torch.testing.assert_close(found.double(), (probs @ own[1])[:, :, 0], rtol=1e-5, atol=1e-5)
 
@@ -436,20 +432,20 @@ def test_attention_step(columns, each_head, size):
 def test_attention_step_takes_no_address_that_it_has_not_checked():
     query, keys, values, ancestors = some_steps()
     step = operators.attention_step
-    for wrong in (-1, 6, 2**40):
+    for wrong in (-1, 42, 2**40):
         other = ancestors.clone()
         other[-1, -1] = wrong
-        with pytest.raises(ValueError, match=f"0 to 5 at step 6, got .*{wrong}"):
+        with pytest.raises(ValueError, match=f"0 to 41, got .*{wrong}"):
             step(query, keys, values, other, None, None, 1.0)
-    narrow = [[x[..., :8] for x in tensors] for tensors in (keys, values)]
-    halves = [[x.half() for x in tensors] for tensors in (keys, values)]
+    narrow, halves = (keys[..., :8], values[..., :8]), (keys.half(), values.half())
     for inputs, said in (
         ((query[0], keys, values, ancestors), "query must be"),
         ((query[..., :8], *narrow, ancestors), "multiple of 16, got"),
         ((query, narrow[0], values, ancestors), "keys and values must be"),
-        ((query, keys, values[:3], ancestors), "as many, got 7 and 3"),
-        ((query, keys, [x[:2] for x in values], ancestors), "keys and values must be"),
-        ((query, keys, values, ancestors[:, :3]), "ancestors must be int64"),
+        ((query, keys, values[:3], ancestors), "keys and values must be"),
+        ((query, keys[0], values[0], ancestors), "keys and values must be"),
+        ((query, keys, values, ancestors[:3]), "ancestors must be int64"),
+        ((query, keys, values, ancestors[0]), "ancestors must be int64"),
         ((query, keys, values, ancestors.int()), "ancestors must be int64"),
         ((query.half(), *halves, ancestors), "float32 on the CPU"),
     ):
@@ -459,16 +455,46 @@ def test_attention_step_takes_no_address_that_it_has_not_checked():
         step(query, keys, values, ancestors, None, None, math.nan)
     with pytest.raises(ValueError, match="sink must be"):
         step(query, keys, values, ancestors, None, torch.zeros(3), 1.0)
-    with pytest.raises(ValueError, match="no gradient"):
-        step(query, keys[:-1] + [keys[-1].requires_grad_()], values, ancestors, None, None, 1.0)
-    keys = [x.detach() for x in keys]
+    with pytest.raises(RuntimeError, match="attention_step has no gradient"):
+        learned = keys.clone().requires_grad_()
+        step(query, learned, values, ancestors, None, None, 1.0).sum().backward()
     wanted = step(query, keys, values, ancestors, None, None, 1.0)
-    spread = [torch.stack([x, x], -1)[..., 0] for x in keys]
-    assert torch.equal(step(query, spread, values, ancestors, None, None, 1.0), wanted)
+    spread = [torch.stack([x, x], -1)[..., 0] for x in (query, keys, values, ancestors)]
+    assert torch.equal(step(*spread, None, None, 1.0), wanted)
     assert step(query[:0], keys, values, ancestors[:0], None, None, 1.0).shape == (0, 2, 16)
-    assert not step(query, [], [], ancestors[:, :0], None, None, 1.0).any()
+    assert not step(query, keys[:0], values[:0], ancestors[:, :0], None, None, 1.0).any()
     overload = torch.ops.multimax_fairseq.attention_step.default
     torch.library.opcheck(overload, (query, keys, values, ancestors, None, None, 1.0))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
+    """Their memory has room for those of one; past it, it grows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(rows):
+        return [torch.randn(rows, 2, 16, generator=generator) for _ in range(2)]
+
+    def own(steps):
+        return [x[steps.ancestors].clone() for x in (steps.keys, steps.values)]
+
+    with mode():
+        first = Steps(*some(0), torch.empty(3, 0, dtype=torch.int64)).and_one_more(*some(3), None)
+    branches, wanted = [[first], [first]], [[own(first)], [own(first)]]
+    for step in range(60):
+        for branch, expected in zip(branches, wanted, strict=True):
+            order = torch.randint(3, (3,), generator=generator) if step % 2 else None
+            new = some(3)
+            with mode() if step < 40 else torch.no_grad():
+                branch.append(branch[-1].and_one_more(*new, order))
+            before = expected[-1] if order is None else [x[order] for x in expected[-1]]
+            both = zip(before, new, strict=True)
+            expected.append([torch.cat([x, last[:, None]], 1) for x, last in both])
+    memory = {steps.keys.data_ptr() for branch in branches for steps in branch}
+    assert len(memory) < 12  # so seldom is anything copied
+    for branch, expected in zip(branches, wanted, strict=True):
+        for steps, tensors in zip(branch, expected, strict=True):
+            assert all(map(torch.equal, own(steps), tensors))
 
 
 def test_attention_step_leaves_to_others_what_it_cannot_do():

@@ -27,8 +27,8 @@ PADDING = (torch.arange(T) < torch.tensor([[5], [3]]))[:, None, None]
 MODULATOR = Modulator(monotone=True)
 FEATURES, WEIGHT, TARGET = drawn(7, D, seed=3), drawn(V, D, seed=4), torch.arange(7)
 WORDS = drawn(4, H, D).detach()
-ANCESTORS = torch.tensor([[0, 1], [1, 1], [2, 0], [3, 3]])
-STEPS = Steps([WORDS, WORDS + 1], [WORDS - 1, WORDS], ANCESTORS)
+ANCESTORS = torch.tensor([[0, 5], [1, 5], [2, 4], [3, 7]])
+STEPS = Steps(torch.cat([WORDS, WORDS + 1]), torch.cat([WORDS - 1, WORDS]), ANCESTORS)
 MEAN, PLANE = drawn(2), torch.eye(2)
 
 

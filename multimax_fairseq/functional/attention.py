@@ -207,15 +207,65 @@ def fused_attention(
 
 
 class Steps(NamedTuple):
-    """Keys and values of hypotheses, of each of L steps once.
+    """Keys and values of the words of hypotheses, each of them once.
 
-    keys, values: of each step, (rows, H, D), of all hypotheses that were at work.
-    ancestors: (R, L) int64, at which row of a step hypothesis r stood.
+    keys, values: (N, H, D), of the words of all L steps, the first part of memory that has room for
+        more.
+    ancestors: (R, L) int64, the rows of hypothesis r.
+    room: that memory; None where there is none but what is taken.
     """
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: Tensor
+    values: Tensor
     ancestors: Tensor
+    room: Room | None = None
+
+    def and_one_more(self, key: Tensor, value: Tensor, order: Tensor | None) -> Steps:
+        """Return these with one more word of each hypothesis; these stay as they are.
+
+        Args:
+            key, value: (R', H, D), of the words.
+            order: (R',) int64, which hypotheses go on with them; None for all, each with its own.
+        """
+        ancestors = self.ancestors if order is None else self.ancestors.index_select(0, order)
+        count, more = len(self.keys), len(key)
+        rows = torch.arange(count, count + more, device=key.device)[:, None]
+        room = self.room
+        if room is None or not room.has(count, more):
+            room = Room(self.keys, self.values, more)
+        keys, values = room.put(key, value)
+        return Steps(keys, values, torch.cat([ancestors, rows], 1), room)
+
+
+class Room:
+    """Memory for keys and values, (N, H, D), to be put behind those that are in it.
+
+    Args:
+        keys, values: the first ones.
+        more: rows of the next step; there is room for 16 such, and for as many as the first ones.
+    """
+
+    STEPS = 16
+
+    def __init__(self, keys: Tensor, values: Tensor, more: int) -> None:
+        self.taken = len(keys)
+        size = 2 * self.taken + self.STEPS * more
+        self.tensors = [x.new_empty(size, *x.shape[1:]) for x in (keys, values)]
+        for tensor, first in zip(self.tensors, (keys, values), strict=True):
+            tensor[: self.taken] = first
+
+    def has(self, count: int, more: int) -> bool:
+        """Whether as many fit behind the first `count`, which nobody has gone on from before."""
+        memory = self.tensors[0]
+        is_ours = torch.is_inference_mode_enabled() or not memory.is_inference()
+        return self.taken == count and count + more <= len(memory) and is_ours
+
+    def put(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Put them behind the others, and return all keys and all values."""
+        first, self.taken = self.taken, self.taken + len(key)
+        for tensor, new in zip(self.tensors, (key, value), strict=True):
+            tensor[first : self.taken] = new
+        return [tensor[: self.taken] for tensor in self.tensors]
 
 
 AttentionToSteps: TypeAlias = Callable[[Tensor, Steps, float], Tensor]
@@ -234,8 +284,8 @@ def attention_to_steps(
     without gradients, or None where no kernel can.
 
     Its query is (R, H, D), the last word of each hypothesis, and what it returns too.
-    Equivalent to: fused_attention(query[:, :, None], *(torch.stack([x[s][steps.ancestors[:, s]]
-        for s in range(L)], 2) for x in steps[:2]), None, False, 0.0, scale, ...)[:, :, 0]
+    Equivalent to: fused_attention(query[:, :, None], *(x[steps.ancestors].transpose(1, 2)
+        for x in (steps.keys, steps.values)), None, False, 0.0, scale, ...)[:, :, 0]
 
     Args:
         like: a tensor of the dtype and on the device of the query.
@@ -256,10 +306,10 @@ def attention_to_steps(
     @torch.no_grad()
     def attend(query: Tensor, steps: Steps, scale: float) -> Tensor:
         if length_scale is not None:
-            counts = query.new_full((), len(steps.keys))
+            counts = query.new_full((), steps.ancestors.shape[1])
             query = query * ssmax_scale(counts, length_scale).reshape(-1, 1)
         own_sink = _a_head_each(sink, query)
-        return operators.attention_step(query, *steps, table, own_sink, scale)
+        return operators.attention_step(query, *steps[:3], table, own_sink, scale)
 
     return attend
 

@@ -54,7 +54,8 @@ class _Attention(ctypes.Structure):
         *_fields("mask", _Mask),
         *_fields("query key value output", _Rows),
         *_fields("grad_output grad_query grad_key grad_value", _Rows),
-        *_fields("ancestors rows step_keys step_values", ctypes.c_void_p),
+        *_fields("ancestors", ctypes.c_void_p),
+        *_fields("rows", ctypes.c_int64),
     ]
 
 
@@ -222,8 +223,8 @@ def attention_forward(
 
 def attention_step(
     query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Tensor,
+    values: Tensor,
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
@@ -233,44 +234,44 @@ def attention_step(
 
     Args:
         query: (R, H, D) float32, D a multiple of 16.
-        keys, values: of each of L steps, (rows, H, D) float32, dense.
-        ancestors: (R, L) int64: key s of hypothesis r is keys[s][ancestors[r, s]].
+        keys, values: (N, H, D) float32.
+        ancestors: (R, L) int64: key s of hypothesis r is keys[ancestors[r, s]].
         table, sink: as `attention_forward`.
 
     Returns:
         (R, H, D).
 
     Raises:
-        ValueError: an ancestor that is none of its step's rows.
+        ValueError: an ancestor that is none of the N rows.
     """
     hypotheses, heads, size = query.shape
     query, ancestors = query.contiguous(), ancestors.contiguous()
     output = torch.empty_like(query)
-    rows = torch.tensor([len(step) for step in keys], device="cpu")
-    addresses = [(ctypes.c_void_p * len(x))(*(t.data_ptr() for t in x)) for x in (keys, values)]
-    arguments: dict[str, Any] = {"batch": hypotheses, "heads": heads, "queries": 1, "size": size}
-    arguments |= {"keys": len(keys), "scale": scale, "threads": torch.get_num_threads()}
-    arguments |= {"step_keys": ctypes.addressof(addresses[0])}
-    arguments |= {"step_values": ctypes.addressof(addresses[1])}
-    if table is not None:
-        table = table.contiguous()
-        arguments |= {"table": table, "columns": table.shape[1]}
-        arguments["table_row"] = table.shape[1] if len(table) > 1 else 0
     status = _call(
         "attention_step",
         _Attention,
+        batch=hypotheses,
+        heads=heads,
+        queries=1,
+        keys=ancestors.shape[1],
+        size=size,
+        threads=torch.get_num_threads(),
+        columns=_columns(table),
+        table_row=table.shape[1] if table is not None and len(table) > 1 else 0,
+        scale=scale,
         query=query.unsqueeze(2),
+        key=keys.contiguous().transpose(0, 1).unsqueeze(0),
+        value=values.contiguous().transpose(0, 1).unsqueeze(0),
         output=output.unsqueeze(2),
+        table=None if table is None else table.contiguous(),
         sink=None if sink is None else sink.contiguous(),
         ancestors=ancestors,
-        rows=rows,
-        **arguments,
+        rows=len(keys),
     )
     if status < 0:
-        step = -1 - status
         raise ValueError(
-            f"ancestors must be rows of their step, 0 to {int(rows[step]) - 1} at step {step}, got "
-            f"{int(ancestors[:, step].min())} to {int(ancestors[:, step].max())}"
+            f"ancestors must be rows of keys and values, 0 to {len(keys) - 1}, got "
+            f"{int(ancestors.min())} to {int(ancestors.max())}"
         )
     return output
 

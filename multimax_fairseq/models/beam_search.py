@@ -86,12 +86,15 @@ class BeamGenerator(SequenceGenerator):
         tokens = source.new_full((len(source), 1), first)
         scores = torch.zeros(len(source), 0, device=source.device)
         rows = live
+        caches = [_caches(model.decoder) for model in self.model.models]
         self._share_keys(1)
         for step in range(longest + 1):
             if step == 1:
                 self._share_keys(beam)
             if step > 0:
-                self.model.reorder_incremental_state(states, rows)
+                for state, modules in zip(states, caches, strict=True):
+                    for module in modules:
+                        module.reorder_incremental_state(state, rows)
             values, words = self._best(tokens, encoded, states, step, longest)
             if step > 0:
                 values = values + scores[:, -1:]
@@ -199,17 +202,22 @@ class BeamGenerator(SequenceGenerator):
         if self.normalize_scores:
             values = values / tokens.shape[1] ** self.len_penalty
         nothing = torch.empty(0)
-        for number, sentence in enumerate(sentences):
+        for sentence, words, score, steps in zip(sentences, tokens, values, each, strict=True):
             if len(found[sentence]) < self.beam_size:
                 found[sentence].append(
                     {
-                        "tokens": tokens[number],
-                        "score": values[number],
+                        "tokens": words,
+                        "score": score,
                         "attention": nothing,
                         "alignment": nothing,
-                        "positional_scores": each[number],
+                        "positional_scores": steps,
                     }
                 )
+
+
+def _caches(decoder: nn.Module) -> list[Any]:
+    """The modules that keep something from step to step."""
+    return [m for m in decoder.modules() if hasattr(m, "reorder_incremental_state")]
 
 
 def _is_known(model: Any) -> bool:

@@ -182,18 +182,14 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         attend = prepare(query.transpose(0, 1)[:, None], heads, size)
         if attend is None:
             return None
-        keys, values, ancestors = [], [], torch.arange(batch, device=query.device)[:, None]
-        if past is not None:
-            order = buffer.get("order")
-            known = past.ancestors if order is None else past.ancestors.index_select(0, order)
-            keys, values, ancestors = past.keys, past.values, torch.cat([known, ancestors], 1)
-        heads_of = (-1, heads, size)
-        kept = Steps(
-            [*keys, self.k_proj(query).view(heads_of)],
-            [*values, self.v_proj(query).view(heads_of)],
-            ancestors,
+        q, k, v = (
+            projection(query).view(batch, heads, size)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        context = attend(self.q_proj(query).view(heads_of), kept, self.scaling)
+        if past is None:
+            past = Steps(k[:0], v[:0], torch.empty(batch, 0, dtype=torch.int64, device=k.device))
+        kept = past.and_one_more(k, v, buffer.get("order"))
+        context = attend(q, kept, self.scaling)
         self._set_input_buffer(incremental_state, {"steps": kept})
         return self.out_proj(context.reshape(1, batch, heads * size))
 
@@ -206,11 +202,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             return
         order, ancestors = buffer.get("order"), steps.ancestors
         ancestors = ancestors if order is None else ancestors.index_select(0, order)
-        rows = ancestors.unbind(1)
         kept: dict[str, Tensor | None] = {"prev_key_padding_mask": None}
-        for name, tensors in (("prev_key", steps.keys), ("prev_value", steps.values)):
-            own = [tensor[row] for tensor, row in zip(tensors, rows, strict=True)]
-            kept[name] = torch.stack(own, 2)
+        for name, rows in (("prev_key", steps.keys), ("prev_value", steps.values)):
+            kept[name] = rows[ancestors].transpose(1, 2)
         self._set_input_buffer(incremental_state, kept)
 
     @torch.jit.unused

@@ -28,10 +28,10 @@ struct Attention {
   float* grad_sink;    // (heads,), or null
   Mask mask;           // what the windows do not say
   Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
-  // Of hypotheses that share the keys of each step, (rows[s], heads, size): key s of hypothesis b is
+  // Of hypotheses that share keys, those of all steps (rows, heads, size): key s of hypothesis b is
   // that of row ancestors[b, s], (batch, keys). Null where each has its own.
-  const int64_t *ancestors, *rows;
-  const float *const *step_keys, *const *step_values;
+  const int64_t* ancestors;
+  int64_t rows;
 
   template <class Sigma>
   Sigma sigma(int64_t h) const {
@@ -45,6 +45,7 @@ namespace {
 // Tiles of a block of queries stay in the L2 cache with KEYS rows, in the L1 cache with FEW_KEYS.
 constexpr int64_t KEYS = 512, FEW_KEYS = 64;
 constexpr int64_t FEW_QUERIES = 8;
+constexpr int64_t HYPOTHESES = 16;  // that a thread takes at a time: neighbours share keys
 // A head's floats that are asked for ahead: in the L2 cache, beside the tiles of the one before.
 constexpr int64_t MOST_AHEAD = 1 << 17, NONE = -1;
 
@@ -219,10 +220,9 @@ int64_t forward_scratch(const Attention& a) {
 
 // Where key or value s of row b stands.
 inline const float* row_of(
-    const Attention& a, const Tensor4& own, const float* const* steps, int64_t b, int64_t h,
-    int64_t s) {
-  if (!steps) return own.at(b, h) + s * own.row;
-  return steps[s] + (a.ancestors[b * a.keys + s] * a.heads + h) * a.size;
+    const Attention& a, const Tensor4& t, int64_t b, int64_t h, int64_t s) {
+  if (!a.ancestors) return t.at(b, h) + s * t.row;
+  return t.at(0, h) + a.ancestors[b * a.keys + s] * t.row;
 }
 
 // Decoding: too few queries to fill a tile. Keys are read where they are.
@@ -241,7 +241,7 @@ void forward_few(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
     for (int64_t s0 = 0; s0 < length; s0 += LANES) {
       Vec products[LANES] = {};
       for (int64_t s = std::max(s0, first); s < std::min(s0 + LANES, last); s++) {
-        const float* key = row_of(a, a.key, a.step_keys, b, h, s);
+        const float* key = row_of(a, a.key, b, h, s);
         Vec sum{};
         for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
         products[s - s0] = sum;
@@ -273,7 +273,7 @@ void forward_few(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
     const auto put = [&]<int parts>(std::integral_constant<int, parts>, int64_t d) {
       Vec result[parts] = {};
       for (int64_t s = first; s < last; s++) {
-        const float* value = row_of(a, a.value, a.step_values, b, h, s) + d;
+        const float* value = row_of(a, a.value, b, h, s) + d;
         for (int i = 0; i < parts; i++) result[i] += scratch[s] * load(value + i * LANES);
       }
       for (int i = 0; i < parts; i++) store(out + d + i * LANES, result[i] * inverse);
@@ -411,35 +411,63 @@ int64_t backward_scratch(const Attention& a) {
   return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + 3 * keys + tile) * QUERIES;
 }
 
-// A thread takes the next head when it is free: sentences differ in length, and processors may have
-// other work. What is formed of a head is the same in any thread.
-template <class Kind, class Head>
-void every_head(const Kind& a, int64_t scratch_size, Head head) {
-  const int64_t heads = a.batch * a.heads, threads = std::min(a.threads, heads);
+// A thread takes the next piece of work when it is free: sentences differ in length, and processors
+// may have other work. What is formed of a piece is the same in any thread.
+template <class Work>
+void every(int64_t count, int64_t threads, int64_t scratch_size, Work work) {
+  threads = std::min(threads, count);
   // Not in the threads, where running out of memory would end the process.
   const Buffer scratch(threads * padded(scratch_size));
   std::atomic<int64_t> first = 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int64_t i = 0; i < threads; i++)
-    for (int64_t j = first++, next; j < heads; j = next) {
+    for (int64_t j = first++, next; j < count; j = next) {
       next = first++;
-      head(a, j / a.heads, j % a.heads, next < heads ? next : NONE,
-           scratch + i * padded(scratch_size));
+      work(j, next < count ? next : NONE, scratch + i * padded(scratch_size));
     }
+}
+
+template <class Kind, class Head>
+void every_head(const Kind& a, int64_t scratch_size, Head head) {
+  every(a.batch * a.heads, a.threads, scratch_size, [&](int64_t j, int64_t next, float* scratch) {
+    head(a, j / a.heads, j % a.heads, next, scratch);
+  });
+}
+
+// Asks for the keys and values of hypothesis b that are not those of the one before, which have been
+// asked for: they lie where they were formed, all over the memory.
+void ask_for(const Attention& a, int64_t b) {
+  constexpr int64_t LINE = 64 / sizeof(float);
+  const int64_t *own = a.ancestors + b * a.keys, *before = own - a.keys;
+  for (int64_t s = 0; s < a.keys; s++) {
+    if (own[s] == before[s]) continue;
+    const float *key = row_of(a, a.key, b, 0, s), *value = row_of(a, a.value, b, 0, s);
+    for (int64_t i = 0; i < a.key.row; i += LINE) {
+      __builtin_prefetch(key + i);
+      __builtin_prefetch(value + i);
+    }
+  }
 }
 
 }  // namespace
 
-// Attention of one query a hypothesis. Returns 1; 0 if it ran out of memory; -1 - s if an ancestor at
-// step s is none of its rows.
+// Attention of one query a hypothesis. Returns 1; 0 if it ran out of memory; -1 if an ancestor is
+// none of the rows.
 extern "C" int attention_step(const Attention* attention) {
   const Attention& a = *attention;
   for (int64_t i = 0; i < a.batch * a.keys; i++)
-    if (a.ancestors[i] < 0 || a.ancestors[i] >= a.rows[i % a.keys])
-      return static_cast<int>(-1 - i % a.keys);
+    if (a.ancestors[i] < 0 || a.ancestors[i] >= a.rows) return -1;
+  const int64_t parts = (a.batch + HYPOTHESES - 1) / HYPOTHESES;
   return guarded([&] {
     with_modulator(a.columns, [&](auto* kind) {
-      every_head(a, padded(a.keys), forward_few<std::remove_pointer_t<decltype(kind)>>);
+      every(parts, a.threads, padded(a.keys), [&](int64_t part, int64_t, float* scratch) {
+        const int64_t last = std::min((part + 1) * HYPOTHESES, a.batch);
+        for (int64_t b = part * HYPOTHESES; b < last; b++) {
+          if (b + 1 < last) ask_for(a, b + 1);
+          for (int64_t h = 0; h < a.heads; h++)
+            forward_few<std::remove_pointer_t<decltype(kind)>>(a, b, h, NONE, scratch);
+        }
+      });
     });
   });
 }

@@ -346,8 +346,8 @@ attention_backward: Operator = define(
 
 def _check_step(
     query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Tensor,
+    values: Tensor,
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
@@ -357,24 +357,19 @@ def _check_step(
         raise ValueError(
             f"query must be (R, H, D), D a multiple of {STEP_SIZES}, got {list(query.shape)}"
         )
-    if len(keys) != len(values):
-        raise ValueError(f"keys and values must be as many, got {len(keys)} and {len(values)}")
-    for name, tensors in (("query", [query]), ("keys", keys), ("values", values)):
-        for tensor in tensors:
-            if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "meta"):
-                raise ValueError(
-                    f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}"
-                )
-    for key, value in zip(keys, values, strict=True):
-        if key.dim() != 3 or key.shape[1:] != query.shape[1:] or value.shape != key.shape:
+    for name, tensor in (("query", query), ("keys", keys), ("values", values)):
+        if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "meta"):
             raise ValueError(
-                f"keys and values must be (rows, {query.shape[1]}, {query.shape[2]}) at each step, "
-                f"got {list(key.shape)} and {list(value.shape)}"
+                f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}"
             )
-    expected = (query.shape[0], len(keys))
-    if tuple(ancestors.shape) != expected or ancestors.dtype != torch.int64:
+    if keys.dim() != 3 or keys.shape[1:] != query.shape[1:] or values.shape != keys.shape:
         raise ValueError(
-            f"ancestors must be int64 {list(expected)}, got {ancestors.dtype} "
+            f"keys and values must be (N, {query.shape[1]}, {query.shape[2]}), got "
+            f"{list(keys.shape)} and {list(values.shape)}"
+        )
+    if ancestors.dim() != 2 or len(ancestors) != len(query) or ancestors.dtype != torch.int64:
+        raise ValueError(
+            f"ancestors must be int64 ({len(query)}, L), got {ancestors.dtype} "
             f"{list(ancestors.shape)}"
         )
     check_device("ancestors", ancestors, query, "query")
@@ -383,24 +378,23 @@ def _check_step(
 
 def _attention_step(
     query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Tensor,
+    values: Tensor,
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
     scale: float,
 ) -> Tensor:
     _check_step(query, keys, values, ancestors, table, sink, scale)
-    if query.numel() == 0 or not keys:
+    if query.numel() == 0 or ancestors.numel() == 0:
         return query.new_zeros(query.shape)
-    dense = ([tensor.contiguous() for tensor in steps] for steps in (keys, values))
-    return cpu.attention_step(query, next(dense), next(dense), ancestors, table, sink, scale)
+    return cpu.attention_step(query, keys, values, ancestors, table, sink, scale)
 
 
 def _attention_step_fake(
     query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Tensor,
+    values: Tensor,
     ancestors: Tensor,
     table: Tensor | None,
     sink: Tensor | None,
@@ -410,18 +404,11 @@ def _attention_step_fake(
     return query.new_empty(query.shape)
 
 
-def _attention_step_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
-    tensors = [inputs[0], *inputs[1], *inputs[2], *inputs[3:6]]
-    if needs_gradient(*tensors):
-        raise ValueError("attention_step has no gradient: call it under torch.no_grad()")
-    return below(*inputs)
-
-
 attention_step: Operator = define(
-    "attention_step(Tensor query, Tensor[] keys, Tensor[] values, Tensor ancestors, Tensor? table, "
+    "attention_step(Tensor query, Tensor keys, Tensor values, Tensor ancestors, Tensor? table, "
     "Tensor? sink, float scale) -> Tensor",
     _attention_step,
     _attention_step_fake,
-    _attention_step_autograd,
+    without_gradient("attention_step"),
     lambda query, *rest: no_autocast(query.device.type, attention_step, query, *rest),
 )

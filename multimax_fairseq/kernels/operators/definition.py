@@ -58,7 +58,7 @@ def _is_seen(inputs: tuple[Any, ...]) -> bool:
 
 _NO_TENSORS = {type(None), bool, int, float}
 # The keys, under which torch dispatches, of tensors that are their numbers in memory: not sparse,
-# lazily negated, or wrapped. Lists are not looked into: they are of what a decoder has kept.
+# lazily negated, or wrapped.
 _ORDINARY: set[int] = set()
 
 
