@@ -414,13 +414,15 @@ def some_steps(hypotheses=5, heads=2, size=16, steps=7, seed=0):
 @pytest.mark.parametrize("hypotheses", [1, 5, 40])
 def test_attention_step(columns, each_head, size, hypotheses):
     query, keys, values, ancestors = some_steps(hypotheses, size=size, steps=37)
+    scale = 1.5 * size**-0.5
+    torch.manual_seed(size)
     modulator = Modulator(num_heads=2 if each_head else None, init_std=0.3, monotone=columns == 12)
     sink = torch.tensor([0.5, -1.0])[:, None, None] if each_head else None
     given = {"modulator": modulator} if columns else {}
     attend = attention_to_steps(query, 2, size, sink=sink, **given)
-    found = attend(query, Steps(keys, values, ancestors), 0.3)
+    found = attend(query, Steps(keys, values, ancestors), scale)
     own = [x.double()[ancestors].transpose(1, 2) for x in (keys, values)]
-    scores = 0.3 * query.double()[:, :, None] @ own[0].mT
+    scores = scale * query.double()[:, :, None] @ own[0].mT
     with torch.no_grad():
         scores = modulator.double()(scores) if columns else scores
     if sink is not None:
