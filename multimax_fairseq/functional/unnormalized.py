@@ -32,12 +32,11 @@ def softpick(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
     Raises:
         ValueError: as `softmax`.
     """
-    wide, excluded = masked(scores, dim, mask)
+    wide, _ = masked(scores, dim, mask)
     if wide.numel() == 0:
         return wide
     if mask is not None:
-        excluded = hidden_keys(mask)
-        wide = wide.masked_fill(excluded, 0.0)  # no gradient is nan
+        wide = wide.masked_fill(hidden_keys(mask), 0.0)  # no gradient is nan
     # All over exp(base), which overflows for none of them.
     base = wide.detach().amax(dim, keepdim=True).clamp(min=0.0)
     shrink = (-base).exp()
@@ -45,8 +44,6 @@ def softpick(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
     excess = torch.where(
         wide < 1, wide.clamp(max=1.0).expm1() * shrink, (wide - base).exp() - shrink
     )
-    if excluded is not None:
-        excess = excess.masked_fill(excluded, 0.0)
     return excess.relu() / (excess.abs().sum(dim, keepdim=True) + SOFTPICK_EPSILON * shrink)
 
 
