@@ -256,17 +256,15 @@ def attention_step(
         keys=ancestors.shape[1],
         size=size,
         threads=torch.get_num_threads(),
-        columns=_columns(table),
-        table_row=table.shape[1] if table is not None and len(table) > 1 else 0,
         scale=scale,
         query=query.unsqueeze(2),
         key=keys.contiguous().transpose(0, 1).unsqueeze(0),
         value=values.contiguous().transpose(0, 1).unsqueeze(0),
         output=output.unsqueeze(2),
-        table=None if table is None else table.contiguous(),
         sink=None if sink is None else sink.contiguous(),
         ancestors=ancestors,
         rows=len(keys),
+        **_table_of(table),
     )
     if status < 0:
         raise ValueError(
@@ -335,11 +333,16 @@ def _arguments(
         arguments["sink"] = sink.contiguous()
     if more and mask is not None:
         arguments["mask"] = _mask_of(mask)
-    if table is not None:
-        table = table.contiguous()
-        arguments |= {"table": table, "columns": table.shape[1]}
-        arguments["table_row"] = table.shape[1] if len(table) > 1 else 0
-    return arguments
+    return arguments | _table_of(table)
+
+
+def _table_of(table: Tensor | None) -> dict[str, Any]:
+    """The arguments of an attention that say what modulates its scores, and whether per head."""
+    if table is None:
+        return {}
+    columns = table.shape[1]
+    row = columns if len(table) > 1 else 0
+    return {"table": table.contiguous(), "columns": columns, "table_row": row}
 
 
 def output_loss(

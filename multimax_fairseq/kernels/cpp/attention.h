@@ -46,6 +46,7 @@ namespace {
 constexpr int64_t KEYS = 512, FEW_KEYS = 64;
 constexpr int64_t FEW_QUERIES = 8;
 constexpr int64_t HYPOTHESES = 16;  // that a thread takes at a time: neighbours share keys
+constexpr int64_t LINE = 64 / sizeof(float);  // of the cache
 // A head's floats that are asked for ahead: in the L2 cache, beside the tiles of the one before.
 constexpr int64_t MOST_AHEAD = 1 << 17, NONE = -1;
 
@@ -119,7 +120,7 @@ class Ahead {
   void some() {
     for (const int64_t stop = std::min(at + step, end); at < stop; at++)
       for (const Part* part = parts; part < parts + count; part++)
-        for (int64_t d = 0; at < part->rows && d < size; d += 64 / sizeof(float))
+        for (int64_t d = 0; at < part->rows && d < size; d += LINE)
           __builtin_prefetch(part->data + at * part->row + d, 0, 1);
   }
 };
@@ -437,7 +438,6 @@ void every_head(const Kind& a, int64_t scratch_size, Head head) {
 // Asks for the keys and values of hypothesis b that are not those of the one before, which have been
 // asked for: they lie where they were formed, all over the memory.
 void ask_for(const Attention& a, int64_t b) {
-  constexpr int64_t LINE = 64 / sizeof(float);
   const int64_t *own = a.ancestors + b * a.keys, *before = own - a.keys;
   for (int64_t s = 0; s < a.keys; s++) {
     if (own[s] == before[s]) continue;
@@ -446,6 +446,16 @@ void ask_for(const Attention& a, int64_t b) {
       __builtin_prefetch(key + i);
       __builtin_prefetch(value + i);
     }
+  }
+}
+
+// Attention of HYPOTHESES hypotheses, this part of them.
+template <class Sigma>
+void step_part(const Attention& a, int64_t part, float* scratch) {
+  const int64_t last = std::min((part + 1) * HYPOTHESES, a.batch);
+  for (int64_t b = part * HYPOTHESES; b < last; b++) {
+    if (b + 1 < last) ask_for(a, b + 1);
+    for (int64_t h = 0; h < a.heads; h++) forward_few<Sigma>(a, b, h, NONE, scratch);
   }
 }
 
@@ -461,12 +471,7 @@ extern "C" int attention_step(const Attention* attention) {
   return guarded([&] {
     with_modulator(a.columns, [&](auto* kind) {
       every(parts, a.threads, padded(a.keys), [&](int64_t part, int64_t, float* scratch) {
-        const int64_t last = std::min((part + 1) * HYPOTHESES, a.batch);
-        for (int64_t b = part * HYPOTHESES; b < last; b++) {
-          if (b + 1 < last) ask_for(a, b + 1);
-          for (int64_t h = 0; h < a.heads; h++)
-            forward_few<std::remove_pointer_t<decltype(kind)>>(a, b, h, NONE, scratch);
-        }
+        step_part<std::remove_pointer_t<decltype(kind)>>(a, part, scratch);
       });
     });
   });
