@@ -3,7 +3,6 @@
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from conftest import scatter_modulators, settings_of_model
@@ -17,7 +16,6 @@ from fairseq.tasks import FairseqTask
 from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.attention import Steps, attention_to_steps
-from multimax_fairseq.functional.cross_entropy import best_scores
 from multimax_fairseq.kernels import operators
 from multimax_fairseq.models.beam_search import LAYERS, BeamGenerator, lay_out
 from multimax_fairseq.models.config import as_namespace
@@ -181,7 +179,7 @@ def test_a_word_is_projected_once(build, dictionary, translation_batch, flags):
 
 
 @torch.no_grad()
-def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_batch, monkeypatch):
+def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_batch):
     heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")
     model = scatter_modulators(build(ARCH, *heads)).eval()
     sample = translation_batch(SIZES)["net_input"]
@@ -196,8 +194,10 @@ def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_bat
             swap = torch.arange(len(twice)).view(-1, 2).flip(1).flatten()
             model.decoder.reorder_incremental_state_scripting(state, swap)
             tokens, wanted = tokens[swap], wanted[swap]
-        monkeypatch.setenv("MULTIMAX_BACKEND", "plain" if step >= 6 else "auto")
-        got = model.decoder(tokens[:, : step + 1], encoder_out=encoded, incremental_state=state)[0]
+        with torch.set_grad_enabled(step >= 6):  # the kernel of a step has none
+            got = model.decoder(
+                tokens[:, : step + 1], encoder_out=encoded, incremental_state=state
+            )[0]
         torch.testing.assert_close(got[:, 0], wanted[:, step], rtol=1e-4, atol=1e-4)
         assert any("steps" in layer for layer in state.values()) == (step < 6)
 
@@ -311,89 +311,23 @@ def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translatio
     assert all(one["score"].isfinite() for hypotheses in after for one in hypotheses)
 
 
-# --- the best scores of each row -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["auto", "plain"])
-@pytest.mark.parametrize("rows, classes", [(1, 1), (3, 17), (7, 130), (2, 1000), (5, 6007)])
-def test_best_scores(rows, classes, backend, monkeypatch):
-    monkeypatch.setenv("MULTIMAX_BACKEND", backend)
-    random = np.random.default_rng(rows + classes)
-    for scale in (1e-3, 1.0, 30.0, 1e30):
-        scores = (random.standard_normal((rows, classes)) * scale).astype(np.float32)
-        orders = {"as drawn": scores, "rising": np.sort(scores), "falling": -np.sort(-scores)}
-        for given in orders.values():
-            for count in {1, min(13, classes), classes}:
-                values, indices, totals = best_scores(torch.tensor(given), count)
-                wanted = -np.sort(-given)[:, :count]
-                assert np.array_equal(values.numpy(), wanted)
-                assert np.array_equal(np.take_along_axis(given, indices.numpy(), 1), wanted)
-                assert all(len(set(row)) == count for row in indices.tolist())
-                wide = given.astype(np.float64)
-                total = wide.max(1) + np.log(np.exp(wide - wide.max(1)[:, None]).sum(1))
-                assert np.allclose(totals.numpy(), total, rtol=3e-7, atol=3e-7)
-
-
-def test_best_scores_of_equal_and_infinite_ones():
-    infinite = math.inf
-    scores = torch.full((5, 400), -infinite)
-    scores[1] = 2.0
-    scores[2, 300] = infinite
-    scores[3, 7], scores[3, 399] = 1.0, 1.0
-    scores[4] = torch.arange(400.0)
-    values, indices, totals = best_scores(scores, 3)
-    assert totals[:4].tolist() == pytest.approx(
-        [-infinite, 2 + math.log(400), infinite, 1 + math.log(2)]
-    )
-    assert values[2, 0] == infinite and indices[2, 0] == 300
-    assert indices[3, :2].tolist() == [7, 399] and values[3].tolist() == [1, 1, -infinite]
-    assert values[4].tolist() == [399, 398, 397] and values[1].tolist() == [2, 2, 2]
-    for place in (0, 150, 399):
-        broken = torch.randn(2, 400)
-        broken[0, place] = math.nan
-        assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]
-        broken[0, 3] = infinite
-        assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]
-
-
-def test_best_scores_of_other_tensors():
-    scores = torch.randn(6, 50)
-    wanted = scores.topk(4)
-    for given in (
-        scores.t().contiguous().t(), scores.double(), scores.clone().requires_grad_(),
-        scores[:, None].expand(6, 2, 50)[:, 1],
-    ):  # fmt: skip
-        values, indices, totals = best_scores(given, 4)
-        assert torch.equal(values.float(), wanted.values) and not values.requires_grad
-        assert torch.equal(indices, wanted.indices)
-        torch.testing.assert_close(totals.float(), scores.logsumexp(1))
-    half = best_scores(scores.half(), 4)
-    assert half[0].dtype == torch.float16
-    assert [x.shape for x in best_scores(torch.empty(0, 5), 2)] == [(0, 2), (0, 2), (0,)]
-    compiled = torch.compile(lambda x: operators.best_scores(x, 4), fullgraph=True)
-    for found, other in zip(compiled(scores), best_scores(scores, 4), strict=True):
-        assert torch.equal(found, other)
-    torch.library.opcheck(torch.ops.multimax_fairseq.best_scores.default, (scores, 4))
-
-
-@pytest.mark.parametrize(
-    "scores, count, said",
-    [
-        (torch.zeros(3), 1, r"must be a matrix, .* got torch.float32 \[3\]"),
-        (torch.zeros(3, 4, dtype=torch.long), 1, "got torch.int64"),
-        (torch.zeros(3, 4), 0, "between 1 and 4 scores, got 0"),
-        (torch.zeros(3, 4), 5, "got 5"),
-        (torch.zeros(3, 4), True, "got True"),
-        (torch.zeros(3, 4), 1.0, "got 1.0"),
-        (torch.zeros(3, 0), 1, "got 1"),
-    ],
-)
-def test_what_has_no_best_scores(scores, count, said):
-    with pytest.raises(ValueError, match=said):
-        best_scores(scores, count)
-    if scores.dtype == torch.float32 and isinstance(count, int):
-        with pytest.raises(ValueError, match="scores must be|count"):
-            operators.best_scores(scores, 9)
+def test_a_search_forms_the_scores_only_where_somebody_sees_them(
+    task, build, dictionary, translation_batch, monkeypatch
+):
+    calls = []
+    eager = operators.best_outputs.eager
+    monkeypatch.setattr(operators.best_outputs, "eager", lambda *x: calls.append(1) or eager(*x))
+    sample = translation_batch(SIZES)
+    for model in (
+        as_trained(scatter_modulators(build(ARCH))).eval(),
+        as_trained(stock_model(task)),
+    ):
+        for watched in (False, True):
+            calls.clear()
+            if watched:  # and changed
+                model.decoder.output_projection.register_forward_hook(lambda m, x, y: y.roll(3, -1))
+            compare([model], dictionary, sample)
+            assert bool(calls) != watched
 
 
 # --- attention to a cache that hypotheses share ---------------------------------------------------

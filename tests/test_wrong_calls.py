@@ -24,7 +24,7 @@ from multimax_fairseq import (
     symmetric_divergence,
 )
 from multimax_fairseq.functional import modulate
-from multimax_fairseq.functional.cross_entropy import fused_scores
+from multimax_fairseq.functional.cross_entropy import best_outputs, fused_scores
 from multimax_fairseq.functional.modulator import table_of
 
 B, H, T, S, D, N, V = 3, 4, 5, 6, 8, 10, 300
@@ -314,6 +314,21 @@ ATTENTION = dict(query=QUERY, key=KEY, value=VALUE, modulator=PLAIN, attn_mask=A
 OUTPUT = dict(features=FEATURES, weight=WEIGHT, bias=BIAS, modulator=PLAIN)
 OVER_MODULATED = dict(x=SCORES["scores"], dim=-1, mask=SCORES["mask"], modulator=PLAIN)
 VALUES = dict(t_b=[1.0, 1.0], t_d=[1.0, 1.0], b=[0.0, 0.0], d=[0.0, 0.0])
+OF_SCORES = [
+    *kinds("features weight bias", without="conjugate"),
+    *changed({name: SHAPES[name] for name in ("a scalar", "a column more", "flat")}, "features"),
+    *shapes("weight", without="no columns, a row more, a row less"),
+    *shapes("bias", without="flat"),
+    *missing("features weight bias modulator"),
+    ("weight", "of another width", drawn(V, 2 * D)),
+    ("weight bias", "no classes", lambda w, b: (w[:0], b[:0])),
+    *double("features weight bias"),
+    *OF_OUTPUT,
+]
+OF_BEST = [
+    *values("count", 0, -1, V + 1, None, *INTEGERS[1:]),
+    *values("apart", [V], [-1], ["1"], [1.5], [None], None, "1", 2.0),
+]
 
 WRONG = {
     "modulate": (
@@ -442,22 +457,11 @@ WRONG = {
             ("temperature", "no option", 1.0),
         ],
     ),
-    "fused_scores": (
-        fused_scores,
-        OUTPUT,
-        [
-            *kinds("features weight bias", without="conjugate"),
-            *changed(
-                {name: SHAPES[name] for name in ("a scalar", "a column more", "flat")}, "features"
-            ),
-            *shapes("weight", without="no columns, a row more, a row less"),
-            *shapes("bias", without="flat"),
-            *missing("features weight bias modulator"),
-            ("weight", "of another width", drawn(V, 2 * D)),
-            ("weight bias", "no classes", lambda w, b: (w[:0], b[:0])),
-            *double("features weight bias"),
-            *OF_OUTPUT,
-        ],
+    "fused_scores": (fused_scores, OUTPUT, OF_SCORES),
+    "best_outputs": (
+        best_outputs,
+        OUTPUT | dict(count=3, apart=[2, 1]),
+        [*OF_SCORES, *OF_BEST, *values("count apart", True), ("features", "3-d", drawn(2, N, D))],
     ),
     "backward of modulate": (
         *backward(modulate, x=drawn(B, H, T, S), **OFFSETS),
@@ -587,6 +591,10 @@ OPERATORS = {
         ],
     ),
     "output_scores": (PROJECT, OF_PROJECTION),
+    "best_outputs": (
+        PROJECT | dict(count=3, apart=[2, 1]),
+        [*OF_PROJECTION, *OF_BEST],
+    ),
     "output_loss": (LOSS | dict(summed=True), [*OF_LOSS, *values("summed", "yes", [True])]),
     "output_loss_parts": (
         LOSS | dict(factors=torch.ones(N), needed=[True] * 4),

@@ -268,7 +268,7 @@ class Room:
         return [tensor[: self.taken] for tensor in self.tensors]
 
 
-AttentionToSteps: TypeAlias = Callable[[Tensor, Steps, float], Tensor]
+AttentionToSteps: TypeAlias = Callable[[Tensor, Steps, float, Tensor | None], Tensor]
 
 
 def attention_to_steps(
@@ -280,10 +280,11 @@ def attention_to_steps(
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
 ) -> AttentionToSteps | None:
-    """Return `attend(query, steps, scale)`, attention of hypotheses to keys that they share and
-    without gradients, or None where no kernel can.
+    """Return `attend(query, steps, scale, hidden)`, attention of hypotheses to keys that they share
+    and without gradients, or None where no kernel can.
 
-    Its query is (R, H, D), the last word of each hypothesis, and what it returns too.
+    Its query is (R, H, D), the last word of each hypothesis, and what it returns too. It does not
+    read the hidden states, (R, 1, 1, size of any), but what is built upon it may.
     Equivalent to: fused_attention(query[:, :, None], *(x[steps.ancestors].transpose(1, 2)
         for x in (steps.keys, steps.values)), None, False, 0.0, scale, ...)[:, :, 0]
 
@@ -304,7 +305,7 @@ def attention_to_steps(
         return None
 
     @torch.no_grad()
-    def attend(query: Tensor, steps: Steps, scale: float) -> Tensor:
+    def attend(query: Tensor, steps: Steps, scale: float, hidden: Tensor | None = None) -> Tensor:
         if length_scale is not None:
             counts = query.new_full((), steps.ancestors.shape[1])
             query = query * ssmax_scale(counts, length_scale).reshape(-1, 1)

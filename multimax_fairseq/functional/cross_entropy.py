@@ -130,6 +130,50 @@ def fused_scores(
         return scores.view(*features.shape[:-1], weight.shape[0])
 
 
+def best_outputs(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    modulator: ModulatorParameters | None,
+    count: int,
+    apart: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Return the largest modulated scores of an output layer, and some classes' apart, without ever
+    holding all of them; None where no kernel can.
+
+    Equivalent to: the largest of `fused_scores` less the columns `apart`, their log-sum-exp with
+        these, which is nan beside a score of inf, and these columns
+
+    Args:
+        features: (N, D). weight, bias, modulator: as `fused_scores`.
+        count: at least 1, at most V.
+        apart: classes.
+
+    Returns:
+        values, the largest first: (N, count). indices: (N, count), int64, any where the value is
+        -inf. log sum exp: (N,). Scores of the classes apart: (N, len(apart)).
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`; features that are no matrix; another
+            count; something else than classes apart.
+    """
+    check_output(features, weight, bias, modulator)
+    if features.dim() != 2:
+        raise ValueError(f"features must be (N, D), got {list(features.shape)}")
+    classes = weight.shape[0]
+    _check_count(count, classes)
+    is_listed = isinstance(apart, Sequence) and not isinstance(apart, str)
+    if not is_listed or not all(is_whole(k, least=0) and k < classes for k in apart):
+        raise ValueError(f"apart must be some of {classes} classes, got {apart!r}")
+    table = None if modulator is None else table_of(modulator)[0]
+    is_short = count <= MOST_BEST
+    if not is_short or _kernel("best outputs", features, weight, bias, table) != "cpp":
+        return None
+    with torch.no_grad():
+        table = None if table is None else table.float()
+        return operators.best_outputs(features, weight, bias, table, count, apart)
+
+
 def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest scores of each row and its log-sum-exp, without gradients.
 
@@ -151,14 +195,18 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
             f"scores must be a matrix, (N, V), of floating-point numbers, got {scores.dtype} "
             f"{list(scores.shape)}"
         )
-    if not is_whole(count) or count > scores.shape[1]:
-        raise ValueError(f"count must be between 1 and {scores.shape[1]} scores, got {count!r}")
+    _check_count(count, scores.shape[1])
     scores = scores.detach()
     able = scores.numel() > 0 and count <= MOST_BEST
     if choose("best scores", "auto", scores, able=able, dtypes=(torch.float32,)) == "cpp":
         return operators.best_scores(scores, count)
     values, indices = scores.topk(count)
     return values, indices, scores.logsumexp(1)
+
+
+def _check_count(count: int, classes: int) -> None:
+    if not is_whole(count) or count > classes:
+        raise ValueError(f"count must be between 1 and {classes} scores, got {count!r}")
 
 
 def _kernel(

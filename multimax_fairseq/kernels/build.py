@@ -44,6 +44,7 @@ SYMBOLS = (
     "projection",
     "attention_step",
     "best_scores",
+    "best_outputs",
     "drop",
 )
 # What a processor must have, by the names that torch and compilers use.

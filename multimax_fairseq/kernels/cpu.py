@@ -85,6 +85,14 @@ class _Best(ctypes.Structure):
     ]
 
 
+class _BestOutputs(ctypes.Structure):
+    _fields_ = [
+        *_fields("tokens classes size count apart threads columns", ctypes.c_int64),
+        *_fields("features weight bias table apart_classes", ctypes.c_void_p),
+        *_fields("values indices totals apart_scores", ctypes.c_void_p),
+    ]
+
+
 class _Drop(ctypes.Structure):
     _fields_ = [
         *_fields("count threads", ctypes.c_int64),
@@ -124,6 +132,23 @@ def _call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
 
 def _columns(table: Tensor | None) -> int:
     return 0 if table is None else table.shape[1]
+
+
+def _linear(
+    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+) -> dict[str, Any]:
+    """The arguments of a kernel that say what a linear layer is given, and what modulates it."""
+    return {
+        "tokens": len(features),
+        "classes": len(weight),
+        "size": weight.shape[1],
+        "threads": torch.get_num_threads(),
+        "columns": _columns(table),
+        "features": features.contiguous(),
+        "weight": weight.contiguous(),
+        "bias": None if bias is None else bias.contiguous(),
+        "table": None if table is None else table.contiguous(),
+    }
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:
@@ -388,7 +413,6 @@ def output_loss(
             most = in_gradient
         chunks = max(1, -(-tokens // most))
         chunk_size = max(1, -(-tokens // chunks))
-    features, weight, target = features.contiguous(), weight.contiguous(), target.contiguous()
     nll, smooth = features.new_empty(2, tokens, dtype=torch.float64)
     grads: list[Tensor | None] = [None] * 3
     grad_table = features.new_zeros(1, 12, dtype=torch.float64)
@@ -398,20 +422,11 @@ def output_loss(
     status = _call(
         "output_loss",
         _OutputLoss,
-        tokens=tokens,
-        classes=classes,
-        size=weight.shape[1],
         chunk=chunk_size,
-        threads=torch.get_num_threads(),
-        columns=_columns(table),
         ignore_index=ignore_index,
         smooth_weight=smooth_weight,
         nll_weight=nll_weight,
-        features=features,
-        weight=weight,
-        bias=None if bias is None else bias.contiguous(),
-        table=None if table is None else table.contiguous(),
-        target=target,
+        target=target.contiguous(),
         factors=None if factors is None else factors.contiguous(),
         nll=nll,
         smooth=smooth,
@@ -419,6 +434,7 @@ def output_loss(
         grad_weight=grads[1],
         grad_bias=grads[2],
         grad_table=grad_table,
+        **_linear(features, weight, bias, table),
     )
     if status < 0:
         raise ValueError(
@@ -441,20 +457,7 @@ def output_scores(
         table: (1, 8 or 12) or None, which leaves the scores as they are.
     """
     out = features.new_empty(len(features), len(weight))
-    _call(
-        "projection",
-        _Projection,
-        tokens=len(features),
-        classes=len(weight),
-        size=weight.shape[1],
-        threads=torch.get_num_threads(),
-        columns=_columns(table),
-        features=features.contiguous(),
-        weight=weight.contiguous(),
-        bias=None if bias is None else bias.contiguous(),
-        table=None if table is None else table.contiguous(),
-        out=out,
-    )
+    _call("projection", _Projection, out=out, **_linear(features, weight, bias, table))
     return out
 
 
@@ -481,6 +484,42 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         totals=totals,
     )
     return values, indices, totals
+
+
+def best_outputs(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    count: int,
+    apart: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the `count` largest of `output_scores`, (N, count), where they stand, log sum exp of
+    all, (N,), nan where one is inf, and the scores of the classes `apart`, (N, len(apart)), which
+    are not among the largest. Where values are -inf, they stand anywhere.
+
+    Args:
+        features, weight, bias, table: as `output_scores`.
+        count: at least 1, at most V.
+        apart: classes.
+    """
+    tokens = len(features)
+    values, totals = features.new_empty(tokens, count), features.new_empty(tokens)
+    indices = features.new_empty(tokens, count, dtype=torch.int64)
+    apart_scores = features.new_empty(tokens, len(apart))
+    _call(
+        "best_outputs",
+        _BestOutputs,
+        count=count,
+        apart=len(apart),
+        apart_classes=torch.tensor(apart, dtype=torch.int64, device="cpu"),
+        values=values,
+        indices=indices,
+        totals=totals,
+        apart_scores=apart_scores,
+        **_linear(features, weight, bias, table),
+    )
+    return values, indices, totals, apart_scores
 
 
 def dropout(input: Tensor, seed: int, p: float) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from multimax_fairseq.compat.patch import command, wrap
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.cross_entropy import best_scores
+from multimax_fairseq.functional.cross_entropy import best_outputs, best_scores
+from multimax_fairseq.models.output_layer import plain_output
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 
 # Of scores that are formed at a time.
@@ -155,14 +156,42 @@ class BeamGenerator(SequenceGenerator):
             )[0][:, -1:]
             for model, encoder_out, state in zip(self.model.models, encoded, states, strict=True)
         ]
-        # In parts that memory which is at hand can hold: fresh memory costs more than its numbers.
-        most = max(64, MAX_SCORES // self.vocab_size)
-        parts = [
-            self._best_of(self._scores(part), step, longest)
-            for part in zip(*(each.split(most) for each in features), strict=True)
-        ]
-        values, words = (torch.cat(each) for each in zip(*parts, strict=True))
+        found = self._best_outputs(features)
+        if found is None:
+            # In parts that memory which is at hand can hold: fresh memory costs more than its
+            # numbers.
+            most = max(64, MAX_SCORES // self.vocab_size)
+            parts = [
+                self._best_scores(self._scores(part))
+                for part in zip(*(each.split(most) for each in features), strict=True)
+            ]
+            found = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+        values, words, total, apart = found
+        ends, unknown = apart[:, :1], apart[:, 1:2] - self.unk_penalty
+        if step < self.min_len:
+            ends = torch.full_like(ends, -math.inf)
+        apart_words = words.new_tensor(self.apart[:2]).expand(len(words), 2)
+        if step == longest:
+            values, words = ends, apart_words[:, :1]
+        else:
+            values = torch.cat([values, ends, unknown], 1)
+            words = torch.cat([words, apart_words], 1)
+        values = values - total[:, None]
         return values.masked_fill(values.isnan(), -math.inf), words
+
+    def _best_outputs(self, features: list[Tensor]) -> tuple[Tensor, ...] | None:
+        """Return what `_best_scores` does without forming all scores; None where no kernel can."""
+        output = plain_output(self.model.models[0].decoder)
+        if len(features) > 1 or self.temperature != 1 or output is None:
+            return None
+        return best_outputs(features[0][:, 0], *output, 2 * self.beam_size, self.apart)
+
+    def _best_scores(self, scores: Tensor) -> tuple[Tensor, ...]:
+        """Return the best scores, (rows, choices), of words that are not apart, the words, each
+        row's log-sum-exp, and the scores of those apart."""
+        values, words, total = best_scores(scores, 2 * self.beam_size + len(self.apart))
+        values = values.masked_fill(torch.isin(words, words.new_tensor(self.apart)), -math.inf)
+        return values, words, total, scores[:, list(self.apart)]
 
     def _scores(self, features: tuple[Tensor, ...]) -> Tensor:
         """Return what is log-probabilities but for a summand a row, (rows, V) in float32."""
@@ -173,19 +202,6 @@ class BeamGenerator(SequenceGenerator):
         if len(found) == 1:
             return found[0]
         return torch.stack([logits.log_softmax(1) for logits in found]).logsumexp(0)
-
-    def _best_of(self, scores: Tensor, step: int, longest: int) -> tuple[Tensor, Tensor]:
-        ends = scores[:, self.eos, None]
-        if step == longest:
-            words = torch.full_like(ends, self.eos, dtype=torch.int64)
-            return ends - scores.logsumexp(1, keepdim=True), words
-        values, words, total = best_scores(scores, 2 * self.beam_size + len(self.apart))
-        apart = words.new_tensor(self.apart)
-        values = values.masked_fill(torch.isin(words, apart), -math.inf)
-        ends = torch.full_like(ends, -math.inf) if step < self.min_len else ends
-        unknown = scores[:, self.unk, None] - self.unk_penalty
-        values = torch.cat([values, ends, unknown], 1) - total[:, None]
-        return values, torch.cat([words, apart[:2].expand(len(words), 2)], 1)
 
     def _finish(
         self,

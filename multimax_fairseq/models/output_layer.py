@@ -12,6 +12,17 @@ from multimax_fairseq.models.config import build_normalizer
 from multimax_fairseq.modules import Modulator
 
 
+def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
+    """Return (weight, bias, modulator) of an output layer that is nothing but these; None of
+    another, as a quantised one, or one that a hook looks into."""
+    projection, modulator = decoder.output_projection, getattr(decoder, "output_modulator", None)
+    if type(projection) is not nn.Linear or not (modulator is None or is_known(modulator)):
+        return None
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return None
+    return projection.weight, projection.bias, modulator
+
+
 class NormalizedOutput:
     """Mixin of a decoder with an `output_projection`: a chosen normalizer in its output layer.
 
@@ -49,10 +60,8 @@ class NormalizedOutput:
 
     @torch.jit.unused
     def _fused_scores(self, features: Tensor) -> Tensor | None:
-        projection, modulator = self.output_projection, self.output_modulator
-        if type(projection) is not nn.Linear or not (modulator is None or is_known(modulator)):
-            return None
-        return fused_scores(features, projection.weight, projection.bias, modulator)
+        output = plain_output(self)
+        return None if output is None else fused_scores(features, *output)
 
     def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None] | None:
         """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss; None

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import AttentionToSteps
+from multimax_fairseq.functional.attention import AttentionToSteps, Steps
 from multimax_fairseq.functional.checks import check_whole
 
 
@@ -63,13 +63,18 @@ class GatedAttention(nn.Module):
         return self._gated(context, hidden), probs
 
     @torch.jit.unused
-    def for_steps(self, hidden: Tensor, heads: int, size: int) -> AttentionToSteps | None:
+    def for_steps(self, like: Tensor, heads: int, size: int) -> AttentionToSteps | None:
         """Return the attention's `for_steps`, gated; None where it has none."""
         prepare = getattr(self.normalizer, "for_steps", None)
-        attend = None if prepare is None else prepare(hidden, heads, size)
+        attend = None if prepare is None else prepare(like, heads, size)
         if attend is None:
             return None
-        return lambda *given: self._gated(attend(*given)[:, :, None], hidden)[:, :, 0]
+
+        def gated(query: Tensor, steps: Steps, scale: float, hidden: Tensor | None) -> Tensor:
+            context = attend(query, steps, scale, hidden)
+            return self._gated(context[:, :, None], hidden)[:, :, 0]
+
+        return gated
 
     def attend_by_scores(
         self,

@@ -7,6 +7,7 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.functional.attention import Steps
+from multimax_fairseq.functional.backend import is_autocast
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
 
 
@@ -171,26 +172,30 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         prepare = getattr(self.normalizer, "for_steps", None)
         has_extra = self.bias_k is not None or self.add_zero_attn
         is_step = self.self_attention and query.shape[0] == 1 and not has_extra
-        buffer = self._get_input_buffer(incremental_state)
-        past: Any = buffer.get("steps")
+        buffer: dict[str, Any] = self._get_input_buffer(incremental_state)
         if prepare is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
+            return None
+        if is_autocast(query.device.type):  # whose projections are not float32
             return None
         batch, heads, size = query.shape[1], self.num_heads, self.head_dim
         dropout = self.dropout_module
         if dropout.p > 0 and (dropout.training or dropout.apply_during_inference):
             return None
-        attend = prepare(query.transpose(0, 1)[:, None], heads, size)
+        attend = buffer.get("attend")  # kept for a search, in which nothing is learned
+        if attend is None:
+            attend = prepare(query, heads, size)
         if attend is None:
             return None
         q, k, v = (
             projection(query).view(batch, heads, size)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        past = buffer.get("steps")
         if past is None:
             past = Steps(k[:0], v[:0], torch.empty(batch, 0, dtype=torch.int64, device=k.device))
         kept = past.and_one_more(k, v, buffer.get("order"))
-        context = attend(q, kept, self.scaling)
-        self._set_input_buffer(incremental_state, {"steps": kept})
+        context = attend(q, kept, self.scaling, query.transpose(0, 1)[:, None])
+        self._set_input_buffer(incremental_state, {"steps": kept, "attend": attend})
         return self.out_proj(context.reshape(1, batch, heads * size))
 
     @torch.jit.unused

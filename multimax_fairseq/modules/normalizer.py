@@ -148,16 +148,16 @@ class Normalizer(nn.Module):
         return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
 
     @torch.jit.unused
-    def for_steps(self, hidden: Tensor, heads: int, size: int) -> AttentionToSteps | None:
-        """Return `functional.attention.attention_to_steps` by this mapping, or None where no kernel
-        can.
+    def for_steps(self, like: Tensor, heads: int, size: int) -> AttentionToSteps | None:
+        """Return `functional.attention.attention_to_steps` by this mapping, for as long as what it
+        has learned stays the same, or None where no kernel can.
 
         Args:
-            hidden: (R, 1, 1, hidden_size), as `attend`; of the dtype and on the device of queries.
+            like: a tensor of the dtype and on the device of queries.
             heads, size: of the queries.
         """
         asked = self._for_kernel()
-        return None if asked is None else attention_to_steps(hidden, heads, size, **asked)
+        return None if asked is None else attention_to_steps(like, heads, size, **asked)
 
     def attend_by_scores(
         self,

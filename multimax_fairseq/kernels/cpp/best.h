@@ -1,6 +1,7 @@
 // The best scores of each row, and its log-sum-exp: what a step of beam search chooses from.
 #pragma once
 
+#include "output.h"
 #include "vectors.h"
 
 struct Best {
@@ -21,12 +22,12 @@ inline void insert(float score, int64_t index, int64_t count, float* values, int
   values[place] = score, indices[place] = index;
 }
 
-// A bit for each score above the bound.
-inline uint32_t above(Vec scores, float bound) {
+// A bit for each score above its bound.
+inline uint32_t above(Vec scores, Vec bounds) {
 #ifdef __AVX512F__
-  return _mm512_cmp_ps_mask(scores, all(bound), _CMP_GT_OQ);
+  return _mm512_cmp_ps_mask(scores, bounds, _CMP_GT_OQ);
 #else
-  return _mm256_movemask_ps(_mm256_cmp_ps(scores, all(bound), _CMP_GT_OQ));
+  return _mm256_movemask_ps(_mm256_cmp_ps(scores, bounds, _CMP_GT_OQ));
 #endif
 }
 
@@ -44,9 +45,9 @@ void best_of_row(const Best& a, int64_t row) {
   for (; v + BLOCK <= a.classes; v += BLOCK) {
     Vec most = load(scores + v);
     for (int64_t i = v + LANES; i < v + BLOCK; i += LANES) most = larger(most, load(scores + i));
-    if (!above(most, values[a.count - 1])) continue;
+    if (!above(most, all(values[a.count - 1]))) continue;
     for (int64_t i = v; i < v + BLOCK; i += LANES) {
-      uint32_t found = above(load(scores + i), values[a.count - 1]);
+      uint32_t found = above(load(scores + i), all(values[a.count - 1]));
       for (; found; found &= found - 1) consider(i + __builtin_ctz(found));
     }
   }
@@ -76,5 +77,146 @@ extern "C" int best_scores(const Best* best) {
   return guarded([&] {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < a.rows; row++) best_of_row(a, row);
+  });
+}
+
+// The same of the modulated scores of a linear layer, which are never all there. The scores of some
+// classes are given apart, and are not among the best.
+struct BestOutputs {
+  int64_t tokens, classes, size, count, apart, threads, columns;
+  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
+  const float* table;                     // (columns), or null where they are 0
+  const int64_t* apart_classes;           // (apart)
+  float* values;                          // (tokens, count), the largest first
+  int64_t* indices;     // (tokens, count); of equal scores the earlier classes, of -inf any
+  float* totals;        // (tokens); NaN where a score is NaN or inf
+  float* apart_scores;  // (tokens, apart)
+};
+
+namespace {
+
+// Taken at a time: a tile of their scores and their lists stay in the L2 cache.
+constexpr int64_t MOST_TOKENS = 256;
+
+// What some classes give to the best scores of some tokens and to their log-sum-exp.
+struct Found {
+  const int64_t width, count;
+  Buffer values;                 // (count, width), falling
+  std::vector<int32_t> indices;  // (count, width)
+  Buffer tops, sums;             // (width): the largest score, the sum of exp(score - top)
+  Found(int64_t width, int64_t count)
+      : width(width), count(count), values(count * width), indices(count * width), tops(width),
+        sums(width) {
+    std::fill_n(values + 0, count * width, -INFINITE);
+    std::fill_n(tops + 0, width, -INFINITE);
+    std::fill_n(sums + 0, width, 0.0f);
+  }
+  Vec bounds(int64_t q) const { return load(values + (count - 1) * width + q); }
+
+  // Puts a score of each of LANES tokens into their lists, whose last ones go.
+  void put(int64_t q, Vec score, IntVec index) {
+    for (int64_t j = q; j < count * width; j += width) {
+      const Vec value = load(values + j);
+      const IntVec at = load(&indices[j]);
+      const IntVec is_better = score > value;
+      const IntVec kept = is_better ? index : at;
+      store(values + j, is_better ? score : value);
+      std::memcpy(&indices[j], &kept, sizeof kept);
+      score = is_better ? value : score, index = is_better ? at : index;
+    }
+  }
+
+  void add(int64_t q, Vec top, Vec sum) {
+    const Vec before = load(tops + q), most = larger(before, top);
+    // Where all are -inf, any finite number keeps their exp at 0.
+    const Vec base = most == -INFINITE ? Vec{} : most;
+    store(tops + q, most);
+    store(sums + q, load(sums + q) * exponential(before - base) + sum * exponential(top - base));
+  }
+
+  void join(const Found& other) {
+    for (int64_t q = 0; q < width; q += LANES) {
+      for (int64_t j = q; j < count * width; j += width)
+        put(q, load(other.values + j), load(&other.indices[j]));
+      add(q, load(other.tops + q), load(other.sums + q));
+    }
+  }
+};
+
+// Of `count` tokens from n0 on and `rows` classes from v0 on. `scores` is memory for a tile of them.
+template <class Sigma>
+void look_through(const BestOutputs& a, int64_t n0, int64_t count, const float* features_t,
+                  int64_t v0, int64_t rows, float* scores, Found& found) {
+  const Sigma sigma(a.table);
+  packed_product(rows, found.width, a.size, a.weight + v0 * a.size, a.size, features_t, scores,
+                 found.width, false);
+  Vec modulated[CLASSES];
+  for (int64_t q = 0; q < found.width; q += LANES) {
+    Vec top = all(-INFINITE);
+    for (int64_t v = 0; v < rows; v++) {
+      const Vec x = load(scores + v * found.width + q) + (a.bias ? a.bias[v0 + v] : 0);
+      top = larger(top, modulated[v] = sigma.value(x));
+    }
+    Vec sum{};
+    const Vec base = top == -INFINITE ? Vec{} : top;
+    for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
+    found.add(q, top, sum);
+    const auto each_apart = [&](auto work) {
+      for (int64_t i = 0; i < a.apart; i++) {
+        const int64_t v = a.apart_classes[i] - v0;
+        if (v >= 0 && v < rows) work(i, modulated[v]);
+      }
+    };
+    each_apart([&](int64_t i, const Vec& score) {
+      for (int64_t n = q; n < std::min(q + LANES, count); n++)
+        a.apart_scores[(n0 + n) * a.apart + i] = score[n - q];
+    });
+    each_apart([](int64_t, Vec& score) { score = all(-INFINITE); });
+    for (int64_t v = 0; v < rows; v++)
+      if (above(modulated[v], found.bounds(q)))
+        found.put(q, modulated[v], IntVec{} + static_cast<int32_t>(v0 + v));
+  }
+}
+
+// Of `count` tokens from n0 on.
+template <class Sigma>
+void best_outputs_of(const BestOutputs& a, int64_t n0, int64_t count) {
+  const int64_t width = padded(count), tiles = (a.classes + CLASSES - 1) / CLASSES;
+  const int64_t threads = std::min(a.threads, tiles);
+  const Buffer features_t(width * a.size), scores(threads * CLASSES * width);
+  std::fill_n(features_t + 0, width * a.size, 0.0f);
+  for (int64_t q = 0; q < count; q += panel())
+    transpose(a.features + (n0 + q) * a.size, a.size, std::min(panel(), count - q), a.size,
+              features_t + q * a.size, std::min(panel(), width - q));
+  std::vector<Found> found;
+  for (int64_t i = 0; i < threads; i++) found.emplace_back(width, a.count);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t i = 0; i < threads; i++) {
+    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
+      look_through<Sigma>(a, n0, count, features_t, t * CLASSES,
+                          std::min(CLASSES, a.classes - t * CLASSES),
+                          scores + i * CLASSES * width, found[i]);
+    end_products();
+  }
+  for (int64_t i = 1; i < threads; i++) found[0].join(found[i]);
+  for (int64_t q = 0; q < count; q++) {
+    a.totals[n0 + q] = found[0].tops[q] + std::log(found[0].sums[q]);
+    for (int64_t j = 0; j < a.count; j++) {
+      a.values[(n0 + q) * a.count + j] = found[0].values[j * width + q];
+      a.indices[(n0 + q) * a.count + j] = found[0].indices[j * width + q];
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" int best_outputs(const BestOutputs* best) {
+  const BestOutputs& a = *best;
+  return guarded([&] {
+    with_modulator(a.columns, [&](auto* kind) {
+      for (int64_t n = 0; n < a.tokens; n += MOST_TOKENS)
+        best_outputs_of<std::remove_pointer_t<decltype(kind)>>(
+            a, n, std::min(MOST_TOKENS, a.tokens - n));
+    });
   });
 }

@@ -265,16 +265,19 @@ void project(const Projection& a) {
         product(rows, count, a.size, a.features + n * a.size, a.size, weight, CLASSES, out,
                 a.classes, false);
         if (!a.bias && !a.table) continue;
-        for (int64_t r = 0; r < rows; r++)
-          for (int64_t v = 0; v < count; v += LANES) {
-            const int64_t bytes = std::min(LANES, count - v) * 4;
-            float* at = out + r * a.classes + v;
-            Vec x{}, bias{};
-            std::memcpy(&x, at, bytes);
-            if (a.bias) std::memcpy(&bias, a.bias + v0 + v, bytes);
-            x = sigma.value(x + bias);
-            std::memcpy(at, &x, bytes);
-          }
+        for (int64_t r = 0; r < rows; r++) {
+          float* row = out + r * a.classes;
+          int64_t v = 0;
+          for (; v + LANES <= count; v += LANES)
+            store(row + v, sigma.value(load(row + v) + (a.bias ? load(a.bias + v0 + v) : Vec{})));
+          if (v == count) continue;
+          const int64_t bytes = (count - v) * sizeof(float);
+          Vec x{}, bias{};
+          std::memcpy(&x, row + v, bytes);
+          if (a.bias) std::memcpy(&bias, a.bias + v0 + v, bytes);
+          x = sigma.value(x + bias);
+          std::memcpy(row + v, &x, bytes);
+        }
       }
     }
     end_products();

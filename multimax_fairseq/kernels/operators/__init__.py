@@ -1,6 +1,6 @@
 """The kernels as operators of torch: torch.ops.multimax_fairseq.modulate, .tails, .attention,
-.attention_step, .output_loss, .output_scores, .best_scores and .dropout, each with its checks, its
-fake form, its gradient and its rule for autocast.
+.attention_step, .output_loss, .output_scores, .best_scores, .best_outputs and .dropout, each with
+its checks, its fake form, its gradient and its rule for autocast.
 
 On the CPU they are C++ (or Triton's, where TRITON_INTERPRET=1 has it interpreted), on a GPU Triton.
 They serve float32, float16 and bfloat16 and refuse what they cannot take; that plain PyTorch takes
@@ -35,6 +35,7 @@ from multimax_fairseq.kernels.operators.modulator import (
 )
 from multimax_fairseq.kernels.operators.output import (
     OutputLoss,
+    best_outputs,
     best_scores,
     mixed,
     output_loss,
@@ -50,6 +51,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_step",
+    "best_outputs",
     "best_scores",
     "differentiable_once",
     "dropout",

@@ -1,5 +1,5 @@
 """The operators of the output layer: output_loss, the parts that it is made of, output_scores,
-best_scores."""
+best_scores, best_outputs."""
 
 from __future__ import annotations
 
@@ -351,8 +351,12 @@ def _best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _best_scores_fake(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     _check_best(scores, count)
-    values = scores.new_empty(scores.shape[0], count, dtype=torch.float32)
-    totals = scores.new_empty(scores.shape[0], dtype=torch.float32)
+    return _lists(scores, count)
+
+
+def _lists(like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    values = like.new_empty(like.shape[0], count, dtype=torch.float32)
+    totals = like.new_empty(like.shape[0], dtype=torch.float32)
     return values, torch.empty_like(values, dtype=torch.int64), totals
 
 
@@ -362,4 +366,64 @@ best_scores: Operator = define(
     _best_scores_fake,
     without_gradient("best_scores"),
     lambda scores, count: no_autocast(scores.device.type, best_scores, scores, count),
+)
+
+
+def _check_best_outputs(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    count: int,
+    apart: Sequence[int],
+) -> None:
+    _check_output(features, weight, bias, table)
+    classes = weight.shape[0]
+    if not 1 <= count <= classes < 2**31:
+        raise ValueError(
+            f"count must be between 1 and the number of classes, below 2**31, got {count} of "
+            f"{classes}"
+        )
+    if not all(0 <= k < classes for k in apart):
+        raise ValueError(f"apart must be some of {classes} classes, got {list(apart)}")
+
+
+def _best_outputs(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    count: int,
+    apart: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_best_outputs(features, weight, bias, table, count, apart)
+    if features.device.type == "cuda" or interpreted():
+        scores = _output_scores(features, weight, bias, table)
+        columns = torch.tensor(apart, dtype=torch.int64, device=scores.device)
+        others = scores.index_fill(1, columns, -torch.inf)
+        return *others.topk(count), scores.logsumexp(1), scores[:, columns]
+    return cpu.best_outputs(*_wide(features, weight, bias, table), count, apart)
+
+
+def _best_outputs_fake(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    count: int,
+    apart: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_best_outputs(features, weight, bias, table, count, apart)
+    apart_scores = features.new_empty(features.shape[0], len(apart), dtype=torch.float32)
+    return *_lists(features, count), apart_scores
+
+
+best_outputs: Operator = define(
+    f"best_outputs({_OUTPUT}, int count, int[] apart) -> (Tensor, Tensor, Tensor, Tensor)",
+    _best_outputs,
+    _best_outputs_fake,
+    without_gradient("best_outputs"),
+    lambda features, weight, bias, *rest: no_autocast(
+        features.device.type, best_outputs, *cast_output(features, weight, bias), *rest
+    ),
 )
