@@ -318,16 +318,17 @@ def test_a_search_forms_the_scores_only_where_somebody_sees_them(
     eager = operators.best_outputs.eager
     monkeypatch.setattr(operators.best_outputs, "eager", lambda *x: calls.append(1) or eager(*x))
     sample = translation_batch(SIZES)
-    for model in (
-        as_trained(scatter_modulators(build(ARCH))).eval(),
-        as_trained(stock_model(task)),
-    ):
-        for watched in (False, True):
+    for model in (as_trained(scatter_modulators(build(ARCH))), as_trained(stock_model(task))):
+        model.eval()
+        words = []
+        for is_watched in (False, True):
             calls.clear()
-            if watched:  # and changed
+            if is_watched:  # and changed
                 model.decoder.output_projection.register_forward_hook(lambda m, x, y: y.roll(3, -1))
-            compare([model], dictionary, sample)
-            assert bool(calls) != watched
+            found = compare([model], dictionary, sample)
+            words.append([[one["tokens"].tolist() for one in each] for each in found])
+            assert bool(calls) != is_watched
+        assert words[0] != words[1]
 
 
 # --- attention to a cache that hypotheses share ---------------------------------------------------

@@ -240,11 +240,13 @@ void forward_few(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
     float* out = a.output.at(b, h) + t * a.output.row;
     Vec most = all(-INFINITE);
     for (int64_t s0 = 0; s0 < length; s0 += LANES) {
-      Vec products[LANES] = {};
-      for (int64_t s = std::max(s0, first); s < std::min(s0 + LANES, last); s++) {
-        const float* key = row_of(a, a.key, b, h, s);
+      Vec products[LANES];
+      for (int64_t s = s0; s < s0 + LANES; s++) {
         Vec sum{};
-        for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
+        if (s >= first && s < last) {
+          const float* key = row_of(a, a.key, b, h, s);
+          for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
+        }
         products[s - s0] = sum;
       }
       const IntVec s = count_from(s0), may_attend = (s >= int32_t(first)) & (s < int32_t(last));
@@ -270,14 +272,18 @@ void forward_few(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
       sums += p;
     }
     const float rest = sink == -INFINITE ? 0 : std::exp(sink - top);
-    const float inverse = share(rest + static_cast<float>(total(sums)), sink);
+    const float inverse = share(rest + sum_of(sums), sink);
     const auto put = [&]<int parts>(std::integral_constant<int, parts>, int64_t d) {
-      Vec result[parts] = {};
-      for (int64_t s = first; s < last; s++) {
+      const auto add = [&](int64_t s, Vec* sums) {
         const float* value = row_of(a, a.value, b, h, s) + d;
-        for (int i = 0; i < parts; i++) result[i] += scratch[s] * load(value + i * LANES);
-      }
-      for (int i = 0; i < parts; i++) store(out + d + i * LANES, result[i] * inverse);
+        for (int i = 0; i < parts; i++) sums[i] += scratch[s] * load(value + i * LANES);
+      };
+      // Two sums, of which each waits for its own last product alone.
+      Vec even[parts] = {}, odd[parts] = {};
+      int64_t s = first;
+      for (; s + 1 < last; s += 2) add(s, even), add(s + 1, odd);
+      if (s < last) add(s, even);
+      for (int i = 0; i < parts; i++) store(out + d + i * LANES, (even[i] + odd[i]) * inverse);
     };
     int64_t d = 0;
     for (; d + 4 * LANES <= size; d += 4 * LANES) put(std::integral_constant<int, 4>(), d);

@@ -189,17 +189,24 @@ inline IntVec count_from(int64_t first) {
   return numbers + static_cast<int32_t>(first);
 }
 
-inline float largest(Vec v) {
+// The lanes joined by an operation, two halves at a time.
+template <class Join>
+inline float joined(Vec v, Join join) {
   constexpr auto lanes = std::make_index_sequence<LANES>();
   for (int64_t n = 1; n < LANES; n *= 2)
-    v = larger(interleaved<0>(v, v, lanes), interleaved<LANES / 2>(v, v, lanes));
+    v = join(interleaved<0>(v, v, lanes), interleaved<LANES / 2>(v, v, lanes));
   return v[0];
 }
+inline float largest(Vec v) { return joined(v, larger); }
+inline float sum_of(Vec v) { return joined(v, [](Vec a, Vec b) { return a + b; }); }
 
 // The sums of LANES vectors, which are used up.
 inline Vec totals(Vec* parts) {
   constexpr auto lanes = std::make_index_sequence<LANES>();
+  // Unrolled, so that they stay in registers.
+#pragma GCC unroll 4
   for (int64_t n = LANES / 2; n > 0; n /= 2)
+#pragma GCC unroll 8
     for (int64_t i = 0; i < n; i++)
       parts[i] = interleaved<0>(parts[i], parts[i + n], lanes) +
                  interleaved<LANES / 2>(parts[i], parts[i + n], lanes);
