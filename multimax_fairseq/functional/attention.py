@@ -220,6 +220,10 @@ class Steps(NamedTuple):
     ancestors: Tensor
     room: Room | None = None
 
+    def ancestors_in(self, order: Tensor | None) -> Tensor:
+        """Return the ancestors of these hypotheses, (R',) int64; None for all of them."""
+        return self.ancestors if order is None else self.ancestors.index_select(0, order)
+
     def and_one_more(self, key: Tensor, value: Tensor, order: Tensor | None) -> Steps:
         """Return these with one more word of each hypothesis; these stay as they are.
 
@@ -227,14 +231,13 @@ class Steps(NamedTuple):
             key, value: (R', H, D), of the words.
             order: (R',) int64, which hypotheses go on with them; None for all, each with its own.
         """
-        ancestors = self.ancestors if order is None else self.ancestors.index_select(0, order)
         count, more = len(self.keys), len(key)
         rows = torch.arange(count, count + more, device=key.device)[:, None]
         room = self.room
         if room is None or not room.has(count, more):
             room = Room(self.keys, self.values, more)
         keys, values = room.put(key, value)
-        return Steps(keys, values, torch.cat([ancestors, rows], 1), room)
+        return Steps(keys, values, torch.cat([self.ancestors_in(order), rows], 1), room)
 
 
 class Room:

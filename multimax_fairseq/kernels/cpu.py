@@ -130,10 +130,6 @@ def _call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
     return status
 
 
-def _columns(table: Tensor | None) -> int:
-    return 0 if table is None else table.shape[1]
-
-
 def _linear(
     features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
 ) -> dict[str, Any]:
@@ -143,7 +139,7 @@ def _linear(
         "classes": len(weight),
         "size": weight.shape[1],
         "threads": torch.get_num_threads(),
-        "columns": _columns(table),
+        "columns": 0 if table is None else table.shape[1],
         "features": features.contiguous(),
         "weight": weight.contiguous(),
         "bias": None if bias is None else bias.contiguous(),
@@ -461,6 +457,12 @@ def output_scores(
     return out
 
 
+def best_lists(like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for what `best_scores` returns of as many rows as this tensor has."""
+    values = like.new_empty(like.shape[0], count, dtype=torch.float32)
+    return values, torch.empty_like(values, dtype=torch.int64), values.new_empty(like.shape[0])
+
+
 def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the `count` largest of each row, (N, count), where they stand, and log sum exp, (N,).
 
@@ -469,8 +471,7 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         count: at least 1, at most V.
     """
     rows, classes = scores.shape
-    values, totals = scores.new_empty(rows, count), scores.new_empty(rows)
-    indices = scores.new_empty(rows, count, dtype=torch.int64)
+    values, indices, totals = best_lists(scores, count)
     _call(
         "best_scores",
         _Best,
@@ -503,10 +504,8 @@ def best_outputs(
         count: at least 1, at most V.
         apart: classes.
     """
-    tokens = len(features)
-    values, totals = features.new_empty(tokens, count), features.new_empty(tokens)
-    indices = features.new_empty(tokens, count, dtype=torch.int64)
-    apart_scores = features.new_empty(tokens, len(apart))
+    values, indices, totals = best_lists(features, count)
+    apart_scores = features.new_empty(len(features), len(apart))
     _call(
         "best_outputs",
         _BestOutputs,

@@ -205,8 +205,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         steps: Any = buffer.get("steps")
         if steps is None:
             return
-        order, ancestors = buffer.get("order"), steps.ancestors
-        ancestors = ancestors if order is None else ancestors.index_select(0, order)
+        ancestors = steps.ancestors_in(buffer.get("order"))
         kept: dict[str, Tensor | None] = {"prev_key_padding_mask": None}
         for name, rows in (("prev_key", steps.keys), ("prev_value", steps.values)):
             kept[name] = rows[ancestors].transpose(1, 2)

@@ -173,8 +173,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float*
         }
         const Vec old = load(top + q);
         store(top + q, most);
-        // Nothing to attend to so far: any finite number keeps exp(-inf - it) at 0.
-        most = most == -INFINITE ? Vec{} : most;
+        most = base_of(most);
         Vec parts[4] = {};  // shorter sums, which round less
         for (int64_t s = s0; s < stop; s++) {
           float* at = scores + (s - s0) * QUERIES + q;

@@ -128,8 +128,7 @@ struct Found {
 
   void add(int64_t q, Vec top, Vec sum) {
     const Vec before = load(tops + q), most = larger(before, top);
-    // Where all are -inf, any finite number keeps their exp at 0.
-    const Vec base = most == -INFINITE ? Vec{} : most;
+    const Vec base = base_of(most);
     store(tops + q, most);
     store(sums + q, load(sums + q) * exponential(before - base) + sum * exponential(top - base));
   }
@@ -158,7 +157,7 @@ void look_through(const BestOutputs& a, int64_t n0, int64_t count, const float* 
       top = larger(top, modulated[v] = sigma.value(x));
     }
     Vec sum{};
-    const Vec base = top == -INFINITE ? Vec{} : top;
+    const Vec base = base_of(top);
     for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
     found.add(q, top, sum);
     const auto each_apart = [&](auto work) {
@@ -181,8 +180,7 @@ void look_through(const BestOutputs& a, int64_t n0, int64_t count, const float* 
 // Of `count` tokens from n0 on.
 template <class Sigma>
 void best_outputs_of(const BestOutputs& a, int64_t n0, int64_t count) {
-  const int64_t width = padded(count), tiles = (a.classes + CLASSES - 1) / CLASSES;
-  const int64_t threads = std::min(a.threads, tiles);
+  const int64_t width = padded(count), threads = std::min(a.threads, tiles_of(a.classes));
   const Buffer features_t(width * a.size), scores(threads * CLASSES * width);
   std::fill_n(features_t + 0, width * a.size, 0.0f);
   for (int64_t q = 0; q < count; q += panel())
@@ -190,14 +188,9 @@ void best_outputs_of(const BestOutputs& a, int64_t n0, int64_t count) {
               features_t + q * a.size, std::min(panel(), width - q));
   std::vector<Found> found;
   for (int64_t i = 0; i < threads; i++) found.emplace_back(width, a.count);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int64_t i = 0; i < threads; i++) {
-    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
-      look_through<Sigma>(a, n0, count, features_t, t * CLASSES,
-                          std::min(CLASSES, a.classes - t * CLASSES),
-                          scores + i * CLASSES * width, found[i]);
-    end_products();
-  }
+  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
+    look_through<Sigma>(a, n0, count, features_t, v0, rows, scores + i * CLASSES * width, found[i]);
+  });
   for (int64_t i = 1; i < threads; i++) found[0].join(found[i]);
   for (int64_t q = 0; q < count; q++) {
     a.totals[n0 + q] = found[0].tops[q] + std::log(found[0].sums[q]);

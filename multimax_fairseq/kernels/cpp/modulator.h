@@ -149,12 +149,9 @@ void modulate(const Modulation& m) {
       const int64_t j1 = std::min(j0 + BLOCK, end);
       Sums sums;
       for (int64_t j = j0; j < j1; j += LANES) {
-        const int64_t bytes = std::min(LANES, j1 - j) * 4;
-        Vec x{}, grad{};
-        std::memcpy(&x, m.scores + j, bytes);
-        if (m.grad) std::memcpy(&grad, m.grad + j, bytes);
-        const Vec out = m.grad ? sigma.backward(x, grad, sums) : sigma.value(x);
-        std::memcpy(m.out + j, &out, bytes);
+        const Vec x = load(m.scores + j, j1 - j);
+        store(m.out + j,
+              m.grad ? sigma.backward(x, load(m.grad + j, j1 - j), sums) : sigma.value(x), j1 - j);
       }
       if (m.grad) sigma.add(sums, &tables[i * COLUMNS]);
     }

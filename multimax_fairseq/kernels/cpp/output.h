@@ -22,6 +22,21 @@ namespace {
 constexpr int64_t CLASSES = 128, TOKENS = 64;  // a tile
 constexpr int64_t SUMMED = 16;                 // of its rows, before sums in float go to double
 
+inline int64_t tiles_of(int64_t classes) { return (classes + CLASSES - 1) / CLASSES; }
+
+// Calls work(thread, v0, rows) for each tile of classes, those from v0 on. Which thread has a tile
+// does not depend on which is first.
+template <class Work>
+void every_tile(int64_t classes, int64_t threads, Work work) {
+  const int64_t tiles = tiles_of(classes);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t i = 0; i < threads; i++) {
+    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
+      work(i, t * CLASSES, std::min(CLASSES, classes - t * CLASSES));
+    end_products();
+  }
+}
+
 // What a chunk of tokens needs to know of itself, and what the threads find out about it.
 struct Chunk {
   int64_t count, width;
@@ -63,8 +78,7 @@ void tile_statistics(
       sum_z += z;
     }
     Vec sum{};
-    // Where all classes of a tile are -inf, any finite number keeps their exp at 0.
-    const Vec base = most == -INFINITE ? Vec{} : most;
+    const Vec base = base_of(most);
     for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
     for (int64_t i = 0; i < LANES; i++) {
       columns[q + i].join(most[i], sum[i]);
@@ -126,8 +140,7 @@ void tile_gradients(
 
 template <class Sigma>
 void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
-  const int64_t tiles = (a.classes + CLASSES - 1) / CLASSES;
-  const int64_t threads = std::min(a.threads, tiles);
+  const int64_t threads = std::min(a.threads, tiles_of(a.classes));
   for (int64_t d = 0; d < a.size; d += panel()) {
     const int64_t columns = std::min(panel(), a.size - d);
     float* features = c.features + d * c.width;
@@ -142,14 +155,11 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   }
 
   std::vector<Column> columns(threads * c.width);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int64_t i = 0; i < threads; i++) {
-    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
-      tile_statistics<Sigma>(a, c, t * CLASSES, std::min(CLASSES, a.classes - t * CLASSES),
-                             c.logits + (a.factors ? t : i) * CLASSES * c.stride,
-                             &columns[i * c.width]);
-    end_products();
-  }
+  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
+    tile_statistics<Sigma>(a, c, v0, rows,
+                           c.logits + (a.factors ? v0 : i * CLASSES) * c.stride,
+                           &columns[i * c.width]);
+  });
   for (int64_t q = 0; q < c.width; q++) {
     Column all = columns[q];
     for (int64_t i = 1; i < threads; i++) {
@@ -170,15 +180,11 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   std::fill_n(c.grad_features + 0, threads * features, 0.0f);
   std::vector<double> grad_tables(threads * COLUMNS);
   const int64_t scratch_size = 2 * CLASSES * c.width;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int64_t i = 0; i < threads; i++) {
-    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
-      tile_gradients<Sigma>(a, c, t * CLASSES, std::min(CLASSES, a.classes - t * CLASSES), first,
-                            c.scratch + i * scratch_size,
-                            features ? c.grad_features + i * features : nullptr,
-                            &grad_tables[i * COLUMNS]);
-    end_products();
-  }
+  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
+    tile_gradients<Sigma>(a, c, v0, rows, first, c.scratch + i * scratch_size,
+                          features ? c.grad_features + i * features : nullptr,
+                          &grad_tables[i * COLUMNS]);
+  });
   for (int64_t i = 0; i < threads; i++) {
     for (int j = 0; j < COLUMNS; j++) a.grad_table[j] += grad_tables[i * COLUMNS + j];
     for (int64_t q = 0; features && q < c.count; q++) {
@@ -250,38 +256,25 @@ namespace {
 template <class Sigma>
 void project(const Projection& a) {
   const Sigma sigma(a.table);
-  const int64_t tiles = (a.classes + CLASSES - 1) / CLASSES;
-  const int64_t threads = std::min(a.threads, tiles);
+  const int64_t threads = std::min(a.threads, tiles_of(a.classes));
   const Buffer weights(threads * a.size * CLASSES);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int64_t i = 0; i < threads; i++) {
+  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t count) {
     float* weight = weights + i * a.size * CLASSES;
-    for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++) {
-      const int64_t v0 = t * CLASSES, count = std::min(CLASSES, a.classes - v0);
-      transpose(a.weight + v0 * a.size, a.size, count, a.size, weight, CLASSES);
-      for (int64_t n = 0; n < a.tokens; n += TOKENS) {
-        const int64_t rows = std::min(TOKENS, a.tokens - n);
-        float* out = a.out + n * a.classes + v0;
-        product(rows, count, a.size, a.features + n * a.size, a.size, weight, CLASSES, out,
-                a.classes, false);
-        if (!a.bias && !a.table) continue;
-        for (int64_t r = 0; r < rows; r++) {
-          float* row = out + r * a.classes;
-          int64_t v = 0;
-          for (; v + LANES <= count; v += LANES)
-            store(row + v, sigma.value(load(row + v) + (a.bias ? load(a.bias + v0 + v) : Vec{})));
-          if (v == count) continue;
-          const int64_t bytes = (count - v) * sizeof(float);
-          Vec x{}, bias{};
-          std::memcpy(&x, row + v, bytes);
-          if (a.bias) std::memcpy(&bias, a.bias + v0 + v, bytes);
-          x = sigma.value(x + bias);
-          std::memcpy(row + v, &x, bytes);
+    transpose(a.weight + v0 * a.size, a.size, count, a.size, weight, CLASSES);
+    for (int64_t n = 0; n < a.tokens; n += TOKENS) {
+      const int64_t rows = std::min(TOKENS, a.tokens - n);
+      float* out = a.out + n * a.classes + v0;
+      product(rows, count, a.size, a.features + n * a.size, a.size, weight, CLASSES, out,
+              a.classes, false);
+      if (!a.bias && !a.table) continue;
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = 0; v < count; v += LANES) {
+          float* at = out + r * a.classes + v;
+          const Vec bias = a.bias ? load(a.bias + v0 + v, count - v) : Vec{};
+          store(at, sigma.value(load(at, count - v) + bias), count - v);
         }
-      }
     }
-    end_products();
-  }
+  });
 }
 
 }  // namespace

@@ -50,6 +50,18 @@ inline IntVec load(const int32_t* p) {
   return v;
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+// The same of the first `count` lanes alone; the others are 0. A copy of a constant size is one
+// instruction, one of another size a call.
+inline Vec load(const float* p, int64_t count) {
+  if (count >= LANES) return load(p);
+  Vec v{};
+  std::memcpy(&v, p, count * sizeof *p);
+  return v;
+}
+inline void store(float* p, Vec v, int64_t count) {
+  if (count >= LANES) return store(p, v);
+  std::memcpy(p, &v, count * sizeof *p);
+}
 inline Vec all(float x) { return x - Vec{}; }
 // a > b ? a : b, and a < b ? a : b, in one instruction, which compilers do not make of these; where
 // either is NaN it is b.
@@ -63,6 +75,9 @@ inline Vec smaller(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 // How far x lies above zero, capped so that its square is finite and an infinite score stays what
 // it is.
 inline Vec distance(Vec x) { return smaller(larger(x, Vec{}), all(MAX_DISTANCE)); }
+// What scores are taken from before exp, given the largest of them: where all are -inf, any finite
+// number keeps their exp at 0.
+inline Vec base_of(Vec most) { return most == -INFINITE ? Vec{} : most; }
 inline double total(Vec v) {
   double sum = 0;
   for (int i = 0; i < LANES; i++) sum += v[i];

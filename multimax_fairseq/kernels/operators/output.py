@@ -351,13 +351,7 @@ def _best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _best_scores_fake(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     _check_best(scores, count)
-    return _lists(scores, count)
-
-
-def _lists(like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    values = like.new_empty(like.shape[0], count, dtype=torch.float32)
-    totals = like.new_empty(like.shape[0], dtype=torch.float32)
-    return values, torch.empty_like(values, dtype=torch.int64), totals
+    return cpu.best_lists(scores, count)
 
 
 best_scores: Operator = define(
@@ -369,16 +363,7 @@ best_scores: Operator = define(
 )
 
 
-def _check_best_outputs(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    table: Tensor | None,
-    count: int,
-    apart: Sequence[int],
-) -> None:
-    _check_output(features, weight, bias, table)
-    classes = weight.shape[0]
+def _check_choice(classes: int, count: int, apart: Sequence[int]) -> None:
     if not 1 <= count <= classes < 2**31:
         raise ValueError(
             f"count must be between 1 and the number of classes, below 2**31, got {count} of "
@@ -396,7 +381,8 @@ def _best_outputs(
     count: int,
     apart: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_best_outputs(features, weight, bias, table, count, apart)
+    _check_output(features, weight, bias, table)
+    _check_choice(weight.shape[0], count, apart)
     if features.device.type == "cuda" or interpreted():
         scores = _output_scores(features, weight, bias, table)
         columns = torch.tensor(apart, dtype=torch.int64, device=scores.device)
@@ -413,9 +399,10 @@ def _best_outputs_fake(
     count: int,
     apart: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_best_outputs(features, weight, bias, table, count, apart)
+    _check_output(features, weight, bias, table)
+    _check_choice(weight.shape[0], count, apart)
     apart_scores = features.new_empty(features.shape[0], len(apart), dtype=torch.float32)
-    return *_lists(features, count), apart_scores
+    return *cpu.best_lists(features, count), apart_scores
 
 
 best_outputs: Operator = define(
