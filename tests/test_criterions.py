@@ -134,6 +134,35 @@ def test_a_decoder_without_the_interface_gets_the_stock_loss(
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("more", ["a hook", "weight norm", "another class"])
+def test_an_output_layer_that_is_more_than_its_weight_gets_the_stock_loss(
+    task, model_and_batch, pair, more
+):
+    class Doubled(torch.nn.Linear):
+        def forward(self, features):
+            return 2 * super().forward(features)
+
+    model, sample = model_and_batch("multimax")
+    plain = run(pair[1](task, False, **pair[2]), model, sample)[0]
+    projection = model.decoder.output_projection
+    if more == "a hook":
+        projection.register_forward_hook(lambda module, args, logits: 2 * logits)
+    elif more == "weight norm":
+        with torch.no_grad():
+            torch.nn.utils.parametrizations.weight_norm(projection)
+            projection.parametrizations.weight.original0.mul_(2)
+    else:
+        projection.__class__ = Doubled
+    (expected, *_, gradients), (loss, *_, ours) = (
+        run(cls(task, False, **pair[2]), model, sample) for cls in pair[:2]
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert (loss - plain).abs() > 1e-2 and gradients.keys() == ours.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, pair):
     model = build("transformer_lm_multimax")
     held = []

@@ -2,7 +2,8 @@
 
 The same losses, logged fields and units as the stock criteria of the same model. A criterion asks
 the decoder for `linear_output() -> (weight, bias, modulator)`; where a decoder does not offer it,
-the stock computation over all logits is used, and the log says so once. Both can train with R-Drop.
+or gives None, the stock computation over all logits is used, and the log says so once. Both can
+train with R-Drop.
 """
 
 import logging
@@ -145,8 +146,9 @@ class FusedOutput:
         if not self._warned:
             type(self)._warned = True
             logger.info(
-                f"{type(decoder).__name__} has no linear_output(), or another mapping's modulator "
-                "there: the loss holds all logits, as the stock criterion does"
+                f"{type(decoder).__name__} has no linear_output(), or an output layer that is more "
+                "than weight, bias and MultiMax: the loss holds all logits, as the stock criterion "
+                "does"
             )
         return None
 

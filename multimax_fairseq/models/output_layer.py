@@ -14,7 +14,7 @@ from multimax_fairseq.modules import Modulator
 
 def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
     """Return (weight, bias, modulator) of an output layer that is nothing but these; None of
-    another, as a quantised one, or one that a hook looks into."""
+    another, as a quantised one, one that a hook looks into, or another mapping's modulator."""
     projection, modulator = decoder.output_projection, getattr(decoder, "output_modulator", None)
     if type(projection) is not nn.Linear or not (modulator is None or is_known(modulator)):
         return None
@@ -64,13 +64,10 @@ class NormalizedOutput:
         return None if output is None else fused_scores(features, *output)
 
     def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None] | None:
-        """Return (weight, bias, modulator) of the output layer, for the criteria's fused loss; None
-        where the modulator is of a mapping that it does not know."""
+        """Return `plain_output` of this decoder, for the criteria's fused loss; UsageError for a
+        sparse normalizer."""
         self._refuse_logarithms()
-        modulator, projection = self.output_modulator, self.output_projection
-        if modulator is not None and not is_known(modulator):
-            return None
-        return projection.weight, projection.bias, modulator
+        return plain_output(self)
 
     def get_normalized_probs(
         self,
