@@ -41,7 +41,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     """As on a GPU that records no graph, with nothing tried yet."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(launches, "interpreted", lambda: False)
     monkeypatch.setattr(launches, "_fastest", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return Kernel()
@@ -92,5 +92,5 @@ def test_a_graph_that_is_recorded_takes_what_is_known_or_the_first(kernel, monke
 
 
 def test_the_interpreter_takes_the_first(kernel, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(launches, "interpreted", lambda: True)
     assert kernel.launch("a call") == CHOICE[0] and kernel.tried == []

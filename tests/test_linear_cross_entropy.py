@@ -11,9 +11,14 @@ from test_functional import far_modulator, random_scores
 from torch.autograd import gradcheck
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+from multimax_fairseq import (
+    Modulator,
+    linear_cross_entropy,
+    scaled_dot_product_attention,
+    symmetric_divergence,
+)
 from multimax_fairseq.functional.cross_entropy import best_scores
-from multimax_fairseq.kernels import build
+from multimax_fairseq.kernels import build, cpu, operators
 
 
 def loss_inputs(dtype=torch.float64, bias=True):
@@ -101,6 +106,28 @@ def test_fused_loss_without_any_counted_target_is_zero_with_zero_gradients():
     assert empty == 0 and empty.requires_grad
 
 
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_a_mean_of_nothing_is_nan_and_leaves_gradients_at_zero(backend, monkeypatch):
+    monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+    features, weight, target, _ = loss_inputs(torch.float32)
+    module = far_modulator().float()
+    ignored = torch.full_like(target, -100)
+    assert F.cross_entropy(features @ weight.T, ignored).isnan()
+    for found in (
+        linear_cross_entropy(features, weight, ignored, modulator=module, reduction="mean")[0],
+        symmetric_divergence(
+            features,
+            features.detach().roll(1, 0),
+            weight,
+            modulator=module,
+            mask=ignored < 0,
+            reduction="mean",
+        ),
+    ):
+        grads = torch.autograd.grad(found, (features, weight, *module.parameters()))
+        assert found.isnan() and all((grad == 0).all() for grad in grads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_fused_loss_in_each_dtype_is_as_good_as_the_plain_line(dtype):
     exact = loss_inputs()
@@ -150,19 +177,36 @@ def mesh():
 
 @pytest.mark.parametrize("shard", [Replicate(), Shard(0), Shard(1)])
 def test_tensors_that_are_shared_among_processes_are_left_to_torch(mesh, shard):
-    features, weight, target = (t.detach() for t in loss_inputs(torch.float32, bias=False)[:3])
+    features, weight, target, bias = loss_inputs(torch.float32)
     module, found = Modulator(), []
     for make in (lambda t, _: t, lambda t, placement: distribute_tensor(t, mesh, [placement])):
-        learned = [make(features, Replicate()), make(weight, shard)]
+        learned = [make(features.detach(), Replicate()), make(weight.detach(), shard)]
         learned = [t.detach().requires_grad_() for t in learned]
-        targets = make(target, Replicate())
-        loss, _ = linear_cross_entropy(*learned, targets, label_smoothing=0.1)
-        found.append([loss, *torch.autograd.grad(loss, learned)])
+        targets, other, offsets = (
+            make(t, Replicate()) for t in (target, features.detach().flip(0), bias.detach())
+        )
+        found.append([])
+        for loss in (
+            linear_cross_entropy(*learned, targets, bias=offsets, label_smoothing=0.1)[0],
+            symmetric_divergence(learned[0], other, learned[1], bias=offsets),
+        ):
+            found[-1] += [loss, *torch.autograd.grad(loss, learned)]
         query = learned[0][None, None]
         attention = scaled_dot_product_attention(query, query, query, normalizer="softmax")
         found[-1] += [attention, module(learned[0]), best_scores(learned[0], 2)[0]]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other.full_tensor(), one)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="needs the kernels in C++")
+@pytest.mark.parametrize("freed", ["features", "weight", "bias", "table"])
+def test_tensors_whose_memory_was_freed_are_refused_by_kernels(freed):
+    """As those of a layer that FSDP has sharded, outside of its forward pass."""
+    features, weight, _, bias = loss_inputs(torch.float32)
+    given = {"features": features, "weight": weight, "bias": bias, "table": torch.zeros(1, 8)}
+    given[freed].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{freed} has no memory: it was freed"):
+        operators.output_scores(*(t.detach() for t in given.values()))
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])

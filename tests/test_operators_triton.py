@@ -1,5 +1,9 @@
 """The operators over the Triton kernels, in Triton's interpreter, as test_kernels_triton.py."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_kernels_triton import (
@@ -19,6 +23,28 @@ from multimax_fairseq.kernels import operators
 
 def test_operators_in_the_interpreter(tmp_path):
     run_functions("check", tmp_path, __file__, TRITON_INTERPRET="1")
+
+
+def test_bfloat16_is_plain_in_the_interpreter_as_it_comes():
+    """It multiplies bfloat16 as integers; `interpreter` mends that for the other tests alone."""
+    program = """
+import torch
+from multimax_fairseq import scaled_dot_product_attention
+from multimax_fairseq.functional.backend import choose
+query = torch.randn(1, 1, 3, 16)
+assert choose("", "auto", query) == choose("", "auto", query.half()) == "triton"
+for mode in (torch.autocast("cpu"), torch.autocast("cpu", enabled=False)):
+    given = query if mode._enabled else query.bfloat16()
+    with mode:
+        found, plain = (
+            scaled_dot_product_attention(given, given, given, normalizer="softmax", backend=backend)
+            for backend in ("auto", "plain")
+        )
+    torch.testing.assert_close(found, plain)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment.pop("MULTIMAX_BACKEND", None)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: interpreted only")

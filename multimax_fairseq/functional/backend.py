@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 is_wrapper = is_traceable_wrapper_subclass
 BACKENDS = ("auto", "plain", "cpp", "triton")
 VARIABLE = "MULTIMAX_BACKEND"
+# Triton's interpreter multiplies bfloat16 as if it were integers.
+INTERPRETED = (torch.float32, torch.float16)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -68,6 +70,8 @@ def choose(
     device, dtype = first.device, first.dtype
     choice = _kernel(backend, str(device))
     is_cast = is_autocast(device.type)
+    if choice == "triton" and device.type == "cpu":
+        able = able and (torch.get_autocast_dtype("cpu") if is_cast else dtype) in INTERPRETED
     allowed = operators.DTYPES if is_cast else dtypes
     alike = dtype in allowed and not is_wrapper(first)
     for other in others:
@@ -95,6 +99,12 @@ def _kernel(backend: str, device: str) -> str:
         # What its kernels need of memory on the chip.
         return "triton" if torch.cuda.get_device_capability(device) >= (8, 0) else "plain"
     return "plain"
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether what is done to these has to be in operations that torch can record, and that
+    tensors which wrap others have rules for."""
+    return traced() or any(t is not None and is_wrapper(t) for t in tensors)
 
 
 def is_autocast(device: str) -> bool:

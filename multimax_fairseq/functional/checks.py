@@ -30,7 +30,8 @@ def is_finite(value: object) -> bool:
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
-        return math.isfinite(value)
+        # Not math.isfinite, which torch.compile cannot record of a number that may vary.
+        return -math.inf < float(value) < math.inf
     except OverflowError:  # an integer past any float
         return False
 

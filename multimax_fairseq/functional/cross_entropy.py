@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multimax_fairseq.functional.backend import choose, is_autocast, is_wrapper
+from multimax_fairseq.functional.backend import choose, is_autocast, recorded
 from multimax_fairseq.functional.checks import check_integer, check_number, check_tensor, is_whole
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
@@ -95,7 +95,7 @@ def linear_cross_entropy(
         return loss.view(shape), nll_loss.view(shape)
     if reduction == "mean":
         count = (target != ignore_index).sum()
-        loss, nll_loss = loss / count, nll_loss / count
+        loss, nll_loss = mean_of(loss, count), mean_of(nll_loss, count)
     return loss, nll_loss
 
 
@@ -215,9 +215,13 @@ def _kernel(
     able = features.numel() > 0 and weight.numel() > 0
     able = able and (table is None or (table.shape[0] == 1 and table.device == features.device))
     # The kernel for the CPU computes in float32: from a narrower weight it would need a copy.
-    cpu = features.device.type == "cpu" and not operators.interpreted()
-    dtypes = (torch.float32,) if cpu else operators.DTYPES
+    dtypes = operators.DTYPES if operators.on_triton(features.device) else (torch.float32,)
     return choose(operation, "auto", features, weight, bias, able=able, dtypes=dtypes)
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Return total / count: of nothing nan, with the gradient 0, as torch's own losses."""
+    return (total / count.clamp(min=1)).masked_fill(count == 0, torch.nan)
 
 
 def check_summing(reduction: str, chunk_size: int | None) -> None:
@@ -309,8 +313,7 @@ def _plain(
     summed: bool,
 ) -> tuple[Tensor, Tensor]:
     features, weight, bias, table = cast(features, weight, bias, table)
-    if operators.traced() or any(map(is_wrapper, (features, weight, target))):
-        # In operations that can be recorded, and differentiated by torch itself.
+    if recorded(features, weight, bias, table, target):  # then torch differentiates it
         logits = logits_of(F.linear(features, weight, bias), table)
         nll, smooth = _losses(logits, target, numbers[2])
     else:

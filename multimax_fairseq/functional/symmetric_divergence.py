@@ -9,9 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multimax_fairseq.functional.backend import choose, is_autocast
+from multimax_fairseq.functional.backend import choose, is_autocast, recorded
 from multimax_fairseq.functional.checks import check_tensor
-from multimax_fairseq.functional.cross_entropy import cast, check_output, check_summing, logits_of
+from multimax_fairseq.functional.cross_entropy import (
+    cast,
+    check_output,
+    check_summing,
+    logits_of,
+    mean_of,
+)
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
     modulated_gradients,
@@ -65,7 +71,7 @@ def symmetric_divergence(
     check_output(features, weight, bias, modulator)
     _check_other(features, other)
     if mask is None:
-        mask = torch.zeros(features.shape[:-1], dtype=torch.bool, device=features.device)
+        mask = features.new_zeros(features.shape[:-1], dtype=torch.bool)
     else:
         _check_mask(features, mask)
     check_summing(reduction, chunk_size)
@@ -76,7 +82,7 @@ def symmetric_divergence(
     found = _plain(rows, weight, bias, table, mask.reshape(-1), chunk_size, reduction != "none")
     if reduction == "none":
         return found.view(mask.shape)
-    return found / (~mask).sum() if reduction == "mean" else found
+    return mean_of(found, (~mask).sum()) if reduction == "mean" else found
 
 
 def _check_other(features: Tensor, other: Tensor) -> None:
@@ -118,8 +124,7 @@ def _plain(
 ) -> Tensor:
     """The divergences of neighbouring rows (2 N, D), (N,) or their sum."""
     rows, weight, bias, table = inputs = cast(rows, weight, bias, table)
-    if operators.traced():
-        # In operations that can be recorded, and differentiated by torch itself.
+    if recorded(rows, weight, bias, table, mask):  # then torch differentiates it
         log_probs = logits_of(F.linear(rows, weight, bias), table).log_softmax(-1)
         p, q = _pairs(log_probs)
         found = _divergences(p.exp(), q.exp(), p - q).masked_fill(mask, 0.0)

@@ -119,6 +119,11 @@ def _call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
     for field, value in values.items():
         if isinstance(value, Tensor):
             address = value.data_ptr()
+            if not address and value.numel():
+                raise ValueError(
+                    f"{field} has no memory: it was freed, as FSDP frees parameters outside of the "
+                    "forward pass of their module"
+                )
             value = (address, value.stride()[:3]) if field in _WITH_STRIDES else address
         if value is not None:
             setattr(given, field, value)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
 
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
+
+from multimax_fairseq.kernels.operators.definition import interpreted
 
 Result = TypeVar("Result")
 
@@ -161,8 +162,7 @@ def run_fastest(
     Nothing is tried where there is no choice, where runs must not differ from one process to the
     next, in the interpreter, and while a CUDA graph is recorded: the first candidate runs then.
     """
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if len(choice) == 1 or is_interpreted or torch.are_deterministic_algorithms_enabled():
+    if len(choice) == 1 or interpreted() or torch.are_deterministic_algorithms_enabled():
         return run(choice[0])
     if call not in _fastest:
         if torch.cuda.is_current_stream_capturing():

@@ -24,6 +24,7 @@ from multimax_fairseq.kernels.operators.definition import (
     differentiable_once,
     interpreted,
     needs_gradient,
+    on_triton,
     traced,
     transformed,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "modulate",
     "modulate_backward",
     "needs_gradient",
+    "on_triton",
     "output_loss",
     "output_loss_parts",
     "output_scores",

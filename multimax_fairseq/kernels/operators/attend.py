@@ -18,9 +18,9 @@ from multimax_fairseq.kernels.operators.definition import (
     check_table,
     define,
     differentiable_once,
-    interpreted,
     needs_gradient,
     no_autocast,
+    on_triton,
     without_gradient,
 )
 
@@ -30,8 +30,7 @@ MAX_HEAD_SIZE = 128
 
 def serves(device: torch.device, size: int) -> bool:
     """Whether an attention of this head size has a kernel."""
-    on_cpu = device.type != "cuda" and not interpreted()
-    return on_cpu or size <= MAX_HEAD_SIZE
+    return size <= MAX_HEAD_SIZE or not on_triton(device)
 
 
 # Of `attention_step`: a head's size is a multiple of it, which all vectors of a processor divide.
@@ -128,7 +127,7 @@ def _attention(
     if query.numel() == 0 or key.numel() == 0:
         output = cpu.dense_like(query).zero_()
         statistics = query.new_zeros(_statistics_shape(query), dtype=torch.float32)
-    elif query.device.type == "cuda" or interpreted():
+    elif on_triton(query.device):
         from multimax_fairseq.kernels import triton_attention
 
         output, statistics = triton_attention.attention_forward(
@@ -146,7 +145,7 @@ def _attention(
 def _statistics_shape(query: Tensor) -> tuple[int, ...]:
     """Of a row: the largest score and one over the sum; on a GPU the logarithm of the sum."""
     batch, heads, queries, _ = query.shape
-    return batch, heads, 1 if query.device.type == "cuda" or interpreted() else 2, queries
+    return batch, heads, 1 if on_triton(query.device) else 2, queries
 
 
 def _attention_fake(
@@ -254,7 +253,7 @@ def _attention_backward(
     if query.numel() == 0 or key.numel() == 0:
         grads = [cpu.dense_like(t).zero_() for t in (query, key, value)]
         grads += [None if t is None else torch.zeros_like(t) for t in (table, sink)]
-    elif query.device.type == "cuda" or interpreted():
+    elif on_triton(query.device):
         from multimax_fairseq.kernels import triton_attention
 
         grads = triton_attention.attention_backward(

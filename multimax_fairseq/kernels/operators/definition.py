@@ -26,6 +26,11 @@ def interpreted() -> bool:
     return _INTERPRETED
 
 
+def on_triton(device: torch.device) -> bool:
+    """Whether operators on this device are Triton's kernels, not those in C++."""
+    return device.type == "cuda" or interpreted()
+
+
 class Operator:
     """An operator of torch. Called here, it runs without the dispatcher, whose ways through Python
     cost more than a decoding step's attention, unless somebody looks: a compiler, a mode, a

@@ -16,9 +16,9 @@ from multimax_fairseq.kernels.operators.definition import (
     check_table,
     define,
     differentiable_once,
-    interpreted,
     needs_gradient,
     no_autocast,
+    on_triton,
     without_gradient,
 )
 
@@ -31,7 +31,7 @@ def _check_modulate(scores: Tensor, table: Tensor) -> None:
 
 def _modulate(scores: Tensor, table: Tensor) -> Tensor:
     _check_modulate(scores, table)
-    if scores.device.type == "cuda" or interpreted():
+    if on_triton(scores.device):
         from multimax_fairseq.kernels import triton_modulator
 
         return triton_modulator.modulate(scores, table)
@@ -80,7 +80,7 @@ modulate: Operator = define(
 def _modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     _check_gradient(grad, scores)
     _check_modulate(scores, table)
-    if scores.device.type == "cuda" or interpreted():
+    if on_triton(scores.device):
         from multimax_fairseq.kernels import triton_modulator
 
         return triton_modulator.modulate_backward(grad, scores, table)
@@ -120,7 +120,7 @@ def _check_tails(table: Tensor) -> None:
 
 def _tails(table: Tensor) -> tuple[Tensor, Tensor]:
     _check_tails(table)
-    if table.device.type == "cuda" or interpreted():
+    if on_triton(table.device):
         from multimax_fairseq.kernels import triton_modulator
 
         return triton_modulator.tails(table)

@@ -17,9 +17,9 @@ from multimax_fairseq.kernels.operators.definition import (
     check_table,
     define,
     differentiable_once,
-    interpreted,
     needs_gradient,
     no_autocast,
+    on_triton,
     traced,
     without_gradient,
 )
@@ -97,7 +97,7 @@ def _output_loss_parts(
             f"{smooth_weight} and nll_weight {nll_weight}"
         )
     inputs = (features, weight, bias, table)
-    if features.device.type == "cuda" or interpreted():
+    if on_triton(features.device):
         from multimax_fairseq.kernels import triton_cross_entropy
 
         # There a negative target is ignored, and one beyond the classes gives nan.
@@ -308,7 +308,7 @@ def _output_scores(
     features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
 ) -> Tensor:
     _check_output(features, weight, bias, table)
-    if features.device.type == "cuda" or interpreted():
+    if on_triton(features.device):
         scores = torch.nn.functional.linear(features, weight, bias)
         return scores.float() if table is None else modulate(scores, table)
     return cpu.output_scores(*_wide(features, weight, bias, table))
@@ -343,7 +343,7 @@ def _check_best(scores: Tensor, count: int) -> None:
 def _best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     _check_best(scores, count)
     scores = scores.float()
-    if scores.device.type == "cuda" or interpreted():
+    if on_triton(scores.device):
         values, indices = scores.topk(count)
         return values, indices, scores.logsumexp(1)
     return cpu.best_scores(scores, count)
@@ -383,7 +383,7 @@ def _best_outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_output(features, weight, bias, table)
     _check_choice(weight.shape[0], count, apart)
-    if features.device.type == "cuda" or interpreted():
+    if on_triton(features.device):
         scores = _output_scores(features, weight, bias, table)
         columns = torch.tensor(apart, dtype=torch.int64, device=scores.device)
         others = scores.index_fill(1, columns, -torch.inf)
