@@ -61,7 +61,10 @@ def test_a_learning_rate_that_is_none(build, scale):
         multimax_adam(build(ARCH).parameters(), "--scalar-lr-scale", scale)
 
 
-def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build):
+@pytest.mark.parametrize("every_update", [True, False])
+def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build, every_update):
+    """Whether the schedule sets the learning rate at each update or, as reduce_lr_on_plateau, at
+    the start."""
     model = build(ARCH)
     flags = ("--scalar-freeze-updates", "3", "--scalar-lr-scale", "0.5")
     optimizer, moved = multimax_adam(model.parameters(), *flags), []
@@ -73,7 +76,8 @@ def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build):
             saved = optimizer.state_dict()
             optimizer = multimax_adam(model.parameters(), *flags)
             optimizer.load_state_dict(saved)
-        optimizer.set_lr(0.1)
+        if every_update or update == 0:
+            optimizer.set_lr(0.1)
         optimizer.step()
         steps = {
             "modulator" in name: (before[name] - p.detach()).mean().item()

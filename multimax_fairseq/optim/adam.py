@@ -54,16 +54,13 @@ class MultimaxAdam(FairseqAdam):
         alone = {"params": scalars, "weight_decay": 0.0, "updates": 0}  # saved with the state
         super().__init__(cfg, [{"params": others}, alone])
 
-    def set_lr(self, lr):
-        """Set the learning rate of the two groups, before each update; `get_lr` is the first's."""
+    def step(self, *args, **kwargs):
+        """Update the parameters, the scalars by their share of the learning rate of the rest."""
         others, scalars = self.param_groups
         is_frozen = scalars["updates"] < self.cfg.scalar_freeze_updates
-        others["lr"], scalars["lr"] = lr, 0.0 if is_frozen else self.cfg.scalar_lr_scale * lr
-
-    def step(self, *args, **kwargs):
-        """Update the parameters."""
+        scalars["lr"] = 0.0 if is_frozen else self.cfg.scalar_lr_scale * others["lr"]
         super().step(*args, **kwargs)
-        self.param_groups[1]["updates"] += 1
+        scalars["updates"] += 1
 
     def load_state_dict(self, state_dict, optimizer_overrides=None):
         """Go on from a checkpoint; --optimizer-overrides change nothing of the policy."""
