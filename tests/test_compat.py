@@ -134,6 +134,23 @@ def test_forged_numpy_types_are_refused(tmp_path, offset, size):
         torch.load(tmp_path / "forged.pt")
 
 
+@pytest.mark.parametrize(
+    "arch, shared",
+    [
+        ("transformer", "--share-all-embeddings"),
+        ("transformer_multimax", "--share-all-embeddings"),
+        ("transformer_lm_multimax", "--share-decoder-input-output-embed"),
+    ],
+)
+def test_an_adaptive_softmax_beside_shared_embeddings_can_be_loaded(build, arch, shared):
+    output = ("--output-normalizer", "softmax") if "_lm" in arch else ()
+    flags = (shared, "--adaptive-softmax-cutoff", "10,20", *output)
+    trained, loaded = (build(arch, *flags, seed=seed) for seed in (1, 2))
+    loaded.load_state_dict(trained.state_dict())
+    for name, value in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
 def test_array_must_fill_its_shape():
     array = checkpoints._pickled_array(checkpoints._PickledArray, (0,), b"b")
     with pytest.raises(pickle.UnpicklingError):

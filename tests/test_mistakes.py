@@ -98,9 +98,29 @@ def test_a_yaml_has_no_flag_that_is_not_read(data, tmp_path):
         f"common.user_dir={ROOT / 'multimax_fairseq'}",
         "model=transformer_lm/transformer_lm_gpt",
     )
-    for slip in ("common.tpu=true", "dataset.num_shards=2"):
+    for slip in (
+        "common.tpu=true",
+        "dataset.num_shards=2",
+        "optimization.update_freq=[0]",
+        "checkpoint.best_checkpoint_metric=bleu",
+    ):
         sentence = refused(tmp_path, "fairseq-hydra-train", *words, slip)
         assert sentence.startswith(slip.split("=")[0])
+    warmup = ("lr_scheduler=inverse_sqrt", "lr_scheduler.warmup_updates=0")
+    sentence = refused(tmp_path, "fairseq-hydra-train", *words, *warmup)
+    assert "lr_scheduler.warmup_updates 0 must be at least 1" in sentence
+
+
+@pytest.mark.parametrize(
+    "slip, said",
+    [
+        ("model=transformer_lm_multimax", "+model._name="),
+        ("+criterion._name=multimax_cross_entropy", "without a plus"),
+    ],
+)
+def test_a_name_that_hydra_cannot_know_yet_is_explained(tmp_path, slip, said):
+    words = (f"common.user_dir={ROOT / 'multimax_fairseq'}", "task=language_modeling", slip)
+    assert said in refused(tmp_path, "fairseq-hydra-train", *words)
 
 
 @pytest.mark.parametrize(

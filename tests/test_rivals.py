@@ -357,6 +357,11 @@ def test_a_model_that_learns_nothing_more_says_nothing_of_a_checkpoint(build, ca
         assert "normalizers learn" not in caplog.text
         build(TRANSLATION, "--attention-normalizer", "multimax").load_state_dict(model.state_dict())
         assert "the checkpoint has nothing that normalizers learn" in caplog.text
+        caplog.clear()
+        other = build(TRANSLATION, "--attention-normalizer", "sink")
+        with pytest.raises(RuntimeError, match="Unexpected key.*modulator"):
+            other.load_state_dict(build(TRANSLATION).state_dict())
+        assert "normalizers learn" not in caplog.text
 
 
 @torch.no_grad()

@@ -239,6 +239,11 @@ def checkpoint_to_workers():
 _building = contextvars.ContextVar("building_from_checkpoint", default=False)
 
 
+def building_from_checkpoint():
+    """Whether fairseq is loading a checkpoint's model."""
+    return _building.get()
+
+
 def checkpoint_models():
     """A model is not told whether it is built to be trained, or for the parameters of a checkpoint.
 
@@ -341,6 +346,21 @@ def checkpoint_numbers():
     wrap(BaseFairseqModel, "load_state_dict", make)
 
 
-def building_from_checkpoint():
-    """Whether fairseq is loading a checkpoint's model."""
-    return _building.get()
+def checkpoint_adaptive_softmax():
+    """Embeddings that input and output share are loaded into an `output_projection`, which a
+    decoder with an adaptive softmax does not have: its checkpoints cannot be read again.
+
+    Can go when fairseq asks whether there is one.
+    """
+    from fairseq.models.transformer import TransformerDecoderBase
+
+    def make(original):
+        def upgrade_state_dict_named(self, state_dict, name):
+            upgraded = original(self, state_dict, name)
+            if self.adaptive_softmax is not None:
+                state_dict.pop(f"{name}.output_projection.weight", None)
+            return upgraded
+
+        return upgrade_state_dict_named
+
+    wrap(TransformerDecoderBase, "upgrade_state_dict_named", make)

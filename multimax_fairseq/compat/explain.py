@@ -23,6 +23,11 @@ def plugin_hint(name):
     if not OUR_NAMES.search(name) or "multimax_fairseq.models" in sys.modules:
         return None
     option = "common.user_dir=" if command() == "fairseq-hydra-train" else "--user-dir "
+    if any(word.startswith("common.user_dir=") for word in sys.argv):
+        return (
+            f"hydra looks '{name}' up before it loads common.user_dir: write the key with ._name, "
+            "as in criterion._name=... or +model._name=..., or into a YAML file"
+        )
     return f"'{name}' belongs to the multimax_fairseq plugin; load it with {option}{PACKAGE}"
 
 
@@ -60,8 +65,13 @@ def _explain_check(error):
         return None
     while trace.tb_next is not None:
         trace = trace.tb_next
-    folder = os.path.basename(os.path.dirname(trace.tb_frame.f_code.co_filename))
-    module = str(trace.tb_frame.f_globals.get("__name__"))
+    code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__"))
+    folder = os.path.basename(os.path.dirname(code.co_filename))
+    if folder == "fairseq_cli" and code.co_name == "validate" and isinstance(error, KeyError):
+        return (
+            f"validation computes no {text}: give --best-checkpoint-metric loss, or what else its "
+            "line in the log has"
+        )
     is_check = folder == "fairseq_cli" and isinstance(error, AssertionError)
     names_flag = module.startswith("fairseq.") and re.search(r"(^|[\s`(])--[a-z]", text)
     return text if text and (is_check or names_flag) else None
@@ -89,6 +99,8 @@ def _explain_name(error):
     hydra_kinds = ("MissingConfigException", "ConfigCompositionException", "ConfigKeyError")
     if added := re.search(r"To append to your config use (\+\S+)", str(error)):
         return f"the configuration has no such key: write {added[1]} to add it."
+    if removed := re.search(r"Either remove \+ prefix: (\S+)", str(error)):
+        return f"the configuration has this key already: write {removed[1]} without a plus."
     if kind == "KeyError" or kind in hydra_kinds:
         name = OUR_NAMES.search(str(error))
         if name and (hint := plugin_hint(name[0])):

@@ -4,6 +4,7 @@ import argparse
 import ast
 import difflib
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -48,12 +49,11 @@ def flags():
 
         return parse_args_and_arch
 
-    def make_main(original):  # what fairseq-hydra-train comes to
+    def make_main(original):  # what every training comes to
         def call_main(cfg, main, **kwargs):
             if command() == "fairseq-hydra-train":
                 _check_config(sys.argv[1:])
-            groups = [(name, cfg[name]) for name in ("common", "dataset")]
-            _check({name: (f"{of}.{name}", group[name]) for of, group in groups for name in group})
+                _check(dict(_keys(cfg)))
             cfg.common.user_dir = resolve(cfg.common.user_dir)  # spawned processes read it
             return original(cfg, main, **kwargs)
 
@@ -61,6 +61,21 @@ def flags():
 
     wrap(options, "parse_args_and_arch", make_parse)
     wrap(distributed_utils, "call_main", make_main)
+
+
+# Of a training, each group of settings that has a name of its own after that.
+GROUPS = ("common", "dataset", "optimization", "checkpoint")
+NAMED_GROUPS = ("task", "criterion", "optimizer", "lr_scheduler")
+
+
+def _keys(cfg):
+    """Yield (name, (key, value)) of a YAML file's settings, those that others take their value from
+    at the end, and of what it names as `_name`."""
+    for of in (*NAMED_GROUPS, *GROUPS):
+        group = cfg[of] if isinstance(cfg[of], DictConfig) else {}
+        yield from ((name, (f"{of}.{name}", group.get(name))) for name in group)
+    for of in NAMED_GROUPS:
+        yield of, (of, getattr(cfg[of], "_name", cfg[of]))
 
 
 def _check_config(words):
@@ -118,9 +133,9 @@ def _check_training(given):
     flag, frequencies = given("update_freq")
     if frequencies and min(frequencies) < 1:
         raise UsageError(f"{flag} {min(frequencies)} must be at least 1: 1 updates at each batch")
-    scheduler, flag, updates = given("lr_scheduler")[1], *given("warmup_updates")
+    (named, scheduler), (flag, updates) = given("lr_scheduler"), given("warmup_updates")
     if scheduler == "inverse_sqrt" and updates == 0:
-        raise UsageError(f"{flag} 0 must be at least 1 with --lr-scheduler {scheduler}")
+        raise UsageError(f"{flag} 0 must be at least 1 with {named} {scheduler}")
     flag, updates = given("total_num_update")
     try:
         decays = float(updates) > 0  # a text, as fairseq reads the command line
@@ -128,8 +143,8 @@ def _check_training(given):
         decays = False
     if scheduler == "polynomial_decay" and not decays:
         raise UsageError(
-            f"--lr-scheduler {scheduler} needs --total-num-update above 0, at which the learning "
-            f"rate has decayed, got {updates}"
+            f"{named} {scheduler} needs {flag} above 0, at which the learning rate has decayed, "
+            f"got {updates}"
         )
     (flag, frozen), updates = given("scalar_freeze_updates"), given("max_update")[1]
     if isinstance(frozen, int) and isinstance(updates, int) and 0 < updates <= frozen:
@@ -137,9 +152,47 @@ def _check_training(given):
             f"{flag} {frozen} holds the learned scalars as they start to the last of {updates} "
             "updates: give a lower number to train them"
         )
+    _check_metric(given)
+
+
+def _check_metric(given):
+    """Refuse a best checkpoint by a figure that is not computed, or that is the worst by it."""
     flag, metric = given("best_checkpoint_metric")
-    if metric == "bleu" and given("eval_bleu", True)[1] is False:
-        raise UsageError(f"{flag} {metric} needs --eval-bleu: add it, or choose loss")
+    for name, switch in (("bleu", "eval_bleu"), ("accuracy", "report_accuracy")):
+        needed, is_on = given(switch)
+        if metric == name and is_on is False:
+            raise UsageError(f"{flag} {metric} needs {needed}: add it, or choose loss")
+    switch, is_highest = given("maximize_best_checkpoint_metric")
+    if metric in ("bleu", "accuracy") and is_highest is False:
+        raise UsageError(
+            f"{flag} {metric} without {switch} keeps the worst checkpoint, as a high {metric} is "
+            f"good: add {switch}"
+        )
+    if metric in ("loss", "nll_loss", "ppl") and is_highest:
+        raise UsageError(
+            f"{flag} {metric} with {switch} keeps the worst checkpoint, as a low {metric} is good: "
+            f"leave {switch} out"
+        )
+    flag, text = given("eval_bleu_args", "{}")
+    if given("eval_bleu")[1]:
+        _check_search(flag, text)
+
+
+def _check_search(flag, text):
+    """Refuse what --eval-bleu-args cannot be, of which a misspelt name would do nothing."""
+    from fairseq.dataclass.configs import GenerationConfig
+
+    try:
+        settings = json.loads(text or "{}")
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise UsageError(f"{flag} {text} is no JSON dictionary: write it as '{{\"beam\": 5}}'")
+    known = GenerationConfig.__dataclass_fields__
+    for name in settings.keys() - known.keys():
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+        raise UsageError(f"{flag} has {name!r}, which no search reads: {hint}")
 
 
 def _check_shards(num_shards, shard_id):
@@ -277,6 +330,21 @@ def generation():
         temperature = getattr(args, "temperature", 1.0)
         if not 0 < temperature < math.inf:
             raise UsageError(f"--temperature {temperature} must be a finite number above 0")
+        # The greatest length is max_len_a times the source's, and max_len_b.
+        shortest, most = getattr(args, "min_len", 1), getattr(args, "max_len_b", 200)
+        if getattr(args, "max_len_a", 0) == 0 and most < shortest:
+            raise UsageError(
+                f"--max-len-b {most} is less than --min-len {shortest}: give a higher one"
+            )
+        topk, topp = getattr(args, "sampling_topk", -1), getattr(args, "sampling_topp", -1.0)
+        if topp > 1:
+            raise UsageError(f"--sampling-topp {topp} must be a probability, at most 1")
+        if topk > 0 and topp > 0:
+            raise UsageError(
+                f"--sampling-topk {topk} does nothing beside --sampling-topp {topp}: give one of "
+                "them"
+            )
+        check_language_model(getattr(args, "lm_path", None), getattr(args, "lm_weight", 0.0))
         if nbest > beam:
             raise UsageError(f"--nbest {nbest} is more than --beam {beam} finds: give a wider beam")
         for name in ("print_step", "retain_iter_history"):
@@ -290,6 +358,16 @@ def generation():
                 f"--constraints {args.constraints} is for the lines that fairseq-interactive "
                 "translates: use it there, or leave it out"
             )
+
+    def check_language_model(path, weight):
+        if path is not None and command() == "fairseq-interactive":
+            raise UsageError(
+                f"--lm-path {path} is read by fairseq-generate alone: use it there, or leave it out"
+            )
+        if path is not None and weight == 0:
+            raise UsageError(f"--lm-path {path} does nothing at --lm-weight 0: give a weight")
+        if path is None and weight != 0:
+            raise UsageError(f"--lm-weight {weight} needs --lm-path: add it, or leave both out")
 
     def make(original):
         def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):

@@ -57,7 +57,8 @@ class BeamGenerator(SequenceGenerator):
             and type(self.model) is EnsembleModel
             and "forward_decoder" not in vars(self.model)
             and all(map(_is_known, self.model.models))
-            and (self.lm_model or self.repeat_ngram_blocker) is None
+            and self.lm_model is None
+            and self.repeat_ngram_blocker is None
             and self.token_indices_to_suppress is None
             and not self.match_source_len
             and 2 * self.beam_size + len(self.apart) <= self.vocab_size

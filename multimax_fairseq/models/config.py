@@ -44,6 +44,22 @@ DENSITY_AT = {"cross": "cross_attention", "encoder": "encoder_self_attention"}
 CONTINUOUS = {f"continuous_{density}": density for density in DENSITIES}
 
 
+# Settings of fairseq's own Transformers that are shares of what is computed.
+SHARES = (
+    *("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout"),
+    *("encoder_layerdrop", "decoder_layerdrop"),
+)
+
+
+def share() -> dict[str, Any]:
+    """Return kind, must and is_right of an option that is a probability of dropping."""
+    return {
+        "kind": float,
+        "must": "a number of at least 0 and below 1",
+        "is_right": lambda value: is_finite(value) and 0 <= value < 1,
+    }
+
+
 def _widths(text: Any) -> tuple[float, ...]:
     """Return the widths that a text lists; none where it lists anything else."""
     try:
@@ -252,6 +268,10 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
             f"--output-normalizer {args.output_normalizer} cannot act inside the adaptive softmax "
             "of --adaptive-softmax-cutoff: add --output-normalizer softmax or leave the cutoff out"
         )
+
+
+def check_transformer(args: Any, task: Any) -> None:
+    """Raise UsageError for settings of fairseq's own Transformers that cannot work."""
     for side in ("encoder", "decoder"):
         width = getattr(args, f"{side}_embed_dim", None)
         heads = getattr(args, f"{side}_attention_heads", None)
@@ -260,6 +280,29 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
                 f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {width}: "
                 "choose a number of heads that does"
             )
+        layers = getattr(args, f"{side}_layers", 0)
+        if not is_whole(layers, least=0):
+            raise UsageError(f"--{side}-layers {layers} must be a whole number of at least 0")
+    for name in SHARES:
+        if hasattr(args, name):
+            check_option(args, name, Option(name, 0.0, help="", **share()))
+    for name in ("adaptive_softmax_cutoff", "adaptive_input_cutoff"):
+        # A list, or a text that lists the same.
+        text = str(getattr(args, name, None) or "").strip("[]").replace(" ", "")
+        words = len(task.target_dictionary)
+        if text and not _is_cutoff(text, words):
+            raise UsageError(
+                f"{flag(name)} {text} must be increasing numbers of words, at most the "
+                f"dictionary's {words}, such as {words // 10},{words // 2}"
+            )
+
+
+def _is_cutoff(text: str, words: int) -> bool:
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        return False
+    return 0 < numbers[0] and numbers == sorted(set(numbers)) and numbers[-1] <= words
 
 
 def check_tied(args: Any, width: str) -> None:

@@ -15,6 +15,10 @@ from multimax_fairseq.modules import EntmaxAlpha, GatedAttention, Normalizer
 logger = logging.getLogger(__name__)
 
 
+# What `learned_modules` finds, in the names of a state dict.
+LEARNED = r"\.(normalizer|gate|output_modulator)\."
+
+
 def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of each module of learned scalars, in the model's order: what lies in
     its normalizers, and the modulator of its output layer."""
@@ -95,7 +99,8 @@ class LoadsSoftmaxCheckpoints:
             for place, module in learned_modules(self)
             for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
-        if start and not any(key in state_dict for key in start):
+        # Those of another normalizer are for loading to refuse.
+        if start and not any(re.search(LEARNED, key) for key in state_dict):
             logger.info(
                 "the checkpoint has nothing that normalizers learn: modulators start at identity "
                 "(softmax), sinks at next to nothing, all else as in a new model"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.checks import is_finite, is_whole
+from multimax_fairseq.functional.checks import is_whole
 from multimax_fairseq.functional.mapping import Option, chosen_from, yes_or_no
 from multimax_fairseq.models.config import (
     TranslationConfig,
@@ -28,6 +28,7 @@ from multimax_fairseq.models.config import (
     check_settings,
     set_defaults,
     settings_class,
+    share,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
@@ -45,13 +46,6 @@ def _size(name: str, default: int, help: str) -> Option:
     return Option(name, default, int, "a whole number of at least 1", is_whole, help)
 
 
-def _dropout(name: str, default: float, help: str) -> Option:
-    must = "a number of at least 0 and below 1"
-    return Option(
-        name, default, float, must, lambda value: is_finite(value) and 0 <= value < 1, help
-    )
-
-
 RECURRENT_OPTIONS = {
     option.name: option
     for option in (
@@ -66,8 +60,18 @@ RECURRENT_OPTIONS = {
         _size("encoder_layers", 1, "number of the encoder's layers"),
         _size("decoder_embed_dim", 512, "size of the target's word embeddings"),
         _size("decoder_hidden_size", 512, "size of the decoder's state, and of what is fed back"),
-        _dropout("dropout", 0.1, "dropout of embeddings, and between the encoder's layers"),
-        _dropout("hidden_dropout", 0.2, "dropout of the decoder's state and context, joined"),
+        Option(
+            "dropout",
+            0.1,
+            help="dropout of embeddings, and between the encoder's layers",
+            **share(),
+        ),
+        Option(
+            "hidden_dropout",
+            0.2,
+            help="dropout of the decoder's state and context, joined",
+            **share(),
+        ),
         Option(
             "share_decoder_input_output_embed",
             False,

@@ -19,6 +19,7 @@ from multimax_fairseq.models.config import (
     as_namespace,
     check_settings,
     check_tied,
+    check_transformer,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
@@ -44,6 +45,7 @@ class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Transf
         """Build a new model instance; UsageError for settings that cannot work."""
         args = as_namespace(args)
         check_settings(args, attentions=("decoder",))
+        check_transformer(args, task)
         check_tied(args, "decoder_input_dim")
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))

@@ -37,6 +37,7 @@ from multimax_fairseq.models.config import (
     check_keys,
     check_settings,
     check_tied,
+    check_transformer,
     set_defaults,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
@@ -259,6 +260,7 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
         multimax_architecture(args)
         without = ("cross",) if args.no_cross_attention else ()
         check_settings(args, attentions=[place for place in PLACES if place not in without])
+        check_transformer(args, task)
         for side in ("encoder", "decoder"):
             # The command line gives a list where the stock model expects its text.
             kept = getattr(args, f"{side}_layers_to_keep")
