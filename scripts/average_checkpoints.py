@@ -14,16 +14,15 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
 # fairseq tells everybody who imports it what speech synthesis would need.
 logging.getLogger("fairseq").setLevel(logging.WARNING)
 from fairseq import checkpoint_utils  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from multimax_fairseq import compat  # noqa: E402
+from multimax_fairseq.compat import saving  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
-from multimax_fairseq.files import check_place, whole  # noqa: E402
+from multimax_fairseq.files import check_place  # noqa: E402
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -63,8 +62,7 @@ def average(files: list[Path]) -> dict:
 
 def write_average(files: list[Path], output: Path) -> None:
     """Write `average` of the files, complete or not at all."""
-    with whole(output) as aside:
-        torch.save(average(files), aside)
+    saving.save(average(files), output)
 
 
 def main() -> None:
@@ -93,6 +91,8 @@ def main() -> None:
         write_average(files, args.output)
     except (UsageError, OSError) as error:
         sys.exit(f"average_checkpoints.py: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     print(f"{args.output}: the mean of {', '.join(file.name for file in files)}")
 
 

@@ -54,6 +54,14 @@ def program(name: str) -> str:
     return found
 
 
+def check_path(what: str, path: Path) -> None:
+    """Raise UsageError for a path that fairseq would read as several."""
+    if ":" in str(path):
+        raise UsageError(
+            f"{what} '{path}' has a ':', where fairseq would split it: name another folder"
+        )
+
+
 def portable(words: list[str]) -> list[str]:
     """A command as it is called from the checkout, whose own place is nobody's business."""
     inside = [word.removeprefix(f"{ROOT}/") for word in words[1:]]
@@ -88,7 +96,7 @@ def describe(data: Path, target: str) -> dict[str, Any]:
     file = data / f"dict.{target}.txt"
     if not file.is_file():
         raise UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
-    types = [line.split(" ")[0] for line in file.read_text(encoding="utf-8").split("\n")]
+    types = [line.split(" ")[0] for line in raw_lines(file)]
     remove = None
     if any(word.startswith("▁") for word in types):
         remove = "sentencepiece"
@@ -256,6 +264,7 @@ def evaluate(
     for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
         if not path.exists():
             raise UsageError(f"{what} '{path}' does not exist: check its path")
+        check_path(what, path)
     log = log or log_of(checkpoint, subset)
     task = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"]
     options = [] if torch.cuda.is_available() and not quantized else ["--cpu"]
@@ -352,6 +361,8 @@ def main() -> None:
             write_json(args.json, result)
     except (UsageError, OSError) as error:
         sys.exit(f"evaluate.sh: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

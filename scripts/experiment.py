@@ -213,8 +213,8 @@ def finish(run: Run, lock: int) -> None:
     if (run.folder / "result.json").exists():
         print(f"Nothing to do: {run.name} is finished.")
         return
-    kept.write_text(run.text, encoding="utf-8")
-    data.write_text(f"{found}\n", encoding="utf-8")
+    evaluate.write(kept, run.text)
+    evaluate.write(data, f"{found}\n")
     if not (run.folder / "trained").exists():
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
@@ -363,12 +363,17 @@ def parse(experiment: str) -> argparse.Namespace:
     args.rows = list(dict.fromkeys(row for word in words for row in (single | known)[word]))
     if not 0 <= args.gpus <= torch.cuda.device_count():
         raise UsageError(f"--gpus {args.gpus}: this machine shows {torch.cuda.device_count()}")
+    args.data_bin, args.out = args.data_bin.resolve(), args.out.resolve()
+    for flag, folder in (("--data-bin", args.data_bin), ("--out", args.out)):
+        evaluate.check_path(flag, folder)
+    if args.out.exists() and not args.out.is_dir():
+        raise UsageError(f"--out '{args.out}' is a file: name a folder")
     return args
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Make the data where they are asked for, or missing at their own place."""
-    if args.archive is not None or args.data_bin == own_data(args.experiment):
+    if args.archive is not None or args.data_bin == own_data(args.experiment).resolve():
         end = Path("lm/data-bin" if args.experiment == "speeches" else "data-bin")
         if args.data_bin.parts[-len(end.parts) :] != end.parts:
             raise UsageError(
@@ -385,7 +390,7 @@ def prepare(args: argparse.Namespace) -> None:
         if code := subprocess.run(words).returncode:
             sys.exit(code)
     if not args.data_bin.is_dir():
-        raise UsageError(f"--data-bin '{args.data_bin}' does not exist: check its path")
+        raise UsageError(f"--data-bin '{args.data_bin}' is no folder: check its path")
 
 
 def main() -> None:
@@ -397,7 +402,6 @@ def main() -> None:
     try:
         args = parse(experiment)
         prepare(args)
-        args.data_bin, args.out = args.data_bin.resolve(), args.out.resolve()
         args.out.mkdir(parents=True, exist_ok=True)
         # A seed of every row before the next seed, so that the table is whole early.
         work([plan(args, row, seed) for seed in args.seeds for row in args.rows])

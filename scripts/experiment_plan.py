@@ -146,5 +146,12 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     program = evaluate.program("fairseq-train")
     words = [program, str(args.data_bin), *options(cfg), *args.train]
     asked = options_of(words)
-    (updates,), (plugin,) = asked["--max-update"], asked["--user-dir"]
+    updates, plugin = (" ".join(asked[name]) for name in ("--max-update", "--user-dir"))
+    if not updates.isdecimal():
+        raise UsageError(
+            f"--max-update '{updates}' after -- must be one whole number: give --max-update N "
+            "before --"
+        )
+    if not plugin:
+        raise UsageError("--user-dir after -- needs the folder of a plugin: give it, or leave it")
     return Run(args.experiment, row, seed, folder, args.data_bin, plugin, words, int(updates))

@@ -191,7 +191,8 @@ def test_modulators_are_drawn_as_the_paper_defines_them(drawn, folders):
 
 
 def test_what_is_drawn_is_what_the_model_has(folders):
-    """A monotone modulator as such; nothing where a sink is learned beside it."""
+    """A monotone modulator as such; no mapping where a sink is learned beside it, nothing of scores
+    that a temperature divides."""
     found = collection.read(folders["multimax"])
     found.checkpoint()["settings"]["multimax_monotone"] = True
     ((drawn,), *_) = figures.modulators.modulators_of(found, "cross").values()
@@ -199,6 +200,11 @@ def test_what_is_drawn_is_what_the_model_has(folders):
     assert figures.simplex.learned_mappings(found, "cross")
     found.parameters.loc[found.parameters.index[-1], ["place", "name"]] = "cross", "sink.score"
     assert not figures.simplex.learned_mappings(found, "cross")
+    found = collection.read(folders["multimax"])
+    assert figures.modulators.modulators(found, "cross") is not None
+    row = {**found.parameters.iloc[-1], "place": "cross", "name": "temperature"}
+    found.parameters.loc[len(found.parameters)] = row
+    assert figures.modulators.modulators(found, "cross") is None
 
 
 def test_percent_never_rounds_to_nothing():

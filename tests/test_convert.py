@@ -161,6 +161,19 @@ def test_there_and_back_is_the_same_checkpoint(checkpoint, tmp_path, monkeypatch
     }
 
 
+def test_a_wrapper_for_several_gpus_changes_no_name(checkpoint, tmp_path, monkeypatch):
+    path, plain, wrapped, theirs = (
+        checkpoint(TRANSLATION, *AT),
+        *(tmp_path / f"{name}.pt" for name in ("plain", "wrapped", "theirs")),
+    )
+    state = torch.load(path, weights_only=False)
+    state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
+    torch.save(state, wrapped)
+    convert(monkeypatch, "to-authors", path, plain)
+    convert(monkeypatch, "to-authors", wrapped, theirs)
+    assert_same_bits(read(plain)[0], read(theirs)[0])
+
+
 @pytest.mark.parametrize("arch", ["transformer_iwslt_de_en", "transformer_lm"])
 def test_theirs_come_back_but_what_never_acted(authors, tmp_path, monkeypatch, arch):
     path, ours, again = authors(arch), tmp_path / "ours.pt", tmp_path / "again.pt"

@@ -332,6 +332,9 @@ def test_a_run_goes_on_with_the_bytes_of_its_data_whatever_made_them(experiment,
         ("-- --no-save", "--no-save after -- is the script's own"),
         ("-- --log-format json", "--log-format after -- is the script's own"),
         ("--gpus -1", "--gpus -1: this machine shows"),
+        ("--out /a:b", "--out '/a:b' has a ':', where fairseq would split it"),
+        ("--data-bin /a:b/data-bin", "--data-bin '/a:b/data-bin' has a ':'"),
+        (f"--out {__file__}", f"--out '{__file__}' is a file"),
     ],
 )
 def test_what_a_run_could_not_be_found_by_is_refused(experiment, monkeypatch, words, said):
@@ -339,6 +342,23 @@ def test_what_a_run_could_not_be_found_by_is_refused(experiment, monkeypatch, wo
     with pytest.raises(UsageError) as error:
         experiment.parse("multi30k")
     assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--max-update", "--max-update '' after -- must be one whole number"),
+        ("--max-update x", "--max-update 'x' after -- must be one whole number"),
+        ("--user-dir", "--user-dir after -- needs the folder of a plugin"),
+    ],
+)
+def test_an_option_of_training_without_its_value_is_refused(plan, tmp_path, words, said):
+    given = argparse.Namespace(
+        experiment="multi30k", gpus=0, out=tmp_path, data_bin=tmp_path, max_update=None
+    )
+    given.train = words.split()
+    with pytest.raises(UsageError, match=said):
+        plan.plan(given, "softmax", 1)
 
 
 # --- what a killed process leaves --------------------------------------------------------------

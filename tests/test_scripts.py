@@ -241,6 +241,21 @@ def test_fairseqs_commands_start_wherever_the_checkout_lies(folder, tmp_path):
     assert done.stdout == "fairseq-train ['a b', '$c']\n"
 
 
+def test_a_disk_that_is_full_is_told_and_nothing_is_left(checkpoint, tmp_path):
+    path = checkpoint("transformer_multimax")
+    words = f"'{ROOT}/scripts/average_checkpoints.py' '{path}' '{path}' --output new.pt"
+    # A python that starts anew, and so under the limit.
+    said = run(tmp_path, "bash", "-c", f"ulimit -f 1; '{sys.executable}' {words}", code=1)
+    assert "error: 'new.pt' could not be written (File too large): make room there" in said
+    assert "Traceback" not in said and not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_whose_path_fairseq_would_split_is_refused(tmp_path):
+    (tmp_path / "a:b.pt").touch()
+    said = run(tmp_path, "python", ROOT / "scripts" / "evaluate.py", "a:b.pt", ".", code=1)
+    assert "error: checkpoint 'a:b.pt' has a ':', where fairseq would split it" in said
+
+
 @pytest.mark.parametrize("inputs", [["models"], ["a.pt", "models"]])
 def test_a_folder_to_average_needs_a_number(inputs, tmp_path):
     (tmp_path / "models").mkdir()

@@ -149,9 +149,6 @@ def test_damaged_or_missing_files(saved):
         load(saved)
 
 
-FLOAT8 = torch.ones(2).to(torch.float8_e5m2)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -248,20 +245,28 @@ def test_what_cannot_be_saved(tmp_path):
         save(model, tmp_path / "file")
 
 
-def test_an_interrupted_save_is_never_another_models_half(saved, monkeypatch):
+def test_a_failed_save_leaves_the_earlier_model_and_a_stopped_one_no_half(saved, monkeypatch):
     def full(*arguments):
         raise OSError("no space left on device")
 
-    other = made(llama)
+    before, other = load(saved), made(llama)
     attach(other, init_std=0.5)
+    files = sorted(saved.iterdir())
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save_file", full)
         with pytest.raises(OSError, match="no space"):
             save(other, saved)
-    assert not list(saved.glob("*.part"))
+    assert sorted(saved.iterdir()) == files
+    same(before, load(saved))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.Path, "replace", full)  # as the files get their places
+        with pytest.raises(OSError, match="no space"):
+            save(other, saved)
     with pytest.raises(ValueError, match="does not exist"):
         load(saved)
+    (saved / "model.safetensors.index.json").write_text("{}")  # of an earlier model in parts
     save(other, saved)
+    assert sorted(saved.iterdir()) == files
     same(other, load(saved))
 
 

@@ -39,6 +39,7 @@ import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
+from multimax_fairseq.compat.contents import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
@@ -99,8 +100,7 @@ def collect(
             overrides = {"data": str(data), "eval_bleu": False}
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)
             task = task or _task(state, path, data, subset)
-            # A wrapper for several GPUs begins all names with its own.
-            state["model"] = {n.removeprefix("module."): v for n, v in state["model"].items()}
+            state["model"] = unwrapped(state["model"])
             model, about = _load(state, path, task, data)
             del state
             for other in described:

@@ -6,6 +6,7 @@ from pathlib import Path
 from fairseq import checkpoint_utils
 from torch import Tensor
 
+from multimax_fairseq.compat.contents import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.models.learned_scalars import symbols
 
@@ -25,9 +26,8 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
         raise no_file("checkpoint", checkpoint)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["model"]
     found: dict[str, dict[str, Tensor]] = {}
-    for name, value in state.items():
+    for name, value in unwrapped(state).items():
         if learned := symbols(name, value):
-            name = name.removeprefix("module.")  # of a wrapper for several GPUs
             found.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
     if not found:
         raise UsageError(

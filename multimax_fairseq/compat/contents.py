@@ -23,6 +23,11 @@ MOST_VALUES, DEEPEST, MOST_LAYERS, WIDEST = 500_000, 30, 1000, 1 << 20
 SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
 
 
+def unwrapped(parameters):
+    """Return {name: parameter} without what a wrapper for several GPUs begins all names with."""
+    return {name.removeprefix("module."): value for name, value in parameters.items()}
+
+
 def refuse(state):
     """Raise ValueError, with what is wrong and the remedy, for a state that is no checkpoint."""
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):

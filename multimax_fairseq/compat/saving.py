@@ -12,7 +12,8 @@ import torch
 
 from multimax_fairseq.compat.checkpoints import DamagedCheckpointError
 from multimax_fairseq.compat.patch import wrap
-from multimax_fairseq.errors import CheckpointError
+from multimax_fairseq.errors import CheckpointError, UsageError
+from multimax_fairseq.files import whole
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,17 @@ class _Noting:
         self.file.flush()
 
 
+@contextlib.contextmanager
+def _noting(file):
+    """Give a file to torch.save; what went wrong in writing is raised as it was."""
+    noting = _Noting(file)
+    try:
+        yield noting
+    finally:
+        if noting.error is not None:
+            raise noting.error from None
+
+
 def _write_aside(path, write):
     """Have a file written beside `path`, which takes its place once it is on the disk.
 
@@ -49,12 +61,8 @@ def _write_aside(path, write):
     aside = f"{path}.tmp"
     try:
         with open(aside, "wb") as file:
-            noting = _Noting(file)
-            try:
+            with _noting(file) as noting:
                 write(noting)
-            finally:
-                if noting.error is not None:
-                    raise noting.error from None
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -67,6 +75,18 @@ def _write_aside(path, write):
             os.fsync(folder)  # the new name
     finally:
         os.close(folder)
+
+
+def save(state, path):
+    """Write a checkpoint whole or not at all; UsageError where it cannot be written."""
+    try:
+        with whole(path) as aside, open(aside, "wb") as file, _noting(file) as noting:
+            torch.save(state, noting)
+    except OSError as error:
+        raise UsageError(
+            f"'{path}' could not be written ({error.strerror}): make room there, or name another "
+            "place"
+        ) from error
 
 
 def _save(path, write):

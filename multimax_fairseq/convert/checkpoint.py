@@ -5,15 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
+from multimax_fairseq.compat import contents, saving
 from multimax_fairseq.errors import CheckpointError, UsageError, no_file
-from multimax_fairseq.files import whole
 from multimax_fairseq.models.config import DEFAULTS, MAPPINGS, PLACES, flag, set_defaults
 from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
@@ -39,6 +38,7 @@ def read(path: Path) -> State:
     # Loading made a config object of it, which no checkpoint may hold; old ones have args instead.
     state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     state["args"] = None
+    state["model"] = contents.unwrapped(state["model"])
     return state
 
 
@@ -47,8 +47,7 @@ def write(state: State, path: Path) -> None:
     state.pop("last_optimizer_state", None)
     for name in ("ema", "ema_fp32_params"):
         state.get("extra_state", {}).pop(name, None)
-    with whole(path) as aside:
-        torch.save(state, aside)
+    saving.save(state, path)
 
 
 def options(state: State, group: str = "model") -> dict[str, Any]:

@@ -231,7 +231,8 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
         value = getattr(args, name)
         if value not in choices:
             raise UsageError(
-                f"{flag(name)} {value} is not known: choose one of {', '.join(choices)}"
+                f"{flag(name)} {value} is not known: choose one of {', '.join(choices)}, or give "
+                "the --user-dir that adds it"
             )
     if not isinstance(args.attention_gate, bool):  # a YAML file's text
         raise UsageError(f"attention_gate {args.attention_gate!r} must be true or false")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError, first_line
-from multimax_fairseq.files import whole
 from multimax_fairseq.transformers.layers import attached, put, quiet, use
 
 FILE, LAYERS = "multimax.safetensors", "layers"
@@ -30,7 +30,7 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
 
     Args:
         model: one that `attach` changed.
-        folder: is made; an earlier model there is replaced.
+        folder: is made; an earlier model there is replaced once this one is written.
 
     Raises:
         ValueError: a model without normalizers; a folder that is a file.
@@ -50,11 +50,17 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         for key, value in layer.normalizer.state_dict().items()
     }
     made_with = json.dumps({name: layer.normalizer.made_with for name, layer in layers.items()})
-    # Removed first and written last, so that an interrupted save is never another model's half.
-    (folder / FILE).unlink(missing_ok=True)
-    model.save_pretrained(folder)
-    with whole(folder / FILE) as aside:
-        save_file(tensors, aside, {LAYERS: made_with})
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as written:
+        aside = Path(written)
+        model.save_pretrained(aside)
+        save_file(tensors, aside / FILE, {LAYERS: made_with})
+        # Its file goes first and comes last: an interrupted save is never another model's half.
+        (folder / FILE).unlink(missing_ok=True)
+        for weights in folder.glob("model*.safetensors*"):
+            weights.unlink()
+        for file in sorted(aside.iterdir(), key=lambda file: file.name == FILE):
+            file.replace(folder / file.name)
 
 
 def load(

@@ -59,8 +59,8 @@ def alpha_guides(line: Callable[..., Any]) -> None:
 
 @picture("Distribution of the learned alpha")
 def alpha_distribution(collection: Collection) -> Figure | None:
-    """The alphas of all heads of the last checkpoint (Correia et al. 2019): 1 is softmax, 1.5 is
-    1.5-entmax, 2 is sparsemax (dotted)."""
+    """The alphas of the last checkpoint (Correia et al. 2019), of heads, or of layers whose heads
+    share one: 1 is softmax, 1.5 is 1.5-entmax, 2 is sparsemax (dotted)."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"] == "alpha"]
     places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
@@ -68,18 +68,19 @@ def alpha_distribution(collection: Collection) -> Figure | None:
         return None
     figure, axes = grid(1, len(places), 3.6, 2.9)
     for index, (axis, place) in enumerate(zip(axes[0], places, strict=True)):
-        values = frame[frame["place"] == place]["value"]
+        own = frame[frame["place"] == place]
+        values, unit = own["value"], "layers" if own["head"].isna().all() else "heads"
         counts, _, _ = axis.hist(
             values,
             bins=np.linspace(1, 2, 21),
             color=COLOURS[index],
             edgecolor="black",
             linewidth=0.5,
-            label=f"{len(values)} heads, mean {values.mean():.2f}",
+            label=f"{unit}: {len(values)}, mean {values.mean():.2f}",
         )
         alpha_guides(axis.axvline)
         # Room for the legend above the bars.
-        axis.set(xlabel="α", ylabel="heads", xlim=(0.97, 2.03), ylim=(0, 1.3 * max(counts)))
+        axis.set(xlabel="α", ylabel=unit, xlim=(0.97, 2.03), ylim=(0, 1.3 * max(counts)))
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_title(ATTENTIONS[place], fontsize=10)
         axis.legend(fontsize=8)

@@ -64,7 +64,8 @@ def modulators(collection: Collection, place: str) -> Figure | None:
     where sigma falls with a rising score (past the turning point), and the share of scores there.
     After Figs. 3 and 10 of Zhou et al. 2024."""
     found = modulators_of(collection, place)
-    if not found:
+    own = collection.parameters[collection.parameters["place"] == place]
+    if not found or (own["name"] == "temperature").any():  # then sigma is of other scores
         return None
     figure, panels = wrapped(len(found), 3.5, 2.9)
     with_scores = falls = False
