@@ -139,6 +139,9 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
         except SystemExit:  # a refusal: the next run would not get further with what is there
             shutil.rmtree(aside)
             raise
+        except OSError as error:  # that of a failed write names no file
+            error.filename = error.filename or str(aside)
+            raise
         files = sorted(file for file in aside.rglob("*") if file.is_file())
         sizes = "".join(f"{f.stat().st_size} {f.relative_to(aside)}\n" for f in files)
         (aside / MARK).write_text(f"{mark}\n{sizes}")

@@ -1,6 +1,7 @@
 """multimax-analyze collect on toy models: against numpy from the weights, and by what must hold."""
 
 import csv
+import errno
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from multimax_fairseq.analysis import collect as collection
 from multimax_fairseq.analysis import parameters
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
+from multimax_fairseq.errors import UsageError
 
 TRANSLATION, LANGUAGE_MODEL = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
 VARIANTS = {
@@ -329,6 +331,15 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
                 if 0 <= q + best < probs.shape[-1] and not excluded[q, q + best]
             ]
             assert row["confidence"] == pytest.approx(np.mean(at_best), abs=1e-4)
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path):
+    with (
+        pytest.raises(UsageError, match=r"cannot write to '.*c' \(File too large\): make room"),
+        collection._complete(tmp_path / "c"),
+    ):
+        raise OSError(errno.EFBIG, "File too large")  # as that of a failed write, without a name
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_output_is_the_models_own_loss(data, checkpoint, collected):

@@ -1,5 +1,6 @@
 """What data-prep's steps make of a folder that is there already, and what the scripts say early."""
 
+import errno
 import io
 import os
 import sys
@@ -47,6 +48,15 @@ def test_what_is_missing_or_cut_is_made_anew(made, capsys, damage, name):
     steps.step(made, "an archive", fill)
     assert "Nothing to do" in capsys.readouterr().out
     assert (made / "a b").read_text() == "one\ntwo\n"
+
+
+def test_a_full_disk_says_where(tmp_path, capsys):
+    def full(folder):
+        raise OSError(errno.EFBIG, "File too large")  # as that of a failed write, without a name
+
+    with pytest.raises(SystemExit) as error:
+        steps.run(lambda: steps.step(tmp_path / "text", "an archive", full))
+    assert f"{tmp_path}/text.part: File too large; run this again" in str(error.value)
 
 
 def test_a_mark_without_sizes_counts(made, capsys):

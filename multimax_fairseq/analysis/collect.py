@@ -367,6 +367,12 @@ def _complete(out: Path) -> Iterator[Path]:
             if entry.name not in FILES:
                 entry.rename(out / entry.name)
         shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise UsageError(  # that of a failed write names no file
+            f"cannot write to '{given}' ({error.strerror}): make room there, or give another --out"
+        ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
