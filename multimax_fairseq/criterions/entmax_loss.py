@@ -35,7 +35,10 @@ class EntmaxLossCriterion(FairseqCriterion):
         self.sentence_avg = sentence_avg
 
     def check_model(self, model):
-        """Return the model's output normalizer; UsageError for a model without any."""
+        """Raise UsageError for a model that the criterion cannot train."""
+        self._normalizer(model)
+
+    def _normalizer(self, model):
         normalizer = getattr(getattr(model, "decoder", None), "output_normalizer", None)
         if normalizer is None:
             sparse = [name for name, mapping in NORMALIZERS.items() if mapping.output_loss]
@@ -47,7 +50,7 @@ class EntmaxLossCriterion(FairseqCriterion):
 
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logged fields) of a batch."""
-        normalizer = self.check_model(model)
+        normalizer = self._normalizer(model)
         net_output = model(**sample["net_input"])
         target = model.get_targets(sample, net_output)
         counted = target.ne(self.padding_idx)

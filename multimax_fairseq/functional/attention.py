@@ -286,8 +286,8 @@ def attention_to_steps(
     """Return `attend(query, steps, scale, hidden)`, attention of hypotheses to keys that they share
     and without gradients, or None where no kernel can.
 
-    Its query is (R, H, D), the last word of each hypothesis, and what it returns too. It does not
-    read the hidden states, (R, 1, 1, size of any), but what is built upon it may.
+    Its query is (R, H, D), the last word of each hypothesis, and what it returns too. The hidden
+    states, (R, 1, 1, any size), are for a gate, which calls it and is called in the same way.
     Equivalent to: fused_attention(query[:, :, None], *(x[steps.ancestors].transpose(1, 2)
         for x in (steps.keys, steps.values)), None, False, 0.0, scale, ...)[:, :, 0]
 

@@ -85,8 +85,8 @@ def linear_cross_entropy(
     # Not 1 - label_smoothing - smooth_weight: of a single class nothing is left to learn.
     numbers = (smooth_weight, 1 - smooth_weight * classes, ignore_index, chunk_size)
     summed = reduction != "none"
-    table, _, _ = (None, 0, 0) if modulator is None else table_of(modulator)
-    if _kernel("output loss", rows, weight, bias, table) != "plain":
+    table = output_table(modulator)
+    if _output_kernel("output loss", rows, weight, bias, table) != "plain":
         table = None if table is None else table.float()
         loss, nll_loss = operators.output_loss(rows, weight, bias, table, target, *numbers, summed)
     else:
@@ -120,8 +120,8 @@ def fused_scores(
         TypeError, ValueError: as `linear_cross_entropy`.
     """
     check_output(features, weight, bias, modulator)
-    table = None if modulator is None else table_of(modulator)[0]
-    if _kernel("output scores", features, weight, bias, table) != "cpp":
+    table = output_table(modulator)
+    if _output_kernel("output scores", features, weight, bias, table) != "cpp":
         return None
     with torch.no_grad():
         rows = features.reshape(-1, features.shape[-1])
@@ -165,9 +165,9 @@ def best_outputs(
     is_listed = isinstance(apart, Sequence) and not isinstance(apart, str)
     if not is_listed or not all(is_whole(k, least=0) and k < classes for k in apart):
         raise ValueError(f"apart must be some of {classes} classes, got {apart!r}")
-    table = None if modulator is None else table_of(modulator)[0]
+    table = output_table(modulator)
     is_short = count <= MOST_BEST
-    if not is_short or _kernel("best outputs", features, weight, bias, table) != "cpp":
+    if not is_short or _output_kernel("best outputs", features, weight, bias, table) != "cpp":
         return None
     with torch.no_grad():
         table = None if table is None else table.float()
@@ -209,7 +209,7 @@ def _check_count(count: int, classes: int) -> None:
         raise ValueError(f"count must be between 1 and {classes} scores, got {count!r}")
 
 
-def _kernel(
+def _output_kernel(
     operation: str, features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
 ) -> str:
     able = features.numel() > 0 and weight.numel() > 0
@@ -217,6 +217,11 @@ def _kernel(
     # The kernel for the CPU computes in float32: from a narrower weight it would need a copy.
     dtypes = operators.DTYPES if operators.on_triton(features.device) else (torch.float32,)
     return choose(operation, "auto", features, weight, bias, able=able, dtypes=dtypes)
+
+
+def output_table(modulator: ModulatorParameters | None) -> Tensor | None:
+    """Return `table_of` an output layer's modulator without its orders; None of softmax."""
+    return None if modulator is None else table_of(modulator)[0]
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:

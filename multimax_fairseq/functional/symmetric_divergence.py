@@ -17,11 +17,11 @@ from multimax_fairseq.functional.cross_entropy import (
     check_summing,
     logits_of,
     mean_of,
+    output_table,
 )
 from multimax_fairseq.functional.modulator import (
     ModulatorParameters,
     modulated_gradients,
-    table_of,
 )
 from multimax_fairseq.kernels import operators
 from multimax_fairseq.kernels.chunks import chunk_rows, through_chunks
@@ -78,7 +78,7 @@ def symmetric_divergence(
     # A row of features and its other one are neighbours, and come into a chunk together.
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
-    table = None if modulator is None else table_of(modulator)[0]
+    table = output_table(modulator)
     found = _plain(rows, weight, bias, table, mask.reshape(-1), chunk_size, reduction != "none")
     if reduction == "none":
         return found.view(mask.shape)

@@ -82,7 +82,8 @@ struct Rows {
   }
 };
 
-// What exp(score - top) is to be multiplied by: 0 for a query that may attend to nothing.
+// What exp(score - top) is to be multiplied by: NaN beside a sink of NaN or inf; 0 for a query that
+// may attend to nothing, and beside a score of NaN, whose output is NaN whatever it is.
 inline float share(float sum, float sink) {
   if (!(sink < INFINITE)) return std::numeric_limits<float>::quiet_NaN();
   return sum > 0 ? 1 / sum : 0;

@@ -166,11 +166,12 @@ inline void product_tile(
     for (int v = 0; v < vectors; v++) store(c + r * ldc + v * LANES, sums[r][v]);
 }
 
+// Vectors of a row of C. With AVX2 4 rows of 3, a row of B and an element of A fill its registers.
+constexpr int WIDE = LANES == 8 ? 3 : 4;
+
 // C (m, n) = A (m, k) B (k, n), or added to C, of matrices that are in the cache: m and n are
 // multiples of LANES, and A's element (i, j) is a[i * a_row + j * a_column], so that none has to be
 // transposed for it. As fast as oneDNN's, less the 0.2 us of a call.
-// Vectors of a row of C. With AVX2 4 rows of 3, a row of B and an element of A fill its registers.
-constexpr int WIDE = LANES == 8 ? 3 : 4;
 template <int vectors = WIDE>
 void small_product(
     int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_column,
