@@ -90,6 +90,8 @@ PAIRS = [
     (MT, f"{' '.join(SMOOTHED)} --best-checkpoint-metric accuracy", "needs --report-accuracy"),
     (MT, f"{' '.join(SMOOTHED)} --best-checkpoint-metric accuracy --report-accuracy", "worst"),
     (MT, "--maximize-best-checkpoint-metric", "leave --maximize-best-checkpoint-metric out"),
+    *((MT, f"--best-checkpoint-metric {name} --maximize-best-checkpoint-metric", "a low " + name)
+      for name in ("nll_loss", "ppl")),
     (MT, "--eval-bleu --eval-bleu-args [5]", "--eval-bleu-args [5] is no JSON dictionary"),
     (MT, '--eval-bleu --eval-bleu-args {"baem":5}', "'baem', which no search reads: did you mean"),
     *((MT, f"--{name} {value}", f"--{name} {float(value)} must be a number of at least 0")

@@ -9,7 +9,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from multimax_fairseq import scaled_dot_product_attention
-from multimax_fairseq.functional.dropout import dropout
+from multimax_fairseq.functional.dropout import draw_seed, dropout
 from multimax_fairseq.kernels import cpu
 from multimax_fairseq.kernels.build import FLAGS, MARCH, load
 from multimax_fairseq.modules.dropout import Dropout
@@ -42,6 +42,10 @@ def test_whether_one_is_dropped_says_nothing_of_another(apart):
         both = (one & other).sum().item()
         q = (1 - p) ** 2
         assert abs(both - n * q) < 5 * (n * q * (1 - q)) ** 0.5
+
+
+def test_seeds_differ():
+    assert len({int(draw_seed()) for _ in range(2000)}) > 1990
 
 
 def test_each_entry_of_a_short_row_is_dropped_as_often():

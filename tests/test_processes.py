@@ -237,6 +237,7 @@ def settings(**given):
         "distributed_port": -1,
         "distributed_backend": "nccl",
         "ddp_backend": "pytorch_ddp",
+        "zero_sharding": "none",
         "tpu": False,
         "pipeline_model_parallel": False,
     }
@@ -249,6 +250,7 @@ def settings(**given):
     "command, given, environment, sentence",
     [
         ("train", {"ddp_backend": "slowmo"}, {}, "slowmo needs the package fairscale"),
+        ("train", {"zero_sharding": "os"}, {}, "--zero-sharding os needs the package fairscale"),
         ("train", {"ddp_backend": "fully_sharded"}, {}, "fully_sharded needs the package"),
         ("train", {"distributed_no_spawn": True}, {}, "go together; leave both out"),
         ("train", {"distributed_init_method": "tcp://x:1"}, {}, "go together; leave both out"),

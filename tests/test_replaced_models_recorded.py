@@ -57,9 +57,7 @@ def test_compiled_down_to_operators(kind):
 def test_compiled_with_another_normalizer(normalizer):
     model = far_layer("causal", normalizer, **SETTINGS.get(normalizer, {}))
     torch._dynamo.reset()
-    # entmax itself cannot be recorded, and is called between two graphs.
-    whole = normalizer != "alpha_entmax"
-    assert_same_numbers(torch.compile(model, backend="eager", fullgraph=whole), model)
+    assert_same_numbers(torch.compile(model, backend="eager", fullgraph=True), model)
 
 
 def test_compiled_with_torchs_encoder():

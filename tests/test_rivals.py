@@ -347,6 +347,22 @@ def test_symbols_are_the_papers_in_float64():
             torch.testing.assert_close(found[symbol], numbers, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("alpha", [2.0, 1.5, 1.3, 1.7, torch.tensor([[1.2], [1.4], [1.8]])])
+def test_second_derivatives_of_entmax_beside_impossible_keys(alpha):
+    scores = 2 * torch.randn(3, 6, generator=torch.Generator().manual_seed(3)).double()
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[0, 2] = True
+    given = (scores, alpha.double()) if isinstance(alpha, torch.Tensor) else (scores,)
+    given = tuple(t.clone().requires_grad_() for t in given)
+
+    def mapping(scores, alpha=alpha):
+        return normalize("alpha_entmax", scores, mask=mask, alpha=alpha)
+
+    assert ((mapping(*given) == 0) & ~mask).any()
+    assert torch.autograd.gradcheck(mapping, given)
+    assert torch.autograd.gradgradcheck(mapping, given)
+
+
 # --- models --------------------------------------------------------------------------------------
 
 

@@ -152,6 +152,43 @@ def test_the_probabilities_that_are_asked_for():
     assert 0.05 < (inside == 0).float().mean()
 
 
+@pytest.mark.parametrize("make", MODELS)
+def test_probabilities_are_given_as_eager_attention_gives_them(make):
+    """Whether a model tells its layers of it, or collects what they return."""
+    model, eager = made(make), made(make)
+    attach(model, init_std=0.0)
+    eager.set_attn_implementation("eager")
+    ids, mask = padded("right")
+    inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    found, wanted = (
+        m(ids, attention_mask=mask, output_attentions=True, use_cache=False, **inputs)
+        for m in (model, eager)
+    )
+    names = [name for name in wanted if name.endswith("attentions") and wanted[name]]
+    assert names
+    for name in names:
+        assert [t.shape for t in found[name]] == [t.shape for t in wanted[name]], name
+
+
+def test_a_wrapped_normalizer_attends():
+    class Wrapper(torch.nn.Module):  # as PEFT's for modules_to_save
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def attend(self, *arguments, **options):
+            return self.inner.attend(*arguments, **options)
+
+    model = made(llama)
+    ids, mask = padded("left")
+    names = attach(model, init_std=0.5)
+    before = logits(model, ids, mask)
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.normalizer = Wrapper(layer.normalizer)
+    torch.testing.assert_close(logits(model, ids, mask), before)
+
+
 def full_context(model, sequences, mask, **inputs):
     """Log-probabilities of each next token, (B, T - 1, V), without a cache."""
     if "decoder_input_ids" not in inputs:

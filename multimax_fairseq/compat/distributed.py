@@ -27,7 +27,7 @@ def processes():
     def make(original):
         def call_main(cfg, main, **kwargs):
             wanted = cfg.distributed_training
-            _refuse_fairscale(wanted.ddp_backend)
+            _refuse_fairscale(wanted)
             shared = getattr(main.__globals__.get("__spec__"), "name", None) in SHARED
             if shared and wanted.distributed_init_method is None:
                 _ask_torchrun(wanted)
@@ -47,12 +47,17 @@ def processes():
     wrap(utils, "call_main", make)
 
 
-def _refuse_fairscale(backend):
-    if backend in ("fully_sharded", "slowmo") and not importlib.util.find_spec("fairscale"):
-        raise UsageError(
-            f"--ddp-backend {backend} needs the package fairscale, which is not installed; give "
-            "pytorch_ddp or legacy_ddp"
-        )
+def _refuse_fairscale(wanted):
+    if importlib.util.find_spec("fairscale"):
+        return
+    for flag, value, names, remedy in (
+        ("--ddp-backend", wanted.ddp_backend, ("fully_sharded", "slowmo"), "legacy_ddp"),
+        ("--zero-sharding", wanted.zero_sharding, ("os",), "none"),
+    ):
+        if value in names:
+            raise UsageError(
+                f"{flag} {value} needs the package fairscale, which is not installed; give {remedy}"
+            )
 
 
 def _ask_torchrun(wanted):

@@ -11,8 +11,6 @@ import os
 import sys
 
 import torch
-from hydra.utils import to_absolute_path
-from omegaconf import DictConfig
 
 from multimax_fairseq.compat.commands import resolve
 from multimax_fairseq.compat.patch import command, wrap
@@ -72,7 +70,7 @@ def _keys(cfg):
     """Yield (name, (key, value)) of a YAML file's settings, those that others take their value from
     at the end, and of what it names as `_name`."""
     for of in (*NAMED_GROUPS, *GROUPS):
-        group = cfg[of] if isinstance(cfg[of], DictConfig) else {}
+        group = cfg[of] if hasattr(cfg[of], "keys") else {}
         yield from ((name, (f"{of}.{name}", group.get(name))) for name in group)
     for of in NAMED_GROUPS:
         yield of, (of, getattr(cfg[of], "_name", cfg[of]))
@@ -80,6 +78,8 @@ def _keys(cfg):
 
 def _check_config(words):
     """Refuse a --config-name without a file: hydra would take fairseq's defaults, of its name."""
+    from hydra.utils import to_absolute_path
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn")
@@ -239,7 +239,7 @@ def _check_names(cfg, overrides):
                 overrides.get("_name") or overrides.get("arch") or getattr(settings, "arch", None)
             )
             known |= set(vars(settings)) | _flags_of(arch)
-        elif isinstance(settings, DictConfig):
+        elif hasattr(settings, "keys"):  # a DictConfig
             known |= set(settings)
     for name, value in overrides.items():
         if isinstance(value, dict) and name in cfg:  # {"model": {...}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from numbers import Real
+from typing import Any
 
 import entmax
 import torch
@@ -215,7 +216,7 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 
     Args, Returns, Raises: as `softmax`.
     """
-    return over_allowed(lambda wide: _sorted(entmax.sparsemax, wide, dim), scores, dim, mask)
+    return over_allowed(lambda wide: _sorted(wide, 2.0, dim), scores, dim, mask)
 
 
 def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -226,11 +227,50 @@ def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
 
     Args, Returns, Raises: as `softmax`.
     """
-    return over_allowed(lambda wide: _sorted(entmax.entmax15, wide, dim), scores, dim, mask)
+    return over_allowed(lambda wide: _sorted(wide, 1.5, dim), scores, dim, mask)
 
 
-def _sorted(mapping: Callable[[Tensor, int], Tensor], wide: Tensor, dim: int) -> Tensor:
-    """One of entmax's mappings, and nan for a row whose largest score is nan or infinite.
+class _Entmax(torch.autograd.Function):
+    """The library's mappings, whose own gradients have wrong ones: those by the scores are nan
+    beside a probability of 0, and of those by alpha a part is missing.
+
+        dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), 0 where p is
+        dp / dalpha = (p - q) / (alpha - 1)^2 + (h - q sum(h)) / (alpha - 1),
+            q = s / sum(s),  h = -p log p                                (Correia et al. 2019)
+    """
+
+    @staticmethod
+    def forward(wide: Tensor, alpha: float | Tensor, dim: int, steps: int) -> Tensor:
+        if steps > 0:
+            return entmax.entmax_bisect(wide, alpha, dim, steps)
+        return entmax.sparsemax(wide, dim) if alpha == 2 else entmax.entmax15(wide, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, alpha, ctx.dim, _ = inputs
+        ctx.alpha, learned = (None, alpha) if isinstance(alpha, Tensor) else (alpha, None)
+        ctx.save_for_backward(output, learned)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        probs, learned = ctx.saved_tensors
+        alpha = ctx.alpha if learned is None else learned
+        inside = probs > 0
+        positive = torch.where(inside, probs, 1.0)
+        weights = positive ** (2 - alpha) * inside
+        shares = weights / weights.sum(ctx.dim, keepdim=True)
+        by_scores = weights * (grad - (grad * shares).sum(ctx.dim, keepdim=True))
+        if not ctx.needs_input_grad[1]:
+            return by_scores, None, None, None
+        entropy = -probs * positive.log()
+        by_alpha = (probs - shares) / (alpha - 1) ** 2
+        by_alpha = by_alpha + (entropy - shares * entropy.sum(ctx.dim, keepdim=True)) / (alpha - 1)
+        return by_scores, (grad * by_alpha).sum_to_size(alpha.shape), None, None
+
+
+def _sorted(wide: Tensor, alpha: float, dim: int) -> Tensor:
+    """Return the exact mapping, of alpha 1.5 or 2; nan for a row whose largest score is nan or
+    infinite.
 
     Of such a row they would look up the score at index -1, which on a GPU ends the process.
     """
@@ -238,8 +278,9 @@ def _sorted(mapping: Callable[[Tensor, int], Tensor], wide: Tensor, dim: int) ->
     wrong = top - top != 0
     # Where looking at it is cheap, and no graph has to hold for other scores too.
     if wrong.device.type == "cpu" and not traced() and not wrong.any():
-        return mapping(wide, dim)
-    return mapping(wide.masked_fill(wrong, 0.0), dim).masked_fill(wrong, torch.nan)
+        return _Entmax.apply(wide, alpha, dim, 0)
+    exact = _Entmax.apply(wide.masked_fill(wrong, 0.0), alpha, dim, 0)
+    return exact.masked_fill(wrong, torch.nan)
 
 
 def alpha_entmax(
@@ -308,7 +349,7 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
         alpha = min(alpha, limits.max)
     # Each step halves an interval of length one at most: past the mantissa it changes nothing.
     steps = 30 if wide.dtype == torch.float32 else 60
-    return entmax.entmax_bisect(_below_top(wide, dim), alpha, dim, steps)
+    return _Entmax.apply(_below_top(wide, dim), alpha, dim, steps)
 
 
 def evsoftmax(

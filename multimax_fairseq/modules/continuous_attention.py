@@ -247,7 +247,7 @@ def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
             f"{_ALL_KEYS}: no mask may differ between queries or heads, got {list(mask.shape)}"
         )
     kept = ~hidden_keys(mask)
-    return kept.reshape(-1, kept.shape[-1]).expand(batch, length)
+    return kept.reshape(-1, kept.shape[-1] if kept.dim() > 0 else 1).expand(batch, length)
 
 
 def _with_times(value: Tensor, time: Tensor) -> Tensor:

@@ -14,6 +14,11 @@ from transformers.masking_utils import sdpa_mask
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.modules.normalizer import Normalizer
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # a version of transformers that tells the layers themselves
+    _active_collector = None
+
 IMPLEMENTATION = "multimax"
 
 # What a layer may ask of attention beyond a mask. It is named, for what is not read is lost.
@@ -92,8 +97,8 @@ def attention(
                 f"{layer} uses {what} ({name}), which attention by a normalizer does not have: "
                 "leave this model's attention as it is"
             )
-    normalizer = getattr(module, "normalizer", None)
-    if not isinstance(normalizer, Normalizer):
+    normalizer: Any = getattr(module, "normalizer", None)
+    if not hasattr(normalizer, "attend"):  # of a wrapper too, as PEFT's
         normalizer = _first_call(module, query.shape[1])
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -114,9 +119,17 @@ def attention(
         )
     context, probs = normalizer.attend(
         *(query, key, value, mask, is_causal, dropout, scaling),
-        need_probs=bool(arguments.get("output_attentions")),
+        need_probs=bool(arguments.get("output_attentions")) or _are_collected(),
     )
     return context.transpose(1, 2).contiguous(), probs
+
+
+def _are_collected() -> bool:
+    """Whether transformers collects the probabilities by hooks, of which layers are not told."""
+    # torch.compile cannot read a ContextVar.
+    if _active_collector is None or torch.compiler.is_compiling():
+        return False
+    return any(name.endswith("attentions") for name in _active_collector.get() or ())
 
 
 def _equipped(module: Any, num_heads: int) -> Normalizer:
