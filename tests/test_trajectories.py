@@ -1,6 +1,7 @@
 """multimax-analyze trajectories: what the monitor has logged, read back and drawn."""
 
 import json
+import sys
 
 import pytest
 from commands import PLUGIN, refused, run
@@ -28,6 +29,19 @@ def values(log, place, name):
 
 def legend(figure):
     return [entry.get_text() for entry in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("command", ["plot", "report", "trajectories"])
+def test_what_reads_files_alone_needs_neither_fairseq_nor_hydra(tmp_path, command):
+    program = (
+        "import sys\n"
+        "for name in ('fairseq', 'fairseq_cli', 'hydra', 'omegaconf'): sys.modules[name] = None\n"
+        "from multimax_fairseq.analysis.__main__ import main\n"
+        f"sys.argv = ['multimax-analyze', '{command}', 'nothing', '--out', 'x']\n"
+        "main()"
+    )
+    said = run(tmp_path, sys.executable, "-c", program, code=1)  # which has imported nothing yet
+    assert "multimax-analyze: error: " in said and "'nothing'" in said
 
 
 def test_a_log_is_read_with_all_that_can_happen_to_it(tmp_path):
