@@ -95,9 +95,9 @@ PAIRS = [
     (MT, "--eval-bleu --eval-bleu-args [5]", "--eval-bleu-args [5] is no JSON dictionary"),
     (MT, '--eval-bleu --eval-bleu-args {"baem":5}', "'baem', which no search reads: did you mean"),
     *((MT, f"--{name} {value}", f"--{name} {float(value)} must be a number of at least 0")
-      for name in ("dropout", "attention-dropout", "activation-dropout", "encoder-layerdrop")
+      for name in ("dropout", "attention-dropout", "activation-dropout")
       for value in ("1.5", "-0.1", "nan")),
-    (LM, "--decoder-layerdrop=1.0", "--decoder-layerdrop 1.0 must"),
+    (LM, "--attention-dropout=1.0", "--attention-dropout 1.0 must"),
     (MT, "--encoder-layers -1", "--encoder-layers -1 must be a whole number of at least 0"),
     *((MT, f"--adaptive-softmax-cutoff {cutoff}", f"--adaptive-softmax-cutoff {cutoff} must be")
       for cutoff in ("10,99", "20,10", "10,10", "0,10")),

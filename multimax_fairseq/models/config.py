@@ -45,10 +45,7 @@ CONTINUOUS = {f"continuous_{density}": density for density in DENSITIES}
 
 
 # Settings of fairseq's own Transformers that are shares of what is computed.
-SHARES = (
-    *("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout"),
-    *("encoder_layerdrop", "decoder_layerdrop"),
-)
+SHARES = ("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout")
 
 
 def share() -> dict[str, Any]:
@@ -281,6 +278,9 @@ def check_transformer(args: Any, task: Any) -> None:
                 f"--{side}-attention-heads {heads} does not divide --{side}-embed-dim {width}: "
                 "choose a number of heads that does"
             )
+    if building_from_checkpoint():  # such a model was built before
+        return
+    for side in ("encoder", "decoder"):
         layers = getattr(args, f"{side}_layers", 0)
         if not is_whole(layers, least=0):
             raise UsageError(f"--{side}-layers {layers} must be a whole number of at least 0")
