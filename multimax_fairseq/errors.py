@@ -1,5 +1,7 @@
 """What a user can cause, and is told in one sentence."""
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -17,6 +19,12 @@ def no_file(what: str, path: Path) -> UsageError:
     """What is wrong with a path that names no file."""
     why = "is a folder, not a file" if path.is_dir() else "does not exist"
     return UsageError(f"{what} '{path}' {why}: check its path")
+
+
+def remedy_for(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that is none of those known."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else "leave it out"
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import difflib
 import importlib.util
 import json
 import logging
@@ -14,7 +13,7 @@ import torch
 
 from multimax_fairseq.compat.commands import resolve
 from multimax_fairseq.compat.patch import command, wrap
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, remedy_for
 
 logger = logging.getLogger(__name__)
 EVAL_LM, VALIDATE = "fairseq-eval-lm", "fairseq-validate"
@@ -190,9 +189,7 @@ def _check_search(flag, text):
         raise UsageError(f"{flag} {text} is no JSON dictionary: write it as '{{\"beam\": 5}}'")
     known = GenerationConfig.__dataclass_fields__
     for name in settings.keys() - known.keys():
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-        raise UsageError(f"{flag} has {name!r}, which no search reads: {hint}")
+        raise UsageError(f"{flag} has {name!r}, which no search reads: {remedy_for(name, known)}")
 
 
 def _check_shards(num_shards, shard_id):
@@ -245,11 +242,9 @@ def _check_names(cfg, overrides):
         if isinstance(value, dict) and name in cfg:  # {"model": {...}}
             _check_names({name: cfg[name]}, value)
         elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise UsageError(
                 f"--model-overrides: the checkpoint has no setting {name!r} of model, task or "
-                f"criterion: {hint}"
+                f"criterion: {remedy_for(name, known)}"
             )
 
 

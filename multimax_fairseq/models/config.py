@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from multimax_fairseq.compat import building_from_checkpoint
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, remedy_for
 from multimax_fairseq.functional.backend import requested
 from multimax_fairseq.functional.checks import is_finite, is_whole
 from multimax_fairseq.functional.mapping import (
@@ -48,13 +47,12 @@ CONTINUOUS = {f"continuous_{density}": density for density in DENSITIES}
 SHARES = ("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout")
 
 
-def share() -> dict[str, Any]:
-    """Return kind, must and is_right of an option that is a probability of dropping."""
-    return {
-        "kind": float,
-        "must": "a number of at least 0 and below 1",
-        "is_right": lambda value: is_finite(value) and 0 <= value < 1,
-    }
+def share_option(name: str, default: float = 0.0, help: str = "") -> Option:
+    """Return an option that is a probability of dropping."""
+    must = "a number of at least 0 and below 1"
+    return Option(
+        name, default, float, must, lambda value: is_finite(value) and 0 <= value < 1, help
+    )
 
 
 def _widths(text: Any) -> tuple[float, ...]:
@@ -286,7 +284,7 @@ def check_transformer(args: Any, task: Any) -> None:
             raise UsageError(f"--{side}-layers {layers} must be a whole number of at least 0")
     for name in SHARES:
         if hasattr(args, name):
-            check_option(args, name, Option(name, 0.0, help="", **share()))
+            check_option(args, name, share_option(name))
     for name in ("adaptive_softmax_cutoff", "adaptive_input_cutoff"):
         # A list, or a text that lists the same.
         text = str(getattr(args, name, None) or "").strip("[]").replace(" ", "")
@@ -452,9 +450,7 @@ def check_keys(args: DictConfig, known: set[str]) -> None:
     """Raise UsageError for a key that nothing would read, which is a slip of the pen."""
     for key in args:
         if key not in known and not str(key).startswith("_") and key != "arch":
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f": did you mean {near[0]!r}?" if near else ": leave it out"
-            raise UsageError(f"the model has no setting {key!r}{hint}")
+            raise UsageError(f"the model has no setting {key!r}: {remedy_for(str(key), known)}")
 
 
 def places(args: Any) -> dict[str, str]:

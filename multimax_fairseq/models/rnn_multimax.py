@@ -28,7 +28,7 @@ from multimax_fairseq.models.config import (
     check_settings,
     set_defaults,
     settings_class,
-    share,
+    share_option,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
@@ -60,18 +60,8 @@ RECURRENT_OPTIONS = {
         _size("encoder_layers", 1, "number of the encoder's layers"),
         _size("decoder_embed_dim", 512, "size of the target's word embeddings"),
         _size("decoder_hidden_size", 512, "size of the decoder's state, and of what is fed back"),
-        Option(
-            "dropout",
-            0.1,
-            help="dropout of embeddings, and between the encoder's layers",
-            **share(),
-        ),
-        Option(
-            "hidden_dropout",
-            0.2,
-            help="dropout of the decoder's state and context, joined",
-            **share(),
-        ),
+        share_option("dropout", 0.1, "dropout of embeddings, and between the encoder's layers"),
+        share_option("hidden_dropout", 0.2, "dropout of the decoder's state and context, joined"),
         Option(
             "share_decoder_input_output_embed",
             False,
