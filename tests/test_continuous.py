@@ -193,7 +193,8 @@ def test_expectations_under_a_density(density):
             exact = sum(reference.integral(product, *ends, c, w) for ends in halves)
             assert ours == pytest.approx(exact, rel=1e-8, abs=1e-9)
     inputs = [t.requires_grad_() for t in (mean, scale)]
-    assert torch.autograd.gradcheck(lambda *t: density.expectation(*t, centers, widths), inputs)
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda *t: density.expectation(*t, centers, widths), inputs)
     assert density.expectation(mean.half(), scale.half(), centers, widths).dtype == torch.float32
 
 
