@@ -94,6 +94,11 @@ PAIRS = [
       for name in ("nll_loss", "ppl")),
     (MT, "--eval-bleu --eval-bleu-args [5]", "--eval-bleu-args [5] is no JSON dictionary"),
     (MT, '--eval-bleu --eval-bleu-args {"baem":5}', "'baem', which no search reads: did you mean"),
+    (MT, "--eval-bleu --eval-bleu-detok mose", "--eval-bleu-detok mose: did you mean 'moses'"),
+    *((MT, f"--optimizer adam --adam-betas {text}", f"--adam-betas {text} must be two numbers")
+      for text in ("0.9", "(0.9,)", "foo", "[0.9,0.98,0.99]")),
+    *((MT, f"--optimizer-overrides {text}", f"--optimizer-overrides {text} is no dictionary")
+      for text in ("{lr:1}", "1")),
     *((MT, f"--{name} {value}", f"--{name} {float(value)} must be a number of at least 0")
       for name in ("dropout", "attention-dropout", "activation-dropout")
       for value in ("1.5", "-0.1", "nan")),
@@ -158,6 +163,10 @@ COMMANDS = [
     ("fairseq-generate", "--sampling-topk 3", "--sampling-topk requires --sampling"),
     ("fairseq-generate", "--sampling --sampling-topk 3 --sampling-topp 0.9", "give one of them"),
     ("fairseq-generate", "--sampling --sampling-topp 1.5", "--sampling-topp 1.5 must be"),
+    ("fairseq-generate", "--sampling --sampling-topk 99999", "--sampling-topk 99999 is more than"),
+    *(("fairseq-generate", f"--dataset-impl raw {words}", "--replace-unk stops fairseq at")
+      for words in ("--replace-unk", "--replace-unk words.txt")),
+    ("fairseq-interactive", "--print-alignment soft", "--print-alignment soft is for"),
     ("fairseq-generate", "--min-len 5 --max-len-b 3", "--max-len-b 3 is less than --min-len 5"),
     ("fairseq-generate", "--lm-weight 0.3", "--lm-weight 0.3 needs --lm-path"),
     ("fairseq-generate", "--lm-path x.pt", "--lm-path x.pt does nothing at --lm-weight 0"),

@@ -12,6 +12,7 @@ from test_analysis_figures import check_figure
 
 from multimax_fairseq import Modulator
 from multimax_fairseq.analysis import collection, figures
+from multimax_fairseq.compat.commands import resolve
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 DIMS = {"layers": 1, "embed-dim": 16, "ffn-embed-dim": 32, "attention-heads": 2}
@@ -442,6 +443,15 @@ def test_from_pretrained_translates_as_generate_does(text, generated):
     assert translations == [
         hypothesis for _, (_, hypothesis) in sorted(hypotheses(generated).items())
     ]
+
+
+def test_the_folder_that_holds_a_clone_is_not_taken_for_the_plugin(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "multimax_fairseq/multimax_fairseq").mkdir(parents=True)
+    assert resolve("multimax_fairseq") == str(ROOT / "multimax_fairseq")
+    assert resolve("other") == "other"
+    (tmp_path / "multimax_fairseq/__init__.py").touch()  # somebody's own
+    assert resolve("multimax_fairseq") == "multimax_fairseq"
 
 
 def test_a_user_dir_of_ones_own_trains(text):

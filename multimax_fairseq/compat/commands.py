@@ -118,8 +118,9 @@ def repeated_ngrams():
 
 
 def resolve(path):
-    """--user-dir multimax_fairseq means this package, whatever the current folder."""
-    if path is not None and not os.path.exists(path) and path == os.path.basename(PACKAGE):
+    """--user-dir multimax_fairseq means this package, unless the current folder has a package of
+    that name; a folder without modules, as the one that holds a clone, is none."""
+    if path == os.path.basename(PACKAGE) and not os.path.isfile(f"{path}/__init__.py"):
         return PACKAGE
     return path
 

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -116,15 +117,27 @@ def _check(settings):
             f"{window[0]} {window[1]} must be at least 0 and below {length[0]} {length[1]}, of "
             "which it is a part: give a smaller one"
         )
-    flag, text = given("model_overrides", "{}")
-    try:
-        overrides = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        overrides = None
-    if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
+    flag, dictionary = given("replace_unk")
+    if dictionary is not None:
         raise UsageError(
-            f"{flag} {text} is no dictionary of settings: write it as \"{{'dropout': 0.1}}\""
+            f"{flag} stops fairseq at the first unknown word: leave it out; text in subwords has "
+            "next to none"
         )
+    for name in ("model_overrides", "optimizer_overrides"):
+        flag, text = given(name, "{}")
+        overrides = _literal(text)
+        if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
+            raise UsageError(
+                f"{flag} {text} is no dictionary of settings: write it as \"{{'name': 0.1}}\""
+            )
+
+
+def _literal(value):
+    """What Python's notation of a number, tuple, dictionary stands for; None of any other text."""
+    try:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _check_training(given):
@@ -151,11 +164,17 @@ def _check_training(given):
             f"{flag} {frozen} holds the learned scalars as they start to the last of {updates} "
             "updates: give a lower number to train them"
         )
+    flag, text = given("adam_betas", (0.9, 0.999))
+    betas = _literal(text)
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise UsageError(f'{flag} {text} must be two numbers: write them as "(0.9, 0.98)"')
     _check_metric(given)
 
 
 def _check_metric(given):
     """Refuse a best checkpoint by a figure that is not computed, or that is the worst by it."""
+    from fairseq.data.encoders import TOKENIZER_REGISTRY
+
     flag, metric = given("best_checkpoint_metric")
     for name, switch in (("bleu", "eval_bleu"), ("accuracy", "report_accuracy")):
         needed, is_on = given(switch)
@@ -172,9 +191,11 @@ def _check_metric(given):
             f"{flag} {metric} with {switch} keeps the worst checkpoint, as a low {metric} is good: "
             f"leave {switch} out"
         )
-    flag, text = given("eval_bleu_args", "{}")
     if given("eval_bleu")[1]:
-        _check_search(flag, text)
+        _check_search(*given("eval_bleu_args", "{}"))
+        flag, name = given("eval_bleu_detok", "space")
+        if name not in TOKENIZER_REGISTRY:
+            raise UsageError(f"{flag} {name}: {remedy_for(name, TOKENIZER_REGISTRY)}")
 
 
 def _check_search(flag, text):
@@ -317,7 +338,7 @@ def generation():
     from fairseq.tasks import FairseqTask
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
-    def check(args, is_search, takes_constraints):
+    def check(args, num_words, is_search, takes_constraints):
         beam, nbest = getattr(args, "beam", 5), getattr(args, "nbest", 1)
         for name, value in (("beam", beam), ("nbest", nbest)):
             if not isinstance(value, int) or value < 1:
@@ -334,6 +355,8 @@ def generation():
         topk, topp = getattr(args, "sampling_topk", -1), getattr(args, "sampling_topp", -1.0)
         if topp > 1:
             raise UsageError(f"--sampling-topp {topp} must be a probability, at most 1")
+        if topk > num_words:
+            raise UsageError(f"--sampling-topk {topk} is more than the {num_words} words there are")
         if topk > 0 and topp > 0:
             raise UsageError(
                 f"--sampling-topk {topk} does nothing beside --sampling-topp {topp}: give one of "
@@ -348,6 +371,11 @@ def generation():
                     f"--{name.replace('_', '-')} is for models that write a sentence in several "
                     "passes, as of --task translation_lev: leave it out"
                 )
+        if command() == "fairseq-interactive" and getattr(args, "print_alignment", None) == "soft":
+            raise UsageError(
+                "--print-alignment soft is for fairseq-generate: use it there, or give "
+                "--print-alignment hard"
+            )
         if getattr(args, "constraints", None) and not takes_constraints:
             raise UsageError(
                 f"--constraints {args.constraints} is for the lines that fairseq-interactive "
@@ -368,7 +396,8 @@ def generation():
         def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):
             takes_constraints = command() != "fairseq-generate"
             takes_constraints &= not isinstance(self, LanguageModelingTask)
-            check(args, seq_gen_cls is None, takes_constraints)
+            num_words = len(self.target_dictionary)
+            check(args, num_words, seq_gen_cls is None, takes_constraints)
             return original(self, models, args, seq_gen_cls, *rest, **kwargs)
 
         return build_generator
