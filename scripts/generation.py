@@ -96,8 +96,10 @@ def generate(args: argparse.Namespace) -> list[Case]:
 
             cfg, task, _, _ = inputs()
             with tempfile.TemporaryDirectory() as folder:
-                settings = copy.deepcopy(as_namespace(cfg.model))
-                settings.arch = settings._name = "transformer"
+                # A namespace of all settings, as fairseq-train leaves it.
+                names = vars(as_namespace(cfg.task)) | vars(as_namespace(cfg.model))
+                names |= {"arch": "transformer", "_name": "transformer", "task": cfg.task._name}
+                settings = argparse.Namespace(**names)
                 state = {
                     "cfg": OmegaConf.to_container(cfg) | {"model": settings},
                     "model": twin().state_dict(),
