@@ -116,7 +116,7 @@ def log_multimax(
 
     Equivalent to: torch.log_softmax(modulator(x).masked_fill(mask, -inf), dim)
 
-    Args, Raises: as `multimax`.
+    Args, Raises: as `multimax`, without a sink.
 
     Returns:
         The shape of x, in float32 or wider; a row that is wholly excluded is -inf.
