@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pandas as pd
 import torch
+from examples import EXAMPLES
 from reference import TABLE_8, normal_density, truncated_parabola
 
 from multimax_fairseq import Modulator, normalize
@@ -15,13 +16,6 @@ SCORE_EDGES = [-np.inf, *np.arange(-40, 40.5, 0.5), np.inf]
 PROBABILITY_EDGES = [0.0, *np.logspace(-8, 0, 65)]
 BUCKETS = ["1-50", "51-200", "201-1000", "1001-4000", "4001-"]
 KEYS, QUERIES = 20, 48
-# What a mapping needs besides scores.
-OPTIONS = {
-    "topk": {"k": 4},
-    "ssmax": {"length_scale": 0.4},
-    "sink": {"sink": 0.5},
-    "asentmax": {"beta": 0.5, "gamma": 0.5},
-}
 GERMAN = "ein kleiner Hund läuft über eine grüne Wiese ?".split()
 ENGLISH = "a small dog is running across a green meadow ?".split()
 
@@ -155,7 +149,8 @@ def mapping(normalizer, learned, scores):
         return normalize(normalizer, scores, alpha=alpha), slope
     if "temperature" in learned:
         return normalize("softmax", scores, temperature=learned["temperature"][0]), slope
-    return normalize(normalizer, scores, **OPTIONS.get(normalizer, {})), slope
+    arguments = {} if normalizer == "softmax" else EXAMPLES[normalizer].arguments
+    return normalize(normalizer, scores, **arguments), slope
 
 
 def torch_softmax(scores):

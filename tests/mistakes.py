@@ -12,6 +12,8 @@ import re
 import sys
 import types
 
+from examples import SETTINGS as GIVEN
+
 LM, MT, RNN = "transformer_lm_multimax", "transformer_multimax", "rnn_multimax"
 NO_NUMBER = ("x", "", "0.5.1", "1,2", "0x10")
 NO_WHOLE = (*NO_NUMBER, "nan", "inf", "1.5", "-1", "0", "99999999999999999999")
@@ -182,22 +184,8 @@ COMMANDS = [
         "--num-shards 0", "--shard-id -1", "--model-overrides x", "--tpu")),
 ]  # fmt: skip
 # A good value of each mapping's option, which no other mapping takes.
-GOOD = {
-    "softmax_temperature": 2.0,
-    "learn_temperature": True,
-    "multimax_order": 1,
-    "multimax_terms": "low",
-    "multimax_init_std": 0.1,
-    "multimax_monotone": True,
-    "multimax_sink": "zero",
-    "multimax_heads": "separate",
-    "topk": 3,
-    "entmax_alpha": 1.5,
-    "entmax_heads": "shared",
-    "output_entmax_alpha": 1.3,
-    "ssmax_start": 1.0,
-    "sigmoid_bias": -2.0,
-}
+GOOD = {setting: value for setting, (_, value) in GIVEN.items()}
+GOOD |= {"multimax_heads": "separate", "entmax_heads": "shared", "output_entmax_alpha": 1.3}
 
 
 def cases():

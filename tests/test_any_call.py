@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+from examples import EXAMPLES
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_odd_calls import (
@@ -51,15 +52,6 @@ ANY_DTYPE = st.sampled_from(
     ]
 )
 REFUSALS = (ValueError, TypeError, RuntimeError)
-# What each mapping of the table needs beside scores.
-NEEDED = {
-    "softmax": {"temperature": 0.7},
-    "topk": {"k": 2},
-    "alpha_entmax": {"alpha": 1.3},
-    "ssmax": {"length_scale": 0.4},
-    "sink": {"sink": 0.5},
-    "asentmax": {"beta": 0.5, "gamma": 0.5},
-}
 
 
 class Call(types.SimpleNamespace):
@@ -207,7 +199,7 @@ def a_mapping(name):
         shape = [source.draw(SIZE), source.draw(st.integers(2, 9))]
         x = source.tensor(*shape)
         mask = source.mask(*shape, biases=False)
-        options = NEEDED.get(name, {})
+        options = EXAMPLES[name].arguments
 
         def ours(x, mask):
             return mm.normalize(name, x, -1, mask, **options)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from examples import EXAMPLES
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import NORMALIZERS, Normalizer, continuous_softmax, continuous_sparsemax
@@ -38,8 +39,7 @@ HIDDEN = drawn(B, 1, T, 5, seed=6)
 
 def build(name="softmax", num_heads=None, **options):
     torch.manual_seed(0)
-    of_mapping = {"topk": {"k": 3}, "asentmax": {"hidden_size": 5}}.get(name, {})
-    normalizer = Normalizer(name, num_heads, **of_mapping)
+    normalizer = Normalizer(name, num_heads, **EXAMPLES[name].needed)
     return ContinuousAttention(normalizer, **SIZES, **options).eval()
 
 

@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from examples import EXAMPLES
 from torch.autograd import gradcheck
 
 import multimax_fairseq
@@ -219,26 +220,19 @@ def test_identity_modulator_is_softmax():
 
 
 def battery():
-    return {
-        "softmax": {"temperature": 0.7},
-        "multimax": {"modulator": far_modulator()},
-        "topk": {"k": 3},
-        "sparsemax": {},
-        "entmax15": {},
-        "alpha_entmax": {"alpha": a_number(1.3)},
-        "evsoftmax": {},
-        "ssmax": {"length_scale": a_number(0.6)},
-        "softmax1": {},
-        "sink": {"sink": a_number(-0.4)},
-        "softpick": {},
-        "sigmoid": {},
-        "asentmax": {"beta": a_number(0.1), "gamma": a_number(0.6)},
-        "adaptive_temperature": {},
+    """Arguments of each mapping, of which gradients can be asked for."""
+
+    def argument(value):
+        whole = isinstance(value, int)
+        return value if whole else torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+    found = {
+        name: {key: argument(value) for key, value in example.arguments.items()}
+        for name, example in EXAMPLES.items()
     }
-
-
-def a_number(value):
-    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    found["softmax"] = EXAMPLES["softmax"].arguments  # a temperature is a number
+    found["multimax"] = {"modulator": far_modulator()}
+    return found
 
 
 def learned_by(options):
@@ -248,8 +242,8 @@ def learned_by(options):
     return [value for value in options.values() if isinstance(value, torch.Tensor)]
 
 
-def test_the_battery_covers_every_normalizer():
-    assert battery().keys() == NORMALIZERS.keys()
+def test_there_is_an_example_of_every_normalizer():
+    assert EXAMPLES.keys() == NORMALIZERS.keys(), "tests/examples.py"
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from examples import EXAMPLES
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch.utils.checkpoint import checkpoint
 
@@ -124,52 +125,33 @@ def test_a_temperature_is_learned_or_not():
 
 # --- the normalizer ----------------------------------------------------------------------------
 
-# Of each option of any mapping, a value that is not its default.
-VALUES = {
-    "temperature": 2.0,
-    "learn_temperature": True,
-    "order": 1,
-    "terms": "low",
-    "init_std": 0.0,
-    "monotone": True,
-    "k": 3,
-    "alpha": 1.5,
-    "sink": "learned",
-    "start": 1.0,
-    "bias": -2.0,
-}
-
-
-OPTIONS = {name: [o.name for o in mapping.options] for name, mapping in NORMALIZERS.items()}
-DEFAULTS = {o.name: o.default for mapping in NORMALIZERS.values() for o in mapping.options}
-
-
-def test_there_is_a_value_for_every_option_of_any_normalizer():
-    assert DEFAULTS.keys() == VALUES.keys()
-    assert all(DEFAULTS[option] != value for option, value in VALUES.items())
+OPTIONS = {name: {o.name for o in mapping.options} for name, mapping in NORMALIZERS.items()}
+DEFAULTS = {name: {o.name: o.default for o in m.options} for name, m in NORMALIZERS.items()}
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_an_option_belongs_to_its_mapping(name):
-    needed = {"topk": {"k": 3}, "asentmax": {"hidden_size": 5}}.get(name, {})
-    for option, value in VALUES.items():
-        if option in OPTIONS[name]:
-            Normalizer(name, **{**needed, option: value})
-            continue
-        Normalizer(name, 4, **needed, **{option: DEFAULTS[option]})
-        with pytest.raises(ValueError) as refusal:
-            Normalizer(name, **needed, **{option: value})
-        message = str(refusal.value)
-        assert f"{option}={value!r}" in message and repr(name) in message
-        assert (", ".join(OPTIONS[name]) or "none") in message
+    needed = EXAMPLES[name].needed
+    assert EXAMPLES[name].options.keys() == OPTIONS[name], "tests/examples.py"
+    for option, value in EXAMPLES[name].options.items():
+        assert value != DEFAULTS[name][option]
+        Normalizer(name, **{**needed, option: value})
+    for owner, example in EXAMPLES.items():
+        for option in example.options.keys() - OPTIONS[name]:
+            Normalizer(name, 4, **needed, **{option: DEFAULTS[owner][option]})
+            value = example.options[option]
+            with pytest.raises(ValueError) as refusal:
+                Normalizer(name, **needed, **{option: value})
+            message = str(refusal.value)
+            assert f"{option}={value!r}" in message and repr(name) in message
+            assert all(own in message for own in OPTIONS[name] or ["none"])
     with pytest.raises(TypeError, match=rf"'warmth': the options of '{name}' are "):
         Normalizer(name, warmth=1.0)
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_a_call_leaves_the_module_as_it_was(name):
-    needed = {"topk": {"k": 3}, "asentmax": {"hidden_size": 5}}.get(name, {})
-    module = Normalizer(name, 2, **needed)
+    module = Normalizer(name, 2, **EXAMPLES[name].needed)
     before = repr(module), dict(module.fixed)
     module(torch.randn(1, 2, 3, 4), hidden=torch.randn(1, 1, 3, 5))
     assert (repr(module), module.fixed) == before

@@ -11,10 +11,10 @@ import types
 
 import numpy as np
 import pytest
-import reference
 import separately
 import torch
 import torch.nn.functional as F
+from examples import EXAMPLES
 from torch import nn
 
 from multimax_fairseq import (
@@ -425,25 +425,10 @@ odd("attention", "all dropped", {}, dropout_p=1)
 
 def mapped(name, x, mask=None, dim=-1, **options):
     """What is not as in the reference, which is numpy and loops."""
-    functions = {
-        "softmax": lambda x, excluded, temperature: reference.softmax(x / temperature, excluded),
-        "topk": reference.topk,
-        "sparsemax": lambda x, excluded: reference.entmax(x, excluded, 2),
-        "entmax15": lambda x, excluded: reference.entmax(x, excluded, 1.5),
-        "alpha_entmax": reference.entmax,
-        "evsoftmax": reference.evsoftmax,
-        "ssmax": reference.ssmax,
-        "softmax1": lambda x, excluded: reference.softmax_with_sink(x, excluded, 0.0),
-        "sink": reference.softmax_with_sink,
-        "softpick": reference.softpick,
-        "sigmoid": reference.sigmoid,
-        "asentmax": reference.asentmax,
-        "adaptive_temperature": reference.adaptive_temperature,
-    }
     found = NORMALIZERS[name](x, dim, mask, **options)
     excluded = torch.zeros(x.shape, dtype=torch.bool) if mask is None else mask.expand(x.shape)
     rows = [np.moveaxis(np.atleast_1d(t.numpy()), dim, -1) for t in (x.double(), excluded)]
-    true = np.moveaxis(functions[name](*rows, **options), -1, dim)
+    true = np.moveaxis(EXAMPLES[name].reference(*rows, **options), -1, dim)
     off = distance(found, torch.from_numpy(np.array(true)).reshape(x.shape), 1e-4)
     return {"values": off} if off else {}
 
@@ -466,21 +451,10 @@ def lost(name, wrong, **options):
 
 
 SCORES, ROWS = 2 * drawn(3, 4), drawn(3, 4, seed=1) > 0
-for name, options in {
-    "softmax": dict(temperature=0.3),
-    "topk": dict(k=2),
-    "sparsemax": {},
-    "entmax15": {},
-    "alpha_entmax": dict(alpha=1.3),
-    "evsoftmax": {},
-    "ssmax": dict(length_scale=0.4),
-    "softmax1": {},
-    "sink": dict(sink=0.7),
-    "softpick": {},
-    "sigmoid": {},
-    "asentmax": dict(beta=0.5, gamma=1.1),
-    "adaptive_temperature": {},
-}.items():
+for name, example in EXAMPLES.items():
+    if example.reference is None:
+        continue
+    options = example.arguments
     given_oddly = {what: dict(x=change(SCORES)) for what, change in LAYOUTS.items()} | {
         "negated in place of a copy": dict(x=OF_FLOATS["negated in place of a copy"](SCORES)),
         "a scalar": dict(x=SCORES[0, 0]),

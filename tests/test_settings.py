@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+from examples import SETTINGS as GIVEN
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
@@ -52,8 +53,6 @@ FOREIGN = [
     (FIXED, "--multimax-monotone", MODULATED, OUTPUT),
     ((*NOWHERE, *OUTPUT), "--multimax-heads separate", "multimax attention,", MULTIMAX),
     (NOWHERE, "--multimax-sink learned", "multimax attention,", MULTIMAX),
-    ((), "--ssmax-start 1.0", "ssmax attention,", ("--attention-normalizer", "ssmax")),
-    ((), "--sigmoid-bias -2.0", "sigmoid attention,", ("--attention-normalizer", "sigmoid")),
     (NOWHERE, "--scalar-gradient-scale 0.5", "learned scalars,", ("--learn-temperature",)),
     (NOWHERE, "--scalar-gradient-scale 2.0", "learned scalars,", ENTMAX),
     (FIXED, "--scalar-gradient-scale 0.5", "learned scalars,", OUTPUT),
@@ -62,6 +61,11 @@ FOREIGN = [
     ((), "--continuous-bases 0", "continuous attention,", None),
     ((), "--continuous-widths 0.1", "continuous attention,", CONTINUOUS),
     ((), "--continuous-ridge 1.0", "continuous attention,", CONTINUOUS),
+]
+FOREIGN += [
+    ((), f"{flag(setting)} {value}", f"{name} attention,", ("--attention-normalizer", name))
+    for setting, (name, value) in GIVEN.items()
+    if not any(written.split()[0] == flag(setting) for _, written, *_ in FOREIGN)
 ]
 
 

@@ -12,6 +12,7 @@ import types
 import pytest
 import separately
 import torch
+from examples import EXAMPLES
 
 from multimax_fairseq import (
     NORMALIZERS,
@@ -486,30 +487,24 @@ WRONG = {
     "backward of multimax": (*backward(multimax, **OVER_MODULATED), [*BACKWARD, SECOND]),
     "backward of sparsemax": (*backward(NORMALIZERS["sparsemax"], **SCORES), BACKWARD),
 }
-for name, options, wrong in (
-    ("softmax", dict(temperature=2.0), values("temperature", 0, -1.0, torch.ones(2), *NUMBERS)),
-    ("topk", dict(k=2), values("k", 0, -1, math.nan, None, torch.tensor(2), *INTEGERS)),
-    ("sparsemax", {}, []),
-    ("entmax15", {}, []),
-    ("alpha_entmax", dict(alpha=1.3), [*values("alpha", 0.5, 0, -1, *NUMBERS), *missing("alpha")]),
-    ("evsoftmax", dict(training=False), values("training", 1, "no", None)),
-    (
-        "ssmax",
-        dict(length_scale=0.4),
-        [*values("length_scale", *NUMBERS), *missing("length_scale")],
-    ),
-    ("softmax1", {}, []),
-    ("sink", dict(sink=0.4), [*values("sink", math.nan, math.inf, HUGE, "1", None, True)]),
-    ("softpick", {}, []),
-    ("sigmoid", dict(bias=-1.0), values("bias", math.nan, math.inf, -math.inf, HUGE, "1", True)),
-    (
-        "asentmax",
-        dict(beta=0.4, gamma=1.0),
-        [*values("beta", *NUMBERS), *values("gamma", *NUMBERS), *missing("beta gamma")],
-    ),
-    ("adaptive_temperature", dict(training=False), values("training", 1, "no", None)),
-):
-    WRONG[name] = (NORMALIZERS[name], SCORES | options, [*MAPPING, *wrong])
+MISTAKEN = {
+    "softmax": values("temperature", 0, -1.0, torch.ones(2), *NUMBERS),
+    "topk": values("k", 0, -1, math.nan, None, torch.tensor(2), *INTEGERS),
+    "alpha_entmax": [*values("alpha", 0.5, 0, -1, *NUMBERS), *missing("alpha")],
+    "evsoftmax": values("training", 1, "no", None),
+    "ssmax": [*values("length_scale", *NUMBERS), *missing("length_scale")],
+    "sink": values("sink", math.nan, math.inf, HUGE, "1", None, True),
+    "sigmoid": values("bias", math.nan, math.inf, -math.inf, HUGE, "1", True),
+    "asentmax": [
+        *(*values("beta", *NUMBERS), *values("gamma", *NUMBERS)),
+        *missing("beta gamma"),
+    ],
+    "adaptive_temperature": values("training", 1, "no", None),
+}
+for name, example in EXAMPLES.items():
+    if name not in WRONG:
+        wrong = [*MAPPING, *MISTAKEN.get(name, [])]
+        WRONG[name] = (NORMALIZERS[name], SCORES | example.arguments, wrong)
 for name, argument in (("sink", "sink"), ("ssmax", "length_scale")):
     WRONG[f"{name} of a tensor"] = (
         NORMALIZERS[name],

@@ -77,9 +77,9 @@ def scaled_dot_product_attention(
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
         backend: "cpp" and "triton" never hold the (T, S) probabilities; they serve multimax,
-            softmax without a temperature, ssmax, softmax1 and sink. "plain" holds them, and serves all, twice
-            differentiable outside of the modulator. "auto" takes what MULTIMAX_BACKEND says, else
-            the fastest that can do it.
+            softmax without a temperature, ssmax, softmax1 and sink. "plain" holds them, and serves
+            all, twice differentiable outside of the modulator. "auto" takes what
+            MULTIMAX_BACKEND says, else the fastest that can do it.
         options: what else the normalizer takes, as `normalize`.
 
     Returns:

@@ -168,7 +168,7 @@ class Mapping:
             others = [o for m in NORMALIZERS.values() for o in m.options if o.name == name]
             if not others:
                 raise TypeError(f"no normalizer has an option {name!r}: {self._offer()}")
-            if given[name] != others[0].default:
+            if all(given[name] != option.default for option in others):
                 raise ValueError(
                     f"the normalizer {self.name!r} does not take {name}={given[name]!r}: leave it "
                     f"out; {self._offer()}"

@@ -1,0 +1,62 @@
+"""An example of each mapping in the table, for the tests that run over the whole of it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import reference
+
+from multimax_fairseq import NORMALIZERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A mapping's reference, and values for what it takes.
+
+    Attributes:
+        reference: of (scores, excluded, **arguments), in numpy; None where an argument is a module.
+        arguments: of the mapping's function, beside scores and mask: numbers.
+        options: of `Normalizer`, each of the mapping's at another value than its default.
+        needed: of `Normalizer`, without which it cannot be built.
+    """
+
+    reference: Callable[..., Any] | None
+    arguments: dict[str, float] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    needed: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+EXAMPLES = {
+    "softmax": Example(
+        lambda x, excluded, temperature: reference.softmax(x / temperature, excluded),
+        arguments={"temperature": 0.7},
+        options={"temperature": 2.0, "learn_temperature": True},
+    ),
+    "multimax": Example(
+        None,
+        options={
+            **{"order": 1, "terms": "low", "init_std": 0.0},
+            **{"monotone": True, "sink": "learned"},
+        },
+    ),
+    "topk": Example(reference.topk, {"k": 2}, options={"k": 3}, needed={"k": 3}),
+    "sparsemax": Example(lambda x, excluded: reference.entmax(x, excluded, 2)),
+    "entmax15": Example(lambda x, excluded: reference.entmax(x, excluded, 1.5)),
+    "alpha_entmax": Example(reference.entmax, {"alpha": 1.3}, options={"alpha": 1.5}),
+    "evsoftmax": Example(reference.evsoftmax),
+    "ssmax": Example(reference.ssmax, {"length_scale": 0.4}, options={"start": 1.0}),
+    "softmax1": Example(lambda x, excluded: reference.softmax_with_sink(x, excluded, 0.0)),
+    "sink": Example(reference.softmax_with_sink, {"sink": 0.7}),
+    "softpick": Example(reference.softpick),
+    "sigmoid": Example(reference.sigmoid, options={"bias": -2.0}),
+    "asentmax": Example(reference.asentmax, {"beta": 0.5, "gamma": 1.1}, needed={"hidden_size": 5}),
+    "adaptive_temperature": Example(reference.adaptive_temperature),
+}
+
+# Of each option, by the name of its setting: its mapping, and its value in the example.
+SETTINGS = {
+    NORMALIZERS[name].setting_of(option): (name, example.options[option.name])
+    for name, example in EXAMPLES.items()
+    for option in NORMALIZERS[name].options
+    if option.name in example.options
+}
