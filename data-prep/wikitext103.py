@@ -21,6 +21,7 @@ import functools
 import hashlib
 import io
 import logging
+import re
 import shlex
 import zipfile
 from collections.abc import Callable, Iterator
@@ -76,6 +77,14 @@ def select(archive: Path, members: list[tuple[str, Callable[[], BinaryIO]]]) -> 
     for split, patterns in PARQUET.items():
         for pattern in patterns:
             found = sorted(fnmatch.filter(names, f"{pattern}.parquet"))
+            shards = [re.search(r"-(\d+)-of-(\d+)(-\w+)?\.parquet$", name) for name in found]
+            if any(shards):
+                numbers = sorted((int(s[2]), int(s[1])) for s in shards if s)
+                if numbers != [(len(found), number) for number in range(len(found))]:
+                    fail(
+                        f"{archive} holds {', '.join(found)}, which are not all the parts of one"
+                        " text: add what is missing, or take out what is not a part."
+                    )
             source[split] = [(name, choose(archive, members, name)) for name in found]
             if found:
                 break

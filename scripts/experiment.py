@@ -210,6 +210,12 @@ def finish(run: Run, lock: int) -> None:
         raise UsageError(
             f"'{run.folder}' was trained {other}: give another --out, or remove that folder"
         )
+    for file in run.folder.parent.parent.glob("*/seed-*/data.sha256"):  # one table compares them
+        if file.read_text("utf-8").strip() != found:
+            raise UsageError(
+                f"'{file.parent}' was trained on other data than '{run.data}' holds, with which no "
+                "table can compare it: give another --out"
+            )
     if (run.folder / "result.json").exists():
         print(f"Nothing to do: {run.name} is finished.")
         return
@@ -281,6 +287,8 @@ OWN = {
     "--seed": "give --seeds before --",
     "--save-dir": "give --out before --",
     "--no-save": "leave it out, as the checkpoints are what is evaluated",
+    "--disable-validation": "leave it out, as the best checkpoint is what is evaluated",
+    "--help": "fairseq-train prints its own",
     "--log-format": "leave it out, as the log is read",
     "--log-file": "leave it out, as train.log has it all",
 }

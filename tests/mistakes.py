@@ -169,6 +169,12 @@ COMMANDS = [
     *(("fairseq-generate", f"--dataset-impl raw {words}", "--replace-unk stops fairseq at")
       for words in ("--replace-unk", "--replace-unk words.txt")),
     ("fairseq-interactive", "--print-alignment soft", "--print-alignment soft is for"),
+    *(("fairseq-interactive", words, f"{words.split()[0]} needs references")
+      for words in ("--score-reference", "--prefix-size 2")),
+    *(("fairseq-generate", f"--max-len-a={share}", f"--max-len-a {share} must be a finite number")
+      for share in ("nan", "inf", "-0.5")),
+    *(("fairseq-eval-lm", f"--tokens-per-sample 32 --context-window 8 {words}", f"{words} with")
+      for words in ("--num-workers 2", "--num-shards 2")),
     ("fairseq-generate", "--min-len 5 --max-len-b 3", "--max-len-b 3 is less than --min-len 5"),
     ("fairseq-generate", "--lm-weight 0.3", "--lm-weight 0.3 needs --lm-path"),
     ("fairseq-generate", "--lm-path x.pt", "--lm-path x.pt does nothing at --lm-weight 0"),
@@ -260,7 +266,9 @@ def child():
             "fairseq-validate": functools.partial(options.get_validation_parser, "translation"),
             "fairseq-eval-lm": options.get_eval_lm_parser,
         }
-        args = options.parse_args_and_arch(made[command](), ["data", *words.split()])
+        args = options.parse_args_and_arch(
+            made[command](), ["data", "--path", "model.pt", *words.split()]
+        )
         tasks.FairseqTask.build_generator(task, [], args)
 
     answers = [said(functools.partial(start, arch, flags)) for arch, flags, _ in cases()]

@@ -316,6 +316,21 @@ def test_score(toy):
     assert len(re.findall(r"^\d+ BLEU4 = ", output, re.MULTILINE)) == 12
 
 
+def test_score_reads_a_byte_order_mark_and_refuses_flags_that_it_does_not_read(toy, tmp_path):
+    lines = (toy / "test.en").read_text()
+    (tmp_path / "marked").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "empty").touch()
+    words = ("fairseq-score", "-s", "marked", "-r", toy / "test.en")
+    for more in ((), ("--sacrebleu",)):
+        assert re.search(r"^BLEU4? = 100\.00", run(tmp_path, *words, *more), re.MULTILINE)
+    for more in ("--ignore-case", "--sentence-bleu", "--order=2"):
+        assert "--sacrebleu reads neither" in refused(tmp_path, *words, "--sacrebleu", more)
+    for order in ("0", "7", "-1"):
+        assert f"--order {order} must be 1 to 4" in refused(tmp_path, *words, f"--order={order}")
+    sentence = refused(tmp_path, "fairseq-score", "-s", "empty", "-r", "empty")
+    assert sentence.startswith("--ref empty has no line")
+
+
 def test_bfloat16_and_buckets(toy):
     """And --num-batch-buckets, which np.percentile without `interpolation` stops."""
     options = ["--bf16", "--num-batch-buckets", "3", "--no-save"]

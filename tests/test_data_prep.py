@@ -685,16 +685,15 @@ def test_wrong_wikitext(tmp_path):
     make_parquet(tmp_path / "rows", "")
     cut = tmp_path / "rows" / "train-0-of-2.parquet"
     whole = cut.read_bytes()
+    cut.unlink()
+    assert "are not all the parts of one text" in end("rows")
     cut.write_bytes(whole[:-20])
     assert "is truncated or corrupt" in end("rows")
     pyarrow.parquet.write_table(pyarrow.table({"words": ["x"]}), cut)
     assert "has no column `text`" in end("rows")
 
     data = make_zip(tmp_path / "own.zip", "wiki.{}.tokens").read_bytes()
-    (tmp_path / "own.zip").write_bytes(data[:-50])
-    assert "is truncated or corrupt" in end("own.zip")
-    flipped = bytearray(data)
-    flipped[200] ^= 0xFF
-    (tmp_path / "own.zip").write_bytes(flipped)
-    assert "is truncated or corrupt" in end("own.zip")
+    for damaged in (data[:-50], data[:200] + bytes([data[200] ^ 0xFF]) + data[201:]):
+        (tmp_path / "own.zip").write_bytes(damaged)
+        assert "is truncated or corrupt" in end("own.zip")
     assert not (tmp_path / "out" / "text").exists()

@@ -321,6 +321,21 @@ def test_a_run_goes_on_with_the_bytes_of_its_data_whatever_made_them(experiment,
         experiment.finish(run._replace(data=other), 0)
 
 
+def test_rows_of_one_table_have_the_same_data(experiment, plan, tmp_path):
+    data, beside = tmp_path / "data-bin", tmp_path / "out/softmax/seed-1"
+    folder = tmp_path / "out/multimax/seed-1"
+    for place in (data, beside, folder):
+        place.mkdir(parents=True)
+    (data / "dict.en.txt").write_text("1")
+    (folder / "result.json").touch()
+    run = plan.Run("iwslt14", "multimax", 1, folder, data, "plugin", ["fairseq-train"], 3)
+    (beside / "data.sha256").write_text("of another text\n")
+    with pytest.raises(UsageError, match="'.*softmax/seed-1' was trained on other data than '"):
+        experiment.finish(run, 0)
+    (beside / "data.sha256").write_text(experiment.digest(data) + "\n")
+    experiment.finish(run, 0)
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -329,6 +344,8 @@ def test_a_run_goes_on_with_the_bytes_of_its_data_whatever_made_them(experiment,
         ("--rows x", "--rows has the unknown 'x'"),
         ("-- --seed 7", "--seed after -- is the script's own: give --seeds"),
         ("-- --lr 1 --save-dir=x", "--save-dir after -- is the script's own: give --out"),
+        ("-- --help", "--help after -- is the script's own"),
+        ("-- --disable-validation", "--disable-validation after -- is the script's own"),
         ("-- --no-save", "--no-save after -- is the script's own"),
         ("-- --log-format json", "--log-format after -- is the script's own"),
         ("--gpus -1", "--gpus -1: this machine shows"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from commands import PLUGIN, ROOT, refused, run
 from conftest import SIZES
+from fairseq.data.data_utils import load_indexed_dataset
 from fairseq.tasks import FairseqTask
 from mistakes import COMMANDS, FLAGS, GOOD, LM, MT, RECURRENT, cases
 
@@ -175,6 +176,41 @@ def test_the_perplexity_of_nothing_is_an_error(data, checkpoint, tmp_path, more)
     sentence = refused(tmp_path, *words, *more.split())
     assert sentence.startswith("nothing was evaluated")
     assert f"--tokens-per-sample {more.split()[0]}" in sentence
+
+
+def test_the_perplexity_of_a_part_is_an_error(data, checkpoint, tmp_path):
+    dataset = load_indexed_dataset(str(data / "lm" / "valid"), None)  # whose sizes end with it
+    count = int(dataset.sizes.sum())
+    words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE)
+    sentence = refused(tmp_path, *words, count - 5)
+    assert sentence.startswith("1 of 2 blocks are longer than the ")
+
+
+def test_the_perplexity_of_impossible_words_is_an_error(data, checkpoint, tmp_path):
+    sparse = checkpoint(LM, "--output-normalizer", "sparsemax")
+    words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", sparse, *EVALUATE, "32")
+    assert "the probability 0, so that the perplexity is infinite" in refused(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("fairseq-eval-lm lm", "--path is missing: give a checkpoint"),
+        ("fairseq-interactive mt", "--path is missing: give a checkpoint"),
+        ("fairseq-interactive mt --path C --bpe sentencepiece", "--sentencepiece-model is missing"),
+        ("fairseq-interactive mt --path C --tokenizer moses", "--tokenizer needs --source-lang"),
+        (
+            "fairseq-generate mt --path C --gen-subset valid --remove-bpe spm",
+            "--remove-bpe spm is none that",
+        ),
+        ("fairseq-generate mt --path C --gen-subset a,b", "no split 'a,b' in"),
+    ],
+)
+def test_what_a_command_of_text_lacks_is_named(data, checkpoint, tmp_path, words, said):
+    places = {"lm": data / "lm", "mt": data / "mt", "C": checkpoint(MT)}
+    words = [places.get(word, word) for word in words.split()]
+    sentence = refused(tmp_path, words[0], words[1], *PLUGIN, *words[2:])
+    assert sentence.startswith(said)
 
 
 def test_a_translation_model_is_no_language_model(data, checkpoint, tmp_path):

@@ -256,6 +256,15 @@ def test_a_checkpoint_whose_path_fairseq_would_split_is_refused(tmp_path):
     assert "error: checkpoint 'a:b.pt' has a ':', where fairseq would split it" in said
 
 
+def test_models_of_different_mappings_are_not_averaged(checkpoint, tmp_path):
+    flags = [("--attention-normalizer", name) for name in ("sparsemax", "entmax15")]
+    files = [checkpoint("transformer_multimax", *words) for words in flags]
+    words = ("python", ROOT / "scripts" / "average_checkpoints.py", *files, "--output", "new.pt")
+    said = run(tmp_path, *words, code=1)
+    assert f"error: '{files[1]}' has other normalizers than '{files[0]}'" in said
+    assert not (tmp_path / "new.pt").exists()
+
+
 @pytest.mark.parametrize("inputs", [["models"], ["a.pt", "models"]])
 def test_a_folder_to_average_needs_a_number(inputs, tmp_path):
     (tmp_path / "models").mkdir()

@@ -71,6 +71,6 @@ def apply():
     settings.overrides()
     settings.criteria()
     settings.generation()
-    settings.perplexity_of_nothing()
+    settings.perplexity_of_a_part()
     if command():
         plain_errors()

@@ -36,13 +36,15 @@ def _explain_os_error(error):
         return None
     if match := re.match(r"Model file not found: (.*)", str(error)):
         return f"checkpoint '{match[1]}' does not exist; check --path."
-    if match := re.match(r"Dataset not found: (\S+) \((.*)\)", str(error)):
+    if match := re.match(r"Dataset not found: (.*?) \((.*)\)", str(error)):
         return (
             f"no split '{match[1]}' in '{match[2]}'; name one that is there (--gen-subset, "
             f"--valid-subset, --train-subset), or {_MAKE_DATA}"
         )
     if isinstance(error, FileExistsError) and re.search(r"dict\.(.*\.)?txt$", str(error)):
         return f"there is '{error}' already; give another --destdir, or remove that folder."
+    if match := re.match(r"file (.*) not found$", str(error)):
+        return f"'{match[1]}' does not exist; check its path."
     path = error.filename
     if not isinstance(path, str):
         return None
@@ -53,7 +55,7 @@ def _explain_os_error(error):
                 return f"data folder '{folder}' does not exist; {_MAKE_DATA}"
             return f"no dictionary '{path}'; {_MAKE_DATA}"
         return f"'{path}' does not exist; check the path; for data, {_MAKE_DATA}"
-    if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)):
+    if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)):
         return f"cannot open '{path}' ({error.strerror}); check the path and its permissions."
     return None
 
@@ -107,6 +109,10 @@ def _explain_name(error):
             return hint
     if kind == "InterpolationKeyError" and (key := re.search(r"'(task\.[^']*)'", str(error))):
         return f"this model reads '{key[1]}': give it a task that has it: --task language_modeling."
+    if kind == "MissingMandatoryValue" and error.full_key:
+        return f"--{error.full_key.replace('_', '-')} is missing: add it."
+    if re.search(r"Error merging (override )?'?tokenizer", str(error)):
+        return "--tokenizer needs --source-lang and --target-lang: add them."
     if kind == "OverrideParseException":
         return (
             f"hydra cannot read '{error.override}': quote a value with spaces or signs, as in "
@@ -129,6 +135,15 @@ def _explain_data(error):
             f"a sentence has more than the {match[1]} tokens of --max-tokens (in validation "
             "--max-tokens-valid): give a larger number."
         )
+    if match := re.match(r"(?:Unknown post_process option: |--post-process=)(\S+)", text):
+        return (
+            f"--remove-bpe {match[1]} is none that this command takes: give '@@ ', or to "
+            "fairseq-generate and fairseq-interactive sentencepiece."
+        )
+    if "could not parse ModelProto" in text:
+        return f"{text}: give the .model file that sentencepiece wrote."
+    if re.match(r"min_len cannot be larger than max_len", text):
+        return "--min-len is more than the model or --max-len-b allows: give a lower one."
     if text == "Source and target must contain the same number of examples":
         return f"source and target have different numbers of lines in the data; {_MAKE_DATA}"
     if text == "cannot mmap an empty file":
@@ -213,7 +228,9 @@ def explain(error):
 
 
 # What fairseq calls for its work, so that an error in there is an error of fairseq's call.
-_LIBRARIES = ("antlr4", "hydra", "numpy", "omegaconf", "sacrebleu", "torch", "yaml")
+_LIBRARIES = (
+    *("antlr4", "hydra", "numpy", "omegaconf", "sacrebleu", "sentencepiece", "torch", "yaml"),
+)
 _STANDARD = sysconfig.get_path("stdlib")
 
 

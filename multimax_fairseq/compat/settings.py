@@ -117,6 +117,14 @@ def _check(settings):
             f"{window[0]} {window[1]} must be at least 0 and below {length[0]} {length[1]}, of "
             "which it is a part: give a smaller one"
         )
+    if "context_window" in settings and window[1] > 0:
+        for name in ("num_workers", "num_shards"):
+            flag, value = given(name, 1)
+            if value > 1:
+                raise UsageError(
+                    f"{flag} {value} with {window[0]} {window[1]} would take each block's context "
+                    f"from other text: give {flag} 1"
+                )
     flag, dictionary = given("replace_unk")
     if dictionary is not None:
         raise UsageError(
@@ -130,6 +138,9 @@ def _check(settings):
             raise UsageError(
                 f"{flag} {text} is no dictionary of settings: write it as \"{{'name': 0.1}}\""
             )
+    flag, path = given("path", "")
+    if path is None and command() in (EVAL_LM, VALIDATE, "fairseq-interactive"):
+        raise UsageError(f"{flag} is missing: give a checkpoint")
 
 
 def _literal(value):
@@ -191,8 +202,8 @@ def _check_metric(given):
             f"{flag} {metric} with {switch} keeps the worst checkpoint, as a low {metric} is good: "
             f"leave {switch} out"
         )
+    _check_search(*given("eval_bleu_args", "{}"))  # which scripts/evaluate.py reads without it too
     if given("eval_bleu")[1]:
-        _check_search(*given("eval_bleu_args", "{}"))
         flag, name = given("eval_bleu_detok", "space")
         if name not in TOKENIZER_REGISTRY:
             raise UsageError(f"{flag} {name}: {remedy_for(name, TOKENIZER_REGISTRY)}")
@@ -348,7 +359,10 @@ def generation():
             raise UsageError(f"--temperature {temperature} must be a finite number above 0")
         # The greatest length is max_len_a times the source's, and max_len_b.
         shortest, most = getattr(args, "min_len", 1), getattr(args, "max_len_b", 200)
-        if getattr(args, "max_len_a", 0) == 0 and most < shortest:
+        share = getattr(args, "max_len_a", 0)
+        if not 0 <= share < math.inf:
+            raise UsageError(f"--max-len-a {share} must be a finite number of at least 0")
+        if share == 0 and most < shortest:
             raise UsageError(
                 f"--max-len-b {most} is less than --min-len {shortest}: give a higher one"
             )
@@ -370,6 +384,12 @@ def generation():
                 raise UsageError(
                     f"--{name.replace('_', '-')} is for models that write a sentence in several "
                     "passes, as of --task translation_lev: leave it out"
+                )
+        for name in ("score_reference", "prefix_size"):
+            if command() == "fairseq-interactive" and getattr(args, name, None):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} needs references, which fairseq-interactive has "
+                    "none of: use it with fairseq-generate"
                 )
         if command() == "fairseq-interactive" and getattr(args, "print_alignment", None) == "soft":
             raise UsageError(
@@ -426,11 +446,13 @@ class _Blocks:
             )
 
 
-def perplexity_of_nothing():
-    """Where all blocks are skipped, as too long for the model, the perplexity is 1 to fairseq.
+def perplexity_of_a_part():
+    """fairseq-eval-lm leaves out blocks that are too long for the model, and words that it gives
+    the probability 0; where all blocks are, the perplexity is 1 to it.
 
     Can go when fairseq-eval-lm ends in an error there.
     """
+    from fairseq.sequence_scorer import SequenceScorer
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
     def make(original):
@@ -438,6 +460,14 @@ def perplexity_of_nothing():
             batches = original(self, dataset, *args, **kwargs)
             if command() != EVAL_LM:
                 return batches
+            limit, count = kwargs["max_positions"], len(dataset)
+            longer = sum(dataset.size(i) > limit for i in range(count))
+            if 0 < longer < count:
+                raise UsageError(
+                    f"{longer:,} of {count:,} blocks are longer than the {limit} tokens that the "
+                    f"model takes: give --tokens-per-sample {limit} or less, and no "
+                    "--sample-break-mode complete"
+                )
             return _Blocks(
                 batches,
                 f"{len(dataset)} blocks (--tokens-per-sample {self.args.tokens_per_sample}, "
@@ -447,4 +477,19 @@ def perplexity_of_nothing():
 
         return eval_lm_dataloader
 
+    def make_generate(original):
+        def generate(self, models, sample, **kwargs):
+            found = original(self, models, sample, **kwargs)
+            if command() == EVAL_LM and any(
+                best["positional_scores"].isinf().any() for best, *_ in found
+            ):
+                raise UsageError(
+                    "the model gives words of this text the probability 0, so that the perplexity "
+                    "is infinite: compare such models by the loss that fairseq-validate prints"
+                )
+            return found
+
+        return generate
+
     wrap(LanguageModelingTask, "eval_lm_dataloader", make)
+    wrap(SequenceScorer, "generate", make_generate)

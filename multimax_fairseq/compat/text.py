@@ -207,17 +207,28 @@ def symbols_in_input():
 
 
 def scored_lines():
-    """fairseq-score leaves out the lines that one of its two files has more than the other.
+    """fairseq-score leaves out the lines that one of its two files has more than the other, takes a
+    byte order mark for a part of a word, and does not read all flags with --sacrebleu.
 
-    Can go when fairseq-score compares the numbers.
+    Can go when fairseq-score compares the numbers, skips the mark and refuses the flags.
     """
     from fairseq_cli import score
+
+    # The plain `open` that fairseq-score calls.
+    score.open = functools.partial(open, encoding="utf-8-sig")
 
     def make(original):
         def cli_main():
             args = score.get_parser().parse_args()
+            if not 1 <= args.order <= 4:
+                raise UsageError(f"--order {args.order} must be 1 to 4")
+            if args.sacrebleu and (args.ignore_case or args.sentence_bleu or args.order != 4):
+                raise UsageError(
+                    "--sacrebleu reads neither --ignore-case, --sentence-bleu nor --order: leave "
+                    "them out, or call sacrebleu itself"
+                )
             if args.sys == "-":
-                sys.stdin = io.StringIO(sys.stdin.read())
+                sys.stdin = io.StringIO(sys.stdin.read().removeprefix("\ufeff"))
             if all(map(os.path.exists, {args.sys, args.ref} - {"-"})):
                 counts = [_lines_to_score(args.sys), _lines_to_score(args.ref)]
                 if counts[0] != counts[1]:
@@ -226,6 +237,8 @@ def scored_lines():
                         f"{counts[1]:,}: give the sentences of both in one order, each in a line "
                         "(which a carriage return ends too)"
                     )
+                if counts[0] == 0:
+                    raise UsageError(f"--ref {args.ref} has no line to score: check its path")
             return original()
 
         return cli_main
