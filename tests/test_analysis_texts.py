@@ -7,6 +7,7 @@ import shutil
 import collection as made_up
 import pandas as pd
 import pytest
+from commands import PLUGIN, run
 from matplotlib.cbook import is_math_text
 
 from multimax_fairseq.analysis import collection, figures, training_log
@@ -45,6 +46,29 @@ def test_tokens_are_no_formulas(copied):
     shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert [text.strip().replace(r"\$", "$") for text in shown] == tokens
     assert not any(map(is_math_text, shown))
+
+
+@pytest.mark.parametrize(
+    "subset, why", [("half", "has no target side"), ("valid.de-en", "no split 'valid.de-en'")]
+)
+def test_a_subset_that_lacks_a_side_is_no_full_disk(data, checkpoint, tmp_path, subset, why):
+    path = checkpoint("transformer_multimax")
+    folder = shutil.copytree(data / "mt", tmp_path / "mt")
+    for end in ("bin", "idx"):
+        shutil.copy(folder / f"valid.de-en.de.{end}", folder / f"half.de-en.de.{end}")
+    words = ("collect", path, folder, "--subset", subset, "--out", tmp_path / "out")
+    said = run(tmp_path, "python", "-m", "multimax_fairseq.analysis", *words, code=1)
+    assert why in said and "make room" not in said and "Traceback" not in said
+
+
+def test_a_beginning_of_a_block_is_no_word(data, checkpoint, tmp_path):
+    path = checkpoint("transformer_lm_multimax", "--add-bos-token")
+    words = ("collect", path, data / "lm", "--subset", "valid", "--out", tmp_path / "out")
+    run(tmp_path, "python", "-m", "multimax_fairseq.analysis", *words)
+    counted = pd.read_csv(tmp_path / "out/output.csv")["tokens"].sum()
+    words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", path, "--gen-subset", "valid")
+    output = run(tmp_path, *words, "--sample-break-mode", "eos", "--tokens-per-sample", "64")
+    assert f"Evaluated {counted:,} tokens" in output
 
 
 @pytest.mark.parametrize("name", ["pareto", "histograms", "output", "density"])

@@ -15,6 +15,7 @@ from fairseq.data import Dictionary
 from numpy_transformer import AuthorsTransformer
 from omegaconf import OmegaConf
 
+from multimax_fairseq.analysis import parameters
 from multimax_fairseq.convert import __main__ as command
 from multimax_fairseq.convert.checkpoint import refuse_output
 from multimax_fairseq.errors import UsageError
@@ -159,6 +160,17 @@ def test_there_and_back_is_the_same_checkpoint(checkpoint, tmp_path, monkeypatch
     assert {name for name in model if name not in state["model"]} == {
         name for name in model if "modulator" in name
     }
+
+
+def test_a_monitor_is_no_part_of_a_model(checkpoint, tmp_path, monkeypatch):
+    path = checkpoint(LM, "--monitor-interval", "5")
+    convert(monkeypatch, "to-authors", path, tmp_path / "theirs.pt")
+
+
+@pytest.mark.parametrize("arch", ["transformer_lm", "transformer"])
+def test_parameters_of_a_checkpoint_of_the_authors_name_the_conversion(authors, arch):
+    with pytest.raises(UsageError, match="of the authors' code: convert it first, by multimax-con"):
+        parameters.read(authors(arch))
 
 
 def test_a_wrapper_for_several_gpus_changes_no_name(checkpoint, tmp_path, monkeypatch):

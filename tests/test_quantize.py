@@ -63,6 +63,8 @@ def test_what_has_no_int8(build, monkeypatch):
         quantize([elsewhere])
     with pytest.raises(UsageError, match="for Transformers: LSTM has none of their linear"):
         quantize([torch.nn.LSTM(2, 2)])
+    with pytest.raises(UsageError, match="for Transformers: RecurrentModel has none of their"):
+        quantize([build("rnn_multimax")])
     monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(engine="none"))
     with pytest.raises(UsageError, match="no int8 for this processor"):
         quantize([build(ARCH)])

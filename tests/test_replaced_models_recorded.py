@@ -72,6 +72,22 @@ def test_compiled_with_torchs_encoder():
         torch.testing.assert_close(compiled(batch()), model(batch()))
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_compiled_with_padding(train):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).train(train)
+    replace_softmax(model)
+    pull_far(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x = batch()
+    padding = torch.arange(x.shape[1]).expand(x.shape[:2]) > x.shape[1] - 3
+    found, expected = (module(x, x, x, key_padding_mask=padding)[0] for module in (compiled, model))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"key_padding_mask must be \["):
+        model(x, x, x, key_padding_mask=padding[:, 1:])
+
+
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_exported_and_traced(kind, request):

@@ -90,7 +90,10 @@ def test_translations_of_text(kind, beam, data, checkpoint, tmp_path):
         }
     }
     expected = [hypotheses[0]["tokens"] for hypotheses in generator.generate([model], sample)]
-    assert theirs.generation_config.num_beams == 5
+    config = theirs.generation_config
+    # fairseq's --beam 5 --min-len 1 --max-len-b 200, which do not count the end.
+    lengths = (config.num_beams, config.min_new_tokens, config.max_new_tokens)
+    assert lengths == (5, 1, 201)
     chosen = theirs.generate(
         inputs.input_ids, attention_mask=inputs.attention_mask, num_beams=beam, max_new_tokens=21
     )

@@ -154,6 +154,11 @@ def _task(state: dict[str, Any], path: Path, data: Path, subset: str) -> Any:
             "again"
         )
     task.load_dataset(subset)
+    if getattr(task.dataset(subset), "tgt", True) is None:
+        raise UsageError(
+            f"subset '{subset}' of '{data}' has no target side: give another --subset, or prepare "
+            "the data again"
+        )
     return task
 
 
@@ -368,7 +373,7 @@ def _complete(out: Path) -> Iterator[Path]:
                 entry.rename(out / entry.name)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:  # fairseq's, of what it lacks
             raise
         raise UsageError(  # that of a failed write names no file
             f"cannot write to '{given}' ({error.strerror}): make room there, or give another --out"

@@ -29,6 +29,11 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     for name, value in unwrapped(state).items():
         if learned := symbols(name, value):
             found.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
+    if not found and any(name.endswith(".ts") for name in state):
+        raise UsageError(
+            f"checkpoint '{checkpoint}' is of the authors' code: convert it first, by "
+            "multimax-convert from-authors"
+        )
     if not found:
         raise UsageError(
             f"checkpoint '{checkpoint}' has no scalars that a normalizer has learned: it is of a "

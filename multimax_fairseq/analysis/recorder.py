@@ -145,7 +145,9 @@ class Recorder:
                     "rollout": {},
                     "densities": {},
                 }
-        counted = sample["target"] != self.target.dictionary.pad()
+        words = self.target.dictionary
+        # As fairseq-eval-lm counts: no beginning of a block, which --add-bos-token makes a target.
+        counted = (sample["target"] != words.pad()) & (sample["target"] != words.bos())
         with _plain_backend(), torch.no_grad():
             features = self.model(**inputs, features_only=True)[0]
             self.output.add(self.model.decoder, features[counted], sample["target"][counted])

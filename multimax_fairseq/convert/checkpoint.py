@@ -23,6 +23,7 @@ State = dict[str, Any]
 REPRESENTED = {
     *("attention_normalizer", "attention_normalizer_at", "output_normalizer"),
     *("multimax_order", "multimax_terms", "multimax_init_std", "scalar_gradient_scale"),
+    "monitor_interval",
 }
 
 

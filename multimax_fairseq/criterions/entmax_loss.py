@@ -1,5 +1,6 @@
 """The loss of sparse output layers."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,10 @@ class EntmaxLossCriterion(FairseqCriterion):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss_of = NORMALIZERS[normalizer.name].output_loss
         assert loss_of is not None  # an output layer that is not modulated has one: see register
-        losses = loss_of(logits, wanted, **normalizer.fixed)
+        # The package entmax looks up words by what it finds in a row, which NaN sends anywhere.
+        is_lost = ~(logits < math.inf).all(-1, keepdim=True)
+        losses = loss_of(logits.masked_fill(is_lost, 0.0), wanted, **normalizer.fixed)
+        losses = losses + logits.masked_fill(~is_lost, 0.0).sum(-1)
         with torch.no_grad():
             probs = normalizer(logits).gather(-1, wanted.unsqueeze(-1))
         loss = (

@@ -117,10 +117,10 @@ def adaptive_temperature(
 ) -> Tensor:
     """Return softmax probabilities at a temperature that is lower where softmax is spread out.
 
-        p = softmax(beta x), beta = max(P(H), 1) where H > 0.5, else 1, H the entropy of softmax(x)
+        p = softmax(beta x), beta = max(P(H), 1), H the entropy of softmax(x)
                                                                        (Velickovic et al. 2024)
-    P is their polynomial, -0.037 H^4 + 0.481 H^3 - 2.3 H^2 + 4.917 H - 1.791. It is for models that
-    were trained with softmax.
+    P is their polynomial, -0.037 H^4 + 0.481 H^3 - 2.3 H^2 + 4.917 H - 1.791, below 1 where they do
+    not use it, up to H = 0.5. It is for models that were trained with softmax.
 
     Args:
         scores, dim, mask: as `softmax`; what a float mask adds counts for H and is not multiplied.
@@ -134,14 +134,13 @@ def adaptive_temperature(
     """
     check_flag("training", training)
     probs = softmax(scores, dim, mask)
-    if training or probs.numel() == 0:
+    if training:
         return probs
     entropy = -(probs * torch.where(probs > 0, probs, 1.0).log()).sum(dim, keepdim=True)
     fitted = torch.zeros_like(entropy)
     for coefficient in TEMPERATURE_FIT:
         fitted = fitted * entropy + coefficient
-    beta = torch.where(entropy > 0.5, fitted.clamp(min=1.0), 1.0)
-    return softmax(_multiplied(scores, beta, dim, mask), dim, mask)
+    return softmax(_multiplied(scores, fitted.clamp(min=1.0), dim, mask), dim, mask)
 
 
 def _multiplied(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -> Tensor:
@@ -153,7 +152,6 @@ def _multiplied(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -
     lowest = wide.detach() == -torch.inf
     excluded = lowest if mask is None else lowest | hidden_keys(mask)
     top = wide.detach().masked_fill(excluded, -torch.inf).amax(dim, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)
     # What an excluded score is, no gradient of a factor may see.
     product = (wide - top).masked_fill(excluded, 0.0) * factor
     return product.masked_fill(lowest, -torch.inf)

@@ -45,7 +45,7 @@ def quantize(models: Iterable[nn.Module]) -> None:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and name.rpartition(".")[2] in NARROW
         }
-        if not chosen:
+        if not any(name.rpartition(".")[2] in LAYERS for name in chosen):
             raise UsageError(
                 f"--quantize int8 is for Transformers: {type(model).__name__} has none of their "
                 "linear layers, so leave it out"

@@ -210,8 +210,12 @@ class Normalizer(nn.Module):
     def _named(
         self, scores: Tensor, dim: int, mask: Tensor | None, hidden: Tensor | None
     ) -> Tensor:
-        function = mapping_named(self.name).function
-        return function(scores, dim=dim, mask=mask, **self._arguments(hidden))
+        function, arguments = mapping_named(self.name).function, self._arguments(hidden)
+        if scores.dim() < 3:  # what heads share, (1, 1, 1), would make more dimensions of them
+            for name, value in arguments.items():
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    arguments[name] = value.reshape(())
+        return function(scores, dim=dim, mask=mask, **arguments)
 
     @torch.jit.unused
     def _arguments(self, hidden: Tensor | None) -> dict[str, Any]:

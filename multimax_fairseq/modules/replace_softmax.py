@@ -144,11 +144,21 @@ def _keep(module: nn.Module, inputs: Any, output: Any) -> None:
     """A hook that changes nothing."""
 
 
+def _check_padding(mask: Tensor, keys: int, batch: int) -> None:
+    """As torch's own, whose message is a function, which torch.compile cannot take."""
+    if tuple(mask.shape) != (batch, keys):
+        raise ValueError(f"key_padding_mask must be {[batch, keys]}, got {list(mask.shape)}")
+
+
 # A mode is asked about this function as a whole, and no more about what its body calls. Here is the
 # body alone, for a mode to be asked about its softmax.
 _multi_head_body: Any = types.FunctionType(
     F.multi_head_attention_forward.__code__,
-    {**vars(F), "has_torch_function": lambda tensors: False},
+    {
+        **vars(F),
+        "has_torch_function": lambda tensors: False,
+        "_check_key_padding_mask": _check_padding,
+    },
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
 

@@ -236,7 +236,8 @@ def _converted(model: Any, task: Any) -> PreTrainedModel:
         num_beams=5,
         length_penalty=1.0,
         early_stopping=True,
-        max_new_tokens=200,
+        min_new_tokens=1,  # of which an end is one, but not the first: --min-len 1
+        max_new_tokens=201,  # --max-len-b 200, and an end
     )
     return theirs.eval()
 
