@@ -18,7 +18,7 @@ from paired import Case, Contestant, Ready
 
 import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq.errors import CheckpointError, UsageError
-from multimax_fairseq.models.beam_search import lay_out
+from multimax_fairseq.models.beam_search import faster_layers
 from multimax_fairseq.models.config import as_namespace
 from multimax_fairseq.models.quantize import quantize
 
@@ -75,10 +75,10 @@ def generate(args: argparse.Namespace) -> list[Case]:
             model = twin() if family == "stock" else copy.deepcopy(model)
             model = model.to(args.device, getattr(torch, args.dtype))
             model.prepare_for_inference_(cfg)
-            if loop is None:
-                lay_out([model])  # as the commands do
             if family == "int8":
                 quantize([model])
+            if loop is None:
+                faster_layers([model])  # as the commands do
             generator = task.build_generator([model], cfg.generation, seq_gen_cls=loop)
 
             def hypotheses(batch: dict[str, Any]) -> list[list[int]]:

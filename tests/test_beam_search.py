@@ -17,7 +17,14 @@ from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.attention import Steps, attention_to_steps
 from multimax_fairseq.kernels import operators
-from multimax_fairseq.models.beam_search import LAYERS, BeamGenerator, lay_out
+from multimax_fairseq.models import beam_search
+from multimax_fairseq.models.beam_search import (
+    LAYERS,
+    BeamGenerator,
+    KernelLinear,
+    faster_layers,
+    torch_is_narrow,
+)
 from multimax_fairseq.models.config import as_namespace
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
@@ -282,17 +289,44 @@ def test_a_model_trains_after_it_as_before(task, dictionary, translation_batch):
     assert {layer.encoder_attn.beam_size for layer in model.decoder.layers} == {1}
 
 
-def test_weights_laid_out_otherwise_are_the_same(task, build, dictionary, translation_batch):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_faster_layers_are_the_same(
+    task, build, dictionary, translation_batch, monkeypatch, narrow
+):
+    monkeypatch.setattr(beam_search, "torch_is_narrow", lambda: narrow)
+    monkeypatch.setattr(beam_search, "LEAST_PRODUCTS", 0)
     sample = translation_batch(SIZES)
     for model in (scatter_modulators(build(ARCH)).eval(), stock_model(task)):
         wanted = model(**sample["net_input"])[0]
         kept = {name: value.clone() for name, value in model.state_dict().items()}
-        lay_out([model])
-        torch.testing.assert_close(model(**sample["net_input"])[0], wanted, rtol=1e-5, atol=1e-5)
+        faster_layers([model])
+        layers = [m for name, m in model.named_modules() if name.rpartition(".")[2] in LAYERS]
+        assert {type(layer) for layer in layers} == {KernelLinear if narrow else torch.nn.Linear}
+        for context in (torch.no_grad(), torch.enable_grad()):
+            with context:
+                found = model(**sample["net_input"])[0]
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert found.requires_grad
         for name, value in model.state_dict().items():
             assert torch.equal(value, kept[name])
-            is_turned = any(f".{layer}.weight" in name for layer in LAYERS)
+            is_turned = not narrow and any(f".{layer}.weight" in name for layer in LAYERS)
             assert value.is_contiguous() != (is_turned and min(value.shape) > 1)
+
+
+@pytest.mark.parametrize(
+    "name, capability, narrow",
+    [
+        ("AMD EPYC (family 26, model 2)", "AVX512", True),
+        ("AMD EPYC (family 26, model 2)", "AVX2", False),
+        ("AMD EPYC (family 25, model 17)", "AVX512", False),
+        ("Intel(R) Xeon(R) Processor (family 6, model 207)", "AVX512", False),
+        ("aarch64 CPU", "DEFAULT", False),
+    ],
+)
+def test_which_processors_torch_uses_half_of(monkeypatch, name, capability, narrow):
+    monkeypatch.setattr(beam_search, "processor", lambda: name)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert torch_is_narrow.__wrapped__() == narrow
 
 
 def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translation_batch):
