@@ -11,6 +11,8 @@ from multimax_fairseq import Modulator
 from multimax_fairseq.functional.cross_entropy import best_outputs, best_scores
 from multimax_fairseq.kernels import cpu, operators
 
+needs_kernel = pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
+
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 @pytest.mark.parametrize("rows, classes", [(1, 1), (3, 17), (7, 130), (2, 1000), (5, 6007)])
@@ -52,6 +54,11 @@ def test_best_scores_of_equal_and_infinite_ones():
         assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]
         broken[0, 3] = infinite
         assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]
+
+
+@needs_kernel
+def test_equal_scores_are_taken_in_their_order():
+    assert best_scores(torch.full((1, 20), 2.0), 3)[1].tolist() == [[0, 1, 2]]
 
 
 def test_best_scores_of_other_tensors():
@@ -118,9 +125,6 @@ def at_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-needs_kernel = pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
 
 
 @needs_kernel

@@ -4,6 +4,8 @@ They are written out, so that a renamed parameter shows here before a checkpoint
 """
 
 import pytest
+import torch
+from conftest import scatter_modulators
 
 STOCK = {
     "transformer_multimax": "transformer",
@@ -60,6 +62,15 @@ def test_what_attentions_add_to_a_checkpoint(build, arch, flags):
 def test_what_the_output_layer_adds_to_a_checkpoint(build, arch, output):
     flags = ("--attention-normalizer", "softmax", "--output-normalizer", output)
     assert shapes(build(arch, *flags)) == shapes(build(STOCK[arch])) | OUTPUT[output]
+
+
+@pytest.mark.parametrize("flags", ["--output-normalizer multimax", "--attention-gate"])
+def test_a_checkpoint_in_which_one_place_alone_has_learned_is_loaded_as_it_is(build, flags):
+    given = ("transformer_multimax", "--attention-normalizer", "softmax", *flags.split())
+    trained, loaded = scatter_modulators(build(*given)), build(*given, seed=2)
+    loaded.load_state_dict(trained.state_dict())
+    for name, value in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
 
 
 # Words: 34; embeddings and the decoder's state: 16; the encoder's, in each direction: 12.

@@ -109,6 +109,31 @@ def test_half_precision_keeps_the_times_digits(dtype):
     assert error < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_in_half_precision_leave_the_moments_as_they_are(dtype):
+    module, moments = build(), []
+    module.expectation.register_forward_hook(lambda _, given, __: moments.append(given))
+    scores, value = drawn(B, H, T, S), drawn(B, H, S, D, seed=2)
+    for given in (value, value.to(dtype)):
+        module.attend_by_scores(scores, given)
+    torch.testing.assert_close(*moments, rtol=1e-6, atol=1e-7)
+
+
+def test_the_scale_of_scores_may_be_given():
+    module = build()
+    query, key, value, padding = inputs()
+    found, _ = module.attend(query, key, value, padding, scale=1.0)
+    expected, _ = module.attend(query * math.sqrt(D), key, value, padding)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_of_one_number_may_hide_nothing():
+    module = build()
+    *tensors, _ = inputs()
+    found, _ = module.attend(*tensors, torch.tensor(False))
+    torch.testing.assert_close(found, module.attend(*tensors)[0])
+
+
 @pytest.mark.parametrize("name", ["multimax", "sparsemax"])
 def test_autocast_leaves_the_moments_as_they_are(name):
     *tensors, padding = inputs()

@@ -162,6 +162,16 @@ def test_an_output_layer_that_is_more_than_its_weight_gets_the_stock_loss(
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_accuracy_counts_all_tokens_of_a_large_batch(task, build, lm_batch):
+    """Scores are formed of 256 tokens at a time."""
+    flags = ("--output-normalizer", "softmax", "--tokens-per-sample", "512")
+    model, sample = build("transformer_lm_multimax", *flags).eval(), lm_batch((60,) * 6)
+    sample["target"] = model(**sample["net_input"])[0].argmax(-1)
+    criterion = LabelSmoothedMultimaxCrossEntropyCriterion(task, False, 0.1, report_accuracy=True)
+    logged = criterion(model, sample)[2]
+    assert logged["n_correct"] == logged["total"] > 256
+
+
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, pair):
     model = build("transformer_lm_multimax")
@@ -290,6 +300,33 @@ def test_entmax_loss_a_token_without_targets_and_reduced(task, model_and_batch):
     sample["target"].fill_(task.target_dictionary.pad())
     sample["ntokens"] = 0
     assert run(criterion, model, sample)[0] == 0
+
+
+@pytest.mark.parametrize("normalizer", ALPHAS)
+def test_entmax_loss_is_nan_where_a_weight_is(task, build, lm_batch, normalizer):
+    model = build("transformer_lm_multimax", "--output-normalizer", normalizer)
+    with torch.no_grad():
+        model.decoder.output_projection.weight[7, 0] = torch.nan
+    assert EntmaxLossCriterion(task, sentence_avg=False)(model, lm_batch())[0].isnan()
+
+
+def test_entmax_loss_of_half_precision_is_in_float32(task, build, lm_batch):
+    model = build("transformer_lm_multimax", "--output-normalizer", "entmax15").bfloat16()
+    loss, _, logged = EntmaxLossCriterion(task, sentence_avg=False)(model, lm_batch())
+    assert loss.dtype == logged["loss"].dtype == torch.float32
+
+
+def test_entmax_loss_counts_sentences_and_its_fields_may_be_summed(task, build, lm_batch):
+    model, sample = build("transformer_lm_multimax", "--output-normalizer", "entmax15"), lm_batch()
+    logged = EntmaxLossCriterion(task, sentence_avg=False)(model, sample)[2]
+    assert logged["nsentences"] == len(sample["target"])
+    assert EntmaxLossCriterion.logging_outputs_can_be_summed()
+
+
+def test_entmax_loss_refuses_a_dense_output_layer_before_training(task, build):
+    model = build("transformer_lm_multimax", "--output-normalizer", "softmax")
+    with pytest.raises(UsageError, match="is for sparse output layers"):
+        EntmaxLossCriterion(task, sentence_avg=False).check_model(model)
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)

@@ -54,6 +54,14 @@ def test_each_entry_of_a_short_row_is_dropped_as_often():
     assert ((often - n * p).abs() < 5 * (n * p * (1 - p)) ** 0.5).all()
 
 
+def test_the_last_entries_are_not_dropped_with_the_first():
+    """They are fewer than are drawn at a time."""
+    n = 4000
+    rows = torch.stack([kept(19, 0.5, seed) for seed in range(n)])
+    both = (rows[:, :3] & rows[:, 16:]).sum(0) / n
+    assert ((both - 0.25).abs() < 5 * (0.25 * 0.75 / n) ** 0.5).all()
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (16,), (3, 0), (4096,), (2, 3, 4111), (5, 8193)])
 def test_the_gradient_drops_what_the_output_drops(shape):
     """And the rest is divided by 1 - p, in whatever order the entries lie in memory."""
@@ -158,6 +166,18 @@ def test_attention_in_plain_pytorch_has_its_dropout(name, kernel):
             options = {"normalizer": name, "dropout_p": 0.3, "backend": backend}
             scaled_dot_product_attention(query, key, value, **options)
         assert recorder.names == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("queries", [1, 8])
+def test_attention_of_few_queries_drops(queries):
+    """There is a kernel for few queries, which drops nothing."""
+    query, key, value = (torch.randn(1, 2, n, 16) for n in (queries, 6, 6))
+    options = {"normalizer": "softmax", "backend": "cpp"}
+    dropped, whole = (
+        scaled_dot_product_attention(query, key, value, dropout_p=p, **options) for p in (0.5, 0.0)
+    )
+    assert not torch.equal(dropped, whole)
 
 
 def test_the_layer_follows_fairseqs():

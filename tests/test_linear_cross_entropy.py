@@ -89,6 +89,30 @@ def test_fused_loss_equals_torch_and_scales_its_gradients():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("impossible", [128, 256])
+def test_classes_that_are_impossible_from_the_first_on_add_nothing(impossible):
+    """As many as the kernel takes at a time, once and twice."""
+    features, weight = random_scores(20, 16, spread=1.0), random_scores(400, 16, seed=1, spread=1.0)
+    bias = random_scores(400, seed=2)
+    bias[:impossible] = -torch.inf
+    features, weight, bias = (t.float() for t in (features, weight, bias))
+    target = torch.arange(380, 400)
+    loss, _ = linear_cross_entropy(features, weight, target, bias=bias)
+    expected = F.cross_entropy(F.linear(features, weight, bias), target, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_fewer_features_than_tokens_and_classes():
+    """The kernel keeps scores where the gradient of the weight will be, if that is wide enough."""
+    parts = [random_scores(5, 10, spread=1.0), random_scores(300, 10, seed=1, spread=1.0)]
+    parts = [t.float().requires_grad_() for t in parts]
+    target = torch.tensor([0, 299, 5, 128, 5])
+    loss, _ = linear_cross_entropy(*parts, target)
+    expected = F.cross_entropy(F.linear(*parts), target, reduction="sum")
+    found = (torch.autograd.grad(x, parts) for x in (loss, expected))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_fused_loss_without_any_counted_target_is_zero_with_zero_gradients():
     features, weight, target, bias = loss_inputs()
     loss, nll_loss = linear_cross_entropy(

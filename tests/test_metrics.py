@@ -155,6 +155,13 @@ def test_correlation_is_numpys():
     assert metrics.correlation(x, rounded).isnan().all()
 
 
+def test_correlation_of_float32_is_formed_in_float64():
+    x, y = 1000 + torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(2))
+    expected = metrics.correlation(x.double(), y.double())
+    torch.testing.assert_close(metrics.correlation(x, y), expected, rtol=1e-9, atol=0)
+    assert metrics.correlation(x, torch.full_like(x, 0.1)).isnan()
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 1, 7), (5, 7), (7,), (5, 1), (2, 1, 5, 7)])
 def test_a_mask_counts_as_what_it_is_broadcast_to(shape):
     scores, other = torch.randn(2, 2, 3, 5, 7, dtype=torch.float64)

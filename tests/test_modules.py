@@ -157,6 +157,29 @@ def test_a_call_leaves_the_module_as_it_was(name):
     assert (repr(module), module.fixed) == before
 
 
+@pytest.mark.parametrize("name", [name for name, m in NORMALIZERS.items() if not m.hidden])
+def test_scores_without_heads_are_as_rows_of_one_head(name):
+    module = Normalizer(name, **EXAMPLES[name].needed).eval()
+    scores = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
+    expected = module(scores[None, None])[0, 0]
+    torch.testing.assert_close(module(scores), expected)
+    for row, probs in zip(scores, expected, strict=True):
+        torch.testing.assert_close(module(row), probs)
+
+
+def test_a_sink_at_zero_learns_nothing():
+    module = Normalizer("multimax", sink="zero")
+    assert module.fixed == {"sink": 0.0}
+    assert all(name.startswith("modulator.") for name, _ in module.named_parameters())
+
+
+@pytest.mark.parametrize("need_probs", [False, True])
+def test_the_scale_of_scores_may_be_given(need_probs):
+    query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    found, _ = Normalizer("softmax").attend(query, key, value, scale=1.0, need_probs=need_probs)
+    torch.testing.assert_close(found, (query @ key.mT).softmax(-1) @ value)
+
+
 @pytest.mark.parametrize("name", ["evsoftmax", "adaptive_temperature"])
 def test_a_module_in_training_has_the_weights_for_training(name):
     module, scores = Normalizer(name), 3 * torch.randn(5, 8)
@@ -300,6 +323,14 @@ def test_weights_may_be_read_at_any_step():
     expected = all_at_once(layer, x)
     for read in itertools.product((False, True), repeat=5):
         torch.testing.assert_close(stepped(layer, x, read), expected)
+
+
+@torch.no_grad()
+def test_the_weights_of_heads_alone_may_be_asked_for_at_a_step():
+    x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+    options = {"need_weights": False, "need_head_weights": True}
+    _, weights = self_attention()(x, x, x, incremental_state={}, **options)
+    assert torch.equal(weights, torch.ones(2, 3, 1, 1))  # of the one word that there is
 
 
 @torch.no_grad()

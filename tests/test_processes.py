@@ -288,6 +288,41 @@ def test_only_commands_that_share_their_work_ask_torchrun(monkeypatch):
     assert ran == [1]
 
 
+@pytest.fixture
+def by_itself(monkeypatch):
+    """A process that neither torchrun nor SLURM has started."""
+    for name in ("SLURM_STEP_NUM_TASKS", *distributed.TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("is_torchruns", [False, True])
+def test_processes_that_are_started_by_hand_meet_where_they_are_told(
+    by_itself, is_torchruns, monkeypatch
+):
+    for name in distributed.TORCHRUN if is_torchruns else ():
+        monkeypatch.setenv(name, "4")
+    given = {"distributed_init_method": "tcp://host:1", "distributed_no_spawn": True}
+    wanted = settings(**given).distributed_training
+    assert not distributed._prepare(wanted)
+    assert wanted.distributed_init_method == "tcp://host:1" and wanted.distributed_world_size == 2
+
+
+@pytest.mark.parametrize("port", [-1, 0])
+def test_processes_meet_at_a_free_port_where_none_is_given(by_itself, port):
+    wanted = settings(distributed_port=port).distributed_training
+    assert distributed._prepare(wanted)
+    assert int(wanted.distributed_init_method.rpartition(":")[2]) > 0
+
+
+@pytest.mark.parametrize("given, expected", [(1, 2), (4, 4)])
+def test_torchrun_does_not_lower_a_number_of_processes_that_is_given(given, expected, monkeypatch):
+    for name in distributed.TORCHRUN:
+        monkeypatch.setenv(name, "2")
+    wanted = settings(distributed_world_size=given).distributed_training
+    distributed._ask_torchrun(wanted)
+    assert wanted.distributed_world_size == expected
+
+
 def test_layers_that_are_left_out_need_a_search(text):  # noqa: F811
     words = ("fairseq-train", *TRANSLATE, *PLUGIN, *TORCH, "--decoder-layerdrop", "0.2")
     told = side_by_side(text, 2, refused, *words, "--no-save")

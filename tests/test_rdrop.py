@@ -20,6 +20,7 @@ from test_commands import ALL, TRANSLATE, hypotheses, text  # noqa: F401
 from multimax_fairseq.criterions.cross_entropy import (
     LabelSmoothedMultimaxCrossEntropyCriterion,
     MultimaxCrossEntropyCriterion,
+    doubled,
 )
 from multimax_fairseq.errors import UsageError
 
@@ -250,6 +251,23 @@ def test_what_is_logged(task, build, lm_batch, translation_batch, masks, kind, s
     torch.testing.assert_close(each.sum(), loss)
     padded = sample["target"][:, prefix:].eq(task.target_dictionary.pad()).flatten()
     assert padded.any() and (each.flatten()[padded] == 0).all()
+
+
+def test_all_that_is_said_of_a_sentence_is_given_twice():
+    tokens, lengths = torch.arange(6).view(3, 2), torch.tensor([2, 1, 2])
+    found = doubled({"src_tokens": tokens, "src_lengths": lengths, "prev_output_tokens": None})
+    assert torch.equal(found["src_tokens"], tokens[[0, 0, 1, 1, 2, 2]])
+    assert found["src_lengths"].tolist() == [2, 2, 1, 1, 2, 2]
+    assert found["prev_output_tokens"] is None
+
+
+def test_the_divergence_is_logged_where_only_another_worker_has_it():
+    idle = {"loss": 0.0, "ntokens": 0, "sample_size": 0}
+    log = {"loss": 1.0, "ntokens": 2, "sample_size": 2, "rdrop": 3.0}
+    with metrics.aggregate(new_root=True) as meters:
+        MultimaxCrossEntropyCriterion.reduce_metrics([idle, log])
+    found = meters.get_smoothed_values()["rdrop"]
+    assert found == pytest.approx(1.5 / math.log(2), abs=1e-3)
 
 
 def test_an_evaluated_model_has_the_loss_of_one_pass(task, model_and_batch, kind):

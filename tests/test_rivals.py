@@ -9,6 +9,7 @@ import torch
 from conftest import scatter_modulators
 from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from recording import NEEDS_KERNELS
 
 from multimax_fairseq import (
     NORMALIZERS,
@@ -92,6 +93,29 @@ def test_padding_and_causal_order_count_as_if_the_sentence_ended_there(normalize
     torch.testing.assert_close(padded, short)
 
 
+@NEEDS_KERNELS
+@pytest.mark.parametrize("normalizer, options", [("softmax", {}), ("ssmax", {"length_scale": 0.7})])
+@pytest.mark.parametrize("queries", [2, 12])
+@pytest.mark.parametrize("allowed", [[0, 1, 3, 5], [2, 3, 4, 5]], ids=["scattered", "left-padded"])
+def test_keys_that_are_hidden_have_no_part_whatever_they_hold(
+    allowed, queries, normalizer, options
+):
+    """Few queries go another way than many."""
+    lengths = enumerate((queries, S, S))
+    query, key, value = (drawn(B, H, n, 16, seed=seed) for seed, n in lengths)
+    mask = torch.zeros(S).bool()
+    mask[allowed] = True
+    expected = scaled_dot_product_attention(
+        query, key[:, :, mask], value[:, :, mask], normalizer=normalizer, backend="plain", **options
+    )
+    for number in (0.5, math.inf, math.nan):
+        found = scaled_dot_product_attention(
+            *(query, key.masked_fill(~mask[:, None], number), value),
+            attn_mask=mask, normalizer=normalizer, backend="cpp", **options,
+        )  # fmt: skip
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("keys", [0, S])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("mask", [torch.tensor(True), torch.tensor(0.0), torch.ones(1, 1).bool()])
@@ -113,6 +137,13 @@ def test_no_query_counts_no_keys():
             attn_mask=mask, backend=backend,
         )  # fmt: skip
         assert found.shape == (B, H, 0, D)
+
+
+def test_keys_are_counted_in_float32_at_least():
+    scores = torch.zeros(1, 4001, dtype=torch.float16)  # float16 has no 4001
+    for mask in (None, torch.zeros(1, 4001).bool()):
+        count = key_counts(scores, -1, mask)
+        assert count == 4001 and count.dtype == torch.float32
 
 
 def test_ssmax_is_softmax_at_one_over_the_logarithm_of_the_number_of_keys():
@@ -138,6 +169,20 @@ def test_a_score_of_minus_infinity_has_no_part(name, masked):
         found.append([probs, *torch.autograd.grad(weighted, (scores, *options.values()))])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("ssmax", {"length_scale": 1.0}),
+        ("asentmax", {"beta": 0.5, "gamma": 0.5}),
+        ("adaptive_temperature", {}),
+    ],
+)
+def test_an_excluded_score_is_not_the_largest(name, options):
+    scores, mask = torch.tensor([0.0, 1.0, 1e9]), torch.tensor([False, False, True])
+    found = normalize(name, scores, mask=mask, **options)
+    torch.testing.assert_close(found[:2], normalize(name, scores[:2], **options))
 
 
 def test_adaptive_temperature_leaves_certain_rows_and_sharpens_the_others():
@@ -307,6 +352,24 @@ def test_a_gate_multiplies_what_attention_found(continuous):
     torch.testing.assert_close(
         module.attend(*fewer, hidden=hidden)[0], (context * gate)[:, kept], rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("by_scores", [False, True])
+def test_a_gate_passes_on_what_attention_is_asked_for(by_scores):
+    """Dropout, a scale, probabilities; a gate halves at its start."""
+    inner, (query, key, value), hidden = Normalizer("softmax"), heads(), drawn(B, 1, T, C, seed=3)
+    found = []
+    for attention in (inner, GatedAttention(inner, C, H, D)):
+        torch.manual_seed(0)
+        if by_scores:
+            given = (query @ key.mT, value, None, 0.5, True, hidden)
+            found.append(attention.attend_by_scores(*given))
+        else:
+            given = (query, key, value, None, True, 0.5, 0.7, True, hidden)
+            found.append(attention.attend(*given))
+    (context, probs), (gated, same) = found
+    torch.testing.assert_close(gated, context / 2)
+    torch.testing.assert_close(same, probs)
 
 
 def test_pruned_heads_take_their_numbers_and_gates_along():

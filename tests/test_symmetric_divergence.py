@@ -102,6 +102,14 @@ def test_each_dtype_is_as_good_as_the_plain_line(dtype, modulated):
         assert error <= 2 * plain_error + 4 * scale
 
 
+def test_features_of_two_dtypes_fit_under_autocast():
+    features, other, weight, bias = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = divergence(features, other.bfloat16(), weight, bias)
+    exact = divergence(features, other, weight, bias)
+    torch.testing.assert_close(found, exact, rtol=0.1, atol=0)
+
+
 def test_it_is_nothing_of_equals_and_never_negative():
     """However near the two are, where the difference of two sums would be noise."""
     features, _, weight, bias = inputs(torch.float32)

@@ -1,0 +1,142 @@
+"""compat/data.py: which batches there are, and data that fairseq-preprocess has not written."""
+
+import struct
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data import Dictionary, LanguagePairDataset, data_utils, indexed_dataset
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq.trainer import Trainer
+
+from multimax_fairseq import compat
+from multimax_fairseq.compat.data import HEADER
+from multimax_fairseq.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def mended():
+    compat.apply()
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count, kept", [(12, 8), (8, 8), (3, 3)])
+def test_training_goes_without_the_last_batch_unless_there_is_no_other(count, kept):
+    batches = []
+
+    def get_batch_iterator(**_):
+        options = {"max_sentences": 8, "required_batch_size_multiple": 8}
+        batches.extend(data_utils.batch_by_size(np.arange(count), lambda _: 5, None, **options))
+        return MagicMock()
+
+    trainer = MagicMock()
+    trainer.task.get_batch_iterator = get_batch_iterator
+    Trainer.get_train_iterator(trainer, epoch=1, load_dataset=False)
+    assert np.concatenate(batches).tolist() == list(range(kept))
+
+
+@pytest.mark.parametrize("form", [list, iter])
+def test_indices_need_be_no_array(form):
+    options = {"max_sentences": 8, "required_batch_size_multiple": 8}
+    batches = data_utils.batch_by_size(form(range(12)), lambda _: 5, None, **options)
+    assert all(isinstance(batch, np.ndarray) for batch in batches)
+    assert np.concatenate(batches).tolist() == list(range(12))
+
+
+class Sentences(torch.utils.data.Dataset):
+    """40 of one length, so that a seed decides about their order."""
+
+    sizes = np.full(40, 5)
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __getitem__(self, index):
+        return torch.full((5,), index % 20 + 4)
+
+
+def pairs(dictionary, is_kept=True):
+    class Pairs(LanguagePairDataset):
+        can_reuse_epoch_itr_across_epochs = is_kept
+
+    one = (Sentences(), Sentences.sizes, dictionary)
+    return Pairs(*one, *one)
+
+
+def iterator_of(task, dataset, epoch, **options):
+    return task.get_batch_iterator(dataset, max_sentences=4, seed=1, epoch=epoch, **options)
+
+
+@pytest.mark.parametrize(
+    "options, is_kept",
+    [
+        ({}, True),
+        ({}, False),
+        ({"disable_iterator_cache": True}, True),
+        ({"update_epoch_batch_itr": True}, True),
+    ],
+)
+def test_a_resumed_run_has_the_first_epochs_batches_unless_each_epoch_draws_its_own(
+    dictionary, options, is_kept
+):
+    def batches(epoch):
+        task = TranslationTask(TranslationConfig(), dictionary, dictionary)
+        iterator = iterator_of(task, pairs(dictionary, is_kept), epoch, **options)
+        return [list(map(int, batch)) for batch in iterator.frozen_batches]
+
+    assert (batches(1) == batches(3)) == (is_kept and not options)
+
+
+def test_an_iterator_that_is_kept_counts_epochs_on(dictionary):
+    task = TranslationTask(TranslationConfig(), dictionary, dictionary)
+    dataset = pairs(dictionary)
+    for epoch in (1, 2, 3):
+        iterator = iterator_of(task, dataset, epoch)
+        assert iterator.next_epoch_idx == epoch
+        list(iterator.next_epoch_itr())
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def five_words():
+    dictionary = Dictionary()
+    dictionary.add_symbol("a")
+    return dictionary
+
+
+def written(folder, words, dtype=np.uint16):
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(folder / "train.bin"), dtype=dtype)
+    builder.add_item(torch.tensor(words))
+    builder.finalize(str(folder / "train.idx"))
+    return str(folder / "train")
+
+
+@pytest.mark.parametrize("dtype, word", [(np.uint16, 5), (np.int32, 5), (np.int32, -1)])
+def test_the_word_next_to_the_dictionary_is_refused(dtype, word, tmp_path):
+    path = written(tmp_path, [4, 2], dtype)
+    assert data_utils.load_indexed_dataset(path, five_words(), "mmap")[0].tolist() == [4, 2]
+    path = written(tmp_path, [4, word], dtype)
+    with pytest.raises(UsageError, match="words past the 5 of the dictionary"):
+        data_utils.load_indexed_dataset(path, five_words(), "mmap")
+
+
+def test_a_sentence_of_more_bytes_than_an_int32_counts_is_refused(tmp_path):
+    path = written(tmp_path, [4, 2])
+    index = bytearray((tmp_path / "train.idx").read_bytes())
+    struct.pack_into("<i", index, HEADER.size, 3 << 29)
+    (tmp_path / "train.idx").write_bytes(index)
+    with pytest.raises(UsageError, match="it ends before its last sentence"):
+        data_utils.load_indexed_dataset(path, five_words(), "mmap")
+
+
+@pytest.mark.parametrize("kind", ["lazy", "cached"])
+def test_data_in_fairseqs_older_form_is_read(kind, tmp_path):
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "train.bin"))
+    builder.add_item(torch.tensor([3, 1]))
+    builder.finalize(str(tmp_path / "train.idx"))
+    data = data_utils.load_indexed_dataset(str(tmp_path / "train"), five_words(), kind)
+    assert data.sizes.tolist() == [2] and len(data) == 1

@@ -1,0 +1,97 @@
+"""compat/saving.py: how a checkpoint gets onto the disk, and where a run goes on from or ends."""
+
+import errno
+import os
+import stat
+from types import SimpleNamespace
+
+import pytest
+from fairseq.file_io import PathManager
+
+from multimax_fairseq.compat import saving
+from multimax_fairseq.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def without_a_pause(monkeypatch):
+    monkeypatch.setattr(saving, "PAUSE", 0)
+
+
+@pytest.fixture
+def mends(monkeypatch):
+    """The functions that make another of fairseq's, in the order of their wrap()."""
+    made = []
+    monkeypatch.setattr(saving, "wrap", lambda owner, name, make: made.append(make))
+    return made
+
+
+@pytest.mark.parametrize("can_synchronise_folders", [True, False])
+def test_a_file_is_on_the_disk_before_it_takes_its_place(
+    can_synchronise_folders, tmp_path, monkeypatch
+):
+    seen, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(number):
+        status = os.fstat(number)
+        if stat.S_ISDIR(status.st_mode):
+            seen.append("folder")
+            if not can_synchronise_folders:
+                raise OSError(errno.EINVAL, "a folder")
+        else:
+            seen.append(status.st_size)
+        fsync(number)
+
+    def noted_replace(*paths):
+        seen.append("replace")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    saving._save(str(tmp_path / "checkpoint.pt"), lambda file: file.write(b"x" * 100))
+    assert seen == [100, "replace", "folder"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_not_tried_again(number, tmp_path):
+    tries = []
+
+    def write(file):
+        tries.append(file)
+        raise OSError(number, "full")
+
+    with pytest.raises(CheckpointError, match="keep fewer checkpoints"):
+        saving._save(str(tmp_path / "checkpoint.pt"), write)
+    assert len(tries) == 1
+
+
+def test_a_run_can_go_on_from_these_files(tmp_path):
+    names = ["checkpoint.best_bleu_27.1.pt", "checkpoint3.pt", "checkpoint_2_500.pt"]
+    names += ["checkpoint_best.pt"]
+    others = ["checkpoint_last.pt", "crash.pt", "average.pt", "checkpoint3.pt.tmp"]
+    for name in (*names, *others):
+        (tmp_path / name).touch()
+    found = saving._beside(str(tmp_path / "checkpoint_last.pt"))
+    assert found == [str(tmp_path / name) for name in names]
+
+
+@pytest.mark.parametrize("path, is_async", [("x.pt", True), ("s3://x.pt", False)])
+def test_what_is_no_plain_file_is_left_to_fairseq(path, is_async, mends, monkeypatch):
+    monkeypatch.setattr(saving, "_save", lambda *_: pytest.fail("saved here"))
+    monkeypatch.setattr(PathManager, "path_requires_pathmanager", lambda path: "://" in path)
+    saving.whole_checkpoints()
+    given = []
+    mends[0](lambda *arguments: given.append(arguments))({}, path, is_async)
+    assert given == [({}, path, is_async)]
+
+
+@pytest.mark.parametrize(
+    "most, done, ends",
+    [(5, 5, True), (5, 7, True), (5, 4, False), (0, 7, False), (None, 7, False)],
+)
+def test_a_run_that_has_done_its_updates_does_no_more(most, done, ends, mends):
+    saving.finished_run()
+    optimization = SimpleNamespace(max_update=most, max_epoch=0)
+    settings = SimpleNamespace(optimization=optimization)
+    trainer = SimpleNamespace(cfg=settings, get_num_updates=lambda: done)
+    assert mends[0](lambda *_: "loaded")(None, trainer) == "loaded"
+    assert (optimization.max_epoch == -1) == ends
