@@ -93,6 +93,8 @@ def alone(final: Path) -> Iterator[None]:
 def check_free(*folders: Path) -> None:
     """Refuses folders that are neither missing nor empty nor made by these scripts."""
     for final in folders:
+        if final.is_symlink():
+            fail(f"{final} is a link, which is not replaced: link the folder that holds it.")
         is_empty = final.is_dir() and not any(final.iterdir())
         if final.exists() and not is_empty and not (final / MARK).is_file():
             fail(f"{final} was not made by this script: move it, or choose another --out.")

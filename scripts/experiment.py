@@ -288,7 +288,7 @@ OWN = {
     "--save-dir": "give --out before --",
     "--no-save": "leave it out, as the checkpoints are what is evaluated",
     "--disable-validation": "leave it out, as the best checkpoint is what is evaluated",
-    "--help": "fairseq-train prints its own",
+    "--help": "give it to fairseq-train itself",
     "--log-format": "leave it out, as the log is read",
     "--log-file": "leave it out, as train.log has it all",
 }

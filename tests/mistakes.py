@@ -169,6 +169,7 @@ COMMANDS = [
     *(("fairseq-generate", f"--dataset-impl raw {words}", "--replace-unk stops fairseq at")
       for words in ("--replace-unk", "--replace-unk words.txt")),
     ("fairseq-interactive", "--print-alignment soft", "--print-alignment soft is for"),
+    ("fairseq-interactive", "--results-path out", "--results-path out is read by"),
     *(("fairseq-interactive", words, f"{words.split()[0]} needs references")
       for words in ("--score-reference", "--prefix-size 2")),
     *(("fairseq-generate", f"--max-len-a={share}", f"--max-len-a {share} must be a finite number")

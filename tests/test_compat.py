@@ -331,6 +331,17 @@ def test_score_reads_a_byte_order_mark_and_refuses_flags_that_it_does_not_read(t
     assert sentence.startswith("--ref empty has no line")
 
 
+def test_results_are_written_whole(toy, translation, tmp_path):
+    words = ("fairseq-generate", "mt", "--path", translation, "--max-len-b", "3")
+    words += ("--results-path", tmp_path / "results")
+    run(toy, *words)
+    file = tmp_path / "results/generate-test.txt"
+    before = file.read_text()
+    assert "Generate test with beam=5" in before and "\nH-" in before
+    assert "--beam 0" in refused(toy, *words, "--beam", "0")
+    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+
+
 def test_bfloat16_and_buckets(toy):
     """And --num-batch-buckets, which np.percentile without `interpolation` stops."""
     options = ["--bf16", "--num-batch-buckets", "3", "--no-save"]

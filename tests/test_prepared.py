@@ -83,6 +83,11 @@ def test_an_empty_folder_is_filled_and_any_other_stays(tmp_path):
         with pytest.raises(SystemExit, match=f"{taken} was not made by this script: move it"):
             steps.step(taken, "an archive", fill)
     assert (own / "letter").read_text() == "mine" and file.read_bytes() == b""
+    link = tmp_path / "link"
+    link.symlink_to(empty)
+    with pytest.raises(SystemExit, match=f"{link} is a link, which is not replaced"):
+        steps.step(link, "another archive", fill)
+    assert link.is_symlink() and (empty / "a b").exists()
 
 
 @pytest.mark.parametrize("name", ["iwslt14", "iwslt17", "multi30k", "wikitext103"])

@@ -1,6 +1,7 @@
 """Commands: scoring, searches, the plugin's folder, models that are unknown, lines of text."""
 
 import os
+import tempfile
 
 import torch
 
@@ -115,6 +116,29 @@ def repeated_ngrams():
             return torch.where(is_forced, lprobs, blocked)
 
     sequence_generator.NGramRepeatBlock = RepeatBlock
+
+
+def results():
+    """fairseq-generate empties the earlier file of --results-path before it checks anything, and
+    leaves half of one where it stops. Can go when fairseq-generate writes it aside.
+    """
+    from fairseq_cli import generate
+
+    def make(original):
+        def main(args):
+            folder = getattr(args, "results_path", None)  # of the command line
+            if folder is None:
+                return original(args)
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as args.results_path:
+                found = original(args)
+                name = f"generate-{args.gen_subset}.txt"
+                os.replace(os.path.join(args.results_path, name), os.path.join(folder, name))
+            return found
+
+        return main
+
+    wrap(generate, "main", make)
 
 
 def resolve(path):

@@ -125,6 +125,9 @@ def _check(settings):
                     f"{flag} {value} with {window[0]} {window[1]} would take each block's context "
                     f"from other text: give {flag} 1"
                 )
+    flag, folder = given("results_path")
+    if folder is not None and command() not in (None, "fairseq-generate"):
+        raise UsageError(f"{flag} {folder} is read by fairseq-generate alone: leave it out")
     flag, dictionary = given("replace_unk")
     if dictionary is not None:
         raise UsageError(
