@@ -11,9 +11,10 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
-from multimax_fairseq import Modulator, Normalizer
+from multimax_fairseq import Modulator, Normalizer, compat
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.attention import Steps, attention_to_steps
 from multimax_fairseq.kernels import operators
@@ -327,6 +328,20 @@ def test_which_processors_torch_uses_half_of(monkeypatch, name, capability, narr
     monkeypatch.setattr(beam_search, "processor", lambda: name)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert torch_is_narrow.__wrapped__() == narrow
+
+
+def test_references_are_scored_by_models_with_and_without_attention_weights(
+    task, build, dictionary, translation_batch
+):
+    compat.apply()
+    models, sample = [stock_model(task), build(ARCH).eval()], translation_batch(SIZES)
+
+    def probs(models):
+        found = SequenceScorer(dictionary).generate(models, sample)
+        return torch.cat([best["positional_scores"] for best, *_ in found]).exp()
+
+    mean = sum(probs([model]) for model in models) / 2
+    torch.testing.assert_close(probs(models), mean)
 
 
 def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translation_batch):

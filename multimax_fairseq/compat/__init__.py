@@ -63,6 +63,7 @@ def apply():
     commands.diverse_beams()
     commands.impossible_words()
     commands.repeated_ngrams()
+    commands.scored_ensembles()
     commands.results()
     commands.user_dir()
     text.text_files()  # after user_dir(), which may answer instead of what it wraps
