@@ -27,6 +27,8 @@ from multimax_fairseq.models.beam_search import (
     torch_is_narrow,
 )
 from multimax_fairseq.models.config import as_namespace
+from multimax_fairseq.models.output_layer import plain_output
+from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 ARCH = "transformer_multimax"
@@ -526,3 +528,120 @@ def test_a_step_in_training_drops_what_is_to_be_dropped():
     assert not torch.equal(last(), last())
     attention.eval()
     assert torch.equal(last(), last())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_scores_of_many_hypotheses_are_formed_in_parts(
+    build, dictionary, translation_batch, monkeypatch, temperature
+):
+    """75 rows, of which 64 are formed at a time where memory is for fewer."""
+    monkeypatch.setattr(beam_search, "MAX_SCORES", 0)
+    models = [as_trained(scatter_modulators(build(ARCH), seed), seed).eval() for seed in range(2)]
+    given = {"beam_size": 15, "temperature": temperature}
+    compare(models, dictionary, translation_batch(SIZES), **given)
+
+
+@pytest.mark.parametrize("name", [None, "fairseq-train", "fairseq-generate", "fairseq-interactive"])
+def test_layers_are_made_faster_only_where_nothing_trains(task, build, monkeypatch, name):
+    monkeypatch.setattr(beam_search, "command", lambda: name)
+    made = []
+    monkeypatch.setattr(beam_search, "faster_layers", made.append)
+    models = [build(ARCH).eval()]
+    FairseqTask.build_generator(task, models, GenerationConfig())
+    assert made == ([models] if name in ("fairseq-generate", "fairseq-interactive") else [])
+
+
+def test_a_language_model_beside_is_left_to_fairseq(build, dictionary, translation_batch):
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    beside = {"lm_model": build("transformer_lm_multimax").eval(), "lm_weight": 0.5}
+    compare([model], dictionary, translation_batch(SIZES), own=False, **beside)
+
+
+def test_a_changed_decoder_or_search_is_left_to_fairseq(build, dictionary, translation_batch):
+    class Backwards(MultimaxDecoder):
+        def get_normalized_probs(self, *args, **kwargs):
+            return super().get_normalized_probs(*args, **kwargs).flip(-1)
+
+    class Noisy(search.BeamSearch):
+        def step(self, step, lprobs, *args, **kwargs):
+            return super().step(step, lprobs / 2, *args, **kwargs)
+
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    sample = translation_batch(SIZES)
+    compare([model], dictionary, sample, own=False, search_strategy=Noisy(dictionary))
+    model.decoder.__class__ = Backwards
+    compare([model], dictionary, sample, own=False)
+
+
+def test_log_probabilities_that_somebody_changes_are_left_to_fairseq(
+    build, dictionary, translation_batch
+):
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    found = []
+    for kind in (SequenceGenerator, BeamGenerator):
+        generator = kind([model], dictionary, beam_size=3, max_len_b=10)
+        step = generator.model.forward_decoder
+        generator.model.forward_decoder = lambda *x, step=step: (step(*x)[0].roll(3, -1), None)
+        hypotheses = generator.generate([model], translation_batch(SIZES))
+        found.append([[one["tokens"].tolist() for one in each] for each in hypotheses])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_half_precision_find_fairseqs_hypotheses(
+    build, dictionary, translation_batch, dtype
+):
+    model = as_trained(scatter_modulators(build(ARCH))).eval().to(dtype)
+    compare([model], dictionary, translation_batch(SIZES), beam_size=1)
+
+
+@pytest.mark.parametrize("change", ["pre-hook", "hook", "modulator", "layer"])
+def test_an_output_layer_that_somebody_changes_is_the_same_without_gradients(
+    build, translation_batch, change
+):
+    """Without them a kernel forms the scores of an output layer that is nothing but one."""
+
+    class Halved(torch.nn.Linear):
+        def forward(self, input):
+            return super().forward(input) / 2
+
+    model = build(ARCH, "--output-normalizer", "multimax").eval()
+    sample, projection = translation_batch()["net_input"], model.decoder.output_projection
+    if change == "pre-hook":
+        projection.register_forward_pre_hook(lambda layer, x: (x[0] / 2,))
+    elif change == "hook":
+        projection.register_forward_hook(lambda layer, x, y: y / 2)
+    elif change == "modulator":
+        model.decoder.output_modulator = torch.nn.Tanh()
+    else:
+        projection.__class__ = Halved
+    expected = model(**sample)[0]
+    assert plain_output(model.decoder) is None
+    with torch.no_grad():
+        torch.testing.assert_close(model(**sample)[0], expected)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_faster_layers_leave_others_alone(monkeypatch, narrow):
+    class Doubled(torch.nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    monkeypatch.setattr(beam_search, "torch_is_narrow", lambda: narrow)
+    layers = {"fc1": Doubled(4, 3), "fc2": torch.nn.Linear(4, 3, device="meta")}
+    layers["other"] = torch.nn.Linear(4, 3)
+    kinds = {name: type(layer) for name, layer in layers.items()}
+    faster_layers([torch.nn.ModuleDict(layers)])
+    assert {name: type(layer) for name, layer in layers.items()} == kinds
+    assert all(layer.weight.is_contiguous() for layer in layers.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_faster_layer_is_torchs_where_no_kernel_can(monkeypatch, dtype):
+    monkeypatch.setattr(beam_search, "LEAST_PRODUCTS", 0)
+    x, layer = torch.randn(5, 4, dtype=dtype), torch.nn.Linear(4, 3, dtype=dtype)
+    expected = layer(x)
+    monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
+    layer.__class__ = KernelLinear
+    assert torch.equal(layer(x), expected)

@@ -1,12 +1,13 @@
 """The models: one function in every path, and the stock model at the identity."""
 
+import copy
 import io
 import math
 
 import pytest
 import torch
 from conftest import scatter_modulators
-from fairseq.modules import FairseqDropout
+from fairseq.modules import FairseqDropout, SinusoidalPositionalEmbedding
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
@@ -678,3 +679,15 @@ def test_gradients_of_the_learned_scalars_are_scaled(build, arch, translation_ba
         factor = 0.25 if "modulator" in name else 1
         factor /= math.sqrt(len(model.decoder.dictionary)) if "output_mod" in name else 1
         torch.testing.assert_close(gradients[1][name], gradient * factor)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_sinusoidal_positions_grow_with_the_text(build, more):
+    positions = build("transformer_multimax").decoder.embed_positions
+    stock = SinusoidalPositionalEmbedding(positions.embedding_dim, positions.padding_idx)
+    words = positions.weights.size(0) - positions.padding_idx + more
+    tokens = torch.full((2, words), 5)
+    expected = stock(tokens)
+    found = copy.deepcopy(positions)(tokens, incremental_state={})
+    assert torch.equal(found, expected[:, -1:])
+    assert torch.equal(positions(tokens), expected)

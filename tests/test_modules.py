@@ -362,3 +362,84 @@ def test_retained_dropout_drops_in_evaluation():
         layer.dropout_module.apply_during_inference = is_retained
         for call in (all_at_once, stepped):
             assert torch.equal(call(layer, x), nothing) == is_retained
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["float", "bool"])
+def test_a_mask_is_there_at_each_step(kind):
+    layer, x = self_attention(), torch.randn(5, 3, 32)
+    mask = torch.ones(5, 5).bool().triu(1)
+    mask[3, :2] = mask[4, 1] = True
+    if kind == "float":
+        mask = torch.zeros(5, 5).masked_fill(mask, -math.inf)
+    state, expected = {}, layer(x, x, x, attn_mask=mask, need_weights=False)[0]
+    given = {"incremental_state": state, "need_weights": False}
+    for step, one in enumerate(x):
+        seen = mask[step : step + 1, : step + 1]
+        found = layer(one[None], None, None, attn_mask=seen, **given)[0]
+        torch.testing.assert_close(found, expected[step : step + 1])
+
+
+@torch.no_grad()
+def test_several_words_may_come_at_a_step():
+    layer, x = self_attention(), torch.randn(5, 3, 32)
+    state = {}
+    layer(x[:3], None, None, incremental_state=state, need_weights=False)
+    found = layer(x[3:], None, None, incremental_state=state, need_weights=False)[0]
+    expected = layer(x, x, x, need_weights=False)[0][3:]
+    torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_a_mask_of_small_integers_is_one_of_truths():
+    layer, x = self_attention(), torch.randn(5, 3, 32)
+    excluded = torch.ones(5, 5).triu(1)
+    expected, found = (
+        layer(x, x, x, attn_mask=excluded.to(dtype))[0] for dtype in (torch.bool, torch.uint8)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_a_layer_of_xformers_is_refused():
+    stock = SoftmaxMultiheadAttention(8, 2, self_attention=True)
+    stock.use_xformers = True
+    with pytest.raises(ValueError, match="leave out the xFormers option"):
+        MultiheadAttention(stock, Normalizer())
+
+
+def test_scores_before_the_softmax_are_refused():
+    layer, x = self_attention(), torch.randn(5, 3, 32)
+    with pytest.raises(ValueError, match="before_softmax is not offered"):
+        layer(x, x, x, before_softmax=True)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("multimax", {}),
+        ("multimax", {"sink": "learned"}),
+        ("softmax", {"temperature": 2.0, "learn_temperature": True}),
+    ],
+)
+def test_what_all_heads_share_stays_when_heads_go(name, options):
+    normalizer = Normalizer(name, **options)
+    before = {key: value.clone() for key, value in normalizer.state_dict().items()}
+    normalizer.keep_heads([1])
+    after = normalizer.state_dict()
+    assert before and all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_keys_that_are_there_once_a_sentence_are_taken_as_they_are():
+    torch.manual_seed(0)
+    stock = SoftmaxMultiheadAttention(8, 2, encoder_decoder_attention=True)
+    ours = MultiheadAttention(stock, Normalizer(init_std=0.5)).eval()
+    ours.set_beam_size(3)
+    query, key = torch.randn(1, 6, 8), torch.randn(5, 2, 8)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    repeated = key.repeat_interleave(3, 1), padding.repeat_interleave(3, 0)
+    once, each = (
+        ours(query, k, k, hides, incremental_state={}, static_kv=True)
+        for k, hides in ((key, padding), repeated)
+    )
+    torch.testing.assert_close(once, each)

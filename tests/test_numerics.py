@@ -162,3 +162,59 @@ def test_a_validation_that_is_not_finite_is_in_no_comparison(trainer_of, broken,
         vars(save).pop("best", None)
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"loss of the validation at update 0 is {float(broken)}: not ")
+
+
+def test_a_place_that_was_not_finite_once_is_named(build, translation_batch):
+    """However many finite passes follow, as of the other batches of an update."""
+    model, sample = build(TRANSLATION), translation_batch()["net_input"]
+    projection = model.encoder.layers[1].self_attn.q_proj
+    kept = projection.bias.detach().clone()
+
+    def forward():
+        for value in (kept, torch.full_like(kept, math.nan), kept):
+            projection.bias.copy_(value)
+            model(**sample)
+
+    found = model.why_not_finite(forward)
+    assert found.startswith("it begins in the self-attention of encoder layer 2, where ")
+
+
+def test_logits_of_paddings_are_nobodys_mistake(build, translation_batch):
+    model, sample = build(TRANSLATION), translation_batch(((9, 7), (4, 2)))["net_input"]
+    padding = sample["prev_output_tokens"].eq(model.decoder.padding_idx).T[:, :, None]
+    assert padding.any()
+    model.decoder.layers[-1].register_forward_hook(
+        lambda layer, x, found: (found[0].masked_fill(padding, math.nan), *found[1:])
+    )
+    assert model.why_not_finite(lambda: model(**sample)).startswith("all scores are finite (in ")
+
+
+def test_scores_of_padding_keys_are_nobodys_mistake(build, translation_batch):
+    model, sample = build(TRANSLATION), translation_batch(((9, 4), (4, 4)))["net_input"]
+    padding = sample["src_tokens"].eq(model.decoder.padding_idx).T[:, :, None]
+    assert padding.any()
+    model.encoder.layers[1].self_attn.k_proj.register_forward_hook(
+        lambda layer, x, keys: keys.masked_fill(padding, math.nan)
+    )
+    assert model.why_not_finite(lambda: model(**sample)).startswith("all scores are finite (in ")
+
+
+def test_what_was_seen_until_a_pass_stopped_is_the_answer(build, translation_batch):
+    model, sample = build(TRANSLATION), translation_batch()["net_input"]
+
+    def forward():
+        model.encoder.layers[1].self_attn.q_proj.bias.fill_(math.nan)
+        model(**sample)
+        raise ValueError("probabilities that are none")
+
+    found = model.why_not_finite(forward)
+    assert found.startswith("it begins in the self-attention of encoder layer 2, where ")
+
+
+def test_of_several_gradients_the_last_places_is_named(trainer_of):
+    """Where gradients, which come from the output, begin not to be finite."""
+    trainer, batches = trainer_of(TRANSLATION)
+    for layer in trainer.get_model().decoder.layers:
+        layer.fc1.weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(UsageError, match=r"gradient of 'decoder\.layers\.1\.fc1\.weight' is not;"):
+        trainer.train_step(batches[:1])
