@@ -21,12 +21,10 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from multimax_fairseq import compat  # noqa: E402
 from multimax_fairseq.compat import saving  # noqa: E402
+from multimax_fairseq.convert.checkpoint import options  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
 from multimax_fairseq.files import check_place  # noqa: E402
-from multimax_fairseq.models.config import SETTINGS  # noqa: E402
-
-# Settings without which a model is the same.
-OF_TRAINING = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
+from multimax_fairseq.models.config import OF_TRAINING, SETTINGS  # noqa: E402
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -45,8 +43,7 @@ def newest(folder: Path, count: int) -> list[Path]:
 
 def mappings(state: dict) -> dict:
     """What a checkpoint's model maps its scores by, as it was given."""
-    settings = state["cfg"]["model"]
-    given = vars(settings) if isinstance(settings, argparse.Namespace) else settings
+    given = options(state)
     return {s.name: given.get(s.name) for s in SETTINGS if s.name not in OF_TRAINING}
 
 
@@ -54,11 +51,12 @@ def average(files: list[Path]) -> dict:
     """The first file's checkpoint with the mean of all files' parameters, summed in float64."""
     first = checkpoint_utils.load_checkpoint_to_cpu(str(files[0]))
     totals = {name: p.double() for name, p in first["model"].items()}
+    wanted = mappings(first)
     for file in files[1:]:
         state = checkpoint_utils.load_checkpoint_to_cpu(str(file))
         model = state["model"]
         shapes = {name: p.shape for name, p in model.items()}
-        if mappings(state) != mappings(first):
+        if mappings(state) != wanted:
             raise UsageError(
                 f"'{file}' has other normalizers than '{files[0]}': average one run's checkpoints"
             )

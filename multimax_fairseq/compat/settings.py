@@ -379,6 +379,8 @@ def generation():
                 f"--sampling-topk {topk} does nothing beside --sampling-topp {topp}: give one of "
                 "them"
             )
+        if command() == "fairseq-interactive":
+            check_interactive(args)
         check_language_model(getattr(args, "lm_path", None), getattr(args, "lm_weight", 0.0))
         if nbest > beam:
             raise UsageError(f"--nbest {nbest} is more than --beam {beam} finds: give a wider beam")
@@ -388,28 +390,31 @@ def generation():
                     f"--{name.replace('_', '-')} is for models that write a sentence in several "
                     "passes, as of --task translation_lev: leave it out"
                 )
-        for name in ("score_reference", "prefix_size"):
-            if command() == "fairseq-interactive" and getattr(args, name, None):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} needs references, which fairseq-interactive has "
-                    "none of: use it with fairseq-generate"
-                )
-        if command() == "fairseq-interactive" and getattr(args, "print_alignment", None) == "soft":
-            raise UsageError(
-                "--print-alignment soft is for fairseq-generate: use it there, or give "
-                "--print-alignment hard"
-            )
         if getattr(args, "constraints", None) and not takes_constraints:
             raise UsageError(
                 f"--constraints {args.constraints} is for the lines that fairseq-interactive "
                 "translates: use it there, or leave it out"
             )
 
-    def check_language_model(path, weight):
-        if path is not None and command() == "fairseq-interactive":
+    def check_interactive(args):
+        path = getattr(args, "lm_path", None)
+        if path is not None:
             raise UsageError(
                 f"--lm-path {path} is read by fairseq-generate alone: use it there, or leave it out"
             )
+        for name in ("score_reference", "prefix_size"):
+            if getattr(args, name, None):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} needs references, which fairseq-interactive has "
+                    "none of: use it with fairseq-generate"
+                )
+        if getattr(args, "print_alignment", None) == "soft":
+            raise UsageError(
+                "--print-alignment soft is for fairseq-generate: use it there, or give "
+                "--print-alignment hard"
+            )
+
+    def check_language_model(path, weight):
         if path is not None and weight == 0:
             raise UsageError(f"--lm-path {path} does nothing at --lm-weight 0: give a weight")
         if path is None and weight != 0:

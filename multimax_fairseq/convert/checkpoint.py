@@ -13,17 +13,23 @@ from omegaconf import OmegaConf
 import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.compat import contents, saving
 from multimax_fairseq.errors import CheckpointError, UsageError, no_file
-from multimax_fairseq.models.config import DEFAULTS, MAPPINGS, PLACES, flag, set_defaults
+from multimax_fairseq.models.config import (
+    DEFAULTS,
+    MAPPINGS,
+    OF_TRAINING,
+    PLACES,
+    flag,
+    set_defaults,
+)
 from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 State = dict[str, Any]
 
 # The settings that two vectors of four numbers can follow, or that end with the training.
-REPRESENTED = {
+REPRESENTED = OF_TRAINING | {
     *("attention_normalizer", "attention_normalizer_at", "output_normalizer"),
-    *("multimax_order", "multimax_terms", "multimax_init_std", "scalar_gradient_scale"),
-    "monitor_interval",
+    *("multimax_order", "multimax_terms"),
 }
 
 

@@ -193,6 +193,9 @@ SETTINGS = [
     setting for setting in dataclasses.fields(TranslationConfig) if not setting.name.startswith("_")
 ]
 
+# Those without which a trained model is the same.
+OF_TRAINING = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
+
 
 def as_namespace(args: Any) -> argparse.Namespace:
     """Return a model's settings as the flat namespace that fairseq's Transformers read."""
