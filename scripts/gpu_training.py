@@ -76,7 +76,9 @@ def train(place: Place, arch: str, precision: str) -> Finding:
             text=True,
         )
     if done.returncode:
-        last = [line for line in done.stdout.splitlines() if line.strip()][-1:]
+        # An error of C++ comes before the places where it was.
+        said = [line for line in done.stdout.splitlines() if line.strip()]
+        last = ([line for line in said if "error" in line.lower()] or said)[-1:]
         raise RuntimeError(f"fairseq-train ended with status {done.returncode}: {''.join(last)}")
     logged = re.findall(r"\| INFO \| train_inner \| (\{.*\})", done.stdout)
     losses = [float(json.loads(line)["loss"]) for line in logged]

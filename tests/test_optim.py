@@ -6,6 +6,7 @@ from fairseq import optim, options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.optim.adam import AdamOfMany
 
 ARCH = "transformer_iwslt_de_en_multimax"
 
@@ -96,3 +97,39 @@ def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build, every
 def test_a_number_of_frozen_updates_that_is_none(build):
     with pytest.raises(UsageError, match="--scalar-freeze-updates -1 must be a whole number"):
         multimax_adam(build(ARCH).parameters(), "--scalar-freeze-updates", "-1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_many_tensors_at_a_time_are_updated_as_one_by_one(build, dtype, monkeypatch):
+    """As on a GPU: number for number, whatever of them has no gradient or joins later."""
+    flags = ("--weight-decay", "0.1", "--scalar-lr-scale", "0.3", "--adam-betas", "(0.9, 0.98)")
+    models = [build(ARCH).to(dtype) for _ in range(2)]
+    optimizers = [multimax_adam(model.parameters(), *flags) for model in models]
+    many = optimizers[1].optimizer
+    monkeypatch.setattr(many, "is_fast", lambda parameter: True)
+    monkeypatch.setattr(many, "MOST", 20_000)
+    taken = []
+
+    def updated(parameters, group):
+        taken.append(len(parameters))
+        AdamOfMany._update(many, parameters, group)
+
+    monkeypatch.setattr(many, "_update", updated)
+    for update in range(4):
+        torch.manual_seed(update)
+        for number, pair in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+            grad = torch.randn(pair[0].shape).to(dtype)
+            for parameter in pair:
+                parameter.grad = None if number % 5 > update else grad.clone()
+        for optimizer in optimizers:
+            if update == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.set_lr(0.01 * (update + 1))
+            optimizer.step()
+        one, other = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models)
+        assert torch.equal(one, other) and one.isfinite().all()
+    assert max(taken) > 5 and len(taken) > 8
+    kept, found = (optimizer.optimizer.state for optimizer in optimizers)
+    for one, other in zip(kept.values(), found.values(), strict=True):
+        assert one["step"] == other["step"] and one.keys() == other.keys()
+        assert all(torch.equal(one[k], other[k]) for k in ("exp_avg", "exp_avg_sq"))

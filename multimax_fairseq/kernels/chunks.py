@@ -58,18 +58,19 @@ def through_chunks(
     if chunk_size is None:
         chunk_size = chunk_rows(count, classes, device.type)
     wide = torch.promote_types(features.dtype, torch.float32)
-    nll, smooth = (torch.zeros(count, dtype=wide, device=device) for _ in range(2))
-    grads: list[Tensor | None] = [None] * 4
-    if factors is not None:
-        dtypes = (features.dtype, weight.dtype if count <= chunk_size else wide, wide, wide)
-        given = zip((features, weight, bias, table), dtypes, needed, strict=True)
-        grads = [
-            t.new_zeros(t.shape, dtype=dtype) if t is not None and need else None
-            for t, dtype, need in given
-        ]
-    by_features, by_weight, by_bias, by_table = grads
+    if count == 0:
+        nll, smooth = (torch.zeros(0, dtype=wide, device=device) for _ in range(2))
+        given = zip((features, weight, bias, table), needed, strict=True)
+        return nll, smooth, [torch.zeros_like(t) if t is not None and n else None for t, n in given]
+    by_features, by_weight, by_bias, by_table = [None] * 4
+    if factors is not None and needed[0]:
+        by_features = torch.empty(features.shape, dtype=features.dtype, device=device)
+    if factors is not None and needed[1]:
+        dtype = weight.dtype if count <= chunk_size else wide
+        by_weight = torch.empty(weight.shape, dtype=dtype, device=device)
     width = classes if device.type == "cpu" else -(-classes // ALIGNMENT) * ALIGNMENT
     logits = features.new_empty(min(chunk_size, count), width)[:, :classes]
+    losses = []
     for start in range(0, count, chunk_size):
         rows = slice(start, min(start + chunk_size, count))
         inputs, scores = features[rows], logits[: rows.stop - start]
@@ -78,21 +79,22 @@ def through_chunks(
         else:
             torch.addmm(bias, inputs, weight.T, out=scores)
         some = None if factors is None else factors[rows].to(wide)
-        nll[rows], smooth[rows], grad_scores, grad_table = one_chunk(
-            scores, table, target[rows], some
-        )
+        *both, grad_scores, grad_table = one_chunk(scores, table, target[rows], some)
+        losses.append(both)
         if grad_scores is None:
             continue
         narrow = grad_scores.to(weight.dtype)
         if by_features is not None:
             torch.mm(narrow, weight, out=by_features[rows])
         if by_weight is not None:
-            _add_product(by_weight, narrow.T, inputs)
-        if by_bias is not None:
-            by_bias += grad_scores.sum(0, dtype=wide)
-        if by_table is not None and grad_table is not None:
-            by_table += grad_table
-    return nll, smooth, grads
+            _add_product(by_weight, narrow.T, inputs, is_first=start == 0)
+        if bias is not None and needed[2]:
+            part = grad_scores.sum(0, dtype=wide)
+            by_bias = part if by_bias is None else by_bias.add_(part)
+        if grad_table is not None and needed[3]:
+            by_table = grad_table if by_table is None else by_table.add_(grad_table)
+    nll, smooth = losses[0] if len(losses) == 1 else map(torch.cat, zip(*losses, strict=True))
+    return nll, smooth, [by_features, by_weight, by_bias, by_table]
 
 
 def chunk_rows(count: int, classes: int, device: str) -> int:
@@ -104,14 +106,16 @@ def chunk_rows(count: int, classes: int, device: str) -> int:
     return max(1, -(-count // chunks))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, the sum in the dtype of total."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """total += a @ b, the sum in the dtype of total, of which the first finds nothing."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif _accumulates(total.device.type, a.dtype):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.mm(a, b, out=total) if is_first else total.addmm_(a, b)
+    elif not _accumulates(total.device.type, a.dtype):
+        total.copy_(a @ b) if is_first else total.add_(a @ b)
+    elif is_first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
-        total += a @ b
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 @functools.cache
@@ -120,6 +124,7 @@ def _accumulates(device: str, dtype: torch.dtype) -> bool:
     a = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, device=device)
     try:
+        torch.mm(a, a, out_dtype=torch.float32, out=total)
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
     except (RuntimeError, NotImplementedError):
         return False

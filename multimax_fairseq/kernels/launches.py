@@ -1,4 +1,5 @@
-"""Which block sizes the kernels of attention are launched with, and which of some is fastest here.
+"""How Triton's kernels are launched: with which block sizes those of attention, of which some are
+tried here, and without Triton's own look at every argument of every call.
 
 What the compiler says of a kernel does not tell how two kernels that it likes alike compare on a
 given GPU, so that each is tried there, once for each kind of call.
@@ -8,10 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from operator import itemgetter
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from multimax_fairseq.kernels.operators.definition import interpreted
@@ -182,3 +188,77 @@ def _try(
         with contextlib.suppress(OutOfResources, PTXASError):  # more than this GPU has
             times[launch] = timer(functools.partial(run, launch))
     return min(times, key=times.__getitem__, default=choice[0])
+
+
+# --- a launch ----------------------------------------------------------------------------------
+
+_Picked = Callable[[dict[str, Any]], tuple[Any, ...]]
+
+
+class _Parameters(NamedTuple):
+    """Of a kernel's arguments by name: those that it takes, in its order; the tensors; the numbers;
+    those of them that it is compiled for if they are 1 or multiples of 16; and its constants."""
+
+    all: _Picked
+    tensors: _Picked
+    numbers: _Picked
+    specialized: _Picked
+    constants: _Picked
+
+
+_parameters: dict[Callable[..., Any], _Parameters] = {}
+# What Triton compiled, by all that it compiles for.
+_compiled: dict[Hashable, CompiledKernel] = {}
+
+
+def run_kernel(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    """Run a kernel on the current device, all arguments by name.
+
+    Equivalent to: kernel[(programs,)](**arguments), which needs longer than many a kernel to find
+    what it has compiled for such arguments
+    """
+    if interpreted():
+        kernel[(programs,)](**arguments)
+        return
+    parameters = _parameters.get(kernel.fn) or _parameters_of(kernel, arguments)
+    call = (
+        kernel.fn,
+        driver.active.get_current_device(),
+        parameters.constants(arguments),
+        *[t if t is None else (t.dtype, t.data_ptr() % 16) for t in parameters.tensors(arguments)],
+        *[n if n == 1 else 16 if n % 16 == 0 else 0 for n in parameters.specialized(arguments)],
+    )
+    compiled = _compiled.get(call)
+    # A larger one is of another type.
+    fits = max(map(abs, parameters.numbers(arguments)), default=0) < 2**31
+    if compiled is not None and fits:
+        compiled[programs, 1, 1](*parameters.all(arguments))
+        return
+    compiled = kernel[(programs,)](**arguments)
+    if fits and isinstance(compiled, CompiledKernel):
+        _compiled[call] = compiled
+
+
+def _parameters_of(kernel: Any, arguments: dict[str, Any]) -> _Parameters:
+    constants = [p.name for p in kernel.params if p.is_constexpr]
+    constants += sorted(arguments.keys() - set(kernel.arg_names))  # for the compiler
+    others = [p for p in kernel.params if not p.is_constexpr]
+    tensors = [p for p in others if isinstance(arguments[p.name], (Tensor, NoneType))]
+    numbers = [p for p in others if p not in tensors]
+    found = _Parameters(
+        all=itemgetter(*kernel.arg_names),
+        tensors=_picked(p.name for p in tensors),
+        numbers=_picked(p.name for p in numbers),
+        specialized=_picked(p.name for p in numbers if not p.do_not_specialize),
+        constants=_picked(constants),
+    )
+    _parameters[kernel.fn] = found
+    return found
+
+
+def _picked(names: Iterable[str]) -> _Picked:
+    """The values of these names; `itemgetter` gives a single one without a tuple."""
+    given = tuple(names)
+    if len(given) > 1:
+        return itemgetter(*given)
+    return lambda arguments: tuple(arguments[name] for name in given)

@@ -23,6 +23,7 @@ from multimax_fairseq.kernels.launches import (
     candidates,
     is_heavy,
     run_fastest,
+    run_kernel,
 )
 from multimax_fairseq.kernels.triton_attention_kernels import (
     forward_kernel,
@@ -96,10 +97,8 @@ def attention_forward(
 
     def run(launch: Launch) -> None:
         programs = -(-query.shape[2] // launch.queries) * out.shape[0] * out.shape[1]
-        forward_kernel[(programs,)](
-            OUT=out, TOTAL=total, **_sink(sink), **_strides("o", out), **arguments,
-            **launch.arguments(),
-        )  # fmt: skip
+        own = {"OUT": out, "TOTAL": total, **_sink(sink), **_strides("o", out)}
+        run_kernel(forward_kernel, programs, own | arguments | launch.arguments())
 
     _run_fastest("forward_kernel", arguments, run)
     return out, total
@@ -145,27 +144,27 @@ def attention_backward(
 
     def run_means(launch: Launch) -> None:
         programs = -(-length // launch.queries) * batch * heads
-        mean_kernel[(programs,)](
-            EXACT=is_exact, **_sink(sink), **by_query, **arguments, **launch.arguments()
-        )
+        own = {"EXACT": is_exact, **_sink(sink), **by_query}
+        run_kernel(mean_kernel, programs, own | arguments | launch.arguments())
 
     def run_queries(launch: Launch) -> Tensor | None:
         blocks, sums = -(-length // launch.queries), None
         if table is not None:
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
-        query_kernel[(blocks * batch * heads,)](
-            GRAD_Q=grad_query, SUMS=sums, SUMMED=sums is not None, MEANS=means,
-            SINKS=means is not None, **_strides("gq", grad_query), **by_query, **arguments,
-            **launch.arguments(),
-        )  # fmt: skip
+        own = {
+            "GRAD_Q": grad_query, "SUMS": sums, "SUMMED": sums is not None, "MEANS": means,
+            "SINKS": means is not None, **_strides("gq", grad_query), **by_query,
+        }  # fmt: skip
+        run_kernel(query_kernel, blocks * batch * heads, own | arguments | launch.arguments())
         return sums
 
     def run_keys(launch: Launch) -> None:
         programs = -(-key.shape[2] // launch.keys) * batch * heads
-        key_kernel[(programs,)](
-            GRAD_K=grad_key, GRAD_V=grad_value, **_strides("gk", grad_key),
-            **_strides("gv", grad_value), **arguments, **launch.arguments(),
-        )  # fmt: skip
+        own = {
+            "GRAD_K": grad_key, "GRAD_V": grad_value,
+            **_strides("gk", grad_key), **_strides("gv", grad_value),
+        }  # fmt: skip
+        run_kernel(key_kernel, programs, own | arguments | launch.arguments())
 
     if is_exact or is_added:
         arguments["NORM"] = norm = torch.empty_like(total)
@@ -249,7 +248,7 @@ def _arguments(
         "heads": heads,
         "T": length,
         "S": key.shape[2],
-        "scale": scale,
+        "scale": float(scale),  # of an integer, Triton makes another kernel
         "seed": seed & (2**31 - 1),
         "threshold": threshold,
         "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,

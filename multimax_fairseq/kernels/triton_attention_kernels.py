@@ -389,6 +389,8 @@ def key_kernel(
     columns = s0 + tl.arange(0, BLOCK_S)
     k = _tile(K + b * k_b + h * k_h, columns, k_n, S, True, D, WIDTH)
     v = _tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
+    # What lies beyond the last key is masked as that one is, and stored nowhere.
+    seen = tl.minimum(columns, S - 1)
 
     grad_k = tl.zeros([BLOCK_S, WIDTH], tl.float32)
     grad_v = tl.zeros([BLOCK_S, WIDTH], tl.float32)
@@ -414,7 +416,7 @@ def key_kernel(
                 delta = tl.load(DELTA + row)
             scores = tl.dot(k, tl.trans(q), input_precision="ieee")
             z = _modulated(
-                scores, total[None, :], rows[None, :], columns[:, None], folded, mask, m_t, m_s,
+                scores, total[None, :], rows[None, :], seen[:, None], folded, mask, m_t, m_s,
                 T, S, LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 0,
             )  # fmt: skip
             probs = _power(z, MASKING)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from multimax_fairseq.kernels.chunks import through_chunks
+from multimax_fairseq.kernels.launches import run_kernel
 from multimax_fairseq.kernels.triton_modulator import (
     CAP_BOTH,
     CAP_LOW,
@@ -183,21 +184,24 @@ def _one_chunk(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `through_chunks` wants it; the gradients take the place of the scores."""
     rows, classes = scores.shape
-    nll, smooth = scores.new_empty(2, rows, dtype=torch.float32)
+    nll, smooth = (scores.new_empty(rows, dtype=torch.float32) for _ in range(2))
     table_grad = None
     if factors is not None and table is not None and needs_table:
         table_grad = table.new_empty(rows, table.shape[1])
+    arguments = {
+        "SCORES": scores, "TABLE": table, "TARGET": target, "FACTORS": factors, "NLL": nll,
+        "SMOOTH": smooth, "TABLE_GRAD": table_grad, "scores_n": scores.stride(0),
+        "classes": classes, "smooth_weight": float(smooth_weight),
+        "nll_weight": float(nll_weight),
+        "ORDER": 0 if table is None else 2,
+        "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
+        # No square of a float16 overflows, but one of them is -inf.
+        "CAP": (CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
+        "GRADIENT": factors is not None, "SUMMED": table_grad is not None,
+        "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
+    }  # fmt: skip
     with torch.cuda.device_of(scores):
-        loss_kernel[(rows,)](
-            scores, table, target, factors, nll, smooth, table_grad,
-            scores.stride(0), classes, smooth_weight, nll_weight,
-            ORDER=0 if table is None else 2,
-            MONOTONE=table is not None and table.shape[1] == MONOTONE_COLUMNS,
-            # No square of a float16 overflows, but one of them is -inf.
-            CAP=(CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
-            GRADIENT=factors is not None, SUMMED=table_grad is not None,
-            BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+        run_kernel(loss_kernel, rows, arguments)
     if factors is None:
         return nll, smooth, None, None
     return nll, smooth, scores, None if table_grad is None else table_grad.sum(0, keepdim=True)

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from multimax_fairseq.kernels.launches import run_kernel
+
 COLUMNS = 8
 MONOTONE_COLUMNS = 12
 
@@ -438,7 +440,8 @@ def tails(table: Tensor) -> tuple[Tensor, Tensor]:
     others, (rows, 4, 8), given those, (rows, 8)."""
     out, jacobian = table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
     with torch.cuda.device_of(table):
-        tails_kernel[(2 * len(table),)](table.contiguous(), out, jacobian, num_warps=1)
+        arguments = {"TABLE": table.contiguous(), "OUT": out, "JACOBIAN": jacobian, "num_warps": 1}
+        run_kernel(tails_kernel, 2 * len(table), arguments)
     return out, jacobian
 
 
@@ -457,7 +460,7 @@ def modulate(scores: Tensor, table: Tensor) -> Tensor:
     if scores.numel() > 0:
         programs, arguments = _pieces(scores, table)
         with torch.cuda.device_of(scores):
-            modulate_kernel[(programs,)](SCORES=scores, OUT=out, **arguments)
+            run_kernel(modulate_kernel, programs, {"SCORES": scores, "OUT": out, **arguments})
     return out
 
 
@@ -469,10 +472,9 @@ def modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tens
         return out, torch.zeros_like(table)
     programs, arguments = _pieces(scores, table)
     sums = table.new_empty(programs // arguments["pieces"], arguments["pieces"], table.shape[1])
+    arguments |= {"GRAD": grad, "SCORES": scores, "OUT": out, "SUMS": sums}
     with torch.cuda.device_of(scores):
-        modulate_backward_kernel[(programs,)](
-            GRAD=grad, SCORES=scores, OUT=out, SUMS=sums, **arguments
-        )
+        run_kernel(modulate_backward_kernel, programs, arguments)
     return out, sums.sum(1).view(-1, *table.shape).sum(0)
 
 
