@@ -1,6 +1,9 @@
-"""Which launch of a kernel is taken: the fastest, tried once, or the first without trying."""
+"""Which launch of a kernel is taken: the fastest, tried once, or the first without trying; and
+what a launch runs."""
 
 import importlib.util
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +11,14 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (it is published for Linux)", allow_module_level=True)
 
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import create_function_from_signature
 
 from multimax_fairseq.kernels import launches
 from multimax_fairseq.kernels.launches import Launch, run_fastest
+from multimax_fairseq.kernels.triton_attention_kernels import forward_kernel
 
 CHOICE = [Launch(64, 64, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 1)]
 TOO_LARGE = CHOICE[2]
@@ -94,3 +101,97 @@ def test_a_graph_that_is_recorded_takes_what_is_known_or_the_first(kernel, monke
 def test_the_interpreter_takes_the_first(kernel, monkeypatch):
     monkeypatch.setattr(launches, "interpreted", lambda: True)
     assert kernel.launch("a call") == CHOICE[0] and kernel.tried == []
+
+
+# --- a launch ----------------------------------------------------------------------------------
+
+
+class Compiled(launches.CompiledKernel):
+    """Stands for what Triton compiled for arguments that are alike to it; notes its launches."""
+
+    def __init__(self, alike):
+        self.alike, self.launched, self.module = alike, [], None
+
+    def __getitem__(self, grid):
+        return lambda *values: self.launched.append((grid, values))
+
+
+class Compiler:
+    """A kernel of ours on a GPU that is not there, told apart by Triton's own look at arguments."""
+
+    def __init__(self, kernel):
+        self.fn, self.params, self.arg_names = kernel.fn, kernel.params, kernel.arg_names
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.made = []
+
+    def alike(self, arguments):
+        _, specialization, options = self.binder(**arguments)
+        return specialization, options
+
+    def __getitem__(self, grid):
+        def compile(**arguments):
+            self.made.append(Compiled(self.alike(arguments)))
+            return self.made[-1]
+
+        return compile
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """As on a GPU: its number may be changed."""
+    there = SimpleNamespace(number=0)
+    active = SimpleNamespace(get_current_device=lambda: there.number)
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launches, "interpreted", lambda: False)
+    monkeypatch.setattr(launches, "_compiled", {})
+    monkeypatch.setattr(launches, "_parameters", {})
+    return there
+
+
+def some_arguments(random):
+    """Of the forward kernel: mostly the same, and now and then what else a caller may give."""
+
+    def some(usual, *others):
+        return usual if random.random() < 0.9 else random.choice(others)
+
+    memory = torch.zeros(64)
+    half = memory.to(some(torch.float16, torch.bfloat16, torch.float32))
+    arguments = {name: half[some(0, 1, 8) :] for name in ("Q", "K", "V", "OUT")}
+    arguments |= {"TOTAL": memory, "TABLE": some(memory, None), "SINK": None}
+    arguments["MASK"] = some(None, memory, memory[1:], memory.to(torch.uint8))
+    axes = [f"{name}_{axis}" for name in "qkvo" for axis in "bhn"] + ["m_b", "m_h", "m_t", "m_s"]
+    arguments |= dict.fromkeys(axes, 64)
+    arguments[random.choice(axes)] = some(64, 0, 1, 2, 16, 17, 2**31)
+    arguments |= {name: random.choice([1, 8, 16, 2**20]) for name in ("heads", "T", "S", "t_h")}
+    arguments |= {"scale": some(0.125, 1.0, 16.0), "seed": random.randrange(2**31)}
+    arguments |= {"threshold": random.randrange(2**16), "keep_scale": some(1.0, 2.0)}
+    arguments |= {"D": 64, "WIDTH": 64, "LOW": some(2, 1), "HIGH": 2, "MONOTONE": False, "CAP": 0}
+    arguments |= {"MASKING": 0, "SINKS": False, "CAUSAL": some(True, False), "DROPOUT": False}
+    return arguments | some(*CHOICE).arguments() | {"enable_fp_fusion": True}
+
+
+def test_a_launch_finds_what_triton_would(device):
+    kernel, random = Compiler(forward_kernel), Random(1)
+    calls = 3000
+    for number in range(calls):
+        arguments = some_arguments(random)
+        before = [len(made.launched) for made in kernel.made]
+        launches.run_kernel(kernel, 7, arguments)
+        new = [m for m, n in zip(kernel.made, before, strict=False) if len(m.launched) > n]
+        if not new:  # Triton's own way
+            continue
+        (found,) = new
+        assert found.alike == kernel.alike(arguments), number
+        grid, values = found.launched[-1]
+        assert grid == (7, 1, 1)
+        named = zip(kernel.arg_names, values, strict=True)
+        assert all(value is arguments[name] for name, value in named)
+    assert calls / 10 < len(kernel.made) < calls / 2
+
+
+def test_another_device_has_a_kernel_of_its_own(device):
+    kernel, arguments = Compiler(forward_kernel), some_arguments(Random(2))
+    for device.number in (0, 0, 1, 1, 0):
+        launches.run_kernel(kernel, 3, arguments)
+    assert [len(made.launched) for made in kernel.made] == [2, 1]
