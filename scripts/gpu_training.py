@@ -21,10 +21,11 @@ UPDATES = 100
 WORDS = 200
 LAYER = "--{0}-layers 2 --{0}-embed-dim 64 --{0}-ffn-embed-dim 128 --{0}-attention-heads 2"
 COMMON = (
-    f"--optimizer adam --lr 0.003 --clip-norm 1.0 --max-tokens 1024 --max-update {UPDATES} "
+    f"--lr 0.003 --clip-norm 1.0 --max-tokens 1024 --max-update {UPDATES} "
     "--seed 1 --no-save --disable-validation --log-format json --log-interval 1 --num-workers 0 "
     "--distributed-world-size 1"
 )
+PRECISIONS = ("fp16", "bf16", "amp", "memory-efficient-bf16")
 MODELS = {
     "transformer_multimax": (
         f"--task translation --source-lang de --target-lang en {LAYER.format('encoder')} "
@@ -65,6 +66,9 @@ def train(place: Place, arch: str, precision: str) -> Finding:
         command = [sys.executable, "-m", "fairseq_cli.train", folder, "--arch", arch]
         command += ["--user-dir", str(ROOT / "multimax_fairseq"), *MODELS[arch].split()]
         command += [*COMMON.split(), *([f"--{precision}"] if precision != "float32" else [])]
+        # Which is for the parameters themselves, not for copies of them.
+        many = precision.startswith("memory-efficient")
+        command += ["--optimizer", "multimax_adam" if many else "adam"]
         command += [] if place.is_gpu else ["--cpu"]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(

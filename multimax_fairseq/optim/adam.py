@@ -77,8 +77,8 @@ class MultimaxAdam(FairseqAdam):
 
 
 class AdamOfMany(Adam):
-    """fairseq's Adam, number for number, with many tensors at a time on a GPU: one by one
-    they keep its host busy for longer than a small model's training step keeps the GPU."""
+    """fairseq's Adam with many tensors at a time on a GPU, where its host needs longer to start
+    the operations on each than the GPU for what they do."""
 
     # Elements that are taken at a time: what is formed beside parameters and state is a few times
     # as many numbers of float32.
