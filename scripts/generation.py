@@ -18,9 +18,9 @@ from paired import Case, Contestant, Ready
 
 import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq.errors import CheckpointError, UsageError
-from multimax_fairseq.models.beam_search import faster_layers
 from multimax_fairseq.models.config import as_namespace
 from multimax_fairseq.models.quantize import quantize
+from multimax_fairseq.models.search_layers import faster_layers
 
 
 def generate(args: argparse.Namespace) -> list[Case]:

@@ -2,8 +2,6 @@
 
 import functools
 import math
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,16 +14,13 @@ from torch import Tensor, nn
 
 from multimax_fairseq.compat.patch import command, wrap
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.cross_entropy import best_outputs, best_scores, fused_scores
+from multimax_fairseq.functional.cross_entropy import best_outputs, best_scores
 from multimax_fairseq.models.output_layer import plain_output
+from multimax_fairseq.models.search_layers import faster_layers
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
-from multimax_fairseq.signature import processor
 
 # Of scores that are formed at a time.
 MAX_SCORES = 2**21
-# From which on the kernel is faster than torch by more than its call costs.
-LEAST_PRODUCTS = 2**22
-LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 DECODERS = (TransformerDecoder, TransformerDecoderBase, MultimaxDecoder)
 
 
@@ -256,43 +251,6 @@ def _is_known(model: Any) -> bool:
             for layer in decoder.layers
         )
     )
-
-
-class KernelLinear(nn.Linear):
-    """A linear layer whose larger products are those of the output layer's kernel."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return what `nn.Linear` does."""
-        if not torch.is_grad_enabled() and input.numel() * len(self.weight) >= LEAST_PRODUCTS:
-            found = fused_scores(input, self.weight, self.bias, None)
-            if found is not None:
-                return found
-        return super().forward(input)
-
-
-@functools.cache
-def torch_is_narrow() -> bool:
-    """Whether torch multiplies at half of the processor's width: on AMD's its library, MKL, uses
-    256 bits, and those from Zen 5 on (family 26) compute 512 at once."""
-    family = re.match(r"AMD .*\(family (\d+)", processor())
-    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return is_wide and family is not None and int(family[1]) >= 26
-
-
-def faster_layers(models: Iterable[nn.Module]) -> None:
-    """Make attention and feed-forward layers faster, of models that are not trained any more, on a
-    CPU: by the kernel's products, or by weights that lie by columns in memory, which a product of
-    few rows is faster with."""
-    for model in models:
-        for name, module in model.named_modules():
-            if type(module) is nn.Linear and name.rpartition(".")[2] in LAYERS:
-                weight = module.weight
-                if weight.device.type != "cpu" or weight.dim() != 2:
-                    continue
-                if torch_is_narrow():
-                    module.__class__ = KernelLinear
-                else:
-                    weight.data = weight.data.t().contiguous().t()
 
 
 def faster_generation() -> None:

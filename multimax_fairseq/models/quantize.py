@@ -14,7 +14,7 @@ from torch.ao import quantization
 
 from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.models.beam_search import LAYERS
+from multimax_fairseq.models.search_layers import LAYERS
 
 # What normalizers and gates learn stays as it is.
 NARROW = (*LAYERS, "output_projection")
