@@ -62,8 +62,6 @@ ctypes.string_at(found.data_ptr() + {{}}, 1)
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter  # noqa: F401  (mends it)
 
-kept = []
-
 
 def fenced(tensor, side):
     """A tensor of these numbers and strides that begins or ends beside memory without access."""
@@ -81,121 +79,113 @@ def fenced(tensor, side):
     libc = ctypes.CDLL(None, use_errno=True)
     for place in (address, address + PAGE + whole):
         assert libc.mprotect(ctypes.c_void_p(place), PAGE, WITHOUT_ACCESS) == 0
-    kept.append(memory)
     return found
 
 
-def fenced_all(side, *tensors):
-    return [fenced(t, side) for t in tensors]
+def fence_results(monkeypatch, side):
+    """Have the memory for what a kernel returns be fenced too, and hold nothing that can pass."""
+
+    def fenced_result(make):
+        def made(*args, **options):
+            found = make(*args, **options)
+            poison = math.nan if found.is_floating_point() else 77
+            return fenced(found.fill_(poison), side)
+
+        return made
+
+    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
+        monkeypatch.setattr(owner, name, fenced_result(getattr(owner, name)))
+
+
+def assert_stays_within(side, operator, *given):
+    """Return what an operator gives, which between fences gives the same."""
+    expected = operator(*given)
+    beside = [fenced(x, side) if isinstance(x, torch.Tensor) else x for x in given]
+    with pytest.MonkeyPatch.context() as patch:
+        fence_results(patch, side)
+        found = operator(*beside)
+    many = isinstance(found, tuple)
+    pairs = zip(found, expected, strict=True) if many else [(found, expected)]
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+    return expected
 
 
 def masks(batch, heads, queries, keys):
     """Of every form and order in memory: none, bool and added, for keys, rows, and both."""
     lengths = torch.tensor([keys, keys // 2 + 1])[:batch, None, None, None]
     padding = torch.arange(keys).expand(batch, 1, 1, keys) >= lengths
-    torch.manual_seed(1)
     full = torch.rand(batch, heads, queries, keys) < 0.3
     yield from (None, padding.contiguous(), full, full.mT.contiguous().mT)
     yield from (torch.randn(1, heads, 1, keys), torch.randn(batch, 1, queries, keys))
     yield torch.randn(1, 1, queries, 1).masked_fill(torch.arange(queries)[:, None] == 1, -math.inf)
 
 
-DTYPES = [torch.float32, torch.float16]
+both_sides = pytest.mark.parametrize("side", ["before", "after"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+TABLE = torch.tensor([[0.3, 0.1, -0.2, -0.4, -0.2, 0.1, 0.3, 0.6]])
 SHAPES = [(2, 2, 16, 16, 32), (1, 2, 37, 45, 64), (2, 1, 70, 9, 80), (1, 1, 1, 67, 16)]
 
 
-@pytest.mark.parametrize("side", ["before", "after"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@both_sides
+@dtypes
 @pytest.mark.parametrize("shape", SHAPES)
 def check_attention(shape, dtype, side):
     batch, heads, queries, keys, size = shape
     torch.manual_seed(0)
     lengths = (queries, keys, keys, queries)
-    tensors = [torch.randn(batch, n, heads, size).to(dtype).transpose(1, 2) for n in lengths]
-    table = torch.tensor([[0.3, 0.1, -0.2, -0.4, -0.2, 0.1, 0.3, 0.6]])
+    made = (torch.randn(batch, n, heads, size).to(dtype) for n in lengths)
+    *tensors, grad = (t.transpose(1, 2) for t in made)
     sink = torch.randn(heads)
     for number, mask in enumerate(masks(batch, heads, queries, keys)):
         causal, dropout_p = number % 2 == 0 and queries == keys, 0.2 * (number % 3 == 0)
-        inputs = [*tensors[:3], [table, None][number % 2], [None, sink][number % 2], mask]
-        numbers = (torch.tensor(7), causal, dropout_p, 0.2, 2, 2)
-        expected = operators.attention(*inputs, *numbers, True)
-        grads = operators.attention_backward(
-            tensors[3], *tensors[:3], *expected, *inputs[3:], *numbers
-        )
-        inputs = fenced_all(side, *inputs)
-        found = operators.attention(*inputs, *numbers, True)
-        assert_alike(found, expected)
-        grad, *both = fenced_all(side, tensors[3], *expected)
-        others = operators.attention_backward(grad, *inputs[:3], *both, *inputs[3:], *numbers)
-        assert_alike(others, grads)
+        rest = [[TABLE, None][number % 2], [None, sink][number % 2], mask, torch.tensor(7)]
+        rest += [causal, dropout_p, 0.2, 2, 2]
+        found = assert_stays_within(side, operators.attention, *tensors, *rest, True)
+        assert_stays_within(side, operators.attention_backward, grad, *tensors, *found, *rest)
 
 
-def assert_alike(found, expected):
-    """To the bit: the kernels are the same, and so are the numbers."""
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("side", ["before", "after"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@both_sides
+@dtypes
 @pytest.mark.parametrize("tokens, classes, width", [(5, 37, 24), (1, 5, 3), (67, 2051, 16)])
 def check_the_output_layer(tokens, classes, width, dtype, side):
     torch.manual_seed(0)
     sizes = ((tokens, width), (classes, width), (classes,))
-    layer = [torch.randn(size).to(dtype) for size in sizes]
+    *layer, some_bias = (torch.randn(size).to(dtype) for size in sizes)
     target, factors = torch.randint(classes, (tokens,)), torch.rand(tokens)
     target[0] = -100
-    monotone = torch.tensor([[0.3, 0.1, -0.2, -0.4, -0.2, 0.1, 0.3, 0.6, -9.0, 9.0, 1.0, 8.0]])
-    for bias, table in itertools.product((None, layer[2]), (None, monotone[:, :8], monotone)):
-        plain = [*layer[:2], bias, None if table is None else table.contiguous()]
-        beside = fenced_all(side, *plain)
-        smooth = 0.1 / classes
-        numbers = ([True] * 4, smooth, 1 - smooth * classes, -100, None)
-        expected = operators.output_loss_parts(*plain, target, factors, *numbers)
-        assert_alike(
-            operators.output_loss_parts(*beside, *fenced_all(side, target, factors), *numbers),
-            expected,
-        )
-        assert_alike([operators.output_scores(*beside)], [operators.output_scores(*plain)])
-        for chosen in ([], [2, 4]):
-            rest = (min(4, classes - len(chosen)), chosen)
-            found = operators.best_outputs(*beside, *rest)
-            assert_alike(found, operators.best_outputs(*plain, *rest))
+    smooth = 0.1 / classes
+    numbers = ([True] * 4, smooth, 1 - smooth * classes, -100, None)
+    monotone = torch.cat([TABLE, torch.tensor([[-9.0, 9.0, 1.0, 8.0]])], 1)
+    for bias, table in itertools.product((None, some_bias), (None, TABLE, monotone)):
+        given = (*layer, bias, table)
+        assert_stays_within(side, operators.output_loss_parts, *given, target, factors, *numbers)
+        assert_stays_within(side, operators.output_scores, *given)
+        for apart in ([], [2, 4]):
+            count = min(4, classes - len(apart))
+            assert_stays_within(side, operators.best_outputs, *given, count, apart)
 
 
-@pytest.mark.parametrize("side", ["before", "after"])
+@both_sides
 @pytest.mark.parametrize("shape", [(2, 3, 7, 11), (1, 3, 1, 1), (1, 3, 33, 67)])
 def check_numbers_one_by_one(shape, side):
     torch.manual_seed(0)
-    scores = torch.randn(shape)
-    grad = torch.randn(shape)
-    shared = torch.tensor([[0.3, 0.1, -0.2, -0.4, -0.2, 0.1, 0.3, 0.6]])
-    for table in (shared, shared.repeat(3, 1)):
-        plain, beside = [scores, table], fenced_all(side, scores, table)
-        assert_alike([operators.modulate(*beside)], [operators.modulate(*plain)])
-        assert_alike(
-            operators.modulate_backward(fenced(grad, side), *beside),
-            operators.modulate_backward(grad, *plain),
-        )
-        assert_alike(operators.tails(beside[1]), operators.tails(table))
+    scores, grad = torch.randn(2, *shape)
+    for table in (TABLE, TABLE.repeat(3, 1)):
+        assert_stays_within(side, operators.modulate, scores, table)
+        assert_stays_within(side, operators.modulate_backward, grad, scores, table)
+        assert_stays_within(side, operators.tails, table)
     rows = scores.flatten(0, 2)
-    count = min(3, rows.shape[1])
-    assert_alike(
-        operators.best_scores(fenced(rows, side), count), operators.best_scores(rows, count)
-    )
-    seed = torch.tensor(5)
-    found = operators.dropout(fenced(scores, side), seed, 0.3)
-    assert_alike([found], [operators.dropout(scores, seed, 0.3)])
+    assert_stays_within(side, operators.best_scores, rows, min(3, rows.shape[1]))
+    assert_stays_within(side, operators.dropout, scores, torch.tensor(5), 0.3)
 
 
-@pytest.mark.parametrize("side", ["before", "after"])
+@both_sides
 def check_a_step(side):
     torch.manual_seed(0)
-    query, keys, values = (torch.randn(n, 3, 16) for n in (5, 13, 13))
+    tensors = [torch.randn(n, 3, 16) for n in (5, 13, 13)]
     ancestors = torch.randint(13, (5, 7))
     ancestors[-1] = torch.arange(6, 13)
-    table = torch.tensor([[0.3, 0.1, -0.2, -0.4, -0.2, 0.1, 0.3, 0.6]]).repeat(3, 1)
-    for scalars in ((None, None), (table, torch.randn(3))):
-        given = (query, keys, values, ancestors, *scalars)
-        found = operators.attention_step(*fenced_all(side, *given), 0.2)
-        assert_alike([found], [operators.attention_step(*given, 0.2)])
+    for scalars in ((None, None), (TABLE.repeat(3, 1), torch.randn(3))):
+        given = (*tensors, ancestors, *scalars, 0.2)
+        assert_stays_within(side, operators.attention_step, *given)
