@@ -324,6 +324,14 @@ def check_scale(scale):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
+def check_a_negative_scale_rounds_nothing():
+    *inputs, grad = attention_inputs(1, 2, 20, 30, 64, torch.float16)
+    found = attend(inputs, grad, monotone_table(2), scale=-0.1)
+    expected = attend([-inputs[0], *inputs[1:]], grad, monotone_table(2), scale=0.1)
+    expected[1] = -expected[1]
+    assert all(map(torch.equal, found, expected))
+
+
 def check_strides():
     *inputs, grad = attention_inputs(2, 2, 20, 20, 32)
     table = far_table(2)

@@ -173,7 +173,7 @@ def attention_backward(
     sums = _run_fastest("query_kernel", arguments, run_queries)
     _run_fastest("key_kernel", arguments, run_keys)
     if scale <= 0:
-        grad_query *= scale
+        grad_query.neg_() if scale < 0 else grad_query.zero_()
     if table is not None and sums is not None:
         grad_table = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
     if sink is not None and means is not None:
@@ -273,8 +273,10 @@ def _sink(sink: Tensor | None) -> dict[str, Any]:
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The thresholds are divided by it."""
-    return (query, scale) if scale > 0 else (query * scale, 1.0)
+    """The thresholds are divided by it: queries and a scale above 0 that give the same scores."""
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
 
 
 def _with_unit_last_stride(t: Tensor) -> Tensor:
