@@ -102,8 +102,11 @@ def check_a_loss_lies_in_memory_as_the_compiler_is_told(turn):
     if turn:
         features, weight = (t.mT.contiguous().mT for t in (features, weight))
     numbers = ([True] * 4, 0.0, 1.0, -1, None)
-    inputs = (features, weight, bias, far_table(1), target, factors)
-    assert_as_fake(operators.output_loss_parts, *inputs, *numbers)
+    layer = (weight, bias, far_table(1))
+    for count in (None, 0):
+        for some in (factors, None):
+            rows = (t if t is None else t[:count] for t in (target, some))
+            assert_as_fake(operators.output_loss_parts, features[:count], *layer, *rows, *numbers)
 
 
 def check_a_target_beyond_the_classes_has_no_gradient_that_could_be_used():

@@ -58,14 +58,16 @@ def through_chunks(
     if chunk_size is None:
         chunk_size = chunk_rows(count, classes, device.type)
     wide = torch.promote_types(features.dtype, torch.float32)
+    needed = [n and factors is not None for n in needed]
     if count == 0:
         nll, smooth = (torch.zeros(0, dtype=wide, device=device) for _ in range(2))
         given = zip((features, weight, bias, table), needed, strict=True)
-        return nll, smooth, [torch.zeros_like(t) if t is not None and n else None for t, n in given]
+        empty = [t.new_zeros(t.shape) if t is not None and n else None for t, n in given]
+        return nll, smooth, empty
     by_features, by_weight, by_bias, by_table = [None] * 4
-    if factors is not None and needed[0]:
+    if needed[0]:
         by_features = torch.empty(features.shape, dtype=features.dtype, device=device)
-    if factors is not None and needed[1]:
+    if needed[1]:
         dtype = weight.dtype if count <= chunk_size else wide
         by_weight = torch.empty(weight.shape, dtype=dtype, device=device)
     width = classes if device.type == "cpu" else -(-classes // ALIGNMENT) * ALIGNMENT
