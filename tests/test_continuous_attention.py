@@ -11,7 +11,7 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from multimax_fairseq import NORMALIZERS, Normalizer, continuous_softmax, continuous_sparsemax
 from multimax_fairseq.functional.dropout import dropout
 from multimax_fairseq.functional.value_function import positions, ridge_regression
-from multimax_fairseq.modules import ContinuousAttention
+from multimax_fairseq.modules import ContinuousAttention, continuous_attention
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
 B, H, T, S, D = 3, 2, 4, 7, 8
@@ -41,6 +41,17 @@ def build(name="softmax", num_heads=None, **options):
     torch.manual_seed(0)
     normalizer = Normalizer(name, num_heads, **EXAMPLES[name].needed)
     return ContinuousAttention(normalizer, **SIZES, **options).eval()
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_training_goes_on_after_inference_mode(density):
+    continuous_attention._bases.cache_clear()
+    module, (query, key, value, padding) = build(density=density), inputs()
+    with torch.inference_mode():
+        module.attend(query, key, value, padding)
+    query.requires_grad_()
+    module.attend(query, key, value, padding)[0].sum().backward()
+    assert query.grad.isfinite().all() and query.grad.any()
 
 
 def plain(module, query, key, value, padding):

@@ -274,18 +274,20 @@ def test_it_trains(make, checkpointing):
         assert (parameter - start[name]).abs().max() > 1e-4 and parameter.grad.any(), name
 
 
+@pytest.mark.parametrize("options", [{}, {"output_attentions": True}])
+@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("make", MODELS)
-def test_gradients_with_checkpointing_are_those_without(make):
+def test_gradients_with_checkpointing_are_those_without(make, use_reentrant, options):
     gradients = []
     for checkpointing in (False, True):
         model = made(make)
         torch.manual_seed(3)
         attach(model, init_std=0.3)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.train()
         torch.manual_seed(4)
-        model(tokens(), labels=tokens()).loss.backward()
+        model(tokens(), labels=tokens(), **options).loss.backward()
         learned = [p.grad for n, p in model.named_parameters() if ".normalizer." in n]
         gradients.append(torch.cat([gradient.flatten() for gradient in learned]))
     assert gradients[0].abs().max() > 1e-4

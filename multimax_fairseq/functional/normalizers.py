@@ -242,7 +242,9 @@ class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(wide: Tensor, alpha: float | Tensor, dim: int, steps: int) -> Tensor:
         if steps > 0:
-            return entmax.entmax_bisect(wide, alpha, dim, steps)
+            # Of a number the library makes a tensor on the CPU first, for which a GPU would wait.
+            given = alpha if isinstance(alpha, Tensor) else wide.new_full((), alpha)
+            return entmax.entmax_bisect(wide, given, dim, steps)
         return entmax.sparsemax(wide, dim) if alpha == 2 else entmax.entmax15(wide, dim)
 
     @staticmethod

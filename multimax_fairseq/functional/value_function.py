@@ -55,4 +55,5 @@ def ridge_regression(tokens: Tensor, centers: Tensor, widths: Tensor, ridge: flo
     basis = basis * tokens[..., None]
     square = basis.mT @ basis
     square.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    return torch.cholesky_solve(basis.mT, torch.linalg.cholesky(square)).mT
+    factor, _ = torch.linalg.cholesky_ex(square)  # a GPU need not say whether it succeeded: it does
+    return torch.cholesky_solve(basis.mT, factor).mT

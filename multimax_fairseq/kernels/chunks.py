@@ -112,7 +112,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
     """total += a @ b, the sum in the dtype of total, of which the first finds nothing."""
     if total.dtype == a.dtype:
         torch.mm(a, b, out=total) if is_first else total.addmm_(a, b)
-    elif not _accumulates(total.device.type, a.dtype):
+    elif not _accumulates(total.device, a.dtype):
         total.copy_(a @ b) if is_first else total.add_(a @ b)
     elif is_first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -121,7 +121,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
 
 
 @functools.cache
-def _accumulates(device: str, dtype: torch.dtype) -> bool:
+def _accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a matrix product of this type adds to a float32 matrix: not on a CPU, or it may."""
     a = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, device=device)

@@ -170,7 +170,7 @@ class BeamGenerator(SequenceGenerator):
         ends, unknown = apart[:, :1], apart[:, 1:2] - self.unk_penalty
         if step < self.min_len:
             ends = torch.full_like(ends, -math.inf)
-        apart_words = words.new_tensor(self.apart[:2]).expand(len(words), 2)
+        apart_words = _on(words.device, self.apart[:2]).expand(len(words), 2)
         if step == longest:
             values, words = ends, apart_words[:, :1]
         else:
@@ -190,8 +190,9 @@ class BeamGenerator(SequenceGenerator):
         """Return the best scores, (rows, choices), of words that are not apart, the words, each
         row's log-sum-exp, and the scores of those apart."""
         values, words, total = best_scores(scores, 2 * self.beam_size + len(self.apart))
-        values = values.masked_fill(torch.isin(words, words.new_tensor(self.apart)), -math.inf)
-        return values, words, total, scores[:, list(self.apart)]
+        those = _on(scores.device, self.apart)
+        values = values.masked_fill(torch.isin(words, those), -math.inf)
+        return values, words, total, scores.index_select(1, those)
 
     def _scores(self, features: tuple[Tensor, ...]) -> Tensor:
         """Return what is log-probabilities but for a summand a row, (rows, V) in float32."""
@@ -229,6 +230,13 @@ class BeamGenerator(SequenceGenerator):
                         "positional_scores": steps,
                     }
                 )
+
+
+@functools.lru_cache(maxsize=16)
+def _on(device: torch.device, words: tuple[int, ...]) -> Tensor:
+    """The words as a tensor, for which a GPU waits once and not at each step."""
+    with torch.inference_mode(False):
+        return torch.tensor(words, device=device)
 
 
 def _caches(decoder: nn.Module) -> list[Any]:

@@ -269,6 +269,7 @@ def _mean_and_variance(mass: Tensor, first: Tensor, second: Tensor) -> tuple[Ten
 @functools.lru_cache(maxsize=16)
 def _bases(count: int, widths: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     each = count // len(widths)
-    ends = torch.linspace(0, 1, each, dtype=torch.float64, device=device)
-    wide = torch.tensor(widths, dtype=torch.float64, device=device)
-    return ends.repeat(len(widths)), wide.repeat_interleave(each)
+    with torch.inference_mode(False):  # training may come after, and finds these
+        ends = torch.linspace(0, 1, each, dtype=torch.float64, device=device)
+        wide = torch.tensor(widths, dtype=torch.float64, device=device)
+        return ends.repeat(len(widths)), wide.repeat_interleave(each)

@@ -119,17 +119,22 @@ def attention(
         )
     context, probs = normalizer.attend(
         *(query, key, value, mask, is_causal, dropout, scaling),
-        need_probs=bool(arguments.get("output_attentions")) or _are_collected(),
+        need_probs=bool(arguments.get("output_attentions")) or _are_collected(module),
     )
     return context.transpose(1, 2).contiguous(), probs
 
 
-def _are_collected() -> bool:
+def _are_collected(module: Any) -> bool:
     """Whether transformers collects the probabilities by hooks, of which layers are not told."""
     # torch.compile cannot read a ContextVar.
     if _active_collector is None or torch.compiler.is_compiling():
         return False
-    return any(name.endswith("attentions") for name in _active_collector.get() or ())
+    if torch._C._current_graph_task_id() != -1:
+        # A backward pass: what gradient checkpointing repeats there has to be as it was.
+        return getattr(module, "attentions_collected", False)
+    names = _active_collector.get() or ()
+    module.attentions_collected = any(name.endswith("attentions") for name in names)
+    return module.attentions_collected
 
 
 def _equipped(module: Any, num_heads: int) -> Normalizer:

@@ -70,7 +70,7 @@ _ORDINARY: set[int] = set()
 def _is_ordinary(tensor: Tensor, keys: int) -> bool:
     for mode in (False, True):
         with torch.inference_mode(mode):
-            like = torch.empty(0, device=tensor.device.type)
+            like = torch.empty(0, device=tensor.device)
             _ORDINARY.add(torch._C._dispatch_keys(like).raw_repr())
     return keys in _ORDINARY
 
