@@ -133,7 +133,7 @@ PAIRS = [
     (MT, "--criterion adaptive_loss --ddp-backend legacy_ddp", "adaptive_loss"),
     (MT, "--criterion adaptive_loss", "--ddp-backend=legacy_ddp"),
     (MT, "--cell-type lstm", "--cell-type lstm"),
-    (MT, "--tpu", "--tpu"),
+    (MT, "--tpu", "--tpu"), (MT, "--save-async", "needs the package iopath"),
     (MT, "--num-shards 2", "--num-shards 2"),
     (MT, "--shard-id 1", "--shard-id 1"),
     *((MT, f"{' '.join(SMOOTHED[:2])} --label-smoothing {value}", f"--label-smoothing {value}")

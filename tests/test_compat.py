@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, TRACEBACK, refused, run
+from fairseq import search
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.logging import progress_bar
+from fairseq.sequence_generator import SequenceGenerator
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import checkpoints, contents
@@ -149,6 +152,60 @@ def test_an_adaptive_softmax_beside_shared_embeddings_can_be_loaded(build, arch,
     loaded.load_state_dict(trained.state_dict())
     for name, value in trained.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+
+
+@torch.no_grad()
+def test_the_loss_of_an_adaptive_softmax_is_of_every_word(build, task, dictionary):
+    flags = ("--adaptive-softmax-cutoff", "10,20", "--output-normalizer", "softmax")
+    model = build("transformer_lm_multimax", *flags).eval()
+    criterion = AdaptiveLoss(task, sentence_avg=False)
+    source = torch.randint(4, len(dictionary), (1, 6), generator=torch.Generator().manual_seed(1))
+    given = {"src_tokens": source, "src_lengths": torch.tensor([6])}
+    log_probs = model.get_normalized_probs(model(**given), log_probs=True, sample=None)
+    words = [word for word in range(len(dictionary)) if word != dictionary.pad()]
+    for word in words:
+        target = torch.full_like(source, word)
+        loss, count, _ = criterion(model, {"net_input": given, "target": target})
+        torch.testing.assert_close(loss.sum(), -log_probs[..., word].sum())
+        assert count == 6
+    target[0, 2:] = dictionary.pad()
+    loss, count, _ = criterion(model, {"net_input": given, "target": target})
+    torch.testing.assert_close(loss.sum(), -log_probs[0, :2, words[-1]].sum())
+    assert count == 2 and not model.decoder.adaptive_softmax._forward_hooks
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.9}])
+@pytest.mark.parametrize("prefix", [False, True])
+@torch.no_grad()
+def test_words_that_are_forced_are_sampled_though_impossible(
+    build, dictionary, translation_batch, options, prefix
+):
+    model = build("transformer_multimax", "--output-normalizer", "entmax15").eval()
+    model.decoder.output_projection.weight.mul_(30)
+    model.decoder.output_projection.weight[dictionary.eos()] = 0
+    sampling = search.Sampling(dictionary, **options)
+    sizes = {"beam_size": 2, "max_len_a": 0, "max_len_b": 4}
+    generator = SequenceGenerator([model], dictionary, search_strategy=sampling, **sizes)
+    sample = translation_batch()
+    first = torch.arange(5, 5 + len(sample["target"]))[:, None] if prefix else None
+    for row, found in enumerate(generator.generate([model], sample, prefix_tokens=first)):
+        for hypothesis in found:
+            steps = hypothesis["positional_scores"]
+            assert len(steps) == 5 and steps.isfinite().all() and steps[-1] == -1e4
+            assert first is None or hypothesis["tokens"][0] == first[row]
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.9}])
+def test_other_sampling_is_as_it_was(dictionary, options):
+    sampling, found = search.Sampling(dictionary, **options), []
+    scores = torch.zeros(3, 2, 1)
+    log_probs = torch.randn(3, 2, len(dictionary)).log_softmax(-1)
+    for step in (search.Sampling.step, search.Sampling.step.__wrapped__):
+        for number in (0, 1):
+            torch.manual_seed(1)
+            found.append(step(sampling, number, log_probs.clone(), scores))
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def test_array_must_fill_its_shape():

@@ -59,6 +59,7 @@ def apply():
     data.end_of_curriculum()
     numerics.not_finite()
     numerics.not_finite_validation()
+    numerics.adaptive_tails()
     commands.score_command()
     commands.diverse_beams()
     commands.impossible_words()

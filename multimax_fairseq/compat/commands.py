@@ -9,6 +9,9 @@ from multimax_fairseq.compat.explain import LOAD_PLUGIN, plugin_hint
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, wrap
 from multimax_fairseq.errors import UsageError
 
+# In a search, the log-probability of a word whose probability is 0.
+IMPOSSIBLE = -1e4
+
 
 def score_command():
     """fairseq-score hands open files to sacrebleu, and three numbers to its own Scorer.
@@ -65,10 +68,21 @@ def impossible_words():
 
     A sparse output layer gives most words the score -inf; the end of sentence at the greatest
     length may be one of them, and with fewer possible words than beams the rest of the beam is
-    -inf for good. In beam search alone, such words get a finite score below all others. Can go
-    when fairseq ends such hypotheses.
+    -inf for good. In a search alone, such words get a finite score below all others. Sampling
+    takes its exponential, so that where nothing else is left it begins at 0 there. Can go when
+    fairseq ends such hypotheses.
     """
+    from fairseq.search import Sampling
     from fairseq.sequence_generator import SequenceGenerator
+
+    def make_step(original):
+        def step(self, step, lprobs, scores, *rest, **kwargs):
+            most = lprobs.amax(-1, keepdim=True)
+            least = most.clamp(min=IMPOSSIBLE).masked_fill(most > IMPOSSIBLE / 100, 0.0)
+            found, words, beams = original(self, step, lprobs - least, scores, *rest, **kwargs)
+            return found + least[:, :, 0].gather(1, beams), words, beams
+
+        return step
 
     def make(original):
         def __init__(self, models, *args, **kwargs):
@@ -80,13 +94,14 @@ def impossible_words():
 
             def forward_decoder(*args, **kwargs):
                 log_probs, attention = step(*args, **kwargs)
-                return log_probs.clamp(min=-1e4), attention
+                return log_probs.clamp(min=IMPOSSIBLE), attention
 
             self.model.forward_decoder = forward_decoder
 
         return __init__
 
     wrap(SequenceGenerator, "__init__", make)
+    wrap(Sampling, "step", make_step)
 
 
 def repeated_ngrams():

@@ -1,8 +1,10 @@
 """Numbers that are not finite: training ends in one sentence that says where they begin, and a
-validation is not compared."""
+validation is not compared; and losses that one of the words is missing from."""
 
 import logging
 import math
+
+import torch
 
 from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import UsageError
@@ -76,6 +78,43 @@ def not_finite_validation():
         return save_checkpoint
 
     wrap(checkpoint_utils, "save_checkpoint", make_compare)
+
+
+def adaptive_tails():
+    """An adaptive softmax's loss takes a word of each tail for padding, by its place in the tail:
+    it is neither trained there nor counted, and validation tells another loss than fairseq-eval-lm.
+
+    Padding is in the head alone. A class of probability 0 takes its place in the tails. Can go when
+    fairseq looks for padding in the head.
+    """
+    from fairseq.criterions.adaptive_loss import AdaptiveLoss
+
+    def make(original):
+        def forward(self, model, sample, reduce=True):
+            def moved(module, inputs, found):
+                logits, targets = found
+                both = zip(logits[1:], targets[1:], strict=True)
+                tails = [_past(self.padding_idx, *tail) for tail in both]
+                return [logits[0], *(t[0] for t in tails)], [targets[0], *(t[1] for t in tails)]
+
+            handle = model.decoder.adaptive_softmax.register_forward_hook(moved)
+            try:
+                return original(self, model, sample, reduce)
+            finally:
+                handle.remove()
+
+        return forward
+
+    wrap(AdaptiveLoss, "forward", make)
+
+
+def _past(index, logits, target):
+    """Logits with a class of probability 0 at this place, and targets that know of it."""
+    if target is None:
+        return logits, target
+    nothing = logits.new_full((len(logits), 1), -math.inf)
+    logits = torch.cat([logits[:, :index], nothing, logits[:, index:]], 1)
+    return logits, target + target.ge(index)
 
 
 def _reason(error):

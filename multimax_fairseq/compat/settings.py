@@ -109,6 +109,9 @@ def _check(settings):
     flag, value = given("tpu")
     if value and importlib.util.find_spec("torch_xla") is None:
         raise UsageError(f"{flag} needs the package torch_xla, which is missing: leave {flag} out")
+    flag, value = given("write_checkpoints_asynchronously")
+    if value and importlib.util.find_spec("iopath") is None:
+        raise UsageError(f"{flag} needs the package iopath, which is missing: leave {flag} out")
     _check_training(given)
     _check_shards(given("num_shards", 1), given("shard_id", 0))
     window, length = given("context_window"), given("tokens_per_sample", math.inf)
