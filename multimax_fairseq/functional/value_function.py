@@ -55,5 +55,5 @@ def ridge_regression(tokens: Tensor, centers: Tensor, widths: Tensor, ridge: flo
     basis = basis * tokens[..., None]
     square = basis.mT @ basis
     square.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    factor, _ = torch.linalg.cholesky_ex(square)  # a GPU need not say whether it succeeded: it does
+    factor, _ = torch.linalg.cholesky_ex(square)  # without a wait for a GPU to say that it could
     return torch.cholesky_solve(basis.mT, factor).mT
