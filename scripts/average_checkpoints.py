@@ -20,8 +20,7 @@ from fairseq import checkpoint_utils  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from multimax_fairseq import compat  # noqa: E402
-from multimax_fairseq.compat import saving  # noqa: E402
-from multimax_fairseq.convert.checkpoint import options  # noqa: E402
+from multimax_fairseq.convert.checkpoint import options, write  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
 from multimax_fairseq.files import check_place  # noqa: E402
 from multimax_fairseq.models.config import OF_TRAINING, SETTINGS  # noqa: E402
@@ -76,7 +75,7 @@ def average(files: list[Path]) -> dict:
 
 def write_average(files: list[Path], output: Path) -> None:
     """Write `average` of the files, complete or not at all."""
-    saving.save(average(files), output)
+    write(average(files), output)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import torch
 from commands import ROOT, run
 
 EXPERIMENT = r"""import signal, subprocess, sys
@@ -254,6 +255,19 @@ def test_a_checkpoint_whose_path_fairseq_would_split_is_refused(tmp_path):
     (tmp_path / "a:b.pt").touch()
     said = run(tmp_path, "python", ROOT / "scripts" / "evaluate.py", "a:b.pt", ".", code=1)
     assert "error: checkpoint 'a:b.pt' has a ':', where fairseq would split it" in said
+
+
+def test_an_average_has_nothing_of_the_parameters_of_one_checkpoint(checkpoint, tmp_path):
+    for number in (1, 2):
+        state = torch.load(checkpoint("transformer_multimax", seed=number), weights_only=False)
+        state["extra_state"]["ema"] = state["model"]
+        state["last_optimizer_state"] = {"state": {}, "param_groups": []}
+        torch.save(state, tmp_path / f"{number}.pt")
+    words = ("python", ROOT / "scripts" / "average_checkpoints.py", "1.pt", "2.pt")
+    run(tmp_path, *words, "--output", "new.pt")
+    found = torch.load(tmp_path / "new.pt", weights_only=False)
+    assert "ema" not in found["extra_state"] and "last_optimizer_state" not in found
+    assert found["extra_state"].keys() == state["extra_state"].keys() - {"ema"}
 
 
 def test_models_of_different_mappings_are_not_averaged(checkpoint, tmp_path):
