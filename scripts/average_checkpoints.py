@@ -16,11 +16,8 @@ from pathlib import Path
 
 # fairseq tells everybody who imports it what speech synthesis would need.
 logging.getLogger("fairseq").setLevel(logging.WARNING)
-from fairseq import checkpoint_utils  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
-
 from multimax_fairseq import compat  # noqa: E402
-from multimax_fairseq.convert.checkpoint import options, write  # noqa: E402
+from multimax_fairseq.convert.checkpoint import options, read, write  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
 from multimax_fairseq.files import check_place  # noqa: E402
 from multimax_fairseq.models.config import OF_TRAINING, SETTINGS  # noqa: E402
@@ -48,11 +45,11 @@ def mappings(state: dict) -> dict:
 
 def average(files: list[Path]) -> dict:
     """The first file's checkpoint with the mean of all files' parameters, summed in float64."""
-    first = checkpoint_utils.load_checkpoint_to_cpu(str(files[0]))
+    first = read(files[0])
     totals = {name: p.double() for name, p in first["model"].items()}
     wanted = mappings(first)
     for file in files[1:]:
-        state = checkpoint_utils.load_checkpoint_to_cpu(str(file))
+        state = read(file)
         model = state["model"]
         shapes = {name: p.shape for name, p in model.items()}
         if mappings(state) != wanted:
@@ -65,8 +62,6 @@ def average(files: list[Path]) -> dict:
             )
         for name, p in model.items():
             totals[name] += p.double()
-    # As fairseq saves it: loading made a config object of it, which no checkpoint may hold.
-    first["cfg"] = OmegaConf.to_container(first["cfg"], resolve=True, enum_to_str=True)
     first["model"] = {
         name: (total / len(files)).to(first["model"][name].dtype) for name, total in totals.items()
     }

@@ -1,7 +1,7 @@
 """Makes a test module's calls in a process of their own, and says how each of them ended.
 
 The process names a call before it makes it. One that ends the process, or does not end, is one call
-that failed; the next process begins behind it.
+that failed; the next process begins behind it. A file's functions run in a fresh process as well.
 """
 
 import faulthandler
@@ -60,3 +60,13 @@ def outcomes(module):
         gone[start] = f"the process ended with {process.returncode}: {process.stderr[-1500:]}"
         start += 1
     return done, gone
+
+
+def run_functions(prefix, tmp_path, file, **environment):
+    """Collect a file's functions of that prefix in a fresh process."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), **environment}
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
+    command += ["-o", f"python_functions={prefix}_*", str(file)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -15,6 +15,7 @@ import sys
 
 import pytest
 import torch
+from separately import run_functions
 
 from multimax_fairseq.kernels import operators
 
@@ -22,24 +23,15 @@ PAGE = mmap.PAGESIZE
 WITHOUT_ACCESS = 0
 
 
-def run_checks(**environment):
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-    command += ["-o", "python_functions=check_*", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_stay_within_their_tensors():
-    run_checks(TRITON_INTERPRET="1")
+def test_triton_kernels_stay_within_their_tensors(tmp_path):
+    run_functions("check", tmp_path, __file__, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_cpp_kernels_stay_within_their_tensors(capability):
+def test_cpp_kernels_stay_within_their_tensors(capability, tmp_path):
     chosen = {} if capability == "default" else {"ATEN_CPU_CAPABILITY": capability}
-    run_checks(TRITON_INTERPRET="0", MULTIMAX_BACKEND="cpp", **chosen)
+    run_functions("check", tmp_path, __file__, MULTIMAX_BACKEND="cpp", **chosen)
 
 
 def test_a_fence_ends_a_process_that_touches_it():

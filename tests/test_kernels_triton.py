@@ -7,12 +7,11 @@ it interprets; where there is a GPU, they run on it as well. Those named compile
 import importlib.util
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from separately import run_functions
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (it is published for Linux)", allow_module_level=True)
@@ -21,27 +20,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-def run_functions(prefix, tmp_path, file=__file__, **environment):
-    """Collect a file's functions of that prefix in a fresh process."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), **environment}
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-    command += ["-o", f"python_functions={prefix}_*", str(file)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 def test_kernels_equal_the_plain_formulas_in_the_interpreter(tmp_path):
-    run_functions("check", tmp_path, TRITON_INTERPRET="1")
+    run_functions("check", tmp_path, __file__, TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: interpreted and compiled only")
 def test_kernels_equal_the_plain_formulas_on_the_gpu(tmp_path):
-    run_functions("check", tmp_path)
+    run_functions("check", tmp_path, __file__)
 
 
 def test_kernels_compile_ahead_of_time(tmp_path):
-    run_functions("compile", tmp_path)
+    run_functions("compile", tmp_path, __file__)
 
 
 # --- what is right -----------------------------------------------------------------------------

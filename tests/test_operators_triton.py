@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from separately import run_functions
 from test_kernels_triton import (
     DEVICE,
     attend,
@@ -14,7 +15,6 @@ from test_kernels_triton import (
     loss_inputs,
     make_mask,
     monotone_table,
-    run_functions,
 )
 from torch._subclasses import FakeTensorMode
 

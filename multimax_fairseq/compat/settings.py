@@ -106,12 +106,12 @@ def _check(settings):
                 f"{flag} needs a GPU and torch finds none; leave {flag} out, or run where "
                 "torch.cuda.is_available() is true."
             )
-    flag, value = given("tpu")
-    if value and importlib.util.find_spec("torch_xla") is None:
-        raise UsageError(f"{flag} needs the package torch_xla, which is missing: leave {flag} out")
-    flag, value = given("write_checkpoints_asynchronously")
-    if value and importlib.util.find_spec("iopath") is None:
-        raise UsageError(f"{flag} needs the package iopath, which is missing: leave {flag} out")
+    for name, package in (("tpu", "torch_xla"), ("write_checkpoints_asynchronously", "iopath")):
+        flag, value = given(name)
+        if value and importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"{flag} needs the package {package}, which is missing: leave {flag} out"
+            )
     _check_training(given)
     _check_shards(given("num_shards", 1), given("shard_id", 0))
     window, length = given("context_window"), given("tokens_per_sample", math.inf)

@@ -95,15 +95,10 @@ def _kernel(backend: str, device: str) -> str:
         return "triton" if wanted in ("auto", "triton") and _has_triton() else "plain"
     if kind == "cpu" and wanted in ("auto", "cpp") and cpu.library() is not None:
         return "cpp"
-    if kind == "cuda" and wanted in ("auto", "triton") and _has_triton() and _is_able(device):
-        return "triton"
+    if kind == "cuda" and wanted in ("auto", "triton") and _has_triton():
+        # What its kernels need of memory on the chip.
+        return "triton" if operators.capability(device) >= 80 else "plain"
     return "plain"
-
-
-@functools.cache
-def _is_able(gpu: str) -> bool:
-    """Whether a GPU has what Triton's kernels need of memory on the chip."""
-    return torch.cuda.get_device_capability(gpu) >= (8, 0)
 
 
 def recorded(*tensors: Tensor | None) -> bool:

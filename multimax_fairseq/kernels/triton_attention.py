@@ -25,6 +25,7 @@ from multimax_fairseq.kernels.launches import (
     run_fastest,
     run_kernel,
 )
+from multimax_fairseq.kernels.operators.definition import capability
 from multimax_fairseq.kernels.triton_attention_kernels import (
     forward_kernel,
     key_kernel,
@@ -189,22 +190,13 @@ def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch],
     """`run_fastest` for a call with these arguments: their lengths count as powers of two."""
     query = arguments["Q"]
     kind = Call(kernel, query.dtype, arguments["WIDTH"], is_heavy(**arguments))
-    choice = candidates(kind, _capability(query.device))
+    choice = candidates(kind, capability(query.device))
     with torch.cuda.device_of(query):
         if len(choice) == 1:
             return run(choice[0])
         lengths = (arguments[name].bit_length() for name in "TS")
         flags = (arguments[name] for name in _FLAGS)
         return run_fastest(choice, (kind, query.device, *lengths, *flags), run)
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    """Of a GPU; 0 in the interpreter."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _arguments(

@@ -21,6 +21,7 @@ from multimax_fairseq.kernels.operators.attend import (
 from multimax_fairseq.kernels.operators.definition import (
     DTYPES,
     MAX_DROPOUT,
+    capability,
     differentiable_once,
     interpreted,
     needs_gradient,
@@ -54,6 +55,7 @@ __all__ = [
     "attention_step",
     "best_outputs",
     "best_scores",
+    "capability",
     "differentiable_once",
     "dropout",
     "interpreted",

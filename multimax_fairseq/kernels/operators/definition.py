@@ -31,6 +31,16 @@ def on_triton(device: torch.device) -> bool:
     return device.type == "cuda" or interpreted()
 
 
+@functools.cache
+def capability(device: torch.device | str) -> int:
+    """The compute capability of a GPU, as 90 for 9.0; 0 elsewhere, as in the interpreter."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 class Operator:
     """An operator of torch. Called here, it runs without the dispatcher, whose ways through Python
     cost more than a decoding step's attention, unless somebody looks: a compiler, a mode, a
