@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import random
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from corpus import ENGLISH, GERMAN
@@ -68,6 +70,14 @@ def pytest_collection_modifyitems(config, items):
     ]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Each test draws the same numbers whatever ran before it in its process."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

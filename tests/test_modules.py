@@ -182,7 +182,8 @@ def test_the_scale_of_scores_may_be_given(need_probs):
 
 @pytest.mark.parametrize("name", ["evsoftmax", "adaptive_temperature"])
 def test_a_module_in_training_has_the_weights_for_training(name):
-    module, scores = Normalizer(name), 3 * torch.randn(5, 8)
+    # Scores so close that adaptive temperature sharpens every row.
+    module, scores = Normalizer(name), torch.randn(5, 8)
     found = {training: module.train(training)(scores) for training in (True, False)}
     for training, probs in found.items():
         assert torch.equal(probs, normalize(name, scores, training=training))
