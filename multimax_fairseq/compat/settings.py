@@ -99,6 +99,23 @@ def _check(settings):
     def given(name, default=None):
         return settings.get(name, ("", default))
 
+    _check_machine(given)
+    _check_training(given)
+    _check_shards(given("num_shards", 1), given("shard_id", 0))
+    if "context_window" in settings:
+        _check_window(given)
+    _check_evaluation(given)
+    for name in ("model_overrides", "optimizer_overrides"):
+        flag, text = given(name, "{}")
+        overrides = _literal(text)
+        if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
+            raise UsageError(
+                f"{flag} {text} is no dictionary of settings: write it as \"{{'name': 0.1}}\""
+            )
+
+
+def _check_machine(given):
+    """Refuse what needs a GPU or a package that is not here."""
     for name in ("fp16", "memory_efficient_fp16", "amp"):
         flag, value = given(name)
         if value and not torch.cuda.is_available():
@@ -112,22 +129,27 @@ def _check(settings):
             raise UsageError(
                 f"{flag} needs the package {package}, which is missing: leave {flag} out"
             )
-    _check_training(given)
-    _check_shards(given("num_shards", 1), given("shard_id", 0))
-    window, length = given("context_window"), given("tokens_per_sample", math.inf)
-    if "context_window" in settings and not 0 <= window[1] < length[1]:
+
+
+def _check_window(given):
+    """Refuse a context that is no part of a block, or that would be another block's."""
+    (flag, window), (whole, length) = given("context_window"), given("tokens_per_sample", math.inf)
+    if not 0 <= window < length:
         raise UsageError(
-            f"{window[0]} {window[1]} must be at least 0 and below {length[0]} {length[1]}, of "
-            "which it is a part: give a smaller one"
+            f"{flag} {window} must be at least 0 and below {whole} {length}, of which it is a "
+            "part: give a smaller one"
         )
-    if "context_window" in settings and window[1] > 0:
-        for name in ("num_workers", "num_shards"):
-            flag, value = given(name, 1)
-            if value > 1:
-                raise UsageError(
-                    f"{flag} {value} with {window[0]} {window[1]} would take each block's context "
-                    f"from other text: give {flag} 1"
-                )
+    for name in ("num_workers", "num_shards") if window > 0 else ():
+        other, value = given(name, 1)
+        if value > 1:
+            raise UsageError(
+                f"{other} {value} with {flag} {window} would take each block's context from other "
+                f"text: give {other} 1"
+            )
+
+
+def _check_evaluation(given):
+    """Refuse what the command does not read, or stops on in the middle of a search."""
     flag, folder = given("results_path")
     if folder is not None and command() not in (None, "fairseq-generate"):
         raise UsageError(f"{flag} {folder} is read by fairseq-generate alone: leave it out")
@@ -137,13 +159,6 @@ def _check(settings):
             f"{flag} stops fairseq at the first unknown word: leave it out; text in subwords has "
             "next to none"
         )
-    for name in ("model_overrides", "optimizer_overrides"):
-        flag, text = given(name, "{}")
-        overrides = _literal(text)
-        if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
-            raise UsageError(
-                f"{flag} {text} is no dictionary of settings: write it as \"{{'name': 0.1}}\""
-            )
     flag, path = given("path", "")
     if path is None and command() in (EVAL_LM, VALIDATE, "fairseq-interactive"):
         raise UsageError(f"{flag} is missing: give a checkpoint")
