@@ -15,7 +15,6 @@ Each of the two folders appears only once it is complete, and is made again only
 the code has changed.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -247,7 +246,7 @@ def make(what: str, given: str | None, out: Path) -> None:
 
 
 def main() -> None:
-    parser = Options(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__)
     parser.add_argument("--out", type=out_folder, required=True, metavar="DIR")
     parser.add_argument("--only", choices=SOURCES, help="this data set; default: both")
     for what in SOURCES:

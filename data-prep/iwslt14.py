@@ -17,7 +17,6 @@ raw text, 10,000 pieces, one dictionary. A second run does nothing again that is
 interrupted one goes on from the last of the two folders that was complete.
 """
 
-import argparse
 import re
 import shlex
 from pathlib import Path
@@ -25,10 +24,8 @@ from pathlib import Path
 import iwslt
 from archives import Archive, Official, obtain
 from iwslt import LANGUAGES, Sides
-from steps import SPLITS, Options, check_free, fail, out_folder, run, say, step
+from steps import SPLITS, Options, check_free, fail, run, say, step
 from subwords import sentencepieces
-
-ROOT = Path(__file__).resolve().parent.parent
 
 OFFICIAL = Official(
     "de-en.tgz",
@@ -144,19 +141,9 @@ def make_data_bin(text: Path, tokenization: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = Options(
-        prog="iwslt14.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Options(__doc__)
     parser.add_argument("--archive", metavar="FILE", help="a file or an address")
-    parser.add_argument(
-        "--out",
-        type=out_folder,
-        metavar="DIR",
-        default=ROOT / "data" / "iwslt14",
-        help="default data/iwslt14 in the checkout",
-    )
+    parser.add_out("iwslt14")
     parser.add_argument(
         "--tokenization", choices=EVALUATION, default="moses-bpe", help="default moses-bpe"
     )

@@ -24,7 +24,6 @@ Validation: all other sets, dev2010 and tst2010 to tst2015. A second run does no
 done, and an interrupted one goes on from the last of the two folders that was complete.
 """
 
-import argparse
 import re
 import shlex
 from collections.abc import Iterable
@@ -33,9 +32,8 @@ from pathlib import Path
 import iwslt
 from archives import Archive, Official, obtain
 from iwslt import LANGUAGES, Sides
-from steps import SPLITS, Options, check_free, fail, out_folder, read, run, say, step, write
+from steps import SPLITS, Options, check_free, fail, read, run, say, step, write
 
-ROOT = Path(__file__).resolve().parent.parent
 HOST = "https://raw.githubusercontent.com/hlt-mt/WIT3/master/archive"  # of who made the archives
 
 
@@ -139,23 +137,13 @@ def make_text(archives: list[Archive], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = Options(
-        prog="iwslt17.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Options(__doc__)
     parser.add_argument(
         "--archive",
         metavar="FOLDER|FILE",
         help="a folder or an address that holds the three archives, or a file with all of it",
     )
-    parser.add_argument(
-        "--out",
-        type=out_folder,
-        metavar="DIR",
-        default=ROOT / "data" / "iwslt17",
-        help="default data/iwslt17 in the checkout",
-    )
+    parser.add_out("iwslt17")
     arguments = parser.parse_args()
     out, given = arguments.out, arguments.archive
 

@@ -11,30 +11,15 @@ train, val and test_2016_flickr of both languages, such as train.de or train.de.
 A second run does nothing again that is done, and an interrupted one goes on.
 """
 
-import argparse
 import hashlib
 import shlex
 import shutil
 from pathlib import Path
 
 from archives import Bounded, readable
-from steps import (
-    MARK,
-    SPLITS,
-    Options,
-    check_free,
-    decode,
-    fail,
-    lacking,
-    out_folder,
-    run,
-    say,
-    step,
-    write,
-)
+from steps import MARK, SPLITS, Options, check_free, decode, fail, lacking, run, say, step, write
 from subwords import binarize, sentencepieces
 
-ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = ("de", "en")
 NAMES = {"train": "train", "valid": "val", "test": "test_2016_flickr"}
 PAIRS = {"train": 29_000, "valid": 1_014, "test": 1_000}
@@ -73,19 +58,9 @@ def make_data_bin(text: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = Options(
-        prog="multi30k.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Options(__doc__)
     parser.add_argument("--archive", type=Path, metavar="DIR", help="needed the first time")
-    parser.add_argument(
-        "--out",
-        type=out_folder,
-        metavar="DIR",
-        default=ROOT / "data" / "multi30k",
-        help="default data/multi30k in the checkout",
-    )
+    parser.add_out("multi30k")
     arguments = parser.parse_args()
     out = arguments.out
     check_free(out / "text", out / "data-bin")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")
 # In a finished folder: the checksum of all that it was made from, then a line "SIZE NAME" a file.
 MARK = "prepared.sha256"
@@ -43,7 +44,22 @@ def fail(message: str) -> NoReturn:
 
 
 class Options(argparse.ArgumentParser):
-    """A wrong option is one sentence, as every other mistake."""
+    """A script's options, its docstring being their help. A wrong one is one sentence, as every
+    other mistake."""
+
+    def __init__(self, description: str | None) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=program(), description=description, formatter_class=form)
+
+    def add_out(self, name: str) -> None:
+        """--out, whose default is the checkout's folder of this name for data."""
+        self.add_argument(
+            "--out",
+            type=out_folder,
+            metavar="DIR",
+            default=ROOT / "data" / name,
+            help=f"default data/{name} in the checkout",
+        )
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message}; see --help.")

@@ -15,7 +15,6 @@ A second run does nothing again that is done, and an interrupted one goes on fro
 two folders that was complete.
 """
 
-import argparse
 import fnmatch
 import functools
 import hashlib
@@ -40,10 +39,8 @@ from archives import (
     split_checksum,
     zip_members,
 )
-from steps import SPLITS, Options, check_free, copy_text, fail, out_folder, run, say, step
+from steps import SPLITS, Options, check_free, copy_text, fail, run, say, step
 from subwords import binarize
-
-ROOT = Path(__file__).resolve().parent.parent
 
 OFFICIAL = Official(
     "wikitext-103-v1.zip",
@@ -193,19 +190,9 @@ def listed(counts: dict[str, int]) -> str:
 
 
 def main() -> None:
-    parser = Options(
-        prog="wikitext103.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Options(__doc__)
     parser.add_argument("--archive", metavar="FILE", help="a file, an address or a folder")
-    parser.add_argument(
-        "--out",
-        type=out_folder,
-        metavar="DIR",
-        default=ROOT / "data" / "wikitext103",
-        help="default data/wikitext103 in the checkout",
-    )
+    parser.add_out("wikitext103")
     arguments = parser.parse_args()
     out, given = arguments.out, arguments.archive
 

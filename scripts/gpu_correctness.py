@@ -357,22 +357,8 @@ def autocast(place: Place, what: str, dtype: str) -> Finding:
 # --- all of them -------------------------------------------------------------------------------
 
 
-def on_gpu(place: Place, check: Callable[[], Finding]) -> Callable[[], Finding]:
-    def checked() -> Finding:
-        if not place.is_gpu:
-            raise LeftOut("needs a GPU")
-        return check()
-
-    return checked
-
-
-def without_bfloat16(place: Place, check: Callable[[], Finding]) -> Callable[[], Finding]:
-    def checked() -> Finding:
-        if not place.is_gpu:
-            raise LeftOut("Triton's interpreter multiplies and rounds bfloat16 wrongly")
-        return check()
-
-    return checked
+def left_out(reason: str) -> Finding:
+    raise LeftOut(reason)
 
 
 def checks(place: Place) -> dict[str, Callable[[], Finding]]:
@@ -404,8 +390,10 @@ def checks(place: Place) -> dict[str, Callable[[], Finding]]:
             ("CUDA graph of", graphed),
         ):
             add(f"{label} {what}", function, what)
-            found[f"{label} {what}"] = on_gpu(place, found[f"{label} {what}"])
-    return {
-        name: without_bfloat16(place, check) if "bfloat16" in name else check
-        for name, check in found.items()
-    }
+            if not place.is_gpu:
+                found[f"{label} {what}"] = functools.partial(left_out, "needs a GPU")
+    for name in found:
+        if "bfloat16" in name and not place.is_gpu:
+            reason = "Triton's interpreter multiplies and rounds bfloat16 wrongly"
+            found[name] = functools.partial(left_out, reason)
+    return found

@@ -65,7 +65,7 @@ def train(place: Place, arch: str, precision: str) -> Finding:
         random_text(Path(folder))
         command = [sys.executable, "-m", "fairseq_cli.train", folder, "--arch", arch]
         command += ["--user-dir", str(ROOT / "multimax_fairseq"), *MODELS[arch].split()]
-        command += [*COMMON.split(), *([f"--{precision}"] if precision != "float32" else [])]
+        command += [*COMMON.split(), f"--{precision}"]
         # Which is for the parameters themselves, not for copies of them.
         many = precision.startswith("memory-efficient")
         command += ["--optimizer", "multimax_adam" if many else "adam"]
@@ -100,7 +100,7 @@ def without_fairseq() -> Finding:
 def checks(place: Place) -> dict[str, Callable[[], Finding]]:
     able = importlib.util.find_spec("fairseq") is not None
     found = {}
-    for arch, precision in itertools.product(MODELS, ("fp16", "bf16", "amp")):
+    for arch, precision in itertools.product(MODELS, PRECISIONS):
         run = functools.partial(train, place, arch, precision) if able else without_fairseq
         found[f"{UPDATES} updates of {arch}, --{precision}"] = run
     return found

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -74,21 +74,6 @@ class Case(NamedTuple):
     settles: bool = False
 
 
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def quiet() -> None:
     """Silence what fairseq and hydra say of their own age."""
     # Importing fairseq may leave DEBUG, at which torch follows every node of a backward pass.
@@ -97,7 +82,7 @@ def quiet() -> None:
 
 
 def within(contestant: Contestant) -> contextlib.AbstractContextManager[None]:
-    return environment(MULTIMAX_BACKEND=contestant.backend)
+    return mock.patch.dict(os.environ, MULTIMAX_BACKEND=contestant.backend)
 
 
 def built(contestant: Contestant) -> Ready:
@@ -200,8 +185,9 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
     # Forked off a server that has imported the packages, and has computed nothing.
     context = get_context("forkserver")
     context.set_forkserver_preload(["fairseq.trainer", "multimax_fairseq.models"])
+    at_once = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
     with (
-        environment(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"),
+        mock.patch.dict(os.environ, at_once),
         ProcessPoolExecutor(1, mp_context=context) as pool,
     ):
         try:

@@ -378,10 +378,7 @@ def _check(
                 f"{name} must be floating-point (..., length, size), got {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
-        if tensor.device != query.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but query on {query.device}: move one of them"
-            )
+        operators.check_device(name, tensor, query, "query")
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         raise ValueError(
             "query and key must agree in their last dimension, and key and value in their length, "
@@ -414,10 +411,7 @@ def _check_mask(mask: Tensor, full: tuple[int, ...], query: Tensor) -> None:
         raise ValueError(
             f"attn_mask must be bool (True may attend) or floating-point (added), got {mask.dtype}"
         )
-    if mask.device != query.device:
-        raise ValueError(
-            f"attn_mask is on {mask.device}, but query on {query.device}: move one of them"
-        )
+    operators.check_device("attn_mask", mask, query, "query")
     fits = mask.dim() <= len(full) and all(
         n in (1, m) for n, m in zip(reversed(mask.shape), reversed(full), strict=False)
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.functional.checks import check_tensor
-from multimax_fairseq.kernels.operators import traced, transformed
+from multimax_fairseq.kernels.operators import check_device, traced, transformed
 
 # Where a support is narrower than this, in widths of a basis, the closed form loses digits to
 # cancellation, but so many terms of a Taylor series have all of a double's.
@@ -307,11 +307,7 @@ def check_floating(**tensors: Tensor) -> None:
         check_tensor(name, tensor)
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
-        if tensor.device != tensors[first].device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but {first} on {tensors[first].device}: "
-                "move one of them"
-            )
+        check_device(name, tensor, tensors[first], first)
 
 
 def check_constant(name: str, tensor: Tensor) -> None:

@@ -250,10 +250,7 @@ def check_output(
         check_tensor(name, tensor)
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
-        if tensor.device != features.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but features on {features.device}: move one of them"
-            )
+        operators.check_device(name, tensor, features, "features")
         if tensor.dtype != features.dtype and not is_autocast(features.device.type):
             raise ValueError(
                 f"{name} is {tensor.dtype}, but features {features.dtype}: cast one of them"
@@ -274,11 +271,7 @@ def check_output(
     for coefficient in (modulator.low_coefficient, modulator.high_coefficient):
         if not isinstance(coefficient, Tensor):
             continue  # None, or for table_of to refuse
-        if coefficient.device != features.device:
-            raise ValueError(
-                f"the modulator is on {coefficient.device}, but features on {features.device}: "
-                "move one of them"
-            )
+        operators.check_device("the modulator", coefficient, features, "features")
         if coefficient.dim() == 2:
             raise ValueError(
                 "the modulator of an output layer has no heads, got one for "
@@ -298,10 +291,7 @@ def _checked_target(features: Tensor, target: Tensor) -> Tensor:
             f"target must be {list(features.shape[:-1])}, as features {list(features.shape)}, got "
             f"{list(target.shape)}"
         )
-    if target.device != features.device:
-        raise ValueError(
-            f"target is on {target.device}, but features on {features.device}: move one of them"
-        )
+    operators.check_device("target", target, features, "features")
     return target.long()
 
 

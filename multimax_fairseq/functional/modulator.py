@@ -135,10 +135,7 @@ def _order(side: str, coefficient: Tensor | None, threshold: Tensor | None) -> i
 def _check_fits(x: Tensor, coefficient: Tensor | None) -> None:
     if coefficient is None:
         return
-    if coefficient.device != x.device:
-        raise ValueError(
-            f"the modulator is on {coefficient.device}, but scores on {x.device}: move one of them"
-        )
+    operators.check_device("the modulator", coefficient, x, "scores")
     if coefficient.dim() == 2 and (x.dim() < 3 or x.shape[-3] != coefficient.shape[0]):
         raise ValueError(
             f"parameters for {coefficient.shape[0]} heads need scores with that size in "

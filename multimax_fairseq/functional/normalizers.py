@@ -17,7 +17,7 @@ from multimax_fairseq.functional.checks import (
     check_number,
     check_tensor,
 )
-from multimax_fairseq.kernels.operators import traced
+from multimax_fairseq.kernels.operators import check_device, traced
 
 # What EvSoftmax leaves of a score below the mean in training, so that its gradient does not vanish.
 EV_TRAINING_FACTOR = 1e-6
@@ -50,6 +50,8 @@ def softmax(
         The shape of scores, in float32 or wider.
 
     Raises:
+        TypeError: scores or a mask that are no tensor, a dim that is no integer, a temperature that
+            is no number.
         ValueError: scores that are not floating, a dim that they do not have, a mask of another
             dtype or shape, a temperature that is not above zero.
     """
@@ -370,9 +372,9 @@ def evsoftmax(
         The shape of scores, in float32 or wider.
 
     Raises:
+        TypeError: training is no bool; as `softmax`.
         ValueError: as `softmax`.
     """
-
     check_flag("training", training)
 
     def mapping(wide: Tensor) -> Tensor:
@@ -412,7 +414,7 @@ def check_row_values(name: str, values: Tensor, scores: Tensor, dim: int) -> Non
             f"{name} must be floating-point and broadcastable to {shape}, got {values.dtype} "
             f"{list(values.shape)}"
         )
-    _check_device(name, values, scores)
+    check_device(name, values, scores, "scores")
 
 
 def widened(scores: Tensor) -> Tensor:
@@ -452,13 +454,6 @@ def _check_dim(scores: Tensor, dim: int) -> None:
         raise ValueError(f"dim must be in [{-ndim}, {ndim - 1}], got {dim}")
 
 
-def _check_device(name: str, tensor: Tensor, scores: Tensor) -> None:
-    if tensor.device != scores.device:
-        raise ValueError(
-            f"{name} is on {tensor.device}, but scores on {scores.device}: move one of them"
-        )
-
-
 def _broadcasts(shape: list[int], to: list[int]) -> bool:
     """Whether a shape can be broadcast to another without enlarging that."""
     if len(shape) > len(to):
@@ -485,7 +480,7 @@ def check_arguments(scores: Tensor, dim: int, mask: Tensor | None) -> None:
         raise ValueError(
             f"mask must be broadcastable to the scores {list(scores.shape)}, got {list(mask.shape)}"
         )
-    _check_device("mask", mask, scores)
+    check_device("mask", mask, scores, "scores")
 
 
 def masked(

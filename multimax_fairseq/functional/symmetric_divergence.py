@@ -91,10 +91,7 @@ def _check_other(features: Tensor, other: Tensor) -> None:
         raise ValueError(
             f"other must be {list(features.shape)}, as features, got {list(other.shape)}"
         )
-    if other.device != features.device:
-        raise ValueError(
-            f"other is on {other.device}, but features on {features.device}: move one of them"
-        )
+    operators.check_device("other", other, features, "features")
     fits = other.is_floating_point() and is_autocast(features.device.type)
     if other.dtype != features.dtype and not fits:
         raise ValueError(f"other is {other.dtype}, but features {features.dtype}: cast one of them")
@@ -107,10 +104,7 @@ def _check_mask(features: Tensor, mask: Tensor) -> None:
             f"mask must be bool {list(features.shape[:-1])}, as features {list(features.shape)}, "
             f"got {mask.dtype} {list(mask.shape)}"
         )
-    if mask.device != features.device:
-        raise ValueError(
-            f"mask is on {mask.device}, but features on {features.device}: move one of them"
-        )
+    operators.check_device("mask", mask, features, "features")
 
 
 def _plain(

@@ -17,6 +17,10 @@ def positions(tokens: Tensor) -> Tensor:
 
     Returns:
         (..., S), float64; 0 in front of the first token.
+
+    Raises:
+        TypeError: tokens that are no tensor.
+        ValueError: tokens that are not bool, or have no dimension.
     """
     check_tensor("tokens", tokens)
     if tokens.dim() < 1 or tokens.dtype != torch.bool:

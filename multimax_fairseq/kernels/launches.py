@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
@@ -197,7 +197,8 @@ _Picked = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 class _Parameters(NamedTuple):
     """Of a kernel's arguments by name: those that it takes, in its order; the tensors; the numbers;
-    those of them that it is compiled for if they are 1 or multiples of 16; and its constants."""
+    those of them that it is compiled for if they are 1 or multiples of 16; and its constants. Of
+    each there are several, without which `itemgetter` would give no tuple."""
 
     all: _Picked
     tensors: _Picked
@@ -230,7 +231,7 @@ def run_kernel(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
     )
     compiled = _compiled.get(call)
     # A larger one is of another type.
-    fits = max(map(abs, parameters.numbers(arguments)), default=0) < 2**31
+    fits = max(parameters.numbers(arguments)) < 2**31
     if compiled is not None and fits:
         compiled[programs, 1, 1](*parameters.all(arguments))
         return
@@ -247,18 +248,10 @@ def _parameters_of(kernel: Any, arguments: dict[str, Any]) -> _Parameters:
     numbers = [p for p in others if p not in tensors]
     found = _Parameters(
         all=itemgetter(*kernel.arg_names),
-        tensors=_picked(p.name for p in tensors),
-        numbers=_picked(p.name for p in numbers),
-        specialized=_picked(p.name for p in numbers if not p.do_not_specialize),
-        constants=_picked(constants),
+        tensors=itemgetter(*[p.name for p in tensors]),
+        numbers=itemgetter(*[p.name for p in numbers]),
+        specialized=itemgetter(*[p.name for p in numbers if not p.do_not_specialize]),
+        constants=itemgetter(*constants),
     )
     _parameters[kernel.fn] = found
     return found
-
-
-def _picked(names: Iterable[str]) -> _Picked:
-    """The values of these names; `itemgetter` gives a single one without a tuple."""
-    given = tuple(names)
-    if len(given) > 1:
-        return itemgetter(*given)
-    return lambda arguments: tuple(arguments[name] for name in given)

@@ -216,6 +216,7 @@ def check_float(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None
 
 
 def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
+    """Raise ValueError where two tensors are on different devices."""
     if tensor.device != like.device:
         raise ValueError(
             f"{name} is on {tensor.device}, but {like_name} on {like.device}: move one of them"
