@@ -17,10 +17,11 @@ from pathlib import Path
 # fairseq tells everybody who imports it what speech synthesis would need.
 logging.getLogger("fairseq").setLevel(logging.WARNING)
 from multimax_fairseq import compat  # noqa: E402
+from multimax_fairseq.compat.saving import NUMBERED  # noqa: E402
 from multimax_fairseq.convert.checkpoint import options, read, write  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
 from multimax_fairseq.files import check_place  # noqa: E402
-from multimax_fairseq.models.config import OF_TRAINING, SETTINGS  # noqa: E402
+from multimax_fairseq.models.config import mapping_settings  # noqa: E402
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -37,22 +38,16 @@ def newest(folder: Path, count: int) -> list[Path]:
     )
 
 
-def mappings(state: dict) -> dict:
-    """What a checkpoint's model maps its scores by, as it was given."""
-    given = options(state)
-    return {s.name: given.get(s.name) for s in SETTINGS if s.name not in OF_TRAINING}
-
-
 def average(files: list[Path]) -> dict:
     """The first file's checkpoint with the mean of all files' parameters, summed in float64."""
     first = read(files[0])
     totals = {name: p.double() for name, p in first["model"].items()}
-    wanted = mappings(first)
+    wanted = mapping_settings(options(first))
     for file in files[1:]:
         state = read(file)
         model = state["model"]
         shapes = {name: p.shape for name, p in model.items()}
-        if mappings(state) != wanted:
+        if mapping_settings(options(state)) != wanted:
             raise UsageError(
                 f"'{file}' has other normalizers than '{files[0]}': average one run's checkpoints"
             )
@@ -61,7 +56,7 @@ def average(files: list[Path]) -> dict:
                 f"'{file}' has other parameters than '{files[0]}': average one run's checkpoints"
             )
         for name, p in model.items():
-            totals[name] += p.double()
+            totals[name] = totals[name] + p  # not in place: tied ones of float64 are one tensor
     first["model"] = {
         name: (total / len(files)).to(first["model"][name].dtype) for name, total in totals.items()
     }
@@ -89,6 +84,11 @@ def main() -> None:
                 raise UsageError("--last N needs N of at least 1 and one folder")
             files = newest(files[0], args.last)
         check_place("--output", args.output)
+        if args.output.name == "checkpoint_last.pt" or NUMBERED.fullmatch(args.output.name):
+            raise UsageError(
+                f"--output '{args.output}' is what training calls a checkpoint of its own: give "
+                "another name, such as average.pt"
+            )
         if folders := [file for file in files if file.is_dir()]:
             raise UsageError(
                 f"'{folders[0]}' is a folder: add --last N to average its N newest checkpoints"

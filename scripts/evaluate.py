@@ -40,6 +40,7 @@ from sacremoses import MosesDetokenizer, MosesTokenizer
 from multimax_fairseq import compat
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import check_place, whole
+from multimax_fairseq.models.loading import task_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ROOT / "multimax_fairseq"
@@ -255,7 +256,7 @@ def evaluate(
     checkpoint: Path,
     data: Path,
     subset: str = "test",
-    beam: int = 5,
+    beam: int | None = None,
     log: Path | None = None,
     quantized: bool = False,
     plugin: str | Path = PLUGIN,
@@ -266,14 +267,21 @@ def evaluate(
             raise UsageError(f"{what} '{path}' does not exist: check its path")
         check_path(what, path)
     log = log or log_of(checkpoint, subset)
-    task = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["cfg"]["task"]
+    task = task_of(checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint)), checkpoint)
     options = [] if torch.cuda.is_available() and not quantized else ["--cpu"]
     options += ["--quantize", "int8"] if quantized else []
     options += ["--user-dir", str(plugin)]
     if task._name == "language_modeling":
-        if quantized:
-            raise UsageError("--quantize int8 is for translation: leave it out")
+        for flag, given in (("--quantize int8", quantized), (f"--beam {beam}", beam is not None)):
+            if given:
+                raise UsageError(f"{flag} is for translation: leave it out")
         return language_model(checkpoint, data, task, subset, options, log)
+    if not hasattr(task, "source_lang"):
+        raise UsageError(
+            f"checkpoint '{checkpoint}' is of the task {task._name}: give one of translation or "
+            "language_modeling"
+        )
+    beam = 5 if beam is None else beam
     return translation(checkpoint, data, task, subset, beam, options, log)
 
 
@@ -317,7 +325,7 @@ def main() -> None:
         help="first average the folder's last N checkpoints, into averageN.pt there",
     )
     parser.add_argument("--subset", default="test", help="of DATA-BIN; default test")
-    parser.add_argument("--beam", type=int, default=5, help="of a translation; default 5")
+    parser.add_argument("--beam", type=int, help="of a translation; default 5")
     parser.add_argument(
         "--quantize",
         choices=["int8"],

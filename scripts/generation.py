@@ -19,6 +19,7 @@ from paired import Case, Contestant, Ready
 import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq.errors import CheckpointError, UsageError
 from multimax_fairseq.models.config import as_namespace
+from multimax_fairseq.models.loading import task_of
 from multimax_fairseq.models.quantize import quantize
 from multimax_fairseq.models.search_layers import faster_layers
 
@@ -33,7 +34,7 @@ def generate(args: argparse.Namespace) -> list[Case]:
             "with --arch transformer_multimax or transformer_iwslt_de_en_multimax"
         )
         state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
-        if state["cfg"]["task"]._name != "translation":
+        if task_of(state, args.checkpoint)._name != "translation":
             raise refusal
         try:
             models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)

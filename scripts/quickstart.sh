@@ -136,4 +136,8 @@ Next: translate a sentence of your own:
       --cpu --beam 5 --bpe sentencepiece \\
       --sentencepiece-model $(quoted "$out/data/translation/sentencepiece.model")
 EOF
-((${#rows[@]} > 1)) || printf 'Or compare with softmax: %q --compare\n' "$root/scripts/quickstart.sh"
+if ((${#rows[@]} == 1)); then
+    printf 'Or compare with softmax: '
+    printf '%q ' "$root/scripts/quickstart.sh" --compare --out "$out" ${updates:+--updates "$updates"}
+    printf '\n'
+fi

@@ -98,9 +98,13 @@ PAIRS = [
     (MT, '--eval-bleu --eval-bleu-args {"baem":5}', "'baem', which no search reads: did you mean"),
     (MT, "--eval-bleu --eval-bleu-detok mose", "--eval-bleu-detok mose: did you mean 'moses'"),
     *((MT, f"--optimizer adam --adam-betas {text}", f"--adam-betas {text} must be two numbers")
-      for text in ("0.9", "(0.9,)", "foo", "[0.9,0.98,0.99]")),
+      for text in ("0.9", "(0.9,)", "foo", "[0.9,0.98,0.99]", "(0.9,98)", "(1.0,0.98)", "('x',0)",
+                   "{{}}")),
     *((MT, f"--optimizer-overrides {text}", f"--optimizer-overrides {text} is no dictionary")
-      for text in ("{lr:1}", "1")),
+      for text in ("{lr:1}", "1", "{{'lr':1}}")),
+    *((MT, f"--{name} {value}", f"--{name} {value} must be a whole number of at least 0, below")
+      for name in ("seed", "num-workers") for value in (-1, 2**31)),
+    (MT, "--base-layers 1", "--base-layers 1 shares layers among processes"),
     *((MT, f"--{name} {value}", f"--{name} {float(value)} must be a number of at least 0")
       for name in ("dropout", "attention-dropout", "activation-dropout")
       for value in ("1.5", "-0.1", "nan")),

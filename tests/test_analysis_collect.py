@@ -663,6 +663,30 @@ def test_what_fails_half_way_leaves_the_earlier_collection(data, checkpoint, tmp
     assert signed["sentences"] == 3 and os.environ.get("MULTIMAX_BACKEND") == backend
 
 
+def test_what_cannot_be_put_in_place_leaves_the_earlier_collection(tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    (out / "collection.json").write_text("the first")
+
+    def failing(path, target):
+        if path.suffix == ".part":
+            raise OSError(errno.EIO, "of the disk")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(UsageError, match="of the disk"), collection._complete(out):
+        pass
+    assert list(tmp_path.iterdir()) == [out]
+    assert (out / "collection.json").read_text() == "the first"
+
+
+def test_of_long_sentences_alone_the_first_are_shown(data, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(collection, "LONGEST_EXAMPLE", 2)
+    out = gather(tmp_path / "out", checkpoint(TRANSLATION), data=data / "mt", sentences=2)
+    shown = json.loads((out / "examples.json").read_text(encoding="utf-8"))
+    assert [len(example["target"]["tokens"]) for example in shown] == [2, 2]
+
+
 def test_the_command_itself(data, checkpoint, collected, tmp_path):
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     words = ("python", "-m", "multimax_fairseq.analysis", "collect", path, data / "mt")

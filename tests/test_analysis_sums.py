@@ -78,3 +78,13 @@ def test_what_cannot_be_watched_is_refused(build, task, dictionary, monkeypatch,
     words = WordBoundaries(dictionary)
     with pytest.raises(UsageError, match=rf"cannot be analysed \({why}\): give one of a transf"):
         Recorder(build(arch), None if "_lm" in arch else words, words, set())
+
+
+def test_a_beginning_that_is_a_target_does_not_count(build, dictionary, lm_batch):
+    recorder = Recorder(
+        build("transformer_lm_multimax").eval(), None, WordBoundaries(dictionary), set()
+    )
+    sample = lm_batch()
+    sample["target"][:, 0] = dictionary.bos()
+    recorder.run(sample)
+    assert sum(recorder.output.tokens) == sample["ntokens"] - len(sample["target"])

@@ -573,3 +573,38 @@ def test_an_output_layer_that_somebody_changes_is_the_same_without_gradients(
     assert plain_output(model.decoder) is None
     with torch.no_grad():
         torch.testing.assert_close(model(**sample)[0], expected)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_diverse_beams_of_a_batch_are_those_of_each_sentence(
+    build, dictionary, translation_batch, seed
+):
+    """Whatever numbers the sentences have in the data, and whichever are done before others."""
+    model = as_trained(scatter_modulators(build(ARCH), seed), seed).eval()
+    sample = translation_batch(SIZES, seed=seed)
+    sample["id"] = torch.tensor([7, 3, 20, 0, 11])
+
+    def found(rows):
+        inputs = {name: value[rows] for name, value in sample["net_input"].items()}
+        strategy = search.DiverseBeamSearch(dictionary, 2, 0.3)
+        generator = SequenceGenerator(
+            [model], dictionary, beam_size=4, max_len_b=30, search_strategy=strategy
+        )
+        hypotheses = generator.generate([model], {"id": sample["id"][rows], "net_input": inputs})
+        return [[one["tokens"].tolist() for one in each] for each in hypotheses]
+
+    assert found(list(range(len(SIZES)))) == [found([row])[0] for row in range(len(SIZES))]
+
+
+def test_attention_weights_that_are_asked_for_are_found(build, dictionary, translation_batch):
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    model.decoder.need_attn = True
+    found = compare([model], dictionary, translation_batch(SIZES), own=False)
+    assert all(one["attention"].numel() for hypotheses in found for one in hypotheses)
+
+
+def test_attention_step_is_of_as_many_heads_as_the_modulator():
+    query = some_steps()[0]
+    for heads, is_able in ((None, True), (2, True), (3, False)):
+        attend = attention_to_steps(query, 2, 16, modulator=Modulator(num_heads=heads))
+        assert (attend is not None) == is_able

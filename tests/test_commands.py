@@ -248,6 +248,12 @@ def test_a_stopped_run_goes_on_where_it_stopped(text):
     resumed = run(text, *command, "mt-resumed")
     assert "Loaded checkpoint mt-resumed/checkpoint_last.pt" in resumed
     assert losses(resumed) == pytest.approx(whole[3:], rel=1e-3) and len(whole) == 6
+    # Neither as another function nor, as all updates are done, at once as a run of it.
+    other = ("--attention-normalizer", "multimax", "--multimax-monotone")
+    message = run(text, *command, "mt-resumed", *other, code=1)
+    assert "--multimax-monotone is True, but was False in the run that is to go on" in message
+    new = (*other, "--reset-optimizer", "--reset-dataloader", "--max-update", "2")
+    run(text, *command, "mt-resumed", *new)
 
 
 def test_averaged_checkpoint_is_the_mean_and_translates(text, translation):
@@ -263,6 +269,10 @@ def test_averaged_checkpoint_is_the_mean_and_translates(text, translation):
     assert len(hypotheses(run(text, "fairseq-generate", "mt", *PLUGIN, *path))) == 8
     message = run(text, "python", script, "mt-model", "--last", "9", *output, code=1)
     assert "fewer than 9" in message and "Traceback" not in message
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint3.pt"):
+        output = ("--output", f"mt-model/{name}")
+        message = run(text, "python", script, "mt-model", "--last", "2", *output, code=1)
+        assert "is what training calls a checkpoint of its own" in message
 
 
 def assert_scores_are_reference_scores(text, found, model):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, TRACEBACK, refused, run
+from fairseq import checkpoint_utils as fairseq_checkpoints
 from fairseq import search
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.logging import progress_bar
@@ -21,6 +22,7 @@ from fairseq.sequence_generator import SequenceGenerator
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import checkpoints, contents
+from multimax_fairseq.compat.commands import resolve
 from multimax_fairseq.compat.patch import COMMANDS
 
 PACKAGE = Path(compat.PACKAGE)
@@ -206,6 +208,20 @@ def test_other_sampling_is_as_it_was(dictionary, options):
             found.append(step(sampling, number, log_probs.clone(), scores))
     for one, other in zip(found[:2], found[2:], strict=True):
         assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("code", ["O8", "V8", "S8", "U8", "M8", "m8", "i", "f16x"])
+def test_arrays_are_of_plain_numbers(code):
+    """Those of objects are addresses, at which numpy would read."""
+    with pytest.raises(pickle.UnpicklingError, match="not a plain number type"):
+        checkpoints._PickledDtype(code)
+
+
+def test_what_cannot_be_opened_is_not_called_no_checkpoint(tmp_path):
+    compat.apply()
+    for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none.pt", FileNotFoundError)):
+        with pytest.raises(kind):
+            fairseq_checkpoints.load_checkpoint_to_cpu(str(path))
 
 
 def test_array_must_fill_its_shape():
@@ -516,6 +532,16 @@ def test_the_project_environments_commands_are_mended_and_nothing_else(tmp_path)
 def test_a_command_is_known_by_the_executables_name_only(monkeypatch, program, name):
     monkeypatch.setattr(sys, "argv", [program, "fairseq-train", "fairseq-data"])
     assert compat.command() == name
+
+
+def test_the_plugins_name_is_this_package_unless_one_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = PACKAGE.name
+    assert resolve(name) == str(PACKAGE) and resolve("other") == "other" and resolve(None) is None
+    (tmp_path / name).mkdir()  # as the folder of a clone
+    assert resolve(name) == str(PACKAGE)
+    (tmp_path / name / "__init__.py").touch()
+    assert resolve(name) == name
 
 
 def test_another_plugins_errors_keep_their_tracebacks(toy, tmp_path):

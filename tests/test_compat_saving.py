@@ -1,5 +1,6 @@
 """compat/saving.py: how a checkpoint gets onto the disk, and where a run goes on from or ends."""
 
+import contextlib
 import errno
 import os
 import stat
@@ -9,6 +10,7 @@ import pytest
 from fairseq.file_io import PathManager
 
 from multimax_fairseq.compat import saving
+from multimax_fairseq.compat.checkpoints import DamagedCheckpointError
 from multimax_fairseq.errors import CheckpointError
 
 
@@ -95,3 +97,48 @@ def test_a_run_that_has_done_its_updates_does_no_more(most, done, ends, mends):
     trainer = SimpleNamespace(cfg=settings, get_num_updates=lambda: done)
     assert mends[0](lambda *_: "loaded")(None, trainer) == "loaded"
     assert (optimization.max_epoch == -1) == ends
+
+
+@pytest.fixture
+def load(mends, tmp_path, monkeypatch):
+    """load(file, rank=0, suffix="", given=...) -> the file that a run goes on from in place of a
+    damaged one."""
+    saving.last_checkpoint()
+    updates = {"checkpoint1.pt": 3, "checkpoint2.pt": 12, "checkpoint3.pt": 9, "checkpoint4.pt": 0}
+    monkeypatch.setattr(saving, "updates", lambda path: updates[os.path.basename(path)])
+    for name in updates:
+        (tmp_path / name).touch()
+
+    def original(self, filename):
+        if os.path.basename(filename) in ("checkpoint_last.pt", "checkpoint_last-shard0.pt"):
+            raise DamagedCheckpointError("damaged")
+        return os.path.basename(filename)
+
+    def call(name, rank=0, suffix="", given="checkpoint_last.pt"):
+        checkpoint = SimpleNamespace(restore_file=given, save_dir=str(tmp_path))
+        trainer = SimpleNamespace(cfg=SimpleNamespace(checkpoint=checkpoint))
+        trainer.checkpoint_suffix, trainer.data_parallel_rank = suffix, rank
+        return mends[0](original)(trainer, str(tmp_path / name))
+
+    return call
+
+
+def test_only_a_whole_run_goes_on_from_its_newest_other_checkpoint(load, tmp_path):
+    for name in ("checkpoint_last.pt", "checkpoint_last-shard0.pt"):
+        (tmp_path / name).touch()
+    assert load("checkpoint_last.pt") == "checkpoint2.pt"
+    with pytest.raises(CheckpointError, match="give another checkpoint with --restore-file"):
+        load("checkpoint_last-shard0.pt", suffix="-shard0")  # whose parts belong together
+    with pytest.raises(CheckpointError, match="give another checkpoint with --restore-file"):
+        load("checkpoint_last.pt", given=str(tmp_path / "checkpoint_last.pt"))
+
+
+@pytest.mark.parametrize("given", ["checkpoint_last.pt", "none.pt"])
+def test_the_first_worker_tells_what_is_missing(load, given, caplog):
+    for rank in (0, 1):
+        with contextlib.suppress(DamagedCheckpointError, CheckpointError):
+            load(given, rank, given=given)
+        [told] = [
+            record.message for record in caplog.records if "begins at update 0" in record.message
+        ]
+        assert given in told

@@ -507,3 +507,64 @@ def test_a_mapping_of_another_plugin_is_refused():
     settings = argparse.Namespace(output_normalizer="tempered_multimax")
     with pytest.raises(UsageError, match="'tempered_multimax'"):
         refuse_output(settings)
+
+
+def test_a_model_of_half_precision_stays_one(checkpoint, tmp_path, monkeypatch):
+    state = torch.load(checkpoint(TRANSLATION, *AT, *BOTH), weights_only=False)  # our own file
+    state["model"] = {name: value.bfloat16() for name, value in state["model"].items()}
+    torch.save(state, tmp_path / "half.pt")
+    theirs, ours = tmp_path / "theirs.pt", tmp_path / "ours.pt"
+    convert(monkeypatch, "to-authors", tmp_path / "half.pt", theirs)
+    assert {value.dtype for value in read(theirs)[0].values()} == {torch.bfloat16}
+    convert(monkeypatch, "from-authors", theirs, ours)
+    again = read(ours)[0]
+    assert again.keys() == state["model"].keys()
+    assert all(torch.equal(value, again[name]) for name, value in state["model"].items())
+
+
+def test_a_record_changes_no_setting_of_theirs(checkpoint, tmp_path, monkeypatch):
+    theirs, ours = tmp_path / "theirs.pt", tmp_path / "ours.pt"
+    convert(monkeypatch, "to-authors", checkpoint(TRANSLATION, *AT), theirs)
+    state = torch.load(theirs, weights_only=False)  # our own file
+    state["multimax_fairseq"]["settings"] |= {"dropout": 0.9, "of_a_later_version": 1}
+    torch.save(state, theirs)
+    convert(monkeypatch, "from-authors", theirs, ours)
+    settings = read(ours)[1]["model"]
+    assert settings["dropout"] == 0 and "of_a_later_version" not in settings
+
+
+def test_a_checkpoint_of_an_old_fairseq(authors, tmp_path, monkeypatch):
+    """Its settings are args alone, which fairseq would believe before the new ones."""
+    path, new = authors("transformer_iwslt_de_en", "--activation-fn", "relu"), tmp_path / "new.pt"
+    state = torch.load(path, weights_only=False)  # our own file
+    state["args"], state["cfg"] = state["cfg"]["model"], None
+    torch.save(state, path)
+    convert(monkeypatch, "from-authors", path, new)
+    assert load(new)[1].model._name == TRANSLATION
+
+
+def test_what_belongs_to_other_parameters_is_left_out(checkpoint, tmp_path, monkeypatch):
+    path, new = checkpoint(TRANSLATION, *AT), tmp_path / "new.pt"
+    state = torch.load(path, weights_only=False)  # our own file
+    of_old = {"ema": {}, "ema_fp32_params": {}}
+    state["last_optimizer_state"], state["extra_state"] = {"state": {}}, {"kept": 1, **of_old}
+    torch.save(state, tmp_path / "old.pt")
+    convert(monkeypatch, "to-authors", tmp_path / "old.pt", new)
+    state = torch.load(new, weights_only=False)
+    assert "last_optimizer_state" not in state and state["extra_state"]["kept"] == 1
+    assert not of_old.keys() & state["extra_state"].keys()
+
+
+def test_a_model_without_cross_attention_has_none_to_refuse(checkpoint, tmp_path, monkeypatch):
+    path = checkpoint(TRANSLATION, "--no-cross-attention")
+    convert(monkeypatch, "to-authors", path, tmp_path / "theirs.pt")
+    convert(monkeypatch, "from-authors", tmp_path / "theirs.pt", tmp_path / "ours.pt")
+    assert_same_bits(read(path)[0], read(tmp_path / "ours.pt")[0])
+
+
+def test_an_adaptive_softmax_takes_no_head(checkpoint, tmp_path, monkeypatch):
+    head, new = tmp_path / "head.npz", tmp_path / "new.pt"
+    np.savez(head, **dict.fromkeys(HEAD, np.ones(4)))
+    flags = ("--output-normalizer", "softmax", "--adaptive-softmax-cutoff", "10,20", *ADAPTIVE)
+    sentence = refused(monkeypatch, "from-paddlefleet", head, checkpoint(LM, *flags), new)
+    assert "an adaptive softmax has no MultiMax" in sentence

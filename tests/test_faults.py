@@ -430,6 +430,28 @@ def ended(text, name, folder, kill_after=None, **fault):
     return process.wait(300), log.read_text()
 
 
+def test_ctrl_c_is_one_sentence(text):
+    log = text / "interrupted.log"
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [BIN / "fairseq-train", *TRANSLATE, *PLUGIN, "--no-save", "--max-update", "1000000"],
+            cwd=text,
+            env=programs_first(),
+            stdout=file,
+            stderr=file,
+            # Tests that run in a shell's background ignore it, and children would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    while "Start iterating over samples" not in log.read_text():
+        assert process.poll() is None, log.read_text()[-2000:]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    said = log.read_text()
+    assert "interrupted; a training goes on from its last checkpoint" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.slow
 def test_fifty_kills_and_ten_full_disks_change_nothing(text, uninterrupted):
     draw, kills, full, halves, names = random.Random(17), 0, 0, 0, list(RUNS | MORE)

@@ -13,11 +13,11 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import create_function_from_signature
 
 from multimax_fairseq.kernels import launches
-from multimax_fairseq.kernels.launches import Launch, run_fastest
+from multimax_fairseq.kernels.launches import Call, Launch, candidates, is_heavy, run_fastest
 from multimax_fairseq.kernels.triton_attention_kernels import forward_kernel
 
 CHOICE = [Launch(64, 64, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 1)]
@@ -103,6 +103,63 @@ def test_the_interpreter_takes_the_first(kernel, monkeypatch):
     assert kernel.launch("a call") == CHOICE[0] and kernel.tried == []
 
 
+@pytest.mark.parametrize("error", [OutOfResources(2**18, 2**17, "shared memory"), PTXASError()])
+def test_what_this_gpu_cannot_launch_is_not_chosen(kernel, error):
+    def run(launch):
+        if launch == CHOICE[1]:
+            raise error
+        return kernel(launch)
+
+    assert run_fastest(CHOICE[:2], "a call", run, kernel.timer) == CHOICE[0]
+
+
+def test_a_time_is_the_shortest_of_runs_that_are_compiled(monkeypatch):
+    ran, times = [], iter([5.0, 3.0, 4.0, 9.0, 8.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+            self.synchronize = lambda: None
+
+        def record(self):
+            self.at = len(ran)
+
+        def elapsed_time(self, end):
+            assert 1 <= self.at == end.at - 1  # of one run, and not of the first
+            return next(times)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert launches._milliseconds(lambda: ran.append(1)) == 3.0 and len(ran) == 6
+
+
+@pytest.mark.parametrize(
+    "constants, found",
+    [
+        ({"CAUSAL": True, "LOW": 2}, False),
+        ({"MASKING": 1}, False),  # of padding, a row for all queries
+        *(({name: 2}, True) for name in ("MASKING", "DROPOUT", "MONOTONE")),
+    ],
+)
+def test_which_calls_are_short_of_registers(constants, found):
+    assert bool(is_heavy(**constants)) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_large_blocks_are_for_half_precision_and_much_shared_memory(dtype):
+    for (name, width), large in launches._LARGE.items():
+        light, heavy = (Call(name, dtype, width, is_heavy) for is_heavy in (False, True))
+        usual = launches._CANDIDATES[name][dtype == torch.float32, width]
+        for capability in (80, 86, 89, 120):
+            assert candidates(light, capability) == candidates(heavy, capability) == usual
+        for capability in (90, 100, 103):
+            if dtype == torch.float32:
+                assert candidates(light, capability) == candidates(heavy, capability) == usual
+            else:
+                assert candidates(light, capability) == [large]
+                other = launches._LARGE_HEAVY.get((name, width), large)
+                assert candidates(heavy, capability) == [other]
+
+
 # --- a launch ----------------------------------------------------------------------------------
 
 
@@ -157,7 +214,7 @@ def some_arguments(random):
 
     memory = torch.zeros(64)
     half = memory.to(some(torch.float16, torch.bfloat16, torch.float32))
-    arguments = {name: half[some(0, 1, 8) :] for name in ("Q", "K", "V", "OUT")}
+    arguments = {name: half[some(0, 1, 4, 8) :] for name in ("Q", "K", "V", "OUT")}
     arguments |= {"TOTAL": memory, "TABLE": some(memory, None), "SINK": None}
     arguments["MASK"] = some(None, memory, memory[1:], memory.to(torch.uint8))
     axes = [f"{name}_{axis}" for name in "qkvo" for axis in "bhn"] + ["m_b", "m_h", "m_t", "m_s"]

@@ -78,7 +78,10 @@ def test_forks_after_the_first_use(modulator, threads):
         child = os.fork()
         if child == 0:
             signal.alarm(PATIENCE)  # ends a child that hangs
-            torch.set_num_threads(1)
-            is_right = all(map(torch.equal, results(3, 64, modulator), wanted))
-            os._exit(0 if is_right else 1)
+            try:
+                torch.set_num_threads(1)
+                is_right = all(map(torch.equal, results(3, 64, modulator), wanted))
+                os._exit(0 if is_right else 1)
+            finally:
+                os._exit(2)  # whatever it raised: it must not go on with the tests
         assert os.waitpid(child, 0)[1] == 0

@@ -1,6 +1,7 @@
 """A user's mistakes: one sentence names flag and value, and nothing is trained."""
 
 import json
+import math
 import shlex
 import shutil
 import types
@@ -14,6 +15,7 @@ from fairseq.tasks import FairseqTask
 from mistakes import COMMANDS, FLAGS, GOOD, LM, MT, RECURRENT, cases
 
 from multimax_fairseq.criterions.cross_entropy import RDropConfig
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import OPTIONS, SETTINGS, flag
 from multimax_fairseq.models.rnn_multimax import RECURRENT_OPTIONS
 
@@ -267,3 +269,27 @@ def test_a_prefix_may_repeat_ngrams(build, search, translation_batch):
     prefix = torch.tensor([[5, 6, 5, 6, 5, 6]]).expand(3, -1)
     for tokens in search(model, batch, prefix, no_repeat_ngram_size=2):
         assert tokens[:6] == [5, 6, 5, 6, 5, 6] and not repeats(tokens[4:], 2)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"nbest": 4},
+        {"min_len": 15},
+        {"max_len_a": 1.2, "max_len_b": 0},
+        {"sampling": True, "sampling_topp": 1.0},
+        {"sampling": True, "sampling_topk": 3, "sampling_topp": 0.0},
+        {"sampling": True, "sampling_topk": None},  # as many as there are words
+    ],
+)
+def test_what_a_search_can_just_take_is_taken(build, task, dictionary, given):
+    given = {name: len(dictionary) if value is None else value for name, value in given.items()}
+    options = types.SimpleNamespace(**{"beam": 4, "max_len_b": 15, **given})
+    FairseqTask.build_generator(task, [build(MT).eval()], options)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 0.0])
+def test_a_temperature_that_is_none(build, task, value):
+    options = types.SimpleNamespace(temperature=value)
+    with pytest.raises(UsageError, match=f"--temperature {value} must be a finite number above 0"):
+        FairseqTask.build_generator(task, [build(MT).eval()], options)

@@ -691,3 +691,10 @@ def test_sinusoidal_positions_grow_with_the_text(build, more):
     found = copy.deepcopy(positions)(tokens, incremental_state={})
     assert torch.equal(found, expected[:, -1:])
     assert torch.equal(positions(tokens), expected)
+
+
+def test_a_softmax_model_says_nothing_of_what_it_does_not_learn(build, caplog):
+    caplog.set_level("INFO")
+    model = build(TRANSLATION[1], "--attention-normalizer", "softmax")
+    model.load_state_dict(model.state_dict())
+    assert "nothing that normalizers learn" not in caplog.text

@@ -12,6 +12,7 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.models.numerics import Examined
 from multimax_fairseq.modules import Modulator
 
 TRANSLATION, LANGUAGE = "transformer_multimax", "transformer_lm_multimax"
@@ -218,3 +219,33 @@ def test_of_several_gradients_the_last_places_is_named(trainer_of):
         layer.fc1.weight.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(UsageError, match=r"gradient of 'decoder\.layers\.1\.fc1\.weight' is not;"):
         trainer.train_step(batches[:1])
+
+
+def test_all_batches_of_an_update_are_looked_at_with_its_dropout(trainer_of):
+    trainer, batches = trainer_of(TRANSLATION, "--dropout", "0.3")
+    model, drawn = trainer.get_model(), []
+    model.register_forward_pre_hook(lambda *_: drawn.append(torch.get_rng_state()))
+    new = set(batches[1]["net_input"]["src_tokens"].flatten().tolist())
+    word = max(new - set(batches[0]["net_input"]["src_tokens"].flatten().tolist()))
+    with torch.no_grad():
+        model.encoder.embed_tokens.weight[word] = math.nan
+    with pytest.raises(UsageError, match="it begins in the self-attention of encoder layer 1"):
+        trainer.train_step(batches[:2])
+    assert torch.equal(drawn[0], drawn[-2])
+
+
+def test_of_other_models_fairseqs_own_error_stays(trainer_of, monkeypatch):
+    trainer, batches = trainer_of(TRANSLATION)
+    monkeypatch.delattr(Examined, "why_not_finite")
+    break_first_layer(trainer.get_model())
+    with pytest.raises(FloatingPointError, match="Nan/Inf"):
+        trainer.train_step(batches[:1])
+
+
+def test_a_checkpoint_without_a_validation_is_saved(trainer_of, caplog, tmp_path):
+    trainer, _ = trainer_of(LANGUAGE)
+    epoch = trainer.get_train_iterator(1)
+    epoch.next_epoch_itr(shuffle=False)
+    assert checkpoint_utils.save_checkpoint(trainer.cfg.checkpoint, trainer, epoch, None)
+    assert (tmp_path / "checkpoint_last.pt").exists()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

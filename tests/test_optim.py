@@ -1,5 +1,7 @@
 """The optimiser: what is special about the learned scalars."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fairseq import optim, options
@@ -92,6 +94,28 @@ def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build, every
     del saved["param_groups"][1]["updates"]  # a checkpoint of an earlier version
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[1]["updates"] == 0
+
+
+def test_overrides_reach_the_rest_of_the_parameters(build):
+    optimizer = multimax_adam(build(ARCH).parameters(), "--weight-decay", "0.5")
+    overrides = {"weight_decay": 0.4, "lr": 0.3}
+    optimizer.load_state_dict(optimizer.state_dict(), overrides)
+    others, scalars = optimizer.param_groups
+    assert (others["lr"], others["weight_decay"], scalars["weight_decay"]) == (0.3, 0.4, 0.0)
+
+
+def test_a_gpus_parameters_are_taken_together_with_or_without_a_gradient(build):
+    many = multimax_adam(build(ARCH).parameters()).optimizer
+    dense, sparse = torch.ones(2), torch.ones(2).to_sparse()
+    for is_cuda, grad, is_fast in (
+        (True, None, True), (True, dense, True), (True, sparse, False), (False, dense, False),
+    ):  # fmt: skip
+        assert many.is_fast(SimpleNamespace(is_cuda=is_cuda, grad=grad)) == is_fast
+
+
+def test_the_scalars_learn_as_the_rest_unless_told_otherwise(build):
+    optimizer = multimax_adam(build(ARCH).parameters())
+    assert (optimizer.cfg.scalar_lr_scale, optimizer.cfg.scalar_freeze_updates) == (1.0, 0)
 
 
 def test_a_number_of_frozen_updates_that_is_none(build):

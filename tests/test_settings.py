@@ -4,10 +4,12 @@ import argparse
 
 import pytest
 from examples import SETTINGS as GIVEN
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
 from multimax_fairseq.compat.settings import _check as check_flags
+from multimax_fairseq.compat.settings import check_criterion
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
     DENSITY_AT,
@@ -20,6 +22,7 @@ from multimax_fairseq.models.config import (
 )
 from multimax_fairseq.models.transformer_multimax import multimax_architecture
 
+NEEDS_GPU = ("memory_efficient_fp16", "fp16", "amp", "profile", "quant_noise_scalar")
 SOFTMAX, ENTMAX, TOPK, MULTIMAX = (
     ("--attention-normalizer", name) for name in ("softmax", "alpha_entmax", "topk", "multimax")
 )
@@ -236,3 +239,28 @@ def test_scalars_that_are_held_to_the_last_update_are_told_of(caplog):
         settings = {"scalar_freeze_updates": 533, "max_update": updates}
         check_flags({name: (f"--{name}", value) for name, value in settings.items()})
         assert ("533 holds the learned scalars as they start" in caplog.text) == told
+
+
+def test_what_other_plugins_compute_is_theirs(build, task):
+    metric = {"best_checkpoint_metric": "accuracy", "maximize_best_checkpoint_metric": True}
+    check_flags({name: (f"--{name}", value) for name, value in metric.items()})
+
+    class Theirs(CrossEntropyCriterion):
+        pass
+
+    model, output = build(TRANSLATION, "--output-normalizer", "sparsemax"), "--output-normalizer"
+    check_criterion(model, Theirs(task, sentence_avg=False))
+    with pytest.raises(UsageError, match=f"{output} sparsemax"):
+        check_criterion(model, CrossEntropyCriterion(task, sentence_avg=False))
+
+
+@pytest.mark.parametrize("name", NEEDS_GPU)
+def test_what_needs_a_gpu_is_refused_without_one_as_it_was_given(monkeypatch, name):
+    given = {other: (f"--{other}", False) for other in NEEDS_GPU} | {name: (f"--{name}", True)}
+    if name == "memory_efficient_fp16":
+        given["fp16"] = ("--fp16", True)  # as fairseq sets it then
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match=f"^--{name} needs a GPU"):
+        check_flags(given)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_flags(given)

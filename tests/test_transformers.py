@@ -484,3 +484,22 @@ def test_compiled(make):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     difference = (logits(compiled, ids, mask) - expected)[mask.bool()]
     assert difference.abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "name", "softcap s_aux sinks position_bias indices block_indices cache".split()
+)
+def test_what_a_layer_asks_for_beyond_a_mask_is_refused(name):
+    layer, x = nn.Module(), torch.zeros(1, 2, 3, 8)
+    layer.normalizer = Normalizer()
+    with pytest.raises(ValueError, match=rf"Module uses .*\({name}\)"):
+        interface.attention(layer, x, x, x, None, **{name: torch.zeros(1)})
+
+
+def test_a_layer_that_says_nothing_is_causal_and_gets_its_context_in_one_piece():
+    layer, (query, key, value) = nn.Module(), torch.randn(3, 2, 4, 3, 8)
+    layer.normalizer = Normalizer("softmax")
+    found, _ = interface.attention(layer, query, key, value, None)
+    theirs = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(found, theirs.transpose(1, 2))
+    assert found.is_contiguous()

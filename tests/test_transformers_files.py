@@ -323,3 +323,30 @@ def test_only_the_export_needs_fairseq():
 
     with pytest.raises(AttributeError, match="no attribute 'exports'"):
         multimax_fairseq.transformers.exports  # noqa: B018
+
+
+def test_weights_that_the_class_would_drop(saved):
+    weights = saved / "model.safetensors"
+    state = load_file(weights) | {"model.layers.0.gate.weight": torch.ones(2)}
+    save_file(state, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"not those of .*'model\.layers\.0\.gate\.weight'"):
+        load(saved)
+
+
+def test_no_pickle_is_read(saved):
+    weights = saved / "model.safetensors"
+    torch.save(load_file(weights), saved / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ValueError, match="no LlamaForCausalLM can be read from"):
+        load(saved)
+
+
+def test_narrow_normalizers_are_kept(tmp_path):
+    model = made(llama)
+    attach(model, init_std=0.3)
+    save(model.to(torch.bfloat16), tmp_path)
+    same(model, load(tmp_path))
+
+
+def test_a_loaded_model_is_in_eval_mode_as_a_whole(saved):
+    assert not any(module.training for module in load(saved).modules())

@@ -101,6 +101,8 @@ def main() -> None:
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception as error:
         text = compat.explain(error) or _explain(error)
         if text is None or compat.wants_traceback():

@@ -23,8 +23,8 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.functional import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.models.learned_scalars import symbols
-from multimax_fairseq.models.loading import build
+from multimax_fairseq.models.loading import build, task_of
 from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
@@ -132,9 +132,7 @@ def collect(
 
 def _task(state: dict[str, Any], path: Path, data: Path, subset: str) -> Any:
     """Return the checkpoint's task, with the subset loaded."""
-    cfg = (state.get("cfg") or {}).get("task")
-    if cfg is None:
-        raise UsageError(f"checkpoint '{path}' says no task: give one that fairseq-train wrote")
+    cfg = task_of(state, path)
     task = tasks.setup_task(cfg, from_checkpoint=True)
     if not hasattr(task, "source_dictionary"):
         raise UsageError(
@@ -349,7 +347,8 @@ def _complete(out: Path) -> Iterator[Path]:
         raise UsageError(
             f"'{given}' is there and is not a collection: give another --out, or remove it"
         )
-    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    # Not by the process's number: in a container it is the same again after one that was killed.
+    aside, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{x}") for x in ("part", "old"))
     try:
         aside.mkdir(parents=True)
     except OSError as error:
@@ -359,7 +358,6 @@ def _complete(out: Path) -> Iterator[Path]:
         ) from None
     try:
         yield aside
-        old = out.with_name(f".{out.name}.{os.getpid()}.old")
         if out.exists():
             out.rename(old)
         try:

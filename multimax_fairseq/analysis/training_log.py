@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from multimax_fairseq.analysis.collection import MOST
 from multimax_fairseq.compat.patch import MONITOR
 from multimax_fairseq.errors import UsageError, no_file
 
@@ -61,6 +62,8 @@ def read(file: Path) -> TrainingLog:
     frame = pd.DataFrame(rows, columns="updates place layer name value".split())
     try:
         frame["layer"] = pd.to_numeric(frame["layer"])
+        if not frame["layer"].dropna().isin(range(MOST)).all():
+            raise ValueError("layers that do not count from 0")
     except ValueError as error:
         raise _damaged(file, error) from None
     return TrainingLog(file.stem, frame.sort_values("updates", kind="stable"))

@@ -39,6 +39,7 @@ def apply():
     checkpoints.checkpoint_models()
     checkpoints.checkpoint_numbers()
     checkpoints.checkpoint_training()
+    checkpoints.resumed_model()
     checkpoints.checkpoint_adaptive_softmax()
     saving.whole_checkpoints()
     saving.last_checkpoint()

@@ -12,6 +12,7 @@ from pickle import UnpicklingError
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.compat import contents
 from multimax_fairseq.compat.explain import explain, is_raised_by_fairseq
@@ -119,8 +120,8 @@ def _refused(error, path):
                         return ".".join(words)
                 elif isinstance(argument, str):
                     strings.append(argument)
-    except (ValueError, StopIteration, IndexError, zipfile.BadZipFile):
-        pass
+    except Exception:  # whatever zipfile and pickletools stumble over in a damaged file
+        return None
     return None
 
 
@@ -309,6 +310,42 @@ def checkpoint_training():
         return load_checkpoint
 
     wrap(Trainer, "load_checkpoint", make)
+
+
+def resumed_model():
+    """A run goes on from a checkpoint of whatever settings, where its parameters fit.
+
+    So it may go on as another function, or end at once as a run of it. Here a model that has
+    `check_resumed(settings, before)` is asked. Can go when fairseq compares them.
+    """
+    from fairseq.trainer import Trainer
+
+    def make(original):
+        def load_checkpoint(self, filename, reset_optimizer=False, *args, **kwargs):
+            check = getattr(self.get_model(), "check_resumed", None)
+            if check is not None and not reset_optimizer and self.data_parallel_rank == 0:
+                before = _model_settings(filename)
+                if before is not None:
+                    check(_plain(self.cfg.model), _plain(before))
+            return original(self, filename, reset_optimizer, *args, **kwargs)
+
+        return load_checkpoint
+
+    wrap(Trainer, "load_checkpoint", make)
+
+
+def _model_settings(path):
+    """A checkpoint's settings of its model; None if it cannot be read, or is not there."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)["cfg"]["model"]
+    except Exception:  # whatever torch finds in a damaged file
+        return None
+
+
+def _plain(settings):
+    if isinstance(settings, DictConfig):
+        return OmegaConf.to_container(settings, resolve=True, enum_to_str=True)
+    return vars(settings) if isinstance(settings, argparse.Namespace) else settings
 
 
 def _check_moments(optimizer):

@@ -91,7 +91,15 @@ def last_batch():
         def batch_by_size(indices, *args, **kwargs):
             if not isinstance(indices, np.ndarray):
                 indices = np.fromiter(indices, dtype=np.int64)
-            batches = original(indices, *args, **kwargs)
+            try:
+                batches = original(indices, *args, **kwargs)
+            except IndexError:  # where it looks for its last batch
+                if len(indices) > 0:
+                    raise
+                raise UsageError(
+                    "no sentence is left, as all are longer than --max-source-positions, "
+                    "--max-target-positions or the model allow: give larger ones, or other data"
+                ) from None
             # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
             if (training and batches) or kwargs.get("fixed_shapes") is not None:
                 return batches

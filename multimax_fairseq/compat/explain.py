@@ -15,6 +15,8 @@ from multimax_fairseq.compat.patch import PACKAGE, command, wrap
 OUR_FLAGS = ("--attention-normalizer", "--output-normalizer", "--multimax-")
 OUR_NAMES = re.compile(r"[\w-]*multimax\w*|(attention|output)[_-]normalizer")
 LOAD_PLUGIN = "load the plugin that defines it with --user-dir (common.user_dir in a YAML file)."
+INTERRUPTED = "interrupted; a training goes on from its last checkpoint by the same command"
+OTHER_RUN = ", or another --save-dir"
 _MAKE_DATA = "give the folder that fairseq-preprocess (or a script of data-prep/) wrote."
 
 
@@ -54,7 +56,8 @@ def _explain_os_error(error):
             if folder and not os.path.isdir(folder):
                 return f"data folder '{folder}' does not exist; {_MAKE_DATA}"
             return f"no dictionary '{path}'; {_MAKE_DATA}"
-        return f"'{path}' does not exist; check the path; for data, {_MAKE_DATA}"
+        what = f"'{path}'" if os.path.isdir(folder or ".") else f"the folder of '{path}'"
+        return f"{what} does not exist; check the path; for data, {_MAKE_DATA}"
     if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)):
         return f"cannot open '{path}' ({error.strerror}); check the path and its permissions."
     return None
@@ -82,9 +85,10 @@ def _explain_check(error):
 def _explain_mismatch(error):
     text = str(error)
     if match := re.match(r"Cannot load model parameters from checkpoint (.*);", text):
+        is_given = any(word.startswith("--finetune-from-model") for word in sys.argv)
         return (
             f"checkpoint '{match[1]}' does not fit this architecture or dictionary; use the "
-            "options and data that it was trained with, or another --save-dir."
+            f"options and data that it was trained with{'' if is_given else OTHER_RUN}."
         )
     if isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
         detail = text.splitlines()[1].strip() if "\n" in text else text
@@ -160,6 +164,8 @@ def _explain_data(error):
             "transformer_lm_multimax, or --task translation with fairseq-generate or "
             "fairseq-validate."
         )
+    if isinstance(error, ImportError) and text.strip().startswith("Please install"):
+        return text  # it names the package that an option needs
     if text.startswith("Provided Search parameters"):
         return (
             "--sampling, --diverse-beam-groups, --match-source-len and --diversity-rate exclude "
@@ -256,7 +262,7 @@ def wants_traceback():
     return os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0")
 
 
-def _end(text):
+def _end(text, status=1):
     """Print the sentence and end the process at once.
 
     The interpreter's own end kills threads that still read data inside of C++, which aborts. While
@@ -270,7 +276,7 @@ def _end(text):
     with contextlib.suppress(OSError):  # nobody reads on
         sys.stdout.flush()
         sys.__stderr__.flush()
-    os._exit(1)
+    os._exit(status)
 
 
 def plain_errors():
@@ -284,6 +290,8 @@ def plain_errors():
 
     def make_hook(original):
         def excepthook(kind, error, trace):
+            if isinstance(error, KeyboardInterrupt):
+                _end(INTERRUPTED, 130)
             text = explain(error)
             if text is None:
                 original(kind, error, trace)
@@ -303,7 +311,8 @@ def plain_errors():
                 hint = message  # without the hundreds of lines of usage
                 if not message.startswith("argument"):
                     hint += (
-                        ": check their spelling, and that --arch, --task and --criterion know them"
+                        ": check their spelling, and that --arch, --task, --criterion, --optimizer "
+                        "and --lr-scheduler know them"
                     )
                     if "multimax_fairseq.models" not in sys.modules:
                         hint += f"; those of multimax_fairseq need --user-dir {PACKAGE}"

@@ -115,8 +115,9 @@ def _check(settings):
 
 
 def _check_machine(given):
-    """Refuse what needs a GPU or a package that is not here."""
-    for name in ("fp16", "memory_efficient_fp16", "amp"):
+    """Refuse what needs a GPU or a package that is not here, and what no machine takes."""
+    # fairseq sets the second by the first, which is the one that was given.
+    for name in ("memory_efficient_fp16", "fp16", "amp", "profile", "quant_noise_scalar"):
         flag, value = given(name)
         if value and not torch.cuda.is_available():
             raise UsageError(
@@ -129,6 +130,10 @@ def _check_machine(given):
             raise UsageError(
                 f"{flag} needs the package {package}, which is missing: leave {flag} out"
             )
+    for name in ("num_workers", "seed"):
+        flag, value = given(name)
+        if isinstance(value, int) and not 0 <= value < 2**31:
+            raise UsageError(f"{flag} {value} must be a whole number of at least 0, below 2**31")
 
 
 def _check_window(given):
@@ -168,7 +173,7 @@ def _literal(value):
     """What Python's notation of a number, tuple, dictionary stands for; None of any other text."""
     try:
         return ast.literal_eval(value) if isinstance(value, str) else value
-    except (SyntaxError, ValueError):
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         return None
 
 
@@ -198,8 +203,11 @@ def _check_training(given):
         )
     flag, text = given("adam_betas", (0.9, 0.999))
     betas = _literal(text)
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise UsageError(f'{flag} {text} must be two numbers: write them as "(0.9, 0.98)"')
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise UsageError(
+            f'{flag} {text} must be two numbers from 0 to below 1: write them as "(0.9, 0.98)"'
+        )
     _check_metric(given)
 
 
@@ -236,7 +244,7 @@ def _check_search(flag, text):
 
     try:
         settings = json.loads(text or "{}")
-    except ValueError:
+    except (RecursionError, ValueError):
         settings = None
     if not isinstance(settings, dict):
         raise UsageError(f"{flag} {text} is no JSON dictionary: write it as '{{\"beam\": 5}}'")

@@ -40,6 +40,8 @@ def main() -> None:
 
     try:
         written = convert(args)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception as error:
         text = compat.explain(error) or _explain(error)
         if text is None or compat.wants_traceback():

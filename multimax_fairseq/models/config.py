@@ -197,6 +197,12 @@ SETTINGS = [
 OF_TRAINING = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
 
 
+def mapping_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a model's settings that decide how it maps its scores."""
+    names = (s.name for s in SETTINGS if s.name in settings and s.name not in OF_TRAINING)
+    return {name: settings[name] for name in names}
+
+
 def as_namespace(args: Any) -> argparse.Namespace:
     """Return a model's settings as the flat namespace that fairseq's Transformers read."""
     if isinstance(args, DictConfig):
@@ -285,6 +291,13 @@ def check_transformer(args: Any, task: Any) -> None:
         layers = getattr(args, f"{side}_layers", 0)
         if not is_whole(layers, least=0):
             raise UsageError(f"--{side}-layers {layers} must be a whole number of at least 0")
+    distributed = torch.distributed
+    is_one = not (distributed.is_available() and distributed.is_initialized())
+    if is_one and getattr(args, "base_layers", None):
+        raise UsageError(
+            f"--base-layers {args.base_layers} shares layers among processes, and this is one: "
+            "train on several GPUs, or leave it out"
+        )
     for name in SHARES:
         if hasattr(args, name):
             check_option(args, name, share_option(name))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.mapping import mapping_named
+from multimax_fairseq.models.config import mapping_settings
 from multimax_fairseq.modules import EntmaxAlpha, GatedAttention, Normalizer
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,19 @@ def prepare_scalars(model: Any, args: Any) -> None:
 
 class LoadsSoftmaxCheckpoints:
     """Mixin of a model: a checkpoint without any normalizer's parameters loads; modulators start at
-    the identity, sinks where they take nothing, all else as in a new model."""
+    the identity, sinks where they take nothing, all else as in a new model. A run goes on with the
+    mappings that it began with."""
+
+    @staticmethod
+    def check_resumed(settings, before):
+        """Raise UsageError where the settings of a run are of other mappings than before."""
+        now, then = mapping_settings(settings), mapping_settings(before)
+        for name in now.keys() & then.keys():
+            if now[name] != then[name]:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {now[name]}, but was {then[name]} in the run "
+                    "that is to go on: give that, or another --save-dir"
+                )
 
     def upgrade_state_dict_named(self, state_dict, name):
         super().upgrade_state_dict_named(state_dict, name)

@@ -8,6 +8,14 @@ from fairseq import checkpoint_utils
 from multimax_fairseq.errors import UsageError
 
 
+def task_of(state: dict[str, Any], path: Path) -> Any:
+    """Return the settings of a checkpoint's task; UsageError where it says none."""
+    settings = (state.get("cfg") or {}).get("task")
+    if settings is None:
+        raise UsageError(f"checkpoint '{path}' says no task: give one that fairseq-train wrote")
+    return settings
+
+
 def build(state: dict[str, Any], path: Path, task: Any, data: Path) -> tuple[Any, Any]:
     """Return the model of a checkpoint, for evaluation, and its settings; UsageError where it is
     not of the data that the task is of."""

@@ -6,6 +6,7 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.attention import Steps
 from multimax_fairseq.functional.backend import is_autocast
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
@@ -37,13 +38,13 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     ) -> None:
         nn.Module.__init__(self)
         if softmax_attention.use_xformers:
-            raise ValueError(
+            raise UsageError(
                 "xFormers computes its own softmax, so no attention normalizer can act in it: "
                 "leave out the xFormers option"
             )
         has_extra = softmax_attention.bias_k is not None or softmax_attention.add_zero_attn
         if has_extra and any(isinstance(m, ContinuousAttention) for m in normalizer.modules()):
-            raise ValueError(
+            raise UsageError(
                 "continuous attention has no place for the extra keys of add_bias_kv and "
                 "add_zero_attn: leave them out"
             )

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from multimax_fairseq.errors import UsageError, no_file
-from multimax_fairseq.models.loading import build
+from multimax_fairseq.models.loading import build, task_of
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 MODELS = (TransformerModel, TransformerModelBase, MultimaxTransformerModel)
@@ -105,10 +105,10 @@ def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
         )
     overrides = {"data": str(data_bin), "eval_bleu": False}
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
-    cfg = (state.get("cfg") or {}).get("task")
-    if cfg is None or cfg._name != "translation":
+    cfg = task_of(state, checkpoint)
+    if cfg._name != "translation":
         raise UsageError(
-            f"checkpoint '{checkpoint}' is of the task {cfg and cfg._name}: give one of translation"
+            f"checkpoint '{checkpoint}' is of the task {cfg._name}: give one of translation"
         )
     try:
         task = tasks.setup_task(cfg, from_checkpoint=True)
