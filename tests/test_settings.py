@@ -20,6 +20,7 @@ from multimax_fairseq.models.config import (
     flag,
     set_defaults,
 )
+from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints
 from multimax_fairseq.models.transformer_multimax import multimax_architecture
 
 NEEDS_GPU = ("memory_efficient_fp16", "fp16", "amp", "profile", "quant_noise_scalar")
@@ -264,3 +265,14 @@ def test_what_needs_a_gpu_is_refused_without_one_as_it_was_given(monkeypatch, na
         check_flags(given)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_flags(given)
+
+
+def test_a_run_goes_on_with_its_mappings():
+    check = LoadsSoftmaxCheckpoints.check_resumed
+    before = {"attention_normalizer": "multimax", "topk": None, "multimax_init_std": 0.02}
+    with pytest.raises(UsageError, match="^--attention-normalizer is topk, but was multimax"):
+        check(before | {"topk": 5, "attention_normalizer": "topk"}, before)
+    with pytest.raises(UsageError, match="^--topk is 5, but was None"):
+        check(before | {"topk": 5}, before)
+    check(before | {"multimax_init_std": 0.0, "encoder_layers": 3}, before)
+    check(before, {})  # of an architecture, or a version, that has none of them

@@ -98,11 +98,11 @@ class LoadsSoftmaxCheckpoints:
     def check_resumed(settings, before):
         """Raise UsageError where the settings of a run are of other mappings than before."""
         now, then = mapping_settings(settings), mapping_settings(before)
-        for name in now.keys() & then.keys():
-            if now[name] != then[name]:
+        for name, value in now.items():
+            if name in then and value != then[name]:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is {now[name]}, but was {then[name]} in the run "
-                    "that is to go on: give that, or another --save-dir"
+                    f"--{name.replace('_', '-')} is {value}, but was {then[name]} in the run that "
+                    "is to go on: give that, or another --save-dir"
                 )
 
     def upgrade_state_dict_named(self, state_dict, name):
