@@ -12,7 +12,6 @@ from pickle import UnpicklingError
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.compat import contents
 from multimax_fairseq.compat.explain import explain, is_raised_by_fairseq
@@ -326,7 +325,7 @@ def resumed_model():
             if check is not None and not reset_optimizer and self.data_parallel_rank == 0:
                 before = _model_settings(filename)
                 if before is not None:
-                    check(_plain(self.cfg.model), _plain(before))
+                    check(self.cfg.model, before)
             return original(self, filename, reset_optimizer, *args, **kwargs)
 
         return load_checkpoint
@@ -340,12 +339,6 @@ def _model_settings(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)["cfg"]["model"]
     except Exception:  # whatever torch finds in a damaged file
         return None
-
-
-def _plain(settings):
-    if isinstance(settings, DictConfig):
-        return OmegaConf.to_container(settings, resolve=True, enum_to_str=True)
-    return vars(settings) if isinstance(settings, argparse.Namespace) else settings
 
 
 def _check_moments(optimizer):

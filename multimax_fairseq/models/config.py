@@ -197,10 +197,11 @@ SETTINGS = [
 OF_TRAINING = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
 
 
-def mapping_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those of a model's settings that decide how it maps its scores."""
-    names = (s.name for s in SETTINGS if s.name in settings and s.name not in OF_TRAINING)
-    return {name: settings[name] for name in names}
+def mapping_settings(settings: Any) -> dict[str, Any]:
+    """Return those of a model's settings, in any form, that decide how it maps its scores."""
+    given = settings if isinstance(settings, dict) else vars(as_namespace(settings))
+    names = (s.name for s in SETTINGS if s.name in given and s.name not in OF_TRAINING)
+    return {name: given[name] for name in names}
 
 
 def as_namespace(args: Any) -> argparse.Namespace:
