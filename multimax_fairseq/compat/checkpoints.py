@@ -120,7 +120,7 @@ def _refused(error, path):
                 elif isinstance(argument, str):
                     strings.append(argument)
     except Exception:  # whatever zipfile and pickletools stumble over in a damaged file
-        return None
+        pass
     return None
 
 
@@ -323,7 +323,7 @@ def resumed_model():
         def load_checkpoint(self, filename, reset_optimizer=False, *args, **kwargs):
             check = getattr(self.get_model(), "check_resumed", None)
             if check is not None and not reset_optimizer and self.data_parallel_rank == 0:
-                before = _model_settings(filename)
+                before = glance(filename, lambda state: state["cfg"]["model"])
                 if before is not None:
                     check(self.cfg.model, before)
             return original(self, filename, reset_optimizer, *args, **kwargs)
@@ -333,10 +333,11 @@ def resumed_model():
     wrap(Trainer, "load_checkpoint", make)
 
 
-def _model_settings(path):
-    """A checkpoint's settings of its model; None if it cannot be read, or is not there."""
+def glance(path, read):
+    """What `read` finds in a checkpoint, whose parameters stay on the disk; None if it cannot be
+    read, has no such thing, or is not there."""
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)["cfg"]["model"]
+        return read(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except Exception:  # whatever torch finds in a damaged file
         return None
 

@@ -16,7 +16,6 @@ OUR_FLAGS = ("--attention-normalizer", "--output-normalizer", "--multimax-")
 OUR_NAMES = re.compile(r"[\w-]*multimax\w*|(attention|output)[_-]normalizer")
 LOAD_PLUGIN = "load the plugin that defines it with --user-dir (common.user_dir in a YAML file)."
 INTERRUPTED = "interrupted; a training goes on from its last checkpoint by the same command"
-OTHER_RUN = ", or another --save-dir"
 _MAKE_DATA = "give the folder that fairseq-preprocess (or a script of data-prep/) wrote."
 
 
@@ -86,9 +85,10 @@ def _explain_mismatch(error):
     text = str(error)
     if match := re.match(r"Cannot load model parameters from checkpoint (.*);", text):
         is_given = any(word.startswith("--finetune-from-model") for word in sys.argv)
+        other_run = "" if is_given else ", or another --save-dir"
         return (
             f"checkpoint '{match[1]}' does not fit this architecture or dictionary; use the "
-            f"options and data that it was trained with{'' if is_given else OTHER_RUN}."
+            f"options and data that it was trained with{other_run}."
         )
     if isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
         detail = text.splitlines()[1].strip() if "\n" in text else text

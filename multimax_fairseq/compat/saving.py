@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from multimax_fairseq.compat.checkpoints import DamagedCheckpointError
+from multimax_fairseq.compat.checkpoints import DamagedCheckpointError, glance
 from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import CheckpointError, UsageError
 from multimax_fairseq.files import whole
@@ -162,11 +162,7 @@ def _beside(path):
 
 def updates(path):
     """The number of updates behind a checkpoint; None if it cannot be read, or is not there."""
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return state["optimizer_history"][-1]["num_updates"]
-    except Exception:  # whatever torch finds in a damaged file
-        return None
+    return glance(path, lambda state: state["optimizer_history"][-1]["num_updates"])
 
 
 def last_checkpoint():
