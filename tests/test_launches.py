@@ -16,7 +16,12 @@ from triton.compiler import make_backend
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import create_function_from_signature
 
-from multimax_fairseq.kernels import launches
+from multimax_fairseq.kernels import (
+    launches,
+    triton_attention_kernels,
+    triton_cross_entropy,
+    triton_modulator,
+)
 from multimax_fairseq.kernels.launches import Call, Launch, candidates, is_heavy, run_fastest
 from multimax_fairseq.kernels.triton_attention_kernels import forward_kernel
 
@@ -245,6 +250,30 @@ def test_a_launch_finds_what_triton_would(device):
         named = zip(kernel.arg_names, values, strict=True)
         assert all(value is arguments[name] for name, value in named)
     assert calls / 10 < len(kernel.made) < calls / 2
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        triton_attention_kernels.forward_kernel,
+        triton_attention_kernels.mean_kernel,
+        triton_attention_kernels.query_kernel,
+        triton_attention_kernels.key_kernel,
+        triton_cross_entropy.loss_kernel,
+        triton_modulator.modulate_kernel,
+        triton_modulator.modulate_backward_kernel,
+        triton_modulator.tails_kernel,
+    ],
+    ids=lambda kernel: kernel.fn.__name__,
+)
+def test_every_kernel_is_launched_again_from_what_was_compiled(device, kernel):
+    compiler, memory = Compiler(kernel), torch.zeros(64)
+    is_tensor = {p.name for p in kernel.params if p.name.isupper() and not p.is_constexpr}
+    arguments = {name: memory if name in is_tensor else 64 for name in kernel.arg_names}
+    for _ in range(2):
+        launches.run_kernel(compiler, 5, arguments | {"num_warps": 4})
+    (compiled,) = compiler.made
+    assert compiled.launched == [((5, 1, 1), tuple(arguments.values()))]
 
 
 def test_another_device_has_a_kernel_of_its_own(device):

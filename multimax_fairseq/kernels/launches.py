@@ -196,9 +196,8 @@ _Picked = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 class _Parameters(NamedTuple):
-    """Of a kernel's arguments by name: those that it takes, in its order; the tensors; the numbers;
-    those of them that it is compiled for if they are 1 or multiples of 16; and its constants. Of
-    each there are several, without which `itemgetter` would give no tuple."""
+    """Pick from a kernel's arguments by name: all that it takes, in its order; the tensors; the
+    numbers; the numbers that it is compiled for if they are 1 or multiples of 16; the constants."""
 
     all: _Picked
     tensors: _Picked
@@ -231,13 +230,20 @@ def run_kernel(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
     )
     compiled = _compiled.get(call)
     # A larger one is of another type.
-    fits = max(parameters.numbers(arguments)) < 2**31
+    fits = max(parameters.numbers(arguments), default=0) < 2**31
     if compiled is not None and fits:
         compiled[programs, 1, 1](*parameters.all(arguments))
         return
     compiled = kernel[(programs,)](**arguments)
     if fits and isinstance(compiled, CompiledKernel):
         _compiled[call] = compiled
+
+
+def _picked(names: list[str]) -> _Picked:
+    """`itemgetter` returns no tuple for a single name, and takes no empty list."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda arguments: tuple(arguments[name] for name in names)
 
 
 def _parameters_of(kernel: Any, arguments: dict[str, Any]) -> _Parameters:
@@ -247,11 +253,11 @@ def _parameters_of(kernel: Any, arguments: dict[str, Any]) -> _Parameters:
     tensors = [p for p in others if isinstance(arguments[p.name], (Tensor, NoneType))]
     numbers = [p for p in others if p not in tensors]
     found = _Parameters(
-        all=itemgetter(*kernel.arg_names),
-        tensors=itemgetter(*[p.name for p in tensors]),
-        numbers=itemgetter(*[p.name for p in numbers]),
-        specialized=itemgetter(*[p.name for p in numbers if not p.do_not_specialize]),
-        constants=itemgetter(*constants),
+        all=_picked(kernel.arg_names),
+        tensors=_picked([p.name for p in tensors]),
+        numbers=_picked([p.name for p in numbers]),
+        specialized=_picked([p.name for p in numbers if not p.do_not_specialize]),
+        constants=_picked(constants),
     )
     _parameters[kernel.fn] = found
     return found
