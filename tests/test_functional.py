@@ -373,6 +373,26 @@ def test_rivals_equal_their_references(name, options, expected):
     np.testing.assert_allclose(probs, expected(x.numpy(), mask.numpy()), atol=1e-12)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_evsoftmax_keeps_scores_equal_to_the_mean(dtype, training):
+    levels = torch.arange(-4, 5, dtype=dtype)
+    scores = torch.cartesian_prod(levels, levels, levels)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    exclude_last = torch.tensor([False, False, True])
+    hide_last = torch.tensor([0.0, 0.0, -math.inf], dtype=dtype)
+    for mask in (None, exclude_last, hide_last):
+        x = (scores if mask is None else scores[:, :2]).double()
+        kept = (x * x.size(1) >= x.sum(-1, keepdim=True)).double()  # exact: x are integers
+        expected = (kept + (1e-6 if training else 0.0)) * x.exp()
+        expected = F.pad(expected / expected.sum(-1, keepdim=True), (0, 3 - x.size(1)))
+        probs = normalize("evsoftmax", scores, mask=mask, training=training)
+        torch.testing.assert_close(probs.double(), expected, rtol=0, atol=tolerance)
+    probs = normalize("evsoftmax", torch.tensor([-2.0, -3.0, -1.0], dtype=dtype))
+    expected = torch.tensor([0.2689, 0.0, 0.7311]).to(probs.dtype)
+    torch.testing.assert_close(probs, expected, rtol=0, atol=1e-4)
+
+
 def test_rivals_reach_their_limits():
     x = random_scores(4, 7)
     torch.testing.assert_close(normalize("topk", x, k=7), x.softmax(-1))

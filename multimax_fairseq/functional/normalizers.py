@@ -383,11 +383,12 @@ def evsoftmax(
         if mask is not None:
             counted = allowed & ~hidden_keys(mask)
             allowed = torch.where(counted.any(dim, keepdim=True), counted, allowed)
-        # Divided before they are added: a sum of the largest scores would overflow.
-        share = fixed / allowed.sum(dim, keepdim=True).clamp(min=1)
-        mean = share.masked_fill(~allowed, 0.0).sum(dim, keepdim=True)
+        # A power of two rounds nothing and keeps the sum of the largest scores finite.
+        scaled = fixed.double() * 2.0**-32
+        total = scaled.masked_fill(~allowed, 0.0).sum(dim, keepdim=True)
+        mean = total / allowed.sum(dim, keepdim=True).clamp(min=1)
         # Rounding may put the mean of equal scores above all of them.
-        kept = fixed >= torch.minimum(mean, fixed.amax(dim, keepdim=True))
+        kept = scaled >= torch.minimum(mean, scaled.amax(dim, keepdim=True))
         if not training:
             return wide.masked_fill(~kept, -torch.inf).softmax(dim)
         factor = kept.to(wide.dtype) + EV_TRAINING_FACTOR
