@@ -1,8 +1,9 @@
-"""What the rows of the experiments are called in tables, and the papers' figures of them."""
+"""The labels of the experiments' rows in tables, and the papers' figures for them."""
 
-# Rows of 2024 to 2026, trained where they are named, beside those of the papers, which have no
-# figures of them on these data.
+# Rows without a figure in the papers. They are trained only if --rows names them.
 RIVALS = {
+    "low": ("MultiMax, low term, first order", ""),
+    "both": ("MultiMax, both terms, first order", ""),
     "ssmax": ("Scalable-Softmax", ""),
     "softmax1": ("softmax-1", ""),
     "sink": ("softmax with learned sinks", ""),
@@ -13,7 +14,7 @@ RIVALS = {
     "adaptive_temperature": ("softmax at an adaptive temperature", ""),
     "gate": ("gated softmax", ""),
 }
-# Zhou et al. 2024: Table 4 (SacreBLEU, three runs), and Table 3 with its poster's third row.
+# Zhou et al. 2024: Table 4 (SacreBLEU, three runs) and Table 3 (perplexity).
 # Martins et al. 2020: Figure 2 (BLEU).
 METHODS = {
     "iwslt14": {
@@ -25,9 +26,8 @@ METHODS = {
     },
     "wikitext103": {
         "softmax": ("softmax", "29.4"),
+        "topk": ("top-k attention", "29.1"),
         "multimax_attention": ("MultiMax attention", "29.0"),
-        "low": ("MultiMax, low term, first order", ""),
-        "both": ("MultiMax, both terms, first order", ""),
         "multimax": ("MultiMax attention and output", "28.7"),
     },
     "iwslt17": {
@@ -37,7 +37,12 @@ METHODS = {
     },
 }
 METHODS["multi30k"] = METHODS["iwslt14"]
-METHODS["speeches"] = METHODS["wikitext103"] | {
-    "topk": ("top-k", "29.1"),
-    "low": ("MultiMax, low terms", ""),
+METHODS["speeches"] = METHODS["wikitext103"] | {"low": ("MultiMax, low terms", "")}
+# The data that a paper's figures come from.
+PAPERS_DATA = {
+    "iwslt14": "IWSLT14",
+    "multi30k": "IWSLT14",
+    "wikitext103": "WikiText-103",
+    "speeches": "WikiText-103",
+    "iwslt17": "IWSLT17",
 }
