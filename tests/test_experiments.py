@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import re
+import shlex
 import shutil
 import sys
 
@@ -246,8 +247,8 @@ def test_the_language_model_has_the_papers_parameters(plan):
     "name, key, batch",
     [
         ("iwslt14_multimax", "max_tokens", 4096),
-        ("wikitext103_low", "max_tokens", 8192),
         ("iwslt17_softmax", "batch_size", 80),
+        *((f"wikitext103_{row}", "max_tokens", 131_072) for row in ROWS["wikitext103"]),
     ],
 )
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
@@ -403,7 +404,7 @@ OF_SLURM += " timeout_min partition max_num_timeout stderr_to_stdout"
 def test_the_job_of_a_cluster_is_the_row_that_it_names_with_a_process_a_task():
     file = ROOT / "configs" / "hydra" / "launcher" / "slurm.yaml"
     command = re.search(r"--multirun((?:.*\\\n)+.*)", file.read_text())[1]
-    words = [word for word in command.split() if word not in ("#", "\\")]
+    words = shlex.split(command.replace("\\\n#", ""))
     name, overrides = words[words.index("--config-name") + 1], [w for w in words if "=" in w]
     assert f"hydra/launcher={file.stem}" in overrides
     hydra_init(name)
@@ -419,8 +420,13 @@ def test_the_job_of_a_cluster_is_the_row_that_it_names_with_a_process_a_task():
     assert wanted.distributed_world_size == launcher.nodes * launcher.tasks_per_node
     assert launcher.tasks_per_node == launcher.gpus_per_node
     assert wanted.distributed_port > 0  # else fairseq trains on each node alone
-    batch = alone.distributed_training.distributed_world_size * alone.dataset.max_tokens
-    assert wanted.distributed_world_size * cfg.dataset.max_tokens == batch
+    tokens = [
+        c.distributed_training.distributed_world_size
+        * c.dataset.max_tokens
+        * c.optimization.update_freq[0]
+        for c in (cfg, alone)
+    ]
+    assert tokens == [131_072, 131_072]
     assert cfg.model == alone.model
 
 
