@@ -19,7 +19,7 @@ from typing import Any
 
 import evaluate
 from experiment_plan import ROOT, groups, listed, options_of
-from methods import METHODS
+from methods import METHODS, PAPERS_DATA
 from omegaconf import OmegaConf
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
@@ -208,7 +208,7 @@ def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
         if is_translation
         else ["perplexity a subword", "validation"]
     )
-    head += ["paper"]
+    head += [f"paper, {PAPERS_DATA[experiment]}"]
     out = []
     for row in rows:
         block = of_row(lines, row)
@@ -297,7 +297,8 @@ def front_page(text: str) -> str:
             scores = spread([line["value"] for line in block])
             compared = against(block, of_row(lines, "softmax"), "value")
             out.append([label, str(len(block)), scores, *compared, paper])
-    head = ["attention", "seeds", "SacreBLEU", "minus softmax's", "p", "paper, IWSLT14"]
+    head = ["attention", "seeds", "SacreBLEU", "minus softmax's", "p"]
+    head += [f"paper, {PAPERS_DATA['multi30k']}"]
     made = markdown(head, out)
     text, found = re.subn(r"(?m)^\| attention \| seeds \|.*\n(\|.*\n)+", lambda _: made, text)
     if found != 1:
