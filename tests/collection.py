@@ -76,7 +76,7 @@ def write(
                     {
                         **row,
                         "head_diversity": 0.3 + 0.2 * np.sin(3 * depth) + random.uniform(0, 0.1),
-                        "token_similarity": similarity if place != "cross" else None,
+                        "patch_similarity": similarity if place != "cross" else None,
                         "mean_average_distance": 1 - similarity if place != "cross" else None,
                         "rollout_similarity": 1 - mixing * (depth - 1 / layers),
                     }

@@ -111,9 +111,9 @@ def test_every_kind_layer_and_head_is_there(collected, variant):
     for row in table(folder, "layers"):
         assert 0 <= row["head_diversity"] <= 1
         assert -1 <= row["rollout_similarity"] <= 1 + 1e-9
-        assert (row["token_similarity"] is None) == (row["place"] == "cross")
+        assert (row["patch_similarity"] is None) == (row["place"] == "cross")
         if row["place"] != "cross":
-            assert -1 <= row["token_similarity"] <= 1
+            assert 0 <= row["patch_similarity"] <= 1
         if row["layer"] == 0 and row["place"] != "cross":
             assert row["rollout_similarity"] == pytest.approx(1)
     temperatures = table(folder, "temperatures")
@@ -274,7 +274,7 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
             unit = model.features[place, layer]
             unit = unit / np.linalg.norm(unit, axis=-1, keepdims=True)
             cosines = (unit @ unit.T)[~np.eye(length, dtype=bool)]
-            assert row["token_similarity"] == pytest.approx(cosines.mean(), abs=1e-4)
+            assert row["patch_similarity"] == pytest.approx(np.abs(cosines).mean(), abs=1e-4)
             distance = (1 - cosines).mean()
             assert row["mean_average_distance"] == pytest.approx(distance, abs=1e-4)
         side = "source" if place == "encoder" else "target"

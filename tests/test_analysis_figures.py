@@ -234,18 +234,14 @@ def test_heatmaps_show_the_files_numbers(drawn, folders):
     assert offsets == heads["offset"].tolist()
 
 
-def test_over_smoothing_is_the_similarity_and_its_distance(drawn, folders):
-    layers = pd.read_csv(folders["softmax"] / "layers.csv").dropna(subset="token_similarity")
+def test_over_smoothing_draws_patch_similarity(drawn, folders):
+    layers = pd.read_csv(folders["softmax"] / "layers.csv").dropna(subset="patch_similarity")
     axes = drawn("softmax")["over-smoothing"].figure.axes
     assert len(axes) == layers["place"].nunique() == 2
     for axis, (_, own) in zip(axes, layers.groupby("place", sort=False), strict=True):
         shown = [line.get_ydata() for line in axis.lines]
-        expected = [rows["token_similarity"] for _, rows in own.groupby("updates")]
+        expected = [rows["patch_similarity"] for _, rows in own.groupby("updates")]
         np.testing.assert_allclose(shown, expected)
-        (distance,) = axis.child_axes
-        axis.figure.draw_without_rendering()
-        heights = [a.transData.transform((0, y))[1] for a, y in ((axis, 0.7), (distance, 0.3))]
-        assert heights[0] == pytest.approx(heights[1])
 
 
 def test_distributions_start_at_the_share_of_zeros_and_end_at_one(drawn, folders):

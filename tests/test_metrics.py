@@ -53,6 +53,23 @@ def test_sparsity_by_hand():
     close(metrics.sparsity(scores, probs, 1.0, 0.1, without), (math.exp(-2) + math.exp(-1)) / 2)
 
 
+def test_sparsity_falls_as_a_low_probability_rises():
+    """Lemma 3.4 of Zhou et al. 2024 prints the opposite."""
+    scores = tensor([1.0, -1.0])
+    low = torch.linspace(0, 0.5, 20, dtype=torch.float64)
+    probs = torch.stack([1 - low, low], -1)
+    found = metrics.sparsity(scores.expand_as(probs), probs, 0.0, 0.1)
+    assert (found.diff() < 0).all()
+
+
+def test_softmax_sparsity_falls_with_temperature_below_the_mean_score():
+    scores = torch.randn(200, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    epsilon = metrics.mean_score(scores)
+    temperatures = (0.5, 1.0, 2.0, 4.0)
+    found = [metrics.sparsity(scores, (scores / t).softmax(-1), epsilon, 0.1) for t in temperatures]
+    assert (torch.stack(found).diff(dim=0) < 0).all()
+
+
 def test_thresholds_count_what_is_not_excluded():
     scores = tensor([[1.0, 2.0, 30.0], [4.0, 5.0, 6.0]])
     mask = torch.tensor([[False, False, True], [False, False, False]])
@@ -108,20 +125,25 @@ def test_weight_on_chosen_keys():
     close(metrics.weight_on(probs, chosen), [0.3, NAN])
 
 
-def test_token_similarity_by_hand_and_by_pairs():
-    features = tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
-    close(metrics.token_similarity(features), (0 + math.sqrt(0.5) * 2) / 3)
-    close(metrics.token_similarity(features[:1]), NAN)
+def test_patch_similarity_is_the_mean_absolute_cosine():
+    features = tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 3.0]])
+    close(metrics.patch_similarity(features), (0 + math.sqrt(0.5) * 2) / 3)
+    close(metrics.mean_average_distance(features), 1.0)
+    close(metrics.patch_similarity(features[:1]), NAN)
+    close(metrics.mean_average_distance(features[:1]), NAN)
     many = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     mask = torch.arange(7) >= torch.tensor([[7], [4]])
-    for row, found, length in zip(many, metrics.token_similarity(many, mask), (7, 4), strict=True):
+    similarity = metrics.patch_similarity(many, mask)
+    distance = metrics.mean_average_distance(many, mask)
+    for index, (row, length) in enumerate(zip(many, (7, 4), strict=True)):
         pairs = [
             float(torch.cosine_similarity(row[i], row[j], 0))
             for i in range(length)
             for j in range(length)
             if i != j
         ]
-        assert float(found) == pytest.approx(np.mean(pairs))
+        assert float(similarity[index]) == pytest.approx(np.mean(np.abs(pairs)))
+        assert float(distance[index]) == pytest.approx(1 - np.mean(pairs))
 
 
 def test_rollout_by_hand():

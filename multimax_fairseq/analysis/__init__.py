@@ -5,12 +5,12 @@ COLUMNS = {
     "parameters": "updates place layer head name value",
     "heads": "updates place layer head queries sparsity multi_modality entropy density offset "
     "confidence bpe_merging interrogation past_turning_point support_tokens position_variance mass",
-    "layers": "updates place layer head_diversity token_similarity mean_average_distance "
+    "layers": "updates place layer head_diversity patch_similarity mean_average_distance "
     "rollout_similarity",
     "histograms": "updates place layer quantity left right count",
     "temperatures": "updates place layer temperature sparsity multi_modality",
     "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
     "probability_without_modulator",
 }
-# What collections of earlier versions do not have.
-ADDED = {"heads": "support_tokens position_variance mass"}
+# Columns that collections of earlier versions lack.
+ADDED = {"heads": "support_tokens position_variance mass", "layers": "patch_similarity"}

@@ -10,11 +10,12 @@
     collection.json   what was collected from what, by which versions
 
 Places are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
-Token similarity, and the mean average distance, which is one minus it, are of the outputs of the
-encoder's and the decoder's layers. The roll-out of cross-attention goes on through the encoder to
-the source. The target of an example is the decoder's input. Of continuous attention, scores and
-probabilities are those of its discrete part; the variance is that of the score function, and the
-support, in tokens, is that of a truncated parabola, empty for a Gaussian, whose support is all.
+Patch similarity and the mean average distance compare the outputs of a layer of the encoder or the
+decoder: the mean absolute cosine between two tokens, and one minus the mean cosine. The roll-out of
+cross-attention goes on through the encoder to the source. The target of an example is the decoder's
+input. Of continuous attention, scores and probabilities are those of its discrete part; the
+variance is that of the score function, and the support, in tokens, is that of a truncated parabola,
+empty for a Gaussian, whose support is all.
 """
 
 import contextlib

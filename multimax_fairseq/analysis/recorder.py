@@ -262,10 +262,10 @@ class Recorder:
         place, number = self._place(module)
         self.calls[module] += 1
         features = output[0] if isinstance(output, tuple) else output
-        similarity = metrics.token_similarity(
-            features.transpose(0, 1), self.pairs[place].query_padding
-        )
-        self.sums[place, number].layer["token_similarity"].add(similarity[None])
+        features, padding = features.transpose(0, 1), self.pairs[place].query_padding
+        layer = self.sums[place, number].layer
+        layer["patch_similarity"].add(metrics.patch_similarity(features, padding)[None])
+        layer["mean_average_distance"].add(metrics.mean_average_distance(features, padding)[None])
 
 
 def _numbers(values: Tensor, digits: int) -> list[Any]:

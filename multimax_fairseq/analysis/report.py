@@ -33,7 +33,7 @@ MEANS = {
     ],
     "layers": [
         "head_diversity",
-        "token_similarity",
+        "patch_similarity",
         "mean_average_distance",
         "rollout_similarity",
     ],

@@ -68,8 +68,12 @@ class AttentionSums:
         # Of a density over positions, where there is one.
         self.heads |= {name: RunningMean(heads) for name in ("support_tokens", "position_variance")}
         self.queries = 0
-        layer = ("head_diversity", "token_similarity", "rollout_similarity")
-        self.layer = {name: RunningMean() for name in layer}
+        self.layer = {
+            "head_diversity": RunningMean(),
+            "patch_similarity": RunningMean(),
+            "mean_average_distance": RunningMean(),
+            "rollout_similarity": RunningMean(),
+        }
         self.temperatures = {t: (RunningMean(), RunningMean()) for t in TEMPERATURES}
         offsets = 2 * LARGEST_OFFSET + 1
         self.top_offsets = torch.zeros(heads, offsets, dtype=torch.long)
@@ -156,8 +160,7 @@ class AttentionSums:
         return rows
 
     def layer_row(self) -> dict[str, Any]:
-        row = {name: mean[0] for name, mean in self.layer.items()}
-        return {**row, "mean_average_distance": 1 - row["token_similarity"]}
+        return {name: mean[0] for name, mean in self.layer.items()}
 
     def histogram_rows(self) -> list[dict[str, Any]]:
         edges = {

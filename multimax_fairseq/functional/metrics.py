@@ -46,7 +46,11 @@ def shares(probs: Tensor) -> Tensor:
 
 
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean score of each query, (..., 1): the largest epsilon of Proposition 3.5."""
+    """Return the mean score of each query, (..., 1), which is the epsilon of our metrics.
+
+    It is the largest epsilon for which the proof of Proposition 3.5 (Zhou et al. 2024) holds. The
+    paper writes ||x||_1 / K, which is the mean only if no score is negative.
+    """
     if mask is None:
         return scores.mean(-1, keepdim=True)
     return scores.masked_fill(mask, 0.0).sum(-1, keepdim=True) / _keys(scores, mask)[..., None]
@@ -234,26 +238,40 @@ def largest_of_words(values: Tensor, words: Tensor) -> Tensor:
     return found.masked_fill_(found == -torch.inf, torch.nan)
 
 
-def token_similarity(features: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean cosine similarity between the features of different tokens, (...).
+def patch_similarity(features: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean absolute cosine similarity between the features of different tokens, (...).
 
-    One minus it is the mean average distance of Chen et al. 2020, over all pairs of tokens.
+    Source: Gong et al. 2021, for the patches of an image.
 
     Args:
         features: (..., tokens, C).
-        mask: (..., tokens).
+        mask: (..., tokens), bool; True excludes a token.
 
     Returns:
         NaN where there are fewer than two tokens.
     """
+    cosines, pairs = _cosines(features, mask)
+    return cosines.abs().sum((-1, -2)) / pairs
+
+
+def mean_average_distance(features: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return one minus the mean cosine similarity between different tokens, (...).
+
+    Source: Chen et al. 2020, over all pairs of tokens. Arguments: as `patch_similarity`.
+    """
+    cosines, pairs = _cosines(features, mask)
+    return 1 - cosines.sum((-1, -2)) / pairs
+
+
+def _cosines(features: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The cosines, (..., tokens, tokens), with 0 for a token and itself; the number of pairs."""
     unit = torch.nn.functional.normalize(features, dim=-1)
     if mask is None:
         mask = torch.zeros(features.shape[:-1], dtype=torch.bool, device=features.device)
     unit = unit.masked_fill(mask[..., None], 0.0)
+    same = torch.eye(features.shape[-2], dtype=torch.bool, device=features.device)
     count = (~mask).sum(-1)
-    # The squared length of the sum holds every pair twice, and every token with itself.
-    pairs = unit.sum(-2).square().sum(-1) - unit.square().sum((-1, -2))
-    return pairs / (count * (count - 1))
+    return (unit @ unit.mT).masked_fill(same, 0.0), count * (count - 1)
 
 
 def rollout(attention: Tensor, previous: Tensor | None = None) -> Tensor:

@@ -17,33 +17,22 @@ from multimax_fairseq.analysis.canvas import (
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection
 from multimax_fairseq.analysis.figures.catalogue import picture
 
-SIMILARITY = "token similarity (cosine)"
-
-
-def distance_axis(figure: Figure) -> None:
-    """The same curves as mean average distances, at the right."""
-    for axis in figure.axes:
-        opposite = (lambda value: 1 - value,) * 2
-        axis.secondary_yaxis("right", functions=opposite).set_ylabel("mean average distance")
+SIMILARITY = "patch similarity (absolute cosine)"
 
 
 @picture("Over-smoothing over the layers", comparable=True)
 def over_smoothing(collections: list[Collection]) -> Figure | None:
-    """How alike the outputs of a layer are for the tokens of a sentence: their mean cosine
-    similarity, near one in over-smoothing (Fig. 4 of Zhou et al. 2024). One minus it is the mean
-    average distance (Chen et al. 2020). For one model one line per checkpoint, darker for later
-    ones."""
+    """Patch similarity: the mean absolute cosine between the outputs of a layer for two tokens of a
+    sentence (Gong et al. 2021). It is near one in over-smoothing (Fig. 4 of Zhou et al. 2024). One
+    model has one line per checkpoint, darker for later ones."""
     alone = len(collections) == 1
-    figure = line_a_series(collections, "layers", "token_similarity", SIMILARITY, alone)
-    if figure is not None:
-        distance_axis(figure)
-    return figure
+    return line_a_series(collections, "layers", "patch_similarity", SIMILARITY, alone)
 
 
 @picture("Over-smoothing over training")
 def over_smoothing_updates(collection: Collection) -> Figure | None:
     """The same over the updates, one line per layer."""
-    frame = collection.layers.dropna(subset="token_similarity")
+    frame = collection.layers.dropna(subset="patch_similarity")
     if frame["updates"].nunique() < 2:
         return None
     places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
@@ -55,14 +44,13 @@ def over_smoothing_updates(collection: Collection) -> Figure | None:
             line = own[own["layer"] == layer].sort_values("updates")
             axis.plot(
                 line["updates"],
-                line["token_similarity"],
+                line["patch_similarity"],
                 label=f"layer {layer + 1}",
                 **ordered_style(index, len(layers)),
             )
         axis.set_ylabel(SIMILARITY)
         axis.set_title(ATTENTIONS[place], fontsize=10)
         updates_axis(axis)
-    distance_axis(figure)
     legend_below(figure, columns=6)
     return figure
 
