@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from test_replace_softmax import EXAMPLE
 from torch import nn
 
+from multimax_fairseq import Modulator
+
 
 class Attention(nn.Module):
     """As timm's, with its names."""
@@ -76,6 +78,9 @@ def test_the_example_with_a_stand_in_for_timm(monkeypatch, capsys):
     assert not any("by up to 0.0e+00" in line for line in lines)
     before, _, after = (float(number) for number in re.findall(r"\d+\.\d+", lines[-1]))
     assert after < before
+
+    modulators = [m for m in example.build().modules() if isinstance(m, Modulator)]
+    assert len(modulators) == 13 and not any(m.monotone for m in modulators)
 
     model = example.build("sparsemax", num_classes=10)
     assert isinstance(model.head, nn.Linear) and asked[-1][1]["num_classes"] == 10

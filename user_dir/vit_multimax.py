@@ -2,8 +2,8 @@
 
     python user_dir/vit_multimax.py
 
-As in the paper's Table 2: global average pooling in place of the class token. fairseq has no part
-in this file, and does not import it. The softmax's replacement works alike in any torch model.
+As in Table 2 of the paper: global average pooling in place of the class token, and modulators that
+may fall far from zero (Eq. 6). This file does not use fairseq.
 """
 
 import time
@@ -29,7 +29,9 @@ def build(normalizer="multimax", **timm_options):
     """Return DeiT-small with this normalizer; a MultiMax model's logits are modulated too."""
     options = {"global_pool": "avg", "class_token": False, **timm_options}
     model = timm.create_model("deit_small_patch16_224", **options)
-    replace_softmax(model, normalizer)
+    # No image patch is masked, so the modulators need not be monotone.
+    settings = {"monotone": False} if normalizer == "multimax" else {}
+    replace_softmax(model, normalizer, **settings)
     if normalizer == "multimax":
         # Cross-entropy and softmax of modulated logits are those of MultiMax.
         model.head = nn.Sequential(model.head, Modulator())
