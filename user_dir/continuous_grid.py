@@ -3,8 +3,10 @@
     python user_dir/continuous_grid.py
 
 Grids of 14 x 14 cells are noise but for a disk somewhere, whose cells are marked and of one class.
-A linear function of a cell says how much it counts; the density has the mean and the covariance of
-these probabilities, and the context is the expectation of 100 Gaussian basis functions under it.
+A linear function scores each cell, and softmax turns the scores into probabilities. Their mean and
+covariance are the parameters of the density. They are its own moments for a Gaussian; for the
+truncated paraboloid the covariance is a scale. The context is the expectation of 100 Gaussian basis
+functions under the density.
 fairseq has no part in this file, and does not import it.
 """
 
@@ -26,7 +28,7 @@ def square(count):
 
 
 class GridAttention(nn.Module):
-    """Context of (B, 196, D) cells, (B, D), with the density's mean and covariance."""
+    """Context of (B, 196, D) cells, (B, D), with the density's parameters."""
 
     def __init__(self, size, density="sparsemax"):
         super().__init__()

@@ -29,8 +29,10 @@ class ContinuousAttention(nn.Module):
 
         context = [dropout(p) V +] E_{t ~ density(mean, variance)}[V(t)], p = normalizer(scores)
     (Martins et al. 2020, Section 3.) V(t) is the ridge regression of the values, token l of L at
-    l / L, on Gaussian basis functions. The density has the moments of p, with no parameter more, or
-    is predicted from the query.
+    l / L, on Gaussian basis functions. The density's mean and variance are those of the positions
+    under p, with no further parameter, or they are predicted from the query. The variance is the
+    density's own for a Gaussian. For a truncated parabola it is a scale, as in the paper: the
+    density's own variance is (3/2 variance)^(2/3) / 5.
 
     Args:
         normalizer: the discrete attention. Its probabilities may sum to anything above 0.
