@@ -73,6 +73,17 @@ def flex_attention(mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Te
     return functools.partial(attend, block_mask=blocks)
 
 
+def loss_of_logits(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """The loss as fairseq's criteria compute it, from the log-probabilities of all words."""
+    log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    nll = F.nll_loss(log_probs, target, reduction="sum")
+    if smoothing == 0:
+        return nll
+    share = smoothing / (logits.shape[-1] - 1)
+    smooth = -log_probs.sum(-1)[target != -100].sum()
+    return (1 - smoothing - share) * nll + share * smooth
+
+
 def compiled_loss(smoothing: float) -> Loss:
     """Output layer and loss under torch.compile."""
     return torch.compile(functools.partial(_cross_entropy, smoothing=smoothing), dynamic=False)

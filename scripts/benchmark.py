@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,18 +30,9 @@ from typing import Any
 import baselines
 import torch
 import torch.nn.functional as F
-from fairseq import options, tasks, utils
-from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
-from fairseq.data import Dictionary, indexed_dataset
-from fairseq.data.data_utils import infer_language_pair
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.logging import metrics
-from fairseq.trainer import Trainer
-from generation import generate
 from paired import BEST, Case, Contestant, Ready, conditions, measure, quiet, report
 from torch import Tensor
 
-import multimax_fairseq.models  # noqa: F401
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.errors import UsageError
 
@@ -91,6 +81,30 @@ def gradients_of(
         return {}
 
     return Ready(step, result, sum(t.numel() * t.element_size() for t in learned.values()))
+
+
+def with_graphs(contestants: dict[str, Contestant], args: argparse.Namespace, *names: str) -> None:
+    """Add these contestants as CUDA graphs, which show the GPU's time without the host's."""
+    for name in names if args.device == "cuda" else ():
+        plain = contestants[name]
+
+        def make(plain: Contestant = plain) -> Ready:
+            ready, stream = plain.make(), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                ready.step(0)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                ready.step(0)
+
+            def step(_: int) -> dict[str, int]:
+                graph.replay()
+                return {}
+
+            return ready._replace(step=step)
+
+        contestants[f"{name}, CUDA graph"] = plain._replace(make=make)
 
 
 def products(work: Callable[[], list[Tensor]], learned: dict[str, Tensor]) -> Ready:
@@ -199,6 +213,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
         others["softmax (FlexAttention)"] = baselines.flex_attention
     for name, make_attend in others.items() if args.compile else ():
         contestants[name] = contestant(name, lambda _, a, make=make_attend: make(whole_mask(a)))
+    with_graphs(contestants, args, "softmax (torch)", AUTO)
     contestants[PRODUCTS] = Contestant(floor, PRODUCTS)
     references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
     rivals = ["softmax (torch)", *(others if args.compile else ())]
@@ -213,7 +228,7 @@ def output(args: argparse.Namespace) -> list[Case]:
 
 
 def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
-    stock = "softmax (fairseq)"
+    stock = "softmax (log_softmax)"
 
     @functools.cache
     def inputs() -> tuple[dict[str, Tensor], Modulator, Tensor]:
@@ -224,14 +239,6 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
         parts = {"features": features.requires_grad_(), "weight": weight.requires_grad_()}
         return parts, some_modulator(args), target
 
-    def stock_loss(logits: Tensor, target: Tensor) -> Tensor:
-        log_probs = utils.log_softmax(logits, dim=-1)
-        if args.label_smoothing:
-            return label_smoothed_nll_loss(
-                log_probs, target, args.label_smoothing, ignore_index=-100
-            )[0]
-        return F.nll_loss(log_probs, target, ignore_index=-100, reduction="sum")
-
     def fused(features: Tensor, weight: Tensor, target: Tensor, modulator: Modulator | None):
         return linear_cross_entropy(
             features, weight, target, modulator=modulator, label_smoothing=args.label_smoothing
@@ -241,7 +248,7 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
         logits = F.linear(features, weight)
         if modulator is not None:
             logits = expression(logits.float(), modulator)
-        return stock_loss(logits, target)
+        return baselines.loss_of_logits(logits, target, args.label_smoothing)
 
     def contestant(loss: Callable, modulated: bool) -> Contestant:
         def make() -> Ready:
@@ -286,99 +293,10 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
         "softmax (fused)": contestant(fused, False),
         "MultiMax (fused)": contestant(fused, True),
     }
+    with_graphs(contestants, args, "softmax (F.cross_entropy)", "MultiMax (fused)")
     references = [BEST, PRODUCTS, stock, EXPRESSION]
     rivals = [stock, *losses()]
     return Case(label, vocabulary, contestants, references, ["seconds"], rivals, settles=True)
-
-
-# --- training ----------------------------------------------------------------------------------
-
-OPTIMISER = ["--optimizer", "adam", "--lr", "0.0005", "--clip-norm", "0.1", "--max-tokens", "1024"]
-# For each task: its options; architecture and criterion of softmax, and of MultiMax.
-TRAINING = {
-    "language_modeling": (
-        [*OPTIMISER, "--tokens-per-sample", "256", "--share-decoder-input-output-embed"],
-        ("transformer_lm", "cross_entropy"),
-        ("transformer_lm_multimax", "multimax_cross_entropy"),
-    ),
-    "translation": (
-        [*OPTIMISER, "--label-smoothing", "0.1"],
-        ("transformer_iwslt_de_en", "label_smoothed_cross_entropy"),
-        ("transformer_iwslt_de_en_multimax", "label_smoothed_multimax_cross_entropy"),
-    ),
-}
-
-
-def random_text(folder: Path, vocabulary: int, tokens: int = 2**18) -> None:
-    """Write what fairseq-preprocess would make of a text of random words."""
-    words = Dictionary()
-    for index in range(vocabulary - len(words)):
-        words.add_symbol(f"w{index}")
-    words.save(str(folder / "dict.txt"))
-    generator = torch.Generator().manual_seed(1)
-    text = torch.randint(words.nspecial, vocabulary, (tokens,), generator=generator)
-    binary = str(folder / "train.bin")
-    builder = indexed_dataset.make_builder(binary, "mmap", vocabulary)
-    for line in text.split(64):
-        builder.add_item(line)
-    builder.finalize(str(folder / "train.idx"))
-
-
-def train(args: argparse.Namespace) -> list[Case]:
-    task_name = "translation" if infer_language_pair(str(args.data))[1] else "language_modeling"
-    recipe, softmax, multimax = TRAINING[task_name]
-    words = [str(args.data), "--task", task_name, *recipe, "--seed", "1", "--num-workers", "0"]
-    words += ["--distributed-world-size", "1"]
-    words += {"float32": [], "float16": ["--fp16"], "bfloat16": ["--bf16"]}[args.dtype]
-    words += ["--cpu"] if args.device == "cpu" else []
-
-    def contestant(chosen: tuple[str, str], backend: str = "auto", flags: str = "") -> Contestant:
-        def make() -> Ready:
-            arguments = [*words, "--arch", chosen[0], "--criterion", chosen[1], *args.rest]
-            arguments += shlex.split(flags)
-            cfg = convert_namespace_to_omegaconf(
-                options.parse_args_and_arch(options.get_training_parser(task_name), arguments)
-            )
-            task = tasks.setup_task(cfg.task)
-            utils.set_torch_seed(cfg.common.seed)
-            model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
-            return training_step(Trainer(cfg, task, model, criterion), args)
-
-        return Contestant(make, f"{chosen[0]} {flags}", backend)
-
-    contestants = {
-        "softmax (fairseq)": contestant(softmax),
-        PLAIN: contestant(multimax, "plain"),
-        AUTO: contestant(multimax),
-        **{flags: contestant(multimax, flags=flags) for flags in args.variant},
-    }
-    references = ["softmax (fairseq)", PLAIN, *([AUTO] if args.variant else [])]
-    label = f"training step, {task_name.replace('_', ' ')}"
-    return [Case(label, 0, contestants, references, ["tokens/s"])]
-
-
-def training_step(trainer: Trainer, args: argparse.Namespace) -> Ready:
-    epoch = trainer.get_train_iterator(epoch=1).next_epoch_itr()
-    batches = list(itertools.islice(epoch, args.warmup + args.rounds))
-    trainer.begin_epoch(1)
-
-    def step(number: int) -> dict[str, int]:
-        batch = batches[number % len(batches)]
-        with metrics.aggregate("train"):  # as fairseq-train, which --monitor-interval asks for
-            trainer.train_step([batch])
-        return {"tokens": batch["ntokens"]}
-
-    def result() -> dict[str, Tensor]:
-        """Without dropout, whose random numbers a backend may draw in another order."""
-        model = trainer.model.eval()
-        batch = utils.move_to_cuda(batches[0]) if trainer.cuda else batches[0]
-        loss, size, _ = trainer.criterion(model, batch)
-        loss.backward()
-        grads = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
-        trainer.zero_grad()
-        return {"loss": loss.detach() / size, "norm of the gradient": torch.stack(grads).norm()}
-
-    return Ready(step, result)
 
 
 # --- the command line --------------------------------------------------------------------------
@@ -543,19 +461,34 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"'{data}' has no dictionary: give a folder of fairseq-preprocess")
 
 
+def cases_of(command: str) -> Callable[[argparse.Namespace], list[Case]]:
+    """What a command measures. Whole models need fairseq, attention and output layer do not."""
+    if command == "train":
+        from training import train
+
+        return train
+    if command == "generate":
+        from generation import generate
+
+        return generate
+    return attention if command == "attention" else output
+
+
 def main() -> None:
-    quiet()
-    commands = {"attention": attention, "output": output, "train": train, "generate": generate}
     try:
         args = parse(sys.argv[1:])
         swept = {"attention": "length", "output": "vocabulary"}.get(args.command)
         args.swept = swept if getattr(args, "sweep", None) else None
         with contextlib.ExitStack() as stack:
+            cases = cases_of(args.command)
+            quiet()
             if args.command == "train" and args.data is None:
+                from training import random_text
+
                 args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 random_text(args.data, args.vocabulary)
             signed = conditions(args)  # of what runs, whatever changes in the meantime
-            report(measure(commands[args.command], args), signed, args)
+            report(measure(cases, args), signed, args)
     except (UsageError, OSError) as error:
         sys.exit(f"benchmark.py: error: {error}")
     except torch.OutOfMemoryError:
