@@ -31,14 +31,16 @@ RECURRENT = " ".join(
 RECURRENT += " --dropout 0 --hidden-dropout 0"
 
 
+# They run in processes of their own: see test_gpu.py.
+collect_ignore = ["gpu"]
+
+
 def files(names):
     return [f"test_{name}.py" for name in names.split()]
 
 
 # The files that take minutes come first, so that no process is left alone with one of them.
-LONGEST = files(
-    "experiment_runs commands kernels_triton gpu_check data_prep analysis_figures operators models"
-)
+LONGEST = files("experiment_runs commands gpu data_prep analysis_figures operators models")
 # What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
 LONG = LONGEST + files(
     "added_mapping analysis_collect analysis_continuous any_call any_text beam_search benchmark "
@@ -46,7 +48,7 @@ LONG = LONGEST + files(
     "documents_example downloads experiments faults fuzzed_files hostile_archives "
     "hostile_checkpoints hostile_files house iwslt17 long_run mistakes monitor numerics "
     "odd_calls processes quantize quickstart rdrop recorded_models replaced_models_recorded "
-    "operators_triton results small_experiments symmetric_divergence trajectories transformers "
+    "results small_experiments symmetric_divergence trajectories transformers "
     "transformers_export transformers_files vit_example wrong_calls"
 )
 

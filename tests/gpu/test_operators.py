@@ -1,13 +1,8 @@
-"""The operators over the Triton kernels, in Triton's interpreter, as test_kernels_triton.py."""
-
-import os
-import subprocess
-import sys
+"""The registered operators over the Triton kernels."""
 
 import pytest
 import torch
-from separately import run_functions
-from test_kernels_triton import (
+from plain import (
     DEVICE,
     attend,
     attention_inputs,
@@ -21,38 +16,7 @@ from torch._subclasses import FakeTensorMode
 from multimax_fairseq.kernels import operators
 
 
-def test_operators_in_the_interpreter(tmp_path):
-    run_functions("check", tmp_path, __file__, TRITON_INTERPRET="1")
-
-
-def test_bfloat16_is_plain_in_the_interpreter_as_it_comes():
-    """It multiplies bfloat16 as integers; `interpreter` mends that for the other tests alone."""
-    program = """
-import torch
-from multimax_fairseq import scaled_dot_product_attention
-from multimax_fairseq.functional.backend import choose
-query = torch.randn(1, 1, 3, 16)
-assert choose("", "auto", query) == choose("", "auto", query.half()) == "triton"
-for mode in (torch.autocast("cpu"), torch.autocast("cpu", enabled=False)):
-    given = query if mode._enabled else query.bfloat16()
-    with mode:
-        found, plain = (
-            scaled_dot_product_attention(given, given, given, normalizer="softmax", backend=backend)
-            for backend in ("auto", "plain")
-        )
-    torch.testing.assert_close(found, plain)
-"""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    environment.pop("MULTIMAX_BACKEND", None)
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: interpreted only")
-def test_operators_on_the_gpu(tmp_path):
-    run_functions("check", tmp_path, __file__)
-
-
-def check_nothing_to_attend_to_or_from():
+def test_nothing_to_attend_to_or_from():
     for length, keys in ((0, 5), (5, 0)):
         *inputs, grad = attention_inputs(1, 2, length, keys, 16)
         inputs = [t.requires_grad_() for t in inputs]
@@ -88,7 +52,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scale", [0.3, -0.3])
-def check_attention_lies_in_memory_as_the_compiler_is_told(layout, scale):
+def test_attention_lies_in_memory_as_the_compiler_is_told(layout, scale):
     query, key, value, grad = map(LAYOUTS[layout], attention_inputs(2, 3, 5, 7, 32))
     sink = torch.zeros(3, device=DEVICE)
     numbers = (far_table(1), sink, None, None, False, 0.0, scale, 2, 2)
@@ -97,7 +61,7 @@ def check_attention_lies_in_memory_as_the_compiler_is_told(layout, scale):
 
 
 @pytest.mark.parametrize("turn", [False, True])
-def check_a_loss_lies_in_memory_as_the_compiler_is_told(turn):
+def test_a_loss_lies_in_memory_as_the_compiler_is_told(turn):
     (features, weight, bias), target, factors = loss_inputs(torch.float32, 50)
     if turn:
         features, weight = (t.mT.contiguous().mT for t in (features, weight))
@@ -109,7 +73,7 @@ def check_a_loss_lies_in_memory_as_the_compiler_is_told(turn):
             assert_as_fake(operators.output_loss_parts, features[:count], *layer, *rows, *numbers)
 
 
-def check_a_target_beyond_the_classes_has_no_gradient_that_could_be_used():
+def test_a_target_beyond_the_classes_has_no_gradient_that_could_be_used():
     (features, weight, bias), _, _ = loss_inputs(torch.float32, 50)
     features.requires_grad_(), weight.requires_grad_()
     target = torch.full((len(features),), 3, device=DEVICE)
@@ -125,7 +89,7 @@ def check_a_target_beyond_the_classes_has_no_gradient_that_could_be_used():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masking", [None, "added"])
-def check_a_launch_may_be_tried_twice(dtype, masking, monkeypatch):
+def test_a_launch_may_be_tried_twice(dtype, masking, monkeypatch):
     """As it is where the fastest of several is looked for."""
     from multimax_fairseq.kernels import triton_attention as kernels
 

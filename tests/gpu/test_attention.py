@@ -1,0 +1,227 @@
+"""The attention kernels against the plain formula in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain import (
+    DEVICE,
+    assert_as_accurate,
+    attend,
+    attention_inputs,
+    by_parameter,
+    doubled,
+    far_table,
+    make_mask,
+    monotone_table,
+    plain_attend,
+    plain_attention,
+)
+
+CASES = [
+    # type, (B, H, T, S, D), mask, causal, table (or orders of its sides)
+    ("float32", (1, 2, 50, 70, 32), None, False, "separate"),
+    ("float32", (1, 2, 50, 50, 64), None, True, "shared"),
+    ("float32", (2, 2, 33, 45, 64), "padding", False, "monotone"),
+    ("float32", (2, 1, 50, 70, 32), "full", False, "shared"),
+    ("float32", (2, 1, 70, 45, 32), "full", True, "no low turn"),
+    ("float32", (2, 2, 40, 40, 16), "padding", True, "no high turn"),
+    ("float32", (2, 2, 37, 45, 32), "added", False, "separate"),
+    ("float32", (2, 2, 40, 40, 16), "added", True, None),
+    ("float32", (2, 2, 33, 50, 16), "added padding", False, "monotone"),
+    ("float32", (1, 2, 33, 40, 16), "bias", False, "shared"),
+    ("float32", (1, 2, 40, 40, 16), "key bias", True, "shared"),
+    ("float32", (2, 1, 9, 33, 16), "row bias", False, "monotone"),
+    ("float32", (1, 2, 17, 41, 80), None, False, (1, 1)),
+    ("float32", (1, 2, 37, 37, 128), None, True, (2, 0)),
+    ("float32", (1, 2, 37, 40, 24), None, False, (0, 2)),
+    ("float32", (1, 2, 40, 37, 32), None, False, (1, 0)),
+    ("float32", (1, 2, 1, 9, 32), None, False, (0, 1)),
+    ("float32", (2, 2, 50, 50, 64), "full", True, None),
+    ("float16", (2, 2, 150, 150, 64), None, True, "separate"),
+    ("float16", (2, 2, 70, 90, 80), "padding", False, "shared"),
+    ("float16", (2, 1, 130, 70, 128), "full", False, (1, 1)),
+    ("float16", (2, 2, 70, 90, 64), "added", False, "monotone"),
+    ("float16", (2, 2, 100, 130, 64), None, False, None),
+    ("bfloat16", (2, 2, 150, 150, 64), None, True, "monotone"),
+    ("bfloat16", (2, 2, 90, 140, 32), "padding", False, "shared"),
+    ("bfloat16", (2, 1, 130, 90, 128), "full", False, (0, 2)),
+    ("bfloat16", (2, 2, 70, 150, 64), "added padding", False, (1, 0)),
+    ("bfloat16", (2, 2, 70, 130, 64), "bias", True, "shared"),
+    ("bfloat16", (2, 2, 100, 130, 80), "padding", True, None),
+]
+
+
+@pytest.mark.parametrize("dtype, shape, masking, causal, kind", CASES)
+def test_attention_and_every_gradient(dtype, shape, masking, causal, kind):
+    *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
+    heads, orders = shape[1], (2, 2)
+    if isinstance(kind, tuple):
+        orders, table = kind, far_table(heads, *kind)
+    elif kind is None:
+        table = None
+    elif "turn" in kind:
+        turns = (-math.inf, 1.5) if kind == "no low turn" else (-2.0, math.inf)
+        table = monotone_table(heads, *turns)
+    else:
+        rows = 1 if kind == "shared" else heads
+        table = monotone_table(rows) if kind == "monotone" else far_table(rows)
+    options = {"mask": make_mask(masking, *shape[:4]), "causal": causal}
+    plain = plain_attend(inputs, grad, table, **options)
+    exact = plain_attend(*doubled(inputs, grad, table), **options)
+    # One order too many reads the table's zeros, which changes nothing.
+    for told in {orders, tuple(2 if order == 1 else order for order in orders)}:
+        ours = attend(inputs, grad, table, orders=told, **options)
+        found = [[*list[:4], *by_parameter(list[4:], orders)] for list in (ours, plain, exact)]
+        if dtype != "float32" and table is not None:
+            # An output's rounding shows in all that its row gives to a single column.
+            found = [[*list[:4], torch.cat(list[4:], -1)] for list in found]
+        assert_as_accurate(*found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masking", ["none", "padding", "full", "added"])
+@pytest.mark.parametrize("modulated", [False, True])
+def test_sinks(dtype, masking, modulated):
+    shape = (1, 6, 40, 45, 32)  # of fewer heads, a sink's gradient has an error of luck
+    *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
+    table = far_table(6) if modulated else None
+    options = {"mask": make_mask(masking, *shape[:4]), "causal": masking in ("none", "full")}
+    for last in (-20.0, -math.inf):
+        sink = torch.tensor([1.5, 0.0, -1.0, 4.0, 2.5, last], device=DEVICE)
+        ours = attend(inputs, grad, table, sink=sink, **options)
+        plain = plain_attend(inputs, grad, table, sink=sink, **options)
+        exact = plain_attend(*doubled(inputs, grad, table), sink=sink.double(), **options)
+        found = [[*list[:4], *by_parameter(list[4:-1]), list[-1]] for list in (ours, plain, exact)]
+        if dtype != "float32" and table is not None:
+            found = [[*run[:4], torch.cat(run[4:-1], -1), run[-1]] for run in found]
+        assert_as_accurate(*found)
+    assert attend(inputs, grad, table, sink=sink * math.nan)[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_what_is_excluded_has_no_part(dtype, form):
+    *inputs, grad = attention_inputs(2, 2, 40, 70, 32, dtype)
+    table = far_table(2)
+    mask = make_mask("full", 2, 2, 40, 70) | make_mask("padding", 2, 2, 40, 70)
+    everything = torch.ones_like(mask)
+    if form == "float":
+        mask, everything = (torch.where(m, -math.inf, 0.0) for m in (mask, everything))
+    out, *grads = attend(inputs, grad, table, mask)
+    assert all(t.isfinite().all() for t in (out, *grads))
+    assert (out[0, :, 20] == 0).all() and (grads[0][0, :, 20] == 0).all()
+    assert all((t[1, :, 35:] == 0).all() for t in grads[1:3])
+    assert all((t == 0).all() for t in attend(inputs, grad, table, everything))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+def test_a_number_is_no_exclusion(dtype, number):
+    # What it absorbs are equal shares, forward and backward, as of the plain formula.
+    *inputs, grad = attention_inputs(1, 2, 40, 70, 32, dtype)
+    mask = torch.full((1, 1, 40, 70), number, device=DEVICE)
+    ours = attend(inputs, grad, far_table(2), mask)
+    torch.testing.assert_close(ours[0], inputs[2].mean(2, keepdim=True).expand_as(ours[0]))
+    plain = plain_attend(inputs, grad, far_table(2), mask=mask)
+    exact = plain_attend([t.float() for t in inputs], grad, far_table(2), mask=mask)
+    assert_as_accurate(ours, plain, exact)
+
+
+def test_neutral_parameters_are_torchs_attention():
+    *inputs, grad = attention_inputs(1, 2, 50, 50, 32)
+    table = torch.zeros(2, 8, device=DEVICE)
+    torch.testing.assert_close(
+        attend(inputs, grad, table, causal=True)[0],
+        F.scaled_dot_product_attention(*inputs, is_causal=True),
+    )
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
+def test_scale(scale):
+    *inputs, grad = attention_inputs(1, 2, 20, 20, 16)
+    for table in (far_table(2), monotone_table(2, -0.4, 0.5)):
+        ours = attend(inputs, grad, table, scale=scale)
+        plain = plain_attend(inputs, grad, table, scale=scale)
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_negative_scale_rounds_nothing():
+    *inputs, grad = attention_inputs(1, 2, 20, 30, 64, torch.float16)
+    found = attend(inputs, grad, monotone_table(2), scale=-0.1)
+    expected = attend([-inputs[0], *inputs[1:]], grad, monotone_table(2), scale=0.1)
+    expected[1] = -expected[1]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_strides():
+    *inputs, grad = attention_inputs(2, 2, 20, 20, 32)
+    table = far_table(2)
+    mask = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.3
+    expected = attend(inputs, grad, table, mask.expand(2, 2, 20, 20).contiguous())
+    # (B, T, H, D) in memory, as projections leave it, and a last dimension that is strided.
+    query = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
+    key = inputs[1].transpose(2, 3).contiguous().transpose(2, 3)
+    turned = mask.mT.contiguous().mT
+    ours = attend([query, key, inputs[2]], grad, table, turned)
+    torch.testing.assert_close(ours, expected)
+    assert ours[0].stride() == query.stride()
+    # A gradient without strides, as of a sum.
+    ones = torch.ones((), device=DEVICE).expand(2, 2, 20, 20 + 12)
+    found = attend(inputs, ones, table)
+    torch.testing.assert_close(found, attend(inputs, ones.clone(), table))
+    # One row for all heads is the same row a head, and its gradient the sum of theirs.
+    shared = attend(inputs, grad, table[:1], mask)
+    repeated = attend(inputs, grad, table[:1].repeat(2, 1), mask)
+    torch.testing.assert_close(shared[:4], repeated[:4])
+    torch.testing.assert_close(shared[4], repeated[4].sum(0, keepdim=True))
+    row = mask[:, :, :1]
+    expanded = attend(inputs, grad, table, row.expand(1, 1, 20, 20))
+    torch.testing.assert_close(attend(inputs, grad, table, row), expanded)
+
+
+def test_scores_beyond_the_cap_stay_finite():
+    *inputs, grad = attention_inputs(1, 1, 8, 8, 16)
+    huge = [inputs[0] * 1e10, inputs[1] * 1e10, inputs[2]]
+    for table in (far_table(1), monotone_table(1), monotone_table(1, -math.inf, math.inf)):
+        ours, plain = attend(huge, grad, table), plain_attend(huge, grad, table)
+        torch.testing.assert_close(ours[0], plain[0])
+        # A GPU's backward pass may round modulated scores otherwise than its forward pass, which
+        # shows from scores of some 1e9 on: there are NaN in the gradients.
+        assert DEVICE == "cuda" or all(t.isfinite().all() for t in ours)
+
+
+def test_two_runs_agree_to_the_bit():
+    *inputs, grad = attention_inputs(2, 2, 90, 90, 32, torch.float16)
+    runs = [attend(inputs, grad, far_table(2), causal=True, drop=(seed, 0.1)) for seed in (7, 7, 8)]
+    assert all(map(torch.equal, *runs[:2])) and not torch.equal(runs[0][0], runs[2][0])
+
+
+@pytest.mark.parametrize("causal, masking", [(False, None), (True, None), (False, "bias")])
+def test_dropout(causal, masking):
+    keys, share, seed = 64, 0.3125, 2**40 + 5
+    query, key, _, grad = attention_inputs(2, 2, 40, keys, keys)
+    table, mask = far_table(2), make_mask(masking, 2, 2, 40, keys)
+    # With the identity as the values, the outputs are the probabilities.
+    value = torch.eye(keys, device=DEVICE).expand(2, 2, keys, keys).contiguous()
+    ours = attend((query, key, value), grad, table, mask, causal, drop=(seed, share))
+    assert (attend((query, key, value), grad, table, drop=(0, 1.0))[0] == 0).all()
+    query, key, variable, table = learned = [
+        t.clone().requires_grad_() for t in (query, key, value, table)
+    ]
+    probs = plain_attention(query, key, value, table, mask, causal)
+    seen = probs > 1e-30
+    kept = (ours[0] != 0) & seen
+    count = seen.sum().item()
+    assert abs(kept.sum().item() / count - (1 - share)) < 4 * (share * (1 - share) / count) ** 0.5
+    dense = probs * kept / (1 - share)
+    torch.testing.assert_close(ours[0], dense)
+    # Rows, keys, heads and batches draw each for themselves.
+    flat = torch.where(seen, kept.float() - (1 - share), 0.0)
+    for shift, dim in ((1, -1), (4, -1), (1, -2), (32, -2), (1, 1), (1, 0)):
+        together = (flat * flat.roll(shift, dim)).sum() / count
+        assert together.abs() < 4 * share * (1 - share) / count**0.5
+    theirs = torch.autograd.grad(dense @ variable, learned, grad)
+    torch.testing.assert_close(ours[1:4], list(theirs[:3]))
+    torch.testing.assert_close(ours[4], theirs[3], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,96 @@
+"""The modulator kernels, element by element, against the plain formula in float64."""
+
+import math
+
+import pytest
+import torch
+from plain import (
+    DEVICE,
+    FAR,
+    assert_as_accurate,
+    by_parameter,
+    far_table,
+    modulated,
+    monotone_table,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 3, 20, 30), (3, 100, 90), (3, 1, 1)])
+@pytest.mark.parametrize("kind", ["shared", "separate", "monotone"])
+def test_modulator(dtype, shape, kind):
+    from multimax_fairseq.kernels.triton_modulator import modulate, modulate_backward
+
+    generator = torch.Generator().manual_seed(0)
+    scores, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+    scores, grad = (3 * scores).to(DEVICE, dtype), grad.to(DEVICE)
+    rows = 1 if kind == "shared" else 3
+    table = monotone_table(rows) if kind == "monotone" else far_table(rows)
+
+    def plain(wide):
+        learned = [t.detach().to(wide).clone().requires_grad_() for t in (scores, table)]
+        out = modulated(*learned)
+        by_scores, by_table = torch.autograd.grad(out, learned, grad.to(wide))
+        by_scores = by_scores if wide == torch.float64 else by_scores.to(dtype)
+        return [out.detach(), by_scores, *by_parameter([by_table])]
+
+    out, (by_scores, by_table) = modulate(scores, table), modulate_backward(grad, scores, table)
+    assert out.dtype == by_table.dtype == torch.float32 and by_scores.dtype == dtype
+    assert out.shape == by_scores.shape == scores.shape and by_table.shape == table.shape
+    ours = [out, by_scores, *by_parameter([by_table])]
+    assert_as_accurate(ours, plain(torch.float32), plain(torch.float64))
+    again = modulate_backward(grad, scores, table)
+    assert all(map(torch.equal, (by_scores, by_table), again))
+    turned = scores.mT.contiguous().mT
+    assert torch.equal(modulate(turned, table), out)
+
+
+def test_modulator_at_its_ends():
+    from multimax_fairseq.functional import modulator
+    from multimax_fairseq.kernels.triton_modulator import (
+        MAX_DISTANCE,
+        modulate,
+        modulate_backward,
+    )
+
+    assert MAX_DISTANCE.value == modulator.MAX_DISTANCE
+    ends = torch.tensor([-math.inf, -1e30, 1e30, math.inf, math.nan], device=DEVICE)
+    for table in (far_table(1), monotone_table(1, -math.inf, math.inf), -far_table(1)):
+        torch.testing.assert_close(
+            modulate(ends, table), modulated(ends.view(1, 1, 5), table)[0, 0], equal_nan=True
+        )
+        half = modulate(ends.half(), table)
+        assert half[0] == -math.inf and half[3] == math.inf
+        grads = modulate_backward(torch.zeros_like(ends), ends, table)
+        assert all((t[:4] == 0).all() for t in grads[:1])
+    # Beyond the turns, what the table says, and gradients by that alone.
+    table = torch.tensor([[*FAR, -2.0, 1.0, -7.0, 9.0]], device=DEVICE)
+    scores = torch.tensor([-3.0, -2.0, 1.0, 4.0], device=DEVICE)
+    out = modulate(scores, table)
+    assert out[0] == -10 and out[3] == 9
+    torch.testing.assert_close(out[1:3], modulate(scores[1:3], table[:, :8]))
+    outer = torch.tensor([2.0, 0.0, 0.0, 3.0], device=DEVICE)
+    by_scores, by_table = modulate_backward(outer, scores, table)
+    assert by_scores.tolist() == [2, 0, 0, 0] and by_table[0].tolist() == [0] * 10 + [2, 3]
+    # What overflowed, or is no number, stays so beyond a turn.
+    for dtype in (torch.float32, torch.float16):
+        lost = torch.tensor([math.inf, math.nan, -math.inf], device=DEVICE, dtype=dtype)
+        for kind in (table, -table):
+            out = modulate(lost, torch.cat([kind[:, :8], table[:, 8:]], -1))
+            assert out[0] == math.inf and out[1].isnan() and out[2] == -math.inf
+    for shape in ((0,), (2, 3, 0, 4)):
+        nothing = torch.zeros(shape, device=DEVICE)
+        assert modulate(nothing, table).shape == shape
+        assert (modulate_backward(nothing, nothing, table)[1] == 0).all()
+
+
+def test_where_a_monotone_modulator_turns():
+    from multimax_fairseq.kernels import cpu
+    from multimax_fairseq.kernels.triton_modulator import tails
+
+    table = torch.randn(60, 8, generator=torch.Generator().manual_seed(2))
+    table[::3] *= 0.02
+    table[1::3, [1, 5]] = 0
+    table[2::3, 3] = table[2::3, 2]
+    for ours, compiled in zip(tails(table.to(DEVICE)), cpu.tails(table), strict=True):
+        torch.testing.assert_close(ours.cpu(), compiled, rtol=1e-4, atol=1e-4)

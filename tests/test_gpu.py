@@ -1,0 +1,48 @@
+"""Runs tests/gpu without a GPU: in Triton's interpreter, or ahead of time."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (it is published for Linux)", allow_module_level=True)
+
+GPU_TESTS = ROOT / "tests" / "gpu"
+
+
+def test_bfloat16_is_plain_in_the_interpreter():
+    """It multiplies bfloat16 as integers, which interpreter.py mends for the GPU tests alone."""
+    program = """
+import torch
+from multimax_fairseq import scaled_dot_product_attention
+from multimax_fairseq.functional.backend import choose
+query = torch.randn(1, 1, 3, 16)
+assert choose("", "auto", query) == choose("", "auto", query.half()) == "triton"
+for mode in (torch.autocast("cpu"), torch.autocast("cpu", enabled=False)):
+    given = query if mode._enabled else query.bfloat16()
+    with mode:
+        found, plain = (
+            scaled_dot_product_attention(given, given, given, normalizer="softmax", backend=backend)
+            for backend in ("auto", "plain")
+        )
+    torch.testing.assert_close(found, plain)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment.pop("MULTIMAX_BACKEND", None)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in GPU_TESTS.glob("test_*.py")))
+def test_gpu_tests_pass_without_a_gpu(name, tmp_path):
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
+    if name == "test_compiled.py":  # what is interpreted cannot be compiled
+        del env["TRITON_INTERPRET"]
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", GPU_TESTS]
+    done = subprocess.run(
+        [sys.executable, *words, GPU_TESTS / name], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
