@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils, indexed_dataset
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.trainer import Trainer
+from omegaconf import OmegaConf
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat.data import HEADER
@@ -97,6 +99,34 @@ def test_an_iterator_that_is_kept_counts_epochs_on(dictionary):
         iterator = iterator_of(task, dataset, epoch)
         assert iterator.next_epoch_idx == epoch
         list(iterator.next_epoch_itr())
+
+
+def test_validation_on_the_training_subset_leaves_every_epoch_its_batches(dictionary):
+    task = TranslationTask(TranslationConfig(), dictionary, dictionary)
+    task.datasets["train"] = pairs(dictionary)
+    trainer = MagicMock(task=task, data_parallel_world_size=1, data_parallel_rank=0)
+    trainer.model.max_positions.return_value = (1024, 1024)
+    trainer.cfg = OmegaConf.structured(FairseqConfig())
+    trainer.cfg.dataset.batch_size = 8
+
+    def validate():
+        iterator = Trainer.get_valid_iterator(trainer, "train")
+        return list(iterator.next_epoch_itr(shuffle=False, set_dataset_epoch=False))
+
+    training = Trainer.get_train_iterator(trainer, epoch=1, load_dataset=False)
+    validated = [len(validate())]  # the dry run before the first epoch
+    trained = []
+    for epoch in (1, 2):
+        assert training.next_epoch_idx == epoch
+        epoch_batches = training.next_epoch_itr()
+        trained.append([next(epoch_batches)])
+        validated.append(len(validate()))  # --validate-interval-updates
+        trained[-1] += list(epoch_batches)
+        training = Trainer.get_train_iterator(trainer, epoch + 1, load_dataset=False)
+
+    assert validated == [5, 5, 5]
+    for batches in trained:
+        assert sorted(torch.cat([batch["id"] for batch in batches]).tolist()) == list(range(40))
 
 
 # --- files ---------------------------------------------------------------------------------------

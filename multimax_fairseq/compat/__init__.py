@@ -57,6 +57,7 @@ def apply():
     distributed.ddp()
     distributed.gathered_lists()
     data.same_batches()
+    data.validation_on_training_data()
     data.end_of_curriculum()
     numerics.not_finite()
     numerics.not_finite_validation()

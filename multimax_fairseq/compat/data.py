@@ -136,6 +136,24 @@ def same_batches():
     wrap(FairseqTask, "get_batch_iterator", make)
 
 
+def validation_on_training_data():
+    """Validation exhausts the batches of a subset that is also trained.
+
+    The task caches one iterator per data set, so training finds its epoch at its end and skips it.
+    Can go when fairseq caches the iterators of training and validation separately.
+    """
+    from fairseq.trainer import Trainer
+
+    def make(original):
+        def get_valid_iterator(self, subset, disable_iterator_cache=False):
+            is_trained = subset == self.cfg.dataset.train_subset
+            return original(self, subset, disable_iterator_cache or is_trained)
+
+        return get_valid_iterator
+
+    wrap(Trainer, "get_valid_iterator", make)
+
+
 def end_of_curriculum():
     """--curriculum N never ends: a later epoch reuses the data loader that does not shuffle.
 
