@@ -138,11 +138,11 @@ def five_words():
     return dictionary
 
 
-def written(folder, words, dtype=np.uint16):
-    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(folder / "train.bin"), dtype=dtype)
+def written(folder, words, dtype=np.uint16, name="train"):
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=dtype)
     builder.add_item(torch.tensor(words))
-    builder.finalize(str(folder / "train.idx"))
-    return str(folder / "train")
+    builder.finalize(str(folder / f"{name}.idx"))
+    return str(folder / name)
 
 
 @pytest.mark.parametrize("dtype, word", [(np.uint16, 5), (np.int32, 5), (np.int32, -1)])
@@ -161,6 +161,21 @@ def test_a_sentence_of_more_bytes_than_an_int32_counts_is_refused(tmp_path):
     (tmp_path / "train.idx").write_bytes(index)
     with pytest.raises(UsageError, match="it ends before its last sentence"):
         data_utils.load_indexed_dataset(path, five_words(), "mmap")
+
+
+def test_load_dataset_counts_each_part_once(tmp_path):
+    for split, words in (("train", [4, 2]), ("train1", [4, 4, 2])):
+        for language in ("de", "en"):
+            written(tmp_path, words, name=f"{split}.de-en.{language}")
+    config = TranslationConfig(data=str(tmp_path), source_lang="de", target_lang="en")
+    config.dataset_impl, config.required_seq_len_multiple = None, 1
+    task = TranslationTask(config, five_words(), five_words())
+
+    task.load_dataset("train", combine=True)
+
+    pairs = task.dataset("train")
+    assert [pair["source"].tolist() for pair in pairs] == [[4, 2], [4, 4, 2]]
+    assert pairs.sizes.tolist() == [[2, 2], [3, 3]]
 
 
 @pytest.mark.parametrize("kind", ["lazy", "cached"])

@@ -47,6 +47,7 @@ def apply():
     data.numpy_compat()
     data.token_blocks()
     data.last_batch()
+    data.data_in_parts()
     data.indexed_data()
     text.text_lines()
     text.dictionaries()

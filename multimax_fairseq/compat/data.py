@@ -173,6 +173,24 @@ def end_of_curriculum():
     wrap(EpochBatchIterator, "_get_iterator_for_epoch", make)
 
 
+def data_in_parts():
+    """The default --upsample-primary -1 gives train a negative number of copies beside train1.
+
+    1 is meant, the default of multilingual_translation. Can go when it is the default here too.
+    """
+    from fairseq.data import ConcatDataset
+
+    def make(original):
+        def __init__(self, datasets, sample_ratios=1):
+            if not isinstance(sample_ratios, int):
+                sample_ratios = [1 if ratio == -1 else ratio for ratio in sample_ratios]
+            original(self, datasets, sample_ratios)
+
+        return __init__
+
+    wrap(ConcatDataset, "__init__", make)
+
+
 HEADER = struct.Struct("<9sQBQ")  # of an index: magic, version, type of the numbers, how many
 PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-prep/"
 
