@@ -1,5 +1,6 @@
 """compat/data.py: which batches there are, and data that fairseq-preprocess has not written."""
 
+import pickle
 import struct
 from unittest.mock import MagicMock
 
@@ -178,10 +179,18 @@ def test_load_dataset_counts_each_part_once(tmp_path):
     assert pairs.sizes.tolist() == [[2, 2], [3, 3]]
 
 
-@pytest.mark.parametrize("kind", ["lazy", "cached"])
-def test_data_in_fairseqs_older_form_is_read(kind, tmp_path):
+@pytest.mark.parametrize("impl", ["lazy", "cached", None])
+def test_data_in_the_older_format_is_read_without_an_open_file(impl, tmp_path):
+    sentences = [[3, 1], [1, 2, 4, 0], [2]]
     builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "train.bin"))
-    builder.add_item(torch.tensor([3, 1]))
+    for sentence in sentences:
+        builder.add_item(torch.tensor(sentence))
     builder.finalize(str(tmp_path / "train.idx"))
-    data = data_utils.load_indexed_dataset(str(tmp_path / "train"), five_words(), kind)
-    assert data.sizes.tolist() == [2] and len(data) == 1
+
+    data = data_utils.load_indexed_dataset(str(tmp_path / "train"), five_words(), impl)
+    in_order = [data[index].tolist() for index in range(3)]
+    received = pickle.loads(pickle.dumps(data))  # what a worker gets holds no open file
+
+    assert in_order == sentences
+    assert [received[index].tolist() for index in (2, 0)] == [sentences[2], sentences[0]]
+    assert data.sizes.tolist() == [2, 4, 1] and len(data) == 3

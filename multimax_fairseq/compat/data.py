@@ -6,6 +6,7 @@ import struct
 import types
 
 import numpy as np
+import torch
 
 from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import UsageError
@@ -189,6 +190,29 @@ def data_in_parts():
         return __init__
 
     wrap(ConcatDataset, "__init__", make)
+
+
+def shared_files():
+    """Data of fairseq's older format is read through an open file or a cache, and both fail.
+
+    Training reads its first batch before the cache is filled: KeyError. Workers share the position
+    of the file that the main process opened, and one moves it while another reads: wrong sentences.
+    Here each sentence is read at its own offset. Can go when fairseq does so.
+    """
+    from fairseq.data import indexed_dataset
+
+    def make(original):
+        def __getitem__(self, i):
+            self.check_index(i)
+            shape = self.sizes[self.dim_offsets[i] : self.dim_offsets[i + 1]]
+            path, offset = indexed_dataset.data_file_path(self.path), self.data_offsets[i]
+            numbers = np.fromfile(path, self.dtype, shape.prod(), offset=offset * self.element_size)
+            return torch.from_numpy(numbers.reshape(shape)).long() - int(self.fix_lua_indexing)
+
+        return __getitem__
+
+    indexed_dataset.IndexedCachedDataset = indexed_dataset.IndexedDataset  # the page cache suffices
+    wrap(indexed_dataset.IndexedDataset, "__getitem__", make)
 
 
 HEADER = struct.Struct("<9sQBQ")  # of an index: magic, version, type of the numbers, how many
