@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils, indexed_dataset
-from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.configs import FairseqConfig, GenerationConfig
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
@@ -164,13 +164,17 @@ def test_a_sentence_of_more_bytes_than_an_int32_counts_is_refused(tmp_path):
         data_utils.load_indexed_dataset(path, five_words(), "mmap")
 
 
+def translation_task(folder):
+    config = TranslationConfig(data=str(folder), source_lang="de", target_lang="en")
+    config.dataset_impl, config.required_seq_len_multiple = None, 1
+    return TranslationTask(config, five_words(), five_words())
+
+
 def test_load_dataset_counts_each_part_once(tmp_path):
     for split, words in (("train", [4, 2]), ("train1", [4, 4, 2])):
         for language in ("de", "en"):
             written(tmp_path, words, name=f"{split}.de-en.{language}")
-    config = TranslationConfig(data=str(tmp_path), source_lang="de", target_lang="en")
-    config.dataset_impl, config.required_seq_len_multiple = None, 1
-    task = TranslationTask(config, five_words(), five_words())
+    task = translation_task(tmp_path)
 
     task.load_dataset("train", combine=True)
 
@@ -194,3 +198,25 @@ def test_data_in_the_older_format_is_read_without_an_open_file(impl, tmp_path):
     assert in_order == sentences
     assert [received[index].tolist() for index in (2, 0)] == [sentences[2], sentences[0]]
     assert data.sizes.tolist() == [2, 4, 1] and len(data) == 3
+
+
+@pytest.mark.parametrize("program", ["fairseq-train", "fairseq-hydra-train", "fairseq-validate"])
+def test_load_dataset_refuses_source_only_data_unless_it_generates(program, tmp_path, monkeypatch):
+    written(tmp_path, [4, 2], name="train.de-en.de")
+    task = translation_task(tmp_path)
+
+    monkeypatch.setattr("sys.argv", ["fairseq-generate"])
+    task.load_dataset("train")
+    monkeypatch.setattr("sys.argv", [program])
+    with pytest.raises(UsageError, match=f"'train' in .* has no en text, which {program} needs"):
+        task.load_dataset("train")
+
+
+@pytest.mark.parametrize("option", ["score_reference", "prefix_size"])
+def test_build_generator_refuses_an_option_that_needs_references_without_them(option, tmp_path):
+    written(tmp_path, [4, 2], name="test.de-en.de")
+    task = translation_task(tmp_path)
+    task.load_dataset("test")
+
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} needs references: "):
+        task.build_generator([], GenerationConfig(**{option: 1}))

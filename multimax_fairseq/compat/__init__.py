@@ -48,6 +48,7 @@ def apply():
     data.token_blocks()
     data.last_batch()
     data.data_in_parts()
+    data.source_only_data()
     data.shared_files()
     data.indexed_data()
     text.text_lines()

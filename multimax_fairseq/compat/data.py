@@ -8,7 +8,7 @@ import types
 import numpy as np
 import torch
 
-from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.compat.patch import command, wrap
 from multimax_fairseq.errors import UsageError
 
 
@@ -190,6 +190,28 @@ def data_in_parts():
         return __init__
 
     wrap(ConcatDataset, "__init__", make)
+
+
+def source_only_data():
+    """Training and validation on data without a target side end in a TypeError of the model.
+
+    Can go when fairseq checks what a criterion needs.
+    """
+    from fairseq.tasks.translation import TranslationTask
+
+    def make(original):
+        def load_dataset(self, split, *args, **kwargs):
+            original(self, split, *args, **kwargs)
+            needs_target = command() in ("fairseq-train", "fairseq-hydra-train", "fairseq-validate")
+            if needs_target and self.datasets[split].tgt is None:
+                raise UsageError(
+                    f"split '{split}' in '{self.cfg.data}' has no {self.cfg.target_lang} text, "
+                    f"which {command()} needs: prepare the data without --only-source"
+                )
+
+        return load_dataset
+
+    wrap(TranslationTask, "load_dataset", make)
 
 
 def shared_files():

@@ -428,17 +428,21 @@ def generation():
             raise UsageError(
                 f"--lm-path {path} is read by fairseq-generate alone: use it there, or leave it out"
             )
-        for name in ("score_reference", "prefix_size"):
-            if getattr(args, name, None):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} needs references, which fairseq-interactive has "
-                    "none of: use it with fairseq-generate"
-                )
         if getattr(args, "print_alignment", None) == "soft":
             raise UsageError(
                 "--print-alignment soft is for fairseq-generate: use it there, or give "
                 "--print-alignment hard"
             )
+
+    def check_references(args, datasets):
+        is_source_only = any(getattr(data, "tgt", data) is None for data in datasets.values())
+        for name in ("score_reference", "prefix_size"):
+            is_given = getattr(args, name, None)
+            if is_given and (is_source_only or command() == "fairseq-interactive"):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} needs references: use it with fairseq-generate "
+                    "and data that has a target side"
+                )
 
     def check_language_model(path, weight):
         if path is not None and weight == 0:
@@ -452,6 +456,7 @@ def generation():
             takes_constraints &= not isinstance(self, LanguageModelingTask)
             num_words = len(self.target_dictionary)
             check(args, num_words, seq_gen_cls is None, takes_constraints)
+            check_references(args, getattr(self, "datasets", {}))
             return original(self, models, args, seq_gen_cls, *rest, **kwargs)
 
         return build_generator
