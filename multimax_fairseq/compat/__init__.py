@@ -11,6 +11,7 @@ from multimax_fairseq.compat import (
     commands,
     data,
     distributed,
+    ema,
     numerics,
     saving,
     settings,
@@ -62,6 +63,7 @@ def apply():
     data.same_batches()
     data.validation_on_training_data()
     data.end_of_curriculum()
+    ema.ema_step()
     numerics.not_finite()
     numerics.not_finite_validation()
     numerics.adaptive_tails()

@@ -1,0 +1,31 @@
+"""The exponential moving average of a model's parameters (--store-ema)."""
+
+from multimax_fairseq.compat.patch import wrap
+
+
+def ema_step():
+    """Tied embeddings decay once per name, and a pre-norm model's last layer norm is lost.
+
+    The state dict has an entry for each name of a tied parameter. fairseq decays every entry, and
+    loads the result without its version, which stands for an old model without a last layer norm.
+    Can go when fairseq decays each tensor once, in place.
+    """
+    from fairseq.models.ema import EMA
+
+    def make(original):
+        def _step_internal(self, new_model, updates=None):
+            parameters, model = new_model.state_dict(), self.model.state_dict()
+            averages = self.fp32_params if self.config.ema_fp32 else model
+            decayed = set()
+            for name in model:
+                average = averages[name]
+                if "version" in name or average.data_ptr() in decayed:
+                    continue
+                decayed.add(average.data_ptr())
+                decay = 0 if name in self.skip_keys else self.decay
+                average.mul_(decay).add_(parameters[name].to(average.dtype), alpha=1 - decay)
+                model[name].copy_(average)
+
+        return _step_internal
+
+    wrap(EMA, "_step_internal", make)
