@@ -42,3 +42,22 @@ def test_ema_step_decays_each_tensor_once(build, arch, flags, dtype, in_fp32):
     torch.testing.assert_close(dict(averages), expected)
     for name, value in averaged.items():
         assert torch.equal(value, averages[name].to(value.dtype))
+
+
+@pytest.mark.parametrize("stopped_at", [3, 4, 5])
+def test_ema_step_of_a_resumed_run_gives_the_same_bits(build, stopped_at):
+    config = EMAConfig(store_ema=True, ema_decay=DECAY, ema_update_freq=4)
+    model = build("transformer_multimax")
+    whole = EMA(model, config)
+
+    for updates in range(1, 10):
+        update(model)
+        whole.step(model, updates)
+        if updates == stopped_at:
+            resumed = EMA(model, config)
+            resumed.restore(values(whole.get_model()))
+        elif updates > stopped_at:
+            resumed.step(model, updates)
+
+    expected, found = values(whole.get_model()), values(resumed.get_model())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -80,6 +80,7 @@ MORE = {
     "LayerDrop": [*TRANSLATE, "--encoder-layerdrop", "0.3", "--decoder-layerdrop", "0.3"],
     "watched": [*TRANSLATE, "--monitor-interval", "2", "--attention-normalizer", "alpha_entmax"],
     "R-Drop": [*TRANSLATE, "--rdrop-alpha", "1"],
+    "EMA": [*TRANSLATE, "--store-ema", "--ema-decay", "0.9", "--ema-update-freq", "4"],
     "shards": ["lm:lm2", *MODEL_LANGUAGE[1:], "--optimizer", "multimax_adam"],
 }
 
@@ -135,6 +136,7 @@ def assert_same_end(first, second):
         kept = {key: state[key] for key in ("model", "last_optimizer_state")}
         kept["schedule"] = state["optimizer_history"][-1]  # each start adds one
         kept["data"] = state["extra_state"]["train_iterator"]
+        kept["average"] = state["extra_state"].get("ema")
         states.append(dict(numbers(kept)))
     assert states[0].keys() == states[1].keys() and len(states[0]) > 100
     for place, value in states[0].items():

@@ -64,6 +64,7 @@ def apply():
     data.validation_on_training_data()
     data.end_of_curriculum()
     ema.ema_step()
+    ema.ema_frequency()
     numerics.not_finite()
     numerics.not_finite_validation()
     numerics.adaptive_tails()

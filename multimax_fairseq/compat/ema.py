@@ -29,3 +29,21 @@ def ema_step():
         return _step_internal
 
     wrap(EMA, "_step_internal", make)
+
+
+def ema_frequency():
+    """--ema-update-freq counts from the start of the process, so a resumed run averages otherwise.
+
+    Can go when fairseq saves its count, or takes the number of updates, as here.
+    """
+    from fairseq.models.ema import EMA
+
+    def make(original):
+        def step(self, new_model, updates=None):
+            if updates is not None:
+                self.update_freq_counter = (updates - 1) % max(1, self.config.ema_update_freq)
+            original(self, new_model, updates)
+
+        return step
+
+    wrap(EMA, "step", make)
