@@ -244,6 +244,16 @@ def test_translation_checkpoint_loads_and_resumes(toy, translation):
     assert not any("Pickled" in name for name in torch_names(toy / "resumed/checkpoint_last.pt"))
 
 
+def test_load_checkpoint_starts_an_average_that_the_checkpoint_lacks(toy, translation):
+    average = ["--store-ema", "--ema-decay", "0.5", "--max-update", "3", "--save-dir", "averaged"]
+    run(toy, "fairseq-train", "mt", *TRANSLATE, *average, "--restore-file", translation)
+
+    before = fairseq_checkpoints.load_checkpoint_to_cpu(str(translation))["model"]
+    state = fairseq_checkpoints.load_checkpoint_to_cpu(str(toy / "averaged/checkpoint_last.pt"))
+    expected = {name: (before[name] + value) / 2 for name, value in state["model"].items()}
+    torch.testing.assert_close(dict(state["extra_state"]["ema"]), expected)
+
+
 def torch_names(path):
     """Every global that a checkpoint's pickle names."""
     import pickletools

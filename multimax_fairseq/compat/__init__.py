@@ -42,6 +42,7 @@ def apply():
     checkpoints.checkpoint_training()
     checkpoints.resumed_model()
     checkpoints.checkpoint_adaptive_softmax()
+    ema.ema_of_resumed_run()  # within last_checkpoint(), which may load another file
     saving.whole_checkpoints()
     saving.last_checkpoint()
     saving.finished_run()

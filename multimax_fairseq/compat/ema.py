@@ -1,5 +1,6 @@
 """The exponential moving average of a model's parameters (--store-ema)."""
 
+from multimax_fairseq.compat.checkpoints import glance
 from multimax_fairseq.compat.patch import wrap
 
 
@@ -47,3 +48,30 @@ def ema_frequency():
         return step
 
     wrap(EMA, "step", make)
+
+
+def ema_of_resumed_run():
+    """Adding --store-ema to a run that is resumed ends in a KeyError.
+
+    fairseq starts the average from the checkpoint's parameters, which it has just deleted. Here it
+    starts from the model that has loaded them. Can go when fairseq does so.
+    """
+    from fairseq.trainer import Trainer
+
+    def make(original):
+        def load_checkpoint(self, filename, *args, **kwargs):
+            settings = self.cfg.ema
+            stores_ema = settings.store_ema
+            if stores_ema and glance(filename, lambda state: "ema" not in state["extra_state"]):
+                settings.store_ema = False
+            try:
+                loaded = original(self, filename, *args, **kwargs)
+            finally:
+                settings.store_ema = stores_ema
+            if loaded is not None and self._ema is None:
+                self._build_ema()
+            return loaded
+
+        return load_checkpoint
+
+    wrap(Trainer, "load_checkpoint", make)
