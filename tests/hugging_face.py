@@ -41,6 +41,34 @@ def bart(**more):
 
 MODELS = (gpt2, llama, bart)
 
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
+WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
+
+
+def encoder_decoder(encoder, decoder, kind=hf.EncoderDecoderModel):
+    """An encoder with the decoder that has this config."""
+    decoder.is_decoder = decoder.add_cross_attention = True
+    model = kind(encoder=encoder, decoder=hf.AutoModelForCausalLM.from_config(decoder))
+    model.config.update({"decoder_start_token_id": 2, "pad_token_id": PAD})
+    return model
+
+
+def bert_config():
+    return hf.BertConfig(vocab_size=WORDS, pad_token_id=PAD, **LAYERS, **WIDTHS)
+
+
+def bert_bert():
+    return encoder_decoder(hf.BertModel(bert_config()), bert_config())
+
+
+def bert_gpt2():
+    return encoder_decoder(hf.BertModel(bert_config()), gpt2().config)
+
+
+def vit_gpt2():
+    config = hf.ViTConfig(image_size=8, patch_size=4, **LAYERS, **WIDTHS)
+    return encoder_decoder(hf.ViTModel(config), gpt2().config, hf.VisionEncoderDecoderModel)
+
 
 def made(make, **more):
     """A model whose attention matters: at its own initial scale all scores are near zero."""

@@ -7,7 +7,21 @@ import pytest
 import reference
 import torch
 import transformers as hf
-from hugging_face import MODELS, bart, decoder, gpt2, llama, logits, made, padded, scattered, tokens
+from hugging_face import (
+    LAYERS,
+    MODELS,
+    WIDTHS,
+    bart,
+    decoder,
+    encoder_decoder,
+    gpt2,
+    llama,
+    logits,
+    made,
+    padded,
+    scattered,
+    tokens,
+)
 from torch import nn
 
 from multimax_fairseq import Normalizer
@@ -350,6 +364,11 @@ def t5():
     return hf.T5ForConditionalGeneration(config)
 
 
+def deberta_gpt2():
+    config = hf.DebertaConfig(vocab_size=50, **LAYERS, **WIDTHS)
+    return encoder_decoder(hf.DebertaModel(config), gpt2().config)
+
+
 class Deaf(hf.PreTrainedModel):
     """Says that it takes any implementation, and attends by its own."""
 
@@ -373,6 +392,7 @@ def deaf():
     ("make", "message"),
     [
         (gpt_j, "GPTJForCausalLM forms its attention by itself.*replace_softmax"),
+        (deberta_gpt2, "DebertaModel forms its attention by itself.*replace_softmax"),
         (deaf, "Deaf forms its attention by itself.*replace_softmax"),
         (gemma2, "Gemma2Attention uses soft-capping of the scores .softcap."),
         (gpt_oss, "GptOssAttention uses attention sinks .s_aux."),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from hugging_face import MODELS, gpt2, llama, logits, made, tokens
+from hugging_face import MODELS, bert_bert, bert_gpt2, gpt2, llama, logits, made, tokens, vit_gpt2
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -41,6 +41,21 @@ def test_a_round_trip_is_bit_identical(make, normalizer, tmp_path):
     save(again, tmp_path / "twice")
     same(model, load(tmp_path / "twice"))
     assert all(parameter.requires_grad for parameter in again.parameters())
+
+
+@pytest.mark.parametrize("make", [bert_bert, bert_gpt2, vit_gpt2])
+def test_attach_reaches_both_models_of_a_pair(make, tmp_path):
+    model, ids = made(make), tokens()
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    if make is vit_gpt2:
+        inputs = {"pixel_values": torch.randn(3, 3, 8, 8), "decoder_input_ids": ids}
+    names = attach(model, init_std=0.3, inputs=inputs)
+    assert [name.split(".")[0] for name in names] == ["encoder"] * 2 + ["decoder"] * 4
+    save(model, tmp_path)
+    again = load(tmp_path)
+    same(model, again)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
 
 
 def test_dtypes_are_kept(tmp_path):

@@ -47,9 +47,9 @@ def attach(
 
     Raises:
         TypeError: an argument of another type; a setting that `Normalizer` does not know.
-        ValueError: settings out of range; a mapping that reads hidden states; a model that forms
-            its attention by itself, has normalizers already, or whose attention does what has no
-            place here (soft-capping, sinks, position biases). The model is then as before.
+        ValueError: settings out of range; a mapping that reads hidden states; a model that has
+            normalizers already, has a part that forms its attention by itself, or uses
+            soft-capping, sinks or position biases. The model is then as before.
     """
     for name, value, kind in (
         ("model", model, PreTrainedModel),
@@ -114,11 +114,21 @@ def put(module: Any, made_with: dict[str, Any]) -> None:
 
 
 def use(model: Any) -> None:
-    """Have a model's attention answered here."""
+    """Set the attention implementation of a model and of its parts."""
     interface.register()
     model.set_attn_implementation(interface.IMPLEMENTATION)
-    if model.config._attn_implementation != interface.IMPLEMENTATION:
-        raise UsageError(_ignores_the_interface(model))
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            if part.config._attn_implementation != interface.IMPLEMENTATION:
+                raise UsageError(_ignores_the_interface(part))
+    # EncoderDecoderModel gives its two models new configs, but their layers keep the old ones.
+    for config in _configs(model):
+        config._attn_implementation = interface.IMPLEMENTATION
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return each config in the model once; a model's own comes before those of its parts."""
+    return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
 
 
 def _ignores_the_interface(model: nn.Module) -> str:
@@ -164,9 +174,8 @@ def _call_with_dummies(model: Any) -> None:
 
 @contextlib.contextmanager
 def _unchanged_on_error(model: Any, given: dict[str, nn.Module]) -> Iterator[None]:
-    # A model's own config comes first, and what is set there is set in those inside of it.
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    before = [(config, config._attn_implementation) for config in configs]
+    # Setting a config's implementation also sets that of the configs inside it, so those come last.
+    before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         yield
     except BaseException:
