@@ -10,7 +10,7 @@ import pytest
 from commands import PLUGIN, run
 from matplotlib.cbook import is_math_text
 
-from multimax_fairseq.analysis import collection, figures, training_log
+from multimax_fairseq.analysis import collection, figures, report, training_log
 from multimax_fairseq.analysis.figures import densities, output, sparsity, trajectories, weights
 from multimax_fairseq.errors import UsageError
 
@@ -34,6 +34,17 @@ def legend(figure):
     shown = [text.get_text() for found in figure.legends for text in found.texts]
     assert not any(map(is_math_text, shown))
     return [text.strip().replace(r"\$", "$") for text in shown]
+
+
+def test_report_parameters_name_their_layers(folder):
+    found = collection.read(folder)
+    (table,) = (t for t in report.tables(found) if t.title == "Learned parameters")
+    expected = {
+        (collection.PLACES[row.place], str(row.layer + 1), report.number(row.value))
+        for row in found.parameters.itertuples()
+        if row.name == table.head[2].replace(" ", "_")
+    }
+    assert {tuple(row[:3]) for row in table.rows} == expected
 
 
 def test_tokens_are_no_formulas(copied):

@@ -214,11 +214,7 @@ def tables(collection: Collection) -> list[Table]:
     for name, title in titles.items():
         frame = latest(getattr(collection, name))
         if name == "parameters" and len(frame):
-            frame = frame.assign(
-                place=frame["place"].map(PLACES),
-                layer=frame["layer"].fillna(-1),
-                head=frame["head"].fillna(-1),
-            )
+            frame = frame.assign(layer=frame["layer"].fillna(-1), head=frame["head"].fillna(-1))
             order = list(dict.fromkeys(frame["name"]))
             frame = frame.pivot(index=["place", "layer", "head"], columns="name", values="value")
             frame = frame[order].reset_index().replace({"layer": {-1: None}, "head": {-1: None}})
