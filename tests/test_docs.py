@@ -105,6 +105,12 @@ def test_every_command(folder):
     assert (folder / "trajectories" / "trajectories-cross.svg").exists()
 
 
+def test_training_commands_have_a_last_update():
+    trainings = re.findall(r"^fairseq-train (?:.*\\\n)*.*", "".join(blocks("bash")), re.MULTILINE)
+    assert len(trainings) >= 5
+    assert [command for command in trainings if "--max-update" not in command] == []
+
+
 def test_the_python_lines(folder):
     for code in blocks("python", "docs/python.md"):
         words = [sys.executable, "-c", code]
