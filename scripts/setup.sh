@@ -94,6 +94,17 @@ if [[ $(cat "$stamp" 2>/dev/null) == "$wanted" ]] && usable; then
     exit 0
 fi
 
+# fairseq is compiled after minutes of downloads; check for a compiler and headers before them.
+{ read -r compiler && read -r headers && read -r development; } < <("$python" -c '
+import sys, sysconfig
+print(sysconfig.get_config_var("CXX"), sysconfig.get_path("include"), sep="\n")
+print("python%d.%d-dev" % sys.version_info[:2])')
+read -ra compiler <<<"${CXX:-$compiler}"
+compiles() { "${compiler[@]}" -fsyntax-only -I "$headers" -x c++ - <<<"#include <$1>" >"$log" 2>&1; }
+compiles vector || fail "fairseq needs a C++ compiler and '${compiler[*]}' fails: install one (Debian: g++)."
+compiles Python.h ||
+    fail "fairseq needs Python.h, which $headers lacks: install Python's headers (Debian: $development)."
+
 rm -f "$stamp"
 # Its scripts name the path that it was made at, so one that was moved is as broken as one without pip.
 if ! usable || [[ $(describe "$venv/bin/python") != "$interpreter" ]] ||

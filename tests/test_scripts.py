@@ -221,6 +221,49 @@ def test_an_environment_has_all_packages_and_this_checkouts(checkout, tmp_path, 
     assert ("set up" in done.stdout) == (lacks is not None)
 
 
+# An environment's python in which pip only writes down what it is to install.
+RECORDS = """case "$*" in
+*"pip install"*) echo "$*" >>"$ROOT/installs"; exit ;;
+*fairseq*) exit ;;
+esac
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """setup(**variables) -> what scripts/setup.sh did in a checkout, and its pip's commands."""
+    venv = tmp_path / ".venv"
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    program(venv / "bin" / "python", python(RECORDS))
+    program(venv / "bin" / "fairseq-score", "")
+    program(venv / "bin" / "activate", str(venv))
+
+    def run_setup(**more):
+        (tmp_path / "installs").write_text("")
+        defaults = {"ROOT": str(tmp_path), "CXX": "true", "PYTHON": "", "MULTIMAX_TORCH": ""}
+        done = subprocess.run(
+            ["bash", tmp_path / "scripts" / "setup.sh"],
+            env={**os.environ, **defaults, **more},
+            capture_output=True,
+            text=True,
+        )
+        return done, (tmp_path / "installs").read_text()
+
+    return run_setup
+
+
+@pytest.mark.parametrize(
+    ("header", "package"),
+    [("vector", r"g\+\+"), ("Python.h", rf"python3\.{sys.version_info.minor}-dev")],
+)
+def test_setup_checks_compiler_and_headers_before_downloads(header, package, setup, tmp_path):
+    program(tmp_path / "c++", f"#!/bin/sh\n! grep -q {header}\n")
+    done, installs = setup(CXX=str(tmp_path / "c++"))
+    assert done.returncode == 1 and done.stdout == installs == ""
+    assert re.fullmatch(rf"setup\.sh: fairseq needs .* \(Debian: {package}\)\.\n", done.stderr)
+
+
 @pytest.mark.parametrize("folder", ["a folder", "long" * 60])
 def test_fairseqs_commands_start_wherever_the_checkout_lies(folder, tmp_path):
     setup = (ROOT / "scripts" / "setup.sh").read_text()
