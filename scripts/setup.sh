@@ -10,7 +10,7 @@
 #                 default: the line in requirements.txt
 #
 # Both are remembered, so later runs need not repeat them. A run with nothing to do ends at once,
-# and one that was interrupted continues.
+# and one that was interrupted continues. If pip replaced a pinned package, a run installs it again.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -18,6 +18,7 @@ venv=$root/.venv
 source "$root/scripts/locked.sh"
 stamp=$venv/setup.stamp
 choice=$venv/setup.torch
+unset PYTHONPATH # packages there are not installed in .venv
 fail() {
     printf 'setup.sh: %s\n' "$1" >&2
     exit 1
@@ -89,7 +90,17 @@ finish() {
     printf '%s\n' "$1" "Next: source .venv/bin/activate && scripts/quickstart.sh"
 }
 
-if [[ $(cat "$stamp" 2>/dev/null) == "$wanted" ]] && usable; then
+# The versions of the pinned packages. pip may have replaced some: `pip install timm` takes a newer
+# torch.
+installed() {
+    grep '==' "$root/scripts/requirements.txt" | grep -vxF "$(section "Installed by scripts\/test.sh")" |
+        "$venv/bin/python" -c '
+import sys
+from importlib.metadata import version
+print(*(version(line.partition("==")[0]) for line in sys.stdin))' 2>/dev/null
+}
+
+if [[ $(cat "$stamp" 2>/dev/null) == "$wanted $(installed)" ]] && usable; then
     finish "Nothing to do: $venv is up to date."
     exit 0
 fi
@@ -114,9 +125,7 @@ if ! usable || [[ $(describe "$venv/bin/python") != "$interpreter" ]] ||
     quietly "Environment (${interpreter% *})" "$python" -m venv "$venv"
 fi
 
-# Neither the user's PYTHONPATH nor a version check of pip's own has a say in what is installed.
 # Python compiles what it imports; pip would compile all there is, for the better part of a minute.
-unset PYTHONPATH
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
 pip=("$venv/bin/python" -m pip install --no-input --no-warn-conflicts)
 checked=("${pip[@]}" --no-deps --no-build-isolation --require-hashes)
@@ -180,5 +189,5 @@ check() {
 }
 quietly "Check" check
 
-printf '%s\n' "$wanted" >"$stamp"
+printf '%s\n' "$wanted $(installed)" >"$stamp"
 finish "Ready: $venv"

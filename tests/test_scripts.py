@@ -226,6 +226,7 @@ RECORDS = """case "$*" in
 *"pip install"*) echo "$*" >>"$ROOT/installs"; exit ;;
 *fairseq*) exit ;;
 esac
+export PYTHONPATH="$ROOT/versions"
 """
 
 
@@ -238,6 +239,9 @@ def setup(tmp_path):
     program(venv / "bin" / "python", python(RECORDS))
     program(venv / "bin" / "fairseq-score", "")
     program(venv / "bin" / "activate", str(venv))
+    for line in (ROOT / "scripts" / "requirements.txt").read_text().splitlines():
+        if "==" in line:
+            pretend_installed(tmp_path, *line.split("=="))
 
     def run_setup(**more):
         (tmp_path / "installs").write_text("")
@@ -251,6 +255,25 @@ def setup(tmp_path):
         return done, (tmp_path / "installs").read_text()
 
     return run_setup
+
+
+def pretend_installed(root, name, version):
+    program(
+        root / "versions" / f"{name.replace('-', '_')}.dist-info" / "METADATA",
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+    )
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy"])
+def test_setup_installs_replaced_packages_again(package, setup, tmp_path):
+    first, _ = setup()
+    assert first.returncode == 0, first.stdout + first.stderr
+    again, nothing = setup()
+    assert "Nothing to do" in again.stdout and nothing == ""
+    pretend_installed(tmp_path, package, "99")
+    done, installs = setup()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"torch==[\d.]+$", installs, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
