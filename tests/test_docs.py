@@ -105,6 +105,12 @@ def test_every_command(folder):
     assert (folder / "trajectories" / "trajectories-cross.svg").exists()
 
 
+def test_pages_pin_the_torch_of_setup():
+    pinned = re.findall(r"^torch==(\S+)", read("scripts/requirements.txt"), re.MULTILINE)
+    for page in ("README.md", "docs/flags.md", "scripts/setup.sh"):
+        assert set(re.findall(r"torch==([\d.]+\d)", read(page))) == set(pinned), page
+
+
 def test_training_commands_have_a_last_update():
     trainings = re.findall(r"^fairseq-train (?:.*\\\n)*.*", "".join(blocks("bash")), re.MULTILINE)
     assert len(trainings) >= 5
