@@ -107,7 +107,7 @@ def test_every_command(folder):
 
 def test_pages_pin_the_torch_of_setup():
     pinned = re.findall(r"^torch==(\S+)", read("scripts/requirements.txt"), re.MULTILINE)
-    for page in ("README.md", "docs/flags.md", "scripts/setup.sh"):
+    for page in ("README.md", "docs/flags.md", "docs/python.md", "scripts/setup.sh"):
         assert set(re.findall(r"torch==([\d.]+\d)", read(page))) == set(pinned), page
 
 

@@ -91,5 +91,5 @@ def test_the_example_with_a_stand_in_for_timm(monkeypatch, capsys):
 
 
 def test_the_example_without_timm_says_how_to_get_it(monkeypatch):
-    with pytest.raises(SystemExit, match="pip install timm"):
+    with pytest.raises(SystemExit, match="timm is missing.*docs/python.md"):
         run_example(monkeypatch, None)

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     if error.name != "timm":
         raise
     raise SystemExit(
-        "this example's model comes from timm, which is missing: pip install timm"
+        "timm is missing, which has this example's model: docs/python.md says how to install it"
     ) from None
 
 
