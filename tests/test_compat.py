@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import forks
@@ -21,7 +22,7 @@ from fairseq.logging import progress_bar
 from fairseq.sequence_generator import SequenceGenerator
 
 from multimax_fairseq import compat
-from multimax_fairseq.compat import checkpoints, contents
+from multimax_fairseq.compat import checkpoints, commands, contents
 from multimax_fairseq.compat.commands import resolve
 from multimax_fairseq.compat.patch import COMMANDS
 
@@ -494,6 +495,23 @@ def test_traceback_on_request(toy):
     assert run(toy, *command, code=1).rstrip().endswith(f"check --path.\n{TRACEBACK}")
     output = run(toy, *command, code=1, MULTIMAX_TRACEBACK="1")
     assert "Traceback" in output and "Model file not found: nothing.pt" in output
+
+
+def test_hydra_warnings_are_not_printed(toy, tmp_path):
+    assert "Warning" not in run(toy, "fairseq-generate", "mt", "--path", "nothing.pt", code=1)
+    (tmp_path / "run.yaml").write_text("task: {_name: translation, data: nothing}\n")
+    config = ["--config-dir", tmp_path, "--config-name", "run"]
+    assert "Warning" not in run(tmp_path, "fairseq-hydra-train", *config, code=1)
+
+
+def test_hydra_warnings_leaves_other_warnings():
+    others = ["In 'mine': Usage of deprecated keyword in package header", "The strict flag"]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        commands.hydra_warnings()
+        for message in (*others, "\nThe strict flag in the compose API is deprecated."):
+            warnings.warn(message, UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == others
 
 
 def test_only_the_users_errors_are_shortened():

@@ -69,6 +69,7 @@ def apply():
     numerics.not_finite()
     numerics.not_finite_validation()
     numerics.adaptive_tails()
+    commands.hydra_warnings()
     commands.score_command()
     commands.diverse_beams()
     commands.impossible_words()

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 
 import torch
 
@@ -11,6 +12,24 @@ from multimax_fairseq.errors import UsageError
 
 # In a search, the log-probability of a word whose probability is 0.
 IMPOSSIBLE = -1e4
+# Regular expressions: how hydra's warnings about fairseq's use of it begin.
+HYDRA_WARNINGS = (
+    r"hydra\.experimental\.\w+\(\) is no longer experimental",
+    r"\nThe version_base parameter is not specified",
+    r"In 'config': Usage of deprecated keyword in package header",
+    r"\n'.*' is validated against ConfigStore schema with the same name",
+    r"\nThe strict flag in the compose API is deprecated",
+    r"Future Hydra versions will no longer change working directory",
+)
+
+
+def hydra_warnings():
+    """Each command prints 22 lines of warnings, because fairseq uses hydra's interface of 1.0.
+
+    Can go when fairseq uses the present one.
+    """
+    for message in HYDRA_WARNINGS:
+        warnings.filterwarnings("ignore", message, UserWarning)
 
 
 def score_command():
