@@ -107,9 +107,9 @@ def describe(data: Path, target: str) -> dict[str, Any]:
 
 
 def last_line(said: str) -> str:
-    """The last line of what a command said, but for the hint that follows its errors."""
-    lines = [line for line in said.splitlines() if not line.startswith("(MULTIMAX_TRACEBACK")]
-    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    """Return the last line of a command's output, which is the sentence of its error."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
 
 
 def run(words: list[str], log: Path) -> str:

@@ -8,7 +8,7 @@ import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = forks.programs()
-TRACEBACK = "(MULTIMAX_TRACEBACK=1 shows where.)"
+TRACEBACK = "(MULTIMAX_TRACEBACK=1 prints the traceback.)"
 PLUGIN = ("--user-dir", str(ROOT / "multimax_fairseq"))
 
 
@@ -39,9 +39,6 @@ def refused(folder, *command, code=1, **environment):
     """The one sentence in which a command that a user got wrong ends."""
     output = run(folder, *command, code=code, **environment)
     assert "Traceback" not in output
-    lines = output.strip().splitlines()
-    if lines[-1] == TRACEBACK:
-        lines.pop()
-    start = f"{command[0]}: error: "
-    assert lines[-1].startswith(start), output[-2000:]
-    return lines[-1].removeprefix(start)
+    last, start = output.splitlines()[-1], f"{command[0]}: error: "
+    assert last.startswith(start), output[-2000:]
+    return last.removeprefix(start)

@@ -46,7 +46,7 @@ def refuses(read, path, words):
         before = sorted(path.parent.rglob("*"))
         with bounded(), pytest.raises((ValueError, SystemExit)) as caught:
             read(path)
-        text = " ".join(str(caught.value).splitlines()).removesuffix(f" {TRACEBACK}")
+        text = " ".join(str(caught.value).splitlines()).removeprefix(f"{TRACEBACK} ")
         if not isinstance(caught.value, SystemExit):
             text = compat.explain(caught.value)
             assert text, repr(caught.value)

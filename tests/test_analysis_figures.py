@@ -633,7 +633,7 @@ def test_mistakes_end_in_one_sentence(folders, tmp_path, analyze):
         ("plot", tmp_path / "file", "cannot write in"),
         ("compare", tmp_path / "new", "two collections or more"),
     ):
-        with pytest.raises(SystemExit, match=f"^multimax-analyze: error: .*{wanted}"):
+        with pytest.raises(SystemExit, match=rf"\nmultimax-analyze: error: .*{wanted}"):
             analyze(command, folders["lm"], "--out", out)
     assert not (tmp_path / "new").exists()
 

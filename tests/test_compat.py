@@ -492,7 +492,7 @@ def test_plugin_not_loaded(toy, language_model, tmp_path):
 
 def test_traceback_on_request(toy):
     command = ["fairseq-generate", "mt", "--path", "nothing.pt"]
-    assert run(toy, *command, code=1).rstrip().endswith(f"check --path.\n{TRACEBACK}")
+    assert TRACEBACK in run(toy, *command, code=1)
     output = run(toy, *command, code=1, MULTIMAX_TRACEBACK="1")
     assert "Traceback" in output and "Model file not found: nothing.pt" in output
 
@@ -512,6 +512,23 @@ def test_hydra_warnings_leaves_other_warnings():
         for message in (*others, "\nThe strict flag in the compose API is deprecated."):
             warnings.warn(message, UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in shown] == others
+
+
+FAIL = """
+import atexit, sys
+from multimax_fairseq import compat, errors
+sys.argv = ["fairseq-train"]
+compat.apply()
+atexit.register(print, "printed at exit")
+print("in the buffer of stdout")
+raise errors.UsageError("--x is 3: give 2")
+"""
+
+
+def test_plain_errors_print_the_sentence_last(tmp_path):
+    lines = run(tmp_path, "python", "-c", FAIL, code=1).splitlines()
+    printed = ["in the buffer of stdout", "printed at exit", TRACEBACK]
+    assert lines[-4:] == [*printed, "fairseq-train: error: --x is 3: give 2"]
 
 
 def test_only_the_users_errors_are_shortened():

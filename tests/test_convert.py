@@ -56,8 +56,8 @@ def refused(monkeypatch, *words):
         convert(monkeypatch, *words)
     assert not new.exists() and not list(new.parent.glob("*.part"))
     assert isinstance(stopped.value.code, str)
-    sentence, *rest = stopped.value.code.splitlines()
-    assert rest == [TRACEBACK]
+    hint, sentence = stopped.value.code.splitlines()
+    assert hint == TRACEBACK
     return sentence
 
 

@@ -435,7 +435,7 @@ def test_the_job_of_a_cluster_is_the_row_that_it_names_with_a_process_a_task():
     [
         ("", "it said nothing"),
         ("a\n\n", "a"),
-        ("a\nb: error: c\n(MULTIMAX_TRACEBACK=1 shows where.)\n", "b: error: c"),
+        ("a\nb: error: c\n", "b: error: c"),
     ],
 )
 def test_what_a_failed_command_said_last(experiment, said, last):

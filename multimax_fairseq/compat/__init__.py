@@ -18,7 +18,7 @@ from multimax_fairseq.compat import (
     text,
 )
 from multimax_fairseq.compat.checkpoints import building_from_checkpoint
-from multimax_fairseq.compat.explain import explain, plain_errors, wants_traceback
+from multimax_fairseq.compat.explain import explain, message, plain_errors, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "building_from_checkpoint",
     "command",
     "explain",
+    "message",
     "wants_traceback",
 ]
 

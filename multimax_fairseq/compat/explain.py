@@ -262,20 +262,23 @@ def wants_traceback():
     return os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0")
 
 
+def message(program, text):
+    """Return what a program prints about a user's mistake; the last line is the sentence."""
+    return f"(MULTIMAX_TRACEBACK=1 prints the traceback.)\n{program}: error: {text}"
+
+
 def _end(text, status=1):
-    """Print the sentence and end the process at once.
+    """End the process at once; the sentence is the last line of its output.
 
     The interpreter's own end kills threads that still read data inside of C++, which aborts. While
     several processes train, torch calls the hook with a sys.stderr that it would print afterwards.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = f"rank {torch.distributed.get_rank()}: " if distributed else ""
-    sentence = f"{command()}: error: {rank}{text}\n(MULTIMAX_TRACEBACK=1 shows where.)"
-    print(sentence, file=sys.__stderr__)
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):  # nobody reads on
+    with contextlib.suppress(OSError):  # the reader of stdout is gone
         sys.stdout.flush()
-        sys.__stderr__.flush()
+    print(message(command(), rank + text), file=sys.__stderr__, flush=True)
     os._exit(status)
 
 
