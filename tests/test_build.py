@@ -115,6 +115,15 @@ def test_the_kernels_are_built_once(cache):
     assert build.load(FLAGS)._name == str(built) and os.stat(built).st_mtime_ns == stamp
 
 
+def test_load_prints_one_line_about_a_compilation(cache, compiler, tmp_path, stand_in):
+    compiler(COPY)
+    without_logging = LOAD.replace("logging.basicConfig()", "")
+    command = (tmp_path, sys.executable, "-c", without_logging, stand_in, "-D0")
+    line = f"compiling multimax_fairseq's CPU kernels in {cache}: some 20 seconds\n"
+    assert run(*command, PYTHONPATH=KERNELS) == f"{line}loaded -D0\n"
+    assert run(*command, PYTHONPATH=KERNELS) == "loaded -D0\n"
+
+
 def test_what_was_built_where_there_is_a_compiler_serves_where_there_is_none(cache, compiler):
     path = compiler(COPY)
     build.load(FLAGS)
@@ -405,7 +414,7 @@ def test_where_nothing_can_be_kept_a_process_builds_for_itself(
     trouble(cache, monkeypatch)
     before = files(cache.parent)
     assert build.load(FLAGS).start(1) == 1
-    [message] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    *_, message = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert message.startswith("the CPU kernels cannot be kept (") and word in message
     assert message.endswith("TORCH_EXTENSIONS_DIR names another folder")
     assert set(files(cache.parent)) <= {*before, cache.name}
@@ -503,7 +512,7 @@ def test_processes_that_build_at_once_all_get_a_library(cache, compiler, tmp_pat
     thread.start()
     assert build.load([*FLAGS, "-D0"]).start(1) == 1
     thread.join()
-    assert printed == ["loaded -D0\n"]
+    assert printed[0].splitlines()[1:] == ["loaded -D0"]
     assert len(list(tmp_path.glob("*.started"))) == 2
     [kept] = cache.iterdir()
     assert build.load([*FLAGS, "-D0"])._name == str(kept)

@@ -141,7 +141,8 @@ def load(flags: list[str]) -> ctypes.CDLL:
         lost = error if isinstance(error, LoadError) else lost
         scratch = _scratch(folder)
     with scratch:
-        logger.info(f"compiling the CPU kernels in {folder}")
+        # A warning, because Python prints it on stderr also where logging is not configured.
+        logger.warning(f"compiling multimax_fairseq's CPU kernels in {folder}: some 20 seconds")
         try:
             built = _compiled(command, Path(scratch.name))
         except BuildError as error:
