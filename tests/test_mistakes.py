@@ -172,6 +172,15 @@ def test_a_misspelt_override_of_a_language_model_is_named(data, checkpoint, tmp_
     assert "'dropot'" in sentence and "did you mean 'dropout'" in sentence
 
 
+@pytest.mark.parametrize(
+    "kind, words", [("mt", ("--arch", MT, *TRANSLATE)), ("lm", MODEL_LANGUAGE)]
+)
+def test_last_batch_names_max_tokens_if_no_sentence_fits(data, tmp_path, kind, words):
+    words = ("fairseq-train", data / kind, *PLUGIN, *words, "--max-tokens", "2")
+    sentence = refused(tmp_path, *words)
+    assert sentence.startswith("no sentence is left, as all are longer than --max-tokens 2, ")
+
+
 @pytest.mark.parametrize("more", ["100000", "64 --max-tokens 9999 --num-shards 9 --shard-id 8"])
 def test_the_perplexity_of_nothing_is_an_error(data, checkpoint, tmp_path, more):
     words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE)

@@ -97,8 +97,10 @@ def last_batch():
             except IndexError:  # where it looks for its last batch
                 if len(indices) > 0:
                     raise
+                limit = kwargs.get("max_tokens")
+                tokens = f"--max-tokens {limit}, " if limit else ""
                 raise UsageError(
-                    "no sentence is left, as all are longer than --max-source-positions, "
+                    f"no sentence is left, as all are longer than {tokens}--max-source-positions, "
                     "--max-target-positions or the model allow: give larger ones, or other data"
                 ) from None
             # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
