@@ -181,6 +181,15 @@ def test_last_batch_names_max_tokens_if_no_sentence_fits(data, tmp_path, kind, w
     assert sentence.startswith("no sentence is left, as all are longer than --max-tokens 2, ")
 
 
+@pytest.mark.parametrize("folder", ["/proc/model", "file", "file/model"])
+def test_a_save_dir_that_cannot_be_written_is_named(data, tmp_path, folder):
+    (tmp_path / "file").touch()
+    words = ("fairseq-train", data / "mt", *PLUGIN, "--arch", MT, *TRANSLATE, "--save-dir", folder)
+    sentence = refused(tmp_path, *words)
+    assert sentence.startswith(f"cannot write to '{folder}")
+    assert sentence.endswith("; give another --save-dir.")
+
+
 @pytest.mark.parametrize("more", ["100000", "64 --max-tokens 9999 --num-shards 9 --shard-id 8"])
 def test_the_perplexity_of_nothing_is_an_error(data, checkpoint, tmp_path, more):
     words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 
 import torch
 
@@ -32,9 +33,16 @@ def plugin_hint(name):
     return f"'{name}' belongs to the multimax_fairseq plugin; load it with {option}{PACKAGE}"
 
 
+def _frames(error):
+    """Return the frames that an error passed, the outermost first."""
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
 def _explain_os_error(error):
     if not isinstance(error, OSError):
         return None
+    if any(f.f_code.co_name == "verify_checkpoint_directory" for f in _frames(error)):
+        return f"cannot write to '{error.filename}' ({error.strerror}); give another --save-dir."
     if match := re.match(r"Model file not found: (.*)", str(error)):
         return f"checkpoint '{match[1]}' does not exist; check --path."
     if match := re.match(r"Dataset not found: (.*?) \((.*)\)", str(error)):
@@ -64,12 +72,10 @@ def _explain_os_error(error):
 
 def _explain_check(error):
     """fairseq's commands check their options with assert; the rest of it names a flag at least."""
-    trace, text = error.__traceback__, str(error)
-    if trace is None:
+    frames, text = _frames(error), str(error)
+    if not frames:
         return None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__"))
+    code, module = frames[-1].f_code, str(frames[-1].f_globals.get("__name__"))
     folder = os.path.basename(os.path.dirname(code.co_filename))
     if folder == "fairseq_cli" and code.co_name == "validate" and isinstance(error, KeyError):
         return (
@@ -242,11 +248,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 def is_raised_by_fairseq(error):
     """Whether fairseq's or our code raised an error, or called the library that did."""
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    for frame in reversed(frames):
+    for frame in reversed(_frames(error)):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package in ("fairseq", "fairseq_cli", "multimax_fairseq"):
             return True
