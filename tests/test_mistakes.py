@@ -190,6 +190,27 @@ def test_a_save_dir_that_cannot_be_written_is_named(data, tmp_path, folder):
     assert sentence.endswith("; give another --save-dir.")
 
 
+@pytest.mark.parametrize(
+    "languages, said",
+    [
+        ("--source-lang fr", "--source-lang fr does not fit "),
+        ("--source-lang en", "--source-lang en does not fit "),  # en to de needs both flags
+        ("--target-lang fr", "--target-lang fr does not fit "),
+        ("--source-lang fr --target-lang en", "no dictionary "),
+        ("--source-lang en --target-lang en", "no split 'valid' in "),
+    ],
+)
+def test_languages_that_do_not_fit_the_data_are_refused(data, tmp_path, languages, said):
+    words = ("fairseq-train", data / "mt", *PLUGIN, "--arch", MT, *TRANSLATE, *languages.split())
+    sentence = refused(tmp_path, *words)
+    assert sentence.startswith(said) and "holds translation data of de-en" in sentence
+
+
+def test_one_language_that_fits_the_data_is_enough(data, tmp_path):
+    words = ("fairseq-train", data / "mt", *PLUGIN, "--arch", MT, *TRANSLATE, "--no-save")
+    run(tmp_path, *words, "--source-lang", "de")
+
+
 @pytest.mark.parametrize("more", ["100000", "64 --max-tokens 9999 --num-shards 9 --shard-id 8"])
 def test_the_perplexity_of_nothing_is_an_error(data, checkpoint, tmp_path, more):
     words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE)

@@ -33,6 +33,13 @@ def plugin_hint(name):
     return f"'{name}' belongs to the multimax_fairseq plugin; load it with {option}{PACKAGE}"
 
 
+def language_pairs(folder):
+    """Return the language pairs of the translation data in a folder, such as ["de-en"]."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    parts = [name.split(".") for name in names]  # train.de-en.de.idx
+    return sorted({part[1] for part in parts if len(part) > 2 and part[1].count("-") == 1})
+
+
 def _frames(error):
     """Return the frames that an error passed, the outermost first."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -46,8 +53,10 @@ def _explain_os_error(error):
     if match := re.match(r"Model file not found: (.*)", str(error)):
         return f"checkpoint '{match[1]}' does not exist; check --path."
     if match := re.match(r"Dataset not found: (.*?) \((.*)\)", str(error)):
+        pairs = ", ".join(language_pairs(match[2]))
+        holds = f", which holds translation data of {pairs}" if pairs else ""
         return (
-            f"no split '{match[1]}' in '{match[2]}'; name one that is there (--gen-subset, "
+            f"no split '{match[1]}' in '{match[2]}'{holds}; name one that is there (--gen-subset, "
             f"--valid-subset, --train-subset), or {_MAKE_DATA}"
         )
     if isinstance(error, FileExistsError) and re.search(r"dict\.(.*\.)?txt$", str(error)):
@@ -62,6 +71,11 @@ def _explain_os_error(error):
         if re.fullmatch(r"dict\.(.*\.)?txt", name):
             if folder and not os.path.isdir(folder):
                 return f"data folder '{folder}' does not exist; {_MAKE_DATA}"
+            if pairs := ", ".join(language_pairs(folder)):
+                return (
+                    f"no dictionary '{path}', as '{folder}' holds translation data of {pairs}; "
+                    "give that --source-lang and --target-lang."
+                )
             return f"no dictionary '{path}'; {_MAKE_DATA}"
         what = f"'{path}'" if os.path.isdir(folder or ".") else f"the folder of '{path}'"
         return f"{what} does not exist; check the path; for data, {_MAKE_DATA}"

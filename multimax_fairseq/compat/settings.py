@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from multimax_fairseq.compat.commands import resolve
+from multimax_fairseq.compat.explain import language_pairs
 from multimax_fairseq.compat.patch import command, wrap
 from multimax_fairseq.errors import UsageError, remedy_for
 
@@ -100,6 +101,7 @@ def _check(settings):
         return settings.get(name, ("", default))
 
     _check_machine(given)
+    _check_languages(given)
     _check_training(given)
     _check_shards(given("num_shards", 1), given("shard_id", 0))
     if "context_window" in settings:
@@ -134,6 +136,20 @@ def _check_machine(given):
         flag, value = given(name)
         if isinstance(value, int) and not 0 <= value < 2**31:
             raise UsageError(f"{flag} {value} must be a whole number of at least 0, below 2**31")
+
+
+def _check_languages(given):
+    """Refuse one language that does not fit the data: fairseq ignores it unless both are given."""
+    (flag, source), (other, target) = given("source_lang"), given("target_lang")
+    if given("task")[1] != "translation" or (source is None) == (target is None):
+        return
+    folder = (given("data")[1] or "").split(os.pathsep)[0]
+    pairs = language_pairs(folder)
+    if not all(pair.startswith(f"{source}-") or pair.endswith(f"-{target}") for pair in pairs):
+        raise UsageError(
+            f"{flag if target is None else other} {source or target} does not fit '{folder}', "
+            f"which holds translation data of {', '.join(pairs)}: give both {flag} and {other}"
+        )
 
 
 def _check_window(given):
