@@ -211,6 +211,19 @@ def test_one_language_that_fits_the_data_is_enough(data, tmp_path):
     run(tmp_path, *words, "--source-lang", "de")
 
 
+@pytest.mark.parametrize(
+    "kind, words, task",
+    [
+        ("mt", MODEL_LANGUAGE, "translation"),
+        ("lm", ("--arch", MT, *TRANSLATE), "language_modeling"),
+        ("lm", ("--arch", MT, *TRANSLATE, "-s", "de", "-t", "en"), "language_modeling"),
+    ],
+)
+def test_data_of_another_task_name_their_task(data, tmp_path, kind, words, task):
+    sentence = refused(tmp_path, "fairseq-train", data / kind, *PLUGIN, *words)
+    assert sentence.startswith("no ") and f"add --task {task} " in sentence
+
+
 @pytest.mark.parametrize("more", ["100000", "64 --max-tokens 9999 --num-shards 9 --shard-id 8"])
 def test_the_perplexity_of_nothing_is_an_error(data, checkpoint, tmp_path, more):
     words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE)

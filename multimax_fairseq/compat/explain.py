@@ -17,6 +17,7 @@ OUR_FLAGS = ("--attention-normalizer", "--output-normalizer", "--multimax-")
 OUR_NAMES = re.compile(r"[\w-]*multimax\w*|(attention|output)[_-]normalizer")
 LOAD_PLUGIN = "load the plugin that defines it with --user-dir (common.user_dir in a YAML file)."
 INTERRUPTED = "interrupted; a training goes on from its last checkpoint by the same command"
+_LANGUAGE_MODEL = "add --task language_modeling for a language model,"
 _MAKE_DATA = "give the folder that fairseq-preprocess (or a script of data-prep/) wrote."
 
 
@@ -72,9 +73,17 @@ def _explain_os_error(error):
             if folder and not os.path.isdir(folder):
                 return f"data folder '{folder}' does not exist; {_MAKE_DATA}"
             if pairs := ", ".join(language_pairs(folder)):
+                remedy = "give that --source-lang and --target-lang."
+                if name == "dict.txt":  # of a language model
+                    remedy = "add --task translation and a translation model, or give other data."
                 return (
                     f"no dictionary '{path}', as '{folder}' holds translation data of {pairs}; "
-                    "give that --source-lang and --target-lang."
+                    f"{remedy}"
+                )
+            if os.path.isfile(os.path.join(folder, "dict.txt")):
+                return (
+                    f"no dictionary '{path}', as '{folder}' holds data of one language; "
+                    f"{_LANGUAGE_MODEL} or give other data."
                 )
             return f"no dictionary '{path}'; {_MAKE_DATA}"
         what = f"'{path}'" if os.path.isdir(folder or ".") else f"the folder of '{path}'"
@@ -195,7 +204,8 @@ def _explain_data(error):
         return "no task is given; add --task translation or --task language_modeling."
     if text.startswith("Could not infer language pair"):
         return (
-            f"no translation data (train.de-en.de.idx or its like) in the data folder; {_MAKE_DATA}"
+            "no translation data (train.de-en.de.idx or its like) in the data folder; "
+            f"{_LANGUAGE_MODEL} or {_MAKE_DATA}"
         )
     return None
 
