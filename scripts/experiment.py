@@ -351,7 +351,9 @@ def parse(experiment: str) -> argparse.Namespace:
     )
     words = sys.argv[2:]
     cut = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:cut])
+    args, rest = parser.parse_known_args(words[:cut])
+    if rest:
+        raise UsageError(f"unrecognized {' '.join(rest)}: give fairseq-train's options after --")
     args.train = words[cut + 1 :]
     args.experiment = experiment
     if args.max_update is not None and args.max_update < 1:

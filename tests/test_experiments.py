@@ -345,6 +345,7 @@ def test_rows_of_one_table_have_the_same_data(experiment, plan, tmp_path):
         ("--max-update 0", "--max-update 0 must be at least 1"),
         ("--rows=", "--rows names none"),
         ("--rows x", "--rows has the unknown 'x'"),
+        ("--dropout 0.3", "unrecognized --dropout 0.3: give fairseq-train's options after --"),
         ("-- --seed 7", "--seed after -- is the script's own: give --seeds"),
         ("-- --lr 1 --save-dir=x", "--save-dir after -- is the script's own: give --out"),
         ("-- --help", "--help after -- is the script's own"),
