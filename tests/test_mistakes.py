@@ -224,6 +224,23 @@ def test_data_of_another_task_name_their_task(data, tmp_path, kind, words, task)
     assert sentence.startswith("no ") and f"add --task {task} " in sentence
 
 
+@pytest.mark.parametrize(
+    "flag, value, nearest",
+    [
+        ("--arch/-a", "transformer_multimaxx", "did you mean transformer_multimax or "),
+        ("--arch/-a", "0", "MULTIMAX_TRACEBACK=1"),
+        ("--task", "translat", "did you mean translation or "),
+        ("--criterion", "multimax_crossentropy", "did you mean multimax_cross_entropy or "),
+    ],
+)
+def test_plain_errors_name_the_nearest_of_many_choices(data, tmp_path, flag, value, nearest):
+    words = ("fairseq-train", data / "mt", *PLUGIN, flag.split("/")[0], value)
+    sentence = refused(tmp_path, *words, code=2)
+    assert sentence.startswith(f"argument {flag}: invalid choice: '{value}': {nearest}")
+    assert "MULTIMAX_TRACEBACK=1 lists all " in sentence and len(sentence) < 300
+    assert "(choose from " in run(tmp_path, *words, code=2, MULTIMAX_TRACEBACK="1")
+
+
 @pytest.mark.parametrize("more", ["100000", "64 --max-tokens 9999 --num-shards 9 --shard-id 8"])
 def test_the_perplexity_of_nothing_is_an_error(data, checkpoint, tmp_path, more):
     words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", checkpoint(LM), *EVALUATE)

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import difflib
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ OUR_FLAGS = ("--attention-normalizer", "--output-normalizer", "--multimax-")
 OUR_NAMES = re.compile(r"[\w-]*multimax\w*|(attention|output)[_-]normalizer")
 LOAD_PLUGIN = "load the plugin that defines it with --user-dir (common.user_dir in a YAML file)."
 INTERRUPTED = "interrupted; a training goes on from its last checkpoint by the same command"
+# The greatest number of choices that a sentence lists: mappings are fewer, architectures some 150.
+MANY = 20
 _LANGUAGE_MODEL = "add --task language_modeling for a language model,"
 _MAKE_DATA = "give the folder that fairseq-preprocess (or a script of data-prep/) wrote."
 
@@ -308,6 +311,17 @@ def _end(text, status=1):
     os._exit(status)
 
 
+def _nearest_choices(message):
+    """Replace argparse's list of more than MANY choices by the nearest three."""
+    match = re.fullmatch(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
+    known = match[3].replace("'", "").split(", ") if match else []
+    if len(known) <= MANY:
+        return message
+    near = difflib.get_close_matches(match[2], known, n=3, cutoff=0.5)
+    nearest = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{match[1]}: {nearest}MULTIMAX_TRACEBACK=1 lists all {len(known)}"
+
+
 def plain_errors():
     """A user's mistake ends in one sentence; MULTIMAX_TRACEBACK=1 keeps every traceback.
 
@@ -337,7 +351,7 @@ def plain_errors():
                 words = [word for word in message.split() if word.startswith(OUR_FLAGS)]
             hint = next(filter(None, map(plugin_hint, words)), None)
             if not hint and message.startswith(("argument -", "unrecognized arguments")):
-                hint = message  # without the hundreds of lines of usage
+                hint = _nearest_choices(message)  # without the hundreds of lines of usage
                 if not message.startswith("argument"):
                     hint += (
                         ": check their spelling, and that --arch, --task, --criterion, --optimizer "
