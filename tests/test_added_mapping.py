@@ -58,6 +58,23 @@ def collected(folder):
     return folder / "collected"
 
 
+SHARPENED = """
+import added_mapping, torch
+from multimax_fairseq import normalize
+for dtype in (torch.float16, torch.bfloat16):
+    largest = torch.finfo(dtype).max
+    scores = torch.tensor([largest, -largest, 0.0], dtype=dtype, requires_grad=True)
+    probs = normalize("sharpened", scores, sharpness=torch.tensor(1.5, dtype=dtype))
+    probs[0].backward()
+    print(probs.tolist(), scores.grad.isfinite().all().item())
+"""
+
+
+def test_sharpened_is_finite_in_half_precision(tmp_path):
+    output = run(tmp_path, "python", "-c", SHARPENED, PYTHONPATH=str(ROOT / "user_dir"))
+    assert output.splitlines()[-2:] == ["[1.0, 0.0, 0.0] True"] * 2
+
+
 def test_it_trains_and_decodes_as_it_scores(folder):
     """Step by step and with the whole target at once, hypotheses have the same scores."""
     words = (*PLUGIN, "--path", "model/checkpoint_last.pt", "--beam", "3", "--max-len-b", "9")

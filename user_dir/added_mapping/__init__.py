@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from multimax_fairseq import Mapping, Option, normalize, register
+from multimax_fairseq.functional.rescaled import multiplied
 
 
 class Sharpness(nn.Module):
@@ -16,7 +17,8 @@ class Sharpness(nn.Module):
 
 
 def sharpened(scores, dim=-1, mask=None, *, sharpness):
-    return normalize("softmax", scores * sharpness, dim, mask)
+    product = multiplied(scores, sharpness, dim, mask)  # does not overflow in half precision
+    return normalize("softmax", product, dim, mask)
 
 
 def build(num_heads, start):
