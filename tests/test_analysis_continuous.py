@@ -163,10 +163,8 @@ def test_a_recurrent_decoders_steps_are_one_attention(record, translation_batch)
     assert np.shape(heads) == (1, 8, 10)
     np.testing.assert_allclose(np.sum(heads, -1), 1, atol=1e-3)
     assert recorder.sums["cross", 0].queries == 2 * sum(length + 1 for _, length in SENTENCES)
-    model = recorder.model
-    model.decoder.make_generation_fast_(need_attn=True)
     with torch.no_grad():
-        _, extra = model(**batch["net_input"])
+        _, extra = recorder.model(**batch["net_input"])
     np.testing.assert_allclose(heads[0], extra["attn"][0][0], atol=1e-4)
 
 

@@ -14,7 +14,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
-from multimax_fairseq import Modulator, Normalizer, compat
+from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.functional.attention import Steps, attention_to_steps
 from multimax_fairseq.kernels import operators
@@ -56,13 +56,13 @@ OPTIONS = {
 }
 
 
-def stock_model(task, need_attn=False):
+def stock_model(task):
     """fairseq's own Transformer, as its commands prepare it."""
     settings = settings_of_model(ARCH, "--attention-normalizer", "softmax")
     torch.manual_seed(1)
     model = TransformerModel.build_model(copy.deepcopy(as_namespace(settings)), task).eval()
     for layer in model.decoder.layers:
-        layer.make_generation_fast_(need_attn=need_attn)
+        layer.make_generation_fast_(need_attn=False)
     return model
 
 
@@ -96,9 +96,11 @@ def compare(models, dictionary, sample, own=True, **given):
         assert len(hypotheses) == len(others)
         for hypothesis, other in zip(hypotheses, others, strict=True):
             assert hypothesis["tokens"].tolist() == other["tokens"].tolist()
+            # fairseq's loop forms attention weights at each step, in plain PyTorch.
+            within = max(1e-5, 4 * torch.finfo(next(models[0].parameters()).dtype).eps)
+            for name in ("score", "positional_scores", "attention"):
+                torch.testing.assert_close(hypothesis[name], other[name], rtol=within, atol=within)
             assert hypothesis.keys() == other.keys()
-            for name in ("score", "positional_scores"):
-                torch.testing.assert_close(hypothesis[name], other[name], rtol=1e-5, atol=1e-5)
     return found
 
 
@@ -225,7 +227,6 @@ def test_what_needs_more_is_left_to_fairseq(task, build, dictionary, translation
     with pytest.raises(AssertionError, match="min_len cannot be larger than max_len"):
         generator = BeamGenerator([model], dictionary, min_len=9, max_len_b=8)
         generator.generate([model], copy.deepcopy(sample))
-    compare([stock_model(task, need_attn=True)], dictionary, sample, own=False)
     recurrent = build("rnn_multimax").eval()
     compare([recurrent], dictionary, sample, own=False)
     sparse = build(ARCH, "--output-normalizer", "entmax15").eval()
@@ -286,10 +287,7 @@ def test_a_model_trains_after_it_as_before(task, dictionary, translation_batch):
     assert {layer.encoder_attn.beam_size for layer in model.decoder.layers} == {1}
 
 
-def test_references_are_scored_by_models_with_and_without_attention_weights(
-    task, build, dictionary, translation_batch
-):
-    compat.apply()
+def test_references_are_scored_by_stock_model_and_ours(task, build, dictionary, translation_batch):
     models, sample = [stock_model(task), build(ARCH).eval()], translation_batch(SIZES)
 
     def probs(models):
@@ -596,11 +594,53 @@ def test_diverse_beams_of_a_batch_are_those_of_each_sentence(
     assert found(list(range(len(SIZES)))) == [found([row])[0] for row in range(len(SIZES))]
 
 
-def test_attention_weights_that_are_asked_for_are_found(build, dictionary, translation_batch):
-    model = as_trained(scatter_modulators(build(ARCH))).eval()
-    model.decoder.need_attn = True
-    found = compare([model], dictionary, translation_batch(SIZES), own=False)
+def test_hypothesis_copies_hold_their_attention_weights(build, dictionary, translation_batch):
+    model, sample = as_trained(build(ARCH)).eval(), translation_batch(SIZES)
+    found = BeamGenerator([model], dictionary, beam_size=2).generate([model], sample)[0][0]
+
+    copied = copy.deepcopy(found)
+
+    assert type(copied) is dict and torch.equal(copied["attention"], found["attention"])
+    with pytest.raises(KeyError, match="attentions"):
+        found["attentions"]
+
+
+def test_beam_search_forms_no_attention_weights_until_they_are_read(
+    build, dictionary, translation_batch, monkeypatch
+):
+    calls, forward = [], MultiheadAttention.forward
+
+    def recorded(self, *inputs, **options):
+        calls.append(options.get("need_weights") or options.get("need_head_weights"))
+        return forward(self, *inputs, **options)
+
+    monkeypatch.setattr(MultiheadAttention, "forward", recorded)
+    model, sample = as_trained(build(ARCH)).eval(), translation_batch(SIZES)
+
+    found = BeamGenerator([model], dictionary, beam_size=2).generate([model], sample)
+
+    assert calls and not any(calls)
     assert all(one["attention"].numel() for hypotheses in found for one in hypotheses)
+    assert sum(map(bool, calls)) == 1  # one pass of one layer serves the batch
+
+
+@pytest.mark.parametrize("arch", ["stock", ARCH, "rnn_multimax"])
+def test_task_generator_gives_attention_weights_and_alignments(
+    task, build, dictionary, translation_batch, arch
+):
+    """After `prepare_for_inference_`, as `from_pretrained` calls it."""
+    model = stock_model(task) if arch == "stock" else build(arch).eval()
+    model.make_generation_fast_(need_attn=None)
+    sample = translation_batch(SIZES)
+    for given in ({}, {"sampling": True}, {"print_alignment": "hard"}):
+        config = GenerationConfig(beam=2, max_len_b=9, **given)
+        generator = FairseqTask.build_generator(task, [model], config)
+        for hypotheses in generator.generate([model], sample):
+            for one in hypotheses:
+                weights = one["attention"]
+                assert weights.shape == (10, len(one["tokens"]))
+                torch.testing.assert_close(weights.sum(0), torch.ones(len(one["tokens"])))
+                assert "print_alignment" not in given or len(one["alignment"])
 
 
 def test_attention_step_is_of_as_many_heads_as_the_modulator():

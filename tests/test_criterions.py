@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ import torch
 from conftest import scatter_modulators
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.criterions.label_smoothed_cross_entropy_with_alignment import (
+    LabelSmoothedCrossEntropyCriterionWithAlignment,
+)
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
 from fairseq.logging import metrics
 from torch.nn.parallel import DistributedDataParallel
@@ -342,3 +346,24 @@ def test_cross_entropy_of_a_sparse_output_layer_is_refused(task, model_and_batch
     model, sample = model_and_batch("softmax")
     with pytest.raises(UsageError, match="--output-normalizer sparsemax, entmax15"):
         EntmaxLossCriterion(task, sentence_avg=False)(model, sample)
+
+
+@pytest.mark.parametrize("arch", ["transformer_multimax", "rnn_multimax"])
+def test_alignment_criterion_trains_cross_attention(task, build, translation_batch, arch):
+    sample = translation_batch()
+    # (source position, row of the flattened target (3 x 8)).
+    sample["alignments"] = torch.tensor([[3, 0], [4, 2], [7, 9]])
+    sample["align_weights"] = torch.tensor([1.0, 0.5, 1.0])
+    task = SimpleNamespace(target_dictionary=task.target_dictionary)
+    criterion = LabelSmoothedCrossEntropyCriterionWithAlignment(task, False, 0.1, 1.0)
+    found = {}
+    flags = {"softmax": (), "multimax": ("--multimax-init-std", "0")}
+    for normalizer, more in flags.items():
+        model = build(arch, "--attention-normalizer", normalizer, *more)
+        loss, _, logged = criterion(model, sample)
+        loss.backward()
+        found[normalizer] = (loss.detach(), torch.tensor(logged["alignment_loss"]))
+    assert found["multimax"][1] > 0
+    torch.testing.assert_close(found["multimax"], found["softmax"])
+    learned = [p for n, p in model.named_parameters() if "normalizer" in n]
+    assert learned and any(p.grad.abs().sum() > 0 for p in learned)

@@ -381,8 +381,8 @@ def test_returned_attention_weights_are_a_distribution_over_the_source(
     assert len({tuple(w.flatten().tolist()) for w in outputs.values()}) == 4
 
 
-def test_attention_weights_are_formed_only_where_somebody_reads_them(
-    build, translation_batch, dictionary, monkeypatch
+def test_decoder_forms_attention_weights_unless_only_features_are_asked_for(
+    build, translation_batch, monkeypatch
 ):
     asked = []
     forward = MultiheadAttention.forward
@@ -393,14 +393,13 @@ def test_attention_weights_are_formed_only_where_somebody_reads_them(
 
     monkeypatch.setattr(MultiheadAttention, "forward", recorded)
     model, sample = build(TRANSLATION[0]), translation_batch()
-    assert model(**sample["net_input"])[1]["attn"] == [None]
-    model.eval()
-    assert model(**sample["net_input"])[1]["attn"] == [None]
-    SequenceGenerator([model], dictionary, beam_size=2, max_len_b=5).generate([model], sample)
-    assert asked and not any(asked)
-    # What fairseq-generate does for --print-alignment.
-    model.make_generation_fast_(need_attn=True)
-    assert model(**sample["net_input"])[1]["attn"][0].shape == (3, 8, 10)
+    for training in (True, False):
+        model.train(training)
+        asked.clear()
+        assert model(**sample["net_input"], features_only=True)[1]["attn"] == [None]
+        assert not any(asked)
+        assert model(**sample["net_input"])[1]["attn"][0].shape == (3, 8, 10)
+        assert sum(asked) == 1  # the last layer's cross-attention
 
 
 WIDE = [

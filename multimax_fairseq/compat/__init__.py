@@ -75,7 +75,6 @@ def apply():
     commands.diverse_beams()
     commands.impossible_words()
     commands.repeated_ngrams()
-    commands.scored_ensembles()
     commands.results()
     commands.user_dir()
     text.text_files()  # after user_dir(), which may answer instead of what it wraps

@@ -152,24 +152,6 @@ def repeated_ngrams():
     sequence_generator.NGramRepeatBlock = RepeatBlock
 
 
-def scored_ensembles():
-    """Where several models score references, their attention weights are added up, which those of
-    this package do not give unless asked. Can go when fairseq leaves out weights that are missing.
-    """
-    from fairseq.sequence_scorer import SequenceScorer
-
-    def make(original):
-        def generate(self, models, *args, **kwargs):
-            for model in models if len(models) > 1 else ():
-                if hasattr(model, "encoder") and hasattr(model.decoder, "need_attn"):
-                    model.decoder.need_attn = True
-            return original(self, models, *args, **kwargs)
-
-        return generate
-
-    wrap(SequenceScorer, "generate", make)
-
-
 def results():
     """fairseq-generate empties the earlier file of --results-path before it checks anything, and
     leaves half of one where it stops. Can go when fairseq-generate writes it aside.

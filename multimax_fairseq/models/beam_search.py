@@ -2,9 +2,11 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from fairseq.data.data_utils import collate_tokens
 from fairseq.models.transformer import TransformerDecoder, TransformerDecoderBase
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.search import BeamSearch
@@ -29,8 +31,9 @@ class BeamGenerator(SequenceGenerator):
 
     Keys and values of cross-attention are kept once a sentence, the first step has one row a
     sentence, and of the log-probabilities only those are formed that can be chosen. Whatever needs
-    more than that (a prefix, constraints, another search, a language model beside, attention
-    weights, another kind of decoder) is left to fairseq's own loop.
+    more than that (a prefix, constraints, another search, a language model beside, another kind of
+    decoder) is left to fairseq's own loop. A hypothesis computes its attention weights when they
+    are read.
     """
 
     @property
@@ -77,11 +80,11 @@ class BeamGenerator(SequenceGenerator):
 
     def _search(
         self, net_input: dict[str, Tensor], longest: int, first: int
-    ) -> list[list[dict[str, Tensor]]]:
+    ) -> list[list["Hypothesis"]]:
         source, beam = net_input["src_tokens"], self.beam_size
         encoded = self.model.forward_encoder(net_input)
         states: list[dict[str, Any]] = [{} for _ in self.model.models]
-        found: list[list[dict[str, Tensor]]] = [[] for _ in source]
+        found: list[list[Hypothesis]] = [[] for _ in source]
         live = torch.arange(len(source), device=source.device)  # the sentences still at work
         # The hypotheses, those of a sentence side by side: their words and scores up to each.
         tokens = source.new_full((len(source), 1), first)
@@ -134,7 +137,41 @@ class BeamGenerator(SequenceGenerator):
                 "a sentence has no translation, as the model's scores are not finite: train with a "
                 "lower learning rate, or give an earlier checkpoint"
             )
+        hypotheses = [one for each in found for one in each]
+        sentences = [sentence for sentence, each in enumerate(found) for _ in each]
+        weights = functools.cache(  # the first read computes those of the batch
+            functools.partial(
+                self._attention, net_input, first, sentences, [one["tokens"] for one in hypotheses]
+            )
+        )
+        for row, one in enumerate(hypotheses):
+            one.weights, one.row = weights, row
         return [sorted(each, key=lambda one: -float(one["score"])) for each in found]
+
+    @torch.no_grad()
+    def _attention(
+        self, net_input: dict[str, Tensor], first: int, sentences: list[int], tokens: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the attention weights of hypotheses, each (S, T), by teacher forcing: the mean
+        over the models."""
+        previous = collate_tokens(tokens, self.pad).roll(1, 1)
+        previous[:, 0] = first
+        encoded = self.model.forward_encoder(net_input)
+        encoded = self.model.reorder_encoder_out(encoded, previous.new_tensor(sentences))
+        weights = [
+            model.decoder(
+                previous,
+                encoder_out=encoder_out,
+                features_only=True,
+                alignment_layer=model.decoder.num_layers - 1,
+            )[1]["attn"][0]
+            for model, encoder_out in zip(self.model.models, encoded, strict=True)
+        ]
+        weights = [each for each in weights if each is not None]
+        if not weights:  # no cross-attention
+            return [torch.empty(0)] * len(tokens)
+        mean = sum(weights).float() / len(self.model.models)
+        return [each[: len(words)].T for each, words in zip(mean, tokens, strict=True)]
 
     def _best(
         self,
@@ -206,7 +243,7 @@ class BeamGenerator(SequenceGenerator):
 
     def _finish(
         self,
-        found: list[list[dict[str, Tensor]]],
+        found: list[list["Hypothesis"]],
         sentences: list[int],
         tokens: Tensor,
         scores: Tensor,
@@ -222,14 +259,26 @@ class BeamGenerator(SequenceGenerator):
         for sentence, words, score, steps in zip(sentences, tokens, values, each, strict=True):
             if len(found[sentence]) < self.beam_size:
                 found[sentence].append(
-                    {
-                        "tokens": words,
-                        "score": score,
-                        "attention": nothing,
-                        "alignment": nothing,
-                        "positional_scores": steps,
-                    }
+                    Hypothesis(
+                        tokens=words, score=score, alignment=nothing, positional_scores=steps
+                    )
                 )
+
+
+class Hypothesis(dict[str, Tensor]):
+    """fairseq's hypothesis, whose "attention", (S, T), is computed at the first read."""
+
+    weights: Callable[[], list[Tensor]]
+    row: int
+
+    def __missing__(self, key: str) -> Tensor:
+        if key != "attention":
+            raise KeyError(key)
+        self[key] = self.weights()[self.row]
+        return self[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has the weights instead of the models
+        return dict, ({**self, "attention": self["attention"]},)
 
 
 @functools.lru_cache(maxsize=16)
@@ -252,12 +301,8 @@ def _is_known(model: Any) -> bool:
         type(decoder) in DECODERS
         and decoder.adaptive_softmax is None
         and getattr(decoder, "output_normalizer", None) is None
-        and not getattr(decoder, "need_attn", False)
         and not decoder.cfg.cross_self_attention
-        and all(
-            isinstance(layer, TransformerDecoderLayerBase) and not layer.need_attn
-            for layer in decoder.layers
-        )
+        and all(isinstance(layer, TransformerDecoderLayerBase) for layer in decoder.layers)
     )
 
 

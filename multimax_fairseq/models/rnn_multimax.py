@@ -193,12 +193,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         self.output_projection = _linear(size, len(dictionary), bias=False)
         if args.share_decoder_input_output_embed:
             self.output_projection.weight = embed_tokens.weight
-        self.need_attn = False
         self.set_output_normalizer(args)
-
-    def make_generation_fast_(self, need_attn: bool = False, **kwargs):
-        """Say whether anybody reads the attention weights, as --print-alignment does."""
-        self.need_attn = need_attn
 
     def forward(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, features_only=False
@@ -216,8 +211,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
             incremental_state: fairseq's decoding state.
 
         Returns:
-            (features (B, T, C), {"attn": [None or (B, T, S)]}): attention weights only after
-            `make_generation_fast_(need_attn=True)`.
+            (features (B, T, C), {"attn": [attention weights (B, T, S)]}).
         """
         (padding,) = encoder_out["encoder_padding_mask"]
         if incremental_state is not None:
@@ -229,7 +223,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         for word in words.unbind(1):
             state = self.cell(word, fed, state)
             context, probs = self.attention(
-                state[0][:, None], keys, values, padding, need_probs=self.need_attn
+                state[0][:, None], keys, values, padding, need_probs=True
             )
             both = torch.cat([state[0], context[:, 0]], -1)
             fed = self.feature_projection(self.hidden_dropout_module(both)).tanh()
@@ -237,7 +231,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
             weights.append(probs)
         kept = dict(zip(kept, (keys, values, fed, *state), strict=True))
         self.set_incremental_state(incremental_state, "kept", kept)
-        extra = {"attn": [torch.cat(weights, 1) if self.need_attn else None]}
+        extra: dict[str, list[Tensor | None]] = {"attn": [torch.cat(weights, 1)]}
         self._show_output_parameters(extra)
         return torch.stack(features, 1), extra
 

@@ -173,7 +173,6 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
         own_dropout(self, "TransformerDecoder")
         traceable_positions(self)
-        self.need_attn = False
         self.set_output_normalizer(cfg)
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
@@ -181,9 +180,31 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         layer.need_attn = False
         return wrap_layer(layer, cfg)
 
-    def make_generation_fast_(self, need_attn: bool = False, **kwargs):
-        """Say whether anybody reads the attention weights, as --print-alignment does."""
-        self.need_attn = need_attn
+    def forward(
+        self,
+        prev_output_tokens,
+        encoder_out: dict[str, list[Tensor]] | None = None,
+        incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
+        features_only: bool = False,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+        src_lengths: Any | None = None,
+        return_all_hiddens: bool = False,
+    ):
+        """Return (logits, extra) as the stock decoder; with features_only (features, extra), and
+        attention weights only if a layer is named, since the fused kernels do not form them."""
+        if features_only and alignment_layer is None:
+            alignment_layer = self.num_layers  # no layer
+        features, extra = self.extract_features(
+            prev_output_tokens,
+            encoder_out,
+            incremental_state,
+            full_context_alignment,
+            alignment_layer,
+            alignment_heads,
+        )
+        return features if features_only else self.output_layer(features), extra
 
     def extract_features(
         self,
@@ -194,10 +215,7 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ):
-        """Return (features, extra) as the stock decoder, but attention weights only where a layer
-        is named or `make_generation_fast_(need_attn=True)` was called: they are slow to form."""
-        if alignment_layer is None and not self.need_attn:
-            alignment_layer = self.num_layers  # there is none
+        """Return (features, extra) as the stock decoder."""
         if not torch.jit.is_scripting():
             self._mask_always(traced())
         features, extra = self.extract_features_scriptable(
