@@ -8,7 +8,8 @@ Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses t
 papers have it. A translation has at most 1.2 tokens for each of its source, and 10 more, or what
 max_len_a and max_len_b say in the --eval-bleu-args that the model was trained with. The references
 are DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw text, one sentence
-per line; else they are read back from DATA-BIN. Where evaluation.json there says that the model
+per line; else they are read back from DATA-BIN, where an unknown word matches nothing, and the
+output gives the number of references that hold one. Where evaluation.json there says that the model
 knows lower case alone, no score looks at case; where it says that the data have other numbers of
 sentence pairs than expected, the signatures end in them.
 
@@ -38,6 +39,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
+from multimax_fairseq.compat.commands import UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import check_place, whole
 from multimax_fairseq.models.loading import task_of
@@ -170,7 +172,8 @@ def translation(
             f"fairseq-generate gave {len(found)} translations for {count} references: see {log}"
         )
     ordered = [found[i] for i in range(count)]
-    targets = [wanted[i] for i in range(count)]
+    # SacreBLEU would split fairseq's placeholder into pieces that match <unk> in a translation.
+    targets = [wanted[i].replace("<<unk>>", UNKNOWN_WORD) for i in range(count)]
     detokenized = ordered
     if text["tokenizer"] == "moses":
         detokenize = MosesDetokenizer(lang=target).detokenize
@@ -187,7 +190,9 @@ def translation(
     bleu = BLEU(lowercase=text["lowercase"])
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
     chrf = CHRF(lowercase=text["lowercase"])
+    unknown = 0 if kept.is_file() else sum(UNKNOWN_WORD in line for line in targets)
     differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""  # in SacreBLEU's own form
+    differing += f"|unknown:{unknown:,}" if unknown else ""
     return {
         "metric": "SacreBLEU",
         "value": bleu.corpus_score(detokenized, [references]).score,
@@ -197,7 +202,8 @@ def translation(
         "tokenized_bleu": tokenized.corpus_score(tokens, [target_tokens]).score,
         "tokenized_signature": f"{tokenized.get_signature()}{differing}",
         "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
-        + ("raw text" if kept.is_file() else "read back from the binarised data"),
+        + ("raw text" if kept.is_file() else "read back from the binarised data")
+        + (f", {unknown:,} with unknown words" if unknown else ""),
         "hypotheses": hashlib.sha256("\n".join(detokenized).encode()).hexdigest(),
         "evaluation": portable(words),
     }

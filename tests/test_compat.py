@@ -16,10 +16,12 @@ import pytest
 import torch
 from commands import ROOT, TRACEBACK, refused, run
 from fairseq import checkpoint_utils as fairseq_checkpoints
-from fairseq import search
+from fairseq import scoring, search
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.data import Dictionary
 from fairseq.logging import progress_bar
 from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import checkpoints, commands, contents
@@ -390,6 +392,19 @@ def test_the_plugin_is_found_by_its_name_from_any_folder(toy, tmp_path):
 
 
 # --- commands ------------------------------------------------------------------------------------
+
+
+def test_scorers_of_text_match_no_unknown_word(toy, caplog):
+    words = Dictionary.load(str(toy / "mt" / "dict.en.txt"))
+    unknown, score = words.unk_string(escape=True), {}
+    compat.apply()
+    for last in (unknown, "ANOTHER"):
+        scorer = scoring.build_scorer(OmegaConf.create({"_name": "sacrebleu"}), words)
+        scorer.add_string("W1 W2 W3 W4 W5", "W1 W2 W3 W4 W5")
+        scorer.add_string(f"W1 W2 W3 W4 {last}", "W1 W2 W3 W4 <unk>")
+        score[last] = scorer.result_string()
+    assert score[unknown] == score["ANOTHER"]
+    assert [r.message[:38] for r in caplog.records] == ["1 of 2 references hold unknown words, "]
 
 
 def test_score(toy):

@@ -284,6 +284,21 @@ def test_a_description_of_the_data_tells_where_its_counts_differ(experiment, tmp
             experiment.evaluate.describe(tmp_path, "en")
 
 
+def test_translation_marks_unknown_words_of_binarised_references(experiment, tmp_path, monkeypatch):
+    evaluate = experiment.evaluate
+    printed = "T-0\ta b c d <<unk>>\nH-0\t-0.1\ta b c d <unk>\n"
+    monkeypatch.setattr(evaluate, "run", lambda *_: printed)
+    (tmp_path / "dict.en.txt").write_text("a 1\n")
+    task = argparse.Namespace(source_lang="de", target_lang="en")
+    given = ("checkpoint.pt", tmp_path, task, "test", 5, [], tmp_path / "log")
+    binarised = evaluate.translation(*given)
+    (tmp_path / "test.reference.en").write_text("a b c d word\n")
+    raw = evaluate.translation(*given)
+    assert binarised["value"] == raw["value"] < 100
+    assert binarised["protocol"].endswith("binarised data, 1 with unknown words")
+    assert binarised["signature"] == f"{raw['signature']}|unknown:1"
+
+
 # --- what an earlier run leaves -----------------------------------------------------------------
 
 

@@ -72,6 +72,7 @@ def apply():
     numerics.adaptive_tails()
     commands.hydra_warnings()
     commands.score_command()
+    commands.unknown_words_in_references()
     commands.diverse_beams()
     commands.impossible_words()
     commands.repeated_ngrams()

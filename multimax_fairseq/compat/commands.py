@@ -1,5 +1,6 @@
 """Commands: scoring, searches, the plugin's folder, models that are unknown, lines of text."""
 
+import logging
 import os
 import tempfile
 import warnings
@@ -10,6 +11,10 @@ from multimax_fairseq.compat.explain import LOAD_PLUGIN, plugin_hint
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, wrap
 from multimax_fairseq.errors import UsageError
 
+logger = logging.getLogger(__name__)
+# Stands for an unknown word of a reference: one token for every tokenizer, and in no translation.
+# fairseq's --eval-bleu uses the same.
+UNKNOWN_WORD = "UNKNOWNTOKENINREF"
 # In a search, the log-probability of a word whose probability is 0.
 IMPOSSIBLE = -1e4
 # Regular expressions: how hydra's warnings about fairseq's use of it begin.
@@ -58,6 +63,46 @@ def score_command():
 
     wrap(sacrebleu, "corpus_bleu", make_corpus_bleu)
     wrap(bleu.Scorer, "__init__", make_init)
+
+
+def unknown_words_in_references():
+    """fairseq-generate gives scorers of text (--scoring sacrebleu, chrf, wer) `<<unk>>` for an
+    unknown word of a reference. SacreBLEU splits it into tokens that match a translation's `<unk>`.
+
+    Here such a word matches nothing, and a warning gives the number of these references. Can go
+    when fairseq-generate reads references from raw text.
+    """
+    from fairseq import scoring
+
+    def make(original):
+        def build_scorer(choice, tgt_dict):
+            scorer = original(choice, tgt_dict)
+            if hasattr(scorer, "add_string"):
+                _without_placeholders(scorer, tgt_dict.unk_string(escape=True))
+            return scorer
+
+        return build_scorer
+
+    wrap(scoring, "build_scorer", make)
+
+
+def _without_placeholders(scorer, placeholder):
+    add_string, result_string = scorer.add_string, scorer.result_string
+    has_unknown = []
+
+    def add(reference, hypothesis):
+        has_unknown.append(placeholder in reference)
+        add_string(reference.replace(placeholder, UNKNOWN_WORD), hypothesis)
+
+    def result(*args):
+        if any(has_unknown):
+            logger.warning(
+                f"{sum(has_unknown):,} of {len(has_unknown):,} references hold unknown words, "
+                "which match nothing: for a score on raw text give the D- lines to fairseq-score"
+            )
+        return result_string(*args)
+
+    scorer.add_string, scorer.result_string = add, result
 
 
 def diverse_beams():
