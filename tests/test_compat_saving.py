@@ -5,10 +5,14 @@ import errno
 import os
 import stat
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import CheckpointConfig
 from fairseq.file_io import PathManager
 
+from multimax_fairseq import compat
 from multimax_fairseq.compat import saving
 from multimax_fairseq.compat.checkpoints import DamagedCheckpointError
 from multimax_fairseq.errors import CheckpointError
@@ -97,6 +101,28 @@ def test_a_run_that_has_done_its_updates_does_no_more(most, done, ends, mends):
     trainer = SimpleNamespace(cfg=settings, get_num_updates=lambda: done)
     assert mends[0](lambda *_: "loaded")(None, trainer) == "loaded"
     assert (optimization.max_epoch == -1) == ends
+
+
+@pytest.mark.parametrize(
+    "omitted, saved",
+    [
+        ({"no_epoch_checkpoints": True}, "checkpoint_3_8.pt"),
+        ({"save_interval": 2}, "checkpoint_3_8.pt"),
+        ({}, "checkpoint3.pt"),
+    ],
+)
+def test_save_interval_updates_saves_at_epoch_end(omitted, saved, tmp_path):
+    compat.apply()
+    cfg = CheckpointConfig(save_dir=str(tmp_path), save_interval_updates=2, **omitted)
+    cfg.no_last_checkpoints = True
+    trainer = mock.Mock(data_parallel_rank=0, checkpoint_suffix="")
+    trainer.get_num_updates.return_value, trainer.task = 8, None
+    end = mock.Mock(epoch=3)
+    end.end_of_epoch.return_value = True
+    checkpoint_utils.save_checkpoint(cfg, trainer, end, None)
+    [((path, state), _)] = trainer.save_checkpoint.call_args_list
+    assert path == str(tmp_path / saved)
+    assert state["train_iterator"] is end.state_dict.return_value
 
 
 @pytest.fixture

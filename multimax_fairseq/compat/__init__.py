@@ -47,6 +47,7 @@ def apply():
     saving.whole_checkpoints()
     saving.last_checkpoint()
     saving.finished_run()
+    saving.interval_at_epoch_end()
     data.numpy_compat()
     data.token_blocks()
     data.last_batch()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+import types
 
 import torch
 
@@ -218,6 +219,29 @@ def last_checkpoint():
         return load_checkpoint
 
     wrap(Trainer, "load_checkpoint", make)
+
+
+def interval_at_epoch_end():
+    """--save-interval-updates saves nothing at the end of an epoch. fairseq leaves that to the
+    epoch's checkpoint, also where --no-epoch-checkpoints or --save-interval leaves it out.
+
+    Can go when fairseq saves one of the two.
+    """
+    from fairseq import checkpoint_utils
+
+    def make(original):
+        def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
+            if cfg.no_epoch_checkpoints or epoch_itr.epoch % cfg.save_interval:
+                epoch_itr = types.SimpleNamespace(
+                    epoch=epoch_itr.epoch,
+                    state_dict=epoch_itr.state_dict,
+                    end_of_epoch=lambda: False,
+                )
+            return original(cfg, trainer, epoch_itr, val_loss)
+
+        return save_checkpoint
+
+    wrap(checkpoint_utils, "save_checkpoint", make)
 
 
 def finished_run():
