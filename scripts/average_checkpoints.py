@@ -9,6 +9,7 @@ With --last the N newest numbered checkpoints of the folder are taken, those of 
 """
 
 import argparse
+import itertools
 import logging
 import re
 import sys
@@ -31,7 +32,16 @@ def newest(folder: Path, count: int) -> list[Path]:
             (int(m[1]), f) for f in folder.iterdir() if (m := re.fullmatch(pattern, f.name))
         ]
         if len(numbered) >= count:
-            return [file for _, file in sorted(numbered)[-count:]]
+            chosen = sorted(numbered)[-count:]
+            steps = {after - before for (before, _), (after, _) in itertools.pairwise(chosen)}
+            if len(steps) > 1:
+                numbers = ", ".join(str(number) for number, _ in chosen)
+                print(
+                    f"warning: checkpoints {numbers} of '{folder}' are not evenly spaced; name the "
+                    "files to average others",
+                    file=sys.stderr,
+                )
+            return [file for _, file in chosen]
     raise UsageError(
         f"'{folder}' holds fewer than {count} numbered checkpoints: average fewer, or train with "
         "--save-interval-updates and without --no-epoch-checkpoints"

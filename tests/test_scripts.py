@@ -336,6 +336,18 @@ def test_an_average_has_nothing_of_the_parameters_of_one_checkpoint(checkpoint, 
     assert found["extra_state"].keys() == state["extra_state"].keys() - {"ema"}
 
 
+@pytest.mark.parametrize("updates, is_told", [((2, 4, 8), True), ((4, 6, 8), False)])
+def test_average_warns_of_checkpoints_that_are_not_evenly_spaced(
+    checkpoint, tmp_path, updates, is_told
+):
+    for update in updates:
+        shutil.copy(checkpoint("transformer_multimax"), tmp_path / f"checkpoint_1_{update}.pt")
+    script = ROOT / "scripts" / "average_checkpoints.py"
+    said = run(tmp_path, "python", script, ".", "--last", "3", "--output", "new.pt")
+    assert ("2, 4, 8 of '.' are not evenly spaced" in said) == is_told
+    assert ("warning" in said) == is_told
+
+
 def test_models_of_different_mappings_are_not_averaged(checkpoint, tmp_path):
     flags = [("--attention-normalizer", name) for name in ("sparsemax", "entmax15")]
     files = [checkpoint("transformer_multimax", *words) for words in flags]
