@@ -13,6 +13,9 @@ output gives the number of references that hold one. Where evaluation.json there
 knows lower case alone, no score looks at case; where it says that the data have other numbers of
 sentence pairs than expected, the signatures end in them.
 
+Both compute in float32, whether or not the model was trained with --bf16. A source that is longer
+than the model takes is an error: --truncate-source of the training does not act here.
+
 Language model: perplexity a token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
 Perplexity a word, of the text before subwords, where evaluation.json has their number.

@@ -173,7 +173,11 @@ COMMANDS = [
     *(("fairseq-generate", f"--dataset-impl raw {words}", "--replace-unk stops fairseq at")
       for words in ("--replace-unk", "--replace-unk words.txt")),
     ("fairseq-interactive", "--print-alignment soft", "--print-alignment soft is for"),
-    ("fairseq-interactive", "--results-path out", "--results-path out is read by"),
+    ("fairseq-interactive", "--results-path out", "--results-path acts only in fairseq-generate"),
+    ("fairseq-interactive", "--truncate-source", "--truncate-source acts only in fairseq-train"),
+    *((name, "--bf16", "--bf16 acts only in fairseq-train")
+      for name in ("fairseq-generate", "fairseq-interactive", "fairseq-validate")),
+    ("fairseq-eval-lm", "--tokens-per-sample 32 --bf16", "--bf16 acts only in fairseq-train"),
     *(("fairseq-interactive", words, f"{words.split()[0]} needs references")
       for words in ("--score-reference", "--prefix-size 2")),
     *(("fairseq-generate", f"--max-len-a={share}", f"--max-len-a {share} must be a finite number")

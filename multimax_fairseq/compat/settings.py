@@ -19,6 +19,13 @@ from multimax_fairseq.errors import UsageError, remedy_for
 
 logger = logging.getLogger(__name__)
 EVAL_LM, VALIDATE = "fairseq-eval-lm", "fairseq-validate"
+TRAINING = ("fairseq-train", "fairseq-hydra-train")
+# The commands that read a flag; the others take it and ignore it.
+READERS = {
+    "results_path": ("fairseq-generate",),
+    "bf16": TRAINING,
+    "truncate_source": (*TRAINING, VALIDATE, "fairseq-generate"),
+}
 
 
 def flags():
@@ -171,9 +178,10 @@ def _check_window(given):
 
 def _check_evaluation(given):
     """Refuse what the command does not read, or stops on in the middle of a search."""
-    flag, folder = given("results_path")
-    if folder is not None and command() not in (None, "fairseq-generate"):
-        raise UsageError(f"{flag} {folder} is read by fairseq-generate alone: leave it out")
+    for name, readers in READERS.items():
+        flag, value = given(name)
+        if value and command() not in (None, *readers):
+            raise UsageError(f"{flag} acts only in {', '.join(readers)}: leave it out")
     flag, dictionary = given("replace_unk")
     if dictionary is not None:
         raise UsageError(
