@@ -170,9 +170,7 @@ def test_a_training_step_compiles_to_one_graph(build, task, translation_batch, d
             torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4 * eager.abs().max())
 
 
-def test_what_cannot_be_says_so(build):
-    with pytest.raises(ValueError, match="continuous sparsemax attention has no TorchScript form"):
-        torch.jit.script(build(TRANSLATION[0], *PARABOLA))
+def test_continuous_attention_refuses_extra_keys():
     stock = SoftmaxMultiheadAttention(8, 2, add_zero_attn=True, self_attention=True)
     with pytest.raises(ValueError, match="no place for the extra keys"):
         MultiheadAttention(stock, ContinuousAttention(Normalizer("softmax")))

@@ -1,7 +1,6 @@
 """The models: one function in every path, and the stock model at the identity."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -330,33 +329,6 @@ def test_beam_search_over_a_sparse_output_layer_stays_finite(
 
 
 # --- what stock Transformers offer -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags", ["default", "output", "separate heads", "cross+self", "temperature", "monotone"]
-)
-def test_a_scripted_model_is_the_same_function(build, translation_batch, dictionary, flags):
-    model = scatter_modulators(build(TRANSLATION[0], *FLAGS[flags])).eval()
-    file, classes = io.BytesIO(), [type(module) for module in model.modules()]
-    torch.jit.save(torch.jit.script(model), file)
-    assert [type(module) for module in model.modules()] == classes  # it may be traced later
-    file.seek(0)
-    sample = translation_batch()
-    scripted, _ = torch.jit.load(file)(**sample["net_input"])
-    assert torch.allclose(scripted, model(**sample["net_input"])[0], atol=1e-5)
-    generator = SequenceGenerator([model], dictionary, beam_size=3, max_len_b=10)
-    source = {name: sample["net_input"][name] for name in ("src_tokens", "src_lengths")}
-    expected = generator({"net_input": source})
-    got = torch.jit.script(generator)({"net_input": source})
-    for row, other in zip(expected, got, strict=True):
-        for hypo, same in zip(row, other, strict=True):
-            assert torch.equal(hypo["tokens"], same["tokens"])
-            assert torch.allclose(hypo["positional_scores"], same["positional_scores"], atol=1e-5)
-
-
-def test_what_cannot_be_scripted_says_so(build):
-    with pytest.raises(ValueError, match="'entmax15' has no TorchScript form"):
-        torch.jit.script(build(TRANSLATION[0], *FLAGS["entmax15"]))
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)

@@ -459,8 +459,3 @@ def test_hydra_settings_reach_the_model_and_slips_are_named(task):
     ):
         with pytest.raises(UsageError, match=hint):
             RecurrentModel.build_model(OmegaConf.create(settings | slip), task)
-
-
-def test_what_cannot_be_scripted_says_so(build):
-    with pytest.raises(ValueError, match="rnn_multimax has no TorchScript form"):
-        torch.jit.script(build())

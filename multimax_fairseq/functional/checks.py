@@ -1,4 +1,4 @@
-"""What an argument is: numbers, flags and tensors; TorchScript, which knows the types, skips it."""
+"""Checks of arguments: numbers, flags and tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def is_finite(value: object) -> bool:
         return False
 
 
-@torch.jit.unused
 def check_tensor(name: str, tensor: Any) -> None:
     """Raise TypeError for what is no tensor, ValueError for one that is not dense."""
     if not isinstance(tensor, Tensor):
@@ -46,7 +45,6 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise ValueError(f"{name} must be a dense tensor, got {kind}: make it dense first")
 
 
-@torch.jit.unused
 def check_number(name: str, value: Any) -> None:
     """Raise TypeError for what is no number, ValueError for nan and what no float holds."""
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -55,7 +53,6 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
-@torch.jit.unused
 def check_integer(name: str, value: Any) -> None:
     """Raise TypeError for what is no integer, ValueError for one that int64 does not hold."""
     if not isinstance(value, Integral) or isinstance(value, bool):
@@ -64,7 +61,6 @@ def check_integer(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be within int64, got {value}")
 
 
-@torch.jit.unused
 def check_flag(name: str, value: Any) -> None:
     """Raise TypeError for what is no bool."""
     if not isinstance(value, bool):

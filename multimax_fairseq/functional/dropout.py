@@ -26,8 +26,6 @@ def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
     """
     if p == 0:
         return input
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        able = p <= operators.MAX_DROPOUT
-        if choose("dropout", backend, input, able=able) == "cpp":
-            return operators.dropout(input, draw_seed(), p)
+    if choose("dropout", backend, input, able=p <= operators.MAX_DROPOUT) == "cpp":
+        return operators.dropout(input, draw_seed(), p)
     return F.dropout(input, p)

@@ -99,8 +99,7 @@ class Mapping:
         training: the function has an argument of this name, and is told whether the model trains.
         sums_to_one: each row of it does, where not all is excluded and no sink is an argument.
         modulated: the mapping is softmax of `modulator(scores)`, or of the scores where `build`
-            gives none. Then it has a TorchScript form, but beside a sink, and may be an output
-            layer that trains with cross-entropy.
+            gives none. Then it may be an output layer that trains with cross-entropy.
         kernel: of the function's arguments: what else `fused_attention` is given for it, by name.
             None where no fused kernel serves it. It is not asked where hidden states are read.
         output_options: of the output layer; None where it cannot be one.

@@ -59,9 +59,8 @@ def modulate(
         ValueError: x is not floating; one of a pair is missing, shapes differ, an order is neither
             1 nor 2, x has no dimension for the heads, or is on another device.
     """
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        check_tensor("scores", x)
-        check_flag("monotone", monotone)
+    check_tensor("scores", x)
+    check_flag("monotone", monotone)
     if not x.is_floating_point():
         raise ValueError(f"scores must be floating-point, got {x.dtype}")
     low = _order("low", low_coefficient, low_threshold)
@@ -72,12 +71,9 @@ def modulate(
     if low == 0 and high == 0:
         return x.to(wide)
     table = pack(low_coefficient, low_threshold, high_coefficient, high_threshold, monotone)
-    if torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return modulated(x.to(wide), table.to(wide), low, high)
     return _modulate(x, table, low, high)
 
 
-@torch.jit.unused
 def _modulate(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
     # torch.compile makes one pass of the plain form by itself.
     able = not torch.compiler.is_compiling() and table.device == x.device
@@ -111,9 +107,8 @@ def _order(side: str, coefficient: Tensor | None, threshold: Tensor | None) -> i
         return 0
     if coefficient is None or threshold is None:
         raise ValueError(f"{side}_coefficient and {side}_threshold come together: give both")
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        check_tensor(f"{side}_coefficient", coefficient)
-        check_tensor(f"{side}_threshold", threshold)
+    check_tensor(f"{side}_coefficient", coefficient)
+    check_tensor(f"{side}_threshold", threshold)
     order = coefficient.shape[-1] if coefficient.dim() > 0 else 0
     if coefficient.shape != threshold.shape or coefficient.dim() not in (1, 2):
         raise ValueError(
@@ -205,10 +200,9 @@ def _unpack(table: Tensor) -> list[Tensor]:
     return [c[0] if table.shape[0] == 1 else c[:, None, None] for c in table.unbind(-1)]
 
 
-# TorchScript sees a global constant only as a default.
-def _distance(x: Tensor, power: int, cap: float = MAX_DISTANCE) -> Tensor:
+def _distance(x: Tensor, power: int) -> Tensor:
     """How far x lies above zero, to this power; x is overwritten. At zero, its derivative is 0."""
-    distance = F.hardtanh(x, 0.0, cap, inplace=True)
+    distance = F.hardtanh(x, 0.0, MAX_DISTANCE, inplace=True)
     return distance if power == 1 else distance * distance
 
 
@@ -245,8 +239,6 @@ def pack(
     table = table.unsqueeze(0) if heads == 0 else table
     if not monotone:
         return table
-    if torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return torch.cat([table, tails(table)], -1)
     return torch.cat([table, _fused_tails(table)], -1)
 
 
@@ -264,7 +256,6 @@ def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
     return parameter if heads == 0 or parameter.dim() == 2 else parameter.expand(heads, 2)
 
 
-@torch.jit.unused
 def _fused_tails(table: Tensor) -> Tensor:
     # So many operations on so few numbers take longer than an attention.
     if choose("", "auto", table, able=not operators.traced()) == "plain":
@@ -289,13 +280,13 @@ def tails(table: Tensor) -> Tensor:
     return torch.cat([low_turn, -turn[heads:], offset, -value[heads:]], -1)
 
 
-def _low_turn(table: Tensor, limit: float = MAX_DISTANCE) -> tuple[Tensor, Tensor]:
+def _low_turn(table: Tensor) -> tuple[Tensor, Tensor]:
     """The last point up to 0 below which sigma falls with rising x, and sigma there, (rows, 1)
     each; -inf and 0 where there is none."""
     c1, c2, t1, t2, k1, k2, d1, d2 = [c.unsqueeze(-1) for c in table.unbind(-1)]
     # Between two neighbouring thresholds sigma is constant + level * x + slope / 2 * x^2.
     edges = torch.cat([t1, t2, d1, d2], -1).sort(-1)[0]
-    far = torch.full_like(t1, limit)
+    far = torch.full_like(t1, MAX_DISTANCE)
     left, right = torch.cat([-far, edges], -1), torch.cat([edges, far], -1)
     c1, c2 = c1 * (right <= t1), c2 * (right <= t2)
     k1, k2 = k1 * (left >= d1), k2 * (left >= d2)

@@ -55,8 +55,7 @@ def softmax(
         ValueError: scores that are not floating, a dim that they do not have, a mask of another
             dtype or shape, a temperature that is not above zero.
     """
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        check_number("temperature", temperature)
+    check_number("temperature", temperature)
     if not (temperature > 0 and temperature < float("inf")):
         raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
     wide, excluded = masked(scores, dim, mask, temperature)
@@ -441,15 +440,13 @@ def over_allowed(
 
 
 def _check_scores(scores: Tensor) -> None:
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        check_tensor("scores", scores)
+    check_tensor("scores", scores)
     if not scores.is_floating_point():
         raise ValueError(f"scores must be floating-point, got {scores.dtype}")
 
 
 def _check_dim(scores: Tensor, dim: int) -> None:
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        check_integer("dim", dim)
+    check_integer("dim", dim)
     ndim = max(scores.dim(), 1)
     if not -ndim <= dim < ndim:
         raise ValueError(f"dim must be in [{-ndim}, {ndim - 1}], got {dim}")
@@ -471,8 +468,7 @@ def check_arguments(scores: Tensor, dim: int, mask: Tensor | None) -> None:
     _check_dim(scores, dim)
     if mask is None:
         return
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        check_tensor("mask", mask)
+    check_tensor("mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"mask must be bool (True excludes) or floating-point (added), got {mask.dtype}"

@@ -36,7 +36,6 @@ class NormalizedOutput:
         self.output_modulator: Any = normalizer.modulator
         self.output_normalizer = None if normalizer.modulated else normalizer
 
-    @torch.jit.unused
     def _show_output_parameters(self, extra: dict[str, list[Tensor | None]]):
         """Add the output layer's parameters to what the model returns. The fused loss uses them
         outside of the model, and torch's DDP takes parameters that it does not find in there for
@@ -48,17 +47,15 @@ class NormalizedOutput:
 
     def output_layer(self, features: Tensor) -> Tensor:
         """Return the modulated logits, (B, T, V), whose softmax is the model's distribution."""
-        # TorchScript knows no super().
         if self.adaptive_softmax is not None:
             return features
-        if not torch.jit.is_scripting() and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             scores = self._fused_scores(features)
             if scores is not None:
                 return scores
         logits = self.output_projection(features)
         return logits if self.output_modulator is None else self.output_modulator(logits)
 
-    @torch.jit.unused
     def _fused_scores(self, features: Tensor) -> Tensor | None:
         output = plain_output(self)
         return None if output is None else fused_scores(features, *output)
@@ -77,14 +74,13 @@ class NormalizedOutput:
     ):
         """Return (log-)probabilities, (B, T, V); UsageError for training on those of a sparse
         normalizer."""
-        if not torch.jit.is_scripting() and self.output_normalizer is not None:
+        if self.output_normalizer is not None:
             if self.training:
                 self._refuse_logarithms()
             probs = self.output_normalizer(net_output[0])
             return probs.log() if log_probs else probs
         return self.get_normalized_probs_scriptable(net_output, log_probs, sample)
 
-    @torch.jit.unused
     def _refuse_logarithms(self):
         if self.output_normalizer is not None:
             raise UsageError(

@@ -297,11 +297,6 @@ class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncode
         encoder_out = self.encoder(src_tokens, src_lengths)
         return self.decoder(prev_output_tokens, encoder_out, features_only=features_only)
 
-    def __prepare_scriptable__(self):
-        raise ValueError(
-            "the model rnn_multimax has no TorchScript form: only the Transformers can be scripted"
-        )
-
 
 def _check_sharing(args: argparse.Namespace, is_joint: bool) -> None:
     """Raise UsageError where embeddings cannot be shared as asked."""

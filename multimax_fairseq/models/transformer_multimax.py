@@ -142,16 +142,8 @@ class MultimaxEncoder(TransformerEncoderBase):
         token_embeddings: Tensor | None = None,
     ):
         """Encode as the stock encoder; where torch traces it, there is always a padding mask."""
-        if not torch.jit.is_scripting():
-            if traced():
-                return self._traced(src_tokens, src_lengths, return_all_hiddens, token_embeddings)
-        return self.forward_scriptable(
-            src_tokens, src_lengths, return_all_hiddens, token_embeddings
-        )
-
-    @torch.jit.unused
-    def _traced(self, *inputs: Any):
-        return _padded_forward(self, *inputs)
+        inputs = (src_tokens, src_lengths, return_all_hiddens, token_embeddings)
+        return _padded_forward(self, *inputs) if traced() else self.forward_scriptable(*inputs)
 
 
 # The stock encoder's body asks whether there is padding at all, on which a graph cannot branch:
@@ -216,8 +208,9 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         alignment_heads: int | None = None,
     ):
         """Return (features, extra) as the stock decoder."""
-        if not torch.jit.is_scripting():
-            self._mask_always(traced())
+        # On whether there is padding, a graph cannot branch: with this flag the stock decoder makes
+        # a padding mask without asking. Its layers do not read the flag.
+        self.cross_self_attention = traced() or self.cfg.cross_self_attention
         features, extra = self.extract_features_scriptable(
             prev_output_tokens,
             encoder_out,
@@ -226,32 +219,19 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
             alignment_layer,
             alignment_heads,
         )
-        if not torch.jit.is_scripting():
-            self._show_output_parameters(extra)
+        self._show_output_parameters(extra)
         return features, extra
-
-    @torch.jit.unused
-    def _mask_always(self, always: bool):
-        """Have the stock decoder make a padding mask without asking whether there is padding, on
-        which a graph cannot branch. What it reads the flag for otherwise is up to its layers."""
-        self.cross_self_attention = always or self.cfg.cross_self_attention
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         """Return fairseq's mask, (T, T), marked as what it is: attention then need not read it."""
         length = tensor.size(0)
-        if not torch.jit.is_scripting():
-            if traced():  # a graph keeps nothing
-                mask = tensor.new_full([length, length], float("-inf")).triu(1)
-                mask.is_future_mask = True
-                return mask
         mask = self._future_mask
-        # TorchScript cannot read `!=` between devices.
-        if mask.size(0) < length or not mask.device == tensor.device:
+        if traced() or mask.size(0) < length or mask.device != tensor.device:
             mask = tensor.new_full([length, length], float("-inf")).triu(1)
-        self._future_mask = mask.to(tensor)
-        mask = self._future_mask[:length, :length]
-        if not torch.jit.is_scripting():
-            mask.is_future_mask = True
+        if not traced():  # a graph keeps nothing
+            self._future_mask = mask = mask.to(tensor)
+        mask = mask[:length, :length]
+        mask.is_future_mask = True
         return mask
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.functional.attention import AttentionToSteps, Steps
@@ -62,7 +61,6 @@ class GatedAttention(nn.Module):
         )
         return self._gated(context, hidden), probs
 
-    @torch.jit.unused
     def for_steps(self, like: Tensor, heads: int, size: int) -> AttentionToSteps | None:
         """Return the attention's `for_steps`, gated; None where it has none."""
         prepare = getattr(self.normalizer, "for_steps", None)
@@ -100,7 +98,6 @@ class GatedAttention(nn.Module):
         gate = self.gate(hidden).sigmoid().unflatten(-1, (self.num_heads, self.head_size))
         return context * gate.squeeze(1).transpose(1, 2).to(context.dtype)
 
-    @torch.jit.unused
     def static_values(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the attention's `static_values`; the values where it has none."""
         prepare = getattr(self.normalizer, "static_values", None)

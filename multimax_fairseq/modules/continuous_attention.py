@@ -213,11 +213,6 @@ class ContinuousAttention(nn.Module):
         """Forget all but these heads' parameters, where each head has its own."""
         self.normalizer.keep_heads(heads)
 
-    def __prepare_scriptable__(self) -> "ContinuousAttention":
-        raise ValueError(
-            f"continuous {self.density} attention has no TorchScript form: trace or compile it"
-        )
-
     def extra_repr(self) -> str:
         return f"{self.density!r}, {self.context!r}, num_bases={self.num_bases}"
 

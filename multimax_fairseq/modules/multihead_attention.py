@@ -84,7 +84,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if before_softmax:
             raise ValueError("before_softmax is not offered: there are no softmax scores here")
         query_length, batch, _ = query.shape
-        if incremental_state is not None and not torch.jit.is_scripting():
+        if incremental_state is not None:
             needs_more = need_weights or need_head_weights or attn_mask is not None
             if not needs_more and key_padding_mask is None:
                 stepped = self._step(query, incremental_state)
@@ -106,7 +106,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         is_new = static_kv and buffer.get("prev_key") is None
         k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, buffer, static_kv)
         if incremental_state is not None:
-            if is_new and not torch.jit.is_scripting():
+            if is_new:
                 v = self._static_values(v, key_padding_mask)
             kept: dict[str, Tensor | None] = {"prev_key": k, "prev_value": v}
             kept["prev_key_padding_mask"] = key_padding_mask
@@ -117,9 +117,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if beam > 1:
             q, hidden = self._join_beams(q, beam), self._join_beams(hidden, beam)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
-        is_causal = False
-        if not torch.jit.is_scripting():
-            is_causal = self._is_future(attn_mask)
+        is_causal = self._is_future(attn_mask)
         mask = self._mask(None if is_causal else attn_mask, key_padding_mask)
         k, v, mask = self._with_extra_keys(k, v, mask)
         dropout = self.dropout_module
@@ -144,7 +142,6 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             return output, probs.transpose(0, 1)
         return output, probs.mean(1)
 
-    @torch.jit.export
     def reorder_incremental_state(
         self,
         incremental_state: dict[str, dict[str, Tensor | None]] | None,
@@ -153,7 +150,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         """Let the cache follow the hypotheses: that of self-attention when it grows, in one copy
         instead of two."""
         if not self.self_attention:
-            return self._reorder_now(incremental_state, new_order)
+            return super().reorder_incremental_state(incremental_state, new_order)
         buffer = self._get_input_buffer(incremental_state)
         if len(buffer) > 0:
             order = buffer.get("order")
@@ -161,10 +158,6 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             self._set_input_buffer(incremental_state, buffer)
         return incremental_state
 
-    # TorchScript knows no super().
-    _reorder_now = SoftmaxMultiheadAttention.reorder_incremental_state
-
-    @torch.jit.unused
     def _step(
         self, query: Tensor, incremental_state: dict[str, dict[str, Tensor | None]]
     ) -> Tensor | None:
@@ -199,7 +192,6 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         self._set_input_buffer(incremental_state, {"steps": kept, "attend": attend})
         return self.out_proj(context.reshape(1, batch, heads * size))
 
-    @torch.jit.unused
     def _spread_steps(self, incremental_state: dict[str, dict[str, Tensor | None]]) -> None:
         """Give each hypothesis a copy of its keys and values, where `_step` has kept them once."""
         buffer = self._get_input_buffer(incremental_state)
@@ -212,12 +204,10 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             kept[name] = rows[ancestors].transpose(1, 2)
         self._set_input_buffer(incremental_state, kept)
 
-    @torch.jit.unused
     def _static_values(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         prepare = getattr(self.normalizer, "static_values", None)
         return v if prepare is None else prepare(v, self._mask(None, key_padding_mask))
 
-    @torch.jit.unused
     def _is_future(self, attn_mask: Tensor | None) -> bool:
         """Whether this is the decoder's mask of future keys, marked as such, and there are no
         extra keys, which are not in the future."""

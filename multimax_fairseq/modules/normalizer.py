@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.functional.attention import (
@@ -100,7 +99,7 @@ class Normalizer(nn.Module):
         Args:
             hidden: as `attend`.
         """
-        if not torch.jit.is_scripting() and not self.modulated:  # type: ignore[attr-defined]
+        if not self.modulated:
             return self._named(scores, dim, mask, hidden)
         if self.modulator is not None:
             scores = self.modulator(scores)
@@ -138,7 +137,7 @@ class Normalizer(nn.Module):
             ((B, H, T, size of a value) in the dtype of value, or of autocast; None, or the
             probabilities before dropout, (B, H, T, S) in float32 or wider).
         """
-        if not torch.jit.is_scripting() and not need_probs:  # type: ignore[attr-defined]
+        if not need_probs:
             context = self._fused(query, key, value, mask, is_causal, dropout_p, scale)
             if context is not None:
                 return context, None
@@ -147,7 +146,6 @@ class Normalizer(nn.Module):
         scores = attention_scores(query, key, scale)
         return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
 
-    @torch.jit.unused
     def for_steps(self, like: Tensor, heads: int, size: int) -> AttentionToSteps | None:
         """Return `functional.attention.attention_to_steps` by this mapping, for as long as what it
         has learned stays the same, or None where no kernel can.
@@ -174,14 +172,9 @@ class Normalizer(nn.Module):
             scores: (B, H, T, S), floating.
             value, mask, dropout_p, need_probs, hidden: as `attend`.
         """
-        # Hooks are to see the scores, but TorchScript cannot call a module from within itself.
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            probs = self.forward(scores, -1, mask)
-        else:
-            probs = self(scores, -1, mask, hidden)
+        probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 
-    @torch.jit.unused
     def _fused(
         self,
         query: Tensor,
@@ -197,7 +190,6 @@ class Normalizer(nn.Module):
             return None
         return fused_attention(query, key, value, mask, is_causal, dropout_p, scale, **asked)
 
-    @torch.jit.unused
     def _for_kernel(self) -> dict[str, Any] | None:
         """As `Mapping.for_kernel`, None also for what reads hidden states; arguments that no kernel
         would read are not formed."""
@@ -206,7 +198,6 @@ class Normalizer(nn.Module):
             return None
         return mapping.for_kernel(**self._arguments(None))
 
-    @torch.jit.unused
     def _named(
         self, scores: Tensor, dim: int, mask: Tensor | None, hidden: Tensor | None
     ) -> Tensor:
@@ -217,7 +208,6 @@ class Normalizer(nn.Module):
                     arguments[name] = value.reshape(())
         return function(scores, dim=dim, mask=mask, **arguments)
 
-    @torch.jit.unused
     def _arguments(self, hidden: Tensor | None) -> dict[str, Any]:
         """Those of the mapping's function."""
         mapping, arguments = mapping_named(self.name), dict(self.fixed)
@@ -245,14 +235,6 @@ class Normalizer(nn.Module):
         for module in self.modules():
             if hasattr(module, "num_heads"):
                 setattr(module, "num_heads", len(heads))  # noqa: B010  its type is the class's own
-
-    def __prepare_scriptable__(self) -> "Normalizer":
-        if not self.modulated:
-            raise ValueError(
-                f"the normalizer {self.name!r} has no TorchScript form: only softmax of a function "
-                "of the scores, as softmax and multimax without a sink are, can be scripted"
-            )
-        return self
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.name), *(f"{key}={v}" for key, v in self.fixed.items())])
