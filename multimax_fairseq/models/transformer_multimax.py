@@ -1,7 +1,6 @@
 """The translation Transformer: layers, encoder, decoder, model and architectures."""
 
 import argparse
-import types
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from fairseq.models.transformer import (
     TransformerEncoderBase,
     TransformerModel,
     base_architecture,
-    transformer_encoder,
     transformer_iwslt_de_en,
 )
 from fairseq.modules import FairseqDropout, SinusoidalPositionalEmbedding
@@ -141,21 +139,32 @@ class MultimaxEncoder(TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Tensor | None = None,
     ):
-        """Encode as the stock encoder; where torch traces it, there is always a padding mask."""
-        inputs = (src_tokens, src_lengths, return_all_hiddens, token_embeddings)
-        return _padded_forward(self, *inputs) if traced() else self.forward_scriptable(*inputs)
+        """Return what the stock encoder returns, for (B, S) tokens.
 
-
-# The stock encoder's body asks whether there is padding at all, on which a graph cannot branch:
-# `torch.tensor(device is xla) or mask.any()`. Here the first part says yes, as it does on xla.
-_yes = types.SimpleNamespace(type_as=lambda tensor: 1)
-_padded_forward = types.FunctionType(
-    TransformerEncoderBase.forward_scriptable.__code__,
-    {
-        **vars(transformer_encoder),
-        "torch": types.SimpleNamespace(tensor=lambda _: _yes, jit=torch.jit, int32=torch.int32),
-    },
-)
+        A traced graph always masks padding, because it cannot branch on whether there is any.
+        """
+        padding = src_tokens.eq(self.padding_idx)
+        mask = padding if traced() or padding.any() else None
+        x, embedding = self.forward_embedding(src_tokens, token_embeddings)
+        x = x.masked_fill(padding.unsqueeze(-1), 0.0).transpose(0, 1)  # (S, B, C)
+        states, fc_results = [x] if return_all_hiddens else [], []
+        for layer in self.layers:
+            output = layer(x, encoder_padding_mask=mask)
+            x, fc_result = output if isinstance(output, tuple) else (output, None)
+            if return_all_hiddens:
+                states.append(x)
+                fc_results.append(fc_result)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        return {
+            "encoder_out": [x],
+            "encoder_padding_mask": [padding],
+            "encoder_embedding": [embedding],
+            "encoder_states": states,
+            "fc_results": fc_results,
+            "src_tokens": [],
+            "src_lengths": [(~padding).sum(1, keepdim=True, dtype=torch.int32)],
+        }
 
 
 class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
