@@ -399,6 +399,7 @@ def generation():
 
     Can go when fairseq checks its generation flags as it builds the generator.
     """
+    from fairseq.sequence_generator import SequenceGenerator
     from fairseq.tasks import FairseqTask
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
@@ -479,7 +480,8 @@ def generation():
             takes_constraints = command() != "fairseq-generate"
             takes_constraints &= not isinstance(self, LanguageModelingTask)
             num_words = len(self.target_dictionary)
-            check(args, num_words, seq_gen_cls is None, takes_constraints)
+            is_search = seq_gen_cls is None or issubclass(seq_gen_cls, SequenceGenerator)
+            check(args, num_words, is_search, takes_constraints)
             check_references(args, getattr(self, "datasets", {}))
             return original(self, models, args, seq_gen_cls, *rest, **kwargs)
 

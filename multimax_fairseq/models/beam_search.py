@@ -312,11 +312,12 @@ def faster_generation() -> None:
     def make(original):
         @functools.wraps(original)
         def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):
+            if seq_gen_cls is None and not getattr(args, "print_alignment", False):
+                seq_gen_cls = BeamGenerator
             generator = original(self, models, args, seq_gen_cls, *rest, **kwargs)
-            if seq_gen_cls is None and type(generator) is SequenceGenerator:
-                generator.__class__ = BeamGenerator
-                if command() in ("fairseq-generate", "fairseq-interactive"):
-                    faster_layers(models)
+            is_fast = isinstance(generator, BeamGenerator)
+            if is_fast and command() in ("fairseq-generate", "fairseq-interactive"):
+                faster_layers(models)
             return generator
 
         return build_generator
