@@ -76,13 +76,13 @@ def test_a_faster_layer_is_torchs_where_no_kernel_can(monkeypatch, dtype):
     x, layer = torch.randn(5, 4, dtype=dtype), torch.nn.Linear(4, 3, dtype=dtype)
     expected = layer(x)
     monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
-    layer.__class__ = KernelLinear
+    layer = KernelLinear(layer)
     assert torch.equal(layer(x), expected)
 
 
 def test_a_faster_layer_learns_as_torchs(monkeypatch):
     monkeypatch.setattr(search_layers, "LEAST_PRODUCTS", 0)
     x, layer = torch.randn(5, 4), torch.nn.Linear(4, 3)
-    layer.__class__ = KernelLinear
+    layer = KernelLinear(layer)
     layer(x).sum().backward()
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(3, -1))

@@ -62,10 +62,9 @@ def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
 
 def own_dropout(module: nn.Module, stock_name: str) -> None:
     """Give a stock module our dropout, by the name by which --retain-dropout-modules knows it."""
-    for child in module.children():
+    for name, child in module.named_children():
         if isinstance(child, FairseqDropout) and child.module_name == type(module).__name__:
-            child.__class__ = Dropout
-            child.module_name = stock_name
+            setattr(module, name, Dropout(child.p, stock_name))
 
 
 def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
@@ -119,8 +118,11 @@ class SinusoidalPositions(SinusoidalPositionalEmbedding):
 
 def traceable_positions(module: nn.Module) -> None:
     """Give an encoder or decoder positions that torch can trace."""
-    if type(module.embed_positions) is SinusoidalPositionalEmbedding:
-        module.embed_positions.__class__ = SinusoidalPositions
+    stock = module.embed_positions
+    if type(stock) is SinusoidalPositionalEmbedding:
+        module.embed_positions = SinusoidalPositions(
+            stock.embedding_dim, stock.padding_idx, stock.weights.size(0)
+        )
 
 
 class MultimaxEncoder(TransformerEncoderBase):
