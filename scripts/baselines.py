@@ -74,13 +74,13 @@ def flex_attention(mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Te
 
 
 def loss_of_logits(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """The loss as fairseq's criteria compute it, from the log-probabilities of all words."""
+    """Return the summed loss from the log-probabilities of all words, as fairseq's criteria do."""
     log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
     nll = F.nll_loss(log_probs, target, reduction="sum")
     if smoothing == 0:
         return nll
     share = smoothing / (logits.shape[-1] - 1)
-    smooth = -log_probs.sum(-1)[target != -100].sum()
+    smooth = -log_probs.sum(-1).masked_fill(target == -100, 0.0).sum()
     return (1 - smoothing - share) * nll + share * smooth
 
 

@@ -30,14 +30,14 @@ from typing import Any
 import baselines
 import torch
 import torch.nn.functional as F
-from paired import BEST, Case, Contestant, Ready, conditions, measure, quiet, report
+from paired import AUTO, BEST, PLAIN, Case, Contestant, Ready, conditions, measure, quiet, report
 from torch import Tensor
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.errors import UsageError
 
 SHAPES = ["4x8x512x64", "16x8x128x64"]
-EXPRESSION, PLAIN, AUTO = "MultiMax (torch expression)", "MultiMax (plain)", "MultiMax (auto)"
+EXPRESSION = "MultiMax (torch expression)"
 PRODUCTS = "matrix products"
 # Fused as MultiMax is, with what they learn per head.
 RIVALS = {"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}}
@@ -462,7 +462,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def cases_of(command: str) -> Callable[[argparse.Namespace], list[Case]]:
-    """What a command measures. Whole models need fairseq, attention and output layer do not."""
+    """Return the function that makes a command's cases. Only train and generate import fairseq."""
     if command == "train":
         from training import train
 

@@ -42,7 +42,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
-from multimax_fairseq.compat.commands import UNKNOWN_WORD
+from multimax_fairseq.compat.commands import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import check_place, whole
 from multimax_fairseq.models.loading import task_of
@@ -176,7 +176,7 @@ def translation(
         )
     ordered = [found[i] for i in range(count)]
     # SacreBLEU would split fairseq's placeholder into pieces that match <unk> in a translation.
-    targets = [wanted[i].replace("<<unk>>", UNKNOWN_WORD) for i in range(count)]
+    targets = [wanted[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
     detokenized = ordered
     if text["tokenizer"] == "moses":
         detokenize = MosesDetokenizer(lang=target).detokenize

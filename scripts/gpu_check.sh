@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the Triton kernels on this machine's GPU, then times them: some six minutes.
+# Tests the Triton kernels on this machine's GPU, then times them: six minutes on an H200.
 #
 #   scripts/gpu_check.sh                 all
 #   scripts/gpu_check.sh -k attention    what pytest selects, without timings

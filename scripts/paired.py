@@ -34,6 +34,7 @@ from multimax_fairseq.files import whole
 from multimax_fairseq.signature import processor, signature
 
 BEST = "best baseline"
+PLAIN, AUTO = "MultiMax (plain)", "MultiMax (auto)"
 MARKERS = "os^DvP*X<>"  # of the contestants in a figure
 # On a GPU, launching and waiting would count too much in the time of one step.
 STEPS_ON_GPU = 20
@@ -63,8 +64,8 @@ class Case(NamedTuple):
     """What is compared: `x` is its place in a sweep, `references` are what ratios are to.
 
     BEST among them is whichever of the `baselines` has the best median of the first quantity.
-    Where it `settles`, a turn begins with a step that is not timed, in which memory that the
-    contestant before has left is given back to the system; on a GPU, STEPS_ON_GPU are timed.
+    Where it `settles`, a turn begins with an untimed step, which lets the previous contestant's
+    memory return to the system. On a GPU the turn then times STEPS_ON_GPU steps.
     """
 
     label: str
@@ -95,7 +96,7 @@ def built(contestant: Contestant) -> Ready:
 def timed(
     step: Callable[[int], dict[str, int]], number: int, device: str, times: int = 1
 ) -> dict[str, float]:
-    """Return what the last of some steps counted, and the seconds of one."""
+    """Run `times` steps; return the counts of the last step and the mean seconds of a step."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronize()
     start = time.perf_counter()

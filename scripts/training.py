@@ -12,7 +12,7 @@ from fairseq.data.data_utils import infer_language_pair
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
-from paired import Case, Contestant, Ready
+from paired import AUTO, PLAIN, Case, Contestant, Ready
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
@@ -72,12 +72,11 @@ def train(args: argparse.Namespace) -> list[Case]:
 
     contestants = {
         "softmax (fairseq)": contestant(softmax),
-        "MultiMax (plain)": contestant(multimax, "plain"),
-        "MultiMax (auto)": contestant(multimax),
+        PLAIN: contestant(multimax, "plain"),
+        AUTO: contestant(multimax),
         **{flags: contestant(multimax, flags=flags) for flags in args.variant},
     }
-    references = ["softmax (fairseq)", "MultiMax (plain)"]
-    references += ["MultiMax (auto)"] if args.variant else []
+    references = ["softmax (fairseq)", PLAIN, *([AUTO] if args.variant else [])]
     label = f"training step, {task_name.replace('_', ' ')}"
     return [Case(label, 0, contestants, references, ["tokens/s"])]
 

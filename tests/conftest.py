@@ -31,7 +31,7 @@ RECURRENT = " ".join(
 RECURRENT += " --dropout 0 --hidden-dropout 0"
 
 
-# They run in processes of their own: see test_gpu.py.
+# test_gpu.py runs tests/gpu in separate processes.
 collect_ignore = ["gpu"]
 
 

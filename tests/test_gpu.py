@@ -15,7 +15,7 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 
 
 def test_bfloat16_is_plain_in_the_interpreter():
-    """It multiplies bfloat16 as integers, which interpreter.py mends for the GPU tests alone."""
+    """Triton's interpreter multiplies bfloat16 as integers; tests/gpu/interpreter.py mends it."""
     program = """
 import torch
 from multimax_fairseq import scaled_dot_product_attention

@@ -107,7 +107,7 @@ def main() -> None:
         text = compat.explain(error) or _explain(error)
         if text is None or compat.wants_traceback():
             raise
-        sys.exit(compat.message("multimax-analyze", text))
+        sys.exit(compat.error_message("multimax-analyze", text))
     finally:
         signal.signal(signal.SIGTERM, before)
 

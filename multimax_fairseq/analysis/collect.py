@@ -13,9 +13,9 @@ Places are encoder, decoder and cross; layers and heads count from 0; an empty c
 Patch similarity and the mean average distance compare the outputs of a layer of the encoder or the
 decoder: the mean absolute cosine between two tokens, and one minus the mean cosine. The roll-out of
 cross-attention goes on through the encoder to the source. The target of an example is the decoder's
-input. Of continuous attention, scores and probabilities are those of its discrete part; the
-variance is that of the score function, and the support, in tokens, is that of a truncated parabola,
-empty for a Gaussian, whose support is all.
+input. For continuous attention, scores and probabilities come from its discrete part, and the
+variance from the score function. The support, in tokens, is that of a truncated parabola. It is
+empty for a Gaussian, which has unbounded support.
 """
 
 import contextlib

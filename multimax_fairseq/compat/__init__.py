@@ -18,7 +18,7 @@ from multimax_fairseq.compat import (
     text,
 )
 from multimax_fairseq.compat.checkpoints import building_from_checkpoint
-from multimax_fairseq.compat.explain import explain, message, plain_errors, wants_traceback
+from multimax_fairseq.compat.explain import error_message, explain, plain_errors, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
 
 __all__ = [
@@ -27,8 +27,8 @@ __all__ = [
     "apply",
     "building_from_checkpoint",
     "command",
+    "error_message",
     "explain",
-    "message",
     "wants_traceback",
 ]
 
@@ -53,7 +53,7 @@ def apply():
     data.last_batch()
     data.data_in_parts()
     data.source_only_data()
-    data.shared_files()
+    data.older_format()
     data.indexed_data()
     text.text_lines()
     text.dictionaries()

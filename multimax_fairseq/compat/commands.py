@@ -12,8 +12,10 @@ from multimax_fairseq.compat.patch import MONITOR, PACKAGE, wrap
 from multimax_fairseq.errors import UsageError
 
 logger = logging.getLogger(__name__)
-# Stands for an unknown word of a reference: one token for every tokenizer, and in no translation.
-# fairseq's --eval-bleu uses the same.
+# fairseq's placeholder for an unknown word of a reference.
+UNKNOWN_IN_REFERENCE = "<<unk>>"
+# Replaces it, as in fairseq's --eval-bleu. Every tokenizer keeps it as one token, and no
+# translation contains it.
 UNKNOWN_WORD = "UNKNOWNTOKENINREF"
 # In a search, the log-probability of a word whose probability is 0.
 IMPOSSIBLE = -1e4
@@ -78,7 +80,7 @@ def unknown_words_in_references():
         def build_scorer(choice, tgt_dict):
             scorer = original(choice, tgt_dict)
             if hasattr(scorer, "add_string"):
-                _without_placeholders(scorer, tgt_dict.unk_string(escape=True))
+                _replace_placeholders(scorer)
             return scorer
 
         return build_scorer
@@ -86,13 +88,14 @@ def unknown_words_in_references():
     wrap(scoring, "build_scorer", make)
 
 
-def _without_placeholders(scorer, placeholder):
+def _replace_placeholders(scorer):
+    """Make a scorer replace the placeholder by UNKNOWN_WORD, and warn of it."""
     add_string, result_string = scorer.add_string, scorer.result_string
     has_unknown = []
 
     def add(reference, hypothesis):
-        has_unknown.append(placeholder in reference)
-        add_string(reference.replace(placeholder, UNKNOWN_WORD), hypothesis)
+        has_unknown.append(UNKNOWN_IN_REFERENCE in reference)
+        add_string(reference.replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD), hypothesis)
 
     def result(*args):
         if any(has_unknown):

@@ -142,7 +142,8 @@ def same_batches():
 def validation_on_training_data():
     """Validation exhausts the batches of a subset that is also trained.
 
-    The task caches one iterator per data set, so training finds its epoch at its end and skips it.
+    The task caches one iterator for each data set. Validation exhausts it, so training sees a
+    finished epoch and skips it.
     Can go when fairseq caches the iterators of training and validation separately.
     """
     from fairseq.trainer import Trainer
@@ -179,7 +180,8 @@ def end_of_curriculum():
 def data_in_parts():
     """The default --upsample-primary -1 gives train a negative number of copies beside train1.
 
-    1 is meant, the default of multilingual_translation. Can go when it is the default here too.
+    Here -1 means 1, as in fairseq's multilingual_translation. Can go when translation has this
+    default too.
     """
     from fairseq.data import ConcatDataset
 
@@ -216,11 +218,11 @@ def source_only_data():
     wrap(TranslationTask, "load_dataset", make)
 
 
-def shared_files():
+def older_format():
     """Data of fairseq's older format is read through an open file or a cache, and both fail.
 
     Training reads its first batch before the cache is filled: KeyError. Workers share the position
-    of the file that the main process opened, and one moves it while another reads: wrong sentences.
+    of the file that the main process opened, so they read wrong sentences.
     Here each sentence is read at its own offset. Can go when fairseq does so.
     """
     from fairseq.data import indexed_dataset

@@ -7,8 +7,9 @@ from multimax_fairseq.compat.patch import wrap
 def ema_step():
     """Tied embeddings decay once per name, and a pre-norm model's last layer norm is lost.
 
-    The state dict has an entry for each name of a tied parameter. fairseq decays every entry, and
-    loads the result without its version, which stands for an old model without a last layer norm.
+    The state dict has an entry for each name of a tied parameter, and fairseq decays every entry.
+    It then loads a state dict without version entries, so the decoder takes it for an old
+    checkpoint and removes its last layer norm.
     Can go when fairseq decays each tensor once, in place.
     """
     from fairseq.models.ema import EMA
@@ -33,7 +34,8 @@ def ema_step():
 
 
 def ema_frequency():
-    """--ema-update-freq counts from the start of the process, so a resumed run averages otherwise.
+    """--ema-update-freq counts from the start of the process, so a resumed run averages at other
+    updates.
 
     Can go when fairseq saves its count, or takes the number of updates, as here.
     """
@@ -53,7 +55,7 @@ def ema_frequency():
 def ema_of_resumed_run():
     """Adding --store-ema to a run that is resumed ends in a KeyError.
 
-    fairseq starts the average from the checkpoint's parameters, which it has just deleted. Here it
+    fairseq deletes the checkpoint's parameters, then tries to start the average from them. Here it
     starts from the model that has loaded them. Can go when fairseq does so.
     """
     from fairseq.trainer import Trainer

@@ -18,8 +18,9 @@ OUR_FLAGS = ("--attention-normalizer", "--output-normalizer", "--multimax-")
 OUR_NAMES = re.compile(r"[\w-]*multimax\w*|(attention|output)[_-]normalizer")
 LOAD_PLUGIN = "load the plugin that defines it with --user-dir (common.user_dir in a YAML file)."
 INTERRUPTED = "interrupted; a training goes on from its last checkpoint by the same command"
-# The greatest number of choices that a sentence lists: mappings are fewer, architectures some 150.
-MANY = 20
+# The longest list of choices that an error prints in full: there are fewer mappings, but some 150
+# architectures.
+MAX_LISTED = 20
 _LANGUAGE_MODEL = "add --task language_modeling for a language model,"
 _MAKE_DATA = "give the folder that fairseq-preprocess (or a script of data-prep/) wrote."
 
@@ -291,8 +292,8 @@ def wants_traceback():
     return os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0")
 
 
-def message(program, text):
-    """Return what a program prints about a user's mistake; the last line is the sentence."""
+def error_message(program, text):
+    """Return the text that a program prints for a user's mistake; the error is its last line."""
     return f"(MULTIMAX_TRACEBACK=1 prints the traceback.)\n{program}: error: {text}"
 
 
@@ -307,15 +308,16 @@ def _end(text, status=1):
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):  # the reader of stdout is gone
         sys.stdout.flush()
-    print(message(command(), rank + text), file=sys.__stderr__, flush=True)
+    with contextlib.suppress(OSError):
+        print(error_message(command(), rank + text), file=sys.__stderr__, flush=True)
     os._exit(status)
 
 
 def _nearest_choices(message):
-    """Replace argparse's list of more than MANY choices by the nearest three."""
+    """Replace argparse's list of more than MAX_LISTED choices by the nearest three."""
     match = re.fullmatch(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
     known = match[3].replace("'", "").split(", ") if match else []
-    if len(known) <= MANY:
+    if len(known) <= MAX_LISTED:
         return message
     near = difflib.get_close_matches(match[2], known, n=3, cutoff=0.5)
     nearest = f"did you mean {' or '.join(near)}? " if near else ""

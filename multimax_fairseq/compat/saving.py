@@ -222,8 +222,8 @@ def last_checkpoint():
 
 
 def interval_at_epoch_end():
-    """--save-interval-updates saves nothing at the end of an epoch. fairseq leaves that to the
-    epoch's checkpoint, also where --no-epoch-checkpoints or --save-interval leaves it out.
+    """--save-interval-updates saves nothing at the end of an epoch. fairseq relies on the epoch's
+    checkpoint, even if --no-epoch-checkpoints or --save-interval omits it.
 
     Can go when fairseq saves one of the two.
     """

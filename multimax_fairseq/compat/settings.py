@@ -23,6 +23,8 @@ TRAINING = ("fairseq-train", "fairseq-hydra-train")
 # The commands that read a flag; the others take it and ignore it.
 READERS = {
     "results_path": ("fairseq-generate",),
+    # fairseq sets bf16 from memory_efficient_bf16, so the flag that was given comes first.
+    "memory_efficient_bf16": TRAINING,
     "bf16": TRAINING,
     "truncate_source": (*TRAINING, VALIDATE, "fairseq-generate"),
 }

@@ -46,7 +46,7 @@ def main() -> None:
         text = compat.explain(error) or _explain(error)
         if text is None or compat.wants_traceback():
             raise
-        sys.exit(compat.message("multimax-convert", text))
+        sys.exit(compat.error_message("multimax-convert", text))
     print(f"written: {written}")
 
 

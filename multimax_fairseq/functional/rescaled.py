@@ -68,7 +68,7 @@ def ssmax(
     check_arguments(scores, dim, mask)
     _check("length_scale", length_scale, scores, dim)
     factor = ssmax_scale(key_counts(scores, dim, mask), length_scale)
-    return softmax(multiplied(scores, factor, dim, mask), dim, mask)
+    return softmax(shift_and_scale(scores, factor, dim, mask), dim, mask)
 
 
 def ssmax_scale(counts: Tensor, length_scale: float | Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def asentmax(
     _check("beta", beta, scores, dim)
     _check("gamma", gamma, scores, dim)
     growth = (key_counts(scores, dim, mask) + 1).log() ** gamma
-    return entmax15(multiplied(scores, 1 + beta * growth, dim, mask), dim, mask)
+    return entmax15(shift_and_scale(scores, 1 + beta * growth, dim, mask), dim, mask)
 
 
 def adaptive_temperature(
@@ -141,14 +141,15 @@ def adaptive_temperature(
     fitted = torch.zeros_like(entropy)
     for coefficient in TEMPERATURE_FIT:
         fitted = fitted * entropy + coefficient
-    return softmax(multiplied(scores, fitted.clamp(min=1.0), dim, mask), dim, mask)
+    return softmax(shift_and_scale(scores, fitted.clamp(min=1.0), dim, mask), dim, mask)
 
 
-def multiplied(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+def shift_and_scale(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -> Tensor:
     """Return (scores - largest) * factor, in float32 or wider, where largest is a row's maximum.
 
-    A mapping that ignores a shift, as softmax does, gives the same probabilities as for scores *
-    factor. The product overflows to -inf only, and an excluded score gives a factor no gradient.
+    Softmax and other mappings that ignore a shift give the same probabilities as for scores *
+    factor. For a factor of at least 0 the product can overflow only to -inf. Excluded scores
+    contribute no gradient to the factor.
     """
     wide = widened(scores)
     if wide.numel() == 0:

@@ -63,7 +63,7 @@ def is_heavy(MASKING: int = 0, DROPOUT: bool = False, MONOTONE: bool = False, **
 
 # By whether the products are float32, without tensor cores, and the padded head size, from 32. None
 # spills registers in its loop on sm_80 and sm_90. The first has the fewest instructions per score
-# of those whose blocks leave room for a second program.
+# of those whose blocks leave room for a second thread block on a multiprocessor.
 _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
     "forward_kernel": {
         (False, 32): [Launch(64, 32, 4, 2)],
@@ -195,8 +195,9 @@ _Picked = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 class _Parameters(NamedTuple):
-    """Pick from a kernel's arguments by name: all that it takes, in its order; the tensors; the
-    numbers; the numbers that it is compiled for if they are 1 or multiples of 16; the constants."""
+    """Functions that pick from a kernel's arguments by name: all, in the kernel's order; the
+    tensors; the numbers; the numbers that Triton specialises on (1, multiples of 16); the
+    constants."""
 
     all: _Picked
     tensors: _Picked
@@ -239,7 +240,10 @@ def run_kernel(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
 
 
 def _picked(names: list[str]) -> _Picked:
-    """`itemgetter` returns no tuple for a single name, and takes no empty list."""
+    """Return a function that picks these arguments as a tuple.
+
+    `itemgetter` gives a tuple for two names or more only.
+    """
     if len(names) > 1:
         return itemgetter(*names)
     return lambda arguments: tuple(arguments[name] for name in names)

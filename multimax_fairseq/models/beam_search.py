@@ -266,7 +266,10 @@ class BeamGenerator(SequenceGenerator):
 
 
 class Hypothesis(dict[str, Tensor]):
-    """fairseq's hypothesis, whose "attention", (S, T), is computed at the first read."""
+    """fairseq's hypothesis, whose "attention", (S, T), is computed at the first read.
+
+    Until then `items` and `keys` lack it, and the hypothesis keeps its batch and the models alive.
+    """
 
     weights: Callable[[], list[Tensor]]
     row: int
@@ -276,6 +279,12 @@ class Hypothesis(dict[str, Tensor]):
             raise KeyError(key)
         self[key] = self.weights()[self.row]
         return self[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key == "attention" or super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy has the weights instead of the models
         return dict, ({**self, "attention": self["attention"]},)

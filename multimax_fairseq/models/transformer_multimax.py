@@ -195,10 +195,13 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         src_lengths: Any | None = None,
         return_all_hiddens: bool = False,
     ):
-        """Return (logits, extra) as the stock decoder; with features_only (features, extra), and
-        attention weights only if a layer is named, since the fused kernels do not form them."""
+        """Return (logits, extra) as the stock decoder.
+
+        With features_only, return (features, extra), with attention weights only if alignment_layer
+        is given: the fused kernels do not form them.
+        """
         if features_only and alignment_layer is None:
-            alignment_layer = self.num_layers  # no layer
+            alignment_layer = self.num_layers  # past the last layer: no attention weights
         features, extra = self.extract_features(
             prev_output_tokens,
             encoder_out,
@@ -219,8 +222,8 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         alignment_heads: int | None = None,
     ):
         """Return (features, extra) as the stock decoder."""
-        # On whether there is padding, a graph cannot branch: with this flag the stock decoder makes
-        # a padding mask without asking. Its layers do not read the flag.
+        # A graph cannot branch on whether there is padding. With this flag the stock decoder always
+        # makes a padding mask. Its layers do not read the flag.
         self.cross_self_attention = traced() or self.cfg.cross_self_attention
         features, extra = self.extract_features_scriptable(
             prev_output_tokens,

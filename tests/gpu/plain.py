@@ -44,7 +44,7 @@ def far_table(rows, low=2, high=2):
 
 
 def monotone_table(rows, low_turn=-2.0, high_turn=1.5):
-    """Level beyond its turns, as whoever makes such a table does."""
+    """Return a table whose sigma is level above its high turn, with slope 1 below its low turn."""
     table = far_table(rows).cpu()
     turns = torch.tensor([low_turn, high_turn]) + 0.05 * torch.arange(rows)[:, None]
     at_turns = modulated(turns[:, None].double(), table)[:, 0].float()
@@ -66,8 +66,10 @@ def assert_as_accurate(ours, plain, exact):
 
 
 def by_parameter(table_grads, orders=(2, 2)):
-    """A table's gradient apart, in pairs of columns as far as a side's order goes, turns left out:
-    sums that cancel have an error of luck, which a few numbers together even out."""
+    """Return a table's gradient in pairs of columns, up to each side's order, without the turns.
+
+    Its sums cancel, so the relative error of a single entry is noisy; that of a group is stable.
+    """
     pairs = [pair for grad in table_grads for pair in grad.split(2, -1)]
     assert len(pairs) < 5 or (pairs[4] == 0).all()
     sides = [pair[:, : orders[number // 2]] for number, pair in enumerate(pairs[:4])]

@@ -71,12 +71,12 @@ def test_attention_and_every_gradient(dtype, shape, masking, causal, kind):
     plain = plain_attend(inputs, grad, table, **options)
     exact = plain_attend(*doubled(inputs, grad, table), **options)
     # One order too many reads the table's zeros, which changes nothing.
-    for told in {orders, tuple(2 if order == 1 else order for order in orders)}:
-        ours = attend(inputs, grad, table, orders=told, **options)
-        found = [[*list[:4], *by_parameter(list[4:], orders)] for list in (ours, plain, exact)]
+    for given in {orders, tuple(2 if order == 1 else order for order in orders)}:
+        ours = attend(inputs, grad, table, orders=given, **options)
+        found = [[*run[:4], *by_parameter(run[4:], orders)] for run in (ours, plain, exact)]
         if dtype != "float32" and table is not None:
-            # An output's rounding shows in all that its row gives to a single column.
-            found = [[*list[:4], torch.cat(list[4:], -1)] for list in found]
+            # Rounding one output affects every column, so compare all columns together.
+            found = [[*run[:4], torch.cat(run[4:], -1)] for run in found]
         assert_as_accurate(*found)
 
 
@@ -84,7 +84,7 @@ def test_attention_and_every_gradient(dtype, shape, masking, causal, kind):
 @pytest.mark.parametrize("masking", ["none", "padding", "full", "added"])
 @pytest.mark.parametrize("modulated", [False, True])
 def test_sinks(dtype, masking, modulated):
-    shape = (1, 6, 40, 45, 32)  # of fewer heads, a sink's gradient has an error of luck
+    shape = (1, 6, 40, 45, 32)  # with fewer heads the error of a sink's gradient is noisy
     *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
     table = far_table(6) if modulated else None
     options = {"mask": make_mask(masking, *shape[:4]), "causal": masking in ("none", "full")}
@@ -93,7 +93,7 @@ def test_sinks(dtype, masking, modulated):
         ours = attend(inputs, grad, table, sink=sink, **options)
         plain = plain_attend(inputs, grad, table, sink=sink, **options)
         exact = plain_attend(*doubled(inputs, grad, table), sink=sink.double(), **options)
-        found = [[*list[:4], *by_parameter(list[4:-1]), list[-1]] for list in (ours, plain, exact)]
+        found = [[*run[:4], *by_parameter(run[4:-1]), run[-1]] for run in (ours, plain, exact)]
         if dtype != "float32" and table is not None:
             found = [[*run[:4], torch.cat(run[4:-1], -1), run[-1]] for run in found]
         assert_as_accurate(*found)
@@ -102,7 +102,7 @@ def test_sinks(dtype, masking, modulated):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["bool", "float"])
-def test_what_is_excluded_has_no_part(dtype, form):
+def test_attention_ignores_excluded_keys(dtype, form):
     *inputs, grad = attention_inputs(2, 2, 40, 70, 32, dtype)
     table = far_table(2)
     mask = make_mask("full", 2, 2, 40, 70) | make_mask("padding", 2, 2, 40, 70)
@@ -118,8 +118,8 @@ def test_what_is_excluded_has_no_part(dtype, form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
-def test_a_number_is_no_exclusion(dtype, number):
-    # What it absorbs are equal shares, forward and backward, as of the plain formula.
+def test_finite_mask_does_not_exclude(dtype, number):
+    # Adding the number absorbs the scores: all keys get equal weight, as in the plain formula.
     *inputs, grad = attention_inputs(1, 2, 40, 70, 32, dtype)
     mask = torch.full((1, 1, 40, 70), number, device=DEVICE)
     ours = attend(inputs, grad, far_table(2), mask)
@@ -147,7 +147,7 @@ def test_scale(scale):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_a_negative_scale_rounds_nothing():
+def test_negative_scale_equals_negated_query():
     *inputs, grad = attention_inputs(1, 2, 20, 30, 64, torch.float16)
     found = attend(inputs, grad, monotone_table(2), scale=-0.1)
     expected = attend([-inputs[0], *inputs[1:]], grad, monotone_table(2), scale=0.1)

@@ -86,7 +86,7 @@ def test_excluded_classes(dtype, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("number", [math.inf, math.nan])
-def test_a_monotone_modulator_hides_no_overflow(dtype, number):
+def test_monotone_modulator_propagates_overflow(dtype, number):
     from multimax_fairseq.kernels.triton_cross_entropy import output_loss
 
     table = monotone_table(1, -2.0, 1.0)

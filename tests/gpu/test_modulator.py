@@ -45,7 +45,7 @@ def test_modulator(dtype, shape, kind):
     assert torch.equal(modulate(turned, table), out)
 
 
-def test_modulator_at_its_ends():
+def test_modulator_infinite_and_empty_inputs():
     from multimax_fairseq.functional import modulator
     from multimax_fairseq.kernels.triton_modulator import (
         MAX_DISTANCE,
@@ -62,8 +62,8 @@ def test_modulator_at_its_ends():
         half = modulate(ends.half(), table)
         assert half[0] == -math.inf and half[3] == math.inf
         grads = modulate_backward(torch.zeros_like(ends), ends, table)
-        assert all((t[:4] == 0).all() for t in grads[:1])
-    # Beyond the turns, what the table says, and gradients by that alone.
+        assert (grads[0][:4] == 0).all()
+    # Beyond the turns, values and gradients come from the table's last four columns alone.
     table = torch.tensor([[*FAR, -2.0, 1.0, -7.0, 9.0]], device=DEVICE)
     scores = torch.tensor([-3.0, -2.0, 1.0, 4.0], device=DEVICE)
     out = modulate(scores, table)
@@ -72,7 +72,7 @@ def test_modulator_at_its_ends():
     outer = torch.tensor([2.0, 0.0, 0.0, 3.0], device=DEVICE)
     by_scores, by_table = modulate_backward(outer, scores, table)
     assert by_scores.tolist() == [2, 0, 0, 0] and by_table[0].tolist() == [0] * 10 + [2, 3]
-    # What overflowed, or is no number, stays so beyond a turn.
+    # Infinity and NaN stay unchanged beyond a turn.
     for dtype in (torch.float32, torch.float16):
         lost = torch.tensor([math.inf, math.nan, -math.inf], device=DEVICE, dtype=dtype)
         for kind in (table, -table):
@@ -84,7 +84,7 @@ def test_modulator_at_its_ends():
         assert (modulate_backward(nothing, nothing, table)[1] == 0).all()
 
 
-def test_where_a_monotone_modulator_turns():
+def test_tails_equal_cpu_kernel():
     from multimax_fairseq.kernels import cpu
     from multimax_fairseq.kernels.triton_modulator import tails
 

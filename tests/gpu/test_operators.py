@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from multimax_fairseq.kernels import operators
 
 
-def test_nothing_to_attend_to_or_from():
+def test_attention_of_empty_queries_or_keys():
     for length, keys in ((0, 5), (5, 0)):
         *inputs, grad = attention_inputs(1, 2, length, keys, 16)
         inputs = [t.requires_grad_() for t in inputs]
@@ -52,7 +52,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scale", [0.3, -0.3])
-def test_attention_lies_in_memory_as_the_compiler_is_told(layout, scale):
+def test_attention_strides_equal_fake_kernel(layout, scale):
     query, key, value, grad = map(LAYOUTS[layout], attention_inputs(2, 3, 5, 7, 32))
     sink = torch.zeros(3, device=DEVICE)
     numbers = (far_table(1), sink, None, None, False, 0.0, scale, 2, 2)
@@ -61,7 +61,7 @@ def test_attention_lies_in_memory_as_the_compiler_is_told(layout, scale):
 
 
 @pytest.mark.parametrize("turn", [False, True])
-def test_a_loss_lies_in_memory_as_the_compiler_is_told(turn):
+def test_loss_strides_equal_fake_kernel(turn):
     (features, weight, bias), target, factors = loss_inputs(torch.float32, 50)
     if turn:
         features, weight = (t.mT.contiguous().mT for t in (features, weight))
@@ -73,7 +73,7 @@ def test_a_loss_lies_in_memory_as_the_compiler_is_told(turn):
             assert_as_fake(operators.output_loss_parts, features[:count], *layer, *rows, *numbers)
 
 
-def test_a_target_beyond_the_classes_has_no_gradient_that_could_be_used():
+def test_loss_out_of_range_target_gives_no_usable_gradient():
     (features, weight, bias), _, _ = loss_inputs(torch.float32, 50)
     features.requires_grad_(), weight.requires_grad_()
     target = torch.full((len(features),), 3, device=DEVICE)
@@ -89,7 +89,7 @@ def test_a_target_beyond_the_classes_has_no_gradient_that_could_be_used():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masking", [None, "added"])
-def test_a_launch_may_be_tried_twice(dtype, masking, monkeypatch):
+def test_launch_can_be_repeated(dtype, masking, monkeypatch):
     """As it is where the fastest of several is looked for."""
     from multimax_fairseq.kernels import triton_attention as kernels
 

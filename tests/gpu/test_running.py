@@ -51,7 +51,7 @@ def make_step(kind, dtype, shape=SMALL, classes=2500, **options):
     return inputs, step
 
 
-def plain(step, monkeypatch, **given):
+def step_in_plain_pytorch(step, monkeypatch, **given):
     with monkeypatch.context() as patch:
         patch.setenv(backend.VARIABLE, "plain")
         return step(**given)
@@ -65,9 +65,9 @@ def relative_error(ours, exact):
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
 def test_autocast_is_as_accurate_as_plain_pytorch(kind, precision, monkeypatch):
     inputs, step = make_step(kind, torch.float32)
-    exact = plain(step, monkeypatch, inputs=[t.double() for t in inputs])
+    exact = step_in_plain_pytorch(step, monkeypatch, inputs=[t.double() for t in inputs])
     with torch.autocast(DEVICE, precision):
-        ours, theirs = step(), plain(step, monkeypatch)
+        ours, theirs = step(), step_in_plain_pytorch(step, monkeypatch)
     limit = 2 * math.hypot(*map(relative_error, theirs, exact)) + ROUNDING
     assert math.hypot(*map(relative_error, ours, exact)) <= limit
 
@@ -90,7 +90,9 @@ def test_two_runs_agree_to_the_bit(kind, dtype):
 def test_attention_of_any_size_equals_plain_pytorch(keys, queries, size, monkeypatch):
     """A head of 256 is more than the kernels take."""
     _, step = make_step("attention", torch.float32, (1, 2, queries, keys, size))
-    torch.testing.assert_close(step(), plain(step, monkeypatch), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        step(), step_in_plain_pytorch(step, monkeypatch), rtol=1e-4, atol=1e-4
+    )
 
 
 @needs_gpu

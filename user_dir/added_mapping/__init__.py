@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from multimax_fairseq import Mapping, Option, normalize, register
-from multimax_fairseq.functional.rescaled import multiplied
+from multimax_fairseq.functional.rescaled import shift_and_scale
 
 
 class Sharpness(nn.Module):
@@ -17,7 +17,7 @@ class Sharpness(nn.Module):
 
 
 def sharpened(scores, dim=-1, mask=None, *, sharpness):
-    product = multiplied(scores, sharpness, dim, mask)  # does not overflow in half precision
+    product = shift_and_scale(scores, sharpness, dim, mask)  # does not overflow in half precision
     return normalize("softmax", product, dim, mask)
 
 
