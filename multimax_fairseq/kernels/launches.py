@@ -61,9 +61,9 @@ def is_heavy(MASKING: int = 0, DROPOUT: bool = False, MONOTONE: bool = False, **
     return MASKING > 1 or DROPOUT or MONOTONE
 
 
-# By whether the products are float32, without tensor cores, and the padded head size, from 32. None
-# spills registers in its loop on sm_80 and sm_90. The first has the fewest instructions per score
-# of those whose blocks leave room for a second thread block on a multiprocessor.
+# By whether the products are float32, without tensor cores, and the padded head size, from 32. No
+# candidate spills registers in its loop on sm_80 and sm_90. The first candidate leaves room for a
+# second thread block on a multiprocessor; among such launches it has the fewest instructions.
 _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
     "forward_kernel": {
         (False, 32): [Launch(64, 32, 4, 2)],
