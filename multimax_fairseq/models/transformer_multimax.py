@@ -191,9 +191,8 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         features_only: bool = False,
         full_context_alignment: bool = False,
         alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
-        src_lengths: Any | None = None,
-        return_all_hiddens: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ):
         """Return (logits, extra) as the stock decoder.
 
@@ -202,37 +201,23 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         """
         if features_only and alignment_layer is None:
             alignment_layer = self.num_layers  # past the last layer: no attention weights
-        features, extra = self.extract_features(
+        return super().forward(
             prev_output_tokens,
             encoder_out,
             incremental_state,
+            features_only,
             full_context_alignment,
             alignment_layer,
-            alignment_heads,
+            *args,
+            **kwargs,
         )
-        return features if features_only else self.output_layer(features), extra
 
-    def extract_features(
-        self,
-        prev_output_tokens,
-        encoder_out: dict[str, list[Tensor]] | None,
-        incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
-        full_context_alignment: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
-    ):
+    def extract_features(self, *args: Any, **kwargs: Any):
         """Return (features, extra) as the stock decoder."""
         # A graph cannot branch on whether there is padding. With this flag the stock decoder always
         # makes a padding mask. Its layers do not read the flag.
         self.cross_self_attention = traced() or self.cfg.cross_self_attention
-        features, extra = self.extract_features_scriptable(
-            prev_output_tokens,
-            encoder_out,
-            incremental_state,
-            full_context_alignment,
-            alignment_layer,
-            alignment_heads,
-        )
+        features, extra = super().extract_features(*args, **kwargs)
         self._show_output_parameters(extra)
         return features, extra
 
