@@ -71,15 +71,10 @@ def modulate(
     if low == 0 and high == 0:
         return x.to(wide)
     table = pack(low_coefficient, low_threshold, high_coefficient, high_threshold, monotone)
-    return _modulate(x, table, low, high)
-
-
-def _modulate(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
     # torch.compile makes one pass of the plain form by itself.
     able = not torch.compiler.is_compiling() and table.device == x.device
     if choose("modulator", "auto", x, able=able) != "plain":
         return operators.modulate(x, table.float())
-    wide = torch.promote_types(x.dtype, torch.float32)
     x, table = x.to(wide), table.to(wide)
     if operators.traced():
         return modulated(x, table, low, high)
