@@ -7,23 +7,26 @@ fairseq imports by itself under `--user-dir`, registers the architectures and th
 from multimax_fairseq import supported  # noqa: F401  comes first, for it says what is too old
 
 # isort: split
-from multimax_fairseq.functional import (
-    NORMALIZERS,
-    Mapping,
-    Option,
+from multimax_fairseq.continuous import (
     continuous_softmax,
     continuous_softmax_nd,
     continuous_sparsemax,
     continuous_sparsemax_2d,
-    linear_cross_entropy,
+)
+from multimax_fairseq.mappings import (
+    NORMALIZERS,
+    Mapping,
+    Modulator,
+    Option,
     log_multimax,
     multimax,
     normalize,
     register,
     scaled_dot_product_attention,
-    symmetric_divergence,
 )
-from multimax_fairseq.modules import Modulator, Normalizer, replace_softmax
+from multimax_fairseq.modules import Normalizer, replace_softmax
+from multimax_fairseq.ops.cross_entropy import linear_cross_entropy
+from multimax_fairseq.ops.symmetric_divergence import symmetric_divergence
 
 __version__ = "0.1.0"
 

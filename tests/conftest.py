@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import os
 import random
+import tempfile
 from types import SimpleNamespace
 
 import numpy
@@ -16,8 +18,12 @@ from fairseq_cli import preprocess
 from omegaconf import OmegaConf
 
 import multimax_fairseq.models  # noqa: F401
+from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.models.learned_scalars import learned_modules
-from multimax_fairseq.modules import Modulator
+
+# The cache of torch.compile does not notice that an operator's schema has changed.
+compiled = tempfile.TemporaryDirectory()
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled.name
 
 SIZES = (
     "--{0}-layers 2 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 4 --dropout 0"

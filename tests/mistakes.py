@@ -229,7 +229,7 @@ def child():
 
     from multimax_fairseq import compat
     from multimax_fairseq.compat.settings import check_criterion
-    from multimax_fairseq.functional.mapping import settings_of
+    from multimax_fairseq.mappings.table import settings_of
     from multimax_fairseq.models.config import MAPPINGS, TranslationConfig, check_settings
 
     words = Dictionary()

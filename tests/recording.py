@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multimax_fairseq.kernels import build
+from multimax_fairseq.ops import build
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 NEEDS_KERNELS = pytest.mark.skipif(

@@ -24,10 +24,10 @@ def child(calls):
     A function returns what is to be said of its call: anything that JSON holds. Backend "kernels"
     is for what only the compiled kernels have.
     """
-    from multimax_fairseq.kernels import cpu
+    from multimax_fairseq.ops import native
 
     warnings.simplefilter("ignore")
-    kernels = cpu.library() is not None
+    kernels = native.library() is not None
     for index, (backend, call) in enumerate(calls):
         if index < int(sys.argv[1]):
             continue

@@ -12,7 +12,7 @@ from corpus import ENGLISH, GERMAN
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import NORMALIZERS, Mapping, Normalizer, register
-from multimax_fairseq.functional.mapping import Option, yes_or_no
+from multimax_fairseq.mappings.table import Option, yes_or_no
 from multimax_fairseq.models.learned_scalars import learned_modules, learned_scalars
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
@@ -193,7 +193,7 @@ def test_a_learned_temperature_before_a_modulator_and_in_the_output_layer(folder
     ],
 )
 def test_an_entry_that_cannot_be_is_refused(mapping, part, monkeypatch):
-    from multimax_fairseq.functional import mapping as table
+    from multimax_fairseq.mappings import table
 
     monkeypatch.setattr(table, "_readers", [])
     before = dict(NORMALIZERS)

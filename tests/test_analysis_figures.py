@@ -21,7 +21,7 @@ from reference import sigma
 from multimax_fairseq.analysis import __main__, collection, figures, report
 from multimax_fairseq.analysis.figures.modulators import percent
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional import NORMALIZERS
+from multimax_fairseq.mappings.table import NORMALIZERS
 
 pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of what it cannot lay out
 

@@ -35,7 +35,7 @@ from test_odd_calls import (
 )
 
 import multimax_fairseq as mm
-from multimax_fairseq.functional import modulate
+from multimax_fairseq.ops.modulator import modulate
 
 SIZE, HEADS = st.integers(0, 9), st.integers(1, 4)
 WIDE = st.sampled_from([0, 1, 3, 8, 16, 40])

@@ -16,14 +16,14 @@ from fairseq.tasks import FairseqTask
 
 from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.attention import Steps, attention_to_steps
-from multimax_fairseq.kernels import operators
 from multimax_fairseq.models import beam_search
 from multimax_fairseq.models.beam_search import BeamGenerator
 from multimax_fairseq.models.config import as_namespace
 from multimax_fairseq.models.output_layer import plain_output
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.best_outputs import best_outputs_operator
+from multimax_fairseq.ops.decoding import Steps, attention_step, step_attention
 
 ARCH = "transformer_multimax"
 END = 2  # of sentence, in fairseq's dictionaries
@@ -153,8 +153,8 @@ def test_a_cache_that_hypotheses_share_changes_nothing(
     model = as_trained(scatter_modulators(model)).eval()
     sample, found = translation_batch(SIZES), {}
     steps = []
-    step = operators.attention_step.eager
-    monkeypatch.setattr(operators.attention_step, "eager", lambda *x: steps.append(x) or step(*x))
+    step = attention_step.eager
+    monkeypatch.setattr(attention_step, "eager", lambda *x: steps.append(x) or step(*x))
     for backend in ("plain", "auto"):
         monkeypatch.setenv("MULTIMAX_BACKEND", backend)
         assert not steps
@@ -318,8 +318,8 @@ def test_a_search_forms_the_scores_only_where_somebody_sees_them(
     task, build, dictionary, translation_batch, monkeypatch
 ):
     calls = []
-    eager = operators.best_outputs.eager
-    monkeypatch.setattr(operators.best_outputs, "eager", lambda *x: calls.append(1) or eager(*x))
+    eager = best_outputs_operator.eager
+    monkeypatch.setattr(best_outputs_operator, "eager", lambda *x: calls.append(1) or eager(*x))
     sample = translation_batch(SIZES)
     for model in (as_trained(scatter_modulators(build(ARCH))), as_trained(stock_model(task))):
         model.eval()
@@ -357,7 +357,7 @@ def test_attention_step(columns, each_head, size, hypotheses):
     modulator = Modulator(num_heads=2 if each_head else None, init_std=0.3, monotone=columns == 12)
     sink = torch.tensor([0.5, -1.0])[:, None, None] if each_head else None
     given = {"modulator": modulator} if columns else {}
-    attend = attention_to_steps(query, 2, size, sink=sink, **given)
+    attend = step_attention(query, 2, size, sink=sink, **given)
     found = attend(query, Steps(keys, values, ancestors), scale)
     own = [x.double()[ancestors].transpose(1, 2) for x in (keys, values)]
     scores = scale * query.double()[:, :, None] @ own[0].mT
@@ -371,7 +371,7 @@ def test_attention_step(columns, each_head, size, hypotheses):
 
 def test_attention_step_takes_no_address_that_it_has_not_checked():
     query, keys, values, ancestors = some_steps()
-    step = operators.attention_step
+    step = torch.ops.multimax_fairseq.attention_step
     for wrong in (-1, 42, 2**40):
         other = ancestors.clone()
         other[-1, -1] = wrong
@@ -419,14 +419,14 @@ def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
         return [x[steps.ancestors].clone() for x in (steps.keys, steps.values)]
 
     with mode():
-        first = Steps(*some(0), torch.empty(3, 0, dtype=torch.int64)).and_one_more(*some(3), None)
+        first = Steps(*some(0), torch.empty(3, 0, dtype=torch.int64)).append(*some(3), None)
     branches, wanted = [[first], [first]], [[own(first)], [own(first)]]
     for step in range(60):
         for branch, expected in zip(branches, wanted, strict=True):
             order = torch.randint(3, (3,), generator=generator) if step % 2 else None
             new = some(3)
             with mode() if step < 40 else torch.no_grad():
-                branch.append(branch[-1].and_one_more(*new, order))
+                branch.append(branch[-1].append(*new, order))
             before = expected[-1] if order is None else [x[order] for x in expected[-1]]
             both = zip(before, new, strict=True)
             expected.append([torch.cat([x, last[:, None]], 1) for x, last in both])
@@ -439,12 +439,12 @@ def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
 
 def test_attention_step_leaves_to_others_what_it_cannot_do():
     query = some_steps()[0]
-    assert attention_to_steps(query, 2, 8) is None
-    assert attention_to_steps(query.double(), 2, 16) is None
-    assert attention_to_steps(query, 2, 16, modulator=torch.tanh) is None
-    assert attention_to_steps(query, 2, 16, sink=torch.zeros(3)) is None
+    assert step_attention(query, 2, 8) is None
+    assert step_attention(query.double(), 2, 16) is None
+    assert step_attention(query, 2, 16, modulator=torch.tanh) is None
+    assert step_attention(query, 2, 16, sink=torch.zeros(3)) is None
     with torch.autocast("cpu", torch.bfloat16):  # what it projects is narrower than it is
-        assert attention_to_steps(query, 2, 16) is None
+        assert step_attention(query, 2, 16) is None
 
 
 @pytest.mark.parametrize("name", ["multimax", "softmax"])
@@ -646,5 +646,5 @@ def test_task_generator_gives_attention_weights_and_alignments(
 def test_attention_step_is_of_as_many_heads_as_the_modulator():
     query = some_steps()[0]
     for heads, is_able in ((None, True), (2, True), (3, False)):
-        attend = attention_to_steps(query, 2, 16, modulator=Modulator(num_heads=heads))
+        attend = step_attention(query, 2, 16, modulator=Modulator(num_heads=heads))
         assert (attend is not None) == is_able

@@ -8,10 +8,11 @@ import reference
 import torch
 
 from multimax_fairseq import Modulator
-from multimax_fairseq.functional.cross_entropy import best_outputs, best_scores
-from multimax_fairseq.kernels import cpu, operators
+from multimax_fairseq.ops import native
+from multimax_fairseq.ops.best_outputs import best_outputs, best_scores
 
-needs_kernel = pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
+OPERATORS = torch.ops.multimax_fairseq
+needs_kernel = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
@@ -75,7 +76,7 @@ def test_best_scores_of_other_tensors():
     half = best_scores(scores.half(), 4)
     assert half[0].dtype == torch.float16
     assert [x.shape for x in best_scores(torch.empty(0, 5), 2)] == [(0, 2), (0, 2), (0,)]
-    compiled = torch.compile(lambda x: operators.best_scores(x, 4), fullgraph=True)
+    compiled = torch.compile(lambda x: OPERATORS.best_scores(x, 4), fullgraph=True)
     for found, other in zip(compiled(scores), best_scores(scores, 4), strict=True):
         assert torch.equal(found, other)
     torch.library.opcheck(torch.ops.multimax_fairseq.best_scores.default, (scores, 4))
@@ -98,7 +99,7 @@ def test_what_has_no_best_scores(scores, count, said):
         best_scores(scores, count)
     if scores.dtype == torch.float32 and isinstance(count, int):
         with pytest.raises(ValueError, match="scores must be|count"):
-            operators.best_scores(scores, 9)
+            OPERATORS.best_scores(scores, 9)
 
 
 # --- the best of an output layer, whose scores are never all there -------------------------------
@@ -206,7 +207,7 @@ def test_the_best_outputs_of_other_tensors(monkeypatch):
     assert best_outputs(*(x.double() for x in (features, weight, bias)), None, 4) is None
     assert best_outputs(features, torch.zeros(300, 8), None, None, 257) is None
     table = torch.zeros(1, 8)
-    operator = operators.best_outputs
+    operator = OPERATORS.best_outputs
     compiled = torch.compile(lambda *x: operator(*x, 4, (1,)), fullgraph=True)
     inputs = (features, weight, bias, table)
     for found, other in zip(compiled(*inputs), operator(*inputs, 4, (1,)), strict=True):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from commands import run
 
-from multimax_fairseq.kernels import build
+from multimax_fairseq.ops import build
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in build.MARCH,

@@ -16,14 +16,14 @@ from multimax_fairseq import (
     continuous_sparsemax_2d,
     normalize,
 )
-from multimax_fairseq.functional.continuous import LEAST_VARIANCE, NARROW, gaussian_basis
-from multimax_fairseq.functional.densities import (
+from multimax_fairseq.continuous.densities import (
     BIWEIGHT,
     TRIANGULAR,
     TRIWEIGHT,
     TRUNCATED_PARABOLA,
 )
-from multimax_fairseq.functional.value_function import positions, ridge_regression
+from multimax_fairseq.continuous.expectation import LEAST_VARIANCE, NARROW, gaussian_basis
+from multimax_fairseq.continuous.value_function import positions, ridge_regression
 
 ONE_DIMENSION = {
     "softmax": (continuous_softmax, reference.normal_density),

@@ -9,10 +9,10 @@ from examples import EXAMPLES
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import NORMALIZERS, Normalizer, continuous_softmax, continuous_sparsemax
-from multimax_fairseq.functional.dropout import dropout
-from multimax_fairseq.functional.value_function import positions, ridge_regression
+from multimax_fairseq.continuous.value_function import positions, ridge_regression
 from multimax_fairseq.modules import ContinuousAttention, continuous_attention
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.dropout import dropout
 
 B, H, T, S, D = 3, 2, 4, 7, 8
 LENGTHS = (7, 4, 1)
@@ -229,16 +229,16 @@ def test_a_predicted_density():
 
 def test_values_of_another_size_go_through_the_kernel(monkeypatch):
     """The moments are two more columns of the values, and one for the probabilities' sum."""
-    from multimax_fairseq.kernels import operators
+    from multimax_fairseq.ops import attention
 
     sizes = []
-    fused = operators.attention
+    fused = attention.attention
 
     def seen(query, key, value, *rest):
         sizes.append((key.shape[-1], value.shape[-1]))
         return fused(query, key, value, *rest)
 
-    monkeypatch.setattr(operators, "attention", seen)
+    monkeypatch.setattr(attention, "attention", seen)
     *tensors, padding = inputs()
     build("multimax").attend(*tensors, padding)
     assert sizes == [(D + 3, D + 3)]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.functional import cross_entropy
-from multimax_fairseq.functional.attention import Steps, attention_to_steps
-from multimax_fairseq.functional.continuous_nd import continuous_sparsemax_2d
+from multimax_fairseq.continuous.many_dimensions import continuous_sparsemax_2d
+from multimax_fairseq.ops.best_outputs import best_scores
+from multimax_fairseq.ops.decoding import Steps, step_attention
 
 B, H, T, D, V = 2, 3, 5, 16, 40
 
@@ -37,7 +37,7 @@ def attention(**options):
 
 
 def steps():
-    return attention_to_steps(WORDS, H, D, sink=0.5)(WORDS, STEPS, 0.2)
+    return step_attention(WORDS, H, D, sink=0.5)(WORDS, STEPS, 0.2)
 
 
 CALLS = {
@@ -51,10 +51,10 @@ CALLS = {
     "plain": attention(modulator=MODULATOR, is_causal=True, backend="plain"),
     "modulator": lambda: MODULATOR(QUERY),
     "loss": lambda: linear_cross_entropy(FEATURES, WEIGHT, TARGET, modulator=MODULATOR)[0],
-    "best scores": lambda: cross_entropy.best_scores(WEIGHT, 3)[2],
+    "best scores": lambda: best_scores(WEIGHT, 3)[2],
     "density": lambda: continuous_sparsemax_2d(MEAN, PLANE, PLANE, PLANE.expand(2, 2, 2)),
 }
-if attention_to_steps(WORDS, H, D) is not None:  # there is no plain form of it
+if step_attention(WORDS, H, D) is not None:  # there is no plain form of it
     CALLS["steps"] = steps
 
 
@@ -102,7 +102,7 @@ def test_the_package_may_be_imported_under_another_default_device():
         import torch
         with torch.device("meta"):
             import multimax_fairseq.models
-            from multimax_fairseq.functional import continuous
+            from multimax_fairseq.continuous import expectation as continuous
         assert continuous.NODES.device.type == "cpu"
     """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,10 +9,10 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from multimax_fairseq import scaled_dot_product_attention
-from multimax_fairseq.functional.dropout import draw_seed, dropout
-from multimax_fairseq.kernels import cpu
-from multimax_fairseq.kernels.build import FLAGS, MARCH, load
 from multimax_fairseq.modules.dropout import Dropout
+from multimax_fairseq.ops import native
+from multimax_fairseq.ops.build import FLAGS, MARCH, load
+from multimax_fairseq.ops.dropout import draw_seed, dropout, dropout_operator
 
 pytestmark = NEEDS_KERNELS
 
@@ -23,7 +23,7 @@ def seeded():
 
 
 def kept(shape, p, seed):
-    return cpu.dropout(torch.ones(shape), seed, p) > 0
+    return dropout_operator(torch.ones(shape), torch.tensor(seed), p) > 0
 
 
 @pytest.mark.parametrize("p", [1e-3, 0.1, 0.3, 0.5, 0.9])
@@ -90,7 +90,7 @@ def test_the_same_entries_on_however_many_threads_and_on_every_processor(monkeyp
     finally:
         torch.set_num_threads(threads)
     narrow = load([*FLAGS, *MARCH["AVX2"]])
-    monkeypatch.setattr(cpu, "library", lambda: narrow)
+    monkeypatch.setattr(native, "library", lambda: narrow)
     found.append(kept(100_001, 0.4, 11))
     assert all(map(found[0].equal, found))
 
@@ -120,7 +120,7 @@ def test_not_a_number_stays_one():
     assert dropout(torch.full([100], torch.nan), 0.5).isnan().all()
     infinite = torch.full([100], torch.inf)
     keep = kept(100, 0.5, 3)
-    found = cpu.dropout(infinite, 3, 0.5)
+    found = dropout_operator(infinite, torch.tensor(3), 0.5)
     assert found.isnan().equal(~keep) and found.isinf().equal(keep)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from separately import run_functions
 
-from multimax_fairseq.kernels import operators
+import multimax_fairseq.ops.best_outputs  # noqa: F401
 
 PAGE = mmap.PAGESIZE
 WITHOUT_ACCESS = 0
@@ -113,6 +113,7 @@ def masks(batch, heads, queries, keys):
     yield torch.randn(1, 1, queries, 1).masked_fill(torch.arange(queries)[:, None] == 1, -math.inf)
 
 
+OPERATORS = torch.ops.multimax_fairseq
 both_sides = pytest.mark.parametrize("side", ["before", "after"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 TABLE = torch.tensor([[0.3, 0.1, -0.2, -0.4, -0.2, 0.1, 0.3, 0.6]])
@@ -133,8 +134,8 @@ def check_attention(shape, dtype, side):
         causal, dropout_p = number % 2 == 0 and queries == keys, 0.2 * (number % 3 == 0)
         rest = [[TABLE, None][number % 2], [None, sink][number % 2], mask, torch.tensor(7)]
         rest += [causal, dropout_p, 0.2, 2, 2]
-        found = assert_stays_within(side, operators.attention, *tensors, *rest, True)
-        assert_stays_within(side, operators.attention_backward, grad, *tensors, *found, *rest)
+        found = assert_stays_within(side, OPERATORS.attention, *tensors, *rest, True)
+        assert_stays_within(side, OPERATORS.attention_backward, grad, *found, *tensors, *rest)
 
 
 @both_sides
@@ -147,15 +148,16 @@ def check_the_output_layer(tokens, classes, width, dtype, side):
     target, factors = torch.randint(classes, (tokens,)), torch.rand(tokens)
     target[0] = -100
     smooth = 0.1 / classes
-    numbers = ([True] * 4, smooth, 1 - smooth * classes, -100, None)
+    numbers = (smooth, 1 - smooth * classes, -100, None)
     monotone = torch.cat([TABLE, torch.tensor([[-9.0, 9.0, 1.0, 8.0]])], 1)
     for bias, table in itertools.product((None, some_bias), (None, TABLE, monotone)):
         given = (*layer, bias, table)
-        assert_stays_within(side, operators.output_loss_parts, *given, target, factors, *numbers)
-        assert_stays_within(side, operators.output_scores, *given)
+        call = (*given, target, *numbers, factors, [True] * 4)
+        assert_stays_within(side, OPERATORS.output_loss_parts, *call)
+        assert_stays_within(side, OPERATORS.output_scores, *given)
         for apart in ([], [2, 4]):
             count = min(4, classes - len(apart))
-            assert_stays_within(side, operators.best_outputs, *given, count, apart)
+            assert_stays_within(side, OPERATORS.best_outputs, *given, count, apart)
 
 
 @both_sides
@@ -164,12 +166,12 @@ def check_numbers_one_by_one(shape, side):
     torch.manual_seed(0)
     scores, grad = torch.randn(2, *shape)
     for table in (TABLE, TABLE.repeat(3, 1)):
-        assert_stays_within(side, operators.modulate, scores, table)
-        assert_stays_within(side, operators.modulate_backward, grad, scores, table)
-        assert_stays_within(side, operators.tails, table)
+        assert_stays_within(side, OPERATORS.modulate, scores, table)
+        assert_stays_within(side, OPERATORS.modulate_backward, grad, scores, table)
+        assert_stays_within(side, OPERATORS.tails, table)
     rows = scores.flatten(0, 2)
-    assert_stays_within(side, operators.best_scores, rows, min(3, rows.shape[1]))
-    assert_stays_within(side, operators.dropout, scores, torch.tensor(5), 0.3)
+    assert_stays_within(side, OPERATORS.best_scores, rows, min(3, rows.shape[1]))
+    assert_stays_within(side, OPERATORS.dropout, scores, torch.tensor(5), 0.3)
 
 
 @both_sides
@@ -180,4 +182,4 @@ def check_a_step(side):
     ancestors[-1] = torch.arange(6, 13)
     for scalars in ((None, None), (TABLE.repeat(3, 1), torch.randn(3))):
         given = (*tensors, ancestors, *scalars, 0.2)
-        assert_stays_within(side, operators.attention_step, *given)
+        assert_stays_within(side, OPERATORS.attention_step, *given)

@@ -22,8 +22,10 @@ from multimax_fairseq import (
     normalize,
     scaled_dot_product_attention,
 )
-from multimax_fairseq.functional import modulate
-from multimax_fairseq.modules import EntmaxAlpha, Normalizer, Temperature
+from multimax_fairseq.mappings.entmax import EntmaxAlpha
+from multimax_fairseq.mappings.softmax import Temperature
+from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.ops.modulator import modulate
 
 TABLES = reference.TABLE_7 + reference.TABLE_8
 # Far from the identity, with sparse and multi-modal signs in both orders.

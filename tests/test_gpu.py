@@ -19,7 +19,7 @@ def test_bfloat16_is_plain_in_the_interpreter():
     program = """
 import torch
 from multimax_fairseq import scaled_dot_product_attention
-from multimax_fairseq.functional.backend import choose
+from multimax_fairseq.ops.backend import choose
 query = torch.randn(1, 1, 3, 16)
 assert choose("", "auto", query) == choose("", "auto", query.half()) == "triton"
 for mode in (torch.autocast("cpu"), torch.autocast("cpu", enabled=False)):

@@ -1,4 +1,4 @@
-"""The package's rooms: which may import which, without a circle, and each file one thing."""
+"""The structure of the package: which subpackage may import which."""
 
 import ast
 import graphlib
@@ -18,24 +18,26 @@ from multimax_fairseq import supported
 
 PACKAGE = ROOT / "multimax_fairseq"
 GROUND = ("errors", "files", "signature", "supported")
-# What each room may import beside itself and the ground floor.
+MATHEMATICS = {"ops", "mappings", "continuous"}
+# The subpackages that each one may import, besides itself and GROUND.
 BELOW = {
-    "": {"functional", "modules", "compat"},  # the package itself, and `python -m`
-    "kernels": set(),
-    "functional": {"kernels"},
-    "modules": {"functional"},
-    "models": {"functional", "modules", "compat", "criterions", "optim"},
-    "criterions": {"functional"},
-    "optim": {"functional"},
+    "": {*MATHEMATICS, "modules", "compat"},  # the package itself, and `python -m`
+    "ops": set(),
+    "mappings": {"ops"},
+    "continuous": {"ops"},
+    "modules": MATHEMATICS,
+    "models": {*MATHEMATICS, "modules", "compat", "criterions", "optim", "analysis"},
+    "criterions": MATHEMATICS,
+    "optim": MATHEMATICS,
     "compat": set(),
-    "analysis": {"functional", "modules", "models", "compat"},
+    "analysis": {*MATHEMATICS, "modules", "models", "compat"},
     "convert": {"models", "compat"},
-    "transformers": {"functional", "modules", "models"},
+    "transformers": {*MATHEMATICS, "modules", "models"},
     **{name: set() for name in GROUND},
 }
-# What may not be imported at all where a room is to work without it.
-BARRED = {"kernels": {"fairseq"}, "functional": {"fairseq"}}
-# ... and, but for the last room, everywhere.
+# Packages that a subpackage must work without.
+BARRED = {name: {"fairseq"} for name in MATHEMATICS}
+# Packages that only the subpackage of the same name may import.
 LARGE = {"transformers"}
 
 
@@ -59,17 +61,15 @@ def imports(file, at_start=False):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(name):
+def subpackage(name):
     parts = name.split(".")
-    is_room = len(parts) > 1 and parts[1] in BELOW
-    return parts[1] if is_room else ""
+    return parts[1] if len(parts) > 1 and parts[1] in BELOW else ""
 
 
 @pytest.mark.parametrize("name", BELOW)
-def test_a_room_imports_from_below(name):
-    # The commands of the analysis name what is missing, so they import fairseq late.
+def test_subpackage_imports_only_from_below(name):
     allowed = BELOW[name] | {*GROUND, name}
-    files = [file for module, file in modules().items() if room(module) == name]
+    files = [file for module, file in modules().items() if subpackage(module) == name]
     assert files
     for file in files:
         for imported in imports(file):

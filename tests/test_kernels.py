@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from commands import run
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.functional import backend, cross_entropy
-from multimax_fairseq.functional.cross_entropy import fused_scores
-from multimax_fairseq.functional.modulator import tails
-from multimax_fairseq.kernels import build, cpu
+from multimax_fairseq.ops import backend, build, cross_entropy, native
+from multimax_fairseq.ops.attention import windows
+from multimax_fairseq.ops.best_outputs import fused_scores
+from multimax_fairseq.ops.modulator import tails, tails_operator
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(params=["as built", "MKL", "AVX2 and MKL"])
 def kernels(request, monkeypatch):
     """The library that this machine gets, and those that others get."""
-    library = cpu.library
+    library = native.library
     built = library()
     assert built is not None, "the tests of the kernels need a C++ compiler"
     if request.param == "as built":
@@ -33,7 +33,7 @@ def kernels(request, monkeypatch):
         built = build.load([*build.FLAGS, *build.MARCH["AVX2"]])
     if not built.start(0):
         pytest.skip("this torch has no MKL")
-    monkeypatch.setattr(cpu, "library", lambda: built)
+    monkeypatch.setattr(native, "library", lambda: built)
     yield
     library.cache_clear()
 
@@ -256,18 +256,18 @@ def test_windows_are_found_and_what_is_none_is_told():
     future = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
     padding = torch.tensor([[False] * 4, [True, True, False, False]])[:, None, None]
     for kind in (future.expand(2, 1, 4, 4), future[None, None]):
-        starts, ends, more = cpu.windows(2, 4, 4, kind, False)
+        starts, ends, more = windows(2, 4, 4, kind, False)
         assert not more and starts.tolist() == [[0] * 4] * 2 and ends.tolist() == [[1, 2, 3, 4]] * 2
-    starts, ends, more = cpu.windows(2, 4, 4, padding, True)
+    starts, ends, more = windows(2, 4, 4, padding, True)
     assert not more and starts.tolist() == [[0] * 4, [2] * 4]
     assert ends.tolist() == [[1, 2, 3, 4], [2, 2, 3, 4]]
-    starts, ends, more = cpu.windows(
+    starts, ends, more = windows(
         2, 4, 4, torch.tensor([False, True, False, False])[(None,) * 3], True
     )
     assert more and starts.tolist() == [[0] * 4] * 2 and ends.tolist() == [[1, 2, 3, 4]] * 2
-    assert cpu.windows(2, 4, 4, torch.full((2, 1, 4, 4), 0.5), False)[2]
-    assert cpu.windows(2, 4, 4, torch.zeros(1, 2, 4, 4), False) == (None, None, True)
-    assert cpu.windows(2, 4, 4, None, False) == (None, None, False)
+    assert windows(2, 4, 4, torch.full((2, 1, 4, 4), 0.5), False)[2]
+    assert windows(2, 4, 4, torch.zeros(1, 2, 4, 4), False) == (None, None, True)
+    assert windows(2, 4, 4, None, False) == (None, None, False)
 
 
 @pytest.mark.parametrize("heads", [None, 3])
@@ -523,16 +523,16 @@ def test_without_gradients_no_gradient_is_formed(monkeypatch):
     features, weight, bias, target = loss_inputs(20, 40, 16)
     parameters = [torch.nn.Parameter(t) for t in (weight, bias)]
     formed = []
-    plain, compiled = cross_entropy._plain_parts, cpu.output_loss
+    plain, compiled = cross_entropy._plain_parts, cross_entropy._run_cpp
 
     def noted(function):
         def call(*inputs):
-            formed.append(inputs[5] is not None)
+            formed.append(inputs[1] is not None)
             return function(*inputs)
 
         return call
 
-    monkeypatch.setattr(cpu, "output_loss", noted(compiled))
+    monkeypatch.setattr(cross_entropy, "_run_cpp", noted(compiled))
     monkeypatch.setattr(cross_entropy, "_plain_parts", noted(plain))
     for kind in ("cpp", "plain"):
         monkeypatch.setenv("MULTIMAX_BACKEND", kind)
@@ -690,7 +690,7 @@ def test_where_a_monotone_modulator_turns_and_how_that_depends_on_its_parameters
     expected = tails(exact)
     finite = expected.isfinite()
     assert 0.2 < finite[:, :2].double().mean() < 0.8
-    found, jacobian = cpu.tails(tables)
+    found, jacobian = tails_operator(tables)
     torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     for column in range(4):
         total = expected[:, column].where(finite[:, column], 0).sum()

@@ -16,14 +16,9 @@ from triton.compiler import make_backend
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import create_function_from_signature
 
-from multimax_fairseq.kernels import (
-    launches,
-    triton_attention_kernels,
-    triton_cross_entropy,
-    triton_modulator,
-)
-from multimax_fairseq.kernels.launches import Call, Launch, candidates, is_heavy, run_fastest
-from multimax_fairseq.kernels.triton_attention_kernels import forward_kernel
+from multimax_fairseq.ops.triton import attention_kernels, cross_entropy, launches, modulator
+from multimax_fairseq.ops.triton.attention_kernels import forward_kernel
+from multimax_fairseq.ops.triton.launches import Call, Launch, candidates, is_heavy, run_fastest
 
 CHOICE = [Launch(64, 64, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 1)]
 TOO_LARGE = CHOICE[2]
@@ -255,14 +250,14 @@ def test_a_launch_finds_what_triton_would(device):
 @pytest.mark.parametrize(
     "kernel",
     [
-        triton_attention_kernels.forward_kernel,
-        triton_attention_kernels.mean_kernel,
-        triton_attention_kernels.query_kernel,
-        triton_attention_kernels.key_kernel,
-        triton_cross_entropy.loss_kernel,
-        triton_modulator.modulate_kernel,
-        triton_modulator.modulate_backward_kernel,
-        triton_modulator.tails_kernel,
+        attention_kernels.forward_kernel,
+        attention_kernels.mean_kernel,
+        attention_kernels.query_kernel,
+        attention_kernels.key_kernel,
+        cross_entropy.loss_kernel,
+        modulator.modulate_kernel,
+        modulator.modulate_backward_kernel,
+        modulator.tails_kernel,
     ],
     ids=lambda kernel: kernel.fn.__name__,
 )

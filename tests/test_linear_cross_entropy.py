@@ -17,8 +17,8 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.functional.cross_entropy import best_scores
-from multimax_fairseq.kernels import build, cpu, operators
+from multimax_fairseq.ops import build, native
+from multimax_fairseq.ops.best_outputs import best_scores
 
 
 def loss_inputs(dtype=torch.float64, bias=True):
@@ -222,7 +222,7 @@ def test_tensors_that_are_shared_among_processes_are_left_to_torch(mesh, shard):
         torch.testing.assert_close(other.full_tensor(), one)
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="needs the kernels in C++")
+@pytest.mark.skipif(native.library() is None, reason="needs the kernels in C++")
 @pytest.mark.parametrize("freed", ["features", "weight", "bias", "table"])
 def test_tensors_whose_memory_was_freed_are_refused_by_kernels(freed):
     """As those of a layer that FSDP has sharded, outside of its forward pass."""
@@ -230,7 +230,7 @@ def test_tensors_whose_memory_was_freed_are_refused_by_kernels(freed):
     given = {"features": features, "weight": weight, "bias": bias, "table": torch.zeros(1, 8)}
     given[freed].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=f"{freed} has no memory: it was freed"):
-        operators.output_scores(*(t.detach() for t in given.values()))
+        torch.ops.multimax_fairseq.output_scores(*(t.detach() for t in given.values()))
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])

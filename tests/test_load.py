@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import multimax_fairseq as mm
-from multimax_fairseq.kernels import cpu
+from multimax_fairseq.ops import native
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no CPU kernels for this machine")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no CPU kernels for this machine")
 
 PATIENCE = 60  # seconds
 

@@ -620,7 +620,7 @@ def test_hydra_settings_reach_the_model_and_slips_are_named(task):
     assert model.decoder.output_modulator is not None
     for slip, hint in (
         ({"attention_normaliser": "softmax"}, "'attention_normalizer'"),
-        ({"attention_normalizer": "sofmax"}, "softmax, multimax, topk"),
+        ({"attention_normalizer": "sofmax"}, "choose one of .*multimax, .*topk"),
         ({"attention_normalizer_at": ["encoder", "cross"]}, "write .* with commas"),
         ({"topk": 3}, "--topk 3 belongs to topk attention"),
         ({"attention_normalizer": "topk", "topk": 2.5}, "--topk 2.5 must be a whole number"),

@@ -11,16 +11,16 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch.utils.checkpoint import checkpoint
 
 from multimax_fairseq import NORMALIZERS, Modulator, normalize, replace_softmax
-from multimax_fairseq.kernels import operators
+from multimax_fairseq.mappings.entmax import EntmaxAlpha
+from multimax_fairseq.mappings.softmax import Temperature
 from multimax_fairseq.modules import (
     AdditiveAttention,
     ContinuousAttention,
-    EntmaxAlpha,
     Normalizer,
     RecurrentCell,
-    Temperature,
 )
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops import attention
 
 # --- what a module learns ----------------------------------------------------------------------
 
@@ -202,8 +202,8 @@ def test_a_module_in_training_has_the_weights_for_training(name):
     ],
 )
 def test_attention_by_softmax_of_something_goes_through_the_kernel(monkeypatch, name, options):
-    calls, fused = [], operators.attention
-    monkeypatch.setattr(operators, "attention", lambda *x: calls.append(x) or fused(*x))
+    calls, fused = [], attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *x: calls.append(x) or fused(*x))
     module = Normalizer(name, 3, **options)
     query, key, value = (torch.randn(2, 3, 5, 8) for _ in range(3))
     for is_causal in (False, True):

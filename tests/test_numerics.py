@@ -12,8 +12,8 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.models.numerics import Examined
-from multimax_fairseq.modules import Modulator
 
 TRANSLATION, LANGUAGE = "transformer_multimax", "transformer_lm_multimax"
 FUSED = {

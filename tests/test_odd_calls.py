@@ -25,8 +25,9 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.functional import cross_entropy, modulate
-from multimax_fairseq.kernels import cpu
+from multimax_fairseq.ops import cross_entropy
+from multimax_fairseq.ops.best_outputs import fused_scores
+from multimax_fairseq.ops.modulator import modulate
 
 B, H, T, S, D, N, V = 3, 4, 5, 6, 16, 10, 300
 PARAMETERS = ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")
@@ -85,7 +86,7 @@ def ours_divergence(features, other, weight, **options):
 
 
 def ours_scores(features, weight, bias=None, **parameters):
-    scores = cross_entropy.fused_scores(features, weight, bias, given(dict(parameters)))
+    scores = fused_scores(features, weight, bias, given(dict(parameters)))
     # Where no kernel can, the caller does it.
     return plain_scores(features, weight, bias, **parameters) if scores is None else scores
 
@@ -495,12 +496,12 @@ def no_gradients_without_need():
 
     def recording(function):
         def record(*arguments):
-            formed.append(arguments[5] is not None)
+            formed.append(arguments[1] is not None)
             return function(*arguments)
 
         return record
 
-    modules = ((cpu, "output_loss"), (cross_entropy, "_plain_parts"))
+    modules = ((cross_entropy, "_run_cpp"), (cross_entropy, "_plain_parts"))
     functions = [getattr(*module) for module in modules]
     for module, function in zip(modules, functions, strict=True):
         setattr(*module, recording(function))

@@ -24,9 +24,8 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.functional import backend
-from multimax_fairseq.functional.modulator import table_of
-from multimax_fairseq.kernels import operators
+from multimax_fairseq.ops import attention, backend, best_outputs, cross_entropy  # noqa: F401
+from multimax_fairseq.ops.modulator import table_of
 
 pytestmark = [
     NEEDS_KERNELS,
@@ -134,10 +133,10 @@ def test_attention_is_an_operator_to_torch(name, dtype):
     numbers = (is_causal, dropout, 0.3, 2, 2)
     opcheck(OPERATORS.attention, (*inputs, *numbers, keep))
     constant = [t if t is None else t.detach() for t in inputs]
-    output, statistics = operators.attention(*constant, *numbers, True)
+    output, statistics = OPERATORS.attention(*constant, *numbers, True)
     gradient = torch.randn(output.shape, dtype=dtype)
-    rest = (*constant[:3], output, statistics, *constant[3:])
-    opcheck(OPERATORS.attention_backward, (gradient, *rest, *numbers))
+    inputs = (gradient, output, statistics, *constant, *numbers)
+    opcheck(OPERATORS.attention_backward, inputs)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +160,9 @@ def test_the_output_layer_is_an_operator_to_torch(
     constant = [t if t is None else t.detach() for t in inputs]
     opcheck(OPERATORS.output_scores, constant)
     factors, needed = (torch.rand(7), [True] * 4) if summed else (None, [False] * 4)
-    opcheck(OPERATORS.output_loss_parts, (*constant, target, factors, needed, *numbers))
+    opcheck(OPERATORS.output_loss_parts, (*constant, target, *numbers, factors, needed))
     needed = [True, False, has_bias, False]
-    opcheck(OPERATORS.output_loss_parts, (*constant, target, torch.rand(7), needed, *numbers))
+    opcheck(OPERATORS.output_loss_parts, (*constant, target, *numbers, torch.rand(7), needed))
 
 
 # --- recorded functions ------------------------------------------------------------------------
@@ -396,7 +395,7 @@ def test_nothing_is_logged_while_a_function_is_recorded(caplog):
     case = on_heads()
     inputs = case.inputs(*LENGTHS[0])
     parameters = dict(case.named_parameters())
-    with caplog.at_level(logging.INFO, "multimax_fairseq.functional.backend"):
+    with caplog.at_level(logging.INFO, "multimax_fairseq.ops.backend"):
         torch.compile(case, fullgraph=True, backend="aot_eager")(*inputs)
         torch.export.export(case, tuple(inputs))
         make_fx(with_gradients(case))(parameters, inputs)
@@ -537,13 +536,13 @@ def test_the_kernels_for_the_cpu_make_no_scores_either():
     table = some_table().detach()
     rest = (torch.zeros(query.shape[1]), ~mask, None, False, 0.0, 0.3, 2, 2)
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
-    numbers = (torch.ones(QUERIES), [True] * 4, 0.01, 1 - 0.01 * KEYS, -100, None)
+    numbers = (0.01, 1 - 0.01 * KEYS, -100, None, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:
-        output, statistics = operators.attend._attention(query, key, value, table, *rest, True)
-        operators.attend._attention_backward(
-            *(output, query, key, value, output, statistics, table, *rest)
+        output, statistics = attention._attention(query, key, value, table, *rest, True)
+        attention._attention_backward(
+            *(output, output, statistics, query, key, value, table, *rest)
         )
-        operators.output._output_loss_parts(features, weight, bias, table, target, *numbers)
+        cross_entropy._output_loss_parts(features, weight, bias, table, target, *numbers)
     assert recorder.wide == []
 
 

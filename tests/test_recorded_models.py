@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from multimax_fairseq.criterions.cross_entropy import LabelSmoothedMultimaxCrossEntropyCriterion
-from multimax_fairseq.functional import backend
+from multimax_fairseq.ops import backend
 
 pytestmark = [
     NEEDS_KERNELS,

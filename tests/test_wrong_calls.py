@@ -24,9 +24,8 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.functional import modulate
-from multimax_fairseq.functional.cross_entropy import best_outputs, fused_scores
-from multimax_fairseq.functional.modulator import table_of
+from multimax_fairseq.ops.best_outputs import best_outputs, fused_scores
+from multimax_fairseq.ops.modulator import modulate, table_of
 
 B, H, T, S, D, N, V = 3, 4, 5, 6, 8, 10, 300
 PARAMETERS = ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from multimax_fairseq import continuous_softmax, continuous_sparsemax, normalize
-from multimax_fairseq.functional.value_function import positions, ridge_regression
+from multimax_fairseq.continuous.value_function import positions, ridge_regression
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 ATTENTIONS = ("discrete", "continuous", "combined")

@@ -42,7 +42,7 @@ from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.compat.contents import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
-from multimax_fairseq.functional import NORMALIZERS
+from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace
 from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.models.loading import build, task_of

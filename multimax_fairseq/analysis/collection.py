@@ -11,7 +11,7 @@ import pandas as pd
 
 from multimax_fairseq.analysis import ADDED, COLUMNS
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional import NORMALIZERS
+from multimax_fairseq.mappings.table import NORMALIZERS
 
 ATTENTIONS = {
     "encoder": "encoder self-attention",

@@ -10,20 +10,15 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
+from multimax_fairseq.analysis import metrics
 from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
 from multimax_fairseq.analysis.words import WordBoundaries
+from multimax_fairseq.continuous.value_function import positions
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional import metrics
-from multimax_fairseq.functional.backend import VARIABLE
-from multimax_fairseq.functional.value_function import positions
-from multimax_fairseq.modules import (
-    AdditiveAttention,
-    ContinuousAttention,
-    Normalizer,
-    attending,
-)
+from multimax_fairseq.modules import AdditiveAttention, ContinuousAttention, Normalizer, attending
 from multimax_fairseq.modules.continuous_attention import Expectation
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.backend import VARIABLE
 
 
 class Recorder:

@@ -10,8 +10,9 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from multimax_fairseq.functional import metrics
-from multimax_fairseq.modules import Modulator, Normalizer
+from multimax_fairseq.analysis import metrics
+from multimax_fairseq.mappings.multimax import Modulator
+from multimax_fairseq.modules import Normalizer
 
 TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
 SCORE_STEP, BINS_A_DECADE = 0.5, 8

@@ -23,8 +23,9 @@ from fairseq.dataclass import FairseqDataclass
 from torch import Tensor
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional import linear_cross_entropy, symmetric_divergence
-from multimax_fairseq.functional.checks import is_finite
+from multimax_fairseq.ops.checks import is_finite
+from multimax_fairseq.ops.cross_entropy import linear_cross_entropy
+from multimax_fairseq.ops.symmetric_divergence import symmetric_divergence
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from multimax_fairseq.compat.patch import command, wrap
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.cross_entropy import best_outputs, best_scores
 from multimax_fairseq.models.output_layer import plain_output
 from multimax_fairseq.models.search_layers import faster_layers
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
+from multimax_fairseq.ops.best_outputs import best_outputs, best_scores
 
 # Of scores that are formed at a time.
 MAX_SCORES = 2**21

@@ -15,9 +15,7 @@ from torch import nn
 
 from multimax_fairseq.compat import building_from_checkpoint
 from multimax_fairseq.errors import UsageError, remedy_for
-from multimax_fairseq.functional.backend import requested
-from multimax_fairseq.functional.checks import is_finite, is_whole
-from multimax_fairseq.functional.mapping import (
+from multimax_fairseq.mappings.table import (
     SEPARATE,
     Mapping,
     Option,
@@ -27,6 +25,8 @@ from multimax_fairseq.functional.mapping import (
 )
 from multimax_fairseq.modules import ContinuousAttention, GatedAttention, Normalizer
 from multimax_fairseq.modules.continuous_attention import CONTEXTS, DENSITIES
+from multimax_fairseq.ops.backend import requested
+from multimax_fairseq.ops.checks import is_finite, is_whole
 
 logger = logging.getLogger(__name__)
 

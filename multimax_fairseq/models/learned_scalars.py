@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.mapping import mapping_named
+from multimax_fairseq.mappings.entmax import EntmaxAlpha
+from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.models.config import mapping_settings
-from multimax_fairseq.modules import EntmaxAlpha, GatedAttention, Normalizer
+from multimax_fairseq.modules import GatedAttention, Normalizer
 
 logger = logging.getLogger(__name__)
 

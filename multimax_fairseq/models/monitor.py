@@ -32,20 +32,16 @@ from fairseq.logging import metrics as logged
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
+from multimax_fairseq.analysis import metrics
 from multimax_fairseq.compat import MONITOR
-from multimax_fairseq.functional import metrics
-from multimax_fairseq.functional.attention import attention_scores
-from multimax_fairseq.functional.mapping import mapping_named
-from multimax_fairseq.functional.normalizers import softmax
+from multimax_fairseq.mappings.multimax import Modulator
+from multimax_fairseq.mappings.softmax import softmax
+from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.models.config import flag
 from multimax_fairseq.models.learned_scalars import symbols
-from multimax_fairseq.modules import (
-    AdditiveAttention,
-    Modulator,
-    Normalizer,
-    attending,
-)
+from multimax_fairseq.modules import AdditiveAttention, Normalizer, attending
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.attention import attention_scores
 
 logger = logging.getLogger(__name__)
 

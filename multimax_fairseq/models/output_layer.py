@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.cross_entropy import fused_scores
-from multimax_fairseq.functional.modulator import is_known
+from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.models.config import build_normalizer
-from multimax_fairseq.modules import Modulator
+from multimax_fairseq.ops.best_outputs import fused_scores
+from multimax_fairseq.ops.modulator import is_known
 
 
 def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.checks import is_whole
-from multimax_fairseq.functional.mapping import Option, chosen_from, yes_or_no
+from multimax_fairseq.mappings.table import Option, chosen_from, yes_or_no
 from multimax_fairseq.models.config import (
     TranslationConfig,
     as_namespace,
@@ -37,6 +36,7 @@ from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import AdditiveAttention, RecurrentCell
 from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.recurrent_cell import start_biases, start_gates
+from multimax_fairseq.ops.checks import is_whole
 
 # The model has no limit of its own: the task's --max-source-positions and the like act.
 MAX_POSITIONS = 100_000

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.cross_entropy import fused_scores
+from multimax_fairseq.ops.best_outputs import fused_scores
 from multimax_fairseq.signature import processor
 
 # Those of attention and of feed-forward layers, by fairseq's names.

@@ -26,7 +26,6 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.backend import traced
 from multimax_fairseq.models.config import (
     PLACES,
     TranslationConfig,
@@ -45,6 +44,7 @@ from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.operator import traced
 
 
 def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:

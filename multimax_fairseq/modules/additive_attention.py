@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.checks import check_whole
+from multimax_fairseq.ops.checks import check_whole
 
 
 class AdditiveAttention(nn.Module):

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import AttentionToSteps, Steps
-from multimax_fairseq.functional.checks import check_whole
+from multimax_fairseq.ops.checks import check_whole
+from multimax_fairseq.ops.decoding import StepAttention, Steps
 
 
 class GatedAttention(nn.Module):
@@ -61,7 +61,7 @@ class GatedAttention(nn.Module):
         )
         return self._gated(context, hidden), probs
 
-    def for_steps(self, like: Tensor, heads: int, size: int) -> AttentionToSteps | None:
+    def for_steps(self, like: Tensor, heads: int, size: int) -> StepAttention | None:
         """Return the attention's `for_steps`, gated; None where it has none."""
         prepare = getattr(self.normalizer, "for_steps", None)
         attend = None if prepare is None else prepare(like, heads, size)

@@ -6,14 +6,15 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import weighted_values
-from multimax_fairseq.functional.backend import is_autocast, traced
-from multimax_fairseq.functional.checks import check_number, check_whole, is_finite, is_whole
-from multimax_fairseq.functional.continuous import continuous_softmax, continuous_sparsemax
-from multimax_fairseq.functional.dropout import dropout
-from multimax_fairseq.functional.normalizers import hidden_keys
-from multimax_fairseq.functional.value_function import positions, ridge_regression
+from multimax_fairseq.continuous.expectation import continuous_softmax, continuous_sparsemax
+from multimax_fairseq.continuous.value_function import positions, ridge_regression
 from multimax_fairseq.modules.normalizer import Normalizer
+from multimax_fairseq.ops.attention import weighted_values
+from multimax_fairseq.ops.backend import is_autocast
+from multimax_fairseq.ops.checks import check_number, check_whole, is_finite, is_whole
+from multimax_fairseq.ops.dropout import dropout
+from multimax_fairseq.ops.masks import hidden_keys
+from multimax_fairseq.ops.operator import traced
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 CONTEXTS = ("combined", "continuous")

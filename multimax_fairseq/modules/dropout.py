@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from fairseq.modules import FairseqDropout
 from torch import Tensor
 
-from multimax_fairseq.functional.dropout import dropout
+from multimax_fairseq.ops.dropout import dropout
 
 
 class Dropout(FairseqDropout):

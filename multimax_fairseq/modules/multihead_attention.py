@@ -7,9 +7,9 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.attention import Steps
-from multimax_fairseq.functional.backend import is_autocast
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
+from multimax_fairseq.ops.backend import is_autocast
+from multimax_fairseq.ops.decoding import Steps
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
@@ -187,7 +187,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         past = buffer.get("steps")
         if past is None:
             past = Steps(k[:0], v[:0], torch.empty(batch, 0, dtype=torch.int64, device=k.device))
-        kept = past.and_one_more(k, v, buffer.get("order"))
+        kept = past.append(k, v, buffer.get("order"))
         context = attend(q, kept, self.scaling, query.transpose(0, 1)[:, None])
         self._set_input_buffer(incremental_state, {"steps": kept, "attend": attend})
         return self.out_proj(context.reshape(1, batch, heads * size))

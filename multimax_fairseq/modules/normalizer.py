@@ -1,51 +1,57 @@
-"""A named mapping from scores to probabilities, with what it learns, and attention by it."""
+"""A named mapping as a module, with its learned parameters, and attention by it."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.attention import (
-    AttentionToSteps,
+from multimax_fairseq.mappings.softmax import softmax
+from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.ops.attention import (
     attention_scores,
-    attention_to_steps,
+    check_attention,
     fused_attention,
     weighted_values,
-    with_future,
 )
-from multimax_fairseq.functional.checks import is_whole
-from multimax_fairseq.functional.mapping import mapping_named
-from multimax_fairseq.functional.normalizers import softmax
+from multimax_fairseq.ops.checks import is_whole
+from multimax_fairseq.ops.decoding import StepAttention, step_attention
+from multimax_fairseq.ops.masks import with_future
 
 
 class Normalizer(nn.Module):
-    """Any of `NORMALIZERS` as a module: `normalizer(scores, dim, mask)` gives probabilities, and
-    `normalizer.attend(query, key, value, mask)` the values under them.
+    """A mapping of `NORMALIZERS` as a module.
+
+    `normalizer(scores, dim, mask)` returns probabilities. `normalizer.attend(query, key, value,
+    mask)` is the only entry point of attention, so training and decoding compute the same function.
 
     Args:
         name: a key of `NORMALIZERS`.
-        num_heads: None learns one set of parameters; else each head has its own, and scores carry
-            the heads in dimension -3. Any mapping takes it, for a model has one number of heads
-            whatever the mapping; it changes nothing where nothing is learned.
-        hidden_size: of the hidden states that queries are projections of; for asentmax, which reads
-            them, and nothing to the others.
+        num_heads: None learns one set of parameters. Otherwise each head has its own, and scores
+            carry the heads in dimension -3. Mappings without parameters ignore it.
+        hidden_size: size of the hidden states that queries are projections of. asentmax reads them;
+            other mappings ignore it.
         options: of the mapping, `NORMALIZERS[name].options`:
             order, terms, init_std, monotone: multimax, as `Modulator`.
             sink: multimax, "none", "zero" or "learned", as `Sink`.
             temperature, learn_temperature: softmax, as `Temperature`.
             k: topk.
-            alpha: alpha_entmax at this alpha; None learns it, as `EntmaxAlpha`.
+            alpha: alpha_entmax with a fixed alpha; None learns it, as `EntmaxAlpha`.
             start: ssmax, as `LengthScale`.
             bias: sigmoid; None is minus the logarithm of the number of keys.
 
-    Submodules: what is learned, under the name of the function's argument: `modulator` (multimax;
-    softmax at a temperature), which other mappings have as None, `alpha` (alpha_entmax), `sink`
-    (sink, multimax), `length_scale` (ssmax), `beta` and `gamma` (asentmax).
+    Submodules: the learned arguments of the mapping's function, by their names: `modulator`
+    (multimax, and softmax with a temperature; None for other mappings), `alpha` (alpha_entmax),
+    `sink` (sink, multimax), `length_scale` (ssmax), `beta` and `gamma` (asentmax).
 
     Raises:
         TypeError: an option that no mapping has.
-        ValueError: an unknown name, an option that this mapping does not take with a value other
-            than its default, an argument out of its range, or asentmax without hidden_size.
+        ValueError: an unknown name; an option of another mapping, unless it has its default value;
+            an argument out of its range; asentmax without hidden_size.
+
+    Example:
+        >>> normalizer = Normalizer("alpha_entmax", num_heads=8)
+        >>> normalizer(torch.randn(2, 8, 10, 10)).sum(-1).allclose(torch.ones(()))
+        True
     """
 
     def __init__(
@@ -120,25 +126,32 @@ class Normalizer(nn.Module):
         """Return the context of each query, and the probabilities that it was formed by.
 
             context = dropout(normalizer(scale * Q K^T, mask)) V
-        Any module with this method and `keep_heads` can stand in fairseq's attention.
+        `MultiheadAttention` takes any module with this method and `keep_heads`.
 
         Args:
             query: (B, H, T, D), floating.
             key, value: (B, H, S, D) and (B, H, S, any size), of query's dtype.
             mask: broadcastable to (B, H, T, S). Bool: True excludes. Float: added to the scores,
                 after a modulator.
-            is_causal: query t attends to keys up to t; together with a mask, both hold.
-            dropout_p: probability of dropping a probability.
+            is_causal: query t attends to keys up to t; with a mask, both hold.
+            dropout_p: probability of dropping an attention probability.
             scale: default 1 / sqrt(D).
-            need_probs: whether anybody reads the probabilities: the kernels do not hold them.
-            hidden: (B, 1, T, hidden_size), what the queries are projections of; only some read it.
+            need_probs: whether to return the probabilities; the kernels do not hold them.
+            hidden: (B, 1, T, hidden_size), of which the queries are projections; for asentmax.
 
         Returns:
             ((B, H, T, size of a value) in the dtype of value, or of autocast; None, or the
             probabilities before dropout, (B, H, T, S) in float32 or wider).
+
+        Raises:
+            TypeError, ValueError: as `scaled_dot_product_attention`.
         """
-        if not need_probs:
-            context = self._fused(query, key, value, mask, is_causal, dropout_p, scale)
+        check_attention(query, key, value, mask, is_causal, dropout_p, scale)
+        arguments = None if need_probs else self._kernel_arguments()
+        if arguments is not None:
+            context = fused_attention(
+                query, key, value, mask, is_causal, dropout_p, scale, **arguments
+            )
             if context is not None:
                 return context, None
         if is_causal:
@@ -146,16 +159,17 @@ class Normalizer(nn.Module):
         scores = attention_scores(query, key, scale)
         return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
 
-    def for_steps(self, like: Tensor, heads: int, size: int) -> AttentionToSteps | None:
-        """Return `functional.attention.attention_to_steps` by this mapping, for as long as what it
-        has learned stays the same, or None where no kernel can.
+    def for_steps(self, like: Tensor, heads: int, size: int) -> StepAttention | None:
+        """Return `ops.decoding.step_attention` for this mapping; None if no kernel can compute it.
+
+        It is valid until a parameter changes.
 
         Args:
             like: a tensor of the dtype and on the device of queries.
             heads, size: of the queries.
         """
-        asked = self._for_kernel()
-        return None if asked is None else attention_to_steps(like, heads, size, **asked)
+        arguments = self._kernel_arguments()
+        return None if arguments is None else step_attention(like, heads, size, **arguments)
 
     def attend_by_scores(
         self,
@@ -166,7 +180,7 @@ class Normalizer(nn.Module):
         need_probs: bool = False,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what `attend` does, by scores that somebody else has formed.
+        """Return the result of `attend` for given scores.
 
         Args:
             scores: (B, H, T, S), floating.
@@ -175,24 +189,8 @@ class Normalizer(nn.Module):
         probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 
-    def _fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        scale: float | None,
-    ) -> Tensor | None:
-        asked = self._for_kernel()
-        if asked is None:
-            return None
-        return fused_attention(query, key, value, mask, is_causal, dropout_p, scale, **asked)
-
-    def _for_kernel(self) -> dict[str, Any] | None:
-        """As `Mapping.for_kernel`, None also for what reads hidden states; arguments that no kernel
-        would read are not formed."""
+    def _kernel_arguments(self) -> dict[str, Any] | None:
+        """Return the arguments of `fused_attention`; None if no kernel serves this mapping."""
         mapping = mapping_named(self.name)
         if mapping.kernel is None or mapping.hidden:
             return None
@@ -202,14 +200,14 @@ class Normalizer(nn.Module):
         self, scores: Tensor, dim: int, mask: Tensor | None, hidden: Tensor | None
     ) -> Tensor:
         function, arguments = mapping_named(self.name).function, self._arguments(hidden)
-        if scores.dim() < 3:  # what heads share, (1, 1, 1), would make more dimensions of them
+        if scores.dim() < 3:  # a shared parameter, (1, 1, 1), would add dimensions
             for name, value in arguments.items():
                 if isinstance(value, Tensor) and value.numel() == 1:
                     arguments[name] = value.reshape(())
         return function(scores, dim=dim, mask=mask, **arguments)
 
     def _arguments(self, hidden: Tensor | None) -> dict[str, Any]:
-        """Those of the mapping's function."""
+        """Return the arguments of the mapping's function."""
         mapping, arguments = mapping_named(self.name), dict(self.fixed)
         if mapping.hidden and hidden is None:
             raise ValueError(
@@ -226,12 +224,12 @@ class Normalizer(nn.Module):
         return arguments
 
     def keep_heads(self, heads: list[int]) -> None:
-        """Forget all but these heads' parameters, where each head has its own."""
+        """Keep only these heads' parameters, if each head has its own."""
         if self.num_heads is None:
             return
         for parameter in self.parameters():
-            if parameter.dim() > 0:  # a learned temperature is one for all heads
-                parameter.data = parameter.data[heads]  # in place, for what is tied to it
+            if parameter.dim() > 0:  # all heads share a learned temperature
+                parameter.data = parameter.data[heads]  # keeps tied parameters tied
         for module in self.modules():
             if hasattr(module, "num_heads"):
                 setattr(module, "num_heads", len(heads))  # noqa: B010  its type is the class's own
@@ -241,7 +239,7 @@ class Normalizer(nn.Module):
 
 
 def attending(module: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield a module with `attend`, then what it attends by, which each has as `normalizer`."""
+    """Yield a module with `attend`, its `normalizer`, the normalizer of that, and so on."""
     while module is not None:
         yield module
         module = getattr(module, "normalizer", None)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.functional.checks import check_whole
+from multimax_fairseq.ops.checks import check_whole
 
 GATES = {"gru": 3, "lstm": 4}
 

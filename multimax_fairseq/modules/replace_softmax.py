@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.backend import is_autocast
-from multimax_fairseq.functional.mapping import mapping_named
+from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
+from multimax_fairseq.ops.backend import is_autocast
 
 # No score of a live model lies this low. One that does is modulated as if it were this, and what it
 # lies below is added after: a gradient by the square of -1e9, a mask's, would be a rounding error,

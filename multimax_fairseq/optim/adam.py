@@ -11,7 +11,7 @@ from fairseq.optim import register_optimizer
 from fairseq.optim.adam import Adam, FairseqAdam, FairseqAdamConfig
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.checks import is_finite, is_whole
+from multimax_fairseq.ops.checks import is_finite, is_whole
 
 
 @dataclass

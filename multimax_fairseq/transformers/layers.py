@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.functional.mapping import mapping_named
+from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.transformers import interface
 

@@ -7,8 +7,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from multimax_fairseq.functional import backend
-from multimax_fairseq.kernels import operators
+from multimax_fairseq.ops import backend
+from multimax_fairseq.ops.checks import DTYPES
 
 # The interpreter multiplies bfloat16 as if it were integers, and truncates where GPUs round.
 plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
@@ -32,7 +32,7 @@ def cast_impl(self, source, destination):
 
 
 InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
-backend.INTERPRETED = operators.DTYPES
+backend.INTERPRETED = DTYPES
 
 # It prepares the language again at each call of a function within a kernel, over what it
 # prepared before, and spends most of its time so.

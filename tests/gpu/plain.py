@@ -100,14 +100,17 @@ def plain_attention(query, key, value, table, mask=None, causal=False, scale=Non
 
 def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), **more):
     """The kernels' [output, gradients by query, key, value and, if any, table and sink]."""
-    from multimax_fairseq.kernels import triton_attention as kernels
+    from multimax_fairseq.ops.attention import AttentionCall
+    from multimax_fairseq.ops.triton import attention as kernels
 
     inputs = [t.detach() for t in inputs]
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
     drop = more.get("drop", (0, 0.0))
-    options = (table, more.get("sink"), mask, drop[0], causal, drop[1], scale, *orders)
-    out, total = kernels.attention_forward(*inputs, *options)
-    grads = kernels.attention_backward(grad, *inputs, out, total, *options)
+    seed = torch.tensor(drop[0])
+    options = (table, more.get("sink"), mask, seed, causal, drop[1], scale, *orders)
+    call = AttentionCall(*inputs, *options)
+    out, total = kernels.attention_forward(call)
+    grads = kernels.attention_backward(grad, out, total, call)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
     assert total.shape == (*out.shape[:2], 1, out.shape[2]) and total.dtype == torch.float32
     assert (grads[3] is None) == (table is None)

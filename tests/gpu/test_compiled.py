@@ -71,8 +71,8 @@ def count_spills(program):
     ],
 )
 def test_attention(capability, element, size, orders, masking, causal, dropout, monotone):
-    import multimax_fairseq.kernels.triton_attention_kernels as kernels
-    from multimax_fairseq.kernels.launches import Call, candidates
+    import multimax_fairseq.ops.triton.attention_kernels as kernels
+    from multimax_fairseq.ops.triton.launches import Call, candidates
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[element]
     summed, normed = sum(orders) > 0, element == "fp32" or masking > 2
@@ -98,7 +98,7 @@ def test_attention(capability, element, size, orders, masking, causal, dropout, 
 
 @pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
 def test_cross_entropy(capability, element):
-    import multimax_fairseq.kernels.triton_cross_entropy as kernels
+    import multimax_fairseq.ops.triton.cross_entropy as kernels
 
     arguments = {"ORDER": 2, "BLOCK": kernels.BLOCK, "num_warps": kernels.WARPS, "num_stages": 3}
     arguments |= {"MONOTONE": True, "CAP": 2, "GRADIENT": True, "SUMMED": True}
@@ -107,7 +107,7 @@ def test_cross_entropy(capability, element):
 
 @pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
 def test_modulator(capability, element):
-    import multimax_fairseq.kernels.triton_modulator as kernels
+    import multimax_fairseq.ops.triton.modulator as kernels
 
     arguments = {"MONOTONE": True, "PIECE": kernels.PIECE, "BLOCK": kernels.BLOCK}
     arguments |= {"num_warps": kernels.WARPS, "num_stages": 3}

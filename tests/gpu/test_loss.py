@@ -20,7 +20,8 @@ from plain import (
 @pytest.mark.parametrize("kind", [None, "shared", "monotone"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_loss_and_every_gradient(dtype, kind, chunk_size):
-    from multimax_fairseq.kernels.triton_cross_entropy import output_loss
+    from multimax_fairseq.ops.linear_loss import LossCall
+    from multimax_fairseq.ops.triton.cross_entropy import output_loss
 
     inputs, target, factors = loss_inputs(dtype, 2500)
     table = {None: None, "shared": far_table(1), "monotone": monotone_table(1, -0.5, 1.0)}[kind]
@@ -40,8 +41,8 @@ def test_loss_and_every_gradient(dtype, kind, chunk_size):
     needed = (True,) * 4
     runs = []
     for _ in range(2):
-        arguments = (*inputs, table, target, factors, smooth_weight, nll_weight, needed, chunk_size)
-        nll, smooth, grads = output_loss(*arguments)
+        call = LossCall(*inputs, table, target, smooth_weight, nll_weight, -1, chunk_size)
+        nll, smooth, grads = output_loss(call, factors, needed)
         assert nll.dtype == smooth.dtype == torch.float32
         assert (grads[3] is None) == (table is None)
         runs.append([nll, smooth, *(g for g in grads if g is not None)])
@@ -49,15 +50,11 @@ def test_loss_and_every_gradient(dtype, kind, chunk_size):
     assert_as_accurate(ours, expected(dtype), expected(torch.float64))
     assert all(map(torch.equal, *runs))
     assert (runs[0][2][factors * (target >= 0) == 0] == 0).all()
-    nll, smooth, grads = output_loss(
-        *inputs, table, target, None, smooth_weight, nll_weight, needed, chunk_size
-    )
+    nll, smooth, grads = output_loss(call, None, needed)
     assert torch.equal(nll, runs[0][0]) and grads == [None] * 4
     for wanted in range(4 if kind == "monotone" and dtype == torch.float32 else 0):
         needed = [number == wanted for number in range(4)]
-        grads = output_loss(
-            *inputs, table, target, factors, smooth_weight, nll_weight, needed, chunk_size
-        )[2]
+        grads = output_loss(call, factors, needed)[2]
         assert [g is not None for g in grads] == needed
         torch.testing.assert_close(grads[wanted], runs[0][2 + wanted])
 
@@ -65,13 +62,15 @@ def test_loss_and_every_gradient(dtype, kind, chunk_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", [None, "shared", "monotone"])
 def test_excluded_classes(dtype, kind):
-    from multimax_fairseq.kernels.triton_cross_entropy import BLOCK, output_loss
+    from multimax_fairseq.ops.linear_loss import LossCall
+    from multimax_fairseq.ops.triton.cross_entropy import BLOCK, output_loss
 
     inputs, target, factors = loss_inputs(dtype, 5000)
     inputs[2][128:256] = inputs[2][BLOCK : 2 * BLOCK] = -math.inf
     target[(inputs[2][target.clamp(min=0)] == -math.inf)] = 0
     table = {None: None, "shared": -far_table(1), "monotone": monotone_table(1, -math.inf)}[kind]
-    nll, _, grads = output_loss(*inputs, table, target, factors, 0.0, 1.0, (True,) * 4, None)
+    call = LossCall(*inputs, table, target, 0.0, 1.0, -1, None)
+    nll, _, grads = output_loss(call, factors, (True,) * 4)
     learned = [t.double().requires_grad_() for t in inputs[:2]]
     expected, _, _ = plain_loss(*learned, inputs[2].double(), table, target, 0.0, 1.0)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float16 else {}
@@ -80,20 +79,23 @@ def test_excluded_classes(dtype, kind):
     assert (grads[1][128:256] == 0).all() and (grads[2][BLOCK : 2 * BLOCK] == 0).all()
     # Nothing is read for a target that is not a class.
     target[1] = len(inputs[1])
-    nll = output_loss(*inputs, table, target, None, 0.0, 1.0, (False,) * 4, None)[0]
+    nll = output_loss(call, None, (False,) * 4)[0]
     assert nll[1].isnan() and nll[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("number", [math.inf, math.nan])
 def test_monotone_modulator_propagates_overflow(dtype, number):
-    from multimax_fairseq.kernels.triton_cross_entropy import output_loss
+    from multimax_fairseq.ops.linear_loss import LossCall
+    from multimax_fairseq.ops.triton.cross_entropy import output_loss
 
     table = monotone_table(1, -2.0, 1.0)
     inputs, target, _ = loss_inputs(dtype, 2500)
     inputs[2][7] = number
     for kind in (table, torch.cat([-table[:, :8], table[:, 8:]], -1)):
-        nll = output_loss(*inputs, kind, target, None, 0.0, 1.0, (False,) * 4, None)[0]
+        nll = output_loss(LossCall(*inputs, kind, target, 0.0, 1.0, -1, None), None, (False,) * 4)[
+            0
+        ]
         assert not nll[target >= 0].isfinite().any()
         *attended, grad = attention_inputs(1, 1, 20, 40, 16, dtype)
         attended[1][0, 0, 3, 0] = number

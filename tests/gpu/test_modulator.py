@@ -19,7 +19,7 @@ from plain import (
 @pytest.mark.parametrize("shape", [(5, 3, 20, 30), (3, 100, 90), (3, 1, 1)])
 @pytest.mark.parametrize("kind", ["shared", "separate", "monotone"])
 def test_modulator(dtype, shape, kind):
-    from multimax_fairseq.kernels.triton_modulator import modulate, modulate_backward
+    from multimax_fairseq.ops.triton.modulator import modulate, modulate_backward
 
     generator = torch.Generator().manual_seed(0)
     scores, grad = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -46,8 +46,8 @@ def test_modulator(dtype, shape, kind):
 
 
 def test_modulator_infinite_and_empty_inputs():
-    from multimax_fairseq.functional import modulator
-    from multimax_fairseq.kernels.triton_modulator import (
+    from multimax_fairseq.ops import modulator
+    from multimax_fairseq.ops.triton.modulator import (
         MAX_DISTANCE,
         modulate,
         modulate_backward,
@@ -85,12 +85,12 @@ def test_modulator_infinite_and_empty_inputs():
 
 
 def test_tails_equal_cpu_kernel():
-    from multimax_fairseq.kernels import cpu
-    from multimax_fairseq.kernels.triton_modulator import tails
+    from multimax_fairseq.ops.modulator import _tails_in_cpp as in_cpp
+    from multimax_fairseq.ops.triton.modulator import tails
 
     table = torch.randn(60, 8, generator=torch.Generator().manual_seed(2))
     table[::3] *= 0.02
     table[1::3, [1, 5]] = 0
     table[2::3, 3] = table[2::3, 2]
-    for ours, compiled in zip(tails(table.to(DEVICE)), cpu.tails(table), strict=True):
+    for ours, compiled in zip(tails(table.to(DEVICE)), in_cpp(table), strict=True):
         torch.testing.assert_close(ours.cpu(), compiled, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,9 @@ from plain import (
 )
 from torch._subclasses import FakeTensorMode
 
-from multimax_fairseq.kernels import operators
+import multimax_fairseq  # noqa: F401
+
+OPERATORS = torch.ops.multimax_fairseq
 
 
 def test_attention_of_empty_queries_or_keys():
@@ -22,7 +24,7 @@ def test_attention_of_empty_queries_or_keys():
         inputs = [t.requires_grad_() for t in inputs]
         for table in (far_table(2), monotone_table(1), None):
             numbers = (table, None, None, None, False, 0.0, 1.0, 2, 2, False)
-            out, _ = operators.attention(*inputs, *numbers)
+            out, _ = OPERATORS.attention(*inputs, *numbers)
             grads = torch.autograd.grad(out, inputs, grad)
             assert all((t == 0).all() for t in (out, *grads))
 
@@ -33,10 +35,10 @@ def laid_out(tensors):
 
 def assert_as_fake(operator, *arguments):
     """What an operator returns, which lies in memory as its fake form says, each on its own."""
-    found = operator.overload(*arguments)
+    found = operator(*arguments)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        assert laid_out(operator.overload(*fakes)) == laid_out(found)
+        assert laid_out(operator(*fakes)) == laid_out(found)
     places = [t.untyped_storage().data_ptr() for t in found if t.numel() > 0]
     assert len(set(places)) == len(places)
     return found
@@ -56,8 +58,8 @@ def test_attention_strides_equal_fake_kernel(layout, scale):
     query, key, value, grad = map(LAYOUTS[layout], attention_inputs(2, 3, 5, 7, 32))
     sink = torch.zeros(3, device=DEVICE)
     numbers = (far_table(1), sink, None, None, False, 0.0, scale, 2, 2)
-    output = assert_as_fake(operators.attention, query, key, value, *numbers, True)
-    assert_as_fake(operators.attention_backward, grad, query, key, value, *output, *numbers)
+    output = assert_as_fake(OPERATORS.attention, query, key, value, *numbers, True)
+    assert_as_fake(OPERATORS.attention_backward, grad, *output, query, key, value, *numbers)
 
 
 @pytest.mark.parametrize("turn", [False, True])
@@ -65,12 +67,13 @@ def test_loss_strides_equal_fake_kernel(turn):
     (features, weight, bias), target, factors = loss_inputs(torch.float32, 50)
     if turn:
         features, weight = (t.mT.contiguous().mT for t in (features, weight))
-    numbers = ([True] * 4, 0.0, 1.0, -1, None)
+    numbers = (0.0, 1.0, -1, None)
     layer = (weight, bias, far_table(1))
     for count in (None, 0):
         for some in (factors, None):
-            rows = (t if t is None else t[:count] for t in (target, some))
-            assert_as_fake(operators.output_loss_parts, features[:count], *layer, *rows, *numbers)
+            rows, some = (t if t is None else t[:count] for t in (target, some))
+            call = (features[:count], *layer, rows, *numbers)
+            assert_as_fake(OPERATORS.output_loss_parts, *call, some, [True] * 4)
 
 
 def test_loss_out_of_range_target_gives_no_usable_gradient():
@@ -79,7 +82,7 @@ def test_loss_out_of_range_target_gives_no_usable_gradient():
     target = torch.full((len(features),), 3, device=DEVICE)
     target[1] = 50
     numbers = (0.0, 1.0, -1, None, True)
-    loss, _ = operators.output_loss(features, weight, bias, None, target, *numbers)
+    loss, _ = OPERATORS.output_loss(features, weight, bias, None, target, *numbers)
     loss.backward()
     assert loss.isnan() and weight.grad.isnan().all()
     wrong = torch.arange(len(features), device=DEVICE) == 1
@@ -91,7 +94,7 @@ def test_loss_out_of_range_target_gives_no_usable_gradient():
 @pytest.mark.parametrize("masking", [None, "added"])
 def test_launch_can_be_repeated(dtype, masking, monkeypatch):
     """As it is where the fastest of several is looked for."""
-    from multimax_fairseq.kernels import triton_attention as kernels
+    from multimax_fairseq.ops.triton import attention as kernels
 
     *inputs, grad = attention_inputs(1, 2, 20, 30, 16, dtype)
     arguments = (inputs, grad, far_table(2), make_mask(masking, 1, 2, 20, 30))

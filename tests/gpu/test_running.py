@@ -7,7 +7,7 @@ import torch
 from plain import DEVICE, ROUNDING, attention_inputs, loss_inputs, needs_gpu
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.functional import backend
+from multimax_fairseq.ops import backend
 
 SMALL = (2, 2, 40, 40, 32)
 attention_or_loss = pytest.mark.parametrize("kind", ["attention", "loss"])

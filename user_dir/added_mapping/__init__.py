@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from multimax_fairseq import Mapping, Option, normalize, register
-from multimax_fairseq.functional.rescaled import shift_and_scale
+from multimax_fairseq.mappings.masking import shift_and_scale
 
 
 class Sharpness(nn.Module):

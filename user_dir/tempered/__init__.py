@@ -8,7 +8,7 @@ and MultiMax of scores that a learned temperature divides first.
 from torch import nn
 
 from multimax_fairseq import NORMALIZERS, Mapping, Modulator, register
-from multimax_fairseq.modules.temperature import Temperature
+from multimax_fairseq.mappings.softmax import Temperature
 
 
 def tempered(num_heads):

@@ -20,7 +20,7 @@ from multimax_fairseq.analysis.canvas import (
 )
 from multimax_fairseq.analysis.collection import PLACES, Collection, bins, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
-from multimax_fairseq.modules import Modulator
+from multimax_fairseq.mappings.multimax import Modulator
 
 WARNING = "#D55E00"
 

@@ -11,8 +11,8 @@ from multimax_fairseq.analysis.canvas import PALE, legend_below, ordered_style, 
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 from multimax_fairseq.analysis.figures.modulators import SYMBOLS, modulators_of
-from multimax_fairseq.functional import NORMALIZERS, normalize
-from multimax_fairseq.modules import Modulator
+from multimax_fairseq.mappings.multimax import Modulator
+from multimax_fairseq.mappings.table import NORMALIZERS, normalize
 
 # Learned parameters of Zhou et al. 2024, as (t_b, t_d, b, d): a hidden layer of its Table 7
 # (Deit-small, ImageNet; layer 8) and the first of Table 8 (WikiText-103).

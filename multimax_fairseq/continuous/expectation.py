@@ -1,0 +1,333 @@
+"""Continuous attention: expectations of Gaussian basis functions under a density over positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.ops.checks import check_device, check_tensor
+from multimax_fairseq.ops.operator import traced, transformed
+
+# Where a support is narrower than this, in widths of a basis, the closed form loses digits to
+# cancellation, but so many terms of a Taylor series have all of a double's.
+NARROW = 0.2
+SERIES_TERMS = 11
+
+# How far a Gaussian reaches, in its widths: beyond that it is nothing beside its peak, to a double;
+# and where it is 0 itself.
+REACH = 9.0
+FAR = 40.0
+
+ROOT_HALF = math.sqrt(0.5)
+
+# So many means at a time are computed on a CPU, for some tens of basis functions each.
+CACHED_ROWS = 1024
+
+# The parabola's gradient by its variance is without bound at 0; below this it is the one here.
+LEAST_VARIANCE = 1e-9
+
+
+def continuous_softmax(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    """Return the expectations of Gaussian basis functions under a Gaussian density over time.
+
+        r_j = E[N(t; center_j, width_j^2)], t ~ N(mean, variance)
+            = N(mean; center_j, variance + width_j^2)          (Eq. 46, Martins et al. 2020)
+    Equivalent to: torch.distributions.Normal(centers, (variance + widths**2).sqrt())
+    .log_prob(mean).exp(), with mean and variance of one dimension more
+
+    Args:
+        mean: (...,), floating; any number.
+        variance: broadcastable with mean; 0 is the density of one point.
+        centers: (N,), of the basis functions; constants, which get no gradient.
+        widths: (N,), their standard deviations; above 0.
+
+    Returns:
+        (..., N), in float32 or wider. Its gradients are covariances under the density (Eq. 18).
+
+    Raises:
+        TypeError: something that is no tensor.
+        ValueError: shapes, dtypes or devices that do not fit; a basis that asks for a gradient; on
+            the CPU, a variance below 0 or a width that is not above 0.
+    """
+    return _expectation(_gaussian, _gaussian_slopes, (mean, variance, centers, widths))
+
+
+def continuous_sparsemax(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    """Return the expectations of Gaussian basis functions under a truncated parabola over time.
+
+        p(t) = [-lambda - (t - mean)^2 / (2 variance)]_+ , zero beyond mean +- (3/2 variance)^(1/3)
+        r_j = integral of p(t) N(t; center_j, width_j^2)       (Eq. 10 and 49, Martins et al. 2020)
+    Equivalent to: densities.TRUNCATED_PARABOLA.expectation(mean, variance, centers, widths)
+
+    `variance` is the scale of the score function, as in the paper, not the density's own variance,
+    which is (3/2 variance)^(2/3) / 5.
+
+    Args, Returns, Raises: as `continuous_softmax`. The true gradient by the variance grows without
+        bound as the variance falls to 0; below `LEAST_VARIANCE` it is the one there.
+    """
+    # Its closed form would lose most digits of a float32 to cancellation.
+    inputs = (mean, variance, centers, widths)
+    return _expectation(_parabola, _parabola_slopes, inputs, torch.float64)
+
+
+def gaussian_basis(positions: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    """Return the basis functions at positions: N(t; center_j, width_j^2), (..., N).
+
+    Args:
+        positions: (...,), floating.
+        centers, widths: (N,), as `continuous_softmax`.
+    """
+    check_tensor("positions", positions)
+    return continuous_softmax(positions, torch.zeros_like(positions), centers, widths)
+
+
+def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
+    # By Newton's method, in plain Python: an import at which torch's threads start leaves a process
+    # that is forked later waiting for them.
+    nodes, weights = [], []
+    for number in range(count):
+        node = -math.cos(math.pi * (number + 0.75) / (count + 0.5))
+        for _ in range(5):
+            before, value = 1.0, node  # Legendre's polynomials of two degrees
+            for n in range(2, count + 1):
+                before, value = value, ((2 * n - 1) * node * value - (n - 1) * before) / n
+            slope = count * (before - node * value) / (1 - node**2)
+            node -= value / slope
+        nodes.append(node)
+        weights.append(2 / ((1 - node**2) * slope**2))
+    found = torch.tensor([nodes, weights], dtype=torch.float64, device="cpu")
+    return found[0], found[1]
+
+
+# The quadrature's nodes on [-1, 1] and their weights. Over a Gaussian as far as it reaches, it is
+# right to 14 digits.
+NODES, WEIGHTS = _gauss_legendre(64)
+
+
+# --- one dimension ----------------------------------------------------------------------------
+
+# Of a mean and a variance, (..., 1), and bases, (N,): the expectations, (..., N), or their
+# derivatives by mean and by variance.
+Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Slopes = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _gaussian(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    total = variance + widths**2
+    return torch.exp(-((mean - centers) ** 2) / (2 * total)) / (2 * math.pi * total).sqrt()
+
+
+def _gaussian_slopes(
+    mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = variance + widths**2
+    # Where its square would overflow, the value is 0, and is to stay so.
+    most = torch.finfo(total.dtype).max ** 0.5
+    pull = ((centers - mean) / total).clamp(-most, most)
+    value = _gaussian(mean, variance, centers, widths)
+    return value * pull, value * (pull**2 - 1 / total) / 2
+
+
+def _parabola(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
+    # With x = (t - mean) / half, the density of x is 3/4 (1 - x^2) on [-1, 1].
+    half, inverse = (1.5 * variance) ** (1 / 3), 1 / widths
+    mass, _, spread = moments_on_support(half * inverse, (centers - mean) * inverse)
+    return (0.5 * mass - 0.75 * spread) * inverse
+
+
+def _parabola_slopes(
+    mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+) -> tuple[Tensor, Tensor]:
+    half, inverse = (1.5 * variance.clamp(min=LEAST_VARIANCE)) ** (1 / 3), 1 / widths
+    _, first, spread = moments_on_support(half * inverse, (centers - mean) * inverse)
+    return first * (1.5 / half * inverse), spread * (1.125 / half**3 * inverse)
+
+
+def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the moments of a Gaussian on an interval, the second one about the uniform density's.
+
+        I_n = integral over [-1, 1] of x^n N(half x; offset, 1) dx
+
+    Args:
+        half: float64, at least 0: the interval's half-width in standard deviations of the Gaussian.
+        offset: float64, broadcastable with half: from the interval's centre to that of the
+            Gaussian.
+
+    Returns:
+        (I_0, I_1, I_2 - I_0 / 3), each of the broadcast shape.
+    """
+    half, offset = torch.broadcast_tensors(half, offset)
+    # Farther away all is 0 to a double, and powers of the offset would overflow.
+    offset = offset.clamp(-half - FAR, half + FAR)
+    narrow = half < NARROW
+    closed = _closed_moments(half.clamp(min=NARROW), offset)
+    if not looks(half):
+        series = _series_moments(half.clamp(max=NARROW), offset)
+        mass, first, spread = (
+            torch.where(narrow, a, b) for a, b in zip(series, closed, strict=True)
+        )
+        return mass, first, spread
+    if narrow.any():
+        series = _series_moments(half[narrow], offset[narrow])
+        mass, first, spread = (
+            whole.masked_scatter(narrow, part) for whole, part in zip(closed, series, strict=True)
+        )
+        return mass, first, spread
+    return closed
+
+
+def _closed_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    above, below = half - offset, half + offset
+    high, low = _normal(above), _normal(below)
+    # From the nearer end, so that the tails keep their digits.
+    far, reach = ROOT_HALF * offset.abs(), ROOT_HALF * half
+    inside = 0.5 * (torch.erfc(far - reach) - torch.erfc(far + reach))
+    spread = (1 + offset * offset - half * half / 3) * inside - above * low - below * high
+    inverse = 1 / half
+    square = inverse * inverse
+    return inside * inverse, (low - high + offset * inside) * square, spread * (square * inverse)
+
+
+def _series_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # N(half x; offset, 1) = N(offset; 0, 1) * sum of He_n(offset) (half x)^n / n!, where He_n is
+    # Hermite's polynomial, and He_(n+1) = offset He_n - n He_(n-1).
+    mass = first = spread = torch.zeros_like(half)
+    before, hermite, power = mass, torch.ones_like(half), torch.ones_like(half)
+    for n in range(SERIES_TERMS):
+        term = hermite * power
+        if n % 2:
+            first = first + 2 / (n + 2) * term
+        else:
+            mass = mass + 2 / (n + 1) * term
+            spread = spread + 4 * n / (3 * (n + 1) * (n + 3)) * term
+        before, hermite = hermite, offset * hermite - n * before
+        power = power * half / (n + 1)
+    scale = _normal(offset)
+    return scale * mass, scale * first, scale * spread
+
+
+def _normal(x: Tensor) -> Tensor:
+    return torch.exp(-0.5 * x * x) * (ROOT_HALF / math.sqrt(math.pi))
+
+
+class _Expectation(torch.autograd.Function):
+    """The expectations, of which only mean and variance are kept for the gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        core: Core, slopes: Slopes, mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+    ) -> Tensor:
+        rows = _in_parts(centers.dtype, mean, variance)
+        found = torch.cat([core(at, spread, centers, widths) for at, spread in rows])
+        return found.view(*torch.broadcast_shapes(mean.shape, variance.shape)[:-1], len(centers))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.slopes, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mean, variance, centers, widths = ctx.saved_tensors
+        totals = []
+        for at, spread, grads in _in_parts(centers.dtype, mean, variance, grad):
+            slopes = ctx.slopes(at, spread, centers, widths)
+            totals.append([(grads * slope).sum(-1, keepdim=True) for slope in slopes])
+        by_mean, by_variance = (
+            narrowed(torch.cat(total).view(*grad.shape[:-1], 1), like)
+            for total, like in zip(zip(*totals, strict=True), (mean, variance), strict=True)
+        )
+        return None, None, by_mean, by_variance, None, None
+
+
+def _in_parts(dtype: torch.dtype, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of tensors, so many at a time that what is computed of them stays in the cache."""
+    shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in tensors))
+    matrices = [
+        tensor.to(dtype).expand(*shape, -1).reshape(shape.numel(), tensor.shape[-1])
+        for tensor in tensors
+    ]
+    rows = CACHED_ROWS if looks(matrices[0]) else max(shape.numel(), 1)
+    return list(zip(*(matrix.split(rows) for matrix in matrices), strict=True))
+
+
+def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
+    """Return a gradient in the shape and dtype of what it is by, and finite in that dtype."""
+    limit = torch.finfo(like.dtype).max
+    return gradient.sum_to_size(like.shape).clamp(-limit, limit).to(like.dtype)
+
+
+def _expectation(
+    core: Core, slopes: Slopes, inputs: tuple[Tensor, ...], dtype: torch.dtype | None = None
+) -> Tensor:
+    """The expectations, computed in a dtype; None: in that of the result."""
+    mean, variance, centers, widths = checked_bases(*inputs)
+    result = result_dtype(mean, variance)
+    dtype = dtype or result
+    found = _Expectation.apply(
+        core, slopes, mean[..., None], variance[..., None], centers.to(dtype), widths.to(dtype)
+    )
+    return found.to(result)
+
+
+def checked_bases(
+    mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the arguments of an expectation in one dimension, checked."""
+    check_floating(mean=mean, variance=variance, centers=centers, widths=widths)
+    if centers.dim() != 1 or centers.shape != widths.shape:
+        raise ValueError(
+            "centers and widths must be (N,), one entry per basis function, got "
+            f"{list(centers.shape)} and {list(widths.shape)}"
+        )
+    for name, tensor in (("centers", centers), ("widths", widths)):
+        check_constant(name, tensor)
+    try:
+        torch.broadcast_shapes(mean.shape, variance.shape)
+    except RuntimeError:
+        raise ValueError(
+            "mean and variance must be broadcastable, got "
+            f"{list(mean.shape)} and {list(variance.shape)}"
+        ) from None
+    check_values("variance", variance, variance < 0, "at least 0")
+    check_values("widths", widths, ~(widths > 0) | widths.isinf(), "above 0 and finite")
+    return mean, variance, centers, widths
+
+
+def check_floating(**tensors: Tensor) -> None:
+    """Raise TypeError for what is no tensor, ValueError unless all float and share a device."""
+    first = next(iter(tensors))
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
+        check_device(name, tensor, tensors[first], first)
+
+
+def check_constant(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a basis that expects a gradient, which it would not get."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} are constants, which get no gradient: pass {name}.detach()")
+
+
+def result_dtype(first: Tensor, second: Tensor) -> torch.dtype:
+    """Return the dtype of expectations: the wider of the two, float32 at least."""
+    return torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
+
+
+def looks(tensor: Tensor) -> bool:
+    """Whether to look at values costs nothing: on a GPU it would be to wait for them, and what is
+    traced or transformed has none yet."""
+    return tensor.device.type == "cpu" and not traced() and not transformed()
+
+
+def check_values(name: str, tensor: Tensor, wrong: Tensor, remedy: str) -> None:
+    """Raise ValueError for the first entry that is wrong, where looking costs nothing."""
+    if looks(tensor) and wrong.any():
+        raise ValueError(f"{name} must be {remedy}, got {tensor[wrong][0].tolist()}")

@@ -1,0 +1,106 @@
+"""Attention by any of the mappings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.mappings.multimax import ScoreFunction, multimax
+from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.ops.attention import (
+    attention_scores,
+    check_attention,
+    fused_attention,
+    weighted_values,
+)
+from multimax_fairseq.ops.backend import requested
+from multimax_fairseq.ops.masks import with_future
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    normalizer: str = "multimax",
+    modulator: ScoreFunction | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> Tensor:
+    """Return the attention output, with the arguments of torch's function of the same name.
+
+        O = dropout(normalize(scale * Q K^T + mask)) V
+
+    Args:
+        query: (B, H, T, D), floating.
+        key: (B, H, S, D), of query's dtype.
+        value: (B, H, S, D) or of another last dimension.
+        normalizer: a key of `NORMALIZERS`.
+        modulator: for multimax, which needs it.
+        attn_mask: broadcastable to (B, H, T, S). Bool: True may attend. Float: added to the scores,
+            -inf excludes; MultiMax adds it to the modulated scores. It gets its gradient. A query
+            that may attend to no key gets zeros.
+        is_causal: query t attends to keys up to t; with attn_mask, both hold.
+        dropout_p: probability of dropping an attention probability.
+        scale: default 1 / sqrt(D).
+        backend: "cpp" and "triton" do not hold the (T, S) probabilities; they serve multimax,
+            softmax without a temperature, ssmax, softmax1 and sink. "plain" holds them and serves
+            all mappings, twice differentiable outside of the modulator. "auto" takes the variable
+            MULTIMAX_BACKEND, or else the fastest backend that can do it.
+        options: other options of the normalizer, as in `normalize`.
+
+    Returns:
+        (B, H, T, D of value), in the dtype of value, or of autocast.
+
+    Raises:
+        TypeError: an argument of a wrong type; an option that the normalizer does not take.
+        ValueError: an unknown normalizer or backend; multimax without a modulator, or another
+            normalizer with one; shapes, dtypes or devices that do not fit; a dropout_p outside of
+            [0, 1]; a scale that is not finite.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 10, 64)
+        >>> scaled_dot_product_attention(query, key, value, modulator=Modulator()).shape
+        torch.Size([2, 8, 10, 64])
+    """
+    check_attention(query, key, value, attn_mask, is_causal, dropout_p, scale, "attn_mask")
+    dropout_p, scale = float(dropout_p), None if scale is None else float(scale)
+    mapping = mapping_named(normalizer)
+    if mapping.function is multimax:
+        if modulator is None:
+            raise ValueError(
+                f"normalizer {normalizer!r} needs a modulator: pass modulator=Modulator()"
+            )
+        if not callable(modulator):
+            raise TypeError(
+                f"modulator must be a Modulator or a function of the scores, got {modulator!r}"
+            )
+        options["modulator"] = modulator
+    elif modulator is not None:
+        raise ValueError(
+            f"normalizer {normalizer!r} takes no modulator, got {modulator!r}: leave it out, or "
+            "pass normalizer='multimax'"
+        )
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = ~mask
+    for_kernel = mapping.for_kernel(**options)
+    if for_kernel is not None:
+        context = fused_attention(
+            query, key, value, mask, is_causal, dropout_p, scale, backend, **for_kernel
+        )
+        if context is not None:
+            return context
+    requested(backend)
+    if is_causal:
+        mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
+    scores = attention_scores(query, key, scale)
+    # `dim` by name, so that the options cannot contain another one.
+    probs = mapping.function(scores, dim=-1, mask=mask, **options)
+    return weighted_values(probs, value, dropout_p, backend)

@@ -1,0 +1,261 @@
+"""Sparsemax, 1.5-entmax and alpha-entmax, whose alpha may be learned."""
+
+from __future__ import annotations
+
+import sys
+from numbers import Real
+from typing import Any
+
+import entmax
+import torch
+from torch import Tensor, nn
+
+from multimax_fairseq.mappings.masking import below_top, check_row_values, over_allowed
+from multimax_fairseq.mappings.softmax import softmax
+from multimax_fairseq.mappings.table import Mapping, Option, heads_option, register
+from multimax_fairseq.ops.checks import check_whole, is_finite
+from multimax_fairseq.ops.operator import traced
+
+# The gradient by alpha is a difference of probabilities over (alpha - 1)^2. Closer to 1, rounding
+# errors of float32 would exceed it.
+LEAST_ALPHA = 1.01
+
+
+def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """Return the point of the probability simplex that is nearest to the scores.
+
+        p_i = max(x_i - tau, 0), tau such that they sum to one     (Martins and Astudillo 2016)
+    Equivalent to: entmax.sparsemax(scores.masked_fill(mask, -inf), dim)
+
+    Args, Returns, Raises: as `softmax`.
+    """
+    return over_allowed(lambda wide: _sorted(wide, 2.0, dim), scores, dim, mask)
+
+
+def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """Return 1.5-entmax probabilities, between softmax and sparsemax.
+
+        p_i = max(x_i / 2 - tau, 0)^2, tau such that they sum to one      (Peters et al. 2019)
+    Equivalent to: entmax.entmax15(scores.masked_fill(mask, -inf), dim)
+
+    Args, Returns, Raises: as `softmax`.
+    """
+    return over_allowed(lambda wide: _sorted(wide, 1.5, dim), scores, dim, mask)
+
+
+def alpha_entmax(
+    scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, alpha: float | Tensor
+) -> Tensor:
+    """Return alpha-entmax probabilities.
+
+        p_i = max((alpha - 1) x_i - tau, 0)^(1 / (alpha - 1)), tau such that they sum to one
+                                                                      (Correia et al. 2019)
+    Equivalent to: entmax.entmax_bisect(scores.masked_fill(mask, -inf), alpha, dim)
+
+    Args:
+        scores, dim, mask: as `softmax`.
+        alpha: at least 1; 1 is softmax, 2 is sparsemax. A tensor, which gets its gradient, is
+            broadcastable to scores, has size 1 in `dim`, and lies well above 1: its gradient is a
+            difference over (alpha - 1)^2.
+
+    Returns:
+        The shape of scores, in float32 or wider.
+
+    Raises:
+        TypeError: alpha is neither a number nor a tensor.
+        ValueError: alpha is a number below 1 or not finite, or a tensor of another dtype or shape;
+            as `softmax`.
+    """
+    if isinstance(alpha, Tensor):
+        _check_alpha(alpha, scores, dim)
+        wide_alpha = alpha
+        return over_allowed(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
+    if not isinstance(alpha, Real) or isinstance(alpha, bool):
+        raise TypeError(f"alpha must be a number or a tensor, got {alpha!r}")
+    if not 1 <= alpha <= sys.float_info.max:
+        raise ValueError(f"alpha must be at least 1 and finite, got {alpha}")
+    alpha = float(alpha)
+    if alpha == 1:
+        return softmax(scores, dim, mask)
+    if alpha == 1.5:
+        return entmax15(scores, dim, mask)
+    if alpha == 2:
+        return sparsemax(scores, dim, mask)
+    return over_allowed(lambda wide: _bisect(wide, alpha, dim), scores, dim, mask)
+
+
+def _check_alpha(alpha: Tensor, scores: Tensor, dim: int) -> None:
+    check_row_values("alpha", alpha, scores, dim)
+    # On a GPU, reading the numbers would synchronise.
+    if alpha.device.type == "cpu" and not traced():
+        rounded = alpha.detach().to(torch.promote_types(scores.dtype, torch.float32))
+        wrong = rounded[~((rounded > 1) & (rounded < torch.inf))]
+        if len(wrong) > 0:
+            raise ValueError(
+                f"alpha must be above 1 and finite where it is a tensor, got {wrong[0].item()}"
+            )
+
+
+class _Entmax(torch.autograd.Function):
+    """The library's mappings with correct gradients.
+
+    The library's gradient by the scores is NaN next to a probability of 0, and its gradient by
+    alpha lacks a term.
+
+        dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), 0 where p is
+        dp / dalpha = (p - q) / (alpha - 1)^2 + (h - q sum(h)) / (alpha - 1),
+            q = s / sum(s),  h = -p log p                                (Correia et al. 2019)
+    """
+
+    @staticmethod
+    def forward(wide: Tensor, alpha: float | Tensor, dim: int, steps: int) -> Tensor:
+        if steps > 0:
+            # entmax would create a CPU tensor from a Python number and force a synchronisation.
+            given = alpha if isinstance(alpha, Tensor) else wide.new_full((), alpha)
+            return entmax.entmax_bisect(wide, given, dim, steps)
+        return entmax.sparsemax(wide, dim) if alpha == 2 else entmax.entmax15(wide, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, alpha, ctx.dim, _ = inputs
+        ctx.alpha, learned = (None, alpha) if isinstance(alpha, Tensor) else (alpha, None)
+        ctx.save_for_backward(output, learned)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        probs, learned = ctx.saved_tensors
+        alpha = ctx.alpha if learned is None else learned
+        inside = probs > 0
+        positive = torch.where(inside, probs, 1.0)
+        weights = positive ** (2 - alpha) * inside
+        shares = weights / weights.sum(ctx.dim, keepdim=True)
+        by_scores = weights * (grad - (grad * shares).sum(ctx.dim, keepdim=True))
+        if not ctx.needs_input_grad[1]:
+            return by_scores, None, None, None
+        entropy = -probs * positive.log()
+        by_alpha = (probs - shares) / (alpha - 1) ** 2
+        by_alpha = by_alpha + (entropy - shares * entropy.sum(ctx.dim, keepdim=True)) / (alpha - 1)
+        return by_scores, (grad * by_alpha).sum_to_size(alpha.shape), None, None
+
+
+def _sorted(wide: Tensor, alpha: float, dim: int) -> Tensor:
+    """Return the exact mapping for alpha 1.5 or 2; NaN for a row whose largest score is not finite.
+
+    For such a row the library would read index -1, which crashes the process on a GPU.
+    """
+    top = wide.detach().amax(dim, keepdim=True)
+    wrong = top - top != 0
+    # Branch on values only on a CPU, where it is cheap, and not in a recorded graph.
+    if wrong.device.type == "cpu" and not traced() and not wrong.any():
+        return _Entmax.apply(wide, alpha, dim, 0)
+    exact = _Entmax.apply(wide.masked_fill(wrong, 0.0), alpha, dim, 0)
+    return exact.masked_fill(wrong, torch.nan)
+
+
+def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
+    limits = torch.finfo(wide.dtype)
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(wide.dtype)
+    elif alpha - 1 < 0.1 and wide.dtype == torch.float32:
+        # The large power 1 / (alpha - 1) would amplify rounding errors.
+        return _bisect(wide.double(), alpha, dim).float()
+    elif alpha - 1 < limits.eps**0.5:
+        return wide.softmax(dim)  # the difference is below the rounding error
+    else:
+        alpha = min(alpha, limits.max)
+    # Each step halves an interval of length one. More steps than mantissa bits change nothing.
+    steps = 30 if wide.dtype == torch.float32 else 60
+    return _Entmax.apply(below_top(wide, dim), alpha, dim, steps)
+
+
+class EntmaxAlpha(nn.Module):
+    """Learned alpha of each head; `alpha()` is 1 + sigmoid(logit), 1.01 or more, (num_heads, 1, 1).
+
+    The clamp passes gradients, so that an alpha can leave the bound again.
+
+    Args:
+        num_heads: how many alphas; 1 shares one among all heads.
+
+    Parameter: `logit`, (num_heads,), drawn from the standard normal distribution.
+
+    Raises:
+        ValueError: num_heads is no whole number of at least 1.
+    """
+
+    def __init__(self, num_heads: int = 1) -> None:
+        super().__init__()
+        check_whole("alpha's number of heads", num_heads)
+        self.logit = nn.Parameter(torch.randn(num_heads))
+
+    def forward(self) -> Tensor:
+        """Return alpha, (num_heads, 1, 1), in float32 or wider."""
+        wide = self.logit.to(torch.promote_types(self.logit.dtype, torch.float32))
+        alpha = 1 + wide.sigmoid()
+        alpha = alpha + (alpha.clamp(min=LEAST_ALPHA) - alpha).detach()
+        return alpha[:, None, None]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={len(self.logit)}"
+
+
+def _build(num_heads: int | None, alpha: float | None) -> dict[str, Any]:
+    return {"alpha": EntmaxAlpha(num_heads or 1) if alpha is None else alpha}
+
+
+register(
+    Mapping(
+        name="sparsemax",
+        label="sparsemax",
+        function=sparsemax,
+        output_options=(),
+        output_loss=lambda logits, target: entmax.sparsemax_loss(logits, target),
+    )
+)
+register(
+    Mapping(
+        name="entmax15",
+        label="1.5-entmax",
+        function=entmax15,
+        output_options=(),
+        output_loss=lambda logits, target: entmax.entmax15_loss(logits, target),
+    )
+)
+register(
+    Mapping(
+        name="alpha_entmax",
+        label="α-entmax",
+        function=alpha_entmax,
+        options=(
+            Option(
+                "alpha",
+                None,
+                float,
+                must="a finite number of at least 1",
+                is_right=lambda alpha: alpha is None or is_finite(alpha) and alpha >= 1,
+                help="fixed alpha of alpha_entmax; by default it is learned",
+                remark="1 is softmax, 2 sparsemax",
+                setting="entmax_alpha",
+            ),
+        ),
+        heads=heads_option(
+            "separate",
+            "a learned alpha per head, or per layer",
+            remark="whose alpha is learned",
+            setting="entmax_heads",
+        ),
+        build=_build,
+        output_options=(
+            Option(
+                "alpha",
+                1.5,
+                float,
+                must="a finite number above 1",
+                is_right=lambda alpha: is_finite(alpha) and alpha > 1,
+                help="alpha of the output normalizer alpha_entmax",
+                remark="for 1, softmax, give --output-normalizer softmax",
+                setting="output_entmax_alpha",
+            ),
+        ),
+        output_loss=lambda logits, target, alpha: entmax.entmax_bisect_loss(logits, target, alpha),
+    )
+)

@@ -1,0 +1,149 @@
+"""What the mappings share: checks of their arguments, and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.ops.checks import check_device, check_integer, check_number, check_tensor
+from multimax_fairseq.ops.masks import hidden_keys
+
+
+def check_arguments(scores: Tensor, dim: int, mask: Tensor | None) -> None:
+    """Raise TypeError or ValueError for arguments that no mapping takes."""
+    check_scores(scores)
+    _check_dim(scores, dim)
+    if mask is None:
+        return
+    check_tensor("mask", mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"mask must be bool (True excludes) or floating-point (added), got {mask.dtype}"
+        )
+    if not _broadcasts(list(mask.shape), list(scores.shape)):
+        raise ValueError(
+            f"mask must be broadcastable to the scores {list(scores.shape)}, got {list(mask.shape)}"
+        )
+    check_device("mask", mask, scores, "scores")
+
+
+def check_scores(scores: Tensor) -> None:
+    check_tensor("scores", scores)
+    if not scores.is_floating_point():
+        raise ValueError(f"scores must be floating-point, got {scores.dtype}")
+
+
+def _check_dim(scores: Tensor, dim: int) -> None:
+    check_integer("dim", dim)
+    ndim = max(scores.dim(), 1)
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"dim must be in [{-ndim}, {ndim - 1}], got {dim}")
+
+
+def _broadcasts(shape: list[int], to: list[int]) -> bool:
+    """Whether a shape can be broadcast to another one, which stays as it is."""
+    if len(shape) > len(to):
+        return False
+    for i in range(len(shape)):
+        if shape[i] != 1 and shape[i] != to[len(to) - len(shape) + i]:
+            return False
+    return True
+
+
+def check_row_values(name: str, values: Tensor, scores: Tensor, dim: int) -> None:
+    """Raise TypeError or ValueError unless `values` has a floating-point number for each row."""
+    check_tensor(name, values)
+    check_scores(scores)
+    _check_dim(scores, dim)
+    shape = list(scores.shape)
+    if shape:
+        shape[dim] = 1
+    if not values.is_floating_point() or not _broadcasts(list(values.shape), shape):
+        raise ValueError(
+            f"{name} must be floating-point and broadcastable to {shape}, got {values.dtype} "
+            f"{list(values.shape)}"
+        )
+    check_device(name, values, scores, "scores")
+
+
+def check_value(name: str, value: float | Tensor, scores: Tensor, dim: int) -> None:
+    if isinstance(value, Tensor):
+        check_row_values(name, value, scores, dim)
+    else:
+        check_number(name, value)
+
+
+def masked(
+    scores: Tensor, dim: int, mask: Tensor | None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Return the masked scores at a temperature, in float32 or wider, and what the mask excludes.
+
+    Excluded scores are -inf. A fully masked row is 0 instead, so that no NaN arises, not even in
+    the backward pass; the caller sets its probabilities to 0 after normalising.
+    """
+    check_arguments(scores, dim, mask)
+    wide = widened(scores)
+    if mask is None:
+        return _at(temperature, wide, dim), None
+    if mask.dtype != torch.bool:
+        mask = mask.to(wide.dtype)  # a large float64 becomes infinite
+    excluded = mask if mask.dtype == torch.bool else mask == -float("inf")
+    dim = dim - wide.dim() if dim >= 0 else dim
+    # A mask without this dimension excludes whole rows.
+    empty = excluded.all(dim, keepdim=True) if mask.dim() >= -dim else excluded
+    wide = wide.masked_fill(excluded, -float("inf")).masked_fill(empty, 0.0)
+    wide = _at(temperature, wide, dim)
+    if mask.dtype != torch.bool:
+        # Add 0 where -inf excludes: the sum would have a gradient.
+        wide = wide + mask.masked_fill(excluded, 0.0)
+    return wide, excluded
+
+
+def _at(temperature: float, wide: Tensor, dim: int) -> Tensor:
+    if temperature == 1 or wide.numel() == 0:
+        return wide
+    return below_top(wide, dim) / temperature
+
+
+def over_allowed(
+    mapping: Callable[[Tensor], Tensor], scores: Tensor, dim: int, mask: Tensor | None
+) -> Tensor:
+    """Apply a mapping that gives -inf the probability 0 to the scores that the mask allows."""
+    wide, excluded = masked(scores, dim, mask)
+    if wide.numel() == 0:
+        return wide
+    probs = mapping(wide) if wide.dim() > 0 else mapping(wide.unsqueeze(0)).squeeze(0)
+    return probs if excluded is None else probs.masked_fill(excluded, 0.0)
+
+
+def widened(scores: Tensor) -> Tensor:
+    """Return scores in float32 or wider."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def below_top(scores: Tensor, dim: int) -> Tensor:
+    """Return scores - largest, for mappings that ignore a shift.
+
+    A factor then overflows to -inf only, and a threshold of largest - 1 is exact.
+    """
+    return scores - scores.detach().amax(dim, keepdim=True)
+
+
+def shift_and_scale(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+    """Return (scores - largest) * factor, in float32 or wider, where largest is a row's maximum.
+
+    Softmax and other mappings that ignore a shift give the same probabilities as for scores *
+    factor. For a factor of at least 0 the product can overflow only to -inf. Excluded scores
+    contribute no gradient to the factor.
+    """
+    wide = widened(scores)
+    if wide.numel() == 0:
+        return wide
+    lowest = wide.detach() == -torch.inf
+    excluded = lowest if mask is None else lowest | hidden_keys(mask)
+    top = wide.detach().masked_fill(excluded, -torch.inf).amax(dim, keepdim=True)
+    # Excluded scores must not enter the gradient of the factor.
+    product = (wide - top).masked_fill(excluded, 0.0) * factor
+    return product.masked_fill(lowest, -torch.inf)

@@ -1,0 +1,58 @@
+"""Sigmoid attention: each key has a weight of its own (Ramapuram et al. 2025)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from multimax_fairseq.mappings.masking import masked
+from multimax_fairseq.mappings.table import Mapping, Option, register
+from multimax_fairseq.ops.checks import check_number, is_finite
+from multimax_fairseq.ops.masks import key_counts
+
+
+def sigmoid(
+    scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, bias: float | None = None
+) -> Tensor:
+    """Return sigmoid weights, one key independent of the others.
+
+        p_i = 1 / (1 + exp(-x_i - b)), b = -log(n), n keys             (Ramapuram et al. 2025)
+    Equivalent to: torch.sigmoid(scores - math.log(n)).masked_fill(mask, 0)
+
+    Args:
+        scores, dim, mask: as `softmax`; n counts what is not excluded, as `key_counts`.
+        bias: b; None is -log(n), at which scores of 0 give a row that sums to about one.
+
+    Returns:
+        The shape of scores, in float32 or wider.
+
+    Raises:
+        TypeError: the bias is not a number.
+        ValueError: it is not finite; as `softmax`.
+    """
+    if bias is not None:
+        check_number("bias", bias)
+    wide, excluded = masked(scores, dim, mask)
+    added = -key_counts(scores, dim, mask).log() if bias is None else bias
+    weights = (wide + added).sigmoid()
+    return weights if excluded is None else weights.masked_fill(excluded, 0.0)
+
+
+register(
+    Mapping(
+        name="sigmoid",
+        label="sigmoid",
+        function=sigmoid,
+        options=(
+            Option(
+                "bias",
+                None,
+                float,
+                must="a finite number",
+                is_right=lambda bias: bias is None or is_finite(bias),
+                help="fixed bias of sigmoid; by default minus the logarithm of the number of keys",
+                setting="sigmoid_bias",
+            ),
+        ),
+        sums_to_one=False,
+    )
+)

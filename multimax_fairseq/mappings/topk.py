@@ -1,0 +1,61 @@
+"""Top-k softmax: all but the k largest scores are left out (Gupta et al. 2021)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.mappings.masking import over_allowed
+from multimax_fairseq.mappings.table import Mapping, Option, register
+from multimax_fairseq.ops.checks import check_integer, is_whole
+
+
+def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -> Tensor:
+    """Return softmax probabilities over the k largest scores, zero elsewhere.
+
+        p_i = [x_i >= x_(k)] exp(x_i) / sum_j [x_j >= x_(k)] exp(x_j)    (Gupta et al. 2021)
+    Equivalent to: torch.softmax(scores.masked_fill(scores < scores.topk(k)[0][..., -1:], -inf), -1)
+
+    Args:
+        scores, dim, mask: as `softmax`; k counts what is not excluded.
+        k: at least 1. Scores equal to the k-th largest are kept too.
+
+    Returns:
+        The shape of scores, in float32 or wider.
+
+    Raises:
+        TypeError: k is no integer.
+        ValueError: k is below 1; as `softmax`.
+    """
+    check_integer("k", k)
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+
+    def mapping(wide: Tensor) -> Tensor:
+        length = wide.shape[dim]
+        if k >= length:
+            return wide.softmax(dim)
+        least = wide.detach().topk(k, dim, sorted=True).values.narrow(dim, k - 1, 1)
+        return wide.masked_fill(wide < least, -torch.inf).softmax(dim)
+
+    return over_allowed(mapping, scores, dim, mask)
+
+
+register(
+    Mapping(
+        name="topk",
+        label="top-k",
+        function=topk,
+        options=(
+            Option(
+                "k",
+                None,
+                int,
+                must="a whole number of at least 1",
+                is_right=is_whole,
+                help="how many scores the normalizer topk keeps",
+                setting="topk",
+            ),
+        ),
+    )
+)

@@ -1,0 +1,136 @@
+"""Chooses the implementation of an operator: plain PyTorch, compiled C++ or Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from multimax_fairseq.ops import native
+from multimax_fairseq.ops.checks import DTYPES
+from multimax_fairseq.ops.operator import capability, interpreted, traced, transformed
+
+logger = logging.getLogger(__name__)
+
+is_wrapper = is_traceable_wrapper_subclass
+BACKENDS = ("auto", "plain", "cpp", "triton")
+VARIABLE = "MULTIMAX_BACKEND"
+# Triton's interpreter multiplies bfloat16 numbers as integers.
+INTERPRETED = (torch.float32, torch.float16)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _constant(function: Function) -> Function:
+    """Apply torch.compiler.assume_constant_result, without its slow import of the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def requested(backend: str = "auto") -> str:
+    """Return the requested backend: the argument, or else the variable MULTIMAX_BACKEND.
+
+    Raises:
+        ValueError: an unknown name; a backend that this machine does not have.
+    """
+    source = "backend"
+    if backend == "auto":
+        source, backend = VARIABLE, os.environ.get(VARIABLE) or "auto"
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown {source} {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend == "cpp" and not _has("cpp"):
+        raise ValueError(f"{source} 'cpp' needs a C++ compiler and an x86 processor with AVX2")
+    if backend == "triton" and not _has("triton"):
+        raise ValueError(f"{source} 'triton' needs the package triton: pip install triton")
+    return backend
+
+
+def choose(
+    operation: str,
+    backend: str,
+    first: Tensor,
+    *others: Tensor | None,
+    able: bool = True,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> str:
+    """Return "plain", "cpp" or "triton" for an operation on these tensors.
+
+    A kernel takes tensors of one device and one dtype out of `dtypes`; autocast makes them so.
+    Plain PyTorch is chosen for anything else, whatever backend is requested: if the caller says
+    that the kernel is not `able`, under torch.jit.trace, torch.func or forward-mode
+    differentiation, and for tensors that wrap others, such as DTensor.
+
+    Args:
+        operation: its name in the log, written once; "" for none.
+        backend: as `requested`.
+        first, others: the tensors.
+    """
+    device, dtype = first.device, first.dtype
+    choice = _kernel(backend, str(device))
+    is_cast = is_autocast(device.type)
+    if choice == "triton" and device.type == "cpu":
+        able = able and (torch.get_autocast_dtype("cpu") if is_cast else dtype) in INTERPRETED
+    allowed = DTYPES if is_cast else dtypes
+    alike = dtype in allowed and not is_wrapper(first)
+    for other in others:
+        if other is not None:
+            fits = other.dtype in allowed if is_cast else other.dtype == dtype
+            alike = alike and fits and other.device == device and not is_wrapper(other)
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if not (able and alike) or tracing or transformed():
+        choice = "plain"
+    if operation and not traced():
+        _log(operation, choice)
+    return choice
+
+
+@_constant
+def _kernel(backend: str, device: str) -> str:
+    """Return the backend for tensors on this device."""
+    wanted = requested(backend)
+    kind = device.partition(":")[0]
+    if kind == "cpu" and interpreted():
+        return "triton" if wanted in ("auto", "triton") and _has_triton() else "plain"
+    if kind == "cpu" and wanted in ("auto", "cpp") and native.library() is not None:
+        return "cpp"
+    if kind == "cuda" and wanted in ("auto", "triton") and _has_triton():
+        # Older GPUs have too little shared memory for the kernels.
+        return "triton" if capability(device) >= 80 else "plain"
+    return "plain"
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether torch must see plain operations: it records them, or tensors wrap others."""
+    return traced() or any(t is not None and is_wrapper(t) for t in tensors)
+
+
+def is_autocast(device: str) -> bool:
+    """Whether autocast is on for this device type; False for types without autocast, as meta."""
+    return _knows_autocast(device) and torch.is_autocast_enabled(device)
+
+
+@_constant
+def _knows_autocast(device: str) -> bool:
+    # torch.compile of torch 2.10 cannot trace this call.
+    return torch.amp.autocast_mode.is_autocast_available(device)
+
+
+@_constant
+def _has(backend: str) -> bool:
+    return native.library() is not None if backend == "cpp" else _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _log(operation: str, choice: str) -> None:
+    logger.info(f"{operation}: {choice} backend")

@@ -1,0 +1,429 @@
+"""Cross-entropy of MultiMax or softmax over a linear layer, without holding all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.ops import native
+from multimax_fairseq.ops.backend import choose, recorded
+from multimax_fairseq.ops.checks import (
+    DTYPES,
+    check_device,
+    check_float,
+    check_integer,
+    check_number,
+    check_table,
+    check_tensor,
+)
+from multimax_fairseq.ops.linear_loss import (
+    LinearLoss,
+    LossCall,
+    cast_for_plain,
+    check_linear,
+    check_summing,
+    logits_of,
+    mean_of,
+    modulated_logits,
+    table_or_none,
+    through_chunks,
+)
+from multimax_fairseq.ops.modulator import ModulatorParameters, modulated_gradients
+from multimax_fairseq.ops.operator import (
+    Operator,
+    define,
+    needs_gradient,
+    on_triton,
+    schema_of,
+    without_gradient,
+)
+
+# A chunk of the C++ kernel has at most this many logits and tokens. The weight is then read seldom,
+# and a tile stays in the L2 cache.
+CHUNK_LOGITS, CHUNK_TOKENS = 70_000_000, 512
+# Floats of the widest vector; logits are stored in whole vectors.
+MOST_LANES = 16
+
+
+def linear_cross_entropy(
+    features: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    modulator: ModulatorParameters | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of MultiMax (or softmax) over the outputs of a linear layer.
+
+        nll = log sum_k exp(z_k) - z_y,      z = sigma(W h + b)
+        loss = (1 - e - e_i) nll - e_i sum_k log p_k,   e_i = e / (V - 1),  e = label_smoothing
+    Equivalent to: F.cross_entropy(modulator(F.linear(features, weight, bias)), target) without
+    label smoothing. With it, e is spread over the V - 1 other classes, as in fairseq.
+
+    Both passes run together on a chunk of rows, so that (N, V) is never held. With reduction "none"
+    and in float16, the backward pass computes the logits again.
+
+    Args:
+        features: (N, D) or (..., D), floating.
+        weight: (V, D), of the dtype of features.
+        target: the leading shape of features, an integer type.
+        bias: (V,), of the dtype of features.
+        modulator: a `Modulator` with shared heads; None is softmax.
+        label_smoothing: in [0, 1).
+        ignore_index: targets of this value count for nothing.
+        reduction: "sum", "mean" (over the targets that count; NaN if none does) or "none".
+        chunk_size: rows taken at a time; None chooses.
+
+    Returns:
+        (loss, nll_loss), both in nats and float32 or wider: scalars, or the shape of target for
+        "none". nll_loss has no gradient.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: shapes, dtypes or devices that do not fit; a modulator per head; an unknown
+            reduction; label smoothing out of range; a chunk size below 1; on the CPU, a target that
+            is neither one of the V classes nor ignore_index. On other devices and under
+            torch.compile, such a target gives NaN.
+    """
+    check_linear(features, weight, bias, modulator)
+    target = _checked_target(features, target)
+    check_integer("ignore_index", ignore_index)
+    check_summing(reduction, chunk_size)
+    check_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    shape, classes = target.shape, weight.shape[0]
+    target = target.reshape(-1)
+    rows = features.reshape(target.shape[0], features.shape[-1])
+    smooth_weight = float(label_smoothing) / max(classes - 1, 1)
+    # Not 1 - label_smoothing - smooth_weight, which differs if there is a single class.
+    nll_weight = 1 - smooth_weight * classes
+    summed = reduction != "none"
+    table = table_or_none(modulator)
+    call = LossCall(
+        rows, weight, bias, table, target, smooth_weight, nll_weight, ignore_index, chunk_size
+    )
+    if linear_backend("output loss", rows, weight, bias, table) == "plain":
+        loss, nll_loss = _plain(call, summed)
+    else:
+        table = None if table is None else table.float()
+        loss, nll_loss = output_loss(*call._replace(table=table), summed)
+    if not summed:
+        return loss.view(shape), nll_loss.view(shape)
+    if reduction == "mean":
+        count = (target != ignore_index).sum()
+        loss, nll_loss = mean_of(loss, count), mean_of(nll_loss, count)
+    return loss, nll_loss
+
+
+def _checked_target(features: Tensor, target: Tensor) -> Tensor:
+    """Return the targets as int64."""
+    check_tensor("target", target)
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target must be of an integer type, got {target.dtype}")
+    if target.dtype == torch.uint64:
+        raise ValueError("target is torch.uint64, which int64 cannot hold: cast it")
+    if target.shape != features.shape[:-1]:
+        raise ValueError(
+            f"target must be {list(features.shape[:-1])}, as features {list(features.shape)}, got "
+            f"{list(target.shape)}"
+        )
+    check_device("target", target, features, "features")
+    return target.long()
+
+
+def linear_backend(
+    operation: str, features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+) -> str:
+    """Return the backend for a linear layer and its modulator, as `choose`."""
+    able = features.numel() > 0 and weight.numel() > 0
+    able = able and (table is None or (table.shape[0] == 1 and table.device == features.device))
+    # The C++ kernel computes in float32; a narrower weight would need a copy.
+    dtypes = DTYPES if on_triton(features.device) else (torch.float32,)
+    return choose(operation, "auto", features, weight, bias, able=able, dtypes=dtypes)
+
+
+# --- plain PyTorch -----------------------------------------------------------------------------
+
+
+def _plain(call: LossCall, summed: bool) -> tuple[Tensor, Tensor]:
+    call = cast_for_plain(call)
+    if recorded(*call.inputs, call.target):  # torch differentiates it
+        nll, smooth = _losses(logits_of(call), call.target, call.ignore_index)
+    else:
+        if call.target.device.type == "cpu":
+            _check_range(call)
+        if needs_gradient(*call.inputs):
+            return LinearLoss.apply(_plain_parts, summed, *call)
+        nll, smooth = _plain_parts(call, None, (False,) * 4)[:2]
+    loss, nll = call.loss(nll, smooth), nll.detach()
+    return (loss.sum(), nll.sum()) if summed else (loss, nll)
+
+
+def _check_range(call: LossCall) -> None:
+    target, classes = call.target, call.weight.shape[0]
+    wrong = target[((target < 0) | (target >= classes)) & (target != call.ignore_index)]
+    if len(wrong) > 0:
+        raise ValueError(
+            f"target {int(wrong[0])} is neither one of {classes} classes nor ignore_index "
+            f"{call.ignore_index}"
+        )
+
+
+def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return nll and smooth of each row of logits (N, V); NaN for a target that is no class."""
+    classes = logits.shape[-1]
+    log_total = logits.logsumexp(-1)
+    logit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
+    logit = logit.masked_fill((target < 0) | (target >= classes), torch.nan)
+    ignored = target == ignore_index
+    smooth = classes * log_total - logits.sum(-1)
+    return (log_total - logit).masked_fill(ignored, 0.0), smooth.masked_fill(ignored, 0.0)
+
+
+def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> tuple[Any, ...]:
+    """Compute `output_loss_parts` in plain PyTorch, over chunks of rows."""
+
+    def one_chunk(
+        scores: Tensor, table: Tensor | None, target: Tensor, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        logits = modulated_logits(scores, table)
+        nll, smooth = _losses(logits, target, call.ignore_index)
+        if factors is None:
+            return nll, smooth, None, None
+        # The gradient of nll_weight * nll + smooth_weight * smooth. It contains p once, because
+        # smooth_weight * V + nll_weight = 1.
+        grad = logits.softmax(-1).sub_(call.smooth_weight)
+        index = target.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        grad.scatter_add_(-1, index, grad.new_full((), -call.nll_weight).expand(index.shape))
+        factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
+        ignored = (target == call.ignore_index).unsqueeze(-1)
+        grad = grad.mul_(factors).masked_fill_(ignored, 0.0)
+        if table is None:
+            return nll, smooth, grad, None
+        return nll, smooth, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
+
+    nll, smooth, grads = through_chunks(one_chunk, call, factors, needed)
+    pairs = zip(grads, call.inputs, strict=True)
+    return nll, smooth, *(None if g is None or t is None else g.to(t.dtype) for g, t in pairs)
+
+
+# --- torch.ops.multimax_fairseq.output_loss_parts ----------------------------------------------
+
+_ARGUMENTS = schema_of(LossCall)
+
+
+def check_output(
+    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+) -> None:
+    """Raise ValueError unless the kernels can take this linear layer and table."""
+    if features.dim() != 2 or weight.dim() != 2 or features.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"features must be (N, D) and weight (V, D), got {list(features.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"weight must have classes and a width, got {list(weight.shape)}")
+    check_float("features", features, features, "features")
+    check_float("weight", weight, features, "features")
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must be ({weight.shape[0]},), got {list(bias.shape)}")
+        check_float("bias", bias, features, "features")
+    if table is not None:
+        check_table(table, None, features, "features")
+
+
+def _check_loss(*inputs: Any) -> None:
+    call = LossCall(*inputs[:9])
+    check_output(*call.inputs)
+    _check_rows("target", call.target, torch.int64, call.features)
+    if call.chunk_size is not None and call.chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {call.chunk_size}")
+
+
+def _check_rows(name: str, tensor: Tensor, dtype: torch.dtype, features: Tensor) -> None:
+    if tensor.shape != features.shape[:1] or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} must be {dtype} ({features.shape[0]},), got {tensor.dtype} "
+            f"{list(tensor.shape)}"
+        )
+    check_device(name, tensor, features, "features")
+
+
+def _check_parts(*inputs: Any) -> None:
+    _check_loss(*inputs)
+    factors, needed = inputs[9:]
+    if factors is not None:
+        _check_rows("factors", factors, torch.float32, inputs[0])
+    if len(needed) != 4:
+        raise ValueError(
+            f"needed must have an entry for features, weight, bias and table, got {list(needed)}"
+        )
+
+
+def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return nll and smooth, (N,) float32, 0 if ignored, and the gradients; empty if not needed.
+
+    The last two inputs are factors, (N,) float32, the gradient by each row's loss, None for no
+    gradients; and which of features, weight, bias and table need gradients.
+    """
+    call, factors, needed = LossCall(*inputs[:9]), inputs[9], inputs[10]
+    classes = len(call.weight)
+    # Not in `check`, which torch.compile traces with symbolic sizes.
+    if not abs(call.smooth_weight * classes + call.nll_weight - 1) < 1e-6:
+        raise ValueError(
+            f"smooth_weight * {classes} + nll_weight must be 1, got smooth_weight "
+            f"{call.smooth_weight} and nll_weight {call.nll_weight}"
+        )
+    if on_triton(call.features.device):
+        from multimax_fairseq.ops.triton import cross_entropy
+
+        nll, smooth, grads = cross_entropy.output_loss(call, factors, needed)
+    else:
+        nll, smooth, grads = _run_cpp(call, factors, needed)
+    pairs = zip(grads, call.inputs, strict=True)
+    return nll, smooth, *(_or_empty(call, g, t) for g, t in pairs)
+
+
+def _or_empty(call: LossCall, grad: Tensor | None, tensor: Tensor | None) -> Tensor:
+    if grad is None or tensor is None:
+        return call.features.new_empty(0)
+    return grad.to(tensor.dtype)
+
+
+def _output_loss_parts_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    call, factors, needed = LossCall(*inputs[:9]), inputs[9], inputs[10]
+    target = call.target
+    nll, smooth = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
+    grads = (
+        call.features.new_empty(0)
+        if t is None or factors is None or not need
+        else t.new_empty(t.shape)
+        for t, need in zip(call.inputs, needed, strict=True)
+    )
+    return nll, smooth, *grads
+
+
+output_loss_parts: Operator = define(
+    f"output_loss_parts({_ARGUMENTS}, Tensor? factors, bool[] needed) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    check=_check_parts,
+    kernel=_output_loss_parts,
+    fake=_output_loss_parts_fake,
+    autograd=without_gradient("output_loss_parts"),
+)
+
+
+def _run_cpp(
+    call: LossCall, factors: Tensor | None, needed: Sequence[bool]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Call the C++ kernel; ValueError for a target that is neither a class nor ignore_index."""
+    features, weight = call.features.float(), call.weight.float()
+    bias, table = (None if t is None else t.float() for t in (call.bias, call.table))
+    tokens, classes, size = len(call.target), *weight.shape
+    chunk_size = call.chunk_size
+    if chunk_size is None:
+        most = max(16, min(CHUNK_TOKENS, CHUNK_LOGITS // classes))
+        # The logits of so few tokens fit into the memory of the weight's gradient.
+        in_gradient = min(CHUNK_TOKENS, size // MOST_LANES * MOST_LANES)
+        if factors is not None and needed[1] and tokens <= in_gradient:
+            most = in_gradient
+        chunks = max(1, -(-tokens // most))
+        chunk_size = max(1, -(-tokens // chunks))
+    nll, smooth = features.new_empty(2, tokens, dtype=torch.float64)
+    grads: list[Tensor | None] = [None] * 3
+    grad_table = features.new_zeros(1, 12, dtype=torch.float64)
+    if factors is not None:
+        layer = zip((features, weight, bias), needed, strict=False)
+        grads = [t.new_empty(t.shape) if t is not None and need else None for t, need in layer]
+    status = native.call(
+        "output_loss",
+        native.OutputLoss,
+        chunk=chunk_size,
+        ignore_index=call.ignore_index,
+        smooth_weight=call.smooth_weight,
+        nll_weight=call.nll_weight,
+        target=call.target.contiguous(),
+        factors=None if factors is None else factors.contiguous(),
+        nll=nll,
+        smooth=smooth,
+        grad_features=grads[0],
+        grad_weight=grads[1],
+        grad_bias=grads[2],
+        grad_table=grad_table,
+        **native.linear_layer(features, weight, bias, table),
+    )
+    if status < 0:
+        raise ValueError(
+            f"target {int(call.target[-1 - status])} is neither one of {classes} classes nor "
+            f"ignore_index {call.ignore_index}"
+        )
+    grads.append(None)
+    if table is not None and factors is not None and needed[3]:
+        grads[3] = grad_table[:, : table.shape[1]].float()
+    return nll.float(), smooth.float(), grads
+
+
+# --- torch.ops.multimax_fairseq.output_loss ----------------------------------------------------
+
+
+def _compute(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> Any:
+    return output_loss_parts(*call, factors, needed)
+
+
+def _output_loss(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Return (loss, nll), (N,) or, if `summed`, scalars; float32."""
+    call, summed = LossCall(*inputs[:9]), inputs[9]
+    nll, smooth, *_ = _output_loss_parts(*call, None, (False,) * 4)
+    loss = call.loss(nll, smooth)
+    return (loss.sum(), nll.sum()) if summed else (loss, nll)
+
+
+def _output_loss_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    call, summed = LossCall(*inputs[:9]), inputs[9]
+    shape = () if summed else call.target.shape
+    loss, nll = (call.features.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return loss, nll
+
+
+def _output_loss_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
+    if not needs_gradient(*inputs[:4]):
+        return below(*inputs)
+    return LinearLoss.apply(_compute, inputs[9], *inputs[:9])
+
+
+def cast_output(
+    features: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Any, ...]:
+    """Return the arguments in the dtype in which autocast has an output layer computed.
+
+    On a GPU this is the dtype of matrix products. On the CPU the kernel always computes in float32;
+    the widest dtype spares a copy of the weight.
+    """
+    device = features.device.type
+    if device == "cpu":
+        dtype = torch.promote_types(features.dtype, weight.dtype)
+    else:
+        dtype = torch.get_autocast_dtype(device)
+    features, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (features, weight))
+    if bias is not None and bias.dtype != torch.float64:
+        bias = bias.to(dtype)
+    return features, weight, bias, *rest
+
+
+output_loss: Operator = define(
+    f"output_loss({_ARGUMENTS}, bool summed) -> (Tensor, Tensor)",
+    check=_check_loss,
+    kernel=_output_loss,
+    fake=_output_loss_fake,
+    autograd=_output_loss_autograd,
+    autocast=cast_output,
+)

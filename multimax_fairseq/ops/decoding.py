@@ -1,0 +1,233 @@
+"""Attention of one decoding step, in which hypotheses share the keys and values of their prefixes.
+
+Beam search then copies no cache when it reorders its hypotheses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.ops import native
+from multimax_fairseq.ops.attention import (
+    check_scalars,
+    fits_each_head,
+    length_factor,
+    per_head,
+    table_fields,
+)
+from multimax_fairseq.ops.backend import choose, is_autocast
+from multimax_fairseq.ops.checks import check_device
+from multimax_fairseq.ops.modulator import fits_heads, is_known, table_of
+from multimax_fairseq.ops.operator import Operator, define, without_gradient
+
+# The head size must be a multiple of this, which all vector sizes divide.
+STEP_SIZES = 16
+
+
+class Steps(NamedTuple):
+    """The cached keys and values of all hypotheses, each stored once.
+
+    keys, values: (N, H, D), the first rows of `buffer` if there is one.
+    ancestors: (R, L) int64, the rows of hypothesis r, for its L steps.
+    buffer: memory in which the cache can grow.
+    """
+
+    keys: Tensor
+    values: Tensor
+    ancestors: Tensor
+    buffer: Buffer | None = None
+
+    def ancestors_in(self, order: Tensor | None) -> Tensor:
+        """Return the ancestors of the hypotheses `order`, (R',) int64; None for all."""
+        return self.ancestors if order is None else self.ancestors.index_select(0, order)
+
+    def append(self, key: Tensor, value: Tensor, order: Tensor | None) -> Steps:
+        """Return a cache with one more step; this one stays valid.
+
+        Args:
+            key, value: (R', H, D), of the new step.
+            order: (R',) int64, the hypothesis that each row continues; None for all in order.
+        """
+        count, more = len(self.keys), len(key)
+        rows = torch.arange(count, count + more, device=key.device)[:, None]
+        buffer = self.buffer
+        if buffer is None or not buffer.has_room(count, more):
+            buffer = Buffer(self.keys, self.values, more)
+        keys, values = buffer.append(key, value)
+        return Steps(keys, values, torch.cat([self.ancestors_in(order), rows], 1), buffer)
+
+
+class Buffer:
+    """Growable buffer for cached keys and values, (N, H, D).
+
+    Args:
+        keys, values: its first rows.
+        more: rows of the next step. The buffer has room for twice its first rows and 16 steps.
+    """
+
+    STEPS = 16
+
+    def __init__(self, keys: Tensor, values: Tensor, more: int) -> None:
+        self.used = len(keys)
+        size = 2 * self.used + self.STEPS * more
+        self.tensors = [x.new_empty(size, *x.shape[1:]) for x in (keys, values)]
+        for tensor, first in zip(self.tensors, (keys, values), strict=True):
+            tensor[: self.used] = first
+
+    def has_room(self, count: int, more: int) -> bool:
+        """Whether `more` rows fit behind the first `count`, and no other cache has used them."""
+        memory = self.tensors[0]
+        is_writable = torch.is_inference_mode_enabled() or not memory.is_inference()
+        return self.used == count and count + more <= len(memory) and is_writable
+
+    def append(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Write one step's rows; return all keys and all values."""
+        first, self.used = self.used, self.used + len(key)
+        for tensor, new in zip(self.tensors, (key, value), strict=True):
+            tensor[first : self.used] = new
+        return [tensor[: self.used] for tensor in self.tensors]
+
+
+# attend(query (R, H, D), steps, scale, hidden states (R, 1, 1, size) or None) -> (R, H, D)
+StepAttention: TypeAlias = Callable[[Tensor, Steps, float, Tensor | None], Tensor]
+
+
+def step_attention(
+    like: Tensor,
+    heads: int,
+    size: int,
+    *,
+    modulator: Any = None,
+    sink: float | Tensor | None = None,
+    length_scale: float | Tensor | None = None,
+) -> StepAttention | None:
+    """Return `attend(query, steps, scale, hidden)`, the attention of one step, without gradients.
+
+    Its query is (R, H, D), as is its output. `hidden`, (R, 1, 1, any size), is for a gate, which
+    wraps it. The modulator's parameters are read once, here.
+
+    Equivalent to: fused_attention(query[:, :, None], *(x[steps.ancestors].transpose(1, 2)
+        for x in (steps.keys, steps.values)), None, False, 0.0, scale, ...)[:, :, 0]
+
+    Args:
+        like: a tensor of the dtype and on the device of the query.
+        heads, size: H and D.
+        modulator, sink, length_scale: as `fused_attention`.
+
+    Returns:
+        None if no kernel can compute it.
+    """
+    able = size % STEP_SIZES == 0 and like.numel() > 0
+    able = able and not is_autocast(like.device.type)  # its projections are not float32
+    able = able and (modulator is None or is_known(modulator))
+    able = able and fits_each_head(like, heads, sink, length_scale)
+    table: Tensor | None = None
+    if able and modulator is not None:
+        table = table_of(modulator)[0].detach().float()
+        able = fits_heads(modulator, heads) and table.device == like.device
+    if choose("", "auto", like, able=able, dtypes=(torch.float32,)) != "cpp":
+        return None
+
+    @torch.no_grad()
+    def attend(query: Tensor, steps: Steps, scale: float, hidden: Tensor | None = None) -> Tensor:
+        if length_scale is not None:
+            counts = query.new_full((), steps.ancestors.shape[1])
+            query = query * length_factor(counts, length_scale).reshape(-1, 1)
+        return attention_step(query, *steps[:3], table, per_head(sink, query), scale)
+
+    return attend
+
+
+# --- torch.ops.multimax_fairseq.attention_step -------------------------------------------------
+
+
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    table: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+) -> None:
+    if query.dim() != 3 or query.shape[2] % STEP_SIZES:
+        raise ValueError(
+            f"query must be (R, H, D), D a multiple of {STEP_SIZES}, got {list(query.shape)}"
+        )
+    for name, tensor in (("query", query), ("keys", keys), ("values", values)):
+        if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}"
+            )
+    if keys.dim() != 3 or keys.shape[1:] != query.shape[1:] or values.shape != keys.shape:
+        raise ValueError(
+            f"keys and values must be (N, {query.shape[1]}, {query.shape[2]}), got "
+            f"{list(keys.shape)} and {list(values.shape)}"
+        )
+    if ancestors.dim() != 2 or len(ancestors) != len(query) or ancestors.dtype != torch.int64:
+        raise ValueError(
+            f"ancestors must be int64 ({len(query)}, L), got {ancestors.dtype} "
+            f"{list(ancestors.shape)}"
+        )
+    check_device("ancestors", ancestors, query, "query")
+    check_scalars(query, table, sink, scale)
+
+
+def _kernel(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    table: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Return the output, (R, H, D). ValueError for an ancestor that is not one of the N rows."""
+    if query.numel() == 0 or ancestors.numel() == 0:
+        return query.new_zeros(query.shape)
+    hypotheses, heads, size = query.shape
+    query, ancestors = query.contiguous(), ancestors.contiguous()
+    output = torch.empty_like(query)
+    status = native.call(
+        "attention_step",
+        native.Attention,
+        batch=hypotheses,
+        heads=heads,
+        queries=1,
+        keys=ancestors.shape[1],
+        size=size,
+        threads=torch.get_num_threads(),
+        scale=scale,
+        query=query.unsqueeze(2),
+        key=keys.contiguous().transpose(0, 1).unsqueeze(0),
+        value=values.contiguous().transpose(0, 1).unsqueeze(0),
+        output=output.unsqueeze(2),
+        sink=None if sink is None else sink.contiguous(),
+        ancestors=ancestors,
+        rows=len(keys),
+        **table_fields(table),
+    )
+    if status < 0:
+        raise ValueError(
+            f"ancestors must be rows of keys and values, 0 to {len(keys) - 1}, got "
+            f"{int(ancestors.min())} to {int(ancestors.max())}"
+        )
+    return output
+
+
+def _fake(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+attention_step: Operator = define(
+    "attention_step(Tensor query, Tensor keys, Tensor values, Tensor ancestors, Tensor? table, "
+    "Tensor? sink, float scale) -> Tensor",
+    check=_check,
+    kernel=_kernel,
+    fake=_fake,
+    autograd=without_gradient("attention_step"),
+)

@@ -1,0 +1,102 @@
+"""Dropout whose random numbers are a hash, so that it costs no more than reading the tensor.
+
+On a CPU, torch's dropout spends nine tenths of its time on random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multimax_fairseq.ops import native
+from multimax_fairseq.ops.backend import choose
+from multimax_fairseq.ops.checks import MAX_DROPOUT, check_dropout, check_float
+from multimax_fairseq.ops.operator import Operator, define, needs_gradient
+
+
+def draw_seed() -> Tensor:
+    """Return a seed of torch's generator, on the CPU, so that no device is waited for."""
+    return torch.randint(2**31 - 1, (), device="cpu")
+
+
+def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
+    """Set each entry to 0 with probability p, or divide it by 1 - p.
+
+    Equivalent to: torch.nn.functional.dropout(input, p), with other random numbers
+
+    Args:
+        input: any shape.
+        p: in [0, 1].
+        backend: "auto", or "plain" for torch's own.
+
+    The caller checks both. Inputs that the kernel does not take use torch's own dropout.
+    """
+    if p == 0:
+        return input
+    if choose("dropout", backend, input, able=p <= MAX_DROPOUT) == "cpp":
+        return dropout_operator(input, draw_seed(), p)
+    return F.dropout(input, p)
+
+
+def _check(input: Tensor, seed: Tensor, p: float) -> None:
+    check_float("input", input, input, "input")
+    if input.device.type not in ("cpu", "meta"):
+        raise ValueError(
+            f"input is on {input.device}: this dropout is for the CPU, elsewhere use torch's"
+        )
+    check_dropout("p", p, seed)
+
+
+def _kernel(input: Tensor, seed: Tensor, p: float) -> Tensor:
+    """The same entries are dropped for one shape and seed, on any number of threads."""
+    entries = native.cast(input, torch.float32).contiguous()
+    out = torch.empty_like(entries)
+    native.call(
+        "drop",
+        native.Drop,
+        count=entries.numel(),
+        threads=torch.get_num_threads(),
+        probability=p,
+        seed=int(seed),
+        entries=entries,
+        out=out,
+    )
+    return native.cast(out, input.dtype)
+
+
+def _fake(input: Tensor, seed: Tensor, p: float) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+class _Dropout(torch.autograd.Function):
+    """Saves the seed only: the backward pass drops the same entries of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, below: Callable[..., Any], input: Tensor, seed: Tensor, p: float
+    ) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.p = p
+        return below(input, seed, p)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        (seed,) = ctx.saved_tensors
+        return None, dropout_operator(grad, seed, ctx.p), None, None
+
+
+def _autograd(below: Callable[..., Any], input: Tensor, seed: Tensor, p: float) -> Any:
+    return _Dropout.apply(below, input, seed, p) if needs_gradient(input) else below(input, seed, p)
+
+
+dropout_operator: Operator = define(
+    "dropout(Tensor input, Tensor seed, float p) -> Tensor",
+    check=_check,
+    kernel=_kernel,
+    fake=_fake,
+    autograd=_autograd,
+)

@@ -1,0 +1,301 @@
+"""A loss over the outputs of a linear layer, in chunks of rows, so that (N, V) is never held."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multimax_fairseq.ops.backend import is_autocast
+from multimax_fairseq.ops.checks import check_device, check_integer, check_tensor
+from multimax_fairseq.ops.modulator import ModulatorParameters, is_known, modulated, table_of
+from multimax_fairseq.ops.operator import differentiable_once, traced
+
+# Logits held at a time. On the CPU a chunk stays in the last-level cache through both passes. On a
+# GPU it fills the matrix units; each chunk reads the whole weight and its gradient there, so a
+# chunk has at least LEAST_ROWS rows unless that exceeds MAX_LOGITS.
+CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**27}
+LEAST_ROWS = {"cpu": 64, "cuda": 2048}
+MAX_LOGITS = 2**30
+# Half-precision matrix products are fast if rows start at multiples of 16 bytes.
+ALIGNMENT = 64
+
+
+class LossCall(NamedTuple):
+    """The arguments of one loss over a linear layer, from the public function to the kernels.
+
+    loss = nll_weight * nll + smooth_weight * smooth, with z = sigma(W h + b),
+    nll = log sum_k exp(z_k) - z_target and smooth = sum_k (log sum_j exp(z_j) - z_k).
+
+    Attributes:
+        features: (N, D), float32, float16 or bfloat16. weight: (V, D). bias: (V,) or None.
+        table: (1, 8 or 12) float32, of `ops.modulator.pack`; None is softmax.
+        target: (N,) int64. `symmetric_divergence` has its mask here.
+        smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient by z_k
+            contains p_k once.
+        ignore_index: targets of this value count for nothing.
+        chunk_size: rows taken at a time; None chooses.
+    """
+
+    features: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    table: Tensor | None
+    target: Tensor
+    smooth_weight: float
+    nll_weight: float
+    ignore_index: int
+    chunk_size: int | None
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The tensors that may need gradients."""
+        return self[:4]
+
+    def loss(self, nll: Tensor, smooth: Tensor) -> Tensor:
+        """Return the loss of each row, in a new tensor."""
+        if not self.smooth_weight:
+            return nll.clone()
+        return self.nll_weight * nll + self.smooth_weight * smooth
+
+
+# compute(call, factors, needed) -> (nll, smooth, *gradients by features, weight, bias, table)
+Compute = Callable[[LossCall, Tensor | None, Sequence[bool]], Sequence[Any]]
+# one_chunk(scores (R, V), table, target (R,), factors (R,) or None)
+#     -> (nll (R,), smooth (R,), gradient by scores or None, gradient by table or None)
+OneChunk = Callable[
+    [Tensor, Tensor | None, Tensor, Tensor | None],
+    tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+]
+
+
+class LinearLoss(torch.autograd.Function):
+    """apply(compute, summed, *call) returns (loss, nll) of a `LossCall`.
+
+    If the losses are summed, the forward pass computes the gradients too, while it has the logits.
+    In float16 it does not: they would underflow before loss scaling is applied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, compute: Compute, summed: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+        call = LossCall(*arguments)
+        ctx.compute, ctx.numbers = compute, arguments[5:]
+        ctx.save_for_backward(*arguments[:5])
+        ctx.early = summed and call.features.dtype != torch.float16
+        factors = torch.ones_like(call.target, dtype=torch.float32) if ctx.early else None
+        nll, smooth, *ctx.grads = compute(call, factors, ctx.needs_input_grad[2:6])
+        loss = call.loss(nll, smooth)
+        if summed:
+            loss, nll = loss.sum(), nll.sum()
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        call = LossCall(*ctx.saved_tensors, *ctx.numbers)
+        needed = ctx.needs_input_grad[2:6]
+        # The gradients are handed over without a copy. A second backward pass through a retained
+        # graph computes them again.
+        grads, ctx.grads = ctx.grads, None
+        if not ctx.early or grads is None:
+            factors = torch.ones_like(call.target, dtype=torch.float32) if ctx.early else grad
+            factors = factors.expand(call.target.shape).contiguous()
+            _, _, *grads = ctx.compute(call, factors, needed)
+        if ctx.early and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched
+            grads = [None if g is None else g * grad for g in grads]
+        # Reading `grad` on a GPU would wait for it.
+        elif ctx.early and (traced() or grad.device.type != "cpu" or grad != 1):
+            grads = [None if g is None else g.mul_(grad) for g in grads]
+        by_inputs = (g if n else None for g, n in zip(grads, needed, strict=True))
+        return (None, None, *by_inputs, *(None,) * 5)
+
+
+def through_chunks(
+    one_chunk: OneChunk, call: LossCall, factors: Tensor | None, needed: Sequence[bool]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Return nll and smooth of each row, and the gradients by features, weight, bias and table.
+
+    No step waits for the device.
+
+    Args:
+        one_chunk: as `OneChunk`. It may overwrite the scores, which have the dtype of features and
+            unit last stride. It returns gradients unless `factors` is None.
+        factors: (N,), the gradient by each row's loss; None for no gradients.
+        needed: which of features, weight, bias and table need gradients.
+
+    Returns:
+        nll and smooth, (N,), in the dtype of features but at least float32. Gradients, None if not
+        needed: by features in their dtype; by weight in its own dtype if one chunk computes it;
+        sums over chunks in the dtype of the losses.
+    """
+    features, weight, bias, table, target, *_, chunk_size = call
+    count, classes, device = len(target), len(weight), features.device
+    if chunk_size is None:
+        chunk_size = chunk_rows(count, classes, device.type)
+    wide = torch.promote_types(features.dtype, torch.float32)
+    needed = [n and factors is not None for n in needed]
+    if count == 0:
+        nll, smooth = (torch.zeros(0, dtype=wide, device=device) for _ in range(2))
+        given = zip((features, weight, bias, table), needed, strict=True)
+        empty = [t.new_zeros(t.shape) if t is not None and n else None for t, n in given]
+        return nll, smooth, empty
+    by_features, by_weight, by_bias, by_table = [None] * 4
+    if needed[0]:
+        by_features = torch.empty(features.shape, dtype=features.dtype, device=device)
+    if needed[1]:
+        dtype = weight.dtype if count <= chunk_size else wide
+        by_weight = torch.empty(weight.shape, dtype=dtype, device=device)
+    width = classes if device.type == "cpu" else -(-classes // ALIGNMENT) * ALIGNMENT
+    logits = features.new_empty(min(chunk_size, count), width)[:, :classes]
+    losses = []
+    for start in range(0, count, chunk_size):
+        rows = slice(start, min(start + chunk_size, count))
+        inputs, scores = features[rows], logits[: rows.stop - start]
+        if bias is None:
+            torch.mm(inputs, weight.T, out=scores)
+        else:
+            torch.addmm(bias, inputs, weight.T, out=scores)
+        some = None if factors is None else factors[rows].to(wide)
+        *both, grad_scores, grad_table = one_chunk(scores, table, target[rows], some)
+        losses.append(both)
+        if grad_scores is None:
+            continue
+        narrow = grad_scores.to(weight.dtype)
+        if by_features is not None:
+            torch.mm(narrow, weight, out=by_features[rows])
+        if by_weight is not None:
+            _add_product(by_weight, narrow.T, inputs, is_first=start == 0)
+        if bias is not None and needed[2]:
+            part = grad_scores.sum(0, dtype=wide)
+            by_bias = part if by_bias is None else by_bias.add_(part)
+        if grad_table is not None and needed[3]:
+            by_table = grad_table if by_table is None else by_table.add_(grad_table)
+    nll, smooth = losses[0] if len(losses) == 1 else map(torch.cat, zip(*losses, strict=True))
+    return nll, smooth, [by_features, by_weight, by_bias, by_table]
+
+
+def chunk_rows(count: int, classes: int, device: str) -> int:
+    """Return the chunk size at which all chunks are about equally large."""
+    device = device if device in CHUNK_LOGITS else "cuda"
+    most = max(LEAST_ROWS[device], CHUNK_LOGITS[device] // classes)
+    most = min(most, max(64, MAX_LOGITS // classes))
+    chunks = max(1, -(-count // most))
+    return max(1, -(-count // chunks))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """Add a @ b to `total` in its dtype; if it is the first, overwrite."""
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if is_first else total.addmm_(a, b)
+    elif not _accumulates(total.device, a.dtype):
+        total.copy_(a @ b) if is_first else total.add_(a @ b)
+    elif is_first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+@functools.cache
+def _accumulates(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this device can accumulate a matrix product of this dtype in float32."""
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.mm(a, a, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+# --- what the losses of a linear layer share ---------------------------------------------------
+
+
+def check_linear(
+    features: Tensor, weight: Tensor, bias: Tensor | None, modulator: ModulatorParameters | None
+) -> None:
+    """Raise TypeError or ValueError unless these are a linear layer and its modulator."""
+    given = [("features", features), ("weight", weight)]
+    if bias is not None:
+        given.append(("bias", bias))
+    for name, tensor in given:
+        check_tensor(name, tensor)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
+        check_device(name, tensor, features, "features")
+        if tensor.dtype != features.dtype and not is_autocast(features.device.type):
+            raise ValueError(
+                f"{name} is {tensor.dtype}, but features {features.dtype}: cast one of them"
+            )
+    if features.dim() < 1 or weight.dim() != 2 or features.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"features must be (..., D) and weight (V, D), got {list(features.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight must have at least one class, got {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be ({weight.shape[0]},), got {list(bias.shape)}")
+    if modulator is None:
+        return
+    if not is_known(modulator):
+        raise TypeError(f"modulator must be a Modulator or None, got {modulator!r}")
+    for coefficient in (modulator.low_coefficient, modulator.high_coefficient):
+        if not isinstance(coefficient, Tensor):
+            continue  # None, or for table_of to refuse
+        check_device("the modulator", coefficient, features, "features")
+        if coefficient.dim() == 2:
+            raise ValueError(
+                "the modulator of an output layer has no heads, got one for "
+                f"{coefficient.shape[0]} heads: give Modulator(num_heads=None)"
+            )
+
+
+def check_summing(reduction: str, chunk_size: int | None) -> None:
+    """Raise TypeError or ValueError for an unknown reduction or a wrong chunk size."""
+    if reduction not in ("sum", "mean", "none"):
+        raise ValueError(f"unknown reduction {reduction!r}: choose sum, mean or none")
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size)
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+
+
+def table_or_none(modulator: ModulatorParameters | None) -> Tensor | None:
+    """Return the table of a modulator; None for softmax."""
+    return None if modulator is None else table_of(modulator)[0]
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Return total / count; NaN with zero gradient if the count is 0, as torch's own losses."""
+    return (total / count.clamp(min=1)).masked_fill(count == 0, torch.nan)
+
+
+def cast_for_plain(call: LossCall) -> LossCall:
+    """Return a call in the dtypes in which the plain form computes: those of F.linear."""
+    features, weight, bias, table = call.inputs
+    if is_autocast(features.device.type):
+        dtype = torch.get_autocast_dtype(features.device.type)
+        features, weight = (
+            t if t.dtype == torch.float64 else t.to(dtype) for t in (features, weight)
+        )
+        bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
+    if table is not None:
+        table = table.to(torch.promote_types(features.dtype, torch.float32))
+    return call._replace(features=features, weight=weight, bias=bias, table=table)
+
+
+def logits_of(call: LossCall) -> Tensor:
+    """Return the modulated logits, (N, V), in float32 or wider."""
+    return modulated_logits(F.linear(call.features, call.weight, call.bias), call.table)
+
+
+def modulated_logits(scores: Tensor, table: Tensor | None) -> Tensor:
+    """Return scores modulated, in float32 or wider."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores if table is None else modulated(scores, table, 2, 2)

@@ -1,0 +1,67 @@
+"""Masks of attention: which keys a query may attend to, and how many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Other libraries exclude a key by adding a large negative number: -1e4, or one further down.
+# `replace_softmax` counts up to 1024 of it as the score, so the bound lies above the rest.
+EXCLUDES = -5e3
+
+
+def hidden_keys(mask: Tensor) -> Tensor:
+    """Return which keys a mask excludes, bool: True, or -5000 and less in a float mask."""
+    return mask if mask.dtype == torch.bool else mask <= EXCLUDES
+
+
+def with_future(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return a mask (bool: True excludes; or float) that also excludes later keys, (..., T, S)."""
+    future = torch.ones([queries, keys], dtype=torch.bool, device=device).triu(1)
+    if mask is None:
+        return future
+    return mask | future if mask.dtype == torch.bool else mask.masked_fill(future, -float("inf"))
+
+
+def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """Return how many keys each query may attend to, at least 1.
+
+    Equivalent to: (~mask).expand(scores.shape).sum(dim, keepdim=True).clamp(min=1)
+
+    Args:
+        scores: any shape and floating dtype.
+        dim: the dimension of the keys.
+        mask: broadcastable to scores. Bool: True excludes. Float: -5000 or less excludes.
+
+    Returns:
+        Broadcastable to scores, with size 1 in `dim`; in float32 or wider.
+    """
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    length = scores.shape[dim] if scores.dim() > 0 else 1
+    if mask is None or mask.dim() == 0:
+        return torch.full((), max(length, 1), dtype=wide, device=scores.device)
+    kept = ~hidden_keys(mask)
+    behind = dim - scores.dim() if dim >= 0 else dim
+    if mask.dim() < -behind:  # all keys or none
+        kept = kept[(None,) * (-behind - mask.dim())]
+    each = length if kept.shape[behind] == 1 else 1
+    return (kept.sum(behind, keepdim=True) * each).clamp(min=1).to(wide)
+
+
+def attention_key_counts(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Return `key_counts` of query (..., T, D) and key (..., S, D), without the (T, S) mask."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    if mask is not None and (mask.dim() == 0 or queries == 0 or keys == 0):
+        mask = None  # all keys or none, or no query: the counts are not read
+    if is_causal and mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+        mask, is_causal = with_future(mask, queries, keys, query.device), False
+    if not is_causal:
+        return key_counts(query.new_empty(()).expand(*query.shape[:-1], keys), -1, mask)
+    last = torch.arange(queries, device=query.device).clamp(max=keys - 1)
+    if mask is None:
+        return (last + 1).clamp(min=1).float()[:, None]
+    kept = (~hidden_keys(mask)).expand(*mask.shape[:-1], keys)
+    counts = kept.cumsum(-1).index_select(-1, last).clamp(min=1).float()
+    return counts.unsqueeze(-1) if mask.dim() == 1 else counts.mT

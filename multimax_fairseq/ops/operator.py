@@ -1,0 +1,239 @@
+"""Defines operators with torch.library: registration, calls that bypass the dispatcher, gradients.
+
+The lower level of torch.library is used. The Python wrappers of the higher level
+(`torch.library.custom_op`) cost more than one decoding step's attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+LIBRARY = torch.library.Library("multimax_fairseq", "DEF")
+# Triton reads this variable when it is imported.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    float: "float",
+    int: "int",
+    int | None: "int?",
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    return _INTERPRETED
+
+
+def on_triton(device: torch.device) -> bool:
+    """Whether operators on this device run Triton kernels, not C++."""
+    return device.type == "cuda" or interpreted()
+
+
+@functools.cache
+def capability(device: torch.device | str) -> int:
+    """Return a GPU's compute capability, 90 for 9.0; 0 for any other device."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+class Operator:
+    """A registered operator. Arguments are trusted: the caller has checked them.
+
+    In plain eager mode the call bypasses the dispatcher, which costs more than one decoding step.
+    `torch.ops.multimax_fairseq` has the same operators for everybody else; these check arguments.
+    """
+
+    def __init__(self, name: str, kernel: Callable[..., Any], autograd: Callable[..., Any]) -> None:
+        self.overload = getattr(torch.ops.multimax_fairseq, name).default
+        self.eager = functools.partial(autograd, kernel)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.overload(*inputs) if _needs_dispatcher(inputs) else self.eager(*inputs)
+
+
+def _needs_dispatcher(inputs: tuple[Any, ...]) -> bool:
+    """Whether a compiler, mode, profiler, tensor subclass or autocast must see the call."""
+    if traced() or torch._C._autograd._profiler_enabled():
+        return True
+    if torch.is_autocast_enabled(inputs[0].device.type):
+        return True
+    # A plain loop, because this runs in each decoding step.
+    for given in inputs:
+        kind = type(given)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            keys = torch._C._dispatch_keys(given).raw_repr()
+            if keys not in _ORDINARY and not _is_ordinary(given, keys):
+                return True
+        elif kind not in _NOT_TENSORS and isinstance(given, Tensor):
+            return True
+    return False
+
+
+_NOT_TENSORS = {type(None), bool, int, float}
+# Dispatch keys of dense tensors that are not lazily negated, conjugated or wrapped.
+_ORDINARY: set[int] = set()
+
+
+def _is_ordinary(tensor: Tensor, keys: int) -> bool:
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            like = torch.empty(0, device=tensor.device)
+            _ORDINARY.add(torch._C._dispatch_keys(like).raw_repr())
+    return keys in _ORDINARY
+
+
+def schema_of(arguments: type[tuple[Any, ...]]) -> str:
+    """Return the fields of a NamedTuple as arguments of an operator's schema."""
+    hints = typing.get_type_hints(arguments)
+    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
+
+
+def define(
+    schema: str,
+    *,
+    check: Callable[..., None],
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any],
+    autocast: Callable[..., Any] | None = None,
+) -> Operator:
+    """Define an operator of `torch.ops.multimax_fairseq`.
+
+    Args:
+        schema: as torch.library takes it.
+        check: raises ValueError for arguments that the kernel cannot take. It runs only when the
+            operator is called through the dispatcher.
+        kernel: computes the result, on any device.
+        fake: returns empty outputs of the right shape and dtype.
+        autograd: autograd(below, *inputs) returns below(*inputs) if no gradient is needed.
+        autocast: autocast(*inputs) returns the inputs in the dtypes that autocast wants; None
+            leaves them as they are.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    operator = Operator(name, kernel, autograd)
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            check(*inputs)
+            return function(*inputs)
+
+        return call
+
+    def without_autocast(*inputs: Any) -> Any:
+        keys = torch._C.DispatchKey
+        key = keys.AutocastCPU if inputs[0].device.type == "cpu" else keys.AutocastCUDA
+        inputs = inputs if autocast is None else autocast(*inputs)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return operator.overload(*inputs)
+
+    def below(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.overload(*inputs)
+
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, checked(kernel), device)
+        LIBRARY.impl(name, without_autocast, f"Autocast{device}")
+    LIBRARY.impl(name, functools.partial(autograd, below), "Autograd")
+    torch.library.register_fake(f"multimax_fairseq::{name}", checked(fake), lib=LIBRARY)
+    return operator
+
+
+def traced() -> bool:
+    """Whether torch records or transforms the calls instead of only running them."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        or transformed()
+    )
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is active; operators support neither."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether the autograd rule must run for these tensors."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    # Under forward-mode differentiation, torch.autograd.Function raises the right error.
+    return forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Runs an operator that has no gradient; the backward pass raises RuntimeError."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *inputs: Any) -> Any:
+        ctx.name = name
+        return getattr(torch.ops.multimax_fairseq, name).default(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"torch.ops.multimax_fairseq.{ctx.name} has no gradient")
+
+
+def without_gradient(name: str) -> Callable[..., Any]:
+    """Return the autograd rule of an operator that has no gradient: an error instead of zeros."""
+
+    def autograd(below: Callable[..., Any], *inputs: Any) -> Any:
+        if needs_gradient(*(x for x in inputs if isinstance(x, Tensor))):
+            return _WithoutGradient.apply(name, *inputs)
+        return below(*inputs)
+
+    return autograd
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a Function's backward so that second derivatives raise NotImplementedError.
+
+    torch's once_differentiable stays silent if the graph reaches the inputs by another path.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        given = [i for i, t in enumerate(found) if t is not None]
+        parts = _Once.apply(len(sources), *sources, *(found[i] for i in given))
+        found = list(found)
+        for i, part in zip(given, parts, strict=True):
+            found[i] = part
+        return tuple(found)
+
+    return wrapper
+
+
+class _Once(torch.autograd.Function):
+    """Identity on gradients that depend on `sources`; its own backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, sources: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[sources:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError(
+            "this gradient has no derivative of its own: write the function out in plain PyTorch"
+        )

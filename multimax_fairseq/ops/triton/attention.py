@@ -1,0 +1,236 @@
+"""Launches the attention kernels on a GPU.
+
+The forward pass keeps the logarithm of each row's sum. The backward pass computes the scores again:
+once by rows of queries, for their gradient and the modulator's, and once by rows of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multimax_fairseq.ops.attention import AttentionCall
+from multimax_fairseq.ops.native import dense_like
+from multimax_fairseq.ops.operator import capability
+from multimax_fairseq.ops.triton.attention_kernels import (
+    forward_kernel,
+    key_kernel,
+    mean_kernel,
+    query_kernel,
+)
+from multimax_fairseq.ops.triton.launches import (
+    Call,
+    Launch,
+    Result,
+    candidates,
+    is_heavy,
+    run_fastest,
+    run_kernel,
+)
+from multimax_fairseq.ops.triton.modulator import CAP_BOTH, CAP_NONE, MONOTONE_COLUMNS
+
+# Besides the lengths, these decide which launch is fastest.
+_FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
+_RANDOM = 2**16
+_LOG2_E = math.log2(math.e)
+_CAPS = {True: CAP_NONE.value, False: CAP_BOTH.value}
+
+
+def launches(capability: int) -> Iterator[tuple[Call, dict[str, int]]]:
+    """Yield every launch for a GPU of this compute capability (90 for 9.0): call and arguments."""
+    names = (k.__name__ for k in (forward_kernel, mean_kernel, query_kernel, key_kernel))
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    for kind in itertools.product(names, dtypes, (16, 32, 64, 128), (False, True)):
+        call = Call(*kind)
+        for launch in candidates(call, capability):
+            yield call, launch.arguments()
+
+
+def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Return the attention output, and the logarithm of each row's sum for the backward pass.
+
+    Args:
+        call: D up to 128; no size is 0.
+
+    Returns:
+        (B, H, T, D), in the dtype of query, with query's order of dimensions in memory;
+        (B, H, 1, T) float32.
+    """
+    out, sink = dense_like(call.query), call.sink
+    call = _with_positive_scale(call)
+    query = call.query
+    total = query.new_empty((*query.shape[:2], 1, query.shape[2]), dtype=torch.float32)
+    arguments = _arguments(call)
+
+    def run(launch: Launch) -> None:
+        programs = -(-query.shape[2] // launch.queries) * out.shape[0] * out.shape[1]
+        own = {"OUT": out, "TOTAL": total, **_sink(sink), **_strides("o", out)}
+        run_kernel(forward_kernel, programs, own | arguments | launch.arguments())
+
+    _run_fastest("forward_kernel", arguments, run)
+    return out, total
+
+
+def attention_backward(
+    grad: Tensor, output: Tensor, total: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of `attention_forward` by query, key, value, table and sink.
+
+    Args:
+        grad: the gradient by the output.
+        output, total: the results of `attention_forward(call)`.
+    """
+    grad_query, grad_key, grad_value = map(dense_like, call[:3])
+    table, sink, scale = call.table, call.sink, call.scale
+    call = _with_positive_scale(call)
+    output, grad = _with_unit_last_stride(output), _with_unit_last_stride(grad)
+    query, key = call.query, call.key
+    batch, heads, length, _ = query.shape
+    arguments = _arguments(call)
+    is_exact, is_added = query.dtype == torch.float32, arguments["MASKING"] > 2
+    delta, norm = torch.empty_like(total), None
+    arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **_strides("g", grad)}
+    by_query = {"OUT": output, **_strides("o", output)}
+    grad_table, grad_sink = None, None
+    means = None if sink is None else torch.empty_like(total)
+
+    def run_means(launch: Launch) -> None:
+        programs = -(-length // launch.queries) * batch * heads
+        own = {"EXACT": is_exact, **_sink(sink), **by_query}
+        run_kernel(mean_kernel, programs, own | arguments | launch.arguments())
+
+    def run_queries(launch: Launch) -> Tensor | None:
+        blocks, sums = -(-length // launch.queries), None
+        if table is not None:
+            sums = total.new_empty(batch, heads, blocks, table.shape[1])
+        own = {
+            "GRAD_Q": grad_query, "SUMS": sums, "SUMMED": sums is not None, "MEANS": means,
+            "SINKS": means is not None, **_strides("gq", grad_query), **by_query,
+        }  # fmt: skip
+        run_kernel(query_kernel, blocks * batch * heads, own | arguments | launch.arguments())
+        return sums
+
+    def run_keys(launch: Launch) -> None:
+        programs = -(-key.shape[2] // launch.keys) * batch * heads
+        own = {
+            "GRAD_K": grad_key, "GRAD_V": grad_value,
+            **_strides("gk", grad_key), **_strides("gv", grad_value),
+        }  # fmt: skip
+        run_kernel(key_kernel, programs, own | arguments | launch.arguments())
+
+    if is_exact or is_added:
+        arguments["NORM"] = norm = torch.empty_like(total)
+        _run_fastest("mean_kernel", arguments, run_means)
+    arguments |= {"NORM": norm, "NORMED": norm is not None}
+    sums = _run_fastest("query_kernel", arguments, run_queries)
+    _run_fastest("key_kernel", arguments, run_keys)
+    if scale <= 0:
+        grad_query.neg_() if scale < 0 else grad_query.zero_()
+    if table is not None and sums is not None:
+        grad_table = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
+    if sink is not None and means is not None:
+        # The sink's value is zero, so its gradient is minus its share of each row's mean.
+        score = sink[:, None, None]
+        share = (score - total).exp() if is_added else (score * _LOG2_E - total).exp2()
+        share = share if norm is None else share * norm
+        grad_sink = -(share * means).sum((0, 2, 3))
+    return grad_query, grad_key, grad_value, grad_table, grad_sink
+
+
+def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result]) -> Result:
+    """Call `run_fastest` for these arguments; it distinguishes lengths by powers of two."""
+    query = arguments["Q"]
+    kind = Call(kernel, query.dtype, arguments["WIDTH"], is_heavy(**arguments))
+    choice = candidates(kind, capability(query.device))
+    with torch.cuda.device_of(query):
+        if len(choice) == 1:
+            return run(choice[0])
+        lengths = (arguments[name].bit_length() for name in "TS")
+        flags = (arguments[name] for name in _FLAGS)
+        return run_fastest(choice, (kind, query.device, *lengths, *flags), run)
+
+
+def _arguments(call: AttentionCall) -> dict[str, Any]:
+    """Return the arguments that all kernels share."""
+    query, key, value, table, _, mask, seed, is_causal, dropout_p, scale, low, high = call
+    batch, heads, length, size = query.shape
+    masking, mask_strides = 0, (0, 0, 0, 0)
+    if mask is not None:
+        masking = (3 if mask.dtype == torch.float32 else 1) + (mask.shape[2] != 1)
+        mask = mask.expand(batch, heads, length, key.shape[2])
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        mask_strides = mask.stride()
+    table = None if table is None else table.contiguous()
+    # Dropout compares 16 random bits with the threshold; the scale uses the rounded probability.
+    threshold = round(dropout_p * _RANDOM)
+    return {
+        **_strides("q", query),
+        **_strides("k", key),
+        **_strides("v", value),
+        "Q": query,
+        "K": key,
+        "V": value,
+        "TABLE": table,
+        "MASK": mask,
+        "m_b": mask_strides[0],
+        "m_h": mask_strides[1],
+        "m_t": mask_strides[2],
+        "m_s": mask_strides[3],
+        "t_h": 0 if table is None or len(table) == 1 else table.stride(0),
+        "heads": heads,
+        "T": length,
+        "S": key.shape[2],
+        "scale": float(scale),  # Triton would compile another kernel for an integer
+        "seed": 0 if seed is None else int(seed) & (2**31 - 1),
+        "threshold": threshold,
+        "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,
+        "D": size,
+        "WIDTH": max(16, 1 << (size - 1).bit_length()),
+        "LOW": 0 if table is None else low,
+        "HIGH": 0 if table is None else high,
+        "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
+        # No product of two float16 rows comes near the cap.
+        "CAP": _CAPS[query.dtype == torch.float16],
+        "MASKING": masking,
+        "CAUSAL": is_causal,
+        "DROPOUT": dropout_p > 0,
+        # The coefficients are folded so that a term is one fused multiplication and addition.
+        "enable_fp_fusion": True,
+    }
+
+
+def _sink(sink: Tensor | None) -> dict[str, Any]:
+    """Return the sink's arguments for the kernels that sum over a row."""
+    return {"SINK": None if sink is None else sink.contiguous(), "SINKS": sink is not None}
+
+
+def _with_positive_scale(call: AttentionCall) -> AttentionCall:
+    """Return a call with the same scores, a scale above 0, and dense last dimensions.
+
+    The kernels divide the thresholds by the scale.
+    """
+    query, scale = call.query, call.scale
+    if scale <= 0:
+        query, scale = (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
+    query, key, value = (_with_unit_last_stride(t) for t in (query, call.key, call.value))
+    return call._replace(query=query, key=key, value=value, scale=scale)
+
+
+def _with_unit_last_stride(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+@functools.cache
+def _names(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{axis}" for axis in "bhn")
+
+
+def _strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Return the first three strides under the kernels' names for them."""
+    return dict(zip(_names(name), tensor.stride(), strict=False))

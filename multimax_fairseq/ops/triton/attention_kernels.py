@@ -1,0 +1,436 @@
+"""Triton kernels of attention over modulated scores: a tile at a time, no (T, S) tensor exists.
+
+Every result has one owner, so that two runs agree to the bit. Common arguments:
+
+    Q, GRAD: (B, H, T, D). K, V: (B, H, S, D). TABLE: a row per head, t_h apart. MASK: strides m_*.
+    SINK: (H,), the score of an entry without a key; -inf for none.
+    scale is above 0; a probability is kept where its random number is not below threshold.
+    D, WIDTH: the head size, and that padded to a power of two.
+    LOW, HIGH, MONOTONE, CAP: as in `triton_modulator`.
+    MASKING: 0 none; 1 and 2 a mask excludes where it is not 0; 3 and 4 it is added to the modulated
+        scores, and -inf excludes; 1 and 3 are the same for all queries.
+
+Logarithms are to the base 2, which saves an instruction a score, but natural where a mask is
+added: the most negative number that it may hold has to stay finite.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from multimax_fairseq.ops.triton.modulator import (
+    fold,
+    no_sums,
+    sigma,
+    sigma_backward,
+    sigma_backward_and_sums,
+    store_table_gradients,
+)
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+# A new length or seed is no reason to compile anew.
+_VARYING = ["heads", "T", "S", "t_h", "seed", "threshold"]
+# The fewest rounds of Philox that pass the usual statistical tests.
+_ROUNDS = tl.constexpr(7)
+# From here on, the rounding of a total shows in a probability of half precision.
+_LARGE_TOTAL = tl.constexpr(1024.0)
+
+
+@triton.jit
+def _tile(start, rows, stride, limit, BOUNDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of a (rows, D) matrix, as (rows, WIDTH) with zeros beyond its limits."""
+    columns = tl.arange(0, WIDTH)
+    pointers = start + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if BOUNDED and D < WIDTH:
+        return tl.load(pointers, mask=(rows[:, None] < limit) & (columns[None, :] < D), other=0.0)
+    elif BOUNDED:
+        return tl.load(pointers, mask=rows[:, None] < limit, other=0.0)
+    elif D < WIDTH:
+        return tl.load(pointers, mask=columns[None, :] < D, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _store_tile(start, rows, stride, limit, tile, D: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, WIDTH)
+    pointers = start + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    inside = (rows[:, None] < limit) & (columns[None, :] < D)
+    tl.store(pointers, tile.to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unit(MASKING: tl.constexpr):
+    """The unit of modulated scores, and of the logarithms of their sums."""
+    if MASKING > 2:
+        return 1.0
+    else:
+        return _LOG2_E
+
+
+@triton.jit
+def _power(z, MASKING: tl.constexpr):
+    if MASKING > 2:
+        return tl.exp(z)
+    else:
+        return tl.exp2(z)
+
+
+@triton.jit
+def _logarithm(total, MASKING: tl.constexpr):
+    if MASKING > 2:
+        return tl.log(total)
+    else:
+        return tl.log2(total)
+
+
+@triton.jit
+def _sink(SINK, h, MASKING: tl.constexpr, SINKS: tl.constexpr):
+    """The score of the entry without a key, in the unit of modulated scores."""
+    if SINKS:
+        return tl.load(SINK + h) * _unit(MASKING)
+    else:
+        return -float("inf")
+
+
+@triton.jit
+def _modulated(
+    scores, total, rows, columns, folded, mask, m_t, m_s, T, S,
+    LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr,
+    MASKING: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Modulated and masked scores less total, of queries (a column) and keys (a row), or turned.
+
+    EDGE says that some of these keys lie beyond the last one or, if CAUSAL, after a query.
+    """
+    if MASKING <= 2:
+        z = sigma(scores, folded[1] - total, folded, LOW, HIGH, MONOTONE, CAP)
+    else:
+        z = sigma(scores, folded[1], folded, LOW, HIGH, MONOTONE, CAP)
+    if MASKING > 0:
+        # What lies beyond the last query or key gets what that one has: it is not used.
+        seen = tl.minimum(columns, S - 1) if EDGE else columns
+        pointers = mask + seen.to(tl.int64) * m_s
+        if MASKING % 2 == 0:
+            pointers = pointers + tl.minimum(rows, T - 1).to(tl.int64) * m_t
+        if MASKING <= 2:
+            z = tl.where(tl.load(pointers) != 0, -float("inf"), z)
+        else:
+            # The sum comes before the total, so that -1e9 absorbs the same in every pass.
+            z = z + tl.load(pointers) - total
+    if EDGE:
+        allowed = columns < S
+        if CAUSAL:
+            allowed = allowed & (columns <= rows)
+        z = tl.where(allowed, z, -float("inf"))
+    return z
+
+
+@triton.jit
+def _kept(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """What dropout keeps of a (BLOCK_T, BLOCK_S) tile: a function of the seed and (b, h, t, s)."""
+    # One call makes the random numbers, of 16 bits, of eight neighbouring keys.
+    zero = tl.zeros([BLOCK_T, BLOCK_S // 8], tl.int32)
+    t = zero + (t0 + tl.arange(0, BLOCK_T))[:, None]
+    s = zero + (s0 // 8 + tl.arange(0, BLOCK_S // 8))[None, :]
+    a, b, c, d = tl.philox(seed, s, t, zero + bh, zero, _ROUNDS)
+    bits = tl.join(tl.join(a, c), tl.join(b, d))
+    bits = tl.join(bits & 0xFFFF, bits >> 16).reshape(BLOCK_T, BLOCK_S)
+    return bits.to(tl.int32) >= threshold
+
+
+@triton.jit
+def _place(T, heads, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
+    """A program's block of queries, among how many, and its batch entry and head."""
+    blocks = tl.cdiv(T, BLOCK_T)
+    block = tl.program_id(0) % blocks
+    if CAUSAL:  # the longest rows first
+        block = blocks - 1 - block
+    bh = tl.program_id(0) // blocks
+    return block, blocks, bh, (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+
+
+@triton.jit
+def _reach(t0, S, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Where whole blocks of keys that every query here may attend to end, and where all end."""
+    if CAUSAL:
+        return tl.minimum(S, t0 + 1) // BLOCK_S * BLOCK_S, tl.minimum(S, t0 + BLOCK_T)
+    else:
+        return S // BLOCK_S * BLOCK_S, S
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def forward_kernel(
+    Q, K, V, OUT, TOTAL, TABLE, SINK, MASK,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
+    t_h, heads, T, S, scale, seed, threshold, keep_scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program a block of queries: OUT and TOTAL (B, H, T), the logarithm of each row's sum.
+
+    A row with nothing left is zeros; its total is inf, under which all probabilities are 0.
+    """
+    block, _, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
+    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    mask = 0
+    if MASKING > 0:
+        mask = MASK + b * m_b + h * m_h
+    t0 = block * BLOCK_T
+    rows = t0 + tl.arange(0, BLOCK_T)
+    q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+
+    sink = _sink(SINK, h, MASKING, SINKS)
+    top = tl.zeros([BLOCK_T], tl.float32) + sink
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
+    out = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    for phase in tl.static_range(2):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
+            columns = s0 + tl.arange(0, BLOCK_S)
+            k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            z = _modulated(
+                scores, 0.0, rows[:, None], columns[None, :], folded, mask, m_t, m_s, T, S,
+                LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 1,
+            )  # fmt: skip
+            previous = top
+            top = tl.maximum(top, tl.max(z, 1))
+            # Nothing so far: any finite base keeps -inf - -inf from being NaN.
+            base = tl.where(top == -float("inf"), 0.0, top)
+            probs = _power(z - base[:, None], MASKING)
+            shrink = _power(previous - base, MASKING)
+            total = total * shrink + tl.sum(probs, 1)
+            if DROPOUT:
+                kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                probs = tl.where(kept, probs, 0.0)
+            v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
+            out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+    empty = total == 0
+    factor = keep_scale / tl.where(empty, 1.0, total)
+    if SINKS:
+        factor = tl.where(sink < float("inf"), factor, float("nan"))
+    _store_tile(OUT + b * o_b + h * o_h, rows, o_n, T, out * factor[:, None], D, WIDTH)
+    total = tl.where(empty, float("inf"), top + _logarithm(total, MASKING))
+    if SINKS:  # no number comes of a sink that is none
+        total = tl.where(sink < float("inf"), total, float("nan"))
+    tl.store(TOTAL + bh.to(tl.int64) * T + rows, total, mask=rows < T)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def mean_kernel(
+    Q, K, V, OUT, TOTAL, TABLE, SINK, MASK, GRAD, DELTA, NORM,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
+    g_b, g_h, g_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program a block of queries: DELTA and NORM (B, H, T), where `query_kernel`'s will not do.
+
+    EXACT forms DELTA from the very numbers it is taken from later: float32 is chosen for its
+    accuracy, which the rounding of OUT would spoil.
+    NORM is what makes a row's probabilities, and its sink's, sum to 1. Where a mask adds -1e9 to a
+    whole row, the logarithm of its sum does not show in its total.
+    """
+    block, _, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
+    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    mask = 0
+    if MASKING > 0:
+        mask = MASK + b * m_b + h * m_h
+    t0 = block * BLOCK_T
+    rows = t0 + tl.arange(0, BLOCK_T)
+    row = bh.to(tl.int64) * T + rows
+    q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+    grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
+    total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
+
+    weight = _power(_sink(SINK, h, MASKING, SINKS) - total, MASKING)
+    weighted = tl.zeros([BLOCK_T], tl.float32)
+    inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    if not EXACT:
+        size = tl.where(total < float("inf"), tl.abs(total), 0.0)
+        is_large = tl.max(size, 0) > _LARGE_TOTAL
+        inner, end = tl.where(is_large, inner, 0), tl.where(is_large, end, 0)
+        weight = tl.where(is_large, weight, 0.0)
+    for phase in tl.static_range(2):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
+            columns = s0 + tl.arange(0, BLOCK_S)
+            k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            z = _modulated(
+                scores, total[:, None], rows[:, None], columns[None, :], folded, mask, m_t, m_s,
+                T, S, LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 1,
+            )  # fmt: skip
+            probs = _power(z, MASKING)
+            weight += tl.sum(probs, 1)
+            if EXACT:
+                v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
+                grad_probs = tl.dot(grad, tl.trans(v), input_precision="ieee")
+                if DROPOUT:
+                    kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                    grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
+                weighted += tl.sum(probs * grad_probs, 1)
+    norm = 1 / tl.where(weight == 0, 1.0, weight)
+    if EXACT:
+        delta = weighted * norm
+    else:
+        out = _tile(OUT + b * o_b + h * o_h, rows, o_n, T, True, D, WIDTH)
+        delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(DELTA + row, delta, mask=rows < T)
+    tl.store(NORM + row, norm, mask=rows < T)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def query_kernel(
+    Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_Q, SUMS, MEANS,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
+    g_b, g_h, g_n, gq_b, gq_h, gq_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, NORMED: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program a block of queries: GRAD_Q and, if SUMMED, a row of SUMS.
+
+    DELTA (B, H, T) is the mean of the probabilities' gradients: the product of OUT and its
+    gradient, unless NORMED says that `mean_kernel` was here. If SINKS, MEANS (B, H, T) is the same
+    of the very numbers: the gradient of a sink is a sum of it alone, in which the rounding of OUT
+    shows.
+    """
+    block, blocks, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
+    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    mask = 0
+    if MASKING > 0:
+        mask = MASK + b * m_b + h * m_h
+    t0 = block * BLOCK_T
+    rows = t0 + tl.arange(0, BLOCK_T)
+    row = bh.to(tl.int64) * T + rows
+    q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+    grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
+    total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
+    if NORMED:
+        delta = tl.load(DELTA + row, mask=rows < T, other=0.0)
+        norm = tl.load(NORM + row, mask=rows < T, other=0.0)
+    else:
+        out = _tile(OUT + b * o_b + h * o_h, rows, o_n, T, True, D, WIDTH)
+        delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        tl.store(DELTA + row, delta, mask=rows < T)
+        norm = 1.0
+
+    # As a tile: a sum over its rows in each round would take registers that a program lacks.
+    weighted = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+    grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    sums = no_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
+    inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    for phase in tl.static_range(2):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
+            columns = s0 + tl.arange(0, BLOCK_S)
+            k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
+            v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            z = _modulated(
+                scores, total[:, None], rows[:, None], columns[None, :], folded, mask, m_t, m_s,
+                T, S, LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 1,
+            )  # fmt: skip
+            probs = _power(z, MASKING)
+            grad_probs = tl.dot(grad, tl.trans(v), input_precision="ieee")
+            if DROPOUT:
+                kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
+            if SINKS:
+                weighted += probs * grad_probs
+            grad_z = probs * (grad_probs - delta[:, None])
+            if NORMED:
+                grad_z *= norm[:, None]
+            if SUMMED:
+                grad_scores, sums = sigma_backward_and_sums(
+                    scores, grad_z, sums, folded, LOW, HIGH, MONOTONE, CAP
+                )
+            else:
+                grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
+            grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
+    if SINKS:
+        tl.store(MEANS + row, tl.sum(weighted, 1) * norm, mask=rows < T)
+    _store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
+    if SUMMED:
+        store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def key_kernel(
+    Q, K, V, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_K, GRAD_V,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
+    g_b, g_h, g_n, gk_b, gk_h, gk_n, gv_b, gv_h, gv_n,
+    t_h, heads, T, S, scale, seed, threshold, keep_scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr, NORMED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program a block of keys: GRAD_K and GRAD_V. Tiles are transposed: (keys, queries)."""
+    blocks = tl.cdiv(S, BLOCK_S)
+    s0 = tl.program_id(0) % blocks * BLOCK_S
+    bh = tl.program_id(0) // blocks
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    mask = 0
+    if MASKING > 0:
+        mask = MASK + b * m_b + h * m_h
+    columns = s0 + tl.arange(0, BLOCK_S)
+    k = _tile(K + b * k_b + h * k_h, columns, k_n, S, True, D, WIDTH)
+    v = _tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
+    # What lies beyond the last key is masked as that one is, and stored nowhere.
+    seen = tl.minimum(columns, S - 1)
+
+    grad_k = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    grad_v = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    # Queries of which only some may attend to these keys, then whole blocks, then the edge.
+    first, inner = 0, 0
+    if CAUSAL:
+        first = s0 // BLOCK_T * BLOCK_T
+        inner = tl.minimum(tl.cdiv(s0 + BLOCK_S, BLOCK_T) * BLOCK_T, tl.cdiv(T, BLOCK_T) * BLOCK_T)
+    outer = tl.maximum(inner, T // BLOCK_T * BLOCK_T)
+    for phase in tl.static_range(0 if CAUSAL else 1, 3):
+        begin = first if phase == 0 else inner if phase == 1 else outer
+        end = inner if phase == 0 else outer if phase == 1 else T
+        for t0 in tl.range(begin, end, BLOCK_T, num_stages=STAGES, disable_licm=STAGES == 1):
+            rows = t0 + tl.arange(0, BLOCK_T)
+            q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, phase != 1, D, WIDTH)
+            grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, phase != 1, D, WIDTH)
+            row = bh.to(tl.int64) * T + rows
+            if phase != 1:  # a total of inf gives queries beyond the last one probabilities of zero
+                total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
+                delta = tl.load(DELTA + row, mask=rows < T, other=0.0)
+            else:
+                total = tl.load(TOTAL + row)
+                delta = tl.load(DELTA + row)
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+            z = _modulated(
+                scores, total[None, :], rows[None, :], seen[:, None], folded, mask, m_t, m_s,
+                T, S, LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 0,
+            )  # fmt: skip
+            probs = _power(z, MASKING)
+            if NORMED:
+                probs *= tl.load(NORM + row, mask=rows < T, other=0.0)[None, :]
+            grad_probs = tl.dot(v, tl.trans(grad), input_precision="ieee")
+            dropped = probs
+            if DROPOUT:
+                kept = tl.trans(_kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S))
+                grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
+                dropped = tl.where(kept, probs * keep_scale, 0.0)
+            grad_v = tl.dot(dropped.to(grad.dtype), grad, grad_v, input_precision="ieee")
+            grad_z = probs * (grad_probs - delta[None, :])
+            grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
+            grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
+    _store_tile(GRAD_K + b * gk_b + h * gk_h, columns, gk_n, S, grad_k * scale, D, WIDTH)
+    _store_tile(GRAD_V + b * gv_b + h * gv_h, columns, gv_n, S, grad_v, D, WIDTH)

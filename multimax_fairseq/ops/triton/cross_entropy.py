@@ -1,0 +1,185 @@
+"""The fused output loss on a GPU. A program takes one row of scores, twice for gradients.
+
+`linear_loss.through_chunks` has the matrix products. Only this kernel reads and writes the scores
+between them. A row has one program, so that two runs agree to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from multimax_fairseq.ops.linear_loss import LossCall, through_chunks
+from multimax_fairseq.ops.triton.launches import run_kernel
+from multimax_fairseq.ops.triton.modulator import (
+    CAP_BOTH,
+    CAP_LOW,
+    MONOTONE_COLUMNS,
+    fold,
+    load_scores,
+    no_sums,
+    sigma,
+    sigma_backward,
+    sigma_backward_and_sums,
+    store,
+    store_table_gradients,
+    summed,
+)
+
+# Classes that a program takes at a time, and its warps.
+BLOCK = 2048
+WARPS = 8
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def _finite(top):
+    """A maximum, or any base that keeps -inf - -inf from being NaN while nothing else was seen."""
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit(do_not_specialize=["classes"])
+def loss_kernel(
+    SCORES, TABLE, TARGET, FACTORS, NLL, SMOOTH, TABLE_GRAD,
+    scores_n, classes, smooth_weight, nll_weight,
+    ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, GRADIENT: tl.constexpr,
+    SUMMED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program a row of scores (N, V): NLL and SMOOTH (N,), 0 where the target is negative.
+
+    If GRADIENT, the gradient of FACTORS * (smooth_weight * SMOOTH + nll_weight * NLL) takes the
+    place of the scores; a row whose factor is 0 or whose target is negative gets zeros, whatever
+    it holds.
+    If SUMMED, TABLE_GRAD (N, columns) has the rows' gradients by the table.
+    """
+    row = tl.program_id(0)
+    scores = SCORES + row.to(tl.int64) * scores_n
+    # To the base 2, which saves an instruction a score.
+    folded = fold(TABLE, 0, 1.0, _LOG2_E, ORDER, ORDER, MONOTONE)
+    target = tl.load(TARGET + row)
+    counts = target >= 0
+    # Before the sums that all warps wait for, hence before the first gradient is stored over it.
+    # A target that is not one of the classes shows as a loss of NaN.
+    score = tl.load(scores + target, mask=counts & (target < classes), other=float("nan"))
+    of_target = sigma(score.to(tl.float32), folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+
+    # Four neighbours have a running maximum and sums of their own: no thread waits for another.
+    lanes: tl.constexpr = BLOCK // 4
+    tops = tl.full([lanes], -float("inf"), tl.float32)
+    totals, plain = tl.zeros([lanes], tl.float32), tl.zeros([lanes], tl.float32)
+    seen = tl.where(counts, classes, 0)
+    whole = seen // BLOCK * BLOCK
+    for phase in tl.static_range(2):
+        for start in range(whole if phase == 1 else 0, seen if phase == 1 else whole, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            s = load_scores(scores, columns, classes, phase == 1)
+            z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+            if phase == 1:
+                plain += summed(tl.where(columns < classes, z, 0.0))
+                z = tl.where(columns < classes, z, -float("inf"))
+            else:
+                plain += summed(z)
+            z = tl.reshape(z, (lanes, 4))
+            previous = tops
+            tops = tl.maximum(tops, tl.max(z, 1))
+            base = _finite(tops)
+            totals = totals * tl.exp2(previous - base) + tl.sum(tl.exp2(z - base[:, None]), 1)
+    top = tl.max(tops, 0)
+    total = top + tl.log2(tl.sum(totals * tl.exp2(tops - _finite(top)), 0))
+    tl.store(NLL + row, tl.where(counts, (total - of_target) * _LN_2, 0.0))
+    tl.store(SMOOTH + row, tl.where(counts, (classes * total - tl.sum(plain, 0)) * _LN_2, 0.0))
+
+    if GRADIENT:
+        factor = tl.where(counts, tl.load(FACTORS + row), 0.0)
+        factor = tl.where(target < classes, factor, float("nan"))  # as the loss
+        sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+        whole = classes // BLOCK * BLOCK
+        if factor == 0:
+            for start in range(0, classes, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                store(scores, columns, classes, tl.zeros([BLOCK], tl.float32), True)
+        else:
+            for phase in tl.static_range(2):
+                begin, end = whole if phase == 1 else 0, classes if phase == 1 else whole
+                for start in range(begin, end, BLOCK):
+                    columns = start + tl.arange(0, BLOCK)
+                    s = load_scores(scores, columns, classes, phase == 1)
+                    z = sigma(s, folded[1] - total, folded, ORDER, ORDER, MONOTONE, CAP)
+                    grad = tl.exp2(z) * factor - smooth_weight * factor
+                    grad = tl.where(columns == target, grad - nll_weight * factor, grad)
+                    if phase == 1:
+                        grad = tl.where(columns < classes, grad, 0.0)
+                    if SUMMED:
+                        grad, sums = sigma_backward_and_sums(
+                            s, grad, sums, folded, ORDER, ORDER, MONOTONE, CAP
+                        )
+                    else:
+                        grad = sigma_backward(s, grad, folded, ORDER, ORDER, MONOTONE, CAP)
+                    store(scores, columns, classes, grad, phase == 1)
+        if SUMMED:
+            store_table_gradients(TABLE_GRAD, row, sums, folded, 1.0, ORDER, ORDER, MONOTONE)
+
+
+def output_loss(
+    call: LossCall, factors: Tensor | None, needed: Sequence[bool]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Return nll and smooth, (N,) float32, 0 if ignored, and the gradients of `through_chunks`.
+
+    Args:
+        factors: (N,) float32, the gradient by each row's loss; None for no gradients.
+        needed: which of features, weight, bias and table need gradients.
+    """
+    one_chunk = partial(
+        _one_chunk,
+        smooth_weight=call.smooth_weight,
+        nll_weight=call.nll_weight,
+        needs_table=needed[3],
+    )
+    # In the kernel a negative target is ignored, and one beyond the classes gives NaN.
+    target = torch.where(call.target < 0, call.weight.shape[0], call.target)
+    target = target.masked_fill(call.target == call.ignore_index, -1).contiguous()
+    table = None if call.table is None else call.table.contiguous()
+    factors = None if factors is None else factors.contiguous()
+    return through_chunks(one_chunk, call._replace(table=table, target=target), factors, needed)
+
+
+def _one_chunk(
+    scores: Tensor,
+    table: Tensor | None,
+    target: Tensor,
+    factors: Tensor | None,
+    smooth_weight: float,
+    nll_weight: float,
+    needs_table: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Compute one chunk, as `OneChunk`; the gradients overwrite the scores."""
+    rows, classes = scores.shape
+    nll, smooth = (scores.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    table_grad = None
+    if factors is not None and table is not None and needs_table:
+        table_grad = table.new_empty(rows, table.shape[1])
+    arguments = {
+        "SCORES": scores, "TABLE": table, "TARGET": target, "FACTORS": factors, "NLL": nll,
+        "SMOOTH": smooth, "TABLE_GRAD": table_grad, "scores_n": scores.stride(0),
+        "classes": classes, "smooth_weight": float(smooth_weight),
+        "nll_weight": float(nll_weight),
+        "ORDER": 0 if table is None else 2,
+        "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
+        # No square of a float16 overflows, but one of them is -inf.
+        "CAP": (CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
+        "GRADIENT": factors is not None, "SUMMED": table_grad is not None,
+        "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
+    }  # fmt: skip
+    with torch.cuda.device_of(scores):
+        run_kernel(loss_kernel, rows, arguments)
+    if factors is None:
+        return nll, smooth, None, None
+    return nll, smooth, scores, None if table_grad is None else table_grad.sum(0, keepdim=True)

@@ -1,0 +1,491 @@
+"""The modulator in Triton: inside other kernels, and element by element where nothing is fused.
+
+A score costs few instructions: with u = min(s, edge), a term c max(edge - s, 0)^2 is
+c u^2 - 2 c edge u plus a constant, and the factor of the scores, the unit of the result and all
+constants are folded into the coefficients beforehand, once a program.
+
+A row of a table has COLUMNS float32 entries: low_coefficient[1..2], low_threshold[1..2], then the
+same of the high side. A monotone modulator has four more: low_turn, high_turn, low_offset and
+high_level. It is x + low_offset below the one turn and high_level above the other.
+
+LOW and HIGH are the orders of the two sides; 0 leaves a side out of the program. CAP says which
+scores need their distances capped: CAP_NONE none, CAP_LOW those of -inf, CAP_BOTH any whose square
+may overflow. Everything is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from multimax_fairseq.ops.triton.launches import run_kernel
+
+COLUMNS = 8
+MONOTONE_COLUMNS = 12
+
+# As in ops/modulator.py.
+MAX_DISTANCE = tl.constexpr(1e18)
+CAP_NONE, CAP_LOW, CAP_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# Elements that a program of the element-by-element kernels takes, and how many at a time.
+PIECE, BLOCK, WARPS = 8192, 1024, 4
+# A new shape is no reason to compile anew.
+_VARYING = ["pieces", "heads", "t_h"]
+
+
+@triton.jit
+def _fold_side(row, scale, unit, SIGN: tl.constexpr, ORDER: tl.constexpr):
+    """A side's terms of order n in u_n, the score where it lies beyond threshold n, else that.
+
+    Returns (threshold 1 and 2 in the unit of s; the factors in sigma of u_1, u_2^2, u_2 and 1;
+    those in sigma' of [s lies beyond threshold 1], u_2 and 1).
+    """
+    edge_2, curve, tilt, bend, level = 0.0, 0.0, 0.0, 0.0, 0.0
+    coefficient = tl.load(row)
+    threshold = tl.load(row + 2)
+    constant = -SIGN * coefficient * threshold * unit
+    if ORDER == 2:
+        coefficient_2 = tl.load(row + 1)
+        threshold_2 = tl.load(row + 3)
+        edge_2 = threshold_2 / scale
+        curve = coefficient_2 * scale * scale * unit
+        tilt = -2 * coefficient_2 * threshold_2 * scale * unit
+        constant += coefficient_2 * threshold_2 * threshold_2 * unit
+        bend = 2 * coefficient_2 * scale
+        level = -2 * coefficient_2 * threshold_2
+    line = SIGN * coefficient * scale * unit
+    return threshold / scale, edge_2, line, curve, tilt, constant, SIGN * coefficient, bend, level
+
+
+@triton.jit
+def fold(
+    TABLE, first, scale, unit, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
+):  # fmt: skip
+    """The row of the table that starts at `first`, for the functions below: scores are scale * s,
+    results unit * sigma. scale is above 0.
+
+    Returns (the factor of s; the constants of sigma and of sigma'; the cap in the unit of s; the
+    sides; the turns in the unit of s, and what `sigma` adds to its line and its offset there).
+    """
+    low, high, turns = 0.0, 0.0, 0.0
+    constant, level = 0.0, 1.0
+    if LOW > 0:
+        low = _fold_side(TABLE + first, scale, unit, -1, LOW)
+        constant += low[5]
+        level += low[8]
+    if HIGH > 0:
+        high = _fold_side(TABLE + first + 4, scale, unit, 1, HIGH)
+        constant += high[5]
+        level += high[8]
+    if MONOTONE:
+        row = TABLE + first + 8
+        low_offset = tl.load(row + 2) * unit - constant
+        high_level = tl.load(row + 3) * unit - constant
+        turns = (tl.load(row) / scale, tl.load(row + 1) / scale, low_offset, high_level)
+    return scale * unit, constant, level, MAX_DISTANCE / scale, low, high, turns
+
+
+@triton.jit
+def _up_to(s, edge, SIGN: tl.constexpr):
+    """The score where it lies beyond the edge (below it for SIGN -1, above it for 1), else that."""
+    if SIGN < 0:
+        return tl.minimum(s, edge)
+    else:
+        return tl.maximum(s, edge)
+
+
+@triton.jit
+def _is_beyond(s, edge, SIGN: tl.constexpr):
+    if SIGN < 0:
+        return s < edge
+    else:
+        return s > edge
+
+
+@triton.jit
+def _capped(s, cap, SIGN: tl.constexpr, CAP: tl.constexpr):
+    if CAP == CAP_BOTH or (CAP == CAP_LOW and SIGN < 0):
+        s = _up_to(s, SIGN * cap, -SIGN)
+    return s
+
+
+@triton.jit
+def _add_side(z, s, cap, side, SIGN: tl.constexpr, ORDER: tl.constexpr, CAP: tl.constexpr):
+    edge, edge_2, line, curve, tilt, _, _, _, _ = side
+    s = _capped(s, cap, SIGN, CAP)
+    z += line * _up_to(s, edge, SIGN)
+    if ORDER == 2:
+        u = _up_to(s, edge_2, SIGN)
+        z += (curve * u + tilt) * u
+    return z
+
+
+@triton.jit
+def sigma(
+    s, offset, folded, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Return unit * sigma(scale * s) + offset - folded[1].
+
+    The constant folded[1] is for the caller to give, so that what it adds next costs nothing.
+    """
+    slope, _, _, cap, low, high, turns = folded
+    line = s * slope + offset
+    z = line
+    if LOW > 0:
+        z = _add_side(z, s, cap, low, -1, LOW, CAP)
+    if HIGH > 0:
+        z = _add_side(z, s, cap, high, 1, HIGH, CAP)
+    if MONOTONE:
+        low_turn, high_turn, low_offset, high_level = turns
+        z = tl.where(s < low_turn, line + low_offset, z)
+        # A score of inf stays what it is, so that an overflow is not hidden.
+        level = tl.where(s < float("inf"), offset + high_level, line)
+        z = tl.where(s > high_turn, level, z)
+    return z
+
+
+@triton.jit
+def _side_slope(
+    slope, s, cap, side, SIGN: tl.constexpr, ORDER: tl.constexpr, CAP: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    edge, edge_2, _, _, _, _, step, bend, _ = side
+    s = _capped(s, cap, SIGN, CAP)
+    if ORDER == 2:
+        slope += bend * _up_to(s, edge_2, SIGN)
+    if STEPS:
+        slope = tl.where(_is_beyond(s, edge, SIGN), slope + step, slope)
+    return slope
+
+
+@triton.jit
+def _slope(
+    s, folded, LOW: tl.constexpr, HIGH: tl.constexpr, CAP: tl.constexpr, STEPS: tl.constexpr
+):
+    """The derivative between the turns, with or without the steps that it makes at an edge."""
+    _, _, level, cap, low, high, _ = folded
+    slope = level
+    if LOW > 0:
+        slope = _side_slope(slope, s, cap, low, -1, LOW, CAP, STEPS)
+    if HIGH > 0:
+        slope = _side_slope(slope, s, cap, high, 1, HIGH, CAP, STEPS)
+    return slope
+
+
+@triton.jit
+def sigma_backward(
+    s, grad, folded, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Return grad * sigma'(scale * s)."""
+    slope = _slope(s, folded, LOW, HIGH, CAP, True)
+    if MONOTONE:
+        low_turn, high_turn, _, _ = folded[6]
+        slope = tl.where(s < low_turn, 1.0, tl.where(s > high_turn, 0.0, slope))
+    return grad * slope
+
+
+@triton.jit
+def summed(product):
+    """Sums of what a thread has of each row, or of all: none waits for what another has."""
+    if len(product.shape) == 1:
+        return tl.sum(tl.reshape(product, (product.shape[0] // 4, 4)), 1)
+    else:
+        # The layout of a matrix product's result: two neighbours of every eight.
+        rows: tl.constexpr = product.shape[0]
+        parts = tl.reshape(product, (rows, product.shape[1] // 8, 4, 2))
+        return tl.sum(tl.sum(parts, 3), 1)
+
+
+@triton.jit
+def no_sums(zero, MONOTONE: tl.constexpr):
+    """What `sigma_backward_and_sums` starts from, given zeros in the shape of the scores."""
+    zero = summed(zero)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    if MONOTONE:
+        sums = sums + (zero, zero)
+    return sums
+
+
+@triton.jit
+def _sum_side(
+    grad_s, sums, s, grad, cap, side, SIGN: tl.constexpr,
+    ORDER: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    edge, edge_2, _, _, _, _, step, _, _ = side
+    line, square, beyond, slope = sums
+    s = _capped(s, cap, SIGN, CAP)
+    part = tl.where(_is_beyond(s, edge, SIGN), grad, 0.0)
+    grad_s += step * part
+    beyond += summed(part)
+    # Not s itself: beyond the other side, that may be infinite.
+    line += summed(part * _up_to(s, edge, SIGN))
+    if ORDER == 2:
+        distance = _up_to(s, edge_2, SIGN) - edge_2
+        product = grad * distance
+        slope += summed(product)
+        square += summed(product * distance)
+    return grad_s, (line, square, beyond, slope)
+
+
+@triton.jit
+def sigma_backward_and_sums(
+    s, grad, sums, folded, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MONOTONE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Return (grad * sigma'(scale * s), sums with what these scores contribute to them).
+
+    The sums are those that `store_table_gradients` takes.
+    """
+    _, _, _, cap, low, high, turns = folded
+    of_low, of_high, of_turns = sums[:4], sums[4:8], sums[8:]
+    if MONOTONE:
+        low_turn, high_turn, _, _ = turns
+        below = tl.where(s < low_turn, grad, 0.0)
+        above = tl.where(s > high_turn, grad, 0.0)
+        of_turns = (of_turns[0] + summed(below), of_turns[1] + summed(above))
+        grad = tl.where((s < low_turn) | (s > high_turn), 0.0, grad)
+    grad_s = grad * _slope(s, folded, LOW, HIGH, CAP, False)
+    if LOW > 0:
+        grad_s, of_low = _sum_side(grad_s, of_low, s, grad, cap, low, -1, LOW, CAP)
+    if HIGH > 0:
+        grad_s, of_high = _sum_side(grad_s, of_high, s, grad, cap, high, 1, HIGH, CAP)
+    if MONOTONE:
+        grad_s += below
+    return grad_s, of_low + of_high + of_turns
+
+
+@triton.jit
+def _side_gradients(sums, side, scale, SIGN: tl.constexpr):
+    line, square, beyond, slope = sums
+    edge, _, _, _, _, _, step, bend, _ = side
+    distance = SIGN * (line - edge * beyond)
+    return distance * scale, square * scale * scale, -step * beyond, -bend * slope
+
+
+@triton.jit
+def _table_gradients(
+    sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
+):
+    """The gradients by a row of the table, one a column, shaped as the sums."""
+    _, _, _, _, low, high, _ = folded
+    of_low, of_high = sums[:4], sums[4:8]
+    if LOW > 0:
+        of_low = _side_gradients(of_low, low, scale, -1)
+    if HIGH > 0:
+        of_high = _side_gradients(of_high, high, scale, 1)
+    grads = of_low + of_high
+    if MONOTONE:  # where the pieces meet, they agree: a turn that moves changes nothing
+        zero = tl.zeros_like(sums[8])
+        grads = grads + (zero, zero) + sums[8:]
+    return grads
+
+
+@triton.jit
+def store_table_gradients(
+    SUMS, row, sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
+):  # fmt: skip
+    """Store the gradients by a row of the table, from a program's sums, as a row of SUMS."""
+    grads = _table_gradients(sums, folded, scale, LOW, HIGH, MONOTONE)
+    columns: tl.constexpr = 12 if MONOTONE else 8
+    for column in tl.static_range(columns):
+        tl.store(SUMS + row.to(tl.int64) * columns + column, tl.sum(grads[column]))
+
+
+@triton.jit
+def load_scores(start, index, limit, EDGE: tl.constexpr):
+    """Scores as float32, 0 beyond the limit. Without bounds, many are loaded at once."""
+    if EDGE:
+        return tl.load(start + index, mask=index < limit, other=0.0).to(tl.float32)
+    else:
+        return tl.load(start + index).to(tl.float32)
+
+
+@triton.jit
+def store(start, index, limit, values, EDGE: tl.constexpr):
+    values = values.to(start.dtype.element_ty)
+    if EDGE:
+        tl.store(start + index, values, mask=index < limit)
+    else:
+        tl.store(start + index, values)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def modulate_kernel(
+    SCORES, TABLE, OUT, count, pieces, heads, t_h,
+    MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program a piece of the `count` scores that follow each other under one row of the table."""
+    slab = (tl.program_id(0) // pieces).to(tl.int64)
+    begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
+    first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
+    folded = fold(TABLE, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
+    whole = left // BLOCK * BLOCK
+    for phase in tl.static_range(2):
+        for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            s = load_scores(SCORES + first, index, left, phase == 1)
+            # Capped whatever the type: a score of -inf or inf is kept.
+            z = sigma(s, folded[1], folded, 2, 2, MONOTONE, CAP_BOTH)
+            store(OUT + first, index, left, z, phase == 1)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def modulate_backward_kernel(
+    GRAD, SCORES, TABLE, OUT, SUMS, count, pieces, heads, t_h,
+    MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `modulate_kernel`, with a row of SUMS a program."""
+    slab = (tl.program_id(0) // pieces).to(tl.int64)
+    begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
+    first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
+    folded = fold(TABLE, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
+    sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+    whole = left // BLOCK * BLOCK
+    for phase in tl.static_range(2):
+        for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            s = load_scores(SCORES + first, index, left, phase == 1)
+            grad = load_scores(GRAD + first, index, left, phase == 1)
+            grad_s, sums = sigma_backward_and_sums(s, grad, sums, folded, 2, 2, MONOTONE, CAP_BOTH)
+            store(OUT + first, index, left, grad_s, phase == 1)
+    store_table_gradients(SUMS, tl.program_id(0), sums, folded, 1.0, 2, 2, MONOTONE)
+
+
+@triton.jit
+def _low_turn(c1, c2, t1, t2, k1, k2, d1, d2):
+    """The last point up to 0 below which sigma falls with rising x, -inf if there is none; sigma
+    there, or 0; the derivatives of both by the parameters."""
+    first, second = tl.minimum(t1, t2), tl.minimum(d1, d2)
+    third, fourth = tl.maximum(t1, t2), tl.maximum(d1, d2)
+    low, high = tl.maximum(first, second), tl.minimum(third, fourth)
+    first, fourth = tl.minimum(first, second), tl.maximum(third, fourth)
+    second, third = tl.minimum(low, high), tl.maximum(low, high)
+    far = tl.full([], MAX_DISTANCE, tl.float32)
+    edges = (-far, first, second, third, fourth, far)
+    at, level, slope, edge = -float("inf"), 0.0, 0.0, 0.0
+    has_t1, has_t2, has_d1, has_d2 = 0.0, 0.0, 0.0, 0.0
+    is_root = False
+    # Upwards, over the pieces between neighbouring thresholds: the last that falls is the nearest
+    # to 0. There, sigma' is level + slope * x.
+    for piece in tl.static_range(5):
+        left, right = edges[piece], edges[piece + 1]
+        end = tl.minimum(right, 0.0)
+        below_1, below_2 = tl.where(right <= t1, 1.0, 0.0), tl.where(right <= t2, 1.0, 0.0)
+        above_1, above_2 = tl.where(left >= d1, 1.0, 0.0), tl.where(left >= d2, 1.0, 0.0)
+        a = 1 - below_1 * c1 - 2 * below_2 * c2 * t2 + above_1 * k1 - 2 * above_2 * k2 * d2
+        b = 2 * (below_2 * c2 + above_2 * k2)
+        falls_at_end = a + b * end < 0
+        falls = (left < end) & (falls_at_end | (a + b * left < 0))
+        root = tl.minimum(tl.maximum(-a / tl.where(b == 0, 1.0, b), left), end)
+        at = tl.where(falls, tl.where(falls_at_end, end, root), at)
+        level, slope = tl.where(falls, a, level), tl.where(falls, b, slope)
+        edge, is_root = tl.where(falls, right, edge), tl.where(falls, ~falls_at_end, is_root)
+        has_t1, has_t2 = tl.where(falls, below_1, has_t1), tl.where(falls, below_2, has_t2)
+        has_d1, has_d2 = tl.where(falls, above_1, has_d1), tl.where(falls, above_2, has_d2)
+    x = tl.where(at > -float("inf"), at, 0.0)
+    below_1, below_2 = has_t1 * (t1 - x), has_t2 * (t2 - x)
+    above_1, above_2 = has_d1 * (x - d1), has_d2 * (x - d2)
+    value = x + c1 * below_1 + c2 * below_2 * below_2 + k1 * above_1 + k2 * above_2 * above_2
+    # A root moves with the derivative, an edge with the threshold that it is.
+    by = tl.where(is_root, 1 / tl.where(slope == 0, 1.0, slope), 0.0)
+    free = (at > -float("inf")) & (edge <= 0) & ~is_root
+    on_t1 = tl.where(free & (t1 == at), 1.0, 0.0)
+    on_t2 = tl.where(free & (t2 == at), 1 - on_t1, 0.0)
+    on_d1 = tl.where(free & (d1 == at), 1 - on_t1 - on_t2, 0.0)
+    on_d2 = tl.where(free, 1 - on_t1 - on_t2 - on_d1, 0.0)
+    at_by = (
+        has_t1 * by, 2 * below_2 * by, on_t1, 2 * has_t2 * c2 * by + on_t2,
+        -has_d1 * by, -2 * above_2 * by, on_d1, 2 * has_d2 * k2 * by + on_d2,
+    )  # fmt: skip
+    fixed = (
+        below_1, below_2 * below_2, has_t1 * c1, 2 * c2 * below_2,
+        above_1, above_2 * above_2, -has_d1 * k1, -2 * k2 * above_2,
+    )  # fmt: skip
+    return at, value, level + slope * x, at_by, fixed
+
+
+@triton.jit
+def tails_kernel(TABLE, OUT, JACOBIAN):
+    """A program a side of a row: see `tails`."""
+    row, side = tl.program_id(0).to(tl.int64) // 2, tl.program_id(0) % 2
+    # The high side of sigma(x) is the low side of -sigma(-x).
+    sign = 1.0 - 2.0 * side
+    own, other = TABLE + row * 8 + 4 * side, TABLE + row * 8 + 4 - 4 * side
+    at, value, derivative, at_by, fixed = _low_turn(
+        sign * tl.load(own), sign * tl.load(own + 1),
+        sign * tl.load(own + 2), sign * tl.load(own + 3),
+        sign * tl.load(other), sign * tl.load(other + 1),
+        sign * tl.load(other + 2), sign * tl.load(other + 3),
+    )  # fmt: skip
+    turns = at > -float("inf")
+    # The low side's is an offset from x.
+    less = tl.where(side == 0, 1.0, 0.0)
+    out = OUT + row * 4 + side
+    tl.store(out, sign * at)
+    tl.store(out + 2, sign * (value - less * tl.where(turns, at, 0.0)))
+    for i in tl.static_range(8):
+        by = JACOBIAN + row * 32 + side * 8 + (i + 4 * side) % 8
+        tl.store(by, at_by[i])
+        tl.store(by + 16, tl.where(turns, fixed[i] + (derivative - less) * at_by[i], 0.0))
+
+
+def tails(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a monotone modulator's last four columns, (rows, 4), and their derivatives by the
+    others, (rows, 4, 8), given those, (rows, 8)."""
+    out, jacobian = table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
+    with torch.cuda.device_of(table):
+        arguments = {"TABLE": table.contiguous(), "OUT": out, "JACOBIAN": jacobian, "num_warps": 1}
+        run_kernel(tails_kernel, 2 * len(table), arguments)
+    return out, jacobian
+
+
+def modulate(scores: Tensor, table: Tensor) -> Tensor:
+    """Return sigma(scores).
+
+    Args:
+        scores: float16, bfloat16 or float32; (..., heads, T, S) where the table has rows for heads.
+        table: (1 or heads, 8 or 12) float32, as above.
+
+    Returns:
+        The shape of scores, float32, contiguous.
+    """
+    scores = scores.contiguous()
+    out = torch.empty_like(scores, dtype=torch.float32)
+    if scores.numel() > 0:
+        programs, arguments = _pieces(scores, table)
+        with torch.cuda.device_of(scores):
+            run_kernel(modulate_kernel, programs, {"SCORES": scores, "OUT": out, **arguments})
+    return out
+
+
+def modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `modulate` by scores, in their dtype, and by table, float32."""
+    grad, scores = grad.contiguous(), scores.contiguous()
+    out = torch.empty_like(scores)
+    if scores.numel() == 0:
+        return out, torch.zeros_like(table)
+    programs, arguments = _pieces(scores, table)
+    sums = table.new_empty(programs // arguments["pieces"], arguments["pieces"], table.shape[1])
+    arguments |= {"GRAD": grad, "SCORES": scores, "OUT": out, "SUMS": sums}
+    with torch.cuda.device_of(scores):
+        run_kernel(modulate_backward_kernel, programs, arguments)
+    return out, sums.sum(1).view(-1, *table.shape).sum(0)
+
+
+def _pieces(scores: Tensor, table: Tensor) -> tuple[int, dict[str, Any]]:
+    """The number of programs, and the arguments that both kernels take."""
+    table = table.contiguous()
+    heads, columns = table.shape
+    count = scores.numel() if heads == 1 else scores.shape[-1] * scores.shape[-2]
+    pieces = triton.cdiv(count, PIECE)
+    return scores.numel() // count * pieces, {
+        "TABLE": table, "count": count, "pieces": pieces, "heads": heads, "t_h": columns,
+        "MONOTONE": columns == MONOTONE_COLUMNS,
+        "PIECE": PIECE, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
+    }  # fmt: skip
