@@ -208,33 +208,103 @@ def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_bat
         assert any("steps" in layer for layer in state.values()) == (step < 6)
 
 
-def test_what_needs_more_is_left_to_fairseq(task, build, dictionary, translation_batch):
+@pytest.fixture
+def searches(caplog):
+    """Return the lines that are logged about the search since the last call."""
+    caplog.set_level("INFO", beam_search.logger.name)
+    beam_search.log_search.cache_clear()
+
+    def logged():
+        messages = [m for m in caplog.messages if m.startswith("beam search: ")]
+        caplog.clear()
+        return messages
+
+    yield logged
+    beam_search.log_search.cache_clear()
+
+
+def test_the_fast_search_is_logged_once(build, dictionary, translation_batch, searches):
+    model, sample = as_trained(build(ARCH)).eval(), translation_batch(SIZES)
+    for _ in range(2):
+        BeamGenerator([model], dictionary).generate([model], sample)
+    assert searches() == ["beam search: multimax_fairseq's fast one"]
+
+
+PREFIX = torch.tensor([[7, 8], [9, 10], [11, 1], [5, 6], [4, 4]])
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"prefix_tokens": PREFIX}, "the first words of the targets are given"),
+        ({"no_repeat_ngram_size": 2}, "--no-repeat-ngram-size is given"),
+        ({"tokens_to_suppress": ("word3",)}, "some words are suppressed"),
+        ({"beam_size": 16}, "the beam is too large for the vocabulary"),
+        ({"match_source_len": True}, "--match-source-len is given"),
+        ({"search_strategy": "diverse"}, "the search strategy is DiverseBeamSearch"),
+        ({"search_strategy": "changed"}, "the search strategy is HalvedSearch"),
+        ({"lm_model": "lm", "lm_weight": 0.5}, "a language model scores the hypotheses"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_options_run_fairseqs_search(
+    build, dictionary, translation_batch, searches, given, reason
+):
+    class HalvedSearch(search.BeamSearch):
+        def step(self, step, lprobs, *args, **kwargs):
+            return super().step(step, lprobs / 2, *args, **kwargs)
+
+    made = {
+        "diverse": lambda: search.DiverseBeamSearch(dictionary, 1, 0.5),
+        "changed": lambda: HalvedSearch(dictionary),
+        "lm": lambda: build("transformer_lm_multimax").eval(),
+    }
+    given = {k: made[v]() if isinstance(v, str) else v for k, v in given.items()}
     model = as_trained(scatter_modulators(build(ARCH))).eval()
-    sample = translation_batch(SIZES)
-    prefix = torch.tensor([[7, 8], [9, 10], [11, 1], [5, 6], [4, 4]])
-    compare([model], dictionary, sample, own=False, prefix_tokens=prefix)
-    compare([model], dictionary, sample, own=False, no_repeat_ngram_size=2)
-    compare([model], dictionary, sample, own=False, tokens_to_suppress=("word3",))
-    compare(
-        [model],
-        dictionary,
-        sample,
-        own=False,
-        search_strategy=search.DiverseBeamSearch(dictionary, 1, 0.5),
-    )
-    compare([model], dictionary, sample, own=False, beam_size=16)  # nearly every word
-    compare([model], dictionary, sample, own=False, match_source_len=True)
+    compare([model], dictionary, translation_batch(SIZES), own=False, **given)
+    assert searches() == [f"beam search: fairseq's own, as {reason}"]
+
+
+@pytest.mark.parametrize(
+    "arch, flags, reason",
+    [
+        (
+            "rnn_multimax",
+            (),
+            "RecurrentModel has another decoder than fairseq's Transformer",
+        ),
+        (ARCH, ("--output-normalizer", "entmax15"), "the output layer uses entmax15"),
+        (ARCH, ("--adaptive-softmax-cutoff", "10,20"), "the model has an adaptive softmax"),
+        (
+            ARCH,
+            ("--cross-self-attention", "--no-cross-attention"),
+            "the model was trained with --cross-self-attention",
+        ),
+    ],
+)
+def test_unsupported_models_run_fairseqs_search(
+    build, dictionary, translation_batch, searches, arch, flags, reason
+):
+    model = build(arch, *flags).eval()
+    compare([model], dictionary, translation_batch(SIZES), own=False)
+    assert searches() == [f"beam search: fairseq's own, as {reason}"]
+
+
+def test_a_changed_decoder_runs_fairseqs_search(build, dictionary, translation_batch):
+    class Backwards(MultimaxDecoder):
+        def get_normalized_probs(self, *args, **kwargs):
+            return super().get_normalized_probs(*args, **kwargs).flip(-1)
+
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    model.decoder.__class__ = Backwards
+    compare([model], dictionary, translation_batch(SIZES), own=False)
+
+
+def test_lengths_that_exclude_each_other_are_fairseqs_error(build, dictionary, translation_batch):
+    model = build(ARCH).eval()
+    generator = BeamGenerator([model], dictionary, min_len=9, max_len_b=8)
     with pytest.raises(AssertionError, match="min_len cannot be larger than max_len"):
-        generator = BeamGenerator([model], dictionary, min_len=9, max_len_b=8)
-        generator.generate([model], copy.deepcopy(sample))
-    recurrent = build("rnn_multimax").eval()
-    compare([recurrent], dictionary, sample, own=False)
-    sparse = build(ARCH, "--output-normalizer", "entmax15").eval()
-    compare([sparse], dictionary, sample, own=False)
-    adaptive = build(ARCH, "--adaptive-softmax-cutoff", "10,20").eval()
-    compare([adaptive], dictionary, sample, own=False)
-    joint = build(ARCH, "--cross-self-attention", "--no-cross-attention").eval()
-    compare([joint], dictionary, sample, own=False)
+        generator.generate([model], translation_batch(SIZES))
 
 
 @pytest.mark.parametrize("beam", [1, 2])
@@ -261,14 +331,16 @@ def test_a_search_takes_no_step_more_than_fairseqs(build, dictionary, translatio
     assert counts[0] == counts[1] < 40
 
 
-def test_every_task_builds_it_where_it_would_build_fairseqs(task, build):
+def test_every_task_builds_it_where_it_would_build_fairseqs(task, build, searches):
     model = build(ARCH).eval()
     config = GenerationConfig()
     assert type(FairseqTask.build_generator(task, [model], config)) is BeamGenerator
+    assert searches() == []
     aligned = GenerationConfig(print_alignment="hard")
     assert (
         type(FairseqTask.build_generator(task, [model], aligned)) is SequenceGeneratorWithAlignment
     )
+    assert searches() == ["beam search: fairseq's own, as --print-alignment is given"]
     given = FairseqTask.build_generator(task, [model], config, seq_gen_cls=SequenceGenerator)
     assert type(given) is SequenceGenerator
 
@@ -501,42 +573,6 @@ def test_layers_are_made_faster_only_where_nothing_trains(task, build, monkeypat
     models = [build(ARCH).eval()]
     FairseqTask.build_generator(task, models, GenerationConfig())
     assert made == ([models] if name in ("fairseq-generate", "fairseq-interactive") else [])
-
-
-def test_a_language_model_beside_is_left_to_fairseq(build, dictionary, translation_batch):
-    model = as_trained(scatter_modulators(build(ARCH))).eval()
-    beside = {"lm_model": build("transformer_lm_multimax").eval(), "lm_weight": 0.5}
-    compare([model], dictionary, translation_batch(SIZES), own=False, **beside)
-
-
-def test_a_changed_decoder_or_search_is_left_to_fairseq(build, dictionary, translation_batch):
-    class Backwards(MultimaxDecoder):
-        def get_normalized_probs(self, *args, **kwargs):
-            return super().get_normalized_probs(*args, **kwargs).flip(-1)
-
-    class Noisy(search.BeamSearch):
-        def step(self, step, lprobs, *args, **kwargs):
-            return super().step(step, lprobs / 2, *args, **kwargs)
-
-    model = as_trained(scatter_modulators(build(ARCH))).eval()
-    sample = translation_batch(SIZES)
-    compare([model], dictionary, sample, own=False, search_strategy=Noisy(dictionary))
-    model.decoder.__class__ = Backwards
-    compare([model], dictionary, sample, own=False)
-
-
-def test_log_probabilities_that_somebody_changes_are_left_to_fairseq(
-    build, dictionary, translation_batch
-):
-    model = as_trained(scatter_modulators(build(ARCH))).eval()
-    found = []
-    for kind in (SequenceGenerator, BeamGenerator):
-        generator = kind([model], dictionary, beam_size=3, max_len_b=10)
-        step = generator.model.forward_decoder
-        generator.model.forward_decoder = lambda *x, step=step: (step(*x)[0].roll(3, -1), None)
-        hypotheses = generator.generate([model], translation_batch(SIZES))
-        found.append([[one["tokens"].tolist() for one in each] for each in hypotheses])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

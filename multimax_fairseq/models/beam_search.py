@@ -1,6 +1,7 @@
-"""Beam search that finds fairseq's hypotheses in less time."""
+"""A beam search that finds fairseq's hypotheses in less time."""
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.models.transformer import TransformerDecoder, TransformerDecoderBase
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.search import BeamSearch
-from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
@@ -21,74 +22,94 @@ from multimax_fairseq.models.search_layers import faster_layers
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 from multimax_fairseq.ops.best_outputs import best_outputs, best_scores
 
-# Of scores that are formed at a time.
+logger = logging.getLogger(__name__)
+
+# Scores computed at a time. Reusing a small buffer is faster than allocating a large one.
 MAX_SCORES = 2**21
 DECODERS = (TransformerDecoder, TransformerDecoderBase, MultimaxDecoder)
 
 
 class BeamGenerator(SequenceGenerator):
-    """fairseq's generator for Transformers, in which a sentence is read once for all its beams.
+    """fairseq's generator with a faster beam search for Transformers.
 
-    Keys and values of cross-attention are kept once a sentence, the first step has one row a
-    sentence, and of the log-probabilities only those are formed that can be chosen. Whatever needs
-    more than that (a prefix, constraints, another search, a language model beside, another kind of
-    decoder) is left to fairseq's own loop. A hypothesis computes its attention weights when they
-    are read.
+    The search is faster because
+
+    * the keys and values of cross-attention are stored once per sentence, not once per beam;
+    * the first step has one row per sentence;
+    * only the log-probabilities of candidates are computed;
+    * attention weights are computed when the caller reads them.
+
+    fairseq's own search runs if a feature is not supported: a prefix, constraints, another search
+    strategy, a language model for shallow fusion, another decoder. The log gives the reason.
     """
 
     @property
-    def apart(self) -> tuple[int, ...]:
-        """Symbols that are not chosen as words are: an end, an unknown word; never a padding."""
+    def special(self) -> tuple[int, ...]:
+        """The symbols with search rules of their own: end of sentence, unknown word, padding."""
         return self.eos, self.unk, self.pad
 
     def _generate(self, sample, prefix_tokens=None, constraints=None, bos_token=None):
         net_input = sample["net_input"]
-        longest = self._longest(net_input)
-        if prefix_tokens is not None or constraints is not None or longest is None:
+        reason = self._unsupported(net_input, prefix_tokens, constraints)
+        log_search(reason)
+        if reason is not None:
             return super()._generate(sample, prefix_tokens, constraints, bos_token)
         try:
-            return self._search(net_input, longest, self.eos if bos_token is None else bos_token)
+            return self._search(net_input, self.eos if bos_token is None else bos_token)
         finally:
-            self._share_keys(1)  # else fairseq's attention would take a training batch for beams
+            self._share_keys(1)  # fairseq's attention would read a training batch as beams
 
-    def _longest(self, net_input: dict[str, Tensor]) -> int | None:
-        """Return the most words of a translation; None where fairseq's own loop is needed."""
-        is_plain = (
-            "src_tokens" in net_input
-            and type(self.search) is BeamSearch
-            and type(self.model) is EnsembleModel
-            and "forward_decoder" not in vars(self.model)
-            and all(map(_is_known, self.model.models))
-            and self.lm_model is None
-            and self.repeat_ngram_blocker is None
-            and self.token_indices_to_suppress is None
-            and not self.match_source_len
-            and 2 * self.beam_size + len(self.apart) <= self.vocab_size
-        )
-        if not is_plain:
-            return None
+    def _unsupported(
+        self, net_input: dict[str, Tensor], prefix_tokens: Any, constraints: Any
+    ) -> str | None:
+        """Return why fairseq's search has to run, or None."""
+        if "src_tokens" not in net_input:
+            return "the source is not text"
+        cases = {
+            "the first words of the targets are given": prefix_tokens is not None,
+            "constraints are given": constraints is not None,
+            f"the search strategy is {type(self.search).__name__}": (
+                type(self.search) is not BeamSearch
+            ),
+            "a language model scores the hypotheses": self.lm_model is not None,
+            "--no-repeat-ngram-size is given": self.repeat_ngram_blocker is not None,
+            "some words are suppressed": self.token_indices_to_suppress is not None,
+            "--match-source-len is given": self.match_source_len,
+            "the beam is too large for the vocabulary": (
+                2 * self.beam_size + len(self.special) > self.vocab_size
+            ),
+            "--min-len is above the greatest length": (
+                max(self.min_len, 1) > self._longest(net_input)
+            ),
+        }
+        reasons = [reason for reason, applies in cases.items() if applies]
+        reasons += filter(None, map(_unsupported_model, self.model.models))
+        return reasons[0] if reasons else None
+
+    def _longest(self, net_input: dict[str, Tensor]) -> int:
+        """Return the greatest number of words of a translation."""
         length = self.max_len_a * net_input["src_tokens"].shape[1] + self.max_len_b
-        longest = min(int(length), self.max_len - 1)
-        return longest if max(self.min_len, 1) <= longest else None
+        return min(int(length), self.max_len - 1)
 
     def _share_keys(self, beam: int) -> None:
-        """Tell cross-attention how many rows of a batch, side by side, are of one sentence."""
+        """Tell cross-attention how many adjacent rows of a batch share a source sentence."""
         for model in self.model.models:
             for layer in model.decoder.layers:
                 if layer.encoder_attn is not None:
                     layer.encoder_attn.set_beam_size(beam)
 
-    def _search(
-        self, net_input: dict[str, Tensor], longest: int, first: int
-    ) -> list[list["Hypothesis"]]:
-        source, beam = net_input["src_tokens"], self.beam_size
+    def _search(self, net_input: dict[str, Tensor], first: int) -> list[list["Hypothesis"]]:
+        """Return the finished hypotheses of each sentence, the best first.
+
+        Rows are hypotheses; those of one sentence are adjacent.
+        """
+        source, beam, longest = net_input["src_tokens"], self.beam_size, self._longest(net_input)
         encoded = self.model.forward_encoder(net_input)
         states: list[dict[str, Any]] = [{} for _ in self.model.models]
         found: list[list[Hypothesis]] = [[] for _ in source]
-        live = torch.arange(len(source), device=source.device)  # the sentences still at work
-        # The hypotheses, those of a sentence side by side: their words and scores up to each.
-        tokens = source.new_full((len(source), 1), first)
-        scores = torch.zeros(len(source), 0, device=source.device)
+        live = torch.arange(len(source), device=source.device)  # indices of unfinished sentences
+        tokens = source.new_full((len(source), 1), first)  # (rows, step + 1)
+        scores = torch.zeros(len(source), 0, device=source.device)  # (rows, step), cumulative
         rows = live
         caches = [_caches(model.decoder) for model in self.model.models]
         self._share_keys(1)
@@ -99,12 +120,12 @@ class BeamGenerator(SequenceGenerator):
                 for state, modules in zip(states, caches, strict=True):
                     for module in modules:
                         module.reorder_incremental_state(state, rows)
-            values, words = self._best(tokens, encoded, states, step, longest)
+            values, words = self._candidates(tokens, encoded, states, step, longest)
             if step > 0:
                 values = values + scores[:, -1:]
             per_sentence, choices = len(tokens) // len(live), values.shape[1]
             values, index = values.view(len(live), -1).topk(min(2 * beam, per_sentence * choices))
-            words = words.view(len(live), -1).gather(1, index)
+            words = words.view(len(live), -1).gather(1, index)  # (sentences, 2 * beam)
             places = torch.arange(len(live), device=source.device)[:, None]
             rows = places * per_sentence + index.div(choices, rounding_mode="floor")
             ends = words.eq(self.eos) & values.gt(-math.inf)
@@ -126,20 +147,19 @@ class BeamGenerator(SequenceGenerator):
                     words, values = words[kept], values[kept]
             if step == longest:
                 break
-            # Those that go on: the best that do not end. There are as many, as each hypothesis has
-            # but one end.
+            # At most `beam` of the 2 * beam candidates end, because each hypothesis has one end.
             going = ends.byte().sort(dim=1, stable=True).indices[:, :beam]
             rows, words, values = (x.gather(1, going).view(-1) for x in (rows, words, values))
             tokens = torch.cat([tokens[rows], words[:, None]], 1)
             scores = torch.cat([scores[rows], values[:, None]], 1)
         if not all(found):
             raise UsageError(
-                "a sentence has no translation, as the model's scores are not finite: train with a "
-                "lower learning rate, or give an earlier checkpoint"
+                "a sentence has no translation because the model's scores are not finite: train "
+                "with a lower learning rate, or give an earlier checkpoint"
             )
         hypotheses = [one for each in found for one in each]
         sentences = [sentence for sentence, each in enumerate(found) for _ in each]
-        weights = functools.cache(  # the first read computes those of the batch
+        weights = functools.cache(  # the first read computes the weights of the whole batch
             functools.partial(
                 self._attention, net_input, first, sentences, [one["tokens"] for one in hypotheses]
             )
@@ -152,8 +172,10 @@ class BeamGenerator(SequenceGenerator):
     def _attention(
         self, net_input: dict[str, Tensor], first: int, sentences: list[int], tokens: list[Tensor]
     ) -> list[Tensor]:
-        """Return the attention weights of hypotheses, each (S, T), by teacher forcing: the mean
-        over the models."""
+        """Return the attention weights of each hypothesis, (S, T), by teacher forcing.
+
+        They are the mean over the models.
+        """
         previous = collate_tokens(tokens, self.pad).roll(1, 1)
         previous[:, 0] = first
         encoded = self.model.forward_encoder(net_input)
@@ -173,7 +195,7 @@ class BeamGenerator(SequenceGenerator):
         mean = sum(weights).float() / len(self.model.models)
         return [each[: len(words)].T for each, words in zip(mean, tokens, strict=True)]
 
-    def _best(
+    def _candidates(
         self,
         tokens: Tensor,
         encoded: list[dict[str, list[Tensor]]],
@@ -181,58 +203,60 @@ class BeamGenerator(SequenceGenerator):
         step: int,
         longest: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and words, (rows, choices): the best of each hypothesis, more
-        than can be chosen; at the greatest length its end alone."""
+        """Return the best continuations of each row: log-probabilities and words, (rows, choices).
+
+        There are at least as many as can be chosen. At the greatest length only the end is left.
+        """
         features = [
             model.decoder(
                 tokens,
                 encoder_out=encoder_out,
                 incremental_state=state,
                 features_only=True,
-                alignment_layer=model.decoder.num_layers,  # there is none: no attention weights
+                alignment_layer=model.decoder.num_layers,  # past the last layer: no weights
             )[0][:, -1:]
             for model, encoder_out, state in zip(self.model.models, encoded, states, strict=True)
         ]
-        found = self._best_outputs(features)
-        if found is None:
-            # In parts that memory which is at hand can hold: fresh memory costs more than its
-            # numbers.
-            most = max(64, MAX_SCORES // self.vocab_size)
-            parts = [
-                self._best_scores(self._scores(part))
-                for part in zip(*(each.split(most) for each in features), strict=True)
-            ]
-            found = tuple(torch.cat(each) for each in zip(*parts, strict=True))
-        values, words, total, apart = found
-        ends, unknown = apart[:, :1], apart[:, 1:2] - self.unk_penalty
+        values, words, total, special = self._fused_best(features) or self._best(features)
+        ends, unknown = special[:, :1], special[:, 1:2] - self.unk_penalty
         if step < self.min_len:
             ends = torch.full_like(ends, -math.inf)
-        apart_words = _on(words.device, self.apart[:2]).expand(len(words), 2)
+        special_words = _on(words.device, self.special[:2]).expand(len(words), 2)
         if step == longest:
-            values, words = ends, apart_words[:, :1]
+            values, words = ends, special_words[:, :1]
         else:
             values = torch.cat([values, ends, unknown], 1)
-            words = torch.cat([words, apart_words], 1)
+            words = torch.cat([words, special_words], 1)
         values = values - total[:, None]
         return values.masked_fill(values.isnan(), -math.inf), words
 
-    def _best_outputs(self, features: list[Tensor]) -> tuple[Tensor, ...] | None:
-        """Return what `_best_scores` does without forming all scores; None where no kernel can."""
+    def _fused_best(self, features: list[Tensor]) -> tuple[Tensor, ...] | None:
+        """Do what `_best` does without computing all scores, or return None if no kernel can."""
         output = plain_output(self.model.models[0].decoder)
         if len(features) > 1 or self.temperature != 1 or output is None:
             return None
-        return best_outputs(features[0][:, 0], *output, 2 * self.beam_size, self.apart)
+        return best_outputs(features[0][:, 0], *output, 2 * self.beam_size, self.special)
 
-    def _best_scores(self, scores: Tensor) -> tuple[Tensor, ...]:
-        """Return the best scores, (rows, choices), of words that are not apart, the words, each
-        row's log-sum-exp, and the scores of those apart."""
-        values, words, total = best_scores(scores, 2 * self.beam_size + len(self.apart))
-        those = _on(scores.device, self.apart)
-        values = values.masked_fill(torch.isin(words, those), -math.inf)
-        return values, words, total, scores.index_select(1, those)
+    def _best(self, features: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return (scores, words, log-sum-exp, special scores) of each row.
+
+        The scores are those of the best words that are not special, (rows, choices).
+        """
+        count, special = (
+            2 * self.beam_size + len(self.special),
+            _on(features[0].device, self.special),
+        )
+        most = max(64, MAX_SCORES // self.vocab_size)
+        parts = []
+        for part in zip(*(each.split(most) for each in features), strict=True):
+            scores = self._scores(part)
+            values, words, total = best_scores(scores, count)
+            values = values.masked_fill(torch.isin(words, special), -math.inf)
+            parts.append((values, words, total, scores.index_select(1, special)))
+        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
     def _scores(self, features: tuple[Tensor, ...]) -> Tensor:
-        """Return what is log-probabilities but for a summand a row, (rows, V) in float32."""
+        """Return log-probabilities up to a constant per row, (rows, V) in float32."""
         found = []
         for model, each in zip(self.model.models, features, strict=True):
             logits = model.decoder.output_layer(each)[:, 0].float()
@@ -249,7 +273,7 @@ class BeamGenerator(SequenceGenerator):
         scores: Tensor,
         values: Tensor,
     ) -> None:
-        """Append hypotheses that end, the better ones first, to those of their sentences."""
+        """Append finished hypotheses, which are sorted by score, to those of their sentences."""
         tokens = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], self.eos)], 1)
         each = torch.cat([scores, values[:, None]], 1)
         each[:, 1:] = each[:, 1:] - each[:, :-1]
@@ -266,9 +290,10 @@ class BeamGenerator(SequenceGenerator):
 
 
 class Hypothesis(dict[str, Tensor]):
-    """fairseq's hypothesis, whose "attention", (S, T), is computed at the first read.
+    """fairseq's hypothesis. Its "attention", (S, T), is computed when it is first read.
 
-    Until then `items` and `keys` lack it, and the hypothesis keeps its batch and the models alive.
+    Until then `items` and `keys` lack it, and the hypothesis holds references to its batch and to
+    the models.
     """
 
     weights: Callable[[], list[Tensor]]
@@ -286,44 +311,62 @@ class Hypothesis(dict[str, Tensor]):
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy has the weights instead of the models
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds the weights, not the models
         return dict, ({**self, "attention": self["attention"]},)
 
 
 @functools.lru_cache(maxsize=16)
 def _on(device: torch.device, words: tuple[int, ...]) -> Tensor:
-    """The words as a tensor, for which a GPU waits once and not at each step."""
+    """Return the words as a tensor. A GPU synchronises once for it, not at each step."""
     with torch.inference_mode(False):
         return torch.tensor(words, device=device)
 
 
 def _caches(decoder: nn.Module) -> list[Any]:
-    """The modules that keep something from step to step."""
+    """Return the modules that store an incremental state."""
     return [m for m in decoder.modules() if hasattr(m, "reorder_incremental_state")]
 
 
-def _is_known(model: Any) -> bool:
-    """Whether a model's decoder can be called with one encoder row for several of its own, and its
-    distribution is softmax of its logits."""
+def _unsupported_model(model: Any) -> str | None:
+    """Return why the fast search cannot decode with a model, or None.
+
+    The decoder has to accept one encoder row for several of its own rows, and its distribution has
+    to be the softmax of its logits.
+    """
     decoder = getattr(model, "decoder", None)
-    return (
-        type(decoder) in DECODERS
-        and decoder.adaptive_softmax is None
-        and getattr(decoder, "output_normalizer", None) is None
-        and not decoder.cfg.cross_self_attention
-        and all(isinstance(layer, TransformerDecoderLayerBase) for layer in decoder.layers)
-    )
+    if type(decoder) not in DECODERS:
+        return f"{type(model).__name__} has another decoder than fairseq's Transformer"
+    if not all(isinstance(layer, TransformerDecoderLayerBase) for layer in decoder.layers):
+        return "the decoder has other layers than fairseq's Transformer"
+    if decoder.adaptive_softmax is not None:
+        return "the model has an adaptive softmax"
+    if getattr(decoder, "output_normalizer", None) is not None:
+        return f"the output layer uses {decoder.output_normalizer.name}"
+    if decoder.cfg.cross_self_attention:
+        return "the model was trained with --cross-self-attention"
+    return None
+
+
+@functools.cache
+def log_search(reason: str | None) -> None:
+    """Log once which beam search runs; `reason` is why the fast one does not."""
+    search = "multimax_fairseq's fast one" if reason is None else f"fairseq's own, as {reason}"
+    logger.info(f"beam search: {search}")
 
 
 def faster_generation() -> None:
-    """Have every task build `BeamGenerator` where it would build fairseq's plain generator."""
+    """Make every task build `BeamGenerator` where it would build fairseq's plain generator.
+
+    Unnecessary once fairseq reads the generator class from a setting.
+    """
 
     def make(original):
-        @functools.wraps(original)
         def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):
             if seq_gen_cls is None and not getattr(args, "print_alignment", False):
                 seq_gen_cls = BeamGenerator
             generator = original(self, models, args, seq_gen_cls, *rest, **kwargs)
+            if isinstance(generator, SequenceGeneratorWithAlignment):
+                log_search("--print-alignment is given")
             is_fast = isinstance(generator, BeamGenerator)
             if is_fast and command() in ("fairseq-generate", "fairseq-interactive"):
                 faster_layers(models)
