@@ -251,7 +251,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(text):
     # Neither as another function nor, as all updates are done, at once as a run of it.
     other = ("--attention-normalizer", "multimax", "--multimax-monotone")
     message = run(text, *command, "mt-resumed", *other, code=1)
-    assert "--multimax-monotone is True, but was False in the run that is to go on" in message
+    assert "--multimax-monotone is True, but was False in the run to resume" in message
     new = (*other, "--reset-optimizer", "--reset-dataloader", "--max-update", "2")
     run(text, *command, "mt-resumed", *new)
 
@@ -430,7 +430,7 @@ def test_a_stock_checkpoint_is_finetuned_from_the_identity(text):
     our_log = run(
         text, "fairseq-train", "mt", *PLUGIN, *ours, "multimax", *common, *start, "--no-save"
     )
-    assert "start at identity" in our_log
+    assert "start at the identity" in our_log
     assert losses(our_log)[0] == losses(softmax_log)[0]
 
 

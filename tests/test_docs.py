@@ -99,7 +99,8 @@ def test_every_command(folder):
     assert "checkpoints/average.pt: the mean of" in printed
     assert re.search(r"Loss \(base 2\): \d", printed)
     assert re.search(r"^BLEU = [\d.]+", printed, re.MULTILINE)
-    assert "start at identity" in next(out for block, out in made.items() if "finetune" in block)
+    tuned = next(out for block, out in made.items() if "finetune" in block)
+    assert "start at the identity" in tuned
     assert (folder / "hydra-checkpoints" / "checkpoint_last.pt").exists()
     assert (folder / "analysis" / "report.html").exists()
     assert (folder / "trajectories" / "trajectories-cross.svg").exists()

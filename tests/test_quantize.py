@@ -2,7 +2,6 @@
 
 import copy
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def model(request, build, task):
 
 
 @torch.no_grad()
-def test_the_function_is_nearly_the_same(model, dictionary, translation_batch):
+def test_quantize_changes_the_function_little(model, dictionary, translation_batch):
     inputs = translation_batch(((9, 7), (4, 5), (6, 1)))["net_input"]
     wanted = model(**inputs)[0].log_softmax(-1)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -54,24 +53,20 @@ def test_the_function_is_nearly_the_same(model, dictionary, translation_batch):
             "net_input": inputs}))  # fmt: skip
 
 
-def test_what_has_no_int8(build, monkeypatch):
+def test_quantize_refuses_unsupported_models(build):
     with pytest.raises(UsageError, match="float32 on the CPU, and the model is torch.float16 on"):
         quantize([build(ARCH).half()])
     with torch.device("meta"):
         elsewhere = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match="on meta: add --cpu"):
         quantize([elsewhere])
-    with pytest.raises(UsageError, match="for Transformers: LSTM has none of their linear"):
+    with pytest.raises(UsageError, match="for Transformers, and LSTM has none of their linear"):
         quantize([torch.nn.LSTM(2, 2)])
-    with pytest.raises(UsageError, match="for Transformers: RecurrentModel has none of their"):
+    with pytest.raises(UsageError, match="for Transformers, and RecurrentModel has none of their"):
         quantize([build("rnn_multimax")])
-    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(engine="none"))
-    with pytest.raises(UsageError, match="no int8 for this processor"):
-        quantize([build(ARCH)])
 
 
-def test_a_command_that_follows_in_one_process_has_its_own(build):
-    # With any task, those that build a generator of their own included.
+def test_quantize_flag_applies_to_the_last_command_line(build):
     for more, is_narrow in ((("--quantize", "int8"), True), ((), False)):
         parser = options.get_generation_parser()
         options.parse_args_and_arch(parser, ["data", "--path", "model.pt", *more])
@@ -80,7 +75,7 @@ def test_a_command_that_follows_in_one_process_has_its_own(build):
         assert isinstance(model.encoder.layers[0].fc1, torch.nn.Linear) != is_narrow
 
 
-def test_the_commands(data, checkpoint, tmp_path):
+def test_commands_translate_in_int8(data, checkpoint, tmp_path):
     path = checkpoint(ARCH, "--share-all-embeddings")
     words = (*PLUGIN, "--path", path, "--beam", "3", "--cpu", "--max-len-b", "10")
     generate = ("fairseq-generate", data / "mt", *words, "--gen-subset", "valid")
@@ -93,7 +88,7 @@ def test_the_commands(data, checkpoint, tmp_path):
     assert "invalid choice: 'int4'" in refused(tmp_path, *generate, "--quantize", "int4", code=2)
 
 
-def test_evaluation_prints_the_difference(data, checkpoint, tmp_path):
+def test_evaluate_prints_the_difference(data, checkpoint, tmp_path):
     path = checkpoint(ARCH, "--share-all-embeddings")
     evaluate = (ROOT / "scripts" / "evaluate.sh", path, data / "mt", "--subset", "valid")
     output = run(tmp_path, *evaluate, "--quantize", "int8", "--json", tmp_path / "found.json")

@@ -1,4 +1,4 @@
-"""Registration with fairseq: it imports this folder by itself under `--user-dir`."""
+"""The models. fairseq imports this package under `--user-dir`, which registers everything."""
 
 from multimax_fairseq import compat
 

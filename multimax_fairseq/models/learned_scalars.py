@@ -1,4 +1,4 @@
-"""What is special about the few scalars that normalizers learn."""
+"""The scalars that normalizers learn: their names, gradients and start values."""
 
 import functools
 import logging
@@ -17,20 +17,26 @@ from multimax_fairseq.modules import GatedAttention, Normalizer
 
 logger = logging.getLogger(__name__)
 
-
-# What `learned_modules` finds, in the names of a state dict.
+# Matches the parameters of `learned_modules` in a state dict.
 LEARNED = r"\.(normalizer|gate|output_modulator)\."
 
 
 def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of each module of learned scalars, in the model's order: what lies in
-    its normalizers, and the modulator of its output layer."""
+    """Return (name, module) of each module whose parameters are scalars of a normalizer.
+
+    These are the submodules of the normalizers and the modulator of the output layer.
+    """
     return learned_modules(model, matrices=False)
 
 
 def learned_modules(model: Any, *, matrices: bool = True) -> list[tuple[str, nn.Module]]:
-    """Return those of `learned_scalars` and, with matrices, what else stock models do not have: of
-    normalizers that read hidden states, and of gates."""
+    """Return (name, module) of each learned module that stock fairseq models do not have.
+
+    Args:
+        model: the model.
+        matrices: include modules that learn matrices: gates, and normalizers that read hidden
+            states.
+    """
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Normalizer):
@@ -48,23 +54,23 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
     """Return {symbol: (heads,) in float64} of a normalizer's parameter; {} for any other.
 
     Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha,
-    temperature; of any other mapping, the parameter's name.
+    temperature. For any other mapping the symbol is the parameter's name.
 
     Args:
-        parameter: its name in a state dict, from its normalizer or output modulator on at least.
+        parameter: its name in a state dict, at least from its normalizer or output modulator on.
         value: its value there.
     """
     owner, _, name = parameter.rpartition(".")
     value = value.double()
     if match := re.fullmatch(r"(low|high)_(coefficient|threshold)", name):
         letter = "b" if match[1] == "low" else "d"
-        if match[2] == "coefficient":  # kept as the offset from the identity
+        if match[2] == "coefficient":  # stored as the offset from the identity
             value = 1 - value if match[1] == "low" else 1 + value
             letter = f"t_{letter}"
         orders = range(value.shape[-1])
         return {f"{letter}{order + 1}": value[..., order].reshape(-1) for order in orders}
     if owner.rpartition(".")[2] == "alpha" and name == "logit":
-        with torch.random.fork_rng(devices=[]):  # what it starts from is nobody's random number
+        with torch.random.fork_rng(devices=[]):  # the constructor draws an initial value
             alpha = EntmaxAlpha(len(value)).double()
         alpha.load_state_dict({name: value})
         return {"alpha": alpha().detach().flatten()}
@@ -75,10 +81,11 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def prepare_scalars(model: Any, args: Any) -> None:
-    """Mark the scalars for `--optimizer multimax_adam`, and scale their gradients as asked.
+    """Mark the scalars for `--optimizer multimax_adam`, and scale their gradients if asked.
 
-    Those of the output layer, whose gradient sums over V words for each token, get another
-    1 / sqrt(V): Adam does not care, but gradient clipping would slow all of the model for them.
+    The gradients of the output layer's scalars are also divided by sqrt(V), because they are sums
+    over V words per token. Adam is invariant to the scale, but without it gradient clipping would
+    slow down the whole model.
     """
     for name, module in learned_scalars(model):
         scale = args.scalar_gradient_scale
@@ -91,19 +98,21 @@ def prepare_scalars(model: Any, args: Any) -> None:
 
 
 class LoadsSoftmaxCheckpoints:
-    """Mixin of a model: a checkpoint without any normalizer's parameters loads; modulators start at
-    the identity, sinks where they take nothing, all else as in a new model. A run goes on with the
-    mappings that it began with."""
+    """Mixin of a model that loads checkpoints of softmax models.
+
+    Modulators then start at the identity, sinks at a negligible weight, and everything else as in a
+    new model. A resumed run has to keep its mappings.
+    """
 
     @staticmethod
     def check_resumed(settings, before):
-        """Raise UsageError where the settings of a run are of other mappings than before."""
+        """Raise UsageError if a resumed run has other mappings than before."""
         now, then = mapping_settings(settings), mapping_settings(before)
         for name, value in now.items():
             if name in then and value != then[name]:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is {value}, but was {then[name]} in the run that "
-                    "is to go on: give that, or another --save-dir"
+                    f"--{name.replace('_', '-')} is {value}, but was {then[name]} in the run to "
+                    "resume: give that, or another --save-dir"
                 )
 
     def upgrade_state_dict_named(self, state_dict, name):
@@ -114,10 +123,10 @@ class LoadsSoftmaxCheckpoints:
             for place, module in learned_modules(self)
             for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
-        # Those of another normalizer are for loading to refuse.
+        # A checkpoint of another normalizer is refused when it is loaded.
         if start and not any(re.search(LEARNED, key) for key in state_dict):
             logger.info(
-                "the checkpoint has nothing that normalizers learn: modulators start at identity "
-                "(softmax), sinks at next to nothing, all else as in a new model"
+                "the checkpoint has no normalizer parameters: modulators start at the identity "
+                "(softmax), sinks at a negligible weight, all else as in a new model"
             )
             state_dict.update(start)

@@ -1,4 +1,4 @@
-"""A checkpoint's model, of data that it fits."""
+"""Build the model of a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,11 @@ from multimax_fairseq.errors import UsageError
 
 
 def task_of(state: dict[str, Any], path: Path) -> Any:
-    """Return the settings of a checkpoint's task; UsageError where it says none."""
+    """Return the task settings of a checkpoint.
+
+    Raises:
+        UsageError: the checkpoint has none.
+    """
     settings = (state.get("cfg") or {}).get("task")
     if settings is None:
         raise UsageError(f"checkpoint '{path}' says no task: give one that fairseq-train wrote")
@@ -17,8 +21,11 @@ def task_of(state: dict[str, Any], path: Path) -> Any:
 
 
 def build(state: dict[str, Any], path: Path, task: Any, data: Path) -> tuple[Any, Any]:
-    """Return the model of a checkpoint, for evaluation, and its settings; UsageError where it is
-    not of the data that the task is of."""
+    """Return the model of a checkpoint, in evaluation mode, and its settings.
+
+    Raises:
+        UsageError: the dictionaries of `data`, which the task has read, are not the model's.
+    """
     for side, words in (("encoder", task.source_dictionary), ("decoder", task.target_dictionary)):
         weight = state["model"].get(f"{side}.embed_tokens.weight")
         if weight is not None and len(weight) != len(words):

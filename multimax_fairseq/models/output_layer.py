@@ -1,4 +1,4 @@
-"""The output layer of the decoders: logits, probabilities, and what the criteria ask for."""
+"""The decoders' output layer: logits, probabilities, and what the criteria need."""
 
 from typing import Any
 
@@ -13,8 +13,11 @@ from multimax_fairseq.ops.modulator import is_known
 
 
 def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
-    """Return (weight, bias, modulator) of an output layer that is nothing but these; None of
-    another, as a quantised one, one that a hook looks into, or another mapping's modulator."""
+    """Return the output layer's (weight, bias, modulator).
+
+    Return None if the layer computes anything else: if it is quantised, has hooks, or has the
+    modulator of another mapping.
+    """
     projection, modulator = decoder.output_projection, getattr(decoder, "output_modulator", None)
     if type(projection) is not nn.Linear or not (modulator is None or is_known(modulator)):
         return None
@@ -24,22 +27,25 @@ def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
 
 
 class NormalizedOutput:
-    """Mixin of a decoder with an `output_projection`: a chosen normalizer in its output layer.
+    """Mixin that adds a normalizer to the output layer of a decoder with an `output_projection`.
 
-    MultiMax modulates the logits, so that softmax over them is MultiMax everywhere; a sparse
-    normalizer is `output_normalizer`, and gives most words the probability 0, whose log is -inf.
+    MultiMax modulates the logits; softmax of the modulated logits is MultiMax, so the rest of
+    fairseq needs no change. A sparse normalizer is `output_normalizer`. It gives most words the
+    probability 0, whose logarithm is -inf.
     """
 
     def set_output_normalizer(self, args: Any) -> None:
-        """Build what the flags ask for; to be called at the end of the decoder's constructor."""
+        """Build the normalizer that the flags choose. The decoder's constructor calls this last."""
         normalizer = build_normalizer(args, args.output_normalizer, of_output=True)
         self.output_modulator: Any = normalizer.modulator
         self.output_normalizer = None if normalizer.modulated else normalizer
 
     def _show_output_parameters(self, extra: dict[str, list[Tensor | None]]):
-        """Add the output layer's parameters to what the model returns. The fused loss uses them
-        outside of the model, and torch's DDP takes parameters that it does not find in there for
-        unused (--find-unused-parameters)."""
+        """Add the output layer's parameters to the model's output.
+
+        The fused loss uses them outside the model. Without this, DDP with
+        --find-unused-parameters treats them as unused.
+        """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             modules = filter(None, (self.output_projection, self.output_modulator))
             parameters = [p for module in modules for p in module.parameters()]
@@ -50,19 +56,19 @@ class NormalizedOutput:
         if self.adaptive_softmax is not None:
             return features
         if not torch.is_grad_enabled():
-            scores = self._fused_scores(features)
+            output = plain_output(self)
+            scores = None if output is None else fused_scores(features, *output)
             if scores is not None:
                 return scores
         logits = self.output_projection(features)
         return logits if self.output_modulator is None else self.output_modulator(logits)
 
-    def _fused_scores(self, features: Tensor) -> Tensor | None:
-        output = plain_output(self)
-        return None if output is None else fused_scores(features, *output)
-
     def linear_output(self) -> tuple[Tensor, Tensor | None, Modulator | None] | None:
-        """Return `plain_output` of this decoder, for the criteria's fused loss; UsageError for a
-        sparse normalizer."""
+        """Return `plain_output` of this decoder, for the fused loss.
+
+        Raises:
+            UsageError: the output layer is sparse.
+        """
         self._refuse_logarithms()
         return plain_output(self)
 
@@ -72,8 +78,11 @@ class NormalizedOutput:
         log_probs: bool,
         sample: dict[str, Tensor] | None = None,
     ):
-        """Return (log-)probabilities, (B, T, V); UsageError for training on those of a sparse
-        normalizer."""
+        """Return probabilities or log-probabilities, (B, T, V).
+
+        Raises:
+            UsageError: a model with a sparse output layer is trained on them.
+        """
         if self.output_normalizer is not None:
             if self.training:
                 self._refuse_logarithms()
@@ -84,7 +93,7 @@ class NormalizedOutput:
     def _refuse_logarithms(self):
         if self.output_normalizer is not None:
             raise UsageError(
-                f"--output-normalizer {self.output_normalizer.name} gives words the probability 0, "
-                "which cross-entropy cannot train on and label smoothing would ask back for every "
-                "word: give --criterion entmax_loss"
+                f"--output-normalizer {self.output_normalizer.name} gives some words the "
+                "probability 0, which cross-entropy, with or without label smoothing, cannot train "
+                "on: give --criterion entmax_loss"
             )

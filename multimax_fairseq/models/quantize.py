@@ -1,4 +1,4 @@
-"""Linear layers in int8, for translating on a CPU: `--quantize int8` of the commands that do."""
+"""`--quantize int8`: translation with int8 linear layers on a CPU."""
 
 import argparse
 import warnings
@@ -16,17 +16,16 @@ from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.search_layers import LAYERS
 
-# What normalizers and gates learn stays as it is.
-NARROW = (*LAYERS, "output_projection")
+QUANTIZED = (*LAYERS, "output_projection")  # not what normalizers and gates learn
 
 
 def quantize(models: Iterable[nn.Module]) -> None:
-    """Put linear layers in place into int8, a scale for each row of a weight; inputs are rounded to
-    8 bits as they come, all else stays float32.
+    """Quantise linear layers in place, with int8 weights and one scale per output feature.
+
+    Their inputs are rounded to 8 bits at each call. Everything else stays float32.
 
     Raises:
-        UsageError: a model that is not float32 on the CPU, or has no such layers; a processor that
-            torch has no int8 for.
+        UsageError: a model is not float32 on the CPU, or has no such layers.
     """
     for model in models:
         parameter = next(model.parameters())
@@ -35,31 +34,30 @@ def quantize(models: Iterable[nn.Module]) -> None:
                 f"--quantize int8 is for float32 on the CPU, and the model is {parameter.dtype} on "
                 f"{parameter.device}: add --cpu, and leave out --fp16 and --bf16"
             )
-        if torch.backends.quantized.engine in (None, "none"):
-            raise UsageError("--quantize int8: torch has no int8 for this processor; leave it out")
         for module in model.modules():
             if isinstance(module, MultiheadAttention):
-                module._set_skip_embed_dim_check()  # else fairseq reads weights around its layers
+                # Otherwise fairseq passes the weights to torch instead of calling the layers.
+                module._set_skip_embed_dim_check()
         chosen = {
             name: quantization.per_channel_dynamic_qconfig
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and name.rpartition(".")[2] in NARROW
+            if type(module) is nn.Linear and name.rpartition(".")[2] in QUANTIZED
         }
         if not any(name.rpartition(".")[2] in LAYERS for name in chosen):
             raise UsageError(
-                f"--quantize int8 is for Transformers: {type(model).__name__} has none of their "
-                "linear layers, so leave it out"
+                f"--quantize int8 is for Transformers, and {type(model).__name__} has none of "
+                "their linear layers: leave it out"
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.10 and later
-            warnings.simplefilter("ignore", UserWarning)  # of ranges that narrow sums would need
+            warnings.simplefilter("ignore", UserWarning)  # about reduced ranges
             quantization.quantize_dynamic(model, chosen, inplace=True)
 
 
 class _Quantize(argparse.Action):
-    """`--quantize int8`: fairseq's settings have no place for it."""
+    """Remembers the flag, because fairseq drops flags that its dataclasses do not define."""
 
-    chosen = False  # by the command whose flags were read last
+    chosen = False  # in the command line that was parsed last
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, values)
@@ -67,7 +65,10 @@ class _Quantize(argparse.Action):
 
 
 def quantized_generation() -> None:
-    """Give fairseq-generate and fairseq-interactive the flag `--quantize`."""
+    """Add the flag `--quantize` to fairseq-generate and fairseq-interactive.
+
+    Unnecessary once fairseq lets a plugin add flags to its generation settings.
+    """
 
     def make_args(original):
         def add_generation_args(parser):
@@ -77,7 +78,7 @@ def quantized_generation() -> None:
                 "--quantize",
                 choices=["int8"],
                 action=_Quantize,
-                help="put linear layers into int8, on the CPU: faster, and nearly the same",
+                help="use int8 linear layers, on the CPU: faster, and nearly the same",
             )
             return group
 

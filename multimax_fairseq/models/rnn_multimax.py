@@ -38,7 +38,7 @@ from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.recurrent_cell import start_biases, start_gates
 from multimax_fairseq.ops.checks import is_whole
 
-# The model has no limit of its own: the task's --max-source-positions and the like act.
+# The model has no limit of its own; --max-source-positions and --max-target-positions apply.
 MAX_POSITIONS = 100_000
 
 
@@ -59,9 +59,9 @@ RECURRENT_OPTIONS = {
         _size("encoder_hidden_size", 512, "size of the encoder's state in each direction"),
         _size("encoder_layers", 1, "number of the encoder's layers"),
         _size("decoder_embed_dim", 512, "size of the target's word embeddings"),
-        _size("decoder_hidden_size", 512, "size of the decoder's state, and of what is fed back"),
+        _size("decoder_hidden_size", 512, "size of the decoder's state and features"),
         share_option("dropout", 0.1, "dropout of embeddings, and between the encoder's layers"),
-        share_option("hidden_dropout", 0.2, "dropout of the decoder's state and context, joined"),
+        share_option("hidden_dropout", 0.2, "dropout of the decoder's state and context"),
         Option(
             "share_decoder_input_output_embed",
             False,
@@ -86,9 +86,9 @@ RecurrentConfig = settings_class(
 )
 
 
-# All weights start as in JoeyNMT, on which the paper's experiments are built and whose defaults
-# they use: matrices by Xavier's rule, those of a cell gate by gate, embeddings from a normal of
-# std 0.01, biases at 0.
+# Initial weights are JoeyNMT's defaults, which the paper's experiments use: Xavier for matrices
+# (per gate in a cell), a normal distribution with standard deviation 0.01 for embeddings, and 0 for
+# biases.
 def _embedding(dictionary: Any, size: int) -> nn.Embedding:
     embedding = nn.Embedding(len(dictionary), size, dictionary.pad())
     nn.init.normal_(embedding.weight, std=0.01)
@@ -105,7 +105,7 @@ def _linear(input_size: int, output_size: int, bias: bool = True) -> nn.Linear:
 
 
 class RecurrentEncoder(FairseqEncoder):
-    """A GRU or LSTM in both directions."""
+    """A bidirectional GRU or LSTM."""
 
     def __init__(self, args, dictionary, embed_tokens):
         super().__init__(dictionary)
@@ -131,17 +131,16 @@ class RecurrentEncoder(FairseqEncoder):
         """Encode.
 
         Args:
-            src_tokens: (B, S), padded on either side.
-            src_lengths: not read: the padding tells them.
+            src_tokens: (B, S), padded on the left or the right.
+            src_lengths: unused; the lengths follow from the padding.
 
         Returns:
-            A dict of lists, as the Transformers': "encoder_out" (B, S, C), 0 where there is no
-            token; "encoder_padding_mask" (B, S), True where there is none; "final_state" (B, C),
-            that of the top layer in both directions.
+            A dict of lists, like the Transformer's: "encoder_out" (B, S, C), 0 at padding;
+            "encoder_padding_mask" (B, S), True at padding; "final_state" (B, C), the last hidden
+            states of the top layer in both directions.
         """
         padding = src_tokens.eq(self.dictionary.pad())
-        # Packed sentences have their padding behind them. The others come back to where they were,
-        # so that attention weights are those of the tokens as given.
+        # Packing needs the padding on the right. The outputs are moved back afterwards.
         order = padding.byte().argsort(dim=1, stable=True)
         lengths = (~padding).sum(1).clamp(min=1)
         x = self.dropout_module(self.embed_tokens(src_tokens.gather(1, order)))
@@ -157,25 +156,25 @@ class RecurrentEncoder(FairseqEncoder):
         }
 
     def reorder_encoder_out(self, encoder_out, new_order):
-        """Return what belongs to these rows."""
+        """Select and reorder the sentences of the encoder's output."""
         return {
             name: [tensor.index_select(0, new_order) for tensor in tensors]
             for name, tensors in encoder_out.items()
         }
 
     def max_positions(self):
-        """Return the length of the longest source."""
+        """Return the greatest source length."""
         return MAX_POSITIONS
 
 
 class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
-    """A cell over words and the last step's features, with attention to the source.
+    """A recurrent decoder with attention to the source and input feeding.
 
         state_t    = cell([word_t; features_(t-1)], state_(t-1))
-        features_t = tanh(W [state_t; context_t] + b)    (Luong et al. 2015, Eq. 5, input feeding)
+        features_t = tanh(W [state_t; context_t] + b)    (Luong et al. 2015, Eq. 5)
 
-    The first state is tanh of a linear function of the encoder's last one, hidden state and cell of
-    an LSTM alike.
+    The initial state is tanh of a linear function of the encoder's final state. An LSTM starts
+    with the same hidden and cell state.
     """
 
     def __init__(self, args, dictionary, embed_tokens, encoder_size):
@@ -198,7 +197,10 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
     def forward(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, features_only=False
     ):
-        """Return (logits, extra), or (features, extra); all else is as in `extract_features`."""
+        """Return (logits, extra), or (features, extra) with features_only.
+
+        The arguments are those of `extract_features`.
+        """
         features, extra = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
         return features if features_only else self.output_layer(features), extra
 
@@ -206,8 +208,8 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         """Decode.
 
         Args:
-            prev_output_tokens: (B, T); with an incremental state the last one is decoded.
-            encoder_out: the encoder's.
+            prev_output_tokens: (B, T). With an incremental state only the last token is decoded.
+            encoder_out: the encoder's output.
             incremental_state: fairseq's decoding state.
 
         Returns:
@@ -222,7 +224,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         features, weights = [], []
         for word in words.unbind(1):
             state = self.cell(word, fed, state)
-            context, probs = self.attention(
+            context, probs = self.attention(  # (B, 1, C), (B, 1, S)
                 state[0][:, None], keys, values, padding, need_probs=True
             )
             both = torch.cat([state[0], context[:, 0]], -1)
@@ -236,7 +238,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         return torch.stack(features, 1), extra
 
     def _start(self, encoder_out: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        """What stays the same while a sentence is decoded, and what the first step starts from."""
+        """Return the keys, the values and the initial state of a sentence."""
         (encoded,), (padding,) = encoder_out["encoder_out"], encoder_out["encoder_padding_mask"]
         hidden = self.bridge(encoder_out["final_state"][0]).tanh()
         kept = {
@@ -248,29 +250,33 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         return kept if self.cell.kind == "gru" else {**kept, "cell": hidden}
 
     def reorder_incremental_state(self, incremental_state, new_order):
-        """Let all that is kept follow the hypotheses."""
+        """Reorder the state for the hypotheses that the search continues with."""
         kept = self.get_incremental_state(incremental_state, "kept")
         if kept is not None:
             kept = {name: tensor.index_select(0, new_order) for name, tensor in kept.items()}
             self.set_incremental_state(incremental_state, "kept", kept)
 
     def max_positions(self):
-        """Return the length of the longest target."""
+        """Return the greatest target length."""
         return MAX_POSITIONS
 
 
 @register_model("rnn_multimax")
 class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncoderDecoderModel):
-    """Recurrent encoder-decoder with a chosen normalizer, or a density, in its attention."""
+    """Recurrent encoder-decoder with a chosen normalizer or density in its attention."""
 
     @classmethod
     def add_args(cls, parser):
-        """Add the flags of the model and of this package."""
+        """Add the model's flags and those of this package."""
         gen_parser_from_dataclass(parser, RecurrentConfig(), delete_default=True)
 
     @classmethod
     def build_model(cls, args, task):
-        """Build a new model instance; UsageError for settings that cannot work."""
+        """Build a new model.
+
+        Raises:
+            UsageError: the settings do not fit together.
+        """
         if isinstance(args, DictConfig):
             check_keys(args, set(RecurrentConfig.__dataclass_fields__))
         args = as_namespace(args)
@@ -293,13 +299,13 @@ class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncode
         return model
 
     def forward(self, src_tokens, src_lengths, prev_output_tokens, features_only=False):
-        """Return the decoder's (logits, extra) or (features, extra) with teacher forcing."""
+        """Return the decoder's (logits, extra), or (features, extra), with teacher forcing."""
         encoder_out = self.encoder(src_tokens, src_lengths)
         return self.decoder(prev_output_tokens, encoder_out, features_only=features_only)
 
 
 def _check_sharing(args: argparse.Namespace, is_joint: bool) -> None:
-    """Raise UsageError where embeddings cannot be shared as asked."""
+    """Raise UsageError if embeddings that the flags share have different sizes."""
     widths = {
         "--decoder-embed-dim": args.decoder_embed_dim,
         "--decoder-hidden-size": args.decoder_hidden_size,
@@ -325,8 +331,8 @@ def recurrent_architecture(args, **own):
     set_defaults(args, output_normalizer="softmax", **(defaults | own))
 
 
-# The model of Martins et al. 2020, Table 4. Its "BiLSTM hidden size 1000" is of both directions
-# together: the configuration file of JoeyNMT that the paper names has 500 each.
+# The model of Martins et al. 2020, Table 4. Its "BiLSTM hidden size 1000" is the sum of both
+# directions: the JoeyNMT configuration file that the paper names has 500 for each.
 @register_model_architecture("rnn_multimax", "rnn_iwslt_de_en_multimax")
 def recurrent_iwslt_de_en(args):
     sizes = {"encoder_embed_dim": 620, "encoder_hidden_size": 500}

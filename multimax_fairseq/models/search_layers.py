@@ -1,4 +1,4 @@
-"""Faster linear layers for a Transformer that only translates, on a CPU."""
+"""Faster linear layers for Transformers that only translate, on a CPU."""
 
 import functools
 import re
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from multimax_fairseq.ops.best_outputs import fused_scores
 from multimax_fairseq.signature import processor
 
-# Those of attention and of feed-forward layers, by fairseq's names.
+# Names of the linear layers in fairseq's attention and feed-forward blocks.
 LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-# From which on the kernel is faster than torch by more than its call costs.
+# Multiplications above which the kernel's speed outweighs the cost of its call.
 LEAST_PRODUCTS = 2**22
 
 
 class KernelLinear(nn.Linear):
-    """A linear layer whose larger products are those of the output layer's kernel.
+    """A linear layer that computes large products with the output layer's kernel.
 
     It shares the parameters of the given layer.
     """
@@ -28,7 +28,7 @@ class KernelLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what `nn.Linear` does."""
+        """Return the same as `nn.Linear`."""
         if not torch.is_grad_enabled() and input.numel() * len(self.weight) >= LEAST_PRODUCTS:
             found = fused_scores(input, self.weight, self.bias, None)
             if found is not None:
@@ -38,15 +38,18 @@ class KernelLinear(nn.Linear):
 
 @functools.cache
 def torch_is_narrow() -> bool:
-    """Whether torch multiplies at half of the processor's width: on AMD's its library, MKL, uses
-    256 bits, and those from Zen 5 on (family 26) compute 512 at once."""
+    """Whether torch multiplies with half of the processor's vector width.
+
+    torch's MKL uses 256-bit vectors on AMD processors. Those since Zen 5 (family 26) compute 512
+    bits at once.
+    """
     family = re.match(r"AMD .*\(family (\d+)", processor())
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return is_wide and family is not None and int(family[1]) >= 26
 
 
 def faster_layers(models: Iterable[nn.Module]) -> None:
-    """Make the attention and feed-forward layers of models that no longer train faster on a CPU.
+    """Speed up the attention and feed-forward layers of models that no longer train, on a CPU.
 
     They get the kernel's products, or column-major weights, which are faster for small batches.
     """

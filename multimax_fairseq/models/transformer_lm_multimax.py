@@ -1,4 +1,4 @@
-"""The language model."""
+"""The Transformer language model."""
 
 import ast
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class MultimaxLanguageModelConfig(NormalizerConfig, TransformerLanguageModelConf
 
 @register_model("transformer_lm_multimax", dataclass=MultimaxLanguageModelConfig)
 class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, TransformerLanguageModel):
-    """Transformer language model with a chosen normalizer in attention and output layer."""
+    """Transformer language model with a chosen normalizer in its attention and output layer."""
 
     @classmethod
     def hub_models(cls):
@@ -42,7 +42,11 @@ class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Transf
 
     @classmethod
     def build_model(cls, args, task):
-        """Build a new model instance; UsageError for settings that cannot work."""
+        """Build a new model.
+
+        Raises:
+            UsageError: the settings do not fit together.
+        """
         args = as_namespace(args)
         check_settings(args, attentions=("decoder",))
         check_transformer(args, task)
@@ -64,7 +68,7 @@ class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Transf
 
     @classmethod
     def build_input(cls, args, dictionary):
-        """Return the token embedding, the character or the adaptive one where a flag asks."""
+        """Return the embedding of the input: of tokens, characters, or adaptive."""
         if args.tie_adaptive_weights:
             cls._check_tied(args)
         if args.character_embeddings:

@@ -1,4 +1,4 @@
-"""The translation Transformer: layers, encoder, decoder, model and architectures."""
+"""The translation Transformer: its layers, encoder, decoder, model and architectures."""
 
 import argparse
 from typing import Any
@@ -48,9 +48,12 @@ from multimax_fairseq.ops.operator import traced
 
 
 def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
-    """Return fairseq's attention layer with what the flags ask for at this place in it.
+    """Return fairseq's attention layer with the normalizer that the flags choose.
 
-    Plain softmax stays fairseq's own layer.
+    Args:
+        attention: the layer that fairseq built. It stays for plain softmax.
+        cfg: the model's settings.
+        place: one of `PLACES`.
     """
     module = build_attention(
         cfg, place, attention.num_heads, attention.embed_dim, attention.head_dim
@@ -61,7 +64,10 @@ def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
 
 
 def own_dropout(module: nn.Module, stock_name: str) -> None:
-    """Give a stock module our dropout, by the name by which --retain-dropout-modules knows it."""
+    """Replace a module's dropout by ours.
+
+    `stock_name` is the name of fairseq's class, which --retain-dropout-modules takes.
+    """
     for name, child in module.named_children():
         if isinstance(child, FairseqDropout) and child.module_name == type(module).__name__:
             setattr(module, name, Dropout(child.p, stock_name))
@@ -92,8 +98,7 @@ class MultimaxDecoderLayer(TransformerDecoderLayerBase):
 
 
 class SinusoidalPositions(SinusoidalPositionalEmbedding):
-    """The stock embedding, but that it asks the shape for the length: what asks a tensor, as the
-    stock one does, cannot be recorded in a graph."""
+    """The stock embedding with the length read from the shape, so that torch can trace it."""
 
     def forward(
         self,
@@ -102,8 +107,10 @@ class SinusoidalPositions(SinusoidalPositionalEmbedding):
         timestep: Tensor | None = None,
         positions: Any | None = None,
     ):
-        """Return the embeddings of the positions in (B, T) tokens, (B, T, C); of the last one
-        alone, (B, 1, C), in incremental decoding."""
+        """Return the embeddings of the positions of (B, T) tokens, (B, T, C).
+
+        Incremental decoding needs the last position only, (B, 1, C).
+        """
         last = self.padding_idx + input.size(1)
         if last >= self.weights.size(0):
             self.weights = self.get_embedding(last + 1, self.embedding_dim, self.padding_idx).to(
@@ -117,7 +124,7 @@ class SinusoidalPositions(SinusoidalPositionalEmbedding):
 
 
 def traceable_positions(module: nn.Module) -> None:
-    """Give an encoder or decoder positions that torch can trace."""
+    """Replace an encoder's or decoder's positional embedding by one that torch can trace."""
     stock = module.embed_positions
     if type(stock) is SinusoidalPositionalEmbedding:
         module.embed_positions = SinusoidalPositions(
@@ -141,9 +148,9 @@ class MultimaxEncoder(TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Tensor | None = None,
     ):
-        """Return what the stock encoder returns, for (B, S) tokens.
+        """Encode (B, S) tokens as the stock encoder does.
 
-        A traced graph always masks padding, because it cannot branch on whether there is any.
+        A traced graph always masks padding, because it cannot branch on the tokens.
         """
         padding = src_tokens.eq(self.padding_idx)
         mask = padding if traced() or padding.any() else None
@@ -194,10 +201,10 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         *args: Any,
         **kwargs: Any,
     ):
-        """Return (logits, extra) as the stock decoder.
+        """Return (logits, extra) as the stock decoder does.
 
-        With features_only, return (features, extra), with attention weights only if alignment_layer
-        is given: the fused kernels do not form them.
+        With features_only, return (features, extra). The attention weights are then None unless
+        alignment_layer is given, because the fused kernels do not compute them.
         """
         if features_only and alignment_layer is None:
             alignment_layer = self.num_layers  # past the last layer: no attention weights
@@ -213,21 +220,21 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
         )
 
     def extract_features(self, *args: Any, **kwargs: Any):
-        """Return (features, extra) as the stock decoder."""
-        # A graph cannot branch on whether there is padding. With this flag the stock decoder always
-        # makes a padding mask. Its layers do not read the flag.
+        """Return (features, extra) as the stock decoder does."""
+        # A traced graph cannot branch on the tokens. With this flag the stock decoder always makes
+        # a padding mask. Its layers do not read the flag.
         self.cross_self_attention = traced() or self.cfg.cross_self_attention
         features, extra = super().extract_features(*args, **kwargs)
         self._show_output_parameters(extra)
         return features, extra
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
-        """Return fairseq's mask, (T, T), marked as what it is: attention then need not read it."""
+        """Return fairseq's causal mask, (T, T), with a mark so that attention need not read it."""
         length = tensor.size(0)
         mask = self._future_mask
         if traced() or mask.size(0) < length or mask.device != tensor.device:
             mask = tensor.new_full([length, length], float("-inf")).triu(1)
-        if not traced():  # a graph keeps nothing
+        if not traced():  # a graph must not cache tensors
             self._future_mask = mask = mask.to(tensor)
         mask = mask[:length, :length]
         mask.is_future_mask = True
@@ -250,7 +257,11 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
 
     @classmethod
     def build_model(cls, args, task):
-        """Build a new model instance; UsageError for settings that cannot work."""
+        """Build a new model.
+
+        Raises:
+            UsageError: the settings do not fit together.
+        """
         if isinstance(args, DictConfig):
             check_keys(args, cls._known_keys())
         args = as_namespace(args)
@@ -259,7 +270,7 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
         check_settings(args, attentions=[place for place in PLACES if place not in without])
         check_transformer(args, task)
         for side in ("encoder", "decoder"):
-            # The command line gives a list where the stock model expects its text.
+            # The command line gives a list, but the stock model expects a string.
             kept = getattr(args, f"{side}_layers_to_keep")
             if isinstance(kept, list):
                 setattr(args, f"{side}_layers_to_keep", ",".join(map(str, kept)))
@@ -292,7 +303,7 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
         return MultimaxDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
-# The paper modulates attention alone in translation.
+# In translation, the paper modulates only the attention.
 @register_model_architecture("transformer_multimax", "transformer_multimax")
 def multimax_architecture(args):
     set_defaults(args, output_normalizer="softmax")
