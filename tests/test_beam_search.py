@@ -1,4 +1,4 @@
-"""Beam search: fairseq's hypotheses, found in another way."""
+"""The fast beam search finds fairseq's hypotheses and scores."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ from multimax_fairseq.ops.decoding import Steps, attention_step, step_attention
 
 ARCH = "transformer_multimax"
 END = 2  # of sentence, in fairseq's dictionaries
-# (lengths of the source, and of a target that nobody reads)
+# (source length, target length); the target is not read
 SIZES = ((9, 2), (4, 2), (1, 2), (6, 2), (6, 2))
 MODELS = {
     "multimax": (),
@@ -57,7 +57,7 @@ OPTIONS = {
 
 
 def stock_model(task):
-    """fairseq's own Transformer, as its commands prepare it."""
+    """Return fairseq's Transformer, prepared as its commands do."""
     settings = settings_of_model(ARCH, "--attention-normalizer", "softmax")
     torch.manual_seed(1)
     model = TransformerModel.build_model(copy.deepcopy(as_namespace(settings)), task).eval()
@@ -67,7 +67,7 @@ def stock_model(task):
 
 
 def as_trained(model, seed=0):
-    """So certain of its words that no two scores are near, and hypotheses of several lengths."""
+    """Set weights with clearly different scores, and hypotheses of several lengths."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         weight = model.decoder.output_projection.weight
@@ -80,7 +80,7 @@ def as_trained(model, seed=0):
 
 
 def compare(models, dictionary, sample, own=True, **given):
-    """Check that both generators find the same; return what they found."""
+    """Check that both generators find the same hypotheses, and return them."""
     given = {"beam_size": 5, "max_len_a": 1.2, "max_len_b": 10, **given}
     settings = {k: v for k, v in given.items() if k not in ("prefix_tokens", "bos_token")}
     inputs = {k: v for k, v in given.items() if k not in settings}
@@ -96,7 +96,7 @@ def compare(models, dictionary, sample, own=True, **given):
         assert len(hypotheses) == len(others)
         for hypothesis, other in zip(hypotheses, others, strict=True):
             assert hypothesis["tokens"].tolist() == other["tokens"].tolist()
-            # fairseq's loop forms attention weights at each step, in plain PyTorch.
+            # fairseq's loop computes attention weights at each step, in plain PyTorch.
             within = max(1e-5, 4 * torch.finfo(next(models[0].parameters()).dtype).eps)
             for name in ("score", "positional_scores", "attention"):
                 torch.testing.assert_close(hypothesis[name], other[name], rtol=within, atol=within)
@@ -105,7 +105,7 @@ def compare(models, dictionary, sample, own=True, **given):
 
 
 @pytest.mark.parametrize("flags", MODELS)
-def test_the_hypotheses_are_fairseqs(build, dictionary, translation_batch, flags):
+def test_beam_search_equals_fairseqs_for_every_model(build, dictionary, translation_batch, flags):
     model = as_trained(scatter_modulators(build(ARCH, *MODELS[flags]))).eval()
     for left_pad in (True, False):
         sample = translation_batch(SIZES, left_pad_source=left_pad)
@@ -115,7 +115,9 @@ def test_the_hypotheses_are_fairseqs(build, dictionary, translation_batch, flags
 
 
 @pytest.mark.parametrize("given", OPTIONS)
-def test_they_are_under_every_option(build, dictionary, translation_batch, given):
+def test_beam_search_equals_fairseqs_under_every_option(
+    build, dictionary, translation_batch, given
+):
     for seed in range(3):
         model = as_trained(scatter_modulators(build(ARCH), seed), seed).eval()
         compare([model], dictionary, translation_batch(SIZES, seed=seed), **OPTIONS[given])
@@ -123,7 +125,7 @@ def test_they_are_under_every_option(build, dictionary, translation_batch, given
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_they_are_for_several_models_and_for_fairseqs_own(
+def test_beam_search_equals_fairseqs_for_ensembles(
     task, build, dictionary, translation_batch, beam
 ):
     ours = as_trained(scatter_modulators(build(ARCH))).eval()
@@ -144,10 +146,10 @@ STEPPED = {
 
 
 @pytest.mark.parametrize("flags", STEPPED)
-def test_a_cache_that_hypotheses_share_changes_nothing(
+def test_beam_search_with_a_shared_cache_equals_plain(
     build, dictionary, translation_batch, flags, monkeypatch
 ):
-    """Heads of 16, which the kernel for a step serves; in plain PyTorch each has its own cache."""
+    """The kernel shares one cache and needs a head dimension of 16; plain PyTorch copies it."""
     heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")
     model = build(ARCH, *heads, *STEPPED[flags])
     model = as_trained(scatter_modulators(model)).eval()
@@ -173,7 +175,7 @@ def test_a_cache_that_hypotheses_share_changes_nothing(
 
 @pytest.mark.parametrize("flags", [(), ("--attention-normalizer", "sparsemax")])
 @torch.no_grad()
-def test_a_word_is_projected_once(build, dictionary, translation_batch, flags):
+def test_beam_search_projects_each_word_once(build, dictionary, translation_batch, flags):
     heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")
     model, calls = build(ARCH, *heads, *flags).eval(), []
     attention = model.decoder.layers[0].self_attn
@@ -185,7 +187,7 @@ def test_a_word_is_projected_once(build, dictionary, translation_batch, flags):
 
 
 @torch.no_grad()
-def test_a_shared_cache_is_spread_where_more_is_asked_for(build, translation_batch):
+def test_shared_cache_expands_when_gradients_are_needed(build, translation_batch):
     heads = ("--decoder-attention-heads", "2", "--decoder-embed-dim", "32")
     model = scatter_modulators(build(ARCH, *heads)).eval()
     sample = translation_batch(SIZES)["net_input"]
@@ -223,7 +225,7 @@ def searches(caplog):
     beam_search.log_search.cache_clear()
 
 
-def test_the_fast_search_is_logged_once(build, dictionary, translation_batch, searches):
+def test_beam_search_logs_the_fast_search_once(build, dictionary, translation_batch, searches):
     model, sample = as_trained(build(ARCH)).eval(), translation_batch(SIZES)
     for _ in range(2):
         BeamGenerator([model], dictionary).generate([model], sample)
@@ -247,7 +249,7 @@ PREFIX = torch.tensor([[7, 8], [9, 10], [11, 1], [5, 6], [4, 4]])
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_unsupported_options_run_fairseqs_search(
+def test_beam_search_leaves_unsupported_options_to_fairseq(
     build, dictionary, translation_batch, searches, given, reason
 ):
     class HalvedSearch(search.BeamSearch):
@@ -282,7 +284,7 @@ def test_unsupported_options_run_fairseqs_search(
         ),
     ],
 )
-def test_unsupported_models_run_fairseqs_search(
+def test_beam_search_leaves_unsupported_models_to_fairseq(
     build, dictionary, translation_batch, searches, arch, flags, reason
 ):
     model = build(arch, *flags).eval()
@@ -290,7 +292,7 @@ def test_unsupported_models_run_fairseqs_search(
     assert searches() == [f"beam search: fairseq's own, as {reason}"]
 
 
-def test_a_changed_decoder_runs_fairseqs_search(build, dictionary, translation_batch):
+def test_beam_search_leaves_a_changed_decoder_to_fairseq(build, dictionary, translation_batch):
     class Backwards(MultimaxDecoder):
         def get_normalized_probs(self, *args, **kwargs):
             return super().get_normalized_probs(*args, **kwargs).flip(-1)
@@ -300,7 +302,7 @@ def test_a_changed_decoder_runs_fairseqs_search(build, dictionary, translation_b
     compare([model], dictionary, translation_batch(SIZES), own=False)
 
 
-def test_lengths_that_exclude_each_other_are_fairseqs_error(build, dictionary, translation_batch):
+def test_beam_search_leaves_invalid_lengths_to_fairseq(build, dictionary, translation_batch):
     model = build(ARCH).eval()
     generator = BeamGenerator([model], dictionary, min_len=9, max_len_b=8)
     with pytest.raises(AssertionError, match="min_len cannot be larger than max_len"):
@@ -308,7 +310,7 @@ def test_lengths_that_exclude_each_other_are_fairseqs_error(build, dictionary, t
 
 
 @pytest.mark.parametrize("beam", [1, 2])
-def test_likely_paddings_and_unknown_words_take_no_ones_place(
+def test_beam_search_with_likely_special_words_equals_fairseqs(
     build, dictionary, translation_batch, beam
 ):
     model = as_trained(scatter_modulators(build(ARCH))).eval()
@@ -318,7 +320,7 @@ def test_likely_paddings_and_unknown_words_take_no_ones_place(
     compare([model], dictionary, translation_batch(SIZES), beam_size=beam, unk_penalty=100.0)
 
 
-def test_a_search_takes_no_step_more_than_fairseqs(build, dictionary, translation_batch):
+def test_beam_search_takes_as_many_steps_as_fairseqs(build, dictionary, translation_batch):
     model, steps, counts = as_trained(scatter_modulators(build(ARCH))).eval(), [], []
     bias = torch.zeros(len(dictionary))
     bias[END] = 4.0
@@ -331,7 +333,7 @@ def test_a_search_takes_no_step_more_than_fairseqs(build, dictionary, translatio
     assert counts[0] == counts[1] < 40
 
 
-def test_every_task_builds_it_where_it_would_build_fairseqs(task, build, searches):
+def test_build_generator_replaces_only_the_plain_generator(task, build, searches):
     model = build(ARCH).eval()
     config = GenerationConfig()
     assert type(FairseqTask.build_generator(task, [model], config)) is BeamGenerator
@@ -345,21 +347,23 @@ def test_every_task_builds_it_where_it_would_build_fairseqs(task, build, searche
     assert type(given) is SequenceGenerator
 
 
-def test_a_model_trains_after_it_as_before(task, dictionary, translation_batch):
-    """fairseq's attention reads from its beam size how many rows share a sentence."""
+def test_beam_search_leaves_the_model_trainable(task, dictionary, translation_batch):
+    """fairseq's attention layers store a beam size, which must be 1 in training."""
     model = as_trained(stock_model(task))
     sample = translation_batch(((9, 7), (4, 5), (6, 1), (3, 3)))
     before = model(**sample["net_input"])[0]
     BeamGenerator([model], dictionary, beam_size=2).generate([model], sample)
     assert torch.equal(model(**sample["net_input"])[0], before)
-    with pytest.raises(RuntimeError):  # of a sample that it cannot read
+    with pytest.raises(RuntimeError):  # from an invalid sample
         sample["net_input"]["src_lengths"] = sample["net_input"]["src_lengths"][:1]
         sample["net_input"]["src_tokens"] = sample["net_input"]["src_tokens"].double()
         BeamGenerator([model], dictionary, beam_size=2).generate([model], sample)
     assert {layer.encoder_attn.beam_size for layer in model.decoder.layers} == {1}
 
 
-def test_references_are_scored_by_stock_model_and_ours(task, build, dictionary, translation_batch):
+def test_sequence_scorer_takes_an_ensemble_with_a_stock_model(
+    task, build, dictionary, translation_batch
+):
     models, sample = [stock_model(task), build(ARCH).eval()], translation_batch(SIZES)
 
     def probs(models):
@@ -370,13 +374,13 @@ def test_references_are_scored_by_stock_model_and_ours(task, build, dictionary, 
     torch.testing.assert_close(probs(models), mean)
 
 
-def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translation_batch):
+def test_beam_search_reports_non_finite_scores(build, dictionary, translation_batch):
     model = build(ARCH).eval()
     with torch.no_grad():
         model.decoder.output_projection.weight.fill_(math.nan)
     with pytest.raises(UsageError, match="scores are not finite"):
         compare([model], dictionary, translation_batch(SIZES))
-    # Those of some hypotheses alone: the others go on.
+    # If only some hypotheses have non-finite scores, the others continue.
     model = as_trained(scatter_modulators(build(ARCH))).eval()
     before = compare([model], dictionary, translation_batch(SIZES))
     word = before[0][1]["tokens"][0]
@@ -386,7 +390,7 @@ def test_scores_that_are_not_finite_are_said_to_be(build, dictionary, translatio
     assert all(one["score"].isfinite() for hypotheses in after for one in hypotheses)
 
 
-def test_a_search_forms_the_scores_only_where_somebody_sees_them(
+def test_beam_search_computes_all_scores_only_for_hooks(
     task, build, dictionary, translation_batch, monkeypatch
 ):
     calls = []
@@ -398,7 +402,7 @@ def test_a_search_forms_the_scores_only_where_somebody_sees_them(
         words = []
         for is_watched in (False, True):
             calls.clear()
-            if is_watched:  # and changed
+            if is_watched:  # the hook also changes them
                 model.decoder.output_projection.register_forward_hook(lambda m, x, y: y.roll(3, -1))
             found = compare([model], dictionary, sample)
             words.append([[one["tokens"].tolist() for one in each] for each in found])
@@ -555,10 +559,10 @@ def test_a_step_in_training_drops_what_is_to_be_dropped():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_scores_of_many_hypotheses_are_formed_in_parts(
+def test_beam_search_in_parts_equals_fairseqs(
     build, dictionary, translation_batch, monkeypatch, temperature
 ):
-    """75 rows, of which 64 are formed at a time where memory is for fewer."""
+    """75 rows of scores are computed in parts of 64."""
     monkeypatch.setattr(beam_search, "MAX_SCORES", 0)
     models = [as_trained(scatter_modulators(build(ARCH), seed), seed).eval() for seed in range(2)]
     given = {"beam_size": 15, "temperature": temperature}
@@ -566,7 +570,7 @@ def test_scores_of_many_hypotheses_are_formed_in_parts(
 
 
 @pytest.mark.parametrize("name", [None, "fairseq-train", "fairseq-generate", "fairseq-interactive"])
-def test_layers_are_made_faster_only_where_nothing_trains(task, build, monkeypatch, name):
+def test_build_generator_speeds_up_layers_only_for_translation(task, build, monkeypatch, name):
     monkeypatch.setattr(beam_search, "command", lambda: name)
     made = []
     monkeypatch.setattr(beam_search, "faster_layers", made.append)
@@ -576,18 +580,14 @@ def test_layers_are_made_faster_only_where_nothing_trains(task, build, monkeypat
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_half_precision_find_fairseqs_hypotheses(
-    build, dictionary, translation_batch, dtype
-):
+def test_beam_search_in_half_precision_equals_fairseqs(build, dictionary, translation_batch, dtype):
     model = as_trained(scatter_modulators(build(ARCH))).eval().to(dtype)
     compare([model], dictionary, translation_batch(SIZES), beam_size=1)
 
 
 @pytest.mark.parametrize("change", ["pre-hook", "hook", "modulator", "layer"])
-def test_an_output_layer_that_somebody_changes_is_the_same_without_gradients(
-    build, translation_batch, change
-):
-    """Without them a kernel forms the scores of an output layer that is nothing but one."""
+def test_changed_output_layer_is_the_same_without_gradients(build, translation_batch, change):
+    """Without gradients a kernel computes the scores of a plain output layer."""
 
     class Halved(torch.nn.Linear):
         def forward(self, input):
@@ -610,10 +610,10 @@ def test_an_output_layer_that_somebody_changes_is_the_same_without_gradients(
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_diverse_beams_of_a_batch_are_those_of_each_sentence(
+def test_diverse_beam_search_is_independent_of_the_batch(
     build, dictionary, translation_batch, seed
 ):
-    """Whatever numbers the sentences have in the data, and whichever are done before others."""
+    """Neither the sentence ids nor the order in which sentences finish matter."""
     model = as_trained(scatter_modulators(build(ARCH), seed), seed).eval()
     sample = translation_batch(SIZES, seed=seed)
     sample["id"] = torch.tensor([7, 3, 20, 0, 11])

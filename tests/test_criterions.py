@@ -18,6 +18,7 @@ from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrappe
 from fairseq.logging import metrics
 from torch.nn.parallel import DistributedDataParallel
 
+from multimax_fairseq.criterions import cross_entropy
 from multimax_fairseq.criterions.cross_entropy import (
     LabelSmoothedMultimaxCrossEntropyCriterion,
     MultimaxCrossEntropyCriterion,
@@ -69,7 +70,7 @@ def run(criterion, model, sample, reduce=True):
 @pytest.mark.parametrize("sentence_avg", [False, True])
 @pytest.mark.parametrize("normalizer", ["softmax", "multimax"])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_same_loss_gradients_and_fields_as_stock(
+def test_cross_entropy_equals_stock_loss_gradients_and_fields(
     task, model_and_batch, pair, normalizer, sentence_avg, empty
 ):
     stock, ours, options = pair
@@ -96,7 +97,7 @@ def test_same_loss_gradients_and_fields_as_stock(
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_same_losses_a_token_when_they_are_not_summed(task, model_and_batch, pair):
+def test_cross_entropy_equals_stock_losses_without_reduction(task, model_and_batch, pair):
     stock, ours, options = pair
     model, sample = model_and_batch("multimax")
     (expected, *_, stock_logged, _), (loss, *_, logged, _) = (
@@ -111,7 +112,7 @@ def test_same_losses_a_token_when_they_are_not_summed(task, model_and_batch, pai
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_same_metrics_are_reduced(task, model_and_batch, pair):
+def test_cross_entropy_equals_stock_metrics(task, model_and_batch, pair):
     model, sample = model_and_batch("multimax")
     reduced = []
     for cls in pair[:2]:
@@ -124,11 +125,9 @@ def test_same_metrics_are_reduced(task, model_and_batch, pair):
         assert reduced[1][key] == pytest.approx(value, rel=1e-3), key
 
 
-def test_a_decoder_without_the_interface_gets_the_stock_loss(
-    task, build, translation_batch, caplog
-):
+def test_cross_entropy_without_linear_output_is_stock(task, build, translation_batch, caplog):
     model, sample = build("transformer"), translation_batch()
-    MultimaxCrossEntropyCriterion._warned = False
+    cross_entropy._log_all_logits.cache_clear()
     expected = CrossEntropyCriterion(task, False)(model, sample)[0]
     with caplog.at_level("INFO", MultimaxCrossEntropyCriterion.__module__):
         criterion = MultimaxCrossEntropyCriterion(task, False)
@@ -139,9 +138,7 @@ def test_a_decoder_without_the_interface_gets_the_stock_loss(
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("more", ["a hook", "weight norm", "another class"])
-def test_an_output_layer_that_is_more_than_its_weight_gets_the_stock_loss(
-    task, model_and_batch, pair, more
-):
+def test_cross_entropy_of_a_changed_output_layer_is_stock(task, model_and_batch, pair, more):
     class Doubled(torch.nn.Linear):
         def forward(self, features):
             return 2 * super().forward(features)
@@ -166,8 +163,8 @@ def test_an_output_layer_that_is_more_than_its_weight_gets_the_stock_loss(
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_accuracy_counts_all_tokens_of_a_large_batch(task, build, lm_batch):
-    """Scores are formed of 256 tokens at a time."""
+def test_cross_entropy_accuracy_counts_every_token(task, build, lm_batch):
+    """Scores are computed for 256 tokens at a time."""
     flags = ("--output-normalizer", "softmax", "--tokens-per-sample", "512")
     model, sample = build("transformer_lm_multimax", *flags).eval(), lm_batch((60,) * 6)
     sample["target"] = model(**sample["net_input"])[0].argmax(-1)
@@ -177,7 +174,7 @@ def test_accuracy_counts_all_tokens_of_a_large_batch(task, build, lm_batch):
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, pair):
+def test_cross_entropy_never_holds_all_logits(task, build, lm_batch, monkeypatch, pair):
     model = build("transformer_lm_multimax")
     held = []
     monkeypatch.setattr(
@@ -197,7 +194,7 @@ DDP = [("legacy_ddp", False), ("pytorch_ddp", False), ("pytorch_ddp", True)]
 
 
 def gradients_of_one(rank, folder):
-    """Half of a training step in each kind of DDP: leaves the reduced gradients in the folder."""
+    """Run half of a training step in each kind of DDP and save the reduced gradients."""
     store = (folder / "store").as_uri()
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     start, criterion, batches = torch.load(folder / "start.pt", weights_only=False)
@@ -227,7 +224,7 @@ def gradients_of_one(rank, folder):
     [(False, 0.0), (True, 0.0), (False, 5.0)],
     ids=["", "shared embeddings", "R-Drop"],
 )
-def test_two_processes_get_the_mean_of_their_gradients(
+def test_cross_entropy_averages_gradients_of_two_processes(
     build, task, lm_batch, tmp_path, shared, alpha
 ):
     flags = ["--share-decoder-input-output-embed"] if shared else []
@@ -257,7 +254,7 @@ def sparse(model):
 
 
 @pytest.mark.parametrize("normalizer", ALPHAS)
-def test_entmax_loss_and_its_gradient_are_the_references(task, model_and_batch, normalizer):
+def test_entmax_loss_equals_the_reference(task, model_and_batch, normalizer):
     model, sample = model_and_batch(normalizer, alpha="1.3")
     sparse(model)
     with torch.no_grad():
@@ -283,7 +280,7 @@ def test_entmax_loss_and_its_gradient_are_the_references(task, model_and_batch, 
     assert (net_output[0].grad[~counted] == 0).all()
 
 
-def test_entmax_loss_a_token_without_targets_and_reduced(task, model_and_batch):
+def test_entmax_loss_without_reduction_or_targets(task, model_and_batch):
     model, sample = model_and_batch("entmax15")
     sparse(model)
     criterion = EntmaxLossCriterion(task, sentence_avg=True)
@@ -308,7 +305,7 @@ def test_entmax_loss_a_token_without_targets_and_reduced(task, model_and_batch):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("normalizer", ALPHAS)
-def test_entmax_loss_is_not_finite_where_a_weight_is_not(task, build, lm_batch, normalizer, value):
+def test_entmax_loss_propagates_non_finite_weights(task, build, lm_batch, normalizer, value):
     model = build("transformer_lm_multimax", "--output-normalizer", normalizer)
     with torch.no_grad():
         model.decoder.output_projection.weight[7, 0] = value
@@ -316,27 +313,27 @@ def test_entmax_loss_is_not_finite_where_a_weight_is_not(task, build, lm_batch, 
     assert not loss.isfinite()
 
 
-def test_entmax_loss_of_half_precision_is_in_float32(task, build, lm_batch):
+def test_entmax_loss_of_half_precision_is_float32(task, build, lm_batch):
     model = build("transformer_lm_multimax", "--output-normalizer", "entmax15").bfloat16()
     loss, _, logged = EntmaxLossCriterion(task, sentence_avg=False)(model, lm_batch())
     assert loss.dtype == logged["loss"].dtype == torch.float32
 
 
-def test_entmax_loss_counts_sentences_and_its_fields_may_be_summed(task, build, lm_batch):
+def test_entmax_loss_counts_sentences_and_sums_fields(task, build, lm_batch):
     model, sample = build("transformer_lm_multimax", "--output-normalizer", "entmax15"), lm_batch()
     logged = EntmaxLossCriterion(task, sentence_avg=False)(model, sample)[2]
     assert logged["nsentences"] == len(sample["target"])
     assert EntmaxLossCriterion.logging_outputs_can_be_summed()
 
 
-def test_entmax_loss_refuses_a_dense_output_layer_before_training(task, build):
+def test_entmax_loss_refuses_a_dense_output_layer(task, build):
     model = build("transformer_lm_multimax", "--output-normalizer", "softmax")
     with pytest.raises(UsageError, match="is for sparse output layers"):
         EntmaxLossCriterion(task, sentence_avg=False).check_model(model)
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_cross_entropy_of_a_sparse_output_layer_is_refused(task, model_and_batch, pair):
+def test_cross_entropy_refuses_a_sparse_output_layer(task, model_and_batch, pair):
     model, sample = model_and_batch("entmax15")
     for cls in pair[:2]:
         with pytest.raises(UsageError, match="label smoothing.*entmax_loss"):

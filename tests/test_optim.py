@@ -8,7 +8,7 @@ from fairseq import optim, options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.optim.adam import AdamOfMany
+from multimax_fairseq.optim.adam import ForeachAdam
 
 ARCH = "transformer_iwslt_de_en_multimax"
 
@@ -22,7 +22,7 @@ def multimax_adam(parameters, *flags):
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "softmax"])
-def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer, resumed):
+def test_adam_does_not_decay_learned_scalars(build, normalizer, resumed):
     flags = ("--learn-temperature",) if normalizer == "softmax" else ()
     model = build(ARCH, "--attention-normalizer", normalizer, *flags)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -43,8 +43,8 @@ def test_adam_without_weight_decay_on_the_learned_scalars(build, normalizer, res
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1, 0.0])
-def test_adam_has_a_learning_rate_for_the_learned_scalars(build, scale):
-    """Adam's first step is the learning rate, whatever the gradient."""
+def test_adam_scales_the_learning_rate_of_learned_scalars(build, scale):
+    """Adam's first step has the size of the learning rate for any gradient."""
     model = build(ARCH)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -59,14 +59,14 @@ def test_adam_has_a_learning_rate_for_the_learned_scalars(build, scale):
 
 
 @pytest.mark.parametrize("scale", ["-1.0", "nan", "inf"])
-def test_a_learning_rate_that_is_none(build, scale):
+def test_adam_refuses_an_invalid_learning_rate_scale(build, scale):
     with pytest.raises(UsageError, match=f"--scalar-lr-scale {scale} must be"):
         multimax_adam(build(ARCH).parameters(), "--scalar-lr-scale", scale)
 
 
 @pytest.mark.parametrize("every_update", [True, False])
-def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build, every_update):
-    """Whether the schedule sets the learning rate at each update or, as reduce_lr_on_plateau, at
+def test_adam_freezes_learned_scalars_across_a_resume(build, every_update):
+    """Whether the schedule sets the learning rate at each update or, like reduce_lr_on_plateau, at
     the start."""
     model = build(ARCH)
     flags = ("--scalar-freeze-updates", "3", "--scalar-lr-scale", "0.5")
@@ -91,12 +91,12 @@ def test_adam_holds_the_learned_scalars_at_first_and_after_a_resume(build, every
     assert moved[:3] == [0, 0, 0]
     assert moved[3:] == pytest.approx([0.05, 0.05], rel=1e-3)
     saved = optimizer.state_dict()
-    del saved["param_groups"][1]["updates"]  # a checkpoint of an earlier version
+    del saved["param_groups"][1]["updates"]  # as in an older checkpoint
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[1]["updates"] == 0
 
 
-def test_overrides_reach_the_rest_of_the_parameters(build):
+def test_adam_overrides_spare_learned_scalars(build):
     optimizer = multimax_adam(build(ARCH).parameters(), "--weight-decay", "0.5")
     overrides = {"weight_decay": 0.4, "lr": 0.3}
     optimizer.load_state_dict(optimizer.state_dict(), overrides)
@@ -104,7 +104,7 @@ def test_overrides_reach_the_rest_of_the_parameters(build):
     assert (others["lr"], others["weight_decay"], scalars["weight_decay"]) == (0.3, 0.4, 0.0)
 
 
-def test_a_gpus_parameters_are_taken_together_with_or_without_a_gradient(build):
+def test_foreach_adam_takes_dense_gpu_parameters(build):
     many = multimax_adam(build(ARCH).parameters()).optimizer
     dense, sparse = torch.ones(2), torch.ones(2).to_sparse()
     for is_cuda, grad, is_fast in (
@@ -113,19 +113,19 @@ def test_a_gpus_parameters_are_taken_together_with_or_without_a_gradient(build):
         assert many.is_fast(SimpleNamespace(is_cuda=is_cuda, grad=grad)) == is_fast
 
 
-def test_the_scalars_learn_as_the_rest_unless_told_otherwise(build):
+def test_adam_treats_learned_scalars_alike_by_default(build):
     optimizer = multimax_adam(build(ARCH).parameters())
     assert (optimizer.cfg.scalar_lr_scale, optimizer.cfg.scalar_freeze_updates) == (1.0, 0)
 
 
-def test_a_number_of_frozen_updates_that_is_none(build):
+def test_adam_refuses_a_negative_number_of_frozen_updates(build):
     with pytest.raises(UsageError, match="--scalar-freeze-updates -1 must be a whole number"):
         multimax_adam(build(ARCH).parameters(), "--scalar-freeze-updates", "-1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_many_tensors_at_a_time_are_updated_as_one_by_one(build, dtype, monkeypatch):
-    """As on a GPU: number for number, whatever of them has no gradient or joins later."""
+def test_foreach_adam_equals_adam_bitwise(build, dtype, monkeypatch):
+    """Some parameters have no gradient, or get one later."""
     flags = ("--weight-decay", "0.1", "--scalar-lr-scale", "0.3", "--adam-betas", "(0.9, 0.98)")
     models = [build(ARCH).to(dtype) for _ in range(2)]
     optimizers = [multimax_adam(model.parameters(), *flags) for model in models]
@@ -136,7 +136,7 @@ def test_many_tensors_at_a_time_are_updated_as_one_by_one(build, dtype, monkeypa
 
     def updated(parameters, group):
         taken.append(len(parameters))
-        AdamOfMany._update(many, parameters, group)
+        ForeachAdam._update(many, parameters, group)
 
     monkeypatch.setattr(many, "_update", updated)
     for update in range(4):

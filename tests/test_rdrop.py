@@ -51,7 +51,7 @@ MODELS = {
 
 
 class Masks:
-    """Dropout by masks that are drawn once: two for each sentence at each place of the model."""
+    """Fixed dropout masks: two for each sentence at each place of the model."""
 
     def __init__(self):
         self.stored, self.generator = [], torch.Generator().manual_seed(7)
@@ -115,7 +115,7 @@ def gradients(model, loss):
 
 
 def two_logits(model, sample, masks, prefix):
-    """What the two passes give, one after the other."""
+    """Return the outputs of the two passes, run one after the other."""
     for rows in (FIRST, SECOND):
         with masks.passes(*rows):
             logits = model(**sample["net_input"])[0]
@@ -123,7 +123,7 @@ def two_logits(model, sample, masks, prefix):
 
 
 def written_out(two, target, smoothing, pad):
-    """loss_1 + loss_2 + alpha (KL(p|q) + KL(q|p)) / 2 over the tokens that count."""
+    """Return loss_1 + loss_2 + alpha (KL(p|q) + KL(q|p)) / 2 over the counted tokens."""
     counted = target != pad
     log_p, log_q = (x[counted].log_softmax(-1) for x in two)
     loss = 0.0
@@ -136,7 +136,7 @@ def written_out(two, target, smoothing, pad):
     return loss + ALPHA * (there + back) / 2
 
 
-def test_loss_and_gradients_are_the_formulas(task, model_and_batch, masks, kind):
+def test_rdrop_equals_the_formula_with_gradients(task, model_and_batch, masks, kind):
     (model, sample), (cls, options, smoothing, prefix) = model_and_batch, kind
     pad = task.target_dictionary.pad()
     criterion = cls(task, sentence_avg=False, rdrop_alpha=ALPHA, **options)
@@ -169,8 +169,8 @@ def test_loss_and_gradients_are_the_formulas(task, model_and_batch, masks, kind)
     assert all((ours[name] != 0).all() for name in learned)
 
 
-def test_without_a_weight_it_is_the_sum_of_two_plain_passes(task, model_and_batch, masks, kind):
-    """Of two passes of the criterion with alpha 0, which is one plain pass."""
+def test_rdrop_without_weight_sums_two_passes(task, model_and_batch, masks, kind):
+    """With alpha 0 the criterion runs one plain pass."""
     (model, sample), (cls, options, *_) = model_and_batch, kind
     with masks.passes(*NEIGHBOURS):
         criterion = cls(task, sentence_avg=False, rdrop_alpha=1e-300, **options)
@@ -194,7 +194,7 @@ def test_without_a_weight_it_is_the_sum_of_two_plain_passes(task, model_and_batc
 
 
 @pytest.mark.parametrize("arch", ["transformer_multimax", "transformer"])
-def test_it_is_fairseqs_own(task, build, lm_batch, translation_batch, masks, arch):
+def test_rdrop_equals_fairseqs_rdrop(task, build, lm_batch, translation_batch, masks, arch):
     model, sample = training_model(arch, build, lm_batch, translation_batch)
     options = {"sentence_avg": False, "label_smoothing": 0.1, "rdrop_alpha": ALPHA}
     with masks.passes(*NEIGHBOURS):
@@ -213,7 +213,9 @@ def test_it_is_fairseqs_own(task, build, lm_batch, translation_batch, masks, arc
 
 @pytest.mark.parametrize("arch", ["transformer_multimax", "transformer"])
 @pytest.mark.parametrize("sentence_avg", [False, True])
-def test_what_is_logged(task, build, lm_batch, translation_batch, masks, kind, sentence_avg, arch):
+def test_rdrop_logs_mean_loss_and_divergence(
+    task, build, lm_batch, translation_batch, masks, kind, sentence_avg, arch
+):
     model, sample = training_model(arch, build, lm_batch, translation_batch)
     cls, options, _, prefix = kind
     if options:
@@ -253,7 +255,7 @@ def test_what_is_logged(task, build, lm_batch, translation_batch, masks, kind, s
     assert padded.any() and (each.flatten()[padded] == 0).all()
 
 
-def test_all_that_is_said_of_a_sentence_is_given_twice():
+def test_doubled_repeats_every_tensor():
     tokens, lengths = torch.arange(6).view(3, 2), torch.tensor([2, 1, 2])
     found = doubled({"src_tokens": tokens, "src_lengths": lengths, "prev_output_tokens": None})
     assert torch.equal(found["src_tokens"], tokens[[0, 0, 1, 1, 2, 2]])
@@ -261,7 +263,7 @@ def test_all_that_is_said_of_a_sentence_is_given_twice():
     assert found["prev_output_tokens"] is None
 
 
-def test_the_divergence_is_logged_where_only_another_worker_has_it():
+def test_rdrop_metrics_accept_workers_without_divergence():
     idle = {"loss": 0.0, "ntokens": 0, "sample_size": 0}
     log = {"loss": 1.0, "ntokens": 2, "sample_size": 2, "rdrop": 3.0}
     with metrics.aggregate(new_root=True) as meters:
@@ -270,7 +272,7 @@ def test_the_divergence_is_logged_where_only_another_worker_has_it():
     assert found == pytest.approx(1.5 / math.log(2), abs=1e-3)
 
 
-def test_an_evaluated_model_has_the_loss_of_one_pass(task, model_and_batch, kind):
+def test_rdrop_evaluates_with_one_pass(task, model_and_batch, kind):
     (model, sample), (cls, options, *_) = model_and_batch, kind
     model.eval()
     found = [
@@ -280,7 +282,7 @@ def test_an_evaluated_model_has_the_loss_of_one_pass(task, model_and_batch, kind
     assert found[0] == found[1] and "rdrop" not in found[1][2]
 
 
-def test_a_batch_of_padding_alone_trains_nothing(task, model_and_batch, kind):
+def test_rdrop_of_padding_has_zero_gradient(task, model_and_batch, kind):
     (model, sample), (cls, options, *_) = model_and_batch, kind
     sample["target"].fill_(task.target_dictionary.pad())
     loss, *_ = cls(task, sentence_avg=True, rdrop_alpha=ALPHA, **options)(model, sample)
@@ -288,7 +290,7 @@ def test_a_batch_of_padding_alone_trains_nothing(task, model_and_batch, kind):
     assert all((gradient == 0).all() for gradient in gradients(model, loss).values())
 
 
-def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, kind):
+def test_rdrop_never_holds_all_logits(task, build, lm_batch, monkeypatch, kind):
     model, (cls, options, *_) = build("transformer_lm_multimax", *DROPOUT), kind
     held = []
     monkeypatch.setattr(type(model.decoder), "output_layer", lambda _, x: held.append(x))
@@ -296,7 +298,7 @@ def test_all_logits_are_never_held(task, build, lm_batch, monkeypatch, kind):
     assert held == []
 
 
-def test_the_adaptive_softmax_is_refused(task, build, lm_batch, kind):
+def test_rdrop_refuses_the_adaptive_softmax(task, build, lm_batch, kind):
     cls, options, *_ = kind
     cutoff = ("--adaptive-softmax-cutoff", "10,20")
     for arch, *flags in (
@@ -309,13 +311,13 @@ def test_the_adaptive_softmax_is_refused(task, build, lm_batch, kind):
 
 
 @pytest.mark.parametrize("alpha", [-1.0, -1e-9, math.nan, math.inf])
-def test_a_weight_that_cannot_be_is_refused(task, kind, alpha):
+def test_rdrop_refuses_an_invalid_weight(task, kind, alpha):
     cls, options, *_ = kind
     with pytest.raises(UsageError, match=re.escape(f"--rdrop-alpha {alpha} must be a finite")):
         cls(task, sentence_avg=False, rdrop_alpha=alpha, **options)
 
 
-def test_it_trains_resumes_and_translates(text):  # noqa: F811
+def test_rdrop_trains_resumes_and_translates(text):  # noqa: F811
     command = ["fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--rdrop-alpha", "5"]
     command += ["--update-freq", "2", "--report-accuracy"]
     for alpha in ("-1", "nan", "inf"):

@@ -43,7 +43,7 @@ FLAGS = {**DISCRETE, **CONTINUOUS}
 
 
 def spread(model, seed=0):
-    """Draw all weights anew, so wide that words, states and scores differ."""
+    """Draw weights large enough for words, states and scores to differ."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -54,7 +54,7 @@ def spread(model, seed=0):
 
 @pytest.fixture
 def build(task):
-    """As that of the other models, but by the model's own flags alone, which takes a moment."""
+    """Build from the model's own flags alone, which is fast."""
 
     def build_model(*flags, seed=1):
         parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)  # as fairseq's
@@ -73,7 +73,7 @@ def kept(sample):
 
 
 def step(kind, x, state, of_input, of_hidden, input_bias, hidden_bias):
-    """The next state by the equations of Cho et al. 2014 or Hochreiter and Schmidhuber 1997."""
+    """Return the next state (Cho et al. 2014; Hochreiter and Schmidhuber 1997)."""
     given, known = of_input @ x + input_bias, of_hidden @ state[0] + hidden_bias
     if kind == "lstm":
         enter, forget, new, leave = (given + known).chunk(4)
@@ -85,7 +85,7 @@ def step(kind, x, state, of_input, of_hidden, input_bias, hidden_bias):
 
 
 def expectation(probs, values, density, context):
-    """A density's context by summing over many times, beside the discrete one."""
+    """Return the sum of the discrete context and a density's, integrated numerically."""
     time = torch.arange(1, len(probs) + 1).double() / len(probs)
     mean = (probs * time).sum()
     variance = ((probs * time**2).sum() - mean**2).clamp(min=1e-6)
@@ -109,7 +109,7 @@ def expectation(probs, values, density, context):
 
 
 def logits_of(model, kind, source, previous, attend, layers=1):
-    """(T, V) for one sentence without padding, in float64."""
+    """Return the logits, (T, V) in float64, of one sentence without padding."""
     p = {name: tensor.double() for name, tensor in model.state_dict().items()}
     encoded = p["encoder.embed_tokens.weight"][source]
     for layer in range(layers):
@@ -162,7 +162,7 @@ REFERENCES = {
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 @pytest.mark.parametrize("flags, attend", REFERENCES.values(), ids=REFERENCES)
 @torch.no_grad()
-def test_the_model_is_its_equations(build, translation_batch, flags, attend, kind, layers):
+def test_model_equals_its_equations(build, translation_batch, flags, attend, kind, layers):
     flags = (*flags, "--cell-type", kind, "--encoder-layers", str(layers))
     model, sample = spread(build(*flags)).eval(), translation_batch()
     found = model(**sample["net_input"])[0]
@@ -174,7 +174,7 @@ def test_the_model_is_its_equations(build, translation_batch, flags, attend, kin
 
 
 @pytest.mark.parametrize("kind, torchs", [("gru", nn.GRUCell), ("lstm", nn.LSTMCell)])
-def test_the_cell_is_torchs_of_both_inputs(kind, torchs):
+def test_cell_equals_torchs_cell(kind, torchs):
     torch.manual_seed(0)
     cell, twin = RecurrentCell(kind, 5, 3, 4), torchs(8, 4)
     of_both = torch.cat([cell.word_projection.weight, cell.fed_projection.weight], 1)
@@ -189,7 +189,7 @@ def test_the_cell_is_torchs_of_both_inputs(kind, torchs):
     assert (forget == 1).all() if kind == "lstm" else not any(bias.any() for bias in biases)
 
 
-def test_all_queries_at_once_are_one_after_another():
+def test_attention_of_many_queries_equals_one_by_one():
     torch.manual_seed(0)
     for normalizer in (Normalizer("sparsemax"), ContinuousAttention(Normalizer("softmax"))):
         attention = AdditiveAttention(4, 6, 5, normalizer)
@@ -210,9 +210,7 @@ def test_all_queries_at_once_are_one_after_another():
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @torch.no_grad()
-def test_incremental_decoding_is_the_full_context_function(
-    build, translation_batch, flags, cell, beam
-):
+def test_incremental_decoding_equals_full_context(build, translation_batch, flags, cell, beam):
     model = spread(build(*flags, "--cell-type", cell)).eval()
     for left_pad_source in (True, False):
         sample = translation_batch(left_pad_source=left_pad_source)
@@ -225,8 +223,8 @@ def test_incremental_decoding_is_the_full_context_function(
 
 @pytest.mark.parametrize("flags", [LSTM, CONTINUOUS["continuous sparsemax"]], ids=["lstm", "gru"])
 @torch.no_grad()
-def test_reordered_hypotheses_keep_their_own_past(build, translation_batch, flags):
-    """Swapped within a sentence, repeated, and a sentence that is finished dropped."""
+def test_reordered_hypotheses_keep_their_state(build, translation_batch, flags):
+    """Hypotheses are swapped, repeated, and dropped with a finished sentence."""
     model, sample = spread(build(*flags)).eval(), translation_batch()
     source = sample["net_input"]["src_tokens"].repeat_interleave(2, 0)
     encoder_out, state = model.encoder(source), {}
@@ -244,7 +242,7 @@ def test_reordered_hypotheses_keep_their_own_past(build, translation_batch, flag
 
 @pytest.mark.parametrize("flags", [SOFTMAX, *CONTINUOUS.values()], ids=["discrete", *CONTINUOUS])
 @torch.no_grad()
-def test_padding_changes_nothing(build, translation_batch, flags):
+def test_padding_does_not_change_the_output(build, translation_batch, flags):
     model = spread(build(*flags, "--encoder-layers", "2")).eval()
     left, right = (translation_batch(left_pad_source=left) for left in (True, False))
     together = full_context(model, left)
@@ -263,7 +261,7 @@ def test_padding_changes_nothing(build, translation_batch, flags):
     "flags", [(*LSTM, *OUTPUT), CONTINUOUS["continuous softmax"]], ids=["lstm", "continuous"]
 )
 @torch.no_grad()
-def test_beam_search_scores_are_teacher_forced_scores(
+def test_beam_search_scores_equal_teacher_forcing(
     build, dictionary, translation_batch, flags, beam
 ):
     model, sample = spread(build(*flags)).eval(), translation_batch()
@@ -279,7 +277,7 @@ def test_beam_search_scores_are_teacher_forced_scores(
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @torch.no_grad()
-def test_attention_weights_are_a_distribution_over_the_tokens_as_given(
+def test_attention_weights_are_a_distribution_over_tokens(
     build, translation_batch, dictionary, flags
 ):
     model = spread(build(*flags)).eval()
@@ -304,8 +302,8 @@ def test_attention_weights_are_a_distribution_over_the_tokens_as_given(
 # --- what is learned ---------------------------------------------------------------------------
 
 
-def test_variants_share_their_initial_weights(build):
-    """Whatever the attention: a density has no parameter more, a mapping only its own."""
+def test_variants_share_initial_weights(build):
+    """A density adds no parameter, a mapping only its own."""
     baseline = build(*SOFTMAX).state_dict()
     for flags in FLAGS.values():
         found = build(*flags).state_dict()
@@ -313,7 +311,7 @@ def test_variants_share_their_initial_weights(build):
         assert all(torch.equal(found[name], value) for name, value in baseline.items())
 
 
-def test_the_start_is_joeynmts(build):
+def test_initial_weights_follow_joeynmt(build):
     model = build("--encoder-embed-dim", "300", "--decoder-hidden-size", "200")
     for name, parameter in model.named_parameters():
         if "bias" in name:
@@ -332,7 +330,7 @@ def test_the_start_is_joeynmts(build):
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_gradients_reach_all_that_is_learned(build, translation_batch, flags, cell):
+def test_gradients_reach_every_parameter(build, translation_batch, flags, cell):
     model = spread(build(*flags, *OUTPUT, "--cell-type", cell))
     sample = translation_batch()
     scores = full_context(model, sample).gather(-1, sample["target"][..., None])[..., 0]
@@ -341,7 +339,7 @@ def test_gradients_reach_all_that_is_learned(build, translation_batch, flags, ce
         assert parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-def test_the_parameters_of_the_papers_model_are_counted(task):
+def test_parameter_count_of_the_papers_model(task):
     words, embedding, size = len(task.source_dictionary), 620, 1000
     half = size // 2
     encoder = 2 * 3 * half * (embedding + half + 2)
@@ -360,7 +358,7 @@ def test_the_parameters_of_the_papers_model_are_counted(task):
         assert sum(p.numel() for p in model.parameters()) == expected + extra
 
 
-def test_shared_embeddings_are_one(build):
+def test_shared_embeddings_are_one_parameter(build):
     plain, output, everything = (
         build(*flags)
         for flags in ((), ("--share-decoder-input-output-embed",), ("--share-all-embeddings",))
@@ -371,7 +369,7 @@ def test_shared_embeddings_are_one(build):
     assert output.decoder.output_projection.weight is output.decoder.embed_tokens.weight
 
 
-def test_dropout_is_for_training(build, translation_batch):
+def test_dropout_acts_in_training_only(build, translation_batch):
     sample = translation_batch()
     for flags in (("--dropout", "0.5"), ("--hidden-dropout", "0.5")):
         model = spread(build(*flags))
@@ -383,7 +381,7 @@ def test_dropout_is_for_training(build, translation_batch):
 
 @pytest.mark.parametrize("flags", [LSTM, *CONTINUOUS.values()], ids=["lstm", *CONTINUOUS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_close_and_trains(build, translation_batch, dtype, flags):
+def test_half_precision_is_close_and_trains(build, translation_batch, dtype, flags):
     sample = translation_batch()
     exact = full_context(spread(build(*flags)).eval(), sample)
     model = spread(build(*flags)).to(dtype).eval()
@@ -399,7 +397,7 @@ def test_half_precision_stays_close_and_trains(build, translation_batch, dtype, 
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_state_dicts_load_and_those_of_softmax_start_at_the_identity(build, translation_batch):
+def test_softmax_checkpoint_starts_at_the_identity(build, translation_batch):
     sample = translation_batch()
     model, file = spread(build(*OUTPUT)).eval(), io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -433,20 +431,20 @@ def test_state_dicts_load_and_those_of_softmax_start_at_the_identity(build, tran
         ("--share-all-embeddings --encoder-embed-dim 8", "--encoder-embed-dim 8: make them equal"),
     ],
 )
-def test_wrong_settings_are_refused_in_one_sentence(build, flags, found):
+def test_build_model_refuses_wrong_settings(build, flags, found):
     with pytest.raises(UsageError) as error:
         build(*flags.split())
     assert found in str(error.value) and "\n" not in str(error.value)
 
 
-def test_two_dictionaries_share_nothing(task, dictionary):
+def test_shared_embeddings_need_a_joint_dictionary(task, dictionary):
     other = SimpleNamespace(source_dictionary=dictionary, target_dictionary=type(dictionary)())
     settings = argparse.Namespace(share_all_embeddings=True)
     with pytest.raises(UsageError, match="one dictionary of both languages: run fairseq-preproc"):
         RecurrentModel.build_model(settings, other)
 
 
-def test_hydra_settings_reach_the_model_and_slips_are_named(task):
+def test_hydra_settings_reach_the_model(task):
     settings = {"_name": "rnn_multimax", "cell_type": "lstm", "decoder_hidden_size": 8}
     model = RecurrentModel.build_model(OmegaConf.create(settings), task)
     assert model.decoder.cell.kind == "lstm" and model.decoder.bridge.out_features == 8

@@ -1,4 +1,4 @@
-"""The layers that only translate: the same function, however they are computed."""
+"""The faster layers for translation compute the same function."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from multimax_fairseq.models.search_layers import (
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_faster_layers_are_the_same(
+def test_faster_layers_compute_the_same(
     task, build, dictionary, translation_batch, monkeypatch, narrow
 ):
     monkeypatch.setattr(search_layers, "torch_is_narrow", lambda: narrow)
@@ -48,7 +48,7 @@ def test_faster_layers_are_the_same(
         ("aarch64 CPU", "DEFAULT", False),
     ],
 )
-def test_which_processors_torch_uses_half_of(monkeypatch, name, capability, narrow):
+def test_torch_is_narrow_on_recent_amd_processors(monkeypatch, name, capability, narrow):
     monkeypatch.setattr(search_layers, "processor", lambda: name)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert torch_is_narrow.__wrapped__() == narrow
@@ -71,7 +71,7 @@ def test_faster_layers_leave_others_alone(monkeypatch, narrow):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_faster_layer_is_torchs_where_no_kernel_can(monkeypatch, dtype):
+def test_kernel_linear_equals_torch_without_a_kernel(monkeypatch, dtype):
     monkeypatch.setattr(search_layers, "LEAST_PRODUCTS", 0)
     x, layer = torch.randn(5, 4, dtype=dtype), torch.nn.Linear(4, 3, dtype=dtype)
     expected = layer(x)
@@ -80,7 +80,7 @@ def test_a_faster_layer_is_torchs_where_no_kernel_can(monkeypatch, dtype):
     assert torch.equal(layer(x), expected)
 
 
-def test_a_faster_layer_learns_as_torchs(monkeypatch):
+def test_kernel_linear_has_the_gradient_of_torch(monkeypatch):
     monkeypatch.setattr(search_layers, "LEAST_PRODUCTS", 0)
     x, layer = torch.randn(5, 4), torch.nn.Linear(4, 3)
     layer = KernelLinear(layer)

@@ -1,3 +1,3 @@
-"""The output-layer criteria."""
+"""The criteria that train output layers with MultiMax or a sparse normalizer."""
 
 from multimax_fairseq.criterions import cross_entropy, entmax_loss  # noqa: F401

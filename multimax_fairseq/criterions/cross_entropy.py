@@ -1,11 +1,12 @@
-"""fairseq's two cross-entropy criteria, with the output layer fused into the loss.
+"""fairseq's two cross-entropy criteria with the output layer fused into the loss.
 
-The same losses, logged fields and units as the stock criteria of the same model. A criterion asks
-the decoder for `linear_output() -> (weight, bias, modulator)`; where a decoder does not offer it,
-or gives None, the stock computation over all logits is used, and the log says so once. Both can
+Losses, logged fields and units are those of the stock criteria. The fused loss needs the decoder's
+`linear_output() -> (weight, bias, modulator)`. If a decoder has no such method, or it returns None,
+the criterion computes all logits as the stock one does, and logs this once. Both criteria can
 train with R-Drop.
 """
 
+import functools
 import logging
 import math
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ class RDropConfig(FairseqDataclass):
     rdrop_alpha: float = field(
         default=0.0,
         metadata={
-            "help": "weight of R-Drop: each batch passes twice with other dropout, and the two "
-            "output distributions are drawn together; 0 is off"
+            "help": "weight of the R-Drop loss, the divergence of two passes with different "
+            "dropout; 0 turns it off"
         },
     )
 
@@ -54,28 +55,26 @@ class LabelSmoothedMultimaxCrossEntropyConfig(
 
 
 class FusedOutput:
-    """What the two criteria share: features instead of logits, the loss over them, and R-Drop.
+    """Mixin of the two criteria: the fused loss, and R-Drop.
 
         loss = loss_1 + loss_2 + alpha (KL(p|q) + KL(q|p)) / 2              (Liang et al. 2021)
-    where loss_1 and loss_2 are the criterion's own of two passes of a batch with other dropout, p
-    and q their output distributions, and the tokens and sentences are counted once. It is for
-    training: a model in evaluation has the loss of its one pass.
 
-    The two passes are one pass of every sentence twice: the layers' dropout differs from row to
-    row, the matrix products are larger, and a model that is trained in parallel, which gathers its
-    gradients by what one pass has used, needs to know nothing of it. A layer that is left out as a
-    whole (--decoder-layerdrop) is left out of both.
+    loss_1 and loss_2 are the criterion's losses of two passes of a batch with different dropout, p
+    and q their output distributions. Tokens and sentences are counted once. In evaluation there is
+    one pass and no divergence.
+
+    The two passes run as one pass over a batch with every sentence twice, because dropout differs
+    from row to row. The matrix products are larger, and distributed training works unchanged, as it
+    expects one forward pass per update. --decoder-layerdrop drops the same layers in both.
     """
 
     ignore_prefix_size = 0
     label_smoothing = 0.0
     rdrop_alpha = 0.0
-    # The stock criterion's shape for losses that are not summed.
-    unreduced: tuple[int, ...] = (-1,)
-    _warned = False
+    unreduced: tuple[int, ...] = (-1,)  # shape of the stock criterion's losses without reduction
 
     def set_rdrop(self, alpha):
-        """Take the weight of R-Drop; UsageError for what cannot be one."""
+        """Set the weight of R-Drop. Raise UsageError if it is not finite or below 0."""
         if not (is_finite(alpha) and alpha >= 0):
             raise UsageError(
                 f"--rdrop-alpha {alpha} must be a finite number, at least 0: 0 is off, 5 is the "
@@ -84,7 +83,7 @@ class FusedOutput:
         self.rdrop_alpha = alpha
 
     def check_model(self, model):
-        """Raise UsageError for a model that the criterion cannot train."""
+        """Raise UsageError if the criterion cannot train the model."""
         self.fused_output(model)
 
     def forward(self, model, sample, reduce=True):
@@ -104,8 +103,8 @@ class FusedOutput:
                 for t in (loss, nll_loss)
             )
         nsentences = sample["target"].size(0)
-        # What both passes share is logged as their mean, and the divergence beside it, so that the
-        # figures are those of a run without R-Drop: 2 loss + alpha rdrop is what training lowers.
+        # The logged loss is the mean of the two passes, so that it compares with a run without
+        # R-Drop. Training minimises 2 loss + alpha rdrop.
         logged = {
             "loss": loss.data / 2 if twice else loss.data,
             "ntokens": sample["ntokens"],
@@ -122,13 +121,15 @@ class FusedOutput:
         return loss, logged["sample_size"], logged
 
     def more_logged(self, model, nll_loss, output, target, is_fused):
-        """Return the fields that one criterion logs and the other does not; `output` is features
-        if is_fused, else log-probabilities."""
+        """Return the criterion's own logged fields.
+
+        `output` is features if is_fused, otherwise log-probabilities.
+        """
         return {}
 
     @classmethod
     def reduce_metrics(cls, logging_outputs):
-        """Aggregate the logged fields of several workers; rdrop in bits per token, as nll_loss."""
+        """Aggregate the logged fields of the workers. rdrop is in bits per token, like nll_loss."""
         super().reduce_metrics(logging_outputs)
         if any("rdrop" in log for log in logging_outputs):
             total, tokens = (
@@ -137,27 +138,21 @@ class FusedOutput:
             metrics.log_scalar("rdrop", total / tokens / math.log(2), tokens, round=3)
 
     def fused_output(self, model):
-        """Return the decoder's `linear_output`, or None where the fused loss cannot stand in."""
+        """Return the decoder's `linear_output`, or None if the fused loss is not possible."""
         decoder = getattr(model, "decoder", None)
         if getattr(decoder, "adaptive_softmax", None) is not None:
             return None
         linear_output = getattr(decoder, "linear_output", None)
         if linear_output is not None and linear_output() is not None:
             return linear_output
-        if not self._warned:
-            type(self)._warned = True
-            logger.info(
-                f"{type(decoder).__name__} has no linear_output(), or an output layer that is more "
-                "than weight, bias and MultiMax: the loss holds all logits, as the stock criterion "
-                "does"
-            )
+        _log_all_logits(type(decoder).__name__)
         return None
 
     def fused_losses(self, model, sample, linear_output, reduce, twice):
         """Return (loss, nll_loss, divergence, features, target), in nats.
 
-        The losses are per token unless reduce, and those of both passes if twice: only then there
-        is a divergence. Features and targets are those of the first pass.
+        The losses are sums with `reduce`, otherwise one per token. With `twice` they cover both
+        passes; without it the divergence is None. Features and target are of the first pass.
         """
         inputs = doubled(sample["net_input"]) if twice else sample["net_input"]
         net_output = model(**inputs, features_only=True)
@@ -191,8 +186,10 @@ class FusedOutput:
         return loss, nll_loss, divergence, features[::2], target
 
     def stock_losses(self, model, sample, reduce):
-        """As `fused_losses` of two passes, of a decoder that only gives log-probabilities: these
-        take the place of the features."""
+        """Do what `fused_losses` does for two passes, without the fused loss.
+
+        Log-probabilities take the place of the features.
+        """
         if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
             raise UsageError(
                 "--rdrop-alpha needs probabilities with gradients for all words, which fairseq's "
@@ -214,9 +211,19 @@ class FusedOutput:
         return loss, nll_loss, divergence.sum() if reduce else divergence, log_p, target
 
 
+@functools.cache
+def _log_all_logits(decoder: str) -> None:
+    logger.info(
+        f"the loss computes all logits, as the stock criterion does: {decoder} has no "
+        "linear_output(), or its output layer is not weight, bias and MultiMax"
+    )
+
+
 def doubled(net_input):
-    """Return a batch's input with every sentence twice; the copies are neighbours, so that an
-    encoder that wants its sentences by length still gets them so."""
+    """Return a batch's input with every sentence twice.
+
+    The copies are adjacent, so that sentences sorted by length stay sorted.
+    """
     return {
         name: value.repeat_interleave(2, 0) if isinstance(value, Tensor) else value
         for name, value in net_input.items()
@@ -225,7 +232,7 @@ def doubled(net_input):
 
 @register_criterion("multimax_cross_entropy", dataclass=MultimaxCrossEntropyConfig)
 class MultimaxCrossEntropyCriterion(FusedOutput, CrossEntropyCriterion):
-    """Equivalent to: fairseq's `cross_entropy` on the same model."""
+    """fairseq's `cross_entropy` with a fused output layer."""
 
     def __init__(self, task, sentence_avg, rdrop_alpha=0.0):
         super().__init__(task, sentence_avg)
@@ -236,7 +243,7 @@ class MultimaxCrossEntropyCriterion(FusedOutput, CrossEntropyCriterion):
     "label_smoothed_multimax_cross_entropy", dataclass=LabelSmoothedMultimaxCrossEntropyConfig
 )
 class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCrossEntropyCriterion):
-    """Equivalent to: fairseq's `label_smoothed_cross_entropy` on the same model."""
+    """fairseq's `label_smoothed_cross_entropy` with a fused output layer."""
 
     unreduced = (-1, 1)
 
@@ -257,7 +264,7 @@ class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCross
         return self.eps
 
     def more_logged(self, model, nll_loss, output, target, is_fused):
-        """Return nll_loss, and what accuracy is made of: of the first pass."""
+        """Return nll_loss and, with --report-accuracy, the counts of the first pass."""
         logged = {"nll_loss": nll_loss.data}
         if self.report_accuracy:
             counted = target.ne(self.padding_idx)
@@ -269,7 +276,7 @@ class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCross
     @staticmethod
     @torch.no_grad()
     def _correct(scores_of, output: Tensor, target: Tensor, counted: Tensor) -> Tensor:
-        """Count the targets that are the model's first choice, some rows of scores at a time."""
+        """Return the number of correct predictions; 256 rows of scores at a time save memory."""
         rows = zip(*(t.flatten(0, 1).split(256) for t in (output, target, counted)), strict=True)
         return sum(
             (scores_of(part).argmax(-1).eq(wanted) & counts).sum() for part, wanted, counts in rows

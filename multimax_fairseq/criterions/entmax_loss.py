@@ -24,11 +24,12 @@ class EntmaxLossCriterion(FairseqCriterion):
 
         loss = (p - onehot(y)) . z + sum_k (p_k - p_k^alpha) / (alpha (alpha - 1)),  p = entmax(z)
                                                                           (Peters et al. 2019)
-    Its gradient by the scores z is p - onehot(y), which a word of probability 0 gets too; the
-    logarithm of that probability has none. It is no code length: what is logged is the mean loss
-    per token as it is, not in bits, and `zero`, the share of targets whose probability is 0.
 
-    A criterion asks the decoder for `output_normalizer`, a `Normalizer` or None.
+    Its gradient with respect to the scores z is p - onehot(y), so words of probability 0 get a
+    gradient as well. The loss is not a code length: the log shows the mean per token, not bits,
+    and `zero`, the share of targets with probability 0.
+
+    The loss is computed in float32 or wider. It needs the decoder's `output_normalizer`.
     """
 
     def __init__(self, task, sentence_avg):
@@ -36,7 +37,7 @@ class EntmaxLossCriterion(FairseqCriterion):
         self.sentence_avg = sentence_avg
 
     def check_model(self, model):
-        """Raise UsageError for a model that the criterion cannot train."""
+        """Raise UsageError if the criterion cannot train the model."""
         self._normalizer(model)
 
     def _normalizer(self, model):
@@ -58,11 +59,11 @@ class EntmaxLossCriterion(FairseqCriterion):
         logits, wanted = net_output[0][counted], target[counted]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss_of = NORMALIZERS[normalizer.name].output_loss
-        assert loss_of is not None  # an output layer that is not modulated has one: see register
-        # The package entmax looks up words by what it finds in a row, which NaN sends anywhere.
-        is_lost = ~(logits < math.inf).all(-1, keepdim=True)
-        losses = loss_of(logits.masked_fill(is_lost, 0.0), wanted, **normalizer.fixed)
-        losses = losses + logits.masked_fill(~is_lost, 0.0).sum(-1)
+        assert loss_of is not None  # register() ensures it
+        # The package entmax computes indices from the logits, which are out of range for NaN.
+        is_broken = ~(logits < math.inf).all(-1, keepdim=True)
+        losses = loss_of(logits.masked_fill(is_broken, 0.0), wanted, **normalizer.fixed)
+        losses = losses + logits.masked_fill(~is_broken, 0.0).sum(-1)
         with torch.no_grad():
             probs = normalizer(logits).gather(-1, wanted.unsqueeze(-1))
         loss = (
@@ -82,7 +83,7 @@ class EntmaxLossCriterion(FairseqCriterion):
 
     @staticmethod
     def reduce_metrics(logging_outputs):
-        """Aggregate the logged fields of several workers."""
+        """Aggregate the logged fields of the workers."""
         total = {
             name: sum(float(log.get(name, 0)) for log in logging_outputs)
             for name in ("loss", "zero", "ntokens", "sample_size")

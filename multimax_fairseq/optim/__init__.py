@@ -1,3 +1,3 @@
-"""The optimiser that knows the learned scalars."""
+"""The optimizer that treats the learned scalars separately."""
 
 from multimax_fairseq.optim import adam  # noqa: F401

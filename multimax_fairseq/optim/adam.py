@@ -1,4 +1,4 @@
-"""Adam with a policy of its own for the scalars of the normalizers."""
+"""Adam with separate settings for the scalars of the normalizers."""
 
 import math
 from collections import Counter
@@ -18,21 +18,21 @@ from multimax_fairseq.ops.checks import is_finite, is_whole
 class MultimaxAdamConfig(FairseqAdamConfig):
     scalar_lr_scale: float = field(
         default=1.0,
-        metadata={"help": "learning rate of the learned scalars, as a share of that of the rest"},
+        metadata={"help": "learning rate of the learned scalars, relative to that of the rest"},
     )
     scalar_freeze_updates: int = field(
         default=0,
-        metadata={"help": "updates for which the learned scalars stay as they start"},
+        metadata={"help": "number of first updates in which the learned scalars stay fixed"},
     )
 
 
 @register_optimizer("multimax_adam", dataclass=MultimaxAdamConfig)
 class MultimaxAdam(FairseqAdam):
-    """fairseq's Adam, options included, with two groups of parameters.
+    """fairseq's Adam, with all of its options, and a second parameter group for learned scalars.
 
-    A parameter belongs to the second, which does not decay and has `scalar_lr_scale` times the
-    learning rate of the first after `scalar_freeze_updates` updates without any, by its attribute
-    `learned_scalar`; models/learned_scalars.py sets it.
+    The second group has no weight decay. Its learning rate is 0 for `scalar_freeze_updates`
+    updates, then `scalar_lr_scale` times that of the first group. It holds the parameters with the
+    attribute `learned_scalar`, which `models.learned_scalars.prepare_scalars` sets.
     """
 
     def __init__(self, cfg, params):
@@ -40,7 +40,7 @@ class MultimaxAdam(FairseqAdam):
         if not (is_finite(scale) and scale >= 0):
             raise UsageError(
                 f"--scalar-lr-scale {scale} must be a finite number of at least 0: 1 gives the "
-                "scalars the learning rate of the rest, 0 keeps them as they are"
+                "scalars the learning rate of the rest, 0 keeps them fixed"
             )
         if cfg.scalar_freeze_updates != 0 and not is_whole(cfg.scalar_freeze_updates):
             raise UsageError(
@@ -51,18 +51,17 @@ class MultimaxAdam(FairseqAdam):
         others = [p for p in params if not getattr(p, "learned_scalar", False)]
         if not scalars:
             raise UsageError(
-                "--optimizer multimax_adam finds no learned scalars to treat on their own: "
-                "with --fp16 or --bf16 add --memory-efficient-fp16 or --memory-efficient-bf16, "
-                "whose parameters are the model's own; for a model without any give --optimizer "
-                "adam"
+                "--optimizer multimax_adam finds no learned scalars: with --fp16 or --bf16 add "
+                "--memory-efficient-fp16 or --memory-efficient-bf16, which keep the model's own "
+                "parameters; for a model without learned scalars give --optimizer adam"
             )
-        alone = {"params": scalars, "weight_decay": 0.0, "updates": 0}  # saved with the state
-        super().__init__(cfg, [{"params": others}, alone])
-        if type(self._optimizer) is Adam:  # not apex's, which takes all tensors at once
-            self._optimizer = AdamOfMany(self._optimizer.param_groups, **self.optimizer_config)
+        own = {"params": scalars, "weight_decay": 0.0, "updates": 0}  # a checkpoint holds "updates"
+        super().__init__(cfg, [{"params": others}, own])
+        if type(self._optimizer) is Adam:  # apex's Adam already updates many tensors at once
+            self._optimizer = ForeachAdam(self._optimizer.param_groups, **self.optimizer_config)
 
     def step(self, *args, **kwargs):
-        """Update the parameters, the scalars by their share of the learning rate of the rest."""
+        """Update the parameters."""
         others, scalars = self.param_groups
         is_frozen = scalars["updates"] < self.cfg.scalar_freeze_updates
         scalars["lr"] = 0.0 if is_frozen else self.cfg.scalar_lr_scale * others["lr"]
@@ -70,18 +69,20 @@ class MultimaxAdam(FairseqAdam):
         scalars["updates"] += 1
 
     def load_state_dict(self, state_dict, optimizer_overrides=None):
-        """Go on from a checkpoint; --optimizer-overrides change nothing of the policy."""
+        """Load a checkpoint's state. --optimizer-overrides do not apply to the scalars."""
         super().load_state_dict(state_dict, optimizer_overrides)
         self.param_groups[1]["weight_decay"] = 0.0
-        self.param_groups[1].setdefault("updates", 0)  # of a checkpoint of an earlier version
+        self.param_groups[1].setdefault("updates", 0)  # missing in older checkpoints
 
 
-class AdamOfMany(Adam):
-    """fairseq's Adam with many tensors at a time on a GPU, where its host needs longer to start
-    the operations on each than the GPU for what they do."""
+class ForeachAdam(Adam):
+    """fairseq's Adam that updates many tensors per operation on a GPU.
 
-    # Elements that are taken at a time: what is formed beside parameters and state is a few times
-    # as many numbers of float32.
+    With one operation per tensor the CPU needs longer to launch the kernels than the GPU to run
+    them. On a CPU fairseq's loop is faster, because a single tensor stays in the cache.
+    """
+
+    # Elements per group. The update needs a few float32 buffers of this size.
     MOST = 2**24
 
     @torch.no_grad()
@@ -91,17 +92,17 @@ class AdamOfMany(Adam):
             return super().step(closure)
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            for some in self._together(group["params"]):
+            for some in self._batches(group["params"]):
                 self._update(some, group)
         return loss
 
     def is_fast(self, parameter: torch.Tensor) -> bool:
-        """Whether there is a fast way for many such parameters. On a CPU, they leave its cache."""
+        """Whether the parameter can be updated together with others."""
         grad = parameter.grad
         return parameter.is_cuda and (grad is None or not grad.is_sparse)
 
-    def _together(self, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Parameters that have a gradient, those that are alike together, with a step counted."""
+    def _batches(self, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Yield lists of parameters that have a gradient and agree in device, dtypes and step."""
         alike: dict[Any, list[torch.Tensor]] = {}
         sizes: Counter = Counter()
         for parameter in parameters:
@@ -110,7 +111,7 @@ class AdamOfMany(Adam):
             state = self.state[parameter]
             wide = torch.promote_types(parameter.dtype, torch.float32)
             for name in ("exp_avg", "exp_avg_sq"):
-                if name in state:  # of a checkpoint, it may be elsewhere or narrow
+                if name in state:  # a checkpoint's may be on another device, or narrower
                     state[name] = state[name].to(parameter.device, wide)
                 else:
                     state[name] = torch.zeros_like(parameter, dtype=wide)
@@ -145,7 +146,7 @@ class AdamOfMany(Adam):
 
 
 def _as_wide_as(wide: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in the dtype of the others; those themselves where it is theirs."""
+    """Return the tensors in the dtype of `wide`, without a copy if they have it."""
     if tensors[0].dtype == wide[0].dtype:
         return tensors
     found = [torch.empty_like(t) for t in wide]
