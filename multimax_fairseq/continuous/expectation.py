@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.ops.checks import check_device, check_tensor
-from multimax_fairseq.ops.operator import traced, transformed
+from multimax_fairseq.ops.registration import traced, transformed
 
 # Where a support is narrower than this, in widths of a basis, the closed form loses digits to
 # cancellation, but so many terms of a Taylor series have all of a double's.

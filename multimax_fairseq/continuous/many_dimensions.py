@@ -20,7 +20,7 @@ from multimax_fairseq.continuous.expectation import (
     narrowed,
     result_dtype,
 )
-from multimax_fairseq.ops.operator import differentiable_once
+from multimax_fairseq.ops.registration import differentiable_once
 
 # How far a covariance may be from symmetric and from semi-definite, by its largest entry: what
 # half precision leaves of one.

@@ -14,7 +14,7 @@ from multimax_fairseq.ops.backend import is_autocast
 from multimax_fairseq.ops.checks import check_number, check_whole, is_finite, is_whole
 from multimax_fairseq.ops.dropout import dropout
 from multimax_fairseq.ops.masks import hidden_keys
-from multimax_fairseq.ops.operator import traced
+from multimax_fairseq.ops.registration import traced
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 CONTEXTS = ("combined", "continuous")

@@ -33,7 +33,7 @@ from multimax_fairseq.ops.checks import (
 from multimax_fairseq.ops.dropout import draw_seed, dropout
 from multimax_fairseq.ops.masks import attention_key_counts
 from multimax_fairseq.ops.modulator import fits_heads, is_known, table_of
-from multimax_fairseq.ops.operator import (
+from multimax_fairseq.ops.registration import (
     Operator,
     define,
     differentiable_once,

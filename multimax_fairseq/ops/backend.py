@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.checks import DTYPES
-from multimax_fairseq.ops.operator import capability, interpreted, traced, transformed
+from multimax_fairseq.ops.registration import capability, interpreted, traced, transformed
 
 logger = logging.getLogger(__name__)
 

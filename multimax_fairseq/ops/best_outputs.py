@@ -14,7 +14,7 @@ from multimax_fairseq.ops.checks import check_float, check_tensor, is_whole
 from multimax_fairseq.ops.cross_entropy import cast_output, check_output, linear_backend
 from multimax_fairseq.ops.linear_loss import check_linear, table_or_none
 from multimax_fairseq.ops.modulator import ModulatorParameters, modulate_operator
-from multimax_fairseq.ops.operator import Operator, define, on_triton, without_gradient
+from multimax_fairseq.ops.registration import Operator, define, on_triton, without_gradient
 
 # The C++ kernels insert into a sorted list, which is fast while it is short.
 MAX_COUNT = 256

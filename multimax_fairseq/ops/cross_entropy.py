@@ -32,7 +32,7 @@ from multimax_fairseq.ops.linear_loss import (
     through_chunks,
 )
 from multimax_fairseq.ops.modulator import ModulatorParameters, modulated_gradients
-from multimax_fairseq.ops.operator import (
+from multimax_fairseq.ops.registration import (
     Operator,
     define,
     needs_gradient,

@@ -22,7 +22,7 @@ from multimax_fairseq.ops.attention import (
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.modulator import fits_heads, is_known, table_of
-from multimax_fairseq.ops.operator import Operator, define, without_gradient
+from multimax_fairseq.ops.registration import Operator, define, without_gradient
 
 # The head size must be a multiple of this, which all vector sizes divide.
 STEP_SIZES = 16

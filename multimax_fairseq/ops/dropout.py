@@ -15,7 +15,7 @@ from torch import Tensor
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.backend import choose
 from multimax_fairseq.ops.checks import MAX_DROPOUT, check_dropout, check_float
-from multimax_fairseq.ops.operator import Operator, define, needs_gradient
+from multimax_fairseq.ops.registration import Operator, define, needs_gradient
 
 
 def draw_seed() -> Tensor:

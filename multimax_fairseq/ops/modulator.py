@@ -31,7 +31,7 @@ from multimax_fairseq.ops.checks import (
     check_table,
     check_tensor,
 )
-from multimax_fairseq.ops.operator import (
+from multimax_fairseq.ops.registration import (
     Operator,
     define,
     differentiable_once,

@@ -29,7 +29,7 @@ from multimax_fairseq.ops.modulator import (
     modulate_operator,
     modulated_gradients,
 )
-from multimax_fairseq.ops.operator import needs_gradient
+from multimax_fairseq.ops.registration import needs_gradient
 
 
 def symmetric_divergence(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multimax_fairseq.ops.attention import AttentionCall
 from multimax_fairseq.ops.native import dense_like
-from multimax_fairseq.ops.operator import capability
+from multimax_fairseq.ops.registration import capability
 from multimax_fairseq.ops.triton.attention_kernels import (
     forward_kernel,
     key_kernel,
