@@ -287,24 +287,23 @@ def test_code_in_a_checkpoint_is_refused(tmp_path, form):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("value", ["__import__('os').system('x')", "[1, os.system('x')]"])
-def test_code_in_a_checkpoints_options_is_refused(translation, tmp_path, value):
-    """fairseq evaluates some options as Python when it builds the model."""
-    from fairseq import checkpoint_utils
-
-    compat.apply()
-    state = torch.load(translation, weights_only=False)  # our own file
-    state["cfg"]["model"].adaptive_softmax_cutoff = value
-    torch.save(state, tmp_path / "options.pt")
-    with pytest.raises(ValueError, match=r"options\.pt' is refused: .*adaptive_softmax_cutoff"):
-        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "options.pt"))
-
-
 @pytest.mark.parametrize(
-    "value", ["(0.9, 0.98)", "[(512, 3)] * 20", "run(1)", "a/b(2).pt", "{'beam': 4}", "f(", ""]
+    "module, text",
+    [
+        ("fairseq.utils", "__import__('os').system('x')"),
+        ("fairseq.optim.adam", "(0.9, __import__('os').getpid())"),
+        ("fairseq.models.fconv", "[0 for _ in ()]"),
+    ],
 )
-def test_ordinary_options_are_no_code(value):
-    assert not contents.is_code(value)
+def test_evaluate_literals_closes_eval_in_every_module(module, text):
+    compat.apply()
+    with pytest.raises(ValueError, match="is no Python literal"):
+        sys.modules[module].eval(text)
+
+
+@pytest.mark.parametrize("text", ["(0.9, 0.98)", "[(512, 3)] * 20", "[1] + [2] * 3", "{'beam': 4}"])
+def test_literal_equals_eval(text):
+    assert contents.literal(text) == eval(text)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])

@@ -61,6 +61,11 @@ def option(group, **values):
     return change
 
 
+def evaluated(text):
+    """A setting that fairseq evaluates when it builds the decoder."""
+    return option("model", adaptive_softmax_cutoff=text)
+
+
 def put(**values):
     return lambda state: state.update(values)
 
@@ -99,11 +104,14 @@ STATES = {
     "8 PiB": (parameter(lambda w: Forged((1 << 51,), (1,))), "damaged"),
     "settings as text": (put(cfg="model: {}"), "its cfg is of the type str"),
     "settings as code": (put(cfg=CODE), "its cfg is of the type str"),
-    "code in a setting": (option("task", source_lang=CODE), "source_lang is code"),
-    "a power without end": (option("model", lr="(9**9**9,)"), "lr is code"),
-    "a list without end": (option("model", lr="[0] * 99999 * 99999"), "lr is code"),
-    "loops in a setting": (option("model", lr="[0 for a in b]"), "lr is code"),
-    "a variable of the environment": (option("common", log_file="${oc.env:HOME}"), "is code"),
+    "code in a setting": (evaluated(CODE), "is no Python literal"),
+    "a power without end": (evaluated("(9**9**9,)"), "is no Python literal"),
+    "a list without end": (evaluated("[0] * 99999 * 99999"), "is no Python literal"),
+    "loops in a setting": (evaluated("[0 for a in b]"), "is no Python literal"),
+    "a variable of the environment": (
+        option("common", log_file="${oc.env:HOME}"),
+        "log_file calls a resolver",
+    ),
     "settings in settings": (
         lambda state: state["cfg"].update(x=nested([], 500, lambda x: [x])),
         "nested without end",

@@ -9,6 +9,7 @@ own environment under fairseq's names.
 from multimax_fairseq.compat import (
     checkpoints,
     commands,
+    contents,
     data,
     distributed,
     ema,
@@ -35,6 +36,7 @@ __all__ = [
 
 def apply():
     """Make fairseq, as installed, work with the torch and numpy that are installed."""
+    contents.evaluate_literals()
     checkpoints.checkpoint_classes()
     checkpoints.checkpoint_errors()
     checkpoints.checkpoint_to_workers()

@@ -166,8 +166,7 @@ def _check_contents(path):
 def checkpoint_errors():
     """torch explains a refused or damaged file in a page that names neither file nor remedy.
 
-    And options that fairseq keeps as text, such as adaptive_softmax_cutoff, it hands to eval():
-    those of a checkpoint must not call anything. And torch does not look at the checksums that it
+    And torch does not look at the checksums that it
     has written, so that altered numbers load in silence; nor do torch and fairseq ask what kind of
     numbers a parameter has. Can go when fairseq does all of it.
     """

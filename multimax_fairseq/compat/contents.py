@@ -6,14 +6,15 @@ checkpoint: numbers that are none, settings that never end, options that fairseq
 
 import argparse
 import ast
-import builtins
-import math
+import importlib
 import numbers
 import re
 import reprlib
 import sys
 
 import torch
+
+from multimax_fairseq.compat.patch import command
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -89,7 +90,7 @@ def _refuse_parameter(name, value):
 
 
 def _refuse_values(values):
-    """Raise ValueError for values that have no end, and for options that are code."""
+    """Raise ValueError for values without end, or that OmegaConf would resolve."""
     left, waiting = MOST_VALUES, [("", values, 0)]
     while waiting:
         name, value, depth = waiting.pop()
@@ -108,44 +109,48 @@ def _refuse_values(values):
                 "its values are nested without end, or too many; get a file from a source that "
                 "you trust"
             )
-        if isinstance(value, str) and is_code(value):
+        if isinstance(value, str) and re.search(r"\$\{[^}]*:", value):  # ${oc.env:HOME}
             raise ValueError(
-                f"its option {name} is code, {reprlib.repr(value)}; get a file from a source that "
-                "you trust"
+                f"its option {name} calls a resolver of OmegaConf, {reprlib.repr(value)}; get a "
+                "file from a source that you trust"
             )
         waiting += ((key, item, depth + 1) for key, item in inner)
 
 
-def is_code(text):
-    """Whether a string does something where fairseq's eval() or OmegaConf reads it.
+def literal(text):
+    """Return the value of a Python literal; takes the place of eval() in fairseq.
 
-    It calls something, counts without end, or has OmegaConf call a resolver: ${oc.env:HOME}.
+    Lists may be added and repeated, as in "[(512, 3)] * 20", the layers of a stock model.
     """
-    if re.search(r"\$\{[^}]*:", text):
-        return True
     try:
-        tree = ast.parse(text.strip(), mode="eval") if re.search(r"[(*]|<<|for", text) else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    times = 1
-    for node in ast.walk(tree) if tree else ():
-        if isinstance(node, ast.Call):
-            root = node.func
-            while isinstance(root, ast.Attribute | ast.Subscript):
-                root = root.value
-            if not isinstance(root, ast.Name) or hasattr(builtins, root.id):
-                return True
-            fairseq = [m for name, m in sys.modules.items() if name.split(".")[0] == "fairseq"]
-            if any(hasattr(module, root.id) for module in fairseq):
-                return True
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            return True
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.LShift):
-            return True
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            sides = (getattr(side, "value", None) for side in (node.left, node.right))
-            times *= math.prod(max(side, 1) for side in sides if isinstance(side, int))
-    return times > WIDEST
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        raise ValueError(
+            f"{reprlib.repr(text)} is no Python literal: write a number, tuple, list or dictionary"
+        ) from None
+
+
+def _value(node):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(left, list) and isinstance(right, int) and len(left) * right <= MOST_LAYERS:
+            return left * right
+    return ast.literal_eval(node)
+
+
+def evaluate_literals():
+    """fairseq runs eval() on settings of a checkpoint or a command line, such as adam_betas.
+
+    Each loaded module of fairseq gets `literal` under the name eval. Can go when fairseq calls
+    ast.literal_eval.
+    """
+    if command() in ("fairseq-eval-lm", "fairseq-validate"):  # whose own modules call it too
+        importlib.import_module("fairseq_cli." + command()[len("fairseq-") :].replace("-", "_"))
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("fairseq", "fairseq_cli"):
+            module.eval = literal
 
 
 def _refuse_sizes(options, model):
