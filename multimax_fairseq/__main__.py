@@ -1,4 +1,4 @@
-"""python -m multimax_fairseq COMMAND ...: a fairseq command with what compat/ mends in it.
+"""python -m multimax_fairseq COMMAND ...: a fairseq command with the fixes of compat/.
 
     python -m multimax_fairseq fairseq-score --sys hypotheses --ref references --sacrebleu
 
@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from multimax_fairseq import compat
+from multimax_fairseq.compat import untrusted
 from multimax_fairseq.compat.patch import COMMANDS
 
 
@@ -20,6 +21,7 @@ def run(command: str) -> Any:
     try:
         mend()
         program = importlib.import_module(f"fairseq_cli.{module}")
+        untrusted.evaluate_literals()  # of the command's own module
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         sys.exit(
@@ -30,10 +32,10 @@ def run(command: str) -> Any:
 
 
 def mend() -> None:
-    """Apply what compat/ has.
+    """Apply the fixes, which import fairseq.
 
-    That imports fairseq, of which some modules set up logging as they are imported. It is taken
-    back: the command sets up its own, and whoever comes first wins.
+    Some modules of fairseq set up logging at import. That is undone here, because the command sets
+    up its own, and the first setup wins.
     """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

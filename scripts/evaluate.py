@@ -42,7 +42,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq import compat
-from multimax_fairseq.compat.commands import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
+from multimax_fairseq.compat.silent import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import check_place, whole
 from multimax_fairseq.models.loading import task_of

@@ -567,4 +567,4 @@ def test_data_that_others_have_made(corpus, tmp_path):
     (tmp_path / "again" / "x.de").write_text("a\n")
     (tmp_path / "again" / "x.en").write_text("a\n")
     said = refused(tmp_path / "again", *preprocess, "--trainpref", "x", "--destdir", "bin")
-    assert said.startswith("there is 'bin/dict.de.txt' already")
+    assert said.startswith("'bin/dict.de.txt' exists already")

@@ -12,7 +12,7 @@ from test_analysis_figures import check_figure
 
 from multimax_fairseq import NORMALIZERS, Modulator
 from multimax_fairseq.analysis import collection, figures
-from multimax_fairseq.compat.commands import resolve
+from multimax_fairseq.compat.running import resolve
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 DIMS = {"layers": 1, "embed-dim": 16, "ffn-embed-dim": 32, "attention-heads": 2}

@@ -1,4 +1,4 @@
-"""compat/data.py: which batches there are, and data that fairseq-preprocess has not written."""
+"""compat/silent.py: batches, and data that fairseq-preprocess has not written."""
 
 import pickle
 import struct
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils, indexed_dataset
-from fairseq.dataclass.configs import FairseqConfig, GenerationConfig
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
 from multimax_fairseq import compat
-from multimax_fairseq.compat.data import HEADER
+from multimax_fairseq.compat.silent import HEADER
 from multimax_fairseq.errors import UsageError
 
 
@@ -198,25 +198,3 @@ def test_data_in_the_older_format_is_read_without_an_open_file(impl, tmp_path):
     assert in_order == sentences
     assert [received[index].tolist() for index in (2, 0)] == [sentences[2], sentences[0]]
     assert data.sizes.tolist() == [2, 4, 1] and len(data) == 3
-
-
-@pytest.mark.parametrize("program", ["fairseq-train", "fairseq-hydra-train", "fairseq-validate"])
-def test_load_dataset_refuses_source_only_data_unless_it_generates(program, tmp_path, monkeypatch):
-    written(tmp_path, [4, 2], name="train.de-en.de")
-    task = translation_task(tmp_path)
-
-    monkeypatch.setattr("sys.argv", ["fairseq-generate"])
-    task.load_dataset("train")
-    monkeypatch.setattr("sys.argv", [program])
-    with pytest.raises(UsageError, match=f"'train' in .* has no en text, which {program} needs"):
-        task.load_dataset("train")
-
-
-@pytest.mark.parametrize("option", ["score_reference", "prefix_size"])
-def test_build_generator_refuses_an_option_that_needs_references_without_them(option, tmp_path):
-    written(tmp_path, [4, 2], name="test.de-en.de")
-    task = translation_task(tmp_path)
-    task.load_dataset("test")
-
-    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} needs references: "):
-        task.build_generator([], GenerationConfig(**{option: 1}))

@@ -1,4 +1,4 @@
-"""compat/ema.py: the exponential moving average against its definition."""
+"""compat/silent.py: the exponential moving average against its definition."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ from test_hostile_archives import END, header
 from test_numerics import TRANSLATION, trainer_of  # noqa: F401  the fixture
 
 from multimax_fairseq.analysis import __main__ as analyze
-from multimax_fairseq.compat import checkpoints
+from multimax_fairseq.compat import untrusted
 from multimax_fairseq.convert import __main__ as convert
 
 ARCH = "transformer_multimax"
@@ -214,8 +214,8 @@ def test_file_that_is_no_checkpoint(kind, checkpoint, tmp_path):
 @pytest.mark.parametrize("shape", [(-2, -4), (-1,), (1 << 62, 4), (1 << 40, 0), ("x",), (2.0, 0.5)])
 def test_shape_of_an_array(shape):
     """What torch calls for a pickled array, which numpy would call by itself."""
-    array = checkpoints._pickled_array(checkpoints._PickledArray, (0,), b"b")
-    kind = checkpoints._PickledDtype("u1")
+    array = untrusted._pickled_array(untrusted._PickledArray, (0,), b"b")
+    kind = untrusted._PickledDtype("u1")
     with bounded(), pytest.raises((pickle.UnpicklingError, ValueError, TypeError)):
         array.__setstate__((1, shape, kind, False, b"12345678"))
 

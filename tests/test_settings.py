@@ -8,8 +8,7 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
-from multimax_fairseq.compat.settings import _check as check_flags
-from multimax_fairseq.compat.settings import check_criterion
+from multimax_fairseq.compat.mistakes import check_criterion
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
     DENSITY_AT,
@@ -23,7 +22,6 @@ from multimax_fairseq.models.config import (
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints
 from multimax_fairseq.models.transformer_multimax import multimax_architecture
 
-NEEDS_GPU = ("memory_efficient_fp16", "fp16", "amp", "profile", "quant_noise_scalar")
 SOFTMAX, ENTMAX, TOPK, MULTIMAX = (
     ("--attention-normalizer", name) for name in ("softmax", "alpha_entmax", "topk", "multimax")
 )
@@ -234,18 +232,7 @@ def test_what_an_architecture_sets_is_nobodys_mistake(build):
         build(name, *SOFTMAX, "--multimax-terms", "low")
 
 
-def test_scalars_that_are_held_to_the_last_update_are_told_of(caplog):
-    for updates, told in ((533, True), (534, False), (0, False)):
-        caplog.clear()
-        settings = {"scalar_freeze_updates": 533, "max_update": updates}
-        check_flags({name: (f"--{name}", value) for name, value in settings.items()})
-        assert ("533 holds the learned scalars as they start" in caplog.text) == told
-
-
 def test_what_other_plugins_compute_is_theirs(build, task):
-    metric = {"best_checkpoint_metric": "accuracy", "maximize_best_checkpoint_metric": True}
-    check_flags({name: (f"--{name}", value) for name, value in metric.items()})
-
     class Theirs(CrossEntropyCriterion):
         pass
 
@@ -253,18 +240,6 @@ def test_what_other_plugins_compute_is_theirs(build, task):
     check_criterion(model, Theirs(task, sentence_avg=False))
     with pytest.raises(UsageError, match=f"{output} sparsemax"):
         check_criterion(model, CrossEntropyCriterion(task, sentence_avg=False))
-
-
-@pytest.mark.parametrize("name", NEEDS_GPU)
-def test_what_needs_a_gpu_is_refused_without_one_as_it_was_given(monkeypatch, name):
-    given = {other: (f"--{other}", False) for other in NEEDS_GPU} | {name: (f"--{name}", True)}
-    if name == "memory_efficient_fp16":
-        given["fp16"] = ("--fp16", True)  # as fairseq sets it then
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UsageError, match=f"^--{name} needs a GPU"):
-        check_flags(given)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    check_flags(given)
 
 
 def test_a_run_goes_on_with_its_mappings():

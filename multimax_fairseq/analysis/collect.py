@@ -40,7 +40,7 @@ import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.analysis import COLUMNS
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
-from multimax_fairseq.compat.contents import unwrapped
+from multimax_fairseq.compat.untrusted import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import SETTINGS, as_namespace

@@ -6,7 +6,7 @@ from pathlib import Path
 from fairseq import checkpoint_utils
 from torch import Tensor
 
-from multimax_fairseq.compat.contents import unwrapped
+from multimax_fairseq.compat.untrusted import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.models.learned_scalars import symbols
 

@@ -1,26 +1,19 @@
-"""What fairseq 0.12.3 lacks under a current torch and numpy, and one sentence for a user's mistake.
+"""Fixes for fairseq 0.12.3, and one sentence for each common mistake of a user.
 
-One function a fix, each with its cause and when it can go; `apply()` runs them all, and running it
-again changes nothing. models/__init__.py calls it under --user-dir; for a fairseq command without
-one there is `python -m multimax_fairseq COMMAND`, which scripts/setup.sh puts into the project's
-own environment under fairseq's names.
+A fix is here for one of four reasons: fairseq does not run with a current torch or numpy
+(running.py); it returns a wrong result without an error (silent.py, text.py); it loses data
+(saving.py); a file can run code or is taken for a checkpoint (untrusted.py). Each fix is one
+function, with its cause and the condition under which it can go. mistakes.py is the table of
+mistakes.
+
+`apply()` runs all of them; a second call changes nothing. models/__init__.py calls it under
+--user-dir. `python -m multimax_fairseq COMMAND` does so for a command without --user-dir.
 """
 
-from multimax_fairseq.compat import (
-    checkpoints,
-    commands,
-    contents,
-    data,
-    distributed,
-    ema,
-    numerics,
-    saving,
-    settings,
-    text,
-)
-from multimax_fairseq.compat.checkpoints import building_from_checkpoint
-from multimax_fairseq.compat.explain import error_message, explain, plain_errors, wants_traceback
+from multimax_fairseq.compat import mistakes, running, saving, silent, text, untrusted
+from multimax_fairseq.compat.mistakes import error_message, explain, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
+from multimax_fairseq.compat.untrusted import building_from_checkpoint
 
 __all__ = [
     "MONITOR",
@@ -33,61 +26,59 @@ __all__ = [
     "wants_traceback",
 ]
 
+FIXES = (
+    running.numpy_compat,
+    running.hydra_warnings,
+    running.score_command,
+    running.command_line,
+    running.user_dir,
+    running.progress_lines,
+    running.data_in_parts,
+    running.impossible_words,
+    running.adaptive_softmax_checkpoints,
+    running.checkpoint_to_workers,
+    running.processes,
+    running.ddp,
+    running.gathered_lists,
+    running.not_finite,
+    silent.token_blocks,
+    silent.last_batch,
+    silent.same_batches,
+    silent.validation_on_training_data,
+    silent.end_of_curriculum,
+    silent.older_format,
+    silent.indexed_data,
+    silent.ema_step,
+    silent.ema_frequency,
+    silent.adaptive_tails,
+    silent.unknown_words_in_references,
+    silent.diverse_beams,
+    silent.repeated_ngrams,
+    silent.perplexity_of_a_part,
+    silent.overrides,
+    text.text_lines,
+    text.dictionaries,
+    text.interactive_lines,
+    text.symbols_in_input,
+    text.scored_lines,
+    saving.whole_checkpoints,
+    saving.saved_checkpoints,
+    saving.resumed_runs,
+    saving.finished_run,
+    saving.results,
+    untrusted.evaluate_literals,
+    untrusted.checkpoint_classes,
+    untrusted.checkpoint_files,
+    untrusted.checkpoint_numbers,
+    untrusted.checkpoint_models,
+    mistakes.unknown_model,
+    mistakes.criterion_and_model,
+)
+
 
 def apply():
     """Make fairseq, as installed, work with the torch and numpy that are installed."""
-    contents.evaluate_literals()
-    checkpoints.checkpoint_classes()
-    checkpoints.checkpoint_errors()
-    checkpoints.checkpoint_to_workers()
-    checkpoints.checkpoint_models()
-    checkpoints.checkpoint_numbers()
-    checkpoints.checkpoint_training()
-    checkpoints.resumed_model()
-    checkpoints.checkpoint_adaptive_softmax()
-    ema.ema_of_resumed_run()  # within last_checkpoint(), which may load another file
-    saving.whole_checkpoints()
-    saving.last_checkpoint()
-    saving.finished_run()
-    saving.interval_at_epoch_end()
-    data.numpy_compat()
-    data.token_blocks()
-    data.last_batch()
-    data.data_in_parts()
-    data.source_only_data()
-    data.older_format()
-    data.indexed_data()
-    text.text_lines()
-    text.dictionaries()
-    text.interactive_lines()
-    text.symbols_in_input()
-    text.scored_lines()
-    distributed.processes()
-    distributed.ddp()
-    distributed.gathered_lists()
-    data.same_batches()
-    data.validation_on_training_data()
-    data.end_of_curriculum()
-    ema.ema_step()
-    ema.ema_frequency()
-    numerics.not_finite()
-    numerics.not_finite_validation()
-    numerics.adaptive_tails()
-    commands.hydra_warnings()
-    commands.score_command()
-    commands.unknown_words_in_references()
-    commands.diverse_beams()
-    commands.impossible_words()
-    commands.repeated_ngrams()
-    commands.results()
-    commands.user_dir()
-    text.text_files()  # after user_dir(), which may answer instead of what it wraps
-    commands.unknown_model()
-    commands.progress_lines()
-    settings.flags()
-    settings.overrides()
-    settings.criteria()
-    settings.generation()
-    settings.perplexity_of_a_part()
+    for fix in FIXES:
+        fix()
     if command():
-        plain_errors()
+        mistakes.plain_errors()

@@ -1,19 +1,22 @@
-"""Checkpoints on the disk: written whole or not at all, and found where the last one is damaged."""
+"""What fairseq 0.12.3 loses: half-written checkpoints and results, runs that cannot go on."""
 
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import shutil
+import tempfile
 import time
 import types
 
 import torch
 
-from multimax_fairseq.compat.checkpoints import DamagedCheckpointError, glance
+from multimax_fairseq.compat.mistakes import explain, is_raised_by_fairseq
 from multimax_fairseq.compat.patch import wrap
-from multimax_fairseq.errors import CheckpointError, UsageError
+from multimax_fairseq.compat.untrusted import DamagedCheckpointError, glance
+from multimax_fairseq.errors import CheckpointError, UsageError, first_line
 from multimax_fairseq.files import whole
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,8 @@ PAUSE = 2.5
 # What fairseq calls the checkpoints that a run can go on from, beside the last one; averages and
 # what a crash left are none.
 NUMBERED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
+# What an optimizer keeps of a parameter, number by number.
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 class _Noting:
@@ -155,22 +160,22 @@ def whole_checkpoints():
 
 
 def _beside(path):
-    """The paths of the checkpoints beside one."""
+    """Return the paths of the checkpoints beside one."""
     folder = os.path.dirname(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
     return [os.path.join(folder, name) for name in sorted(names) if NUMBERED.fullmatch(name)]
 
 
 def updates(path):
-    """The number of updates behind a checkpoint; None if it cannot be read, or is not there."""
+    """Return the number of updates behind a checkpoint; None if it cannot be read."""
     return glance(path, lambda state: state["optimizer_history"][-1]["num_updates"])
 
 
-def last_checkpoint():
-    """A run whose checkpoint_last.pt is damaged stops, though a whole one may lie beside it.
+def resumed_runs():
+    """A run stops at a damaged checkpoint_last.pt, though a whole checkpoint lies beside it.
 
-    And one without that file, or without that of --restore-file, begins anew without a word. Can go
-    when fairseq looks for another one.
+    A run without that file, or without that of --restore-file, starts again at update 0 and writes
+    over the checkpoints. Can go when fairseq looks for another one. See also `_resume`.
     """
     from fairseq.file_io import PathManager
     from fairseq.trainer import Trainer
@@ -180,21 +185,21 @@ def last_checkpoint():
             given = self.cfg.checkpoint
             named = given.restore_file != "checkpoint_last.pt"
             last = os.path.join(given.save_dir, f"checkpoint_last{self.checkpoint_suffix}.pt")
-            is_first = self.data_parallel_rank == 0 and not os.path.lexists(last)
-            if not named and filename == last and is_first and _beside(last):
-                logger.warning(
-                    f"there is no '{last}', so that this run begins at update 0, though "
-                    f"'{_beside(last)[-1]}' lies there; --restore-file goes on from such a file"
-                )
-            is_missing = named and not PathManager.exists(filename)
-            if is_missing and self.data_parallel_rank == 0:
+            is_first = self.data_parallel_rank == 0
+            if named and is_first and not PathManager.exists(filename):
                 logger.warning(
                     f"there is no '{filename}', so that this run begins at update 0, with new "
                     "parameters: check the path of --restore-file"
                 )
+            elif not named and filename == last and is_first and not os.path.lexists(last):
+                if _beside(last):
+                    logger.warning(
+                        f"there is no '{last}', so that this run begins at update 0, though "
+                        f"'{_beside(last)[-1]}' lies there; --restore-file goes on from such a file"
+                    )
             # Only the first worker reads, and only readers see damage; the others get the state.
             try:
-                return original(self, filename, *args, **kwargs)
+                return _resume(original, self, filename, *args, **kwargs)
             except DamagedCheckpointError as error:
                 damaged = error
             if named or filename != last or self.checkpoint_suffix:
@@ -205,7 +210,7 @@ def last_checkpoint():
             found = [(made, path) for path in _beside(last) if (made := updates(path))]
             for made, path in sorted(found, reverse=True):
                 with contextlib.suppress(DamagedCheckpointError):
-                    state = original(self, path, *args, **kwargs)
+                    state = _resume(original, self, path, *args, **kwargs)
                     logger.warning(
                         f"'{last}' is damaged or incomplete: this run goes on from '{path}' "
                         f"(update {made}), the newest whole checkpoint beside it"
@@ -221,16 +226,72 @@ def last_checkpoint():
     wrap(Trainer, "load_checkpoint", make)
 
 
-def interval_at_epoch_end():
-    """--save-interval-updates saves nothing at the end of an epoch. fairseq relies on the epoch's
-    checkpoint, even if --no-epoch-checkpoints or --save-interval omits it.
+def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
+    """Load a checkpoint into a trainer; CheckpointError where the run cannot go on from it.
 
-    Can go when fairseq saves one of the two.
+    fairseq goes on with other settings if the parameters fit: a model that has
+    `check_resumed(settings, before)` is asked. fairseq deletes the parameters before it starts an
+    average (--store-ema) from them: here the average starts from the loaded model. fairseq does not
+    check the shapes of an optimizer's state.
+    """
+    check = getattr(trainer.get_model(), "check_resumed", None)
+    if check is not None and not reset_optimizer and trainer.data_parallel_rank == 0:
+        before = glance(filename, lambda state: state["cfg"]["model"])
+        if before is not None:
+            check(trainer.cfg.model, before)
+    ema = trainer.cfg.ema
+    stores_ema = ema.store_ema
+    if stores_ema and glance(filename, lambda state: "ema" not in state["extra_state"]):
+        ema.store_ema = False
+    try:
+        loaded = load(trainer, filename, reset_optimizer, *args, **kwargs)
+        _check_moments(trainer._optimizer)
+    except Exception as error:
+        if isinstance(error, OSError | ImportError) or explain(error):
+            raise
+        if not is_raised_by_fairseq(error):
+            raise
+        raise CheckpointError(
+            f"a run cannot go on from '{filename}' ({first_line(error)}); give another "
+            "checkpoint with --restore-file, or take its parameters alone "
+            "(--finetune-from-model)"
+        ) from error
+    finally:
+        ema.store_ema = stores_ema
+    if stores_ema and loaded is not None and trainer._ema is None:
+        trainer._build_ema()
+    return loaded
+
+
+def _check_moments(optimizer):
+    states = getattr(getattr(optimizer, "optimizer", None), "state", {})
+    for parameter, state in states.items():
+        for name in MOMENTS:
+            shape = getattr(state.get(name), "shape", parameter.shape)
+            if shape != parameter.shape:
+                raise ValueError(
+                    f"its optimizer has {name} of shape {list(shape)} for parameters of shape "
+                    f"{list(parameter.shape)}"
+                )
+
+
+def saved_checkpoints():
+    """--save-interval-updates saves nothing at the end of an epoch whose checkpoint
+    --no-epoch-checkpoints or --save-interval omits; a validation of NaN becomes the best so far.
+
+    Nothing later compares as better than NaN, and a worse checkpoint then replaces the best. Can go
+    when fairseq saves one of the two, and compares finite numbers only.
     """
     from fairseq import checkpoint_utils
 
     def make(original):
         def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
+            if val_loss is not None and not math.isfinite(val_loss):
+                logger.warning(
+                    f"{cfg.best_checkpoint_metric} of the validation at update "
+                    f"{trainer.get_num_updates()} is {float(val_loss)}: not compared with the best."
+                )
+                val_loss = None
             if cfg.no_epoch_checkpoints or epoch_itr.epoch % cfg.save_interval:
                 epoch_itr = types.SimpleNamespace(
                     epoch=epoch_itr.epoch,
@@ -247,8 +308,7 @@ def interval_at_epoch_end():
 def finished_run():
     """A run that --max-update has ended does one update more each time it is started again.
 
-    So does one that is killed between its last checkpoint and its end. Can go when fairseq looks at
-    --max-update before it trains.
+    Can go when fairseq looks at --max-update before it trains.
     """
     from fairseq import checkpoint_utils
 
@@ -264,3 +324,28 @@ def finished_run():
         return load_checkpoint
 
     wrap(checkpoint_utils, "load_checkpoint", make)
+
+
+def results():
+    """fairseq-generate empties the earlier file of --results-path before it checks anything, and
+    leaves half a file where it stops.
+
+    Can go when fairseq-generate writes it aside.
+    """
+    from fairseq_cli import generate
+
+    def make(original):
+        def main(args):
+            folder = getattr(args, "results_path", None)  # of the command line
+            if folder is None:
+                return original(args)
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as args.results_path:
+                found = original(args)
+                name = f"generate-{args.gen_subset}.txt"
+                os.replace(os.path.join(args.results_path, name), os.path.join(folder, name))
+            return found
+
+        return main
+
+    wrap(generate, "main", make)

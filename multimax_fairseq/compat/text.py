@@ -1,4 +1,4 @@
-"""Text: how files are cut into lines, what is refused of them, dictionaries, pairs of files."""
+"""What fairseq 0.12.3 reads from text otherwise than it stands there."""
 
 import codecs
 import fileinput
@@ -6,25 +6,24 @@ import functools
 import io
 import math
 import os
-import re
 import sys
 
 import torch
 
 from multimax_fairseq.compat.patch import command, wrap
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, first_line
 
-# What fairseq puts into sentences by itself. <unk> is a word of many texts, and means the same.
+# fairseq puts these into sentences itself. <unk> is a word of many texts, and means the same.
 SYMBOLS = frozenset(("<s>", "</s>", "<pad>"))
 
 
 def text_lines():
-    """fairseq-preprocess takes the place of a decoded line, by tell(), for its place in the file.
+    """fairseq-preprocess takes the position in the decoded text, by tell(), for that in the file.
 
-    Where lines end in CR LF the two differ at times, and a worker reads on through the lines of the
-    others: they stand twice, without a word, so that source and target no longer belong together.
-    A carriage return within a line ends it, a byte order mark is part of the first word, and what
-    is not UTF-8 ends in "negative seek position". Can go when fairseq reads bytes.
+    The two can differ in a file with CR LF. A worker then reads on through the lines of another:
+    they are there twice, and source and target no longer belong together. A carriage return within
+    a line ends it, and a byte order mark is part of the first word. Can go when fairseq reads
+    bytes.
     """
     from fairseq import file_chunker_utils
 
@@ -49,29 +48,12 @@ def text_lines():
     wrap(file_chunker_utils.ChunkLineIterator, "__iter__", make_iter)
 
 
-def text_files():
-    """fairseq-preprocess takes any bytes, and source and target of unequal length.
-
-    Training then stops, or trains on UTF-16 read as letters, on a sentence that ends in its middle
-    (a word "</s>") or has a hole (a word "<pad>"). What is refused leaves nothing half written. Can
-    go when fairseq reads all its files before it writes the first.
-    """
-    from fairseq import utils
-
-    def make(original):
-        def import_user_module(args):
-            found = original(args)
-            if hasattr(args, "trainpref"):  # those of fairseq-preprocess, which begins with this
-                check_files(args)
-            return found
-
-        return import_user_module
-
-    wrap(utils, "import_user_module", make)
-
-
 def check_files(args):
-    """Refuse texts that fairseq-preprocess would read as others than they are."""
+    """Raise UsageError for text that fairseq-preprocess would read otherwise.
+
+    It takes UTF-16 for words, a word "</s>" for the end of a sentence, a word "<pad>" for padding,
+    and source and target of unequal length. Can go when fairseq checks its files.
+    """
     languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
     given = [args.trainpref, *(args.validpref or "").split(","), *(args.testpref or "").split(",")]
     for prefix in filter(None, given):
@@ -86,7 +68,7 @@ def check_files(args):
 
 
 def count_lines(path):
-    """How many lines a text has; UsageError for the first that is none of text."""
+    """Return the number of lines of a text; UsageError for the first line that is not text."""
     number, line = 0, b""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -101,7 +83,7 @@ def count_lines(path):
 
 
 def what_is_wrong(line):
-    """(what, remedy) for a line, as bytes, that is no text to fairseq; None if it is."""
+    """Return (what, remedy) for a line, as bytes, that is not text to fairseq; None if it is."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -125,10 +107,9 @@ def what_is_wrong(line):
 
 
 def dictionaries():
-    """A dictionary with a word twice, a line without a count or bytes that are not UTF-8 ends in a
-    traceback, which does not name the file.
+    """fairseq does not name the dictionary that it cannot read.
 
-    Can go when fairseq's sentences do.
+    Can go when fairseq does.
     """
     from fairseq.data import Dictionary
     from fairseq.file_io import PathManager
@@ -142,21 +123,11 @@ def dictionaries():
                     return original(self, file)
             except OSError:
                 raise
-            except UnicodeDecodeError:
-                reason = "is not UTF-8"
-            except Exception as error:  # fairseq's own kinds, Exception itself among them
-                twice = re.search(r"Duplicate word .*?: ('.*?')\. ", str(error), re.DOTALL)
-                line = re.search(r'"(.*)"', str(error), re.DOTALL)
-                if twice:
-                    reason = f"has the word {twice[1]} twice, or one of fairseq's own"
-                elif line:
-                    reason = f"has a line {line[1].strip()[:80]!r} that is no word with its count"
-                else:
-                    reason = f"is none ({' '.join(str(error).split())[:80]})"
-            raise UsageError(
-                f"the dictionary '{f}' {reason}: give it as fairseq-preprocess wrote it, or "
-                "prepare the data again"
-            )
+            except Exception as error:  # fairseq raises Exception itself
+                raise UsageError(
+                    f"the dictionary '{f}' is damaged ({first_line(error)[:100]}): give it as "
+                    "fairseq-preprocess wrote it, or prepare the data again"
+                ) from error
 
         return add_from_file
 
@@ -164,9 +135,9 @@ def dictionaries():
 
 
 def interactive_lines():
-    """fairseq-interactive ends a line at a carriage return within it, too.
+    """fairseq-interactive ends a line at a carriage return within it, so all lines that follow get
+    other numbers; and a byte order mark is part of the first word.
 
-    So all that follow have the numbers of others; and a byte order mark is part of the first word.
     Can go when fairseq reads utf-8-sig with newline="\\n".
     """
     if command() != "fairseq-interactive":
@@ -188,7 +159,7 @@ def interactive_lines():
 def symbols_in_input():
     """A word "<pad>" of fairseq-interactive's input is padding to the model, and "</s>" an end.
 
-    Here they are words that the dictionary does not have. Can go when fairseq does the same.
+    Here they are unknown words. Can go when fairseq does the same.
     """
     from fairseq.tasks import FairseqTask
 
@@ -207,8 +178,8 @@ def symbols_in_input():
 
 
 def scored_lines():
-    """fairseq-score leaves out the lines that one of its two files has more than the other, takes a
-    byte order mark for a part of a word, and does not read all flags with --sacrebleu.
+    """fairseq-score leaves out the lines that one file has more than the other, takes a byte order
+    mark for part of a word, and ignores --ignore-case and --order with --sacrebleu.
 
     Can go when fairseq-score compares the numbers, skips the mark and refuses the flags.
     """
@@ -220,8 +191,6 @@ def scored_lines():
     def make(original):
         def cli_main():
             args = score.get_parser().parse_args()
-            if not 1 <= args.order <= 4:
-                raise UsageError(f"--order {args.order} must be 1 to 4")
             if args.sacrebleu and (args.ignore_case or args.sentence_bleu or args.order != 4):
                 raise UsageError(
                     "--sacrebleu reads neither --ignore-case, --sentence-bleu nor --order: leave "
@@ -231,14 +200,12 @@ def scored_lines():
                 sys.stdin = io.StringIO(sys.stdin.read().removeprefix("\ufeff"))
             if all(map(os.path.exists, {args.sys, args.ref} - {"-"})):
                 counts = [_lines_to_score(args.sys), _lines_to_score(args.ref)]
-                if counts[0] != counts[1]:
+                if counts[0] != counts[1] or counts[0] == 0:
                     raise UsageError(
                         f"--sys {args.sys} has {counts[0]:,} lines, but --ref {args.ref} "
                         f"{counts[1]:,}: give the sentences of both in one order, each in a line "
                         "(which a carriage return ends too)"
                     )
-                if counts[0] == 0:
-                    raise UsageError(f"--ref {args.ref} has no line to score: check its path")
             return original()
 
         return cli_main
@@ -247,7 +214,7 @@ def scored_lines():
 
 
 def _lines_to_score(path):
-    """As fairseq-score counts them."""
+    """Return the number of lines as fairseq-score counts them."""
     if path == "-":
         return sum(1 for _ in io.StringIO(sys.stdin.getvalue(), newline=None))
     with open(path) as file:

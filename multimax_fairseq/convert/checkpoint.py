@@ -11,7 +11,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq.compat import contents, saving
+from multimax_fairseq.compat import saving, untrusted
 from multimax_fairseq.errors import CheckpointError, UsageError, no_file
 from multimax_fairseq.models.config import (
     DEFAULTS,
@@ -45,7 +45,7 @@ def read(path: Path) -> State:
     # Loading made a config object of it, which no checkpoint may hold; old ones have args instead.
     state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     state["args"] = None
-    state["model"] = contents.unwrapped(state["model"])
+    state["model"] = untrusted.unwrapped(state["model"])
     return state
 
 

@@ -11,7 +11,7 @@ from multimax_fairseq.models.monitor import LOGITS_AT_ONCE, Watch, kept_scores, 
 
 
 class Examined:
-    """Mixin of a model that says where a step stops being finite: see compat/numerics.py."""
+    """Mixin of a model that says where a step stops being finite: see running.not_finite."""
 
     def why_not_finite(self, forward: Callable[[], Any]) -> str:
         """Return where `forward`, which computes a step's losses once more, stops being finite, or

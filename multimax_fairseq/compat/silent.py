@@ -1,0 +1,498 @@
+"""What fairseq 0.12.3 computes wrongly without an error: batches, averages, searches, scores."""
+
+import argparse
+import ast
+import logging
+import math
+import os
+import struct
+
+import numpy as np
+import torch
+
+from multimax_fairseq.compat.patch import command, wrap
+from multimax_fairseq.errors import UsageError, remedy_for
+
+logger = logging.getLogger(__name__)
+# fairseq's placeholder for an unknown word of a reference.
+UNKNOWN_IN_REFERENCE = "<<unk>>"
+# Replaces it, as in fairseq's --eval-bleu. Every tokenizer keeps it as one token, and no
+# translation contains it.
+UNKNOWN_WORD = "UNKNOWNTOKENINREF"
+HEADER = struct.Struct("<9sQBQ")  # of an index: magic, version, type of the numbers, how many
+PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-prep/"
+
+
+def token_blocks():
+    """TokenBlockDataset keeps its indices in the smallest unsigned type that seems to fit.
+
+    numpy 2 computes in that type, so a block's `end - 2` wraps around when the end is 1; and the
+    sizes of blocks of 65,536 tokens or more wrap under any numpy. Where the end is 1, a signed
+    `end - 2` counts from the buffer's other end, so past targets come out too long. Can go when
+    fairseq keeps int64 and cuts past targets.
+    """
+    from fairseq.data.token_block_dataset import TokenBlockDataset
+
+    def make(original):
+        def _build_slice_indices(*args, **kwargs):
+            _, block_to_dataset_index, slice_indices = original(*args, **kwargs)
+            slice_indices = slice_indices.astype(np.int64)
+            sizes = slice_indices[:, 1] - slice_indices[:, 0]
+            return sizes, block_to_dataset_index.astype(np.int64), slice_indices
+
+        return _build_slice_indices
+
+    def make_getitem(original):
+        def __getitem__(self, index):
+            item = original(self, index)
+            if not self.include_targets:
+                return item
+            source, target, past_target = item
+            return source, target, past_target[: len(target)]
+
+        return __getitem__
+
+    wrap(TokenBlockDataset, "_build_slice_indices", make)
+    wrap(TokenBlockDataset, "__getitem__", make_getitem)
+
+
+def last_batch():
+    """fairseq drops the last batch unless --required-batch-size-multiple (8) divides its size.
+
+    The batch holds the longest sentences; generation and validation lose them (fairseq issue
+    5036). Training keeps fairseq's batches unless it has no other: one batch more would change the
+    order of all of them. Can go when fairseq keeps the batch.
+    """
+    from fairseq.data import data_utils
+    from fairseq.trainer import Trainer
+
+    training = []
+
+    def make_train_iterator(original):
+        def get_train_iterator(*args, **kwargs):
+            training.append(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                training.pop()
+
+        return get_train_iterator
+
+    def make(original):
+        def batch_by_size(indices, *args, **kwargs):
+            if not isinstance(indices, np.ndarray):
+                indices = np.fromiter(indices, dtype=np.int64)
+            if len(indices) == 0 and kwargs.get("max_tokens"):  # fairseq raises an IndexError
+                raise UsageError(
+                    f"no sentence is left, as all are longer than --max-tokens "
+                    f"{kwargs['max_tokens']} or the positions of the model: give larger ones"
+                )
+            batches = original(indices, *args, **kwargs)
+            # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
+            if (training and batches) or kwargs.get("fixed_shapes") is not None:
+                return batches
+            kept = sum(map(len, batches))
+            return [*batches, indices[kept:]] if kept < len(indices) else batches
+
+        return batch_by_size
+
+    wrap(Trainer, "get_train_iterator", make_train_iterator)
+    wrap(data_utils, "batch_by_size", make)
+
+
+def same_batches():
+    """A run that is resumed in a later epoch orders the sentences of one length anew.
+
+    An uninterrupted run keeps the batches of its first epoch, drawn by that epoch's seed; a resumed
+    one draws its own, and trains otherwise. Can go when fairseq keeps to the first epoch's.
+    """
+    from fairseq.tasks import FairseqTask
+
+    def make(original):
+        def get_batch_iterator(self, dataset, *args, **kwargs):
+            epoch = kwargs.get("epoch", 1)
+            anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+            is_kept = not anew and self.can_reuse_epoch_itr(dataset)
+            if not is_kept or epoch == 1 or dataset in self.dataset_to_epoch_iter:
+                return original(self, dataset, *args, **kwargs)
+            iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
+            iterator.epoch = epoch
+            return iterator
+
+        return get_batch_iterator
+
+    wrap(FairseqTask, "get_batch_iterator", make)
+
+
+def validation_on_training_data():
+    """Validation exhausts the batches of a subset that is also trained.
+
+    The task caches one iterator for each data set, so training sees a finished epoch and skips it.
+    Can go when fairseq caches the iterators of training and validation separately.
+    """
+    from fairseq.trainer import Trainer
+
+    def make(original):
+        def get_valid_iterator(self, subset, disable_iterator_cache=False):
+            is_trained = subset == self.cfg.dataset.train_subset
+            return original(self, subset, disable_iterator_cache or is_trained)
+
+        return get_valid_iterator
+
+    wrap(Trainer, "get_valid_iterator", make)
+
+
+def end_of_curriculum():
+    """--curriculum N never ends: a later epoch reuses the data loader that does not shuffle.
+
+    A run that is resumed after N epochs makes a new one, which does. Can go when fairseq tells the
+    data loader that it reuses whether to shuffle.
+    """
+    from fairseq.data.iterators import EpochBatchIterator
+
+    def make(original):
+        def _get_iterator_for_epoch(self, epoch, shuffle, *args, **kwargs):
+            if self.reuse_dataloader and self.dataloader is not None:
+                self.epoch_batch_sampler.shuffle = shuffle
+            return original(self, epoch, shuffle, *args, **kwargs)
+
+        return _get_iterator_for_epoch
+
+    wrap(EpochBatchIterator, "_get_iterator_for_epoch", make)
+
+
+def older_format():
+    """Data of fairseq's older format is read through an open file or a cache, and both fail.
+
+    Workers share the position of the file that the main process opened, so they read wrong
+    sentences; training reads its first batch before the cache is filled. Here each sentence is
+    read at its own offset. Can go when fairseq does so.
+    """
+    from fairseq.data import indexed_dataset
+
+    def make(original):
+        def __getitem__(self, i):
+            self.check_index(i)
+            shape = self.sizes[self.dim_offsets[i] : self.dim_offsets[i + 1]]
+            path, offset = indexed_dataset.data_file_path(self.path), self.data_offsets[i]
+            numbers = np.fromfile(path, self.dtype, shape.prod(), offset=offset * self.element_size)
+            return torch.from_numpy(numbers.reshape(shape)).long() - int(self.fix_lua_indexing)
+
+        return __getitem__
+
+    indexed_dataset.IndexedCachedDataset = indexed_dataset.IndexedDataset  # the page cache suffices
+    wrap(indexed_dataset.IndexedDataset, "__getitem__", make)
+
+
+def indexed_data():
+    """fairseq does not check an index, and reads a word past the dictionary as another word.
+
+    Can go when fairseq checks what it opens.
+    """
+    from fairseq.data import indexed_dataset
+
+    def make(original):
+        def make_dataset(path, impl, fix_lua_indexing=False, dictionary=None):
+            index = indexed_dataset.index_file_path(path)
+            if os.path.isfile(index) and impl in ("mmap", "cached", "lazy"):
+                with open(index, "rb") as file:
+                    header = file.read(HEADER.size)
+                if impl == "mmap" or header[:8] not in (b"", b"TNTIDX\0\0"):
+                    _check_index(indexed_dataset, path, header, dictionary)
+            return original(path, impl, fix_lua_indexing, dictionary)
+
+        return make_dataset
+
+    wrap(indexed_dataset, "make_dataset", make)
+
+
+def _check_index(indexed_dataset, path, header, dictionary):
+    """Raise UsageError for an index that does not fit the data beside it."""
+    index, data = indexed_dataset.index_file_path(path), indexed_dataset.data_file_path(path)
+
+    def refuse(file, why):
+        raise UsageError(f"'{file}' is damaged or not what fairseq wrote ({why}): {PREPARE}")
+
+    if len(header) < HEADER.size:
+        refuse(index, "it ends in its header")
+    magic, version, code, count = HEADER.unpack(header)
+    if magic != indexed_dataset.MMapIndexedDataset.Index._HDR_MAGIC or version != 1:
+        refuse(index, "another header")
+    dtype = np.dtype(indexed_dataset._code_to_dtype.get(code, float))
+    if dtype.kind not in "iu":
+        refuse(index, f"no integers: type {code}")
+    if os.path.getsize(index) != HEADER.size + 12 * count:
+        refuse(index, f"it has {os.path.getsize(index):,} bytes for {count:,} sentences")
+    if not os.path.isfile(data):
+        refuse(data, "it is missing")
+    numbers = np.memmap(index, np.uint8, "r", HEADER.size) if count else np.empty(0, np.uint8)
+    sizes = numbers[: 4 * count].view(np.int32).astype(np.int64)
+    starts = numbers[4 * count :].view(np.int64)
+    if count and (sizes.min() < 0 or starts.min() < 0):
+        refuse(index, "sizes or places below 0")
+    if count and (starts > os.path.getsize(data) - sizes * dtype.itemsize).any():
+        refuse(data, "it ends before its last sentence")
+    if dictionary is not None and os.path.getsize(data) >= dtype.itemsize:
+        words = np.memmap(data, dtype, "r", shape=os.path.getsize(data) // dtype.itemsize)
+        if words.min() < 0 or words.max() >= len(dictionary):
+            refuse(data, f"it has words past the {len(dictionary):,} of the dictionary")
+
+
+def ema_step():
+    """Tied embeddings decay once per name, and a pre-norm model's last layer norm is lost.
+
+    The state dict has an entry for each name of a tied parameter, and fairseq decays every entry.
+    It then loads a state dict without version entries, so the decoder takes it for an old
+    checkpoint and removes its last layer norm. Can go when fairseq decays each tensor once, in
+    place.
+    """
+    from fairseq.models.ema import EMA
+
+    def make(original):
+        def _step_internal(self, new_model, updates=None):
+            parameters, model = new_model.state_dict(), self.model.state_dict()
+            averages = self.fp32_params if self.config.ema_fp32 else model
+            decayed = set()
+            for name in model:
+                average = averages[name]
+                if "version" in name or average.data_ptr() in decayed:
+                    continue
+                decayed.add(average.data_ptr())
+                decay = 0 if name in self.skip_keys else self.decay
+                average.mul_(decay).add_(parameters[name].to(average.dtype), alpha=1 - decay)
+                model[name].copy_(average)
+
+        return _step_internal
+
+    wrap(EMA, "_step_internal", make)
+
+
+def ema_frequency():
+    """--ema-update-freq counts from the start of the process, so a resumed run averages at other
+    updates.
+
+    Can go when fairseq saves its count, or takes the number of updates, as here.
+    """
+    from fairseq.models.ema import EMA
+
+    def make(original):
+        def step(self, new_model, updates=None):
+            if updates is not None:
+                self.update_freq_counter = (updates - 1) % max(1, self.config.ema_update_freq)
+            original(self, new_model, updates)
+
+        return step
+
+    wrap(EMA, "step", make)
+
+
+def adaptive_tails():
+    """An adaptive softmax's loss takes a word of each tail for padding, by its place in the tail.
+
+    The word is neither trained there nor counted. Padding is in the head alone. Here a class of
+    probability 0 takes its place in the tails. Can go when fairseq looks for padding in the head.
+    """
+    from fairseq.criterions.adaptive_loss import AdaptiveLoss
+
+    def make(original):
+        def forward(self, model, sample, reduce=True):
+            def moved(module, inputs, found):
+                logits, targets = found
+                both = zip(logits[1:], targets[1:], strict=True)
+                tails = [_skip_class(self.padding_idx, *tail) for tail in both]
+                return [logits[0], *(t[0] for t in tails)], [targets[0], *(t[1] for t in tails)]
+
+            handle = model.decoder.adaptive_softmax.register_forward_hook(moved)
+            try:
+                return original(self, model, sample, reduce)
+            finally:
+                handle.remove()
+
+        return forward
+
+    wrap(AdaptiveLoss, "forward", make)
+
+
+def _skip_class(index, logits, target):
+    """Insert a class of probability 0 at an index, and shift the targets behind it."""
+    if target is None:
+        return logits, target
+    nothing = logits.new_full((len(logits), 1), -math.inf)
+    logits = torch.cat([logits[:, :index], nothing, logits[:, index:]], 1)
+    return logits, target + target.ge(index)
+
+
+def unknown_words_in_references():
+    """fairseq-generate gives scorers of text (--scoring sacrebleu, chrf, wer) `<<unk>>` for an
+    unknown word of a reference. SacreBLEU splits it into tokens that match a translation's `<unk>`.
+
+    Here such a word matches nothing, and a warning gives the number of these references. Can go
+    when fairseq-generate reads references from raw text.
+    """
+    from fairseq import scoring
+
+    def make(original):
+        def build_scorer(choice, tgt_dict):
+            scorer = original(choice, tgt_dict)
+            if hasattr(scorer, "add_string"):
+                _replace_placeholders(scorer)
+            return scorer
+
+        return build_scorer
+
+    wrap(scoring, "build_scorer", make)
+
+
+def _replace_placeholders(scorer):
+    """Make a scorer replace the placeholder by UNKNOWN_WORD, and warn of it."""
+    add_string, result_string = scorer.add_string, scorer.result_string
+    has_unknown = []
+
+    def add(reference, hypothesis):
+        has_unknown.append(UNKNOWN_IN_REFERENCE in reference)
+        add_string(reference.replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD), hypothesis)
+
+    def result(*args):
+        if any(has_unknown):
+            logger.warning(
+                f"{sum(has_unknown):,} of {len(has_unknown):,} references hold unknown words, "
+                "which match nothing: for a score on raw text give the D- lines to fairseq-score"
+            )
+        return result_string(*args)
+
+    scorer.add_string, scorer.result_string = add, result
+
+
+def diverse_beams():
+    """--diverse-beam-groups finds a sentence's row by its number in the data, not in the batch.
+
+    So it takes another sentence's row, or stops at a number past the batch's size. Can go when
+    fairseq passes the position in the batch.
+    """
+    from fairseq.search import DiverseBeamSearch
+
+    def make(original):
+        def step(self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
+            if original_batch_idxs is not None:
+                if step == 0:
+                    self.sentences = original_batch_idxs
+                match = original_batch_idxs.unsqueeze(1) == self.sentences.unsqueeze(0)
+                original_batch_idxs = match.long().argmax(dim=1)
+            return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+        return step
+
+    wrap(DiverseBeamSearch, "step", make)
+
+
+def repeated_ngrams():
+    """--no-repeat-ngram-size does nothing without fairseq's own CUDA extension.
+
+    The plain form compares the end of a buffer that is padded to the greatest length, and knows no
+    n of 1. A forced word, as in a prefix, stays. Can go when fairseq cuts the buffer at the step.
+    """
+    from fairseq import sequence_generator
+    from fairseq.ngram_repeat_block import NGramRepeatBlock
+
+    if sequence_generator.NGramRepeatBlock is not NGramRepeatBlock:
+        return
+
+    class RepeatBlock(NGramRepeatBlock):
+        def forward(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
+            if self.use_extension:
+                return self.call_cuda_extension(tokens, lprobs, bsz, beam_size, step)
+            tokens = tokens[:, : step + 1]
+            blocked = lprobs.clone()
+            if self.no_repeat_ngram_size == 1:
+                blocked.scatter_(1, tokens[:, 1:], float("-inf"))
+            else:
+                blocked = self._no_repeat_ngram(tokens, blocked, bsz, beam_size, step)
+            is_forced = blocked.eq(float("-inf")).all(1, keepdim=True)
+            return torch.where(is_forced, lprobs, blocked)
+
+    sequence_generator.NGramRepeatBlock = RepeatBlock
+
+
+def perplexity_of_a_part():
+    """fairseq-eval-lm leaves out blocks that are too long for the model, and words of probability
+    0; where it leaves out all blocks, it prints a perplexity of 1.
+
+    Can go when fairseq-eval-lm ends in an error there.
+    """
+    from fairseq.sequence_scorer import SequenceScorer
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    def make(original):
+        def eval_lm_dataloader(self, dataset, *args, **kwargs):
+            limit, count = kwargs["max_positions"], len(dataset)
+            longer = sum(dataset.size(i) > limit for i in range(count))
+            if command() == "fairseq-eval-lm" and (longer or count == 0):
+                raise UsageError(
+                    f"{longer:,} of {count:,} blocks are longer than the {limit} tokens that the "
+                    f"model takes, so fairseq would leave them out: give --tokens-per-sample "
+                    f"{limit} or less, and no --sample-break-mode complete"
+                )
+            return original(self, dataset, *args, **kwargs)
+
+        return eval_lm_dataloader
+
+    def make_generate(original):
+        def generate(self, models, sample, **kwargs):
+            found = original(self, models, sample, **kwargs)
+            if command() == "fairseq-eval-lm" and any(
+                best["positional_scores"].isinf().any() for best, *_ in found
+            ):
+                raise UsageError(
+                    "the model gives words of this text the probability 0, so that the perplexity "
+                    "is infinite: compare such models by the loss that fairseq-validate prints"
+                )
+            return found
+
+        return generate
+
+    wrap(LanguageModelingTask, "eval_lm_dataloader", make)
+    wrap(SequenceScorer, "generate", make_generate)
+
+
+def overrides():
+    """fairseq ignores a key of --model-overrides that is misspelt.
+
+    Can go when fairseq names it.
+    """
+    from fairseq import checkpoint_utils
+
+    def make(original):
+        def overwrite_args_by_name(cfg, overrides):
+            asked = overrides
+            if command() == "fairseq-validate":  # which overrides with its own flags too
+                asked = ast.literal_eval(overrides.get("model_overrides", "{}"))
+            known = _setting_names(cfg, asked)
+            for name in asked if command() else ():
+                if name not in known and name not in cfg:
+                    raise UsageError(
+                        f"--model-overrides: the checkpoint has no setting {name!r} of model, task "
+                        f"or criterion: {remedy_for(name, known)}"
+                    )
+            return original(cfg, overrides)
+
+        return overwrite_args_by_name
+
+    wrap(checkpoint_utils, "overwrite_args_by_name", make)
+
+
+def _setting_names(cfg, overrides):
+    """Return the names of a checkpoint's settings; a namespace holds only those that were given."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    known = set()
+    for group in ("model", "task", "criterion"):
+        settings = cfg.get(group)
+        if isinstance(settings, argparse.Namespace):
+            parser = argparse.ArgumentParser()
+            arch = overrides.get("arch") or getattr(settings, "arch", None)
+            if arch in ARCH_MODEL_REGISTRY:
+                ARCH_MODEL_REGISTRY[arch].add_args(parser)
+            known |= set(vars(settings)) | {action.dest for action in parser._actions}
+        elif hasattr(settings, "keys"):
+            known |= set(settings)
+    return known

@@ -1,0 +1,414 @@
+"""Files that fairseq 0.12.3 and torch trust: checkpoints that run code, or hold no checkpoint.
+
+torch's protection keeps a checkpoint from naming code. It does not check whether the contents are a
+checkpoint: parameters that are not finite numbers, settings without end, sizes that take forever to
+build, altered bytes.
+"""
+
+import argparse
+import ast
+import contextvars
+import functools
+import math
+import numbers
+import os
+import pickletools
+import re
+import reprlib
+import sys
+import zipfile
+from pickle import UnpicklingError
+
+import numpy as np
+import torch
+
+from multimax_fairseq.compat.mistakes import explain, is_raised_by_fairseq
+from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.errors import CheckpointError, UsageError, first_line
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Far above what a run of fairseq has: values and letters beside its parameters; their depth;
+# layers, where the parameters are fewer than that; widths and lengths.
+MOST_VALUES, DEEPEST, MOST_LAYERS, WIDEST = 500_000, 30, 1000, 1 << 20
+SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
+
+
+def literal(text):
+    """Return the value of a Python literal; takes the place of eval() in fairseq.
+
+    Lists may be added and repeated, as in "[(512, 3)] * 20", the layers of a stock model.
+    """
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        raise ValueError(
+            f"{reprlib.repr(text)} is no Python literal: write a number, tuple, list or dictionary"
+        ) from None
+
+
+def _value(node):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(left, list) and isinstance(right, int) and len(left) * right <= MOST_LAYERS:
+            return left * right
+    return ast.literal_eval(node)
+
+
+def evaluate_literals():
+    """fairseq runs eval() on settings of a checkpoint or a command line, such as adam_betas.
+
+    Each loaded module of fairseq gets `literal` under the name eval. Can go when fairseq calls
+    ast.literal_eval.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("fairseq", "fairseq_cli"):
+            module.eval = literal
+
+
+class _PickledDtype:
+    """Stands in for numpy.dtype in a checkpoint: a plain number type and nothing else."""
+
+    def __init__(self, code, align=False, copy=True):
+        if not re.fullmatch(r"[biufc]\d\d?", code):
+            raise UnpicklingError(f"numpy.dtype({code!r}) is not a plain number type")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state):
+        _version, order, subarray, names, fields = state[:5]
+        if subarray is not None or names is not None or fields is not None:
+            raise UnpicklingError("numpy.dtype with fields is not a plain number type")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _PickledArray(np.ndarray):
+    """Stands in for numpy.ndarray in a checkpoint: plain numbers whose bytes fill its shape."""
+
+    def __new__(cls):
+        return np.ndarray.__new__(cls, (0,), np.uint8)
+
+    def __setstate__(self, state):
+        _version, shape, dtype, fortran, data = state
+        dtype = dtype.dtype
+        if not isinstance(data, bytes) or len(data) != math.prod(shape) * dtype.itemsize:
+            raise UnpicklingError("numpy.ndarray whose bytes do not fill its shape")
+        super().__setstate__((1, shape, dtype, fortran, data))
+
+    def __reduce__(self):  # the next checkpoint holds an ordinary array
+        return np.array(self).__reduce__()
+
+
+def _pickled_array(subtype, shape, typecode):
+    return _PickledArray()
+
+
+def _pickled_scalar(dtype, data):
+    return np.frombuffer(data, dtype.dtype, count=1)[0]
+
+
+# Namespace: keeps attributes, runs nothing. numpy: arrays of counts (--eval-bleu) and single
+# numbers. numpy's own classes are not harmless: a forged dtype makes numpy read wherever a
+# checkpoint says, objects included. So the stand-ins above are allowed under numpy's names.
+SAFE_GLOBALS = {
+    "argparse.Namespace": argparse.Namespace,
+    "numpy.dtype": _PickledDtype,
+    "numpy.ndarray": _PickledArray,
+    "numpy._core.multiarray._reconstruct": _pickled_array,
+    "numpy._core.multiarray.scalar": _pickled_scalar,
+    "numpy.core.multiarray._reconstruct": _pickled_array,  # written under numpy 1
+    "numpy.core.multiarray.scalar": _pickled_scalar,
+}
+
+
+def checkpoint_classes():
+    """torch 2.6 loads tensors and plain values only; fairseq's checkpoints hold a little more.
+
+    Can go when fairseq's checkpoints hold plain values only. torch's protection stays on.
+    """
+    known = {
+        entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+        for entry in torch.serialization.get_safe_globals()
+    }
+    torch.serialization.add_safe_globals(
+        [(value, name) for name, value in SAFE_GLOBALS.items() if name not in known]
+    )
+
+
+def _refused(error, path):
+    """Return the name of what torch refuses to load; None if it is not code."""
+    known = re.search(r"GLOBAL (\S+)|function (\S+)|but got (<[^>]*>)|(numpy\.\S+)", str(error))
+    if known:
+        return next(filter(None, known.groups()))
+    # torch does not read all pickle protocols: list the opcodes, which runs none of them.
+    strings = []
+    try:
+        with open(path, "rb") as file:
+            if zipfile.is_zipfile(file):
+                archive = zipfile.ZipFile(file)
+                member = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                file = archive.open(member)
+            else:
+                file.seek(0)
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name in ("GLOBAL", "STACK_GLOBAL"):
+                    words = argument.split() if opcode.name == "GLOBAL" else strings[-2:]
+                    if words[:1] not in (["torch"], ["collections"]):
+                        return ".".join(words)
+                elif isinstance(argument, str):
+                    strings.append(argument)
+    except Exception:  # zipfile and pickletools raise any kind for a damaged file
+        pass
+    return None
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint file that differs from the one that was written."""
+
+
+def _damaged(path):
+    return DamagedCheckpointError(
+        f"'{path}' is damaged or incomplete; copy it again, or delete it and continue from "
+        "another one."
+    )
+
+
+def _is_altered(path):
+    """Whether a file of torch's zip format fails its checksums; other formats have none.
+
+    torch compresses nothing, so the members are never larger than the file.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            return False
+        try:
+            archive = zipfile.ZipFile(file)
+            members = archive.infolist()
+            if sum(member.file_size for member in members) > os.path.getsize(path):
+                return True
+            return archive.testzip() is not None
+        except Exception:  # zipfile raises any kind for a damaged file
+            return True
+
+
+def _check_file(path, local):
+    """Raise CheckpointError for a file that is altered, names code, or holds no checkpoint."""
+    if _is_altered(local):
+        raise _damaged(path)
+    load = functools.partial(torch.load, local, map_location="cpu", weights_only=True)
+    try:
+        try:
+            state = load(mmap=True)  # so that parameters stay on the disk
+        except Exception:  # a file of old torch cannot be mapped
+            state = load()
+    except Exception as error:  # torch and pickle raise any kind for a damaged file
+        refused = isinstance(error, UnpicklingError) and _refused(error, local)
+        if not refused:
+            raise _damaged(path) from error
+        raise CheckpointError(
+            f"'{path}' is refused: it holds {refused}, which is no part of a fairseq checkpoint "
+            "and could run code; get a file from a source that you trust."
+        ) from error
+    try:
+        _check_contents(state)
+    except ValueError as error:
+        raise CheckpointError(
+            f"'{path}' is refused: {error}; give a file that fairseq-train wrote."
+        ) from error
+
+
+def checkpoint_files():
+    """torch names neither the file nor the remedy where it refuses code in a checkpoint.
+
+    torch does not compare the checksums that it writes, so altered numbers load. Neither torch nor
+    fairseq checks that the contents are a checkpoint. Can go when fairseq does all of it.
+    """
+    from fairseq import checkpoint_utils
+    from fairseq.file_io import PathManager
+
+    def make(original):
+        def load_checkpoint_to_cpu(path, *args, **kwargs):
+            local = PathManager.get_local_path(path)
+            if os.path.isfile(local):
+                _check_file(path, local)
+            try:
+                return original(path, *args, **kwargs)
+            except (OSError, UsageError):
+                raise
+            except Exception as error:
+                raise CheckpointError(
+                    f"'{path}' is not a fairseq checkpoint ({first_line(error)}); give a file that "
+                    "fairseq-train wrote."
+                ) from error
+
+        return load_checkpoint_to_cpu
+
+    wrap(checkpoint_utils, "load_checkpoint_to_cpu", make)
+
+
+def unwrapped(parameters):
+    """Return {name: parameter} without the prefix of a wrapper for several GPUs."""
+    return {name.removeprefix("module."): value for name, value in parameters.items()}
+
+
+def _check_contents(state):
+    """Raise ValueError with the reason for a state that is no checkpoint."""
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError("it has no parameters of a model")
+    for name in ("cfg", "args", "extra_state", "task_state"):
+        value = state.get(name)
+        if value is not None and not isinstance(value, dict | argparse.Namespace):
+            raise ValueError(f"its {name} is of the type {type(value).__name__}")
+    history = state.get("optimizer_history", [{}])
+    if not isinstance(history, list) or not history or not isinstance(history[-1], dict):
+        raise ValueError("its optimizer_history is empty or no list")
+    extra = state.get("extra_state") or {}
+    where = extra.get("train_iterator", {})
+    where = where if isinstance(where, dict) else {"epoch": where}
+    counts = {name: where.get(name, 0) for name in ("epoch", "iterations_in_epoch")}
+    counts["num_updates"] = history[-1].get("num_updates", 0)
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"its {name} is {reprlib.repr(count)}")
+    best = extra.get("best")
+    if best is not None and not isinstance(best, numbers.Real | torch.Tensor):
+        raise ValueError(f"its best value is {reprlib.repr(best)}")
+    for name, value in state["model"].items():
+        _check_parameter(name, value)
+    _check_values({name: value for name, value in state.items() if name != "model"})
+    for name in ("args", "cfg"):
+        _check_sizes(state.get(name), state["model"])
+
+
+def _check_parameter(name, value):
+    """Raise ValueError for a parameter that is not a stored tensor of finite numbers."""
+    if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        kind = type(value).__name__
+        raise ValueError(f"its parameter {reprlib.repr(name)} is of the type {kind}")
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        kind = "quantized" if value.is_quantized else f"{value.layout} on {value.device}"
+        raise ValueError(f"its parameter {name} is {kind}")
+    if value.dtype not in FLOATS + WHOLE:
+        raise ValueError(f"its parameter {name} has numbers of {value.dtype}")
+    # A stride of 0 makes a tensor of any size out of one number.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        shape = list(value.shape)
+        raise ValueError(f"its parameter {name} of shape {shape} is larger than what is stored")
+    # A sink, and a mask, may be -inf. NaN goes through the largest value.
+    if value.dtype in FLOATS and value.numel() and not value.amax() < torch.inf:
+        raise ValueError(f"its parameter {name} has numbers that are not finite")
+
+
+def _check_values(values):
+    """Raise ValueError for values without end, or that OmegaConf would resolve."""
+    left, waiting = MOST_VALUES, [("", values, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if isinstance(value, argparse.Namespace):
+            value = vars(value)
+        if isinstance(value, dict):
+            inner = value.items()
+        elif isinstance(value, list | tuple):
+            inner = ((name, item) for item in value)
+        else:
+            inner = ()
+            left -= len(value) if isinstance(value, str) else 1
+        left -= 1
+        if left < 0 or depth > DEEPEST:
+            raise ValueError("its values are nested without end, or too many")
+        if isinstance(value, str) and re.search(r"\$\{[^}]*:", value):  # ${oc.env:HOME}
+            raise ValueError(f"its option {name} calls a resolver, {reprlib.repr(value)}")
+        waiting += ((key, item, depth + 1) for key, item in inner)
+
+
+def _check_sizes(options, model):
+    """Raise ValueError for sizes that no parameter has: to build such a model takes forever."""
+    settings = getattr(options, "model", options.get("model") if isinstance(options, dict) else ())
+    if isinstance(options, argparse.Namespace):
+        settings = options
+    if isinstance(settings, argparse.Namespace):
+        settings = vars(settings)
+    widest = max((max(value.shape, default=0) for value in model.values()), default=0)
+    for name, value in settings.items() if isinstance(settings, dict) else ():
+        kind = SIZES.fullmatch(name) if isinstance(name, str) else None
+        if kind is None or not isinstance(value, int):
+            continue
+        if value > (max(len(model), MOST_LAYERS) if kind[1] == "layers" else max(widest, WIDEST)):
+            raise ValueError(
+                f"its setting {name} is {reprlib.repr(value)}, far more than its parameters"
+            )
+
+
+def checkpoint_numbers():
+    """torch copies whole numbers into parameters of floats.
+
+    Can go when torch or fairseq compares the kinds.
+    """
+    from fairseq.models import BaseFairseqModel
+
+    def make(original):
+        def load_state_dict(self, state_dict, *args, **kwargs):
+            for name, value in self.state_dict().items():
+                found = getattr(state_dict.get(name), "dtype", value.dtype)
+                if found.is_floating_point != value.is_floating_point():
+                    raise CheckpointError(
+                        f"the checkpoint's {name} has numbers of {found}, where the model has "
+                        f"{value.dtype}: give a checkpoint of this model"
+                    )
+            return original(self, state_dict, *args, **kwargs)
+
+        return load_state_dict
+
+    wrap(BaseFairseqModel, "load_state_dict", make)
+
+
+_building = contextvars.ContextVar("building_from_checkpoint", default=False)
+
+
+def building_from_checkpoint():
+    """Whether fairseq is loading a checkpoint's model."""
+    return _building.get()
+
+
+def checkpoint_models():
+    """fairseq does not name the file whose settings give no model.
+
+    It does not tell a model either whether it is built from a checkpoint, so a model could not
+    refuse a setting in training alone: see building_from_checkpoint(). Can go when fairseq gives
+    `from_checkpoint`, which its tasks get, to the models, and names the file.
+    """
+    from fairseq import checkpoint_utils
+
+    def make(original):
+        def load_model_ensemble_and_task(filenames, *args, **kwargs):
+            token = _building.set(True)
+            try:
+                return original(filenames, *args, **kwargs)
+            except Exception as error:
+                text = explain(error)
+                is_named = text and any(name in text for name in filenames)
+                is_flag = isinstance(error, UsageError) and not isinstance(error, CheckpointError)
+                is_other = isinstance(error, OSError | ImportError)
+                if is_named or is_flag or is_other or not is_raised_by_fairseq(error):
+                    raise
+                if text is None:
+                    text = (
+                        f"no model can be built of it ({first_line(error)}); give a checkpoint "
+                        "that fairseq-train wrote."
+                    )
+                raise CheckpointError(f"'{', '.join(filenames)}': {text}") from error
+            finally:
+                _building.reset(token)
+
+        return load_model_ensemble_and_task
+
+    wrap(checkpoint_utils, "load_model_ensemble_and_task", make)
+
+
+def glance(path, read):
+    """Return read(state) of a checkpoint, whose parameters stay on the disk; None if it fails."""
+    try:
+        return read(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    except Exception:  # torch raises any kind for a damaged file
+        return None
