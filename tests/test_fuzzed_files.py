@@ -21,21 +21,15 @@ import pyarrow.parquet
 import pytest
 import torch
 import wikitext103
-from collection import write as write_collection
 from commands import ROOT
 from corpus import ENGLISH
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, data_utils
 from hostile import bounded, main, zipped
-from hugging_face import llama, made
 from test_hostile_archives import WIKI
 from test_hostile_files import RESULT
 
 from multimax_fairseq import compat
-from multimax_fairseq.analysis import collection, training_log
-from multimax_fairseq.convert import paddlefleet
-from multimax_fairseq.transformers import attach, save
-from multimax_fairseq.transformers import checkpoint as normalizers
 
 ARCH = "transformer_multimax"
 NUMBERS = [
@@ -201,26 +195,6 @@ def read_checkpoint(folder):
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def make_head(folder):
-    head = (torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([-1.0, 1.0, -2.0, 2.0]))
-    paddlefleet.write(head, folder / "file.npz")
-
-
-def read_head(folder):
-    return [vector.tolist() for vector in paddlefleet.read(folder / "file.npz")]
-
-
-def make_collection(folder):
-    write_collection(folder, layers=1, heads=2, updates=(3,))
-
-
-def make_log(folder):
-    figures = {"updates": "3", "encoder.0/entropy": "1.5", "decoder.0/density.1": "0.5"}
-    lines = [{f"monitor/{k}": v for k, v in figures.items()} | {"loss": "3"}] * 3
-    text = "".join(f"2030-01-01 | INFO | train | {json.dumps(line)}\n" for line in lines)
-    (folder / "file").write_text(text)
-
-
 def make_results(folder):
     lines = (json.dumps(RESULT | {"seed": seed}) for seed in range(3))
     (folder / "file").write_text("\n".join(lines))
@@ -240,17 +214,6 @@ def read_dictionary(folder):
     Dictionary.load(str(folder / "dict.txt"))
 
 
-def make_normalizers(folder):
-    model = made(llama)
-    attach(model, init_std=0.3)
-    save(model, folder)
-
-
-def read_normalizers(folder):
-    normalizers.load(folder)
-
-
-TABLES = ("collection.json", "examples.json", "heads.csv", "layers.csv", "histograms.csv")
 # How a valid file is made, what damages it, what reads it, and whether an altered one is always
 # known: where nothing tells it, it is read as what it says.
 READERS = {
@@ -264,19 +227,9 @@ READERS = {
     "checkpoint's members": ("pt", damage_member("file.pt", "data.pkl"), read_checkpoint, False),
     "checkpoint's values": ("pt", other_values, read_checkpoint, False),
     "checkpoint of old torch": ("old", damage_file("file.pt"), read_checkpoint, False),
-    "array": (make_head, damage_file("file.npz"), read_head, True),
-    "array's members": (make_head, damage_member("file.npz", ".npy"), read_head, False),
-    "collection": (make_collection, damage_file(*TABLES), collection.read, False),
-    "log": (make_log, damage_file("file"), lambda f: training_log.read(f / "file"), False),
     "results": (make_results, damage_file("file"), read_results, False),
     "fairseq's data": ("data", damage_file("train.idx", "train.bin"), read_data, False),
     "fairseq's dictionary": ("data", damage_file("dict.txt"), read_dictionary, False),
-    "normalizers": (
-        make_normalizers,
-        damage_file("multimax.safetensors", "config.json", "model.safetensors"),
-        read_normalizers,
-        False,
-    ),
 }
 
 

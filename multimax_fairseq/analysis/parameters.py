@@ -1,4 +1,4 @@
-"""The learned scalars of a checkpoint, in the papers' symbols."""
+"""Reads the learned scalars of a checkpoint."""
 
 import re
 from pathlib import Path
@@ -16,11 +16,11 @@ ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}
 def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     """Return {place: {symbol: (heads,) in float64}}, in the model's order.
 
-    Symbols are those of `models.learned_scalars.symbols`. Where heads share a parameter there is
-    one.
+    The symbols are those of `models.learned_scalars.symbols`. A parameter that the heads share has
+    one value.
 
     Raises:
-        UsageError: no such checkpoint, or nothing learned in it.
+        UsageError: there is no such checkpoint, or it has no learned scalars.
     """
     if not checkpoint.is_file():
         raise no_file("checkpoint", checkpoint)
@@ -31,22 +31,22 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
             found.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
     if not found and any(name.endswith(".ts") for name in state):
         raise UsageError(
-            f"checkpoint '{checkpoint}' is of the authors' code: convert it first, by "
+            f"checkpoint '{checkpoint}' is of the authors' code: convert it first with "
             "multimax-convert from-authors"
         )
     if not found:
         raise UsageError(
-            f"checkpoint '{checkpoint}' has no scalars that a normalizer has learned: it is of a "
-            "model without any"
+            f"checkpoint '{checkpoint}' has no learned scalars: give one of a model with MultiMax "
+            "or another normalizer that learns"
         )
     return found
 
 
 def place(module: str) -> str:
-    """Name a module of learned scalars as people would."""
+    """Return a display name for a module of learned scalars."""
     if "output_modulator" in module:
         return "output layer"
-    if module.startswith("decoder.attention."):  # of the recurrent model
+    if module.startswith("decoder.attention."):  # recurrent model
         return ATTENTIONS["encoder_attn"]
     match = re.match(r"(encoder|decoder)\.layers\.(\d+)\.(\w+)\.", module)
     if match is None:
@@ -55,7 +55,7 @@ def place(module: str) -> str:
 
 
 def table(found: dict[str, dict[str, Tensor]]) -> str:
-    """Return an aligned text table, a line for each head that has parameters of its own."""
+    """Return an aligned text table, with one line per head if parameters are per head."""
     papers = ("t_b1", "t_b2", "b1", "b2", "t_d1", "t_d2", "d1", "d2", "alpha", "temperature")
     there = dict.fromkeys(symbol for values in found.values() for symbol in values)
     symbols = [s for s in papers if s in there] + [s for s in there if s not in papers]

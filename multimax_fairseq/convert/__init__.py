@@ -1,5 +1,5 @@
-"""MultiMax models of other toolkits, in and out: `multimax-convert`.
+"""`multimax-convert`: converts MultiMax models from and to other toolkits.
 
-All of them store the modulator as two vectors (see vectors.py). Names, order and settings change
-here, and no number.
+The others store a modulator as two vectors (see vectors.py). A conversion changes names, order and
+settings, but no number.
 """

@@ -10,10 +10,10 @@ from typing import Any
 from multimax_fairseq.errors import UsageError
 
 COMMANDS = {
-    "from-authors": ("a checkpoint of the authors' patched fairseq becomes one of ours", "OLD NEW"),
-    "to-authors": ("one of ours becomes one of the authors'", "OLD NEW"),
-    "to-paddlefleet": ("the modulator of our output layer for PaddleFleet's head", "OLD HEAD"),
-    "from-paddlefleet": ("PaddleFleet's modulator into our output layer", "HEAD OLD NEW"),
+    "from-authors": ("convert a checkpoint of the authors' patched fairseq to ours", "OLD NEW"),
+    "to-authors": ("convert a checkpoint of ours to the authors' patched fairseq", "OLD NEW"),
+    "to-paddlefleet": ("write our output layer's modulator for PaddleFleet", "OLD HEAD"),
+    "from-paddlefleet": ("put PaddleFleet's modulator into our output layer", "HEAD OLD NEW"),
 }
 FILES = {
     "OLD": "a checkpoint of fairseq-train",
@@ -28,12 +28,12 @@ def main() -> None:
         description="Converts MultiMax models of other toolkits, without changing a number.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (told, files) in COMMANDS.items():
-        command = commands.add_parser(name, help=told, description=told)
+    for name, (help, files) in COMMANDS.items():
+        command = commands.add_parser(name, help=help, description=help)
         for file in files.split():
             command.add_argument(file.lower(), type=Path, metavar=file, help=FILES[file])
     args = parser.parse_args()
-    # fairseq tells everybody who imports it what speech synthesis would need.
+    # fairseq logs missing packages for speech synthesis when it is imported.
     for name in ("fairseq", "multimax_fairseq"):
         logging.getLogger(name).setLevel(logging.WARNING)
     from multimax_fairseq import compat
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> str | None:
-    """One sentence on a missing package or a file that cannot be used; None for anything else."""
+    """Return a sentence about a missing package or an unusable file; None for other errors."""
     if isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
         return f"the package {package} is missing: pip install 'multimax-fairseq[fairseq]'"
@@ -59,12 +59,10 @@ def _explain(error: Exception) -> str | None:
 
 
 def convert(args: argparse.Namespace) -> Path:
-    """Run a command, and return the file that it wrote."""
+    """Run a command and return the file that it wrote."""
     out: Path = args.head if args.command == "to-paddlefleet" else args.new
     if out.exists():
-        raise UsageError(f"'{out}' is there already: give another name, or remove it")
-    if not out.parent.is_dir():
-        raise UsageError(f"the folder of '{out}' does not exist: make it, or give another one")
+        raise UsageError(f"'{out}' exists already: give another name, or remove it")
     with_fairseq("compat").apply()
     checkpoint = with_fairseq("convert.checkpoint")
     if args.command.endswith("authors"):
@@ -85,7 +83,7 @@ def convert(args: argparse.Namespace) -> Path:
 
 
 def with_fairseq(name: str) -> Any:
-    """Import a module that needs fairseq, whose absence is then told in a sentence."""
+    """Import a module that needs fairseq. `main` explains an ImportError."""
     return importlib.import_module(f"multimax_fairseq.{name}")
 
 

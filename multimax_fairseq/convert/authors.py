@@ -1,7 +1,7 @@
-"""The authors' patched fairseq: `ts` and `ranges` in each attention and in the decoder.
+"""Checkpoints of the authors' patched fairseq, with `ts` and `ranges` as modulators.
 
-Their cross-attention has both too, but never uses them: it is softmax. So is their output layer
-with an adaptive softmax.
+Each attention and the decoder's output layer have them. Cross-attention and an adaptive softmax do
+not use theirs, so they are softmax.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from multimax_fairseq.convert.checkpoint import State
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import NormalizerConfig, TranslationConfig, places
 
-# What their code cannot know of our model, kept in the checkpoint for the way back. It goes by
-# itself where they train on, as fairseq writes a checkpoint anew.
+# Key of our settings in a checkpoint for the authors' code, for the conversion back. Their code
+# drops it when it trains the model further.
 RECORD = "multimax_fairseq"
 ATTENTION = re.compile(
     r"((encoder|decoder)\.layers\.\d+\.(self_attn|encoder_attn))\.q_proj\.weight"
 )
 OUTPUT = "decoder"
 SUFFIX = "_multimax"
-# The same losses, see criterions/.
+# Our criteria and the stock criteria with the same losses.
 STOCK_CRITERIA = {
     "multimax_cross_entropy": "cross_entropy",
     "label_smoothed_multimax_cross_entropy": "label_smoothed_cross_entropy",
@@ -37,27 +37,26 @@ STOCK_CRITERIA = {
 
 
 def from_authors(state: State) -> None:
-    """Make a checkpoint of ours out of theirs, in place.
+    """Convert a checkpoint of theirs to one of ours, in place.
 
     Raises:
-        UsageError: an architecture that is not a stock Transformer's, a modulator that is missing
-            or damaged.
+        UsageError: the architecture is not a stock Transformer, or a modulator is missing.
     """
     theirs = checkpoint.architecture(state)
     if ARCH_MODEL_REGISTRY.get(theirs) not in (TransformerModel, TransformerLanguageModel):
         raise UsageError(
-            f"a checkpoint of the architecture '{theirs}' is none of the authors': theirs are "
-            "fairseq's Transformers, such as transformer_iwslt_de_en and transformer_lm"
+            f"the checkpoint has the architecture '{theirs}', but the authors' code has fairseq's "
+            "Transformers: give one of those, such as transformer_iwslt_de_en or transformer_lm"
         )
     model, options = state["model"], checkpoint.options(state)
     if not any(name.endswith(".ts") for name in model):
         raise UsageError(
-            "the checkpoint has no ts and ranges, so it is none of the authors': a softmax model "
-            "of stock fairseq goes on with --finetune-from-model as it is"
+            "the checkpoint has no ts and ranges, so it is not of the authors' code: to use a "
+            "softmax model of stock fairseq, give it to --finetune-from-model as it is"
         )
     found = {at: (_take(model, at), place) for at, place in _everywhere(state)}
     ours = f"{theirs}{SUFFIX}"
-    if ours not in ARCH_MODEL_REGISTRY:  # one of these in other sizes
+    if ours not in ARCH_MODEL_REGISTRY:  # the same architecture in another size
         sizes = argparse.Namespace(**options)
         ARCH_CONFIG_REGISTRY[theirs](sizes)
         options.update(vars(sizes))
@@ -68,7 +67,7 @@ def from_authors(state: State) -> None:
     if record is not None:
         recorded = {name: v for name, v in record["settings"].items() if name in plain}
         settings = vars(checkpoint.complete(ours, options | recorded))
-        # Otherwise theirs was changed since, and the record is of another model.
+        # The record does not fit a model whose modulators have changed since.
         if _hold(settings, [pair for pair in found.values() if pair[1] in acting]):
             plain = recorded
             checkpoint.options(state, "criterion").update(record["criterion"])
@@ -83,10 +82,10 @@ def from_authors(state: State) -> None:
 
 
 def to_authors(state: State) -> None:
-    """Make a checkpoint of theirs out of ours, in place; where ours is softmax, `ts` is zero.
+    """Convert a checkpoint of ours to one of theirs, in place. For softmax, `ts` is zero.
 
     Raises:
-        UsageError: what theirs cannot represent, by name; no modulator.
+        UsageError: the model has no modulator, or a part that their code cannot represent.
     """
     settings = checkpoint.our_settings(state)
     _refuse(state, settings)
@@ -116,11 +115,11 @@ def to_authors(state: State) -> None:
     checkpoint.set_architecture(state, checkpoint.architecture(state).removesuffix(SUFFIX))
 
 
-# --- where modulators are -------------------------------------------------------------------------
+# --- modulators -----------------------------------------------------------------------------------
 
 
 def _everywhere(state: State) -> Iterator[tuple[str, str]]:
-    """Give (module, place) of each attention of a model, and of its output layer."""
+    """Yield (module, place) of each attention and of the output layer."""
     for name in list(state["model"]):
         if match := ATTENTION.fullmatch(name):
             yield match[1], "cross" if match[3] == "encoder_attn" else match[2]
@@ -132,13 +131,13 @@ def _our_module(at: str) -> str:
 
 
 def _take(model: dict[str, Tensor], at: str) -> vectors.Vectors:
-    """Remove and return (ts, ranges) of a module of theirs."""
+    """Remove and return (ts, ranges) of one of their modules."""
     return vectors.check((_pop(model, f"{at}.ts"), _pop(model, f"{at}.ranges")), at)
 
 
 def _pop(model: dict[str, Tensor], name: str) -> Tensor:
     if name not in model:
-        raise UsageError(f"the checkpoint lacks {name}, which such a model has: get the file again")
+        raise UsageError(f"the checkpoint lacks {name}: get the file again")
     return model.pop(name)
 
 
@@ -146,7 +145,7 @@ def _pop(model: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """Return the settings that our model has and theirs has not, as they are for theirs."""
+    """Return the settings that only our models have, with the values that describe theirs."""
     is_lm, acting = checkpoint.is_language_model(state), _acting(checkpoint.options(state))
     defaults = NormalizerConfig() if is_lm else TranslationConfig()
     names = [field.name for field in dataclasses.fields(defaults) if field.name[0] != "_"]
@@ -157,19 +156,19 @@ def _settings(state: State) -> dict[str, Any]:
 
 
 def _acting(options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the places whose modulator does something in theirs."""
+    """Return the places where their model uses its modulator."""
     is_adaptive = options.get("adaptive_softmax_cutoff")
     return ("encoder", "decoder") if is_adaptive else ("encoder", "decoder", "output")
 
 
 def _chosen(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the mapping of each attention, and of the output layer."""
+    """Return the mapping of each attention and of the output layer."""
     at = argparse.Namespace(**settings)
     return {**places(at), "output": at.output_normalizer}
 
 
 def _hold(settings: dict[str, Any], found: list[tuple[vectors.Vectors, str]]) -> bool:
-    """Whether a model of these settings has a place for all of (vectors, where they act)."""
+    """Whether a model with these settings can represent all (vectors, place) pairs."""
     chosen = _chosen(settings)
     order, terms = settings["multimax_order"], settings["multimax_terms"]
     return all(
@@ -181,7 +180,7 @@ def _hold(settings: dict[str, Any], found: list[tuple[vectors.Vectors, str]]) ->
 
 
 def _refuse(state: State, settings: argparse.Namespace) -> None:
-    """Raise UsageError for what theirs cannot represent."""
+    """Raise UsageError if their code cannot represent the model."""
     chosen = places(settings)
     for place in checkpoint.attentions(state):
         where = "cross-attention" if place == "cross" else f"the {place}'s self-attention"
@@ -191,7 +190,7 @@ def _refuse(state: State, settings: argparse.Namespace) -> None:
         if chosen[place] not in known:
             labels = [checkpoint.label_of(name) for name in (chosen[place], *known)]
             raise UsageError(
-                f"{labels[0]} in {where} cannot be represented: the authors' has "
+                f"{labels[0]} in {where} cannot be represented, because the authors' code has "
                 f"{' or '.join(labels[1:])} there: train with {remedy}"
             )
     checkpoint.refuse_output(settings)

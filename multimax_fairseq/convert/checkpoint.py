@@ -1,4 +1,4 @@
-"""A checkpoint to convert: read, described, written."""
+"""Reads, describes and writes the checkpoints to convert."""
 
 import argparse
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from multimax_fairseq.models.transformer_multimax import MultimaxTransformerMode
 
 State = dict[str, Any]
 
-# The settings that two vectors of four numbers can follow, or that end with the training.
+# Settings that the two vectors can represent, or that matter only in training.
 REPRESENTED = OF_TRAINING | {
     *("attention_normalizer", "attention_normalizer_at", "output_normalizer"),
     *("multimax_order", "multimax_terms"),
@@ -34,7 +34,11 @@ REPRESENTED = OF_TRAINING | {
 
 
 def read(path: Path) -> State:
-    """Return a checkpoint as fairseq would save it today; UsageError if it is none."""
+    """Return a checkpoint in the form that fairseq saves today.
+
+    Raises:
+        UsageError: it does not exist, or is not fairseq's.
+    """
     if not path.is_file():
         raise no_file("checkpoint", path)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
@@ -42,7 +46,7 @@ def read(path: Path) -> State:
         raise CheckpointError(
             f"'{path}' has no model and settings: give a checkpoint that fairseq-train wrote"
         )
-    # Loading made a config object of it, which no checkpoint may hold; old ones have args instead.
+    # Loading converts the settings, also the args of old checkpoints, to a config object.
     state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     state["args"] = None
     state["model"] = untrusted.unwrapped(state["model"])
@@ -50,7 +54,7 @@ def read(path: Path) -> State:
 
 
 def write(state: State, path: Path) -> None:
-    """Write a checkpoint without what belongs to the parameters of the one it was made of."""
+    """Write a checkpoint without optimizer state and EMA, which do not fit the new parameters."""
     state.pop("last_optimizer_state", None)
     for name in ("ema", "ema_fp32_params"):
         state.get("extra_state", {}).pop(name, None)
@@ -58,7 +62,7 @@ def write(state: State, path: Path) -> None:
 
 
 def options(state: State, group: str = "model") -> dict[str, Any]:
-    """Return the settings of a group, in place: what is changed in it is changed in the state."""
+    """Return the settings of a group. They share memory with the state."""
     settings = state["cfg"].get(group)
     return vars(settings) if isinstance(settings, argparse.Namespace) else settings or {}
 
@@ -79,7 +83,11 @@ def is_language_model(state: State) -> bool:
 
 
 def our_settings(state: State) -> argparse.Namespace:
-    """Return the settings of a Transformer of ours; UsageError if it is none."""
+    """Return the settings of one of our Transformers.
+
+    Raises:
+        UsageError: the checkpoint is of another architecture.
+    """
     name = architecture(state)
     known = (MultimaxTransformerModel, MultimaxLanguageModel)
     if ARCH_MODEL_REGISTRY.get(name) not in known:
@@ -92,8 +100,7 @@ def our_settings(state: State) -> argparse.Namespace:
 
 
 def complete(name: str, given: dict[str, Any]) -> argparse.Namespace:
-    """Return an architecture's settings, of which a checkpoint of a YAML file has those alone that
-    were given."""
+    """Return all settings of an architecture; a run from a YAML file saves only the given ones."""
     settings = argparse.Namespace(**given)
     ARCH_CONFIG_REGISTRY[name](settings)
     set_defaults(settings)
@@ -108,29 +115,29 @@ def attentions(state: State) -> tuple[str, ...]:
 
 
 def label_of(name: str) -> str:
-    """Return what a mapping is called, be it of another plugin, which is not imported here."""
+    """Return a mapping's display name, or its own name if its plugin is not imported."""
     return MAPPINGS[name].label if name in MAPPINGS else repr(name)
 
 
 def refuse_options(settings: argparse.Namespace, names: Iterable[str]) -> None:
-    """Raise UsageError for the first of these settings that others have nothing for."""
+    """Raise UsageError if one of these settings cannot be represented."""
     for name in names:
         value = getattr(settings, name)
         if name not in REPRESENTED and value != getattr(DEFAULTS, name):
             shown = flag(name) if value is True else f"{flag(name)} {value}"
             raise UsageError(
-                f"{shown} cannot be represented: the other side has nothing like it, so train "
-                "without it"
+                f"{shown} cannot be represented, because the other toolkit has no such option: "
+                "train without it"
             )
 
 
 def refuse_output(settings: argparse.Namespace) -> None:
-    """Raise UsageError for an output layer that is neither softmax nor plain MultiMax."""
+    """Raise UsageError unless the output layer is softmax or plain MultiMax."""
     if settings.output_normalizer not in ("softmax", "multimax"):
         label = label_of(settings.output_normalizer)
         raise UsageError(
-            f"{label} in the output layer cannot be represented: the other side has softmax or "
-            "MultiMax there"
+            f"{label} in the output layer cannot be represented, because the other toolkit has "
+            "softmax or MultiMax there: train with --output-normalizer multimax"
         )
     mapping = MAPPINGS["multimax"]
     refuse_options(settings, map(mapping.setting_of, mapping.output_options or ()))

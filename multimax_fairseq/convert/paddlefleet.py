@@ -1,6 +1,6 @@
-"""PaddleFleet's language-model head: its modulator in an .npz file of numpy, by its names there."""
+"""The modulator of PaddleFleet's language-model head, in an .npz file."""
 
-import errno
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,33 +9,36 @@ import torch
 
 from multimax_fairseq.convert import checkpoint, vectors
 from multimax_fairseq.convert.checkpoint import State
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import UsageError, first_line, no_file
 from multimax_fairseq.files import whole
 
 NAMES = ("model.lm_head.multimax_ts", "model.lm_head.multimax_ranges")
 OURS = "decoder.output_modulator."
-LARGEST = 1 << 16  # bytes of an array, unpacked; numpy's header of it is a part
 
 
 def to_paddlefleet(state: State) -> vectors.Vectors:
-    """Return (ts, ranges) of the output layer; UsageError if it has no MultiMax of their kind."""
+    """Return (ts, ranges) of the output layer.
+
+    Raises:
+        UsageError: the output layer has no MultiMax, or one with other options.
+    """
     settings = checkpoint.our_settings(state)
     checkpoint.refuse_output(settings)
     model = state["model"]
     own = {k.removeprefix(OURS): value for k, value in model.items() if k.startswith(OURS)}
     if not own:
         raise UsageError(
-            "the output layer has no MultiMax: give a checkpoint that was trained with "
+            "the output layer has no MultiMax: give a checkpoint of a model trained with "
             "--output-normalizer multimax"
         )
     return vectors.check(vectors.join(own), "the output layer")
 
 
 def from_paddlefleet(head: vectors.Vectors, state: State) -> None:
-    """Put (ts, ranges) into the output layer of a checkpoint of ours, in place.
+    """Put (ts, ranges) into the output layer of one of our checkpoints, in place.
 
     Raises:
-        UsageError: an output layer that cannot hold them.
+        UsageError: the output layer cannot represent them.
     """
     settings = checkpoint.our_settings(state)
     checkpoint.refuse_output(settings)
@@ -44,8 +47,8 @@ def from_paddlefleet(head: vectors.Vectors, state: State) -> None:
     order, terms = settings.multimax_order, settings.multimax_terms
     if not vectors.fits(head, order, terms):
         raise UsageError(
-            f"the output layer of order {order} and terms '{terms}' has no place for all of the "
-            "head's numbers: give a checkpoint of order 2 and both terms"
+            f"an output layer of order {order} and terms '{terms}' cannot represent the head: give "
+            "a checkpoint of order 2 with both terms"
         )
     checkpoint.options(state)["output_normalizer"] = "multimax"
     own = vectors.split(head, order, terms)
@@ -53,40 +56,32 @@ def from_paddlefleet(head: vectors.Vectors, state: State) -> None:
 
 
 def read(path: Path) -> vectors.Vectors:
-    """Return (ts, ranges) of a file; UsageError if it has none."""
+    """Return (ts, ranges) of a file.
+
+    Raises:
+        UsageError: the file does not have them.
+    """
+    if not path.is_file():
+        raise no_file("head", path)
     try:
-        # No pickle: a file of plain numbers runs nothing.
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("an array without a name")
-        with file:
-            archive: Any = file.zip
-            members = [archive.getinfo(f"{name}.npy") for name in NAMES]
-            if max(member.file_size for member in members) > LARGEST:
-                raise ValueError("arrays of more than four numbers")
+        with np.load(path, allow_pickle=False) as file:  # a pickle could run code
             arrays = [file[name] for name in NAMES]
-        if not all(isinstance(array, np.ndarray) for array in arrays):
-            raise ValueError("text in place of an array")
-    except FileNotFoundError:
-        raise UsageError(f"'{path}' does not exist: check its path") from None
-    except Exception as error:  # numpy's and zipfile's own, of what they stumble over
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # the disk's
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise UsageError(
-            f"'{path}' is not an .npz file with {' and '.join(NAMES)} ({error}): write one with "
-            "numpy.savez"
+            f"'{path}' is not an .npz file with {' and '.join(NAMES)} ({first_line(error)}): write "
+            "one with numpy.savez"
         ) from None
     if any(array.dtype.kind != "f" for array in arrays):
         raise UsageError(
             f"'{path}' has numbers of the types {', '.join(str(a.dtype) for a in arrays)}: cast "
-            "them to float32, which holds all that bfloat16 does, before numpy gets them"
+            "them to float32 before numpy.savez, without loss from bfloat16"
         )
     ts, ranges = map(torch.from_numpy, arrays)
     return vectors.check((ts, ranges), f"'{path}'")
 
 
 def write(head: vectors.Vectors, path: Path) -> None:
-    """Write (ts, ranges); bfloat16, which numpy lacks, as the same numbers in float32."""
+    """Write (ts, ranges). numpy has no bfloat16, so bfloat16 becomes float32, without loss."""
     wide = [v.float() if v.dtype == torch.bfloat16 else v for v in head]
     arrays: dict[str, Any] = {n: v.numpy() for n, v in zip(NAMES, wide, strict=True)}
     with whole(path) as aside, aside.open("wb") as file:

@@ -1,10 +1,10 @@
-"""The modulator as others store it: `ts` and `ranges`, of four numbers each.
+"""The modulator as other toolkits store it: `ts` and `ranges`, with four numbers each.
 
     sigma(x) = x + ts[0] max(ranges[0] - x, 0)   + ts[1] max(x - ranges[1], 0)
                  + ts[2] max(ranges[2] - x, 0)^2 + ts[3] max(x - ranges[3], 0)^2
 
-So `ts` are our coefficients, offsets from the identity, and `ranges` our thresholds, low and high
-in turn. A term that ours lacks (`order` 1, `terms` low or high) is a zero of theirs.
+`ts` are our coefficients (offsets from the identity) and `ranges` our thresholds, low and high in
+turn. A term that our modulator lacks (`order` 1, `terms` low or high) is zero in theirs.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ SIDES = ("low", "high")
 
 
 def names(terms: str) -> list[str]:
-    """Return the names of a Modulator's parameters."""
+    """Return the parameter names of a Modulator."""
     sides = SIDES if terms == "both" else (terms,)
     return [f"{side}_{kind}" for side in sides for kind in KINDS]
 
 
 def join(parameters: Mapping[str, Tensor]) -> Vectors:
-    """Return (ts, ranges) of a Modulator's parameters, each (order,), by their names."""
+    """Return (ts, ranges) of a Modulator's parameters {name: (order,)}."""
     first = next(iter(parameters.values()))
     ts, ranges = (
         _interleaved([parameters.get(f"{side}_{kind}") for side in SIDES], first) for kind in KINDS
@@ -43,7 +43,7 @@ def _interleaved(sides: list[Tensor | None], like: Tensor) -> Tensor:
 
 
 def split(vectors: Vectors, order: int, terms: str) -> dict[str, Tensor]:
-    """Return a Modulator's parameters by their names: what `join` has put together."""
+    """Return a Modulator's parameters {name: (order,)}; the inverse of `join`."""
     return {
         f"{side}_{kind}": vector[start : 2 * order : 2].clone()
         for start, side in enumerate(SIDES)
@@ -53,13 +53,13 @@ def split(vectors: Vectors, order: int, terms: str) -> dict[str, Tensor]:
 
 
 def fits(vectors: Vectors, order: int, terms: str) -> bool:
-    """Whether a Modulator of this order and these terms holds the vectors."""
+    """Whether a Modulator with this order and these terms can represent the vectors."""
     again = join(split(vectors, order, terms))
     return all(torch.equal(one, other) for one, other in zip(again, vectors, strict=True))
 
 
 def check(vectors: Vectors, at: str) -> Vectors:
-    """Return the vectors; UsageError, by where they stand, if they are not four numbers each."""
+    """Return the vectors. Raise UsageError if they are not four finite numbers each."""
     for name, vector in zip(("ts", "ranges"), vectors, strict=True):
         if vector.shape != (4,) or not vector.is_floating_point() or not vector.isfinite().all():
             raise UsageError(
