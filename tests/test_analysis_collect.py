@@ -5,7 +5,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -578,20 +577,6 @@ def test_a_checkpoint_of_several_gpus_is_that_of_one(data, checkpoint, collected
     assert wrapped.keys() == plain.keys() and "encoder layer 1, self-attention" in plain
     with pytest.raises(ValueError, match="is a folder, not a file"):
         parameters.read(tmp_path)
-
-
-def test_paths_that_are_no_utf_8(data, checkpoint, monkeypatch, capfd, tmp_path):
-    path, out = (tmp_path / os.fsdecode(name) for name in (b"a\xe9.pt", b"out\xff"))
-    shutil.copy(checkpoint(TRANSLATION), path)
-    words = ["multimax-analyze", "collect", str(path), str(data / "mt"), "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", words)
-    with open(os.dup(1), "w", encoding="utf-8") as stream, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", stream)
-        command.main()
-    assert "Collected in" in capfd.readouterr().out
-    signed = json.loads((out / "collection.json").read_text(encoding="utf-8"))
-    (about,) = signed["checkpoints"]
-    assert about["path"].endswith(r"a\xe9.pt") and signed["command"][-1].endswith(r"out\xff")
 
 
 def test_a_signal_leaves_nothing_behind(data, checkpoint, monkeypatch, tmp_path):

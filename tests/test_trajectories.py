@@ -32,7 +32,7 @@ def legend(figure):
 
 
 @pytest.mark.parametrize("command", ["plot", "report", "trajectories"])
-def test_what_reads_files_alone_needs_neither_fairseq_nor_hydra(tmp_path, command):
+def test_file_commands_need_neither_fairseq_nor_hydra(tmp_path, command):
     program = (
         "import sys\n"
         "for name in ('fairseq', 'fairseq_cli', 'hydra', 'omegaconf'): sys.modules[name] = None\n"
@@ -41,10 +41,10 @@ def test_what_reads_files_alone_needs_neither_fairseq_nor_hydra(tmp_path, comman
         "main()"
     )
     said = run(tmp_path, sys.executable, "-c", program, code=1)  # which has imported nothing yet
-    assert "multimax-analyze: error: " in said and "'nothing'" in said
+    assert "multimax-analyze: error: " in said and "'nothing" in said
 
 
-def test_a_log_is_read_with_all_that_can_happen_to_it(tmp_path):
+def test_read_accepts_all_forms_of_log_lines(tmp_path):
     written = [
         "| INFO | fairseq_cli.train | {'monitor/interval': 2}",
         PREFIX + line(2, updates=2, encoder_at_1__entropy=0.5, output__top1=0.25),
@@ -65,7 +65,7 @@ def test_a_log_is_read_with_all_that_can_happen_to_it(tmp_path):
     assert len(log.figures) == 5
 
 
-def test_runs_have_labels_that_tell_them_apart(tmp_path):
+def test_read_all_gives_distinct_labels(tmp_path):
     files = [tmp_path / "a" / "train.log", tmp_path / "b" / "train.log", tmp_path / "other.log"]
     for file in files:
         file.parent.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def test_runs_have_labels_that_tell_them_apart(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", line(2), "{monitor/", "[monitor/]", '{"monitor/x": "1"}'])
-def test_a_log_without_the_monitor_is_refused(tmp_path, content):
+def test_read_refuses_a_log_without_the_monitor(tmp_path, content):
     file = tmp_path / "train.log"
     file.write_text(content + "\n")
     with pytest.raises(UsageError, match="has no line of the monitor: train with --monitor-int"):
@@ -99,7 +99,7 @@ def logs(text, tmp_path_factory):  # noqa: F811
     return folder
 
 
-def test_the_curves_of_one_run(logs):
+def test_trajectories_of_one_run(logs):
     run(logs, "multimax-analyze", "trajectories", "translation.log")
     names = {file.stem for file in (logs / "trajectories").glob("*.png")}
     assert names == {f"trajectories-{p}" for p in ("encoder", "decoder", "cross", "output")}
@@ -120,7 +120,7 @@ def test_the_curves_of_one_run(logs):
     assert len(drawn["output"].figure.axes) == 11
 
 
-def test_the_curves_of_two_runs(logs):
+def test_trajectories_of_two_runs(logs):
     out = logs / "both"
     both = ("translation.log", "language.log", "--out", out)
     printed = run(logs, "multimax-analyze", "trajectories", *both)
@@ -143,7 +143,7 @@ def test_the_curves_of_two_runs(logs):
     assert panel.get_lines()[0].get_ydata().tolist() == means.tolist()
 
 
-def test_the_command_refuses_a_log_without_the_monitor(logs):
+def test_command_refuses_a_log_without_the_monitor(logs):
     said = refused(logs, "multimax-analyze", "trajectories", "plain.log")
     assert said.startswith("log 'plain.log' has no line of the monitor: train with --monitor-")
     assert "log 'none.log' does not" in refused(

@@ -6,7 +6,7 @@ from fairseq.data import Dictionary
 from multimax_fairseq.analysis.words import WordBoundaries
 
 
-def test_subwords_are_joined_for_display():
+def test_display_joins_subwords():
     for symbols, words in (
         (["ein", "un@@", "be@@", "kannt", "?"], ["ein", "unbekannt", "?"]),
         (["▁ein", "▁un", "be", "kannt", "?"], ["ein", "unbekannt", "?"]),
@@ -21,7 +21,7 @@ def test_subwords_are_joined_for_display():
         assert sum(spans, ()) == tuple(range(len(tokens)))
 
 
-def test_a_question_mark_counts_at_the_end_of_a_sentence():
+def test_questions_marks_final_question_marks():
     dictionary = Dictionary()
     a, mark = dictionary.add_symbol("a"), dictionary.add_symbol("▁?")
     eos, pad = dictionary.eos(), dictionary.pad()

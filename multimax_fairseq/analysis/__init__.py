@@ -1,6 +1,6 @@
-"""What a trained model has learned, read from its checkpoints."""
+"""Analysis of trained models: what their normalizers have learned."""
 
-# The tables of a collection, one CSV file each: `collect` writes them, and `collection` reads them.
+# The tables of a collection, one CSV file each. `collect` writes them, `collection` reads them.
 COLUMNS = {
     "parameters": "updates place layer head name value",
     "heads": "updates place layer head queries sparsity multi_modality entropy density offset "
@@ -12,5 +12,5 @@ COLUMNS = {
     "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
     "probability_without_modulator",
 }
-# Columns that collections of earlier versions lack.
+# Columns that older collections lack.
 ADDED = {"heads": "support_tokens position_variance mass", "layers": "patch_similarity"}

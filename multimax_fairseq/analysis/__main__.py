@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import io
 import logging
 import os
 import shlex
@@ -24,14 +23,14 @@ def main() -> None:
     command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="of fairseq-train")
     command.set_defaults(run=print_parameters)
     command = commands.add_parser(
-        "collect", help="measure attention and output of a run's checkpoints on data, into files"
+        "collect", help="measure attention and output layer of checkpoints on data, into files"
     )
     command.add_argument(
         "checkpoints",
         type=Path,
         nargs="+",
         metavar="CHECKPOINT",
-        help="of fairseq-train; several of one run, at different updates, give trajectories",
+        help="of fairseq-train; several checkpoints of one run give trajectories",
     )
     command.add_argument(
         "data", type=Path, metavar="DATA-BIN", help="a folder of fairseq-preprocess"
@@ -42,26 +41,26 @@ def main() -> None:
         type=int,
         default=1000,
         metavar="N",
-        help="how many sentences, or blocks of text, from the first on; default: 1000",
+        help="number of sentences, or blocks of text; default: 1000",
     )
     command.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="DIR",
-        help="the new collection; one that is there is replaced, other files stay",
+        help="folder of the collection; an earlier collection in it is replaced",
     )
     command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
     command.set_defaults(run=collect)
-    for name, told, run, default in (
+    for name, help, run, default in (
         ("plot", "draw the figures of a collection, as PNG and SVG", plot, "DIR/figures"),
         ("report", "write one self-contained HTML page of a collection", report, "DIR"),
-        ("compare", "draw several collections in the same figures, and one page", compare, None),
+        ("compare", "compare several collections, in figures and one page", compare, None),
     ):
-        command = commands.add_parser(name, help=told)
+        command = commands.add_parser(name, help=help)
         several: dict[str, Any] = {"nargs": "+"} if name == "compare" else {}
         command.add_argument(
-            "collection", type=Path, metavar="DIR", help="that `collect` wrote", **several
+            "collection", type=Path, metavar="DIR", help="written by `collect`", **several
         )
         command.add_argument(
             "--out",
@@ -72,7 +71,7 @@ def main() -> None:
         )
         command.set_defaults(run=run)
     command = commands.add_parser(
-        "trajectories", help="draw what --monitor-interval has logged of one run, or of several"
+        "trajectories", help="draw what --monitor-interval has logged, of one run or several"
     )
     command.add_argument(
         "logs", type=Path, nargs="+", metavar="LOG", help="of fairseq-train --log-format json"
@@ -86,19 +85,17 @@ def main() -> None:
     )
     command.set_defaults(run=trajectories)
     args = parser.parse_args()
-    # fairseq tells everybody who imports it what speech synthesis would need.
+    # fairseq logs missing packages for speech synthesis when it is imported.
     for name in ("fairseq", "multimax_fairseq"):
         logging.getLogger(name).setLevel(logging.WARNING)
     from multimax_fairseq import compat
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of paths that are no UTF-8
-    # What is half written is removed then, as after Ctrl-C.
+    # On SIGTERM, temporary files are removed, as after Ctrl-C.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # such as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
@@ -113,7 +110,7 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> str | None:
-    """One sentence on a missing package or a file that cannot be used; None for anything else."""
+    """Return a sentence about a missing package or an unusable file; None for other errors."""
     if isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
         if package == "multimax_fairseq":
@@ -123,14 +120,13 @@ def _explain(error: Exception) -> str | None:
     return str(error) if isinstance(error, OSError) else None
 
 
-def room(name: str) -> Any:
-    """Import a module of the analysis: what one command needs, another may do without."""
+def module(name: str) -> Any:
+    """Import a module of the analysis. Other commands may not have its packages installed."""
     return importlib.import_module(f"multimax_fairseq.analysis.{name}")
 
 
 def with_fairseq(name: str, plugin: str | None = None) -> Any:
-    """Import a module of the analysis that reads checkpoints, and before it a --user-dir, which
-    may add mappings."""
+    """Import a module of the analysis that needs fairseq, after a --user-dir with mappings."""
     from multimax_fairseq import compat
 
     compat.apply()
@@ -138,7 +134,7 @@ def with_fairseq(name: str, plugin: str | None = None) -> Any:
         from fairseq import utils
 
         utils.import_user_module(argparse.Namespace(user_dir=plugin))
-    return room(name)
+    return module(name)
 
 
 def print_parameters(args: argparse.Namespace) -> None:
@@ -160,27 +156,27 @@ def collect(args: argparse.Namespace) -> None:
 
 def plot(args: argparse.Namespace) -> None:
     out = args.out or args.collection / "figures"
-    tell(room("figures").plot(room("collection").read(args.collection), out), out)
+    print_progress(module("figures").plot(module("collection").read(args.collection), out), out)
 
 
 def report(args: argparse.Namespace) -> None:
     out = args.out or args.collection
-    drawn = room("report").report(room("collection").read(args.collection), out)
-    tell(drawn, out / "report.html")
+    drawn = module("report").report(module("collection").read(args.collection), out)
+    print_progress(drawn, out / "report.html")
 
 
 def compare(args: argparse.Namespace) -> None:
-    drawn = room("report").compare(room("collection").read_all(args.collection), args.out)
-    tell(drawn, args.out / "compare.html")
+    drawn = module("report").compare(module("collection").read_all(args.collection), args.out)
+    print_progress(drawn, args.out / "compare.html")
 
 
 def trajectories(args: argparse.Namespace) -> None:
-    logs = room("training_log").read_all(args.logs)
-    tell(room("figures.trajectories").plot(logs, args.out), args.out)
+    logs = module("training_log").read_all(args.logs)
+    print_progress(module("figures.trajectories").plot(logs, args.out), args.out)
 
 
-def tell(drawn: Iterable[str], written: Path) -> None:
-    """Print the names of figures as they are drawn."""
+def print_progress(drawn: Iterable[str], written: Path) -> None:
+    """Print the name of each figure when it is drawn."""
     for name in drawn:
         print(f"drawn: {name}", flush=True)
     print(f"written: {written}")

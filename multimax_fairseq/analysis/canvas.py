@@ -1,4 +1,4 @@
-"""What the figures share: colours that colour-blind readers tell apart, panels, axes, series."""
+"""Shared parts of the figures: colours, panels, axes, series."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 
-# Okabe and Ito's palette less yellow, which is lost on paper: told apart by colour-blind readers.
+# Okabe and Ito's palette for colour-blind readers, without yellow, which is too light for print.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
 PALE = "#BBBBBB"
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "h"]
@@ -20,13 +20,12 @@ LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1))
 
 
 def plain(text: str) -> str:
-    """Text of data as matplotlib is to be given it: a $ begins no formula, and what begins with an
-    underscore is left out of no legend."""
+    """Escape text for matplotlib: $ starts a formula, and a leading _ hides a legend entry."""
     return f"{' ' * text.startswith('_')}{text}".replace("$", r"\$")
 
 
 def style(index: int) -> dict[str, Any]:
-    """Colour, marker and line of the index-th of a few series: each alone tells them apart."""
+    """Return colour, marker and line style of a series; each is distinct on its own."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": MARKERS[index % len(MARKERS)],
@@ -37,7 +36,7 @@ def style(index: int) -> dict[str, Any]:
 
 
 def ordered_style(index: int, count: int) -> dict[str, Any]:
-    """The same for an ordered series, such as layers: from light to dark."""
+    """Return a style for an ordered series, such as layers, from light to dark."""
     shade = 0.85 * (1 - index / max(count - 1, 1))
     return {**style(index), "color": matplotlib.colormaps["viridis"](shade)}
 
@@ -48,7 +47,7 @@ def grid(rows: int, columns: int, width: float = 3.6, height: float = 2.9) -> tu
 
 
 def wrapped(count: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure, list[Axes]]:
-    """That many panels, in rows that fit a page."""
+    """Return a figure with `count` panels in rows that fit a page."""
     columns = 2 if count == 4 else min(count, 3 if count <= 12 else 4)
     rows = -(-count // columns)
     figure, axes = grid(rows, columns, width, height)
@@ -59,7 +58,7 @@ def wrapped(count: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure
 
 
 def legend_below(figure: Figure, handles: list[Any] | None = None, columns: int = 4) -> None:
-    """One legend for all panels, beneath them."""
+    """Add one legend for all panels below them."""
     if handles is None:
         found: dict[str, Any] = {}
         for axis in figure.axes:
@@ -114,7 +113,7 @@ class Series:
 
 
 def series(collections: list[Collection], all_updates: bool = False) -> list[Series]:
-    """The last checkpoint of each collection; of a single one the first too, or all."""
+    """Return the last checkpoint of each collection; of a single one also the first, or all."""
     if len(collections) > 1:
         return [Series(plain(c.label), c, c.updates()[-1]) for c in collections]
     (found,) = collections
@@ -136,7 +135,7 @@ def line_a_series(
     label: str,
     all_updates: bool = False,
 ) -> Figure | None:
-    """A column a place: a quantity's mean over the layers, a line a series."""
+    """Draw a quantity by layer, with one column per place and one line per series."""
     tables = [latest(getattr(c, table)) for c in collections]
     places = [
         place
@@ -166,7 +165,10 @@ def line_a_series(
 def heatmaps(
     collection: Collection, quantities: dict[str, str], written: str | None = None
 ) -> Figure | None:
-    """One row per quantity, one column per place: layers by heads, with `written`'s values in."""
+    """Draw layers by heads, with one row per quantity and one column per place.
+
+    The cells show the values of `written`, or of the quantity itself.
+    """
     heads = latest(collection.heads)
     places = [
         place

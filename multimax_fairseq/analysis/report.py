@@ -1,9 +1,8 @@
-"""One page that holds everything of a collection, or several beside each other: no network."""
+"""Self-contained HTML pages: the report of one collection, or a comparison of several."""
 
 import base64
 import io
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ MEANS = {
         "rollout_similarity",
     ],
 }
-# Collections that differ in one of these were not measured alike.
+# Keys of collection.json in which comparable collections agree.
 MEASURED = {
     "data": "data",
     "subset": "subset",
@@ -65,12 +64,7 @@ class Inlined:
 
 
 def report(collection: Collection, out: Path) -> Iterator[str]:
-    """Write report.html into a folder; yield the name of each figure as it is drawn.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
-    check_writable(out)
+    """Write report.html into a folder and yield the name of each figure that is drawn."""
     drawn = []
     for figure in figures.draw([collection]):
         held = io.BytesIO()
@@ -85,7 +79,7 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
         "report.html.j2",
         title=f"{collection.label}: what the model has learned",
         summary=f"{places[0].upper()}{places[1:]}. Tables and figures are of the checkpoint after "
-        f"{updates[-1]:,} updates, the last of {len(updates)}, where they say nothing else.",
+        f"{updates[-1]:,} updates, the last of {len(updates)}, unless they say otherwise.",
         settings=settings(collection),
         signature=Table("Signature", ["", "value"], [[k, v] for k, v in flat(signed)]),
         tables=tables(collection),
@@ -97,14 +91,13 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
 
 
 def compare(collections: list[Collection], out: Path) -> Iterator[str]:
-    """Write the figures and compare.html into a folder; yield what was drawn, as `report` does.
+    """Write the figures and compare.html into a folder; yield the name of each figure.
 
     Raises:
-        UsageError: the folder cannot be written, or there is only one collection.
+        UsageError: there is only one collection.
     """
     if len(collections) < 2:
-        raise UsageError("compare takes two collections or more: for one there is `report`")
-    check_writable(out)
+        raise UsageError("compare takes two collections or more: use `report` for one")
     drawn = []
     for figure in figures.draw(collections):
         png, _ = figures.write(figure, out)
@@ -121,36 +114,23 @@ def compare(collections: list[Collection], out: Path) -> Iterator[str]:
 
 
 def differences(collections: list[Collection]) -> list[str]:
-    """A sentence for everything that makes the collections hard to compare."""
+    """Return a sentence for each difference in the way that the collections were measured."""
     return [
-        f"The collections differ in their {words}: their numbers are not of the same measurement."
+        f"The collections differ in their {words}, so their numbers are not comparable."
         for key, words in MEASURED.items()
         if len({json.dumps(_measured(c.signed.get(key))) for c in collections}) > 1
     ]
 
 
 def _measured(value: Any) -> Any:
-    """What tells a measurement from another: of data its checksum, wherever it lies."""
+    """Return the checksum of data, so that its path does not matter, or the value itself."""
     return value.get("sha256") if isinstance(value, dict) else value
 
 
-def check_writable(out: Path) -> None:
-    """Before minutes are spent on figures."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".{os.getpid()}.part"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(figures.cannot_write(out, error)) from None
-
-
 def write(file: Path, text: str) -> None:
-    try:
-        with whole(file) as aside:
-            aside.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(figures.cannot_write(file.parent, error)) from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with whole(file) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def render(template: str, **values: Any) -> str:
@@ -183,7 +163,7 @@ def number(value: Any) -> str:
 
 
 def flat(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as lines of name and value."""
+    """Yield (name, value) for each of the nested settings."""
     for key, value in found.items():
         name = f"{before}{key}".replace("_", " ")
         if isinstance(value, dict):
@@ -195,7 +175,7 @@ def flat(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
 
 
 def settings(collection: Collection) -> Table:
-    """A column a checkpoint."""
+    """Return the table of settings, with one column per checkpoint."""
     columns = [dict(flat(checkpoint)) for checkpoint in collection.signed.get("checkpoints", [])]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
@@ -203,12 +183,12 @@ def settings(collection: Collection) -> Table:
 
 
 def tables(collection: Collection) -> list[Table]:
-    """Every table of the last checkpoint that is not empty; layers and heads count from 1."""
+    """Return the non-empty tables of the last checkpoint; layers and heads count from 1."""
     titles = {
         "parameters": "Learned parameters",
         "layers": "Layers",
         "heads": "Heads",
-        "output": "Output layer by dictionary rank of the right word",
+        "output": "Output layer by dictionary rank of the correct word",
     }
     found = []
     for name, title in titles.items():
@@ -234,7 +214,7 @@ def tables(collection: Collection) -> list[Table]:
 
 
 def positional_heads(collection: Collection) -> list[Table]:
-    """How many heads look at which relative position, and how surely (Correia et al. 2019)."""
+    """Return the number and confidence of heads per relative position (Correia et al. 2019)."""
     heads = latest(collection.heads).dropna(subset=["offset", "confidence"])
     rows = [
         [PLACES[place], f"{offset:+.0f}", str(len(own)), number(own["confidence"].median())]
@@ -246,7 +226,7 @@ def positional_heads(collection: Collection) -> list[Table]:
 
 
 def comparison(collections: list[Collection]) -> list[Table]:
-    """What the models are, their means a place of attention, and their output layers."""
+    """Return the tables of settings, of means per place, and of the output layers."""
     labels = [collection.label for collection in collections]
     about = [dict(flat(collection.checkpoint())) for collection in collections]
     names = list(dict.fromkeys(name for column in about for name in column))

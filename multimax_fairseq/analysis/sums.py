@@ -1,4 +1,4 @@
-"""Running sums of what forward passes show: memory does not grow with the data."""
+"""Running sums over forward passes, in memory that does not grow with the data."""
 
 import math
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
 SCORE_STEP, BINS_A_DECADE = 0.5, 8
 SCORE_EDGES = np.arange(-40, 40 + SCORE_STEP / 2, SCORE_STEP)
 PROBABILITY_EDGES = np.concatenate([[0.0], np.logspace(-8, 0, 8 * BINS_A_DECADE + 1)])
-# Positional heads look at neighbours; a head that looks further has no offset worth the name.
+# Positional heads attend to nearby tokens; larger offsets are ignored.
 LARGEST_OFFSET = 32
-# Frequent words in small steps, the long tail in one.
+# Ends of the buckets of word ranks, finer for frequent words.
 BUCKET_RANKS = (50, 200, 1000, 4000, 20000)
 LOGITS_AT_ONCE = 1 << 22
 
 
 class RunningMean:
-    """Running means of what is not NaN, one for each row that `add` is given."""
+    """One running mean per row, over the values that are not NaN."""
 
     def __init__(self, rows: int = 1) -> None:
         self.total = torch.zeros(rows, dtype=torch.float64)
         self.count = torch.zeros(rows, dtype=torch.float64)
 
     def add(self, values: Tensor) -> None:
-        """Take in values, (rows, ...)."""
+        """Add values, (rows, ...)."""
         valid = ~values.isnan()
         self.total += values.double().where(valid, 0.0).flatten(1).sum(1)
         self.count += valid.flatten(1).sum(1)
@@ -47,18 +47,18 @@ class RunningMean:
 
 @dataclass
 class QueriesAndKeys:
-    """What is known of the queries and keys of an attention in this batch."""
+    """The queries and keys of an attention in one batch."""
 
     query_padding: Tensor  # (B, T)
     key_padding: Tensor  # (B, S)
     offsets: Tensor  # (B, 1, T, S)
     same: bool  # queries and keys are the same tokens
-    words: Tensor  # (B, S), the number of the word that a key belongs to
+    words: Tensor  # (B, S), the index of the word that a key belongs to
     questions: Tensor  # (B, 1, 1, S)
 
 
 class AttentionSums:
-    """The running sums of one attention of one layer."""
+    """The running sums of one layer's attention."""
 
     def __init__(self, normalizer: Normalizer, heads: int) -> None:
         self.normalizer, self.size = normalizer, heads
@@ -66,7 +66,7 @@ class AttentionSums:
         self.heads = {
             name: RunningMean(heads) for name in (*names, "interrogation", "past_turning_point")
         }
-        # Of a density over positions, where there is one.
+        # Only for continuous attention.
         self.heads |= {name: RunningMean(heads) for name in ("support_tokens", "position_variance")}
         self.queries = 0
         self.layer = {
@@ -84,7 +84,7 @@ class AttentionSums:
         self.probs = torch.zeros(len(PROBABILITY_EDGES), dtype=torch.long)
 
     def add(self, scores: Tensor, probs: Tensor, excluded: Tensor, pair: QueriesAndKeys) -> None:
-        """Take in a batch: scores, probs and excluded (B, heads, T, S)."""
+        """Add a batch: scores, probs and excluded, (B, heads, T, S)."""
         padding = pair.query_padding[:, None]
         self.queries += int((~padding).sum())
         found = metrics.of_queries(scores, probs, excluded)
@@ -115,10 +115,10 @@ class AttentionSums:
     def add_density(
         self, kind: str, variance: Tensor, inside: Tensor, pair: QueriesAndKeys
     ) -> None:
-        """Take in a batch of densities: variance (B, heads, T, 1), inside (B, heads, T, S)."""
+        """Add a batch of densities: variance (B, heads, T, 1), inside (B, heads, T, S)."""
         padding = pair.query_padding[:, None]
         found = {"position_variance": variance[..., 0]}
-        if kind == "sparsemax":  # all keys are in the support of a Gaussian
+        if kind == "sparsemax":  # the support of a Gaussian holds every key
             found["support_tokens"] = inside.sum(-1).double()
         for name, values in found.items():
             self.heads[name].add(values.masked_fill(padding, torch.nan).transpose(0, 1))
@@ -135,12 +135,12 @@ class AttentionSums:
         width = self.top_offsets.shape[1]
         head = torch.arange(self.size)
         top = metrics.top_offset(probs, offsets)
-        # A query without any weight, as softpick leaves some, looks at no key.
+        # A query may have no weights at all, as with softpick.
         near = (top.abs() <= LARGEST_OFFSET) & ~padding & (probs > 0).any(-1)
         index = head[:, None] * width + LARGEST_OFFSET + top
         counts = torch.bincount(index[near], minlength=self.top_offsets.numel())
         self.top_offsets += counts.view_as(self.top_offsets)
-        # A long text has many more pairs of positions than near ones.
+        # Only nearby pairs, because a long text has too many others.
         near = kept[:, 0] & (offsets[:, 0].abs() <= LARGEST_OFFSET)
         row, query, key = near.nonzero(as_tuple=True)
         column = offsets[row, 0, query, key] + LARGEST_OFFSET
@@ -148,7 +148,7 @@ class AttentionSums:
         self.offset_pairs += torch.bincount(column, minlength=width)
 
     def head_rows(self) -> list[dict[str, Any]]:
-        """Return what heads.csv says of each head."""
+        """Return the rows of heads.csv."""
         rows = []
         for head in range(self.size):
             row: dict[str, Any] = {"head": head, "queries": self.queries}
@@ -184,14 +184,14 @@ class AttentionSums:
 
 
 def _score_counts(scores: Tensor, kept: Tensor) -> Tensor:
-    """Count scores in (-inf, first edge], (first, second edge], ..., (last edge, inf)."""
+    """Count scores in the bins (-inf, first edge], (first, second], ..., (last edge, inf)."""
     last = len(SCORE_EDGES)
     bins = ((scores - SCORE_EDGES[0]) / SCORE_STEP).ceil_().clamp_(0, last)
     return _bin_counts(bins, kept, last + 1)
 
 
 def _prob_counts(probs: Tensor, kept: Tensor) -> Tensor:
-    """Count probabilities that are 0, and those in (0, 1e-8], ..., (last edge but one, 1]."""
+    """Count probabilities in the bins 0, (0, 1e-8], ..., (last edge but one, 1]."""
     last = len(PROBABILITY_EDGES) - 1
     steps = (probs.log10() - math.log10(PROBABILITY_EDGES[1])) * BINS_A_DECADE
     bins = steps.ceil_().add_(1).clamp_(1, last).masked_fill_(probs == 0, 0)
@@ -199,13 +199,13 @@ def _prob_counts(probs: Tensor, kept: Tensor) -> Tensor:
 
 
 def _bin_counts(bins: Tensor, kept: Tensor, size: int) -> Tensor:
-    """Count float bins; what is not kept goes into one more, which is dropped."""
+    """Count bin indices, given as floats. Excluded entries go into an extra bin, then dropped."""
     bins = bins.masked_fill(~kept, size).flatten()
     return torch.bincount(bins.int(), minlength=size + 1)[:size]
 
 
 class OutputSums:
-    """Running sums over target words, in buckets of their rank in the dictionary."""
+    """Running sums over target words, by buckets of the words' rank in the dictionary."""
 
     def __init__(self, dictionary: Dictionary) -> None:
         self.special = dictionary.nspecial
@@ -219,7 +219,7 @@ class OutputSums:
         self.tokens = torch.zeros(len(self.ranks) + 1, dtype=torch.long)
 
     def add(self, decoder: Any, features: Tensor, targets: Tensor) -> None:
-        """Take in features, (N, C), and the words that they should predict, (N,)."""
+        """Add features, (N, C), and their target words, (N,)."""
         at_once = max(1, LOGITS_AT_ONCE // len(decoder.dictionary))
         unmodulated: list[Tensor] = []
         modulator = getattr(decoder, "output_modulator", None)
@@ -232,7 +232,7 @@ class OutputSums:
             unmodulated.clear()
             output = decoder.output_layer(rows[None])
             log_probs = decoder.get_normalized_probs((output, None), log_probs=True)[0]
-            # The adaptive softmax has no logits; up to a constant, the logarithms are some.
+            # The adaptive softmax has no logits; log-probabilities equal them up to a constant.
             scores = output[0] if output.shape[-1] == log_probs.shape[-1] else log_probs
             if unmodulated:
                 scores = unmodulated[0][0]
@@ -241,7 +241,7 @@ class OutputSums:
             handle.remove()
 
     def _add(self, scores: Tensor, log_probs: Tensor, wanted: Tensor, modulated: bool) -> None:
-        # The probability of a word may be 0 in float32, where its logarithm is not infinite.
+        # log_probs, because a probability may underflow to 0 in float32.
         chosen, probs = log_probs.gather(-1, wanted[:, None])[:, 0], log_probs.exp()
         found = {
             "entropy": metrics.entropy(probs),
@@ -255,7 +255,7 @@ class OutputSums:
             chosen = scores.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
             found["nll_without_modulator"] = -chosen
             found["probability_without_modulator"] = chosen.exp()
-        # Specials come before the words; the end of a sentence is as frequent as any.
+        # Special symbols come before the words; they count as the most frequent ones.
         bucket = torch.bucketize(wanted - self.special + 1, self.ranks)
         for number in range(len(self.tokens)):
             inside = bucket == number

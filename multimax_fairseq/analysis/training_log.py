@@ -1,4 +1,4 @@
-"""Reads what `--monitor-interval` has left in the logs of fairseq-train; needs no fairseq."""
+"""Reads the lines of `--monitor-interval` in the logs of fairseq-train, without fairseq."""
 
 import json
 from collections.abc import Iterator
@@ -8,21 +8,20 @@ from typing import Any
 
 import pandas as pd
 
-from multimax_fairseq.analysis.collection import MOST
 from multimax_fairseq.compat.patch import MONITOR
 from multimax_fairseq.errors import UsageError, no_file
 
-EPOCH = "train_"  # begins the names in an epoch's own line
+EPOCH = "train_"  # prefix of the names in the line that ends an epoch
 
 
 @dataclass
 class TrainingLog:
-    """The monitor's figures of a run.
+    """The monitor's values of one run.
 
     Attributes:
-        label: what legends call it.
-        figures: a row a figure: `updates`, `place` (encoder, decoder, cross, output), `layer` (NaN
-            for the output), `name`, `value`; what each head has is a row each.
+        label: the run's name in legends.
+        figures: one row per value: `updates`, `place` (encoder, decoder, cross, output), `layer`
+            (NaN for the output), `name`, `value`. A value per head has one row per head.
     """
 
     label: str
@@ -30,11 +29,12 @@ class TrainingLog:
 
 
 def read(file: Path) -> TrainingLog:
-    """Return a run's figures, from --log-file or from what the command printed; of an update that
-    is there twice, as after a crash, the later ones.
+    """Return a run's values, from --log-file or from the command's output.
+
+    If an update occurs twice, as after a crash, the later line counts.
 
     Raises:
-        UsageError: no such file, or no figures of the monitor in it.
+        UsageError: no such file, or no values of the monitor in it.
     """
     if not file.is_file():
         raise no_file("log", file)
@@ -44,39 +44,25 @@ def read(file: Path) -> TrainingLog:
         figures = {n.removeprefix(MONITOR): v for n, v in names.items() if n.startswith(MONITOR)}
         updates = figures.pop("updates", None)
         if updates is not None:
-            try:
-                found |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
-            except (TypeError, ValueError, OverflowError) as error:
-                raise _damaged(file, error) from None
+            found |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
     if not found:
         raise UsageError(
             f"log '{file}' has no line of the monitor: train with --monitor-interval 100 "
             "--log-format json --log-file FILE, and give that file"
         )
     rows = []
-    for (updates, key), value in found.items():
+    for (updates, key), value in found.items():  # encoder.0/sparsity, decoder.1/alpha.3
         at, _, name = key.partition("/")
         place, _, layer = at.partition(".")
         symbol, _, head = name.rpartition(".")
         rows.append((updates, place, layer or None, symbol if head.isdigit() else name, value))
     frame = pd.DataFrame(rows, columns="updates place layer name value".split())
-    try:
-        frame["layer"] = pd.to_numeric(frame["layer"])
-        if not frame["layer"].dropna().isin(range(MOST)).all():
-            raise ValueError("layers that do not count from 0")
-    except ValueError as error:
-        raise _damaged(file, error) from None
+    frame["layer"] = pd.to_numeric(frame["layer"])
     return TrainingLog(file.stem, frame.sort_values("updates", kind="stable"))
 
 
-def _damaged(file: Path, why: Exception) -> UsageError:
-    return UsageError(
-        f"log '{file}' has a line that --monitor-interval has not written ({why}): remove that line"
-    )
-
-
 def read_all(files: list[Path]) -> list[TrainingLog]:
-    """Return the figures of several runs, with labels that tell them apart."""
+    """Return the values of several runs with distinct labels."""
     found = [read(file) for file in files]
     labels = [log.label for log in found]
     for index, (log, file) in enumerate(zip(found, files, strict=True)):
@@ -90,15 +76,13 @@ def read_all(files: list[Path]) -> list[TrainingLog]:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON at the ends of a log's lines, but what a crash has cut off."""
+    """Yield the JSON object at the end of each line; skip lines that a crash has cut off."""
     with file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             start = line.find("{")
             if start < 0 or MONITOR not in line:
                 continue
             try:
-                found = json.loads(line[start:])
-            except (ValueError, RecursionError):
+                yield json.loads(line[start:])
+            except ValueError:
                 continue
-            if isinstance(found, dict):
-                yield found

@@ -1,4 +1,4 @@
-"""Which tokens make up a word."""
+"""Finds the words that subword tokens form."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class WordBoundaries:
-    """Which tokens of a dictionary make up a word, by the marks of its subword model."""
+    """Finds words by the marks of the dictionary's subword model: @@ of BPE, ▁ of SentencePiece."""
 
     def __init__(self, dictionary: Dictionary) -> None:
         self.dictionary = dictionary
@@ -16,7 +16,7 @@ class WordBoundaries:
         special = [index < dictionary.nspecial for index in range(len(symbols))]
         pieces = any(s.startswith("▁") for s in symbols)
         joined = any(s.endswith("@@") for s in symbols)
-        # SentencePiece leaves punctuation at the word before it.
+        # SentencePiece attaches punctuation to the word before it; here it is a word.
         alone = [
             special[i] or not any(c.isalnum() or c == "▁" for c in s[1:] or s)
             for i, s in enumerate(symbols)
@@ -30,19 +30,19 @@ class WordBoundaries:
         self.asks = torch.tensor([s.strip("▁") == "?" for s in symbols])
 
     def numbers(self, tokens: Tensor) -> Tensor:
-        """Return the number of the word that each token belongs to, (B, T)."""
+        """Return the index of the word that each token belongs to, (B, T)."""
         new = self.starts[tokens]
         new[:, 1:] |= self.ends[tokens[:, :-1]]
         return new.cumsum(1)
 
     def questions(self, tokens: Tensor) -> Tensor:
-        """Return where a question mark ends a sentence, (B, T)."""
+        """Return a mask of question marks that end a sentence, (B, T)."""
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         after = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], pad)], 1)
         return self.asks[tokens] & (after.eq(pad) | after.eq(eos))
 
     def display(self, tokens: Tensor) -> dict[str, Any]:
-        """Return the tokens of a sentence and, of each of its words, text and range."""
+        """Return the tokens of a sentence, and the text and token range of its words."""
         numbers = self.numbers(tokens[None])[0].tolist()
         symbols = [self.dictionary[int(token)] for token in tokens]
         words: list[dict[str, Any]] = []

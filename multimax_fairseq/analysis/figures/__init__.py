@@ -1,7 +1,7 @@
-"""The figures of a collection, or of several beside each other, from their files only.
+"""Figures of one collection, or of several for comparison.
 
-A module a theme, a function a figure; its docstring is the caption that the report prints below
-it. A function returns None where a collection has nothing to show.
+There is one module per theme and one function per figure, whose docstring is the caption in the
+report. A function returns None if a collection has no data for the figure.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,14 @@ from multimax_fairseq.analysis.figures import (
     weights,
 )
 from multimax_fairseq.analysis.figures.catalogue import Drawn, catalogue
-from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 
-# In the order of a report.
+# In the order of the report.
 CATALOGUE = catalogue(modulators, sparsity, weights, densities, smoothing, simplex, heads, output)
 
 
 def draw(collections: list[Collection]) -> Iterator[Drawn]:
-    """Draw, one after the other, every figure that one collection, or several, has data for."""
+    """Yield every figure that the collections have data for."""
     several = len(collections) > 1
     for entry in CATALOGUE:
         if several and not entry.comparable:
@@ -43,46 +42,29 @@ def draw(collections: list[Collection]) -> Iterator[Drawn]:
                 continue
             title = entry.title if place is None else f"{entry.title}: {PLACES[place]}"
             heading = title if several else f"{title} ({plain(collections[0].label)})"
-            size = min(12, 110 * figure.get_figwidth() / len(heading))  # a long one still fits
+            size = min(
+                12, 110 * figure.get_figwidth() / len(heading)
+            )  # a long title gets a smaller font
             figure.suptitle(heading[0].upper() + heading[1:], fontsize=size, fontweight="bold")
             name = entry.name if place is None else f"{entry.name}-{place}"
             yield Drawn(name, title[0].upper() + title[1:], entry.caption, figure)
 
 
 def plot(collection: Collection, out: Path) -> Iterator[str]:
-    """Write every figure of a collection; yield its name once it is there.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
+    """Write every figure of a collection and yield its name."""
     for drawn in draw([collection]):
         write(drawn, out)
         yield drawn.name
 
 
 def write(drawn: Drawn, out: Path) -> list[Path]:
-    """Write PNG and SVG, whole or not at all.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
+    """Write a figure as PNG and SVG, reproducibly: without dates and random ids."""
     files = [out / f"{drawn.name}.{form}" for form in ("png", "svg")]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            # Text stays text in SVG, and nothing random or dated: the same files each time.
-            same = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name})
-            with whole(file) as aside, same:
-                dated = {"Date": None} if file.suffix == ".svg" else None
-                drawn.figure.savefig(aside, format=file.suffix[1:], dpi=150, metadata=dated)
-            # Laid out for the first format; the second need not wait for it again.
-            drawn.figure.set_layout_engine("none")
-    except OSError as error:
-        raise UsageError(cannot_write(out, error)) from None
+    out.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        same = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name})
+        with whole(file) as aside, same:
+            dated = {"Date": None} if file.suffix == ".svg" else None
+            drawn.figure.savefig(aside, format=file.suffix[1:], dpi=150, metadata=dated)
+        drawn.figure.set_layout_engine("none")  # the second format reuses the layout
     return files
-
-
-def cannot_write(out: Path, error: OSError) -> str:
-    return (
-        f"cannot write in '{out}' ({error.strerror}): give a folder that can be written with --out"
-    )

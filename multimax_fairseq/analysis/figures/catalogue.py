@@ -1,4 +1,4 @@
-"""What a figure is, and how a module enters its own."""
+"""The catalogue of figures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,11 @@ from matplotlib.figure import Figure
 
 @dataclass
 class Picture:
-    """A figure of the catalogue: `draw` takes a list of collections if several can be compared,
-    else one; then a place if there is a figure for each of `places`."""
+    """A figure of the catalogue.
+
+    `draw` takes a list of collections if the figure is comparable, otherwise one collection. If
+    there is a figure for each of `places`, it also takes the place.
+    """
 
     name: str
     title: str
@@ -31,14 +34,14 @@ class Drawn:
     figure: Figure
 
 
-# By the module that draws them.
+# By the module that defines them.
 _pictures: dict[str, list[Picture]] = {}
 
 
 def picture(
     title: str, comparable: bool = False, places: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Figure | None]], Callable[..., Figure | None]]:
-    """Enter a function into the catalogue, among those of its module in their order."""
+    """Add a function to the catalogue of its module, in the order of definition."""
 
     def enter(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
         name = draw.__name__.replace("_", "-")

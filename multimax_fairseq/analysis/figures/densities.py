@@ -1,4 +1,4 @@
-"""Continuous attention: densities over the positions of a sentence, beside the discrete weights."""
+"""Continuous attention: densities over positions next to the discrete weights."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ MARK = COLOURS[1]
 
 @picture("Attention beside its density over the source", places=("encoder", "cross"))
 def source_densities(collection: Collection, place: str) -> Figure | None:
-    """The weights of the tokens (left) and the density over positions that has their mean and
-    variance (right), at the tokens' positions, for the first stored sentence (Figs. 1 and 2 of
-    Martins et al. 2020). Crosses: the means. Boxes: the tokens in the support of a truncated
-    parabola. Of all heads, the one whose means move most from query to query, measured by its
-    variances."""
+    """The attention weights of the tokens (left) and the density with the same mean and variance
+    (right), at the tokens' positions, for the first stored sentence (Figs. 1 and 2 of Martins et
+    al. 2020). Crosses mark the means. Boxes mark the tokens in the support of a truncated parabola.
+    The figure shows the head whose means vary most from query to query, relative to its variances.
+    """
     for example in collection.examples:
         if layers := example.get("densities", {}).get(place):
             return draw_densities(example, place, layers)
@@ -56,7 +56,7 @@ def draw_densities(example: dict[str, Any], place: str, layers: list[dict[str, A
 
 
 def most_moving(layers: list[dict[str, Any]]) -> tuple[int, int]:
-    """The layer and the head whose densities move most, measured by their widths."""
+    """Return the layer and head whose means vary most, relative to the variances."""
     moves = [
         [np.var(mean) / np.mean(variance) for mean, variance in zip(*moments, strict=True)]
         for moments in ((layer["mean"], layer["variance"]) for layer in layers)
@@ -66,8 +66,8 @@ def most_moving(layers: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def mark(axis: Axes, density: dict[str, Any], head: int) -> None:
-    """The mean of each row, and a box around what is in its support."""
-    # The l-th of L tokens is at l / L, and drawn around l - 1.
+    """Draw the mean of each row, and a box around its support."""
+    # Token l of L has the position l / L and the pixel l - 1.
     means = np.array(density["mean"][head]) / density["positions"][0] - 1
     limits = axis.get_xlim()
     axis.plot(means, range(len(means)), color=MARK, marker="x", markersize=4, linestyle="")

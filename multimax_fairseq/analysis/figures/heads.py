@@ -1,4 +1,4 @@
-"""What single heads do: learned alphas, densities, and the roles that a head can have."""
+"""Single heads: learned alphas, densities and roles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +26,8 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 
 @picture("Learned alpha over training")
 def alpha_trajectories(collection: Collection) -> Figure | None:
-    """The learned alpha of every head over the updates, coloured and marked by layer (Correia et
-    al. 2019). 1 is softmax, 2 is sparsemax."""
+    """The learned alpha of every head over the updates, with a colour and marker per layer (Correia
+    et al. 2019). 1 is softmax, 2 is sparsemax."""
     frame = collection.parameters[collection.parameters["name"] == "alpha"]
     if frame["updates"].nunique() < 2:
         return None
@@ -59,8 +59,8 @@ def alpha_guides(line: Callable[..., Any]) -> None:
 
 @picture("Distribution of the learned alpha")
 def alpha_distribution(collection: Collection) -> Figure | None:
-    """The alphas of the last checkpoint (Correia et al. 2019), of heads, or of layers whose heads
-    share one: 1 is softmax, 1.5 is 1.5-entmax, 2 is sparsemax (dotted)."""
+    """The alphas of the last checkpoint (Correia et al. 2019): one per head, or one per layer if
+    its heads share it. Dotted: 1 is softmax, 1.5 is 1.5-entmax, 2 is sparsemax."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"] == "alpha"]
     places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
@@ -79,7 +79,7 @@ def alpha_distribution(collection: Collection) -> Figure | None:
             label=f"{unit}: {len(values)}, mean {values.mean():.2f}",
         )
         alpha_guides(axis.axvline)
-        # Room for the legend above the bars.
+        # Leave space for the legend above the bars.
         axis.set(xlabel="α", ylabel=unit, xlim=(0.97, 2.03), ylim=(0, 1.3 * max(counts)))
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_title(ATTENTIONS[place], fontsize=10)
@@ -89,8 +89,8 @@ def alpha_distribution(collection: Collection) -> Figure | None:
 
 @picture("Density of attention", comparable=True)
 def density(collections: list[Collection]) -> Figure | None:
-    """The share of attention weights that are not exactly zero, of the keys that a query may look
-    at: the mean over the heads (lines) and every head (pale markers)."""
+    """The share of non-zero attention weights among the keys that a query may attend to: the mean
+    over the heads (lines) and every head (pale markers)."""
     figure = line_a_series(collections, "heads", "density", "density (share of non-zeros)")
     if figure is None:
         return None
@@ -101,7 +101,7 @@ def density(collections: list[Collection]) -> Figure | None:
     for axis, place in zip(figure.axes, places, strict=True):
         for index, entry in enumerate(drawn):
             heads = entry.of("heads", place=place)
-            # Beside each other, so that one series does not hide the next.
+            # Shifted, so that one series does not hide the next.
             shift = 0.12 * (index - (len(drawn) - 1) / 2)
             look = style(index)
             axis.plot(
@@ -119,26 +119,26 @@ def density(collections: list[Collection]) -> Figure | None:
 
 @picture("Diversity of heads", comparable=True)
 def head_diversity(collections: list[Collection]) -> Figure | None:
-    """How much the heads of a layer differ: generalised Jensen-Shannon divergence of their
-    attention, with the logarithm to the base of the number of keys (Correia et al. 2019). 0: all
-    heads alike; 1: each key has a head of its own."""
+    """The difference between the heads of a layer: the generalised Jensen-Shannon divergence of
+    their attention, with the number of keys as the base of the logarithm (Correia et al. 2019). 0:
+    all heads agree; 1: every head attends to another key."""
     label = "Jensen-Shannon divergence (0 to 1)"
     return line_a_series(collections, "layers", "head_diversity", label)
 
 
 @picture("Positional heads")
 def positional_heads(collection: Collection) -> Figure | None:
-    """The number in a cell is the relative position that a head looks at most often (-1: the token
-    before the query); the colour is its mean weight there (confidence), high for a positional
-    head (Correia et al. 2019)."""
+    """The number in a cell is the relative position that a head attends to most often (-1: the
+    token before the query). The colour is its mean weight there (confidence), which is high for a
+    positional head (Correia et al. 2019)."""
     label = "confidence (mean weight, 0 to 1)"
     return heatmaps(collection, {"confidence": label}, written="offset")
 
 
 @picture("Subword-merging heads")
 def bpe_merging_heads(collection: Collection) -> Figure | None:
-    """High for a head that puts words together: the largest weight that any subword of a word
-    gives to the word's other subwords, the mean over the words (Correia et al. 2019)."""
+    """The largest weight that any subword of a word gives to the word's other subwords, averaged
+    over the words (Correia et al. 2019). It is high for a head that merges subwords."""
     return heatmaps(collection, {"bpe_merging": "weight on the own word (0 to 1)"})
 
 

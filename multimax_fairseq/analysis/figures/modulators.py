@@ -1,4 +1,4 @@
-"""The learned modulators, and their parameters over training."""
+"""The learned modulators and their parameters."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ IDENTITY = {symbol: float(symbol.startswith("t_")) for symbol in SYMBOLS} | {"te
 def modulators_of(
     collection: Collection, place: str, updates: int | None = None
 ) -> dict[int, list[Modulator]]:
-    """{layer: modulators, one, or one per head}; the output layer's is under 0."""
+    """Return {layer: [modulator], or one modulator per head}; the output layer has the key 0."""
     frame = collection.parameters
     frame = frame[(frame["place"] == place) & frame["name"].isin(SYMBOLS)]
     if frame.empty:
@@ -59,13 +59,13 @@ def modulated(modulator: Modulator, scores: np.ndarray) -> np.ndarray:
 
 @picture("Modulators", places=tuple(PLACES))
 def modulators(collection: Collection, place: str) -> Figure | None:
-    """The learned modulator sigma of each layer (one line per head where heads have their own)
-    against the identity, which is softmax. Below it the distribution of the real scores. Hatched:
-    where sigma falls with a rising score (past the turning point), and the share of scores there.
-    After Figs. 3 and 10 of Zhou et al. 2024."""
+    """The learned modulator sigma of each layer (one line per head if the heads have their own),
+    the identity, which is softmax (dashed), and the distribution of the scores (grey). Hatched: the
+    range past the turning point, where sigma decreases, with the share of scores there. After
+    Figs. 3 and 10 of Zhou et al. 2024."""
     found = modulators_of(collection, place)
     own = collection.parameters[collection.parameters["place"] == place]
-    if not found or (own["name"] == "temperature").any():  # then sigma is of other scores
+    if not found or (own["name"] == "temperature").any():  # sigma then acts on scaled scores
         return None
     figure, panels = wrapped(len(found), 3.5, 2.9)
     with_scores = falls = False
@@ -84,7 +84,7 @@ def modulators(collection: Collection, place: str) -> Figure | None:
             density = share[shown] / widths
             under.bar(left[shown], density, widths, align="edge", color=PALE, linewidth=0)
             under.set_ylim(0, 3.2 * density.max())
-            # The curves go above the bars, which belong to the axes made later.
+            # matplotlib would draw the bars, whose axes are newer, above the curves.
             axis.set_zorder(under.get_zorder() + 1)
             axis.patch.set_visible(False)
         axis.plot(x, x, "--", color="black", linewidth=1)
@@ -133,7 +133,7 @@ def past_turning_point(collection: Collection, place: str, layer: int) -> float 
 
 
 def percent(share: float) -> str:
-    """A share as people read it: never 0 % for what is not 0."""
+    """Format a share; only an exact 0 becomes 0 %."""
     if share == 0:
         return "0 %"
     if share < 1e-5:
@@ -142,13 +142,13 @@ def percent(share: float) -> str:
 
 
 def runs(marked: np.ndarray) -> list[tuple[int, int]]:
-    """First and last index of every stretch of marked entries."""
+    """Return the first and last index of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], marked.astype(int), [0]])))
     return [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def score_range(left: np.ndarray, right: np.ndarray, share: np.ndarray) -> tuple[float, float]:
-    """Where nearly all scores lie, and zero with its neighbourhood."""
+    """Return a range that contains nearly all scores, and -6 to 6."""
     low, high = -6.0, 6.0
     inner = np.isfinite(left) & np.isfinite(right)
     if share[inner].sum() > 0:
@@ -161,8 +161,8 @@ def score_range(left: np.ndarray, right: np.ndarray, share: np.ndarray) -> tuple
 @picture("Learned parameters")
 def parameters(collection: Collection) -> Figure | None:
     """The learned parameters of the last checkpoint in the paper's symbols (Eq. 6; Tables 7 and 8
-    of Zhou et al. 2024), one line per layer, the mean over the heads where they have their own. The
-    colour is the distance from the identity (t = 1, b = d = 0), which is softmax."""
+    of Zhou et al. 2024), one row per layer (the mean over the heads if they have their own). The
+    colour is the difference from the identity (t = 1, b = d = 0), which is softmax."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"].isin(IDENTITY)].assign(layer=lambda f: f["layer"].fillna(0))
     places = [place for place in PLACES if (frame["place"] == place).any()]
@@ -209,7 +209,7 @@ def parameters(collection: Collection) -> Figure | None:
 
 
 def symbol_text(name: str) -> str:
-    """t_b1 as the paper sets it."""
+    """Return a symbol in TeX: t_b1 becomes $t_{b_1}$."""
     if name == "temperature":
         return name
     side, order = name.removeprefix("t_")[0], name[-1]
@@ -218,8 +218,8 @@ def symbol_text(name: str) -> str:
 
 @picture("Parameters over training", places=tuple(PLACES))
 def parameter_trajectories(collection: Collection, place: str) -> Figure | None:
-    """How the learned parameters moved over the updates, one line per layer (the mean over the
-    heads where they have their own). Dotted: the identity, which is softmax."""
+    """The learned parameters over the updates, one line per layer (the mean over the heads if they
+    have their own). Dotted: the identity, which is softmax."""
     frame = collection.parameters
     frame = frame[(frame["place"] == place) & frame["name"].isin(IDENTITY)]
     frame = frame.assign(layer=frame["layer"].fillna(0))

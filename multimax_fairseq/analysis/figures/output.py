@@ -1,4 +1,4 @@
-"""The output layer by the frequency of words."""
+"""The output layer by word frequency."""
 
 import math
 
@@ -11,9 +11,9 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 
 @picture("Output layer by word frequency", comparable=True)
 def output_layer(collections: list[Collection]) -> Figure | None:
-    """The predicted distribution by the frequency of the right word (rank in the dictionary,
-    frequent words left). Hollow markers: the same model with its output modulator left out, which
-    shows what the modulator does to frequent and rare words."""
+    """The predicted distribution by the frequency of the correct word (rank in the dictionary,
+    frequent words on the left). Hollow markers: the same model without its output modulator, which
+    shows the modulator's effect on frequent and rare words."""
     quantities = {
         "entropy": "entropy (nats)",
         "sparsity": "sparsity (0 to 1)",
@@ -43,6 +43,6 @@ def output_layer(collections: list[Collection]) -> Figure | None:
 
 
 def ranks(bucket: str) -> tuple[int, float]:
-    """The first and the last rank of a bucket: of "51-200", and of "201-", which has no end."""
+    """Return the first and last rank of a bucket, such as "51-200" or "201-"."""
     first, _, last = bucket.partition("-")
     return int(first), int(last) if last else math.inf

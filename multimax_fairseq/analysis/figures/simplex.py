@@ -1,4 +1,4 @@
-"""What mappings do with two and with three scores."""
+"""Mappings of two and three scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ from multimax_fairseq.analysis.figures.modulators import SYMBOLS, modulators_of
 from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.mappings.table import NORMALIZERS, normalize
 
-# Learned parameters of Zhou et al. 2024, as (t_b, t_d, b, d): a hidden layer of its Table 7
-# (Deit-small, ImageNet; layer 8) and the first of Table 8 (WikiText-103).
+# Learned parameters of Zhou et al. 2024, as (t_b, t_d, b, d): layer 8 of Table 7 (Deit-small,
+# ImageNet) and layer 1 of Table 8 (WikiText-103).
 PAPER = {
     "MultiMax (paper, Table 7, layer 8)": (
         (0.64486825, 2.5263662),
@@ -30,10 +30,8 @@ PAPER = {
         (-0.87939453, -0.14501953),
     ),
 }
-# The scores of the simplex pictures: two that matter, one that does not.
-EXAMPLE = (2.0, 1.5, 0.0)
-SECOND = np.linspace(0.0, 2.0, 7)  # what the second score runs through
-
+EXAMPLE = (2.0, 1.5, 0.0)  # two relevant scores and an irrelevant one
+SECOND = np.linspace(0.0, 2.0, 7)  # values of the second score
 
 Mapping = Callable[[np.ndarray], np.ndarray]
 
@@ -61,8 +59,10 @@ def known_mappings() -> dict[str, Mapping]:
 
 
 def learned_mappings(collection: Collection, place: str) -> dict[int, Mapping]:
-    """{layer: the mapping that the last checkpoint has learned there, the mean over its heads};
-    none where more is learned than one of these mappings: a sink, or a temperature beside it."""
+    """Return {layer: the learned mapping of the last checkpoint, averaged over the heads}.
+
+    It is empty if a layer learns anything else, such as a sink, or a temperature and a modulator.
+    """
     frame = latest(collection.parameters)
     frame = frame[frame["place"] == place]
     if not any(set(frame["name"]) <= own for own in ({*SYMBOLS}, {"alpha"}, {"temperature"})):
@@ -89,10 +89,10 @@ def learned_places(collection: Collection) -> dict[str, dict[int, Mapping]]:
 
 @picture("Mappings of two scores")
 def simplex_2d(collection: Collection) -> Figure | None:
-    """The weight of the first of two scores, x and 0, by x (Fig. 2 of Zhou et al. 2024; softmax is
-    the logistic function there). First panel: known mappings, and MultiMax with the paper's
-    parameters; then what this model has learned, one line per layer (the mean over its heads),
-    against softmax."""
+    """The weight of the first of two scores, x and 0, as a function of x (Fig. 2 of Zhou et al.
+    2024; softmax is the logistic function). First panel: known mappings, and MultiMax with the
+    paper's parameters. Other panels: the learned mappings of this model, one line per layer (the
+    mean over its heads), and softmax."""
     places = learned_places(collection)
     figure, panels = wrapped(1 + len(places), 4.2, 3.8)
     x = np.linspace(-4, 4, 401)
@@ -110,18 +110,18 @@ def simplex_2d(collection: Collection) -> Figure | None:
     for axis in panels:
         axis.set(xlabel="score x (the other is 0)", ylabel="weight of x", ylim=(-0.03, 1.03))
         axis.legend(fontsize=7, loc="lower right" if axis is not panels[0] else "upper left")
-    # Room for the long names above the curves.
+    # Leave space for the legend above the curves.
     panels[0].set_ylim(-0.03, 1.45)
     return figure
 
 
 @picture("Mappings on the simplex of three weights")
 def simplex_3d(collection: Collection) -> Figure | None:
-    """The weights that mappings give three scores (Fig. 1 of Zhou et al. 2024). A corner of the
-    triangle is all weight on one, an edge is two modes with the third ignored. First panel: the
-    scores 2, 1.5 and 0; the band is softmax over temperatures. Then the second score runs from
-    0 to 2, with the paper's parameters, and with what this model has learned (one line per layer,
-    the mean over its heads)."""
+    """The weights that mappings give to three scores (Fig. 1 of Zhou et al. 2024). At a corner of
+    the triangle one score has all the weight; on an edge the third score has none. First panel: the
+    scores 2, 1.5 and 0, where the band is softmax at different temperatures. Other panels: the
+    second score runs from 0 to 2, for known mappings and for the learned mappings of this model
+    (one line per layer, the mean over its heads)."""
     places = learned_places(collection)
     count = 2 + len(places)
     columns = 2 if count in (2, 4) else 3
@@ -158,11 +158,11 @@ def simplex_3d(collection: Collection) -> Figure | None:
 
 
 def triangle(axis: Any) -> None:
-    """The simplex itself, and a view at right angles to it."""
+    """Draw the simplex, viewed at a right angle."""
     corners = np.eye(3)
     axis.plot_trisurf(*corners.T, color=PALE, alpha=0.15)
     axis.plot(*np.vstack([corners, corners[:1]]).T, color="black", linewidth=0.8)
-    # Where the x and the y axis meet, their ends would be written over each other.
+    # Without the last ticks, the labels of the x and y axes would overlap where the axes meet.
     axis.set(xticks=[0, 0.5], yticks=[0, 0.5], zticks=[0, 0.5, 1])
     axis.set(xlim=(0, 1), ylim=(0, 1), zlim=(0, 1))
     axis.set_xlabel("weight of score 1", fontsize=8)

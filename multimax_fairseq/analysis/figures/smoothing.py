@@ -1,4 +1,4 @@
-"""Over-smoothing: how alike the tokens become, and the roll-out of attention."""
+"""Over-smoothing and attention roll-out."""
 
 from typing import Any
 
@@ -22,16 +22,16 @@ SIMILARITY = "patch similarity (absolute cosine)"
 
 @picture("Over-smoothing over the layers", comparable=True)
 def over_smoothing(collections: list[Collection]) -> Figure | None:
-    """Patch similarity: the mean absolute cosine between the outputs of a layer for two tokens of a
-    sentence (Gong et al. 2021). It is near one in over-smoothing (Fig. 4 of Zhou et al. 2024). One
-    model has one line per checkpoint, darker for later ones."""
+    """Patch similarity: the mean absolute cosine between a layer's outputs for two tokens of a
+    sentence (Gong et al. 2021). It is near 1 for over-smoothing (Fig. 4 of Zhou et al. 2024). A
+    single model has one line per checkpoint, darker for later ones."""
     alone = len(collections) == 1
     return line_a_series(collections, "layers", "patch_similarity", SIMILARITY, alone)
 
 
 @picture("Over-smoothing over training")
 def over_smoothing_updates(collection: Collection) -> Figure | None:
-    """The same over the updates, one line per layer."""
+    """Patch similarity over the updates, one line per layer."""
     frame = collection.layers.dropna(subset="patch_similarity")
     if frame["updates"].nunique() < 2:
         return None
@@ -57,17 +57,17 @@ def over_smoothing_updates(collection: Collection) -> Figure | None:
 
 @picture("Roll-out against single-layer attention", comparable=True)
 def rollout(collections: list[Collection]) -> Figure | None:
-    """The correlation of each layer's own attention with the roll-out up to it, which multiplies
-    the attentions of all layers below (Abnar and Zuidema 2020; Fig. 9 of Zhou et al. 2024). The
-    lower, the less a layer's attention says where its information comes from."""
+    """The correlation of each layer's attention with the roll-out up to it, which is the product of
+    the attentions of all layers below (Abnar and Zuidema 2020; Fig. 9 of Zhou et al. 2024). A low
+    correlation means that a layer's attention alone does not show where information comes from."""
     return line_a_series(collections, "layers", "rollout_similarity", "correlation with roll-out")
 
 
 @picture("Roll-out of an example")
 def rollout_example(collection: Collection) -> Figure | None:
-    """Attention of single layers (mean over the heads; above) beside the roll-out up to them
-    (below) for the first stored sentence: queries down, keys across. Each picture has its own
-    scale, from zero to its largest weight."""
+    """The attention of single layers (mean over the heads; top) and the roll-out up to them
+    (bottom) for the first stored sentence. Queries are rows, keys are columns. Each image has its
+    own scale, from zero to its largest weight."""
     for example in collection.examples:
         for place in ATTENTIONS:
             if rolled := example.get("rollout", {}).get(place):

@@ -1,4 +1,4 @@
-"""Sparsity against multi-modality, on the same scores."""
+"""Sparsity and multi-modality."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 
 @picture("Sparsity and multi-modality of each head")
 def sparsity_multi_modality(collection: Collection) -> Figure | None:
-    """Sparsity (Definition 3.3 of Zhou et al. 2024: how near to zero the small scores' weights
-    are) and multi-modality (Definition 3.2: how near to the largest the relevant scores' weights
-    are), one cell per head; of the last checkpoint."""
+    """Sparsity (Definition 3.3 of Zhou et al. 2024: small scores have weights near zero) and
+    multi-modality (Definition 3.2: relevant scores have weights near the largest one) of the last
+    checkpoint, one cell per head."""
     return heatmaps(
         collection, {"sparsity": "sparsity (0 to 1)", "multi_modality": "multi-modality (0 to 1)"}
     )
@@ -33,10 +33,10 @@ def sparsity_multi_modality(collection: Collection) -> Figure | None:
 
 @picture("Sparsity against multi-modality", comparable=True)
 def pareto(collections: list[Collection]) -> Figure | None:
-    """Sparsity and multi-modality on the same scores: softmax at temperatures (lines, along which
-    one is given up for the other; Proposition 3.5 of Zhou et al. 2024) and the model's own mapping
-    (large markers). Above and to the right of a line is better than softmax at any temperature.
-    For one model one line per layer; for several the mean over the layers."""
+    """Sparsity and multi-modality on the same scores: softmax at different temperatures (lines),
+    which trades one for the other (Proposition 3.5 of Zhou et al. 2024), and the model's own
+    mapping (large markers). A marker above and to the right of its line is better than softmax at
+    any temperature. One model has one line per layer; several have the mean over the layers."""
     places = places_of(collections)
     if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not places:
         return None
@@ -77,7 +77,7 @@ def pareto(collections: list[Collection]) -> Figure | None:
 def trade(
     axis: Axes, frame: pd.DataFrame, look: dict[str, Any], label: str, words: bool = True
 ) -> None:
-    """Softmax over temperatures as a line, its ends named, and the model's own mapping."""
+    """Draw softmax over temperatures as a line, and the model's own mapping as a marker."""
     line = frame[frame["temperature"].notna()].sort_values("temperature")
     axis.plot(
         line["sparsity"],

@@ -1,4 +1,4 @@
-"""What the monitor has logged while a model trained, of one run or of several."""
+"""The values that the monitor logs during training, of one run or several."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,6 @@ from multimax_fairseq.analysis.collection import PLACES
 from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.analysis.figures.modulators import IDENTITY, symbol_text
 from multimax_fairseq.analysis.training_log import TrainingLog
-from multimax_fairseq.errors import UsageError
 
 LABELS = {
     "sparsity": "sparsity (0 to 1)",
@@ -34,13 +33,13 @@ LABELS = {
     "top1": "probability of the likeliest word",
     "top10": "probability of the ten likeliest",
 }
-MARKED = 20  # markers a line
+MARKED = 20  # markers per line
 
 
 def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
-    """A panel a figure, over the updates: of one run a line a layer, of several a line a run, the
-    mean over its layers; what each head has is their mean. Dotted: the identity, which is softmax.
-    """
+    """The monitor's values over the updates, one panel per value, averaged over the heads. One run
+    has one line per layer; of several runs each has one line, the mean over its layers. Dotted: the
+    identity, which is softmax."""
     tables = [log.figures[log.figures["place"] == place] for log in logs]
     known = [*LABELS, *IDENTITY]
     there = {name for table in tables for name in table["name"]}
@@ -65,7 +64,7 @@ def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
 def lines(
     logs: list[TrainingLog], tables: list[pd.DataFrame], name: str
 ) -> Iterator[tuple[str, dict[str, Any], pd.Series]]:
-    """Yield label, look and values by updates of each line in a panel."""
+    """Yield (label, style, values by update) for each line of a panel."""
     if len(logs) > 1:
         for index, (log, table) in enumerate(zip(logs, tables, strict=True)):
             own = table[table["name"] == name]
@@ -85,7 +84,7 @@ def lines(
 
 
 def draw(logs: list[TrainingLog]) -> Iterator[Drawn]:
-    """Draw, one after the other, a figure of each place that one of the runs has."""
+    """Yield a figure for each place that a run has values for."""
     for place, words in PLACES.items():
         figure = trajectories(logs, place)
         if figure is None:
@@ -98,17 +97,7 @@ def draw(logs: list[TrainingLog]) -> Iterator[Drawn]:
 
 
 def plot(logs: list[TrainingLog], out: Path) -> Iterator[str]:
-    """Write these figures; yield the name of each once it is there.
-
-    Raises:
-        UsageError: the folder cannot be written, or there is nothing to draw.
-    """
-    drawn = None
+    """Write these figures and yield their names."""
     for drawn in draw(logs):
         figures.write(drawn, out)
         yield drawn.name
-    if drawn is None:
-        raise UsageError(
-            f"the figures of '{logs[0].label}' are of no place that --monitor-interval logs "
-            f"({', '.join(PLACES)}): give another log"
-        )

@@ -1,4 +1,4 @@
-"""How large the attention weights are."""
+"""Distributions of attention weights."""
 
 from typing import Any
 
@@ -10,15 +10,14 @@ from multimax_fairseq.analysis.canvas import Series, layers_of, legend_below, se
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, bins
 from multimax_fairseq.analysis.figures.catalogue import picture
 
-# Where logarithmic axes show weights of exactly zero, and where the last bin above it ends.
+# On logarithmic axes: the position of weights that are exactly zero, and the smallest other one.
 ZERO, SMALLEST = 1e-10, 1e-9
 
 
 def probability_panels(
     collections: list[Collection], place: str
 ) -> tuple[Figure, list[tuple[Axes, str, dict[str, Any], Any]]] | None:
-    """The figure, and for each layer and series its axis, label and look, and the bins of its
-    probabilities."""
+    """Return a figure and, for each layer and series, its axis, label, style and bins."""
     wanted = []
     for entry in series(collections):
         frame = entry.of("histograms", place=place, quantity="probability")
@@ -55,9 +54,9 @@ def look_of(collections: list[Collection], entry: Series) -> dict[str, Any]:
 
 @picture("Histograms of attention weights", comparable=True, places=tuple(ATTENTIONS))
 def weight_histograms(collections: list[Collection], place: str) -> Figure | None:
-    """How many of the attention weights have which size, both axes logarithmic, one panel per layer
-    (Fig. 5 of Zhou et al. 2024, where they are called attention scores). The marker at the left:
-    weights that are exactly zero; the first step: all others below 1e-8."""
+    """The distribution of attention weights on logarithmic axes, one panel per layer (Fig. 5 of
+    Zhou et al. 2024, which calls them attention scores). The marker on the left is the share of
+    weights that are exactly zero; the first step holds all others below 1e-8."""
     found = probability_panels(collections, place)
     if found is None:
         return None
@@ -78,15 +77,15 @@ def weight_histograms(collections: list[Collection], place: str) -> Figure | Non
             only = {**look, "linestyle": "", "label": f"exactly 0: {label}"}
             axis.plot([ZERO], [zero], clip_on=False, **only)
         axis.set_yscale("log")
-        axis.set_ylabel("share of weights a decade")
+        axis.set_ylabel("share of weights per decade")
     legend_below(figure)
     return figure
 
 
 @picture("Cumulative distributions of attention weights", comparable=True, places=tuple(ATTENTIONS))
 def weight_distributions(collections: list[Collection], place: str) -> Figure | None:
-    """The share of attention weights that are at most as large as a threshold, one panel per layer
-    (Fig. 8 of Zhou et al. 2024). Where a line starts above zero, that share is exactly zero."""
+    """The cumulative distribution of attention weights, one panel per layer (Fig. 8 of Zhou et al.
+    2024). A line starts at the share of weights that are exactly zero."""
     found = probability_panels(collections, place)
     if found is None:
         return None
@@ -99,6 +98,6 @@ def weight_distributions(collections: list[Collection], place: str) -> Figure | 
             **{**look, "markersize": 4},
             markevery=12,
         )
-        axis.set(ylabel="share of weights up to it", ylim=(-0.03, 1.03))
+        axis.set(ylabel="cumulative share of weights", ylim=(-0.03, 1.03))
     legend_below(figure)
     return figure
