@@ -1,7 +1,6 @@
 """A fairseq translation model as one of Hugging Face's: what it computes, and what is refused."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def sentences(task):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_on_real_sentences(kind, data, checkpoint, tmp_path):
+def test_export_keeps_the_logits(kind, data, checkpoint, tmp_path):
     arch, name, *flags = KINDS[kind]
     file, out = checkpoint(arch, *flags), tmp_path / "new" / "out"
     export_translation(file, data / "mt", out)
@@ -66,7 +65,7 @@ def test_logits_on_real_sentences(kind, data, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("kind", ["post-norm", "pre-norm"])
 @pytest.mark.parametrize("beam", [1, 5])
-def test_translations_of_text(kind, beam, data, checkpoint, tmp_path):
+def test_export_keeps_the_translations(kind, beam, data, checkpoint, tmp_path):
     """From text to text by what is in the folder alone, as fairseq translates."""
     arch, _, *flags = KINDS[kind]
     file = checkpoint(arch, *flags)
@@ -112,7 +111,7 @@ def with_own_embeddings(file, folder):
     return folder / "own.pt"
 
 
-def test_own_embeddings(data, checkpoint, tmp_path):
+def test_export_of_separate_embeddings(data, checkpoint, tmp_path):
     file = with_own_embeddings(checkpoint("transformer"), tmp_path)
     export_translation(file, data / "mt", tmp_path / "out")
     model, task = load(file, data)
@@ -174,27 +173,27 @@ def test_own_embeddings(data, checkpoint, tmp_path):
         ("transformer", "--no-cross-attention", "no attention in decoder.encoder_attn"),
     ],
 )
-def test_what_neither_class_has_is_refused_by_name(arch, flags, what, data, checkpoint, tmp_path):
+def test_export_names_an_unsupported_part(arch, flags, what, data, checkpoint, tmp_path):
     file = checkpoint(arch, *flags.split())
     with pytest.raises(ValueError, match=f"it has .*{what}"):
         export_translation(file, data / "mt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_pre_norm_needs_shared_embeddings(data, checkpoint, tmp_path):
+def test_export_of_pre_norm_needs_shared_embeddings(data, checkpoint, tmp_path):
     file = with_own_embeddings(checkpoint("transformer", *PRE_NORM), tmp_path)
     with pytest.raises(ValueError, match="embeddings that are not all shared"):
         export_translation(file, data / "mt", tmp_path / "out")
 
 
-def test_what_nobody_has_named_is_found_by_its_logits(data, checkpoint, tmp_path, monkeypatch):
+def test_export_compares_the_logits(data, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setitem(export.ACTIVATIONS, "relu", "gelu")
     with pytest.raises(ValueError, match="logits of FSMTForConditionalGeneration differ"):
         export_translation(checkpoint("transformer"), data / "mt", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_parameter_of_one_side_alone(data, checkpoint, tmp_path, monkeypatch):
+def test_export_refuses_a_parameter_of_one_side(data, checkpoint, tmp_path, monkeypatch):
     def with_gate(*paths):
         model, task = stock(*paths)
         model.encoder.gate = torch.nn.Parameter(torch.ones(1))
@@ -202,15 +201,12 @@ def test_a_parameter_of_one_side_alone(data, checkpoint, tmp_path, monkeypatch):
 
     stock = export._load
     monkeypatch.setattr(export, "_load", with_gate)
-    with pytest.raises(ValueError, match="encoder.gate is in one of them alone"):
+    with pytest.raises(ValueError, match="only one of them has encoder.gate"):
         export_translation(checkpoint("transformer"), data / "mt", tmp_path / "out")
 
 
-def test_files_that_are_not_as_they_should_be(data, checkpoint, tmp_path, monkeypatch):
+def test_export_names_a_missing_file(data, checkpoint, tmp_path):
     file, out = checkpoint("transformer"), tmp_path / "out"
-    (data / "empty").mkdir()
-    (data / "empty" / "empty").symlink_to(".")
-    monkeypatch.chdir(data / "empty")
     (data / "noise.pt").write_bytes(b"noise")
     for wrong, message in (
         ((tmp_path / "no.pt", data / "mt", out), "no.pt' does not exist"),
@@ -218,8 +214,6 @@ def test_files_that_are_not_as_they_should_be(data, checkpoint, tmp_path, monkey
         ((data / "noise.pt", data / "mt", out), "noise.pt"),
         ((file, data / "mt-other", out), "do not fit checkpoint"),
         ((file, data / "lm", out), r"lm' has no dict\.de\.txt: give the folder"),
-        ((file, data / "mt", file / "below"), "pt' cannot be written to: give `out`"),
-        ((file, data / "mt", Path("empty")), "empty' is the current folder: give a new one"),
         ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
         ((file, data / "mt", data), "exists already: give a new folder"),
     ):
@@ -228,7 +222,7 @@ def test_files_that_are_not_as_they_should_be(data, checkpoint, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_to_an_empty_folder_stays_a_link(data, checkpoint, tmp_path):
+def test_export_keeps_a_link_to_an_empty_folder(data, checkpoint, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     export_translation(checkpoint("transformer"), data / "mt", tmp_path / "link")
@@ -236,7 +230,7 @@ def test_a_link_to_an_empty_folder_stays_a_link(data, checkpoint, tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").is_file()
 
 
-def test_words_are_those_of_fairseq(tmp_path):
+def test_tokenizer_splits_words_as_fairseq(tmp_path):
     """What a space is, and symbols of the dictionary within words."""
     words = Dictionary()
     for word in ("a", "b", ".", "(", ")", "-", "@@"):

@@ -29,7 +29,7 @@ def same(model, other):
 
 @pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax", "topk"])
 @pytest.mark.parametrize("make", MODELS)
-def test_a_round_trip_is_bit_identical(make, normalizer, tmp_path):
+def test_load_restores_the_model_bitwise(make, normalizer, tmp_path):
     model = made(make)
     settings = {"multimax": {"init_std": 0.3, "order": 1, "terms": "low"}, "topk": {"k": 2}}
     attach(model, normalizer, per_head=True, **settings.get(normalizer, {}))
@@ -44,7 +44,7 @@ def test_a_round_trip_is_bit_identical(make, normalizer, tmp_path):
 
 
 @pytest.mark.parametrize("make", [bert_bert, bert_gpt2, vit_gpt2])
-def test_attach_reaches_both_models_of_a_pair(make, tmp_path):
+def test_load_restores_an_encoder_decoder_model(make, tmp_path):
     model, ids = made(make), tokens()
     inputs = {"input_ids": ids, "decoder_input_ids": ids}
     if make is vit_gpt2:
@@ -58,7 +58,7 @@ def test_attach_reaches_both_models_of_a_pair(make, tmp_path):
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
 
 
-def test_dtypes_are_kept(tmp_path):
+def test_load_keeps_dtypes(tmp_path):
     model = made(llama).to(torch.bfloat16)
     attach(model, init_std=0.3)
     save(model, tmp_path)
@@ -69,7 +69,7 @@ def test_dtypes_are_kept(tmp_path):
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
-def test_shards(tmp_path):
+def test_load_reads_shards(tmp_path):
     model = made(gpt2)
     attach(model, init_std=0.3)
     small = model.save_pretrained
@@ -79,7 +79,7 @@ def test_shards(tmp_path):
     same(model, load(tmp_path))
 
 
-def test_copies_are_what_was_copied():
+def test_copies_keep_their_normalizers():
     model = made(llama)
     attach(model, init_std=0.3)
     expected = logits(model, tokens())
@@ -87,7 +87,7 @@ def test_copies_are_what_was_copied():
         assert torch.equal(logits(again, tokens()), expected)
 
 
-def test_their_own_loader_does_without(tmp_path):
+def test_from_pretrained_drops_the_normalizers(tmp_path):
     """Why `load` is there: what from_pretrained gives is the softmax model."""
     model = made(gpt2)
     softmax = logits(model, tokens())
@@ -107,13 +107,12 @@ def saved(tmp_path):
 
 
 def rewrite(folder, change):
-    """Write the file of the normalizers again, changed."""
+    """Write the normalizers' tensors again after a change."""
     tensors = load_file(folder / FILE)
     with safe_open(folder / FILE, "pt") as file:
         metadata = file.metadata()
-    layers = json.loads(metadata["layers"])
-    change(tensors, layers)
-    save_file(tensors, folder / FILE, {"layers": json.dumps(layers)})
+    change(tensors)
+    save_file(tensors, folder / FILE, metadata)
 
 
 FIRST = "model.layers.0.self_attn"
@@ -121,69 +120,23 @@ TENSOR = f"{FIRST}.modulator.low_threshold"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda tensors, layers: tensors.pop(TENSOR), "does not fit.*low_threshold"),
-        (
-            lambda tensors, layers: tensors.update({TENSOR: torch.ones(3)}),
-            "does not fit.*low_threshold.*shape",
-        ),
-        (
-            lambda tensors, layers: tensors.update({f"{FIRST}.other": torch.ones(3)}),
-            "does not fit.*other",
-        ),
-        (lambda tensors, layers: tensors.update(stray=torch.ones(3)), "is damaged"),
-        (lambda tensors, layers: layers.update({"model.layers.9": {}}), "does not fit.*9"),
-        (lambda tensors, layers: layers.update({FIRST: 3}), "is damaged .layers without settings"),
-        (
-            lambda tensors, layers: layers[FIRST].update(name="hardmax"),
-            "does not fit.*hardmax",
-        ),
-        (lambda tensors, layers: layers[FIRST].update(size=3), "does not fit.*size"),
-        (lambda tensors, layers: layers.clear(), "is damaged"),
+        lambda tensors: tensors.pop(TENSOR),
+        lambda tensors: tensors.update({TENSOR: torch.ones(3)}),
+        lambda tensors: tensors.update({f"{FIRST}.other": torch.ones(3)}),
     ],
 )
-def test_a_changed_file_is_refused_in_one_sentence(saved, change, message):
+def test_load_refuses_normalizers_that_do_not_fit(saved, change):
     rewrite(saved, change)
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(RuntimeError, match="Normalizer"):
         load(saved)
-    assert "\n" not in str(raised.value)
 
 
-def test_damaged_or_missing_files(saved):
-    whole = (saved / FILE).read_bytes()
-    for content in (b"", whole[:40], whole[:-8]):
-        (saved / FILE).write_bytes(content)
-        with pytest.raises(ValueError, match="is damaged"):
-            load(saved)
-    save_file({}, saved / FILE)
-    with pytest.raises(ValueError, match="is damaged"):
-        load(saved)
+def test_load_needs_the_file_of_save(saved):
     (saved / FILE).unlink()
     with pytest.raises(ValueError, match="does not exist: give a folder that save wrote"):
         load(saved)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors, layers: tensors.update({TENSOR: torch.tensor([0, torch.nan])}), "finite"),
-        (lambda tensors, layers: tensors.update({TENSOR: torch.ones(2).long()}), "is damaged"),
-        (lambda tensors, layers: tensors.update({TENSOR: torch.ones(2).cfloat()}), "is damaged"),
-        (
-            lambda tensors, layers: tensors.update(
-                {TENSOR: torch.ones(2, dtype=torch.float8_e5m2)}
-            ),
-            "is damaged",
-        ),
-        (lambda tensors, layers: layers[FIRST].update(num_heads=10**12), "no layer has such"),
-    ],
-)
-def test_forged_numbers_are_refused(saved, change, message):
-    rewrite(saved, change)
-    with pytest.raises(ValueError, match=message) as raised:
-        load(saved)
-    assert "\n" not in str(raised.value) and FILE in str(raised.value)
 
 
 class Code:
@@ -194,48 +147,28 @@ class Code:
         return open, (self.marker, "w")
 
 
-def test_code_beside_a_model_is_not_run(saved, monkeypatch):
-    """In a pickle in place of the weights, in a file that config.json names, deep in JSON."""
+def test_load_runs_no_code_of_the_folder(saved, monkeypatch):
+    """Not from a pickle in place of the weights, nor from a file that config.json names."""
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("load asks"))
     marker, config = saved / "ran", json.loads((saved / "config.json").read_text())
     (saved / "code.py").write_text(f"open({str(marker)!r}, 'w')")
     theirs = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     for change in ({"model_type": "theirs", "auto_map": theirs}, {"architectures": ["Trainer"]}):
         (saved / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ValueError, match="pass its class as model_class|has no class"):
+        with pytest.raises(ValueError, match="trust_remote_code|has no class"):
             load(saved)
-    (saved / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"config\.json' cannot be read"):
-        load(saved)
     (saved / "config.json").write_text(json.dumps(config))
-    whole, tensors = (saved / FILE).read_bytes(), load_file(saved / FILE)
-    for layers in ("[" * 100_000, '{"a": ' * 100_000):
-        save_file(tensors, saved / FILE, {"layers": layers})
-        with pytest.raises(ValueError, match="is damaged"):
-            load(saved)
-    (saved / FILE).write_bytes(whole)
     (saved / "model.safetensors").unlink()
     for name in ("pytorch_model.bin", "model.safetensors"):
         torch.save({"x": Code(str(marker))}, saved / name)
-        with pytest.raises(ValueError, match="no LlamaForCausalLM can be read from"):
+        with pytest.raises(Exception):  # noqa: B017  of transformers or safetensors
             load(saved)
     assert not marker.exists()
 
 
-def test_weights_that_are_damaged(saved):
-    weights = saved / "model.safetensors"
-    for content in (b"", weights.read_bytes()[:-8], b"\xff" * 100):
-        weights.write_bytes(content)
-        with pytest.raises(ValueError, match="no LlamaForCausalLM can be read from") as raised:
-            load(saved)
-        assert "\n" not in str(raised.value)
-
-
-def test_another_class(saved):
+def test_load_checks_the_class(saved):
     with pytest.raises(ValueError, match="not those of LlamaForSequenceClassification"):
         load(saved, hf.LlamaForSequenceClassification)
-    with pytest.raises(ValueError, match="load sets attn_implementation itself"):
-        load(saved, attn_implementation="sdpa")
     config = json.loads((saved / "config.json").read_text())
     config["architectures"] = ["MyLlama"]
     (saved / "config.json").write_text(json.dumps(config))
@@ -244,12 +177,12 @@ def test_another_class(saved):
     assert type(load(saved, hf.LlamaForCausalLM)) is hf.LlamaForCausalLM
 
 
-def test_what_cannot_be_saved(tmp_path):
+def test_save_refuses_models_without_normalizers(tmp_path):
     model = made(llama)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no normalizers"):
         save(model, tmp_path)
     replace_softmax(model)
-    with pytest.raises(ValueError, match="no normalizers that attach gave it"):
+    with pytest.raises(ValueError, match="no normalizers from attach"):
         save(model, tmp_path)
     with pytest.raises(ValueError, match="has normalizers already"):
         attach(model)
@@ -260,7 +193,7 @@ def test_what_cannot_be_saved(tmp_path):
         save(model, tmp_path / "file")
 
 
-def test_a_failed_save_leaves_the_earlier_model_and_a_stopped_one_no_half(saved, monkeypatch):
+def test_failed_save_keeps_the_earlier_model(saved, monkeypatch):
     def full(*arguments):
         raise OSError("no space left on device")
 
@@ -285,7 +218,7 @@ def test_a_failed_save_leaves_the_earlier_model_and_a_stopped_one_no_half(saved,
     same(other, load(saved))
 
 
-def test_what_cannot_be_written_leaves_the_model_that_is_there(saved):
+def test_save_to_a_full_disk_keeps_the_earlier_model(saved):
     before = load(saved)
     other = made(llama)
     attach(other, init_std=0.5)
@@ -295,7 +228,7 @@ def test_what_cannot_be_written_leaves_the_model_that_is_there(saved):
     same(before, load(saved))
 
 
-def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+def test_save_accepts_numpy_settings(tmp_path):
     model = made(llama)
     attach(model, init_std=np.float32(0.5), order=np.int64(1))
     save(model, tmp_path)
@@ -307,7 +240,7 @@ def python(code):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_without_the_package():
+def test_import_names_the_missing_package():
     """Everything but its room works, and the room says what to install."""
     code, out, error = python(
         "import sys; sys.modules['transformers'] = None\n"
@@ -324,7 +257,7 @@ def test_without_the_package():
     assert "During handling" not in error
 
 
-def test_only_the_export_needs_fairseq():
+def test_only_export_needs_fairseq():
     code, out, error = python(
         "import sys; sys.modules['fairseq'] = None\n"
         "import multimax_fairseq\n"
@@ -340,7 +273,7 @@ def test_only_the_export_needs_fairseq():
         multimax_fairseq.transformers.exports  # noqa: B018
 
 
-def test_weights_that_the_class_would_drop(saved):
+def test_load_refuses_weights_that_the_class_drops(saved):
     weights = saved / "model.safetensors"
     state = load_file(weights) | {"model.layers.0.gate.weight": torch.ones(2)}
     save_file(state, weights, {"format": "pt"})
@@ -348,20 +281,20 @@ def test_weights_that_the_class_would_drop(saved):
         load(saved)
 
 
-def test_no_pickle_is_read(saved):
+def test_load_reads_no_pickle(saved):
     weights = saved / "model.safetensors"
     torch.save(load_file(weights), saved / "pytorch_model.bin")
     weights.unlink()
-    with pytest.raises(ValueError, match="no LlamaForCausalLM can be read from"):
+    with pytest.raises(OSError, match="model.safetensors"):
         load(saved)
 
 
-def test_narrow_normalizers_are_kept(tmp_path):
+def test_load_keeps_narrow_normalizers(tmp_path):
     model = made(llama)
     attach(model, init_std=0.3)
     save(model.to(torch.bfloat16), tmp_path)
     same(model, load(tmp_path))
 
 
-def test_a_loaded_model_is_in_eval_mode_as_a_whole(saved):
+def test_load_sets_evaluation_mode(saved):
     assert not any(module.training for module in load(saved).modules())

@@ -1,7 +1,6 @@
-"""MultiMax in the models of Hugging Face's package transformers, and translation models as theirs.
+"""MultiMax in Hugging Face models, and export of translation models to transformers.
 
-Needs the extra `transformers`; nothing else here imports it. Only `export_translation` needs
-fairseq.
+It needs the extra `transformers`. Only `export_translation` needs fairseq.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A translation model of fairseq as one of transformers, where a class of theirs can hold it."""
+"""Exports fairseq translation models to transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ACTIVATIONS = {
     "tanh": "tanh",
     "linear": "linear",
 }
-TOLERANCE = 1e-5  # of the logits, by the largest one
+TOLERANCE = 1e-5  # of the logits, relative to the largest one
 
 
 def export_translation(
@@ -46,23 +46,23 @@ def export_translation(
     data_bin: str | os.PathLike[str],
     out: str | os.PathLike[str],
 ) -> PreTrainedModel:
-    """Write a fairseq translation model as one of Hugging Face's, and return that.
+    """Convert a fairseq translation model to a Hugging Face model, write it and return it.
 
-    A post-norm Transformer becomes an FSMTForConditionalGeneration, a pre-norm one whose
-    embeddings are all shared an M2M100ForConditionalGeneration. `out` has a tokenizer of the source
-    dictionary, `out/target` one of the target's: of text that is tokenised and split into subwords
-    as fairseq-interactive takes it. Word ids are fairseq's; the settings of generation are those
-    of fairseq-generate with --beam 5. Logits are compared before anything is written.
+    A post-norm Transformer becomes an FSMTForConditionalGeneration. A pre-norm Transformer with one
+    embedding for both languages becomes an M2M100ForConditionalGeneration. `out` has a tokenizer
+    for the source dictionary, `out/target` one for the target dictionary. They take the text that
+    fairseq-interactive takes, tokenised and split into subwords. Word ids are fairseq's. The
+    generation settings are those of fairseq-generate with --beam 5. The function compares the
+    logits before it writes anything.
 
     Args:
-        checkpoint: of fairseq-train, with softmax in every attention and in the output layer.
-        data_bin: the folder of fairseq-preprocess that it was trained on.
+        checkpoint: written by fairseq-train, with softmax in every attention and the output layer.
+        data_bin: the folder of fairseq-preprocess that the model was trained on.
         out: a new folder.
 
     Raises:
-        ValueError: a file or folder is missing or does not fit, `out` is there already or cannot
-            be written, or the model has what neither class has (another mapping than softmax,
-            learned positions, a recurrent decoder ...), by name.
+        UsageError: a file or folder is missing, `out` exists already, or neither class supports
+            the model (another mapping than softmax, learned positions, a recurrent decoder, ...).
     """
     checkpoint, data_bin, out = Path(checkpoint), Path(data_bin), Path(out).resolve()
     _check_place(out)
@@ -70,8 +70,8 @@ def export_translation(
     obstacle = _obstacle(model)
     if obstacle:
         raise UsageError(
-            f"checkpoint '{checkpoint}' cannot become a model of transformers: it has {obstacle}, "
-            "which neither FSMT nor M2M100 has"
+            f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}, which neither FSMT "
+            "nor M2M100 supports"
         )
     theirs = _converted(model, task)
     _check_equal(model, theirs, task)
@@ -86,13 +86,8 @@ def export_translation(
 
 
 def _check_place(out: Path) -> None:
-    if out == Path.cwd().resolve():
-        raise UsageError(f"'{out}' is the current folder: give a new one")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"'{out}' exists already: give a new folder")
-    above = next(folder for folder in out.parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UsageError(f"'{above}' cannot be written to: give `out` a folder that can")
 
 
 def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
@@ -121,7 +116,7 @@ def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
 
 
 def _obstacle(model: Any) -> str | None:
-    """Return what in a model neither class can hold."""
+    """Return a part of the model that neither class supports, or None."""
     if type(model) not in MODELS:
         return f"the structure of a {type(model).__name__}"
     encoder, decoder = model.encoder, model.decoder
@@ -194,7 +189,7 @@ def _converted(model: Any, task: Any) -> PreTrainedModel:
         "bos_token_id": target.bos(),
         "pad_token_id": target.pad(),
         "eos_token_id": target.eos(),
-        "decoder_start_token_id": target.eos(),  # what fairseq moves to a target's front
+        "decoder_start_token_id": target.eos(),  # fairseq's first decoder input
         "tie_word_embeddings": cfg.share_all_embeddings,
     }
     for side in ("encoder", "decoder"):
@@ -223,8 +218,8 @@ def _converted(model: Any, task: Any) -> PreTrainedModel:
     lost = [*found.unexpected_keys, *(n for n in found.missing_keys if "embed_positions" not in n)]
     if lost:
         raise UsageError(
-            f"the checkpoint's parameters and those of {type(theirs).__name__} are not the same: "
-            f"{', '.join(name.removeprefix('model.') for name in lost)} is in one of them alone"
+            f"the parameters of the checkpoint and of {type(theirs).__name__} differ: only one of "
+            f"them has {', '.join(name.removeprefix('model.') for name in lost)}"
         )
     theirs.generation_config = GenerationConfig(
         bos_token_id=target.bos(),
@@ -236,14 +231,14 @@ def _converted(model: Any, task: Any) -> PreTrainedModel:
         num_beams=5,
         length_penalty=1.0,
         early_stopping=True,
-        min_new_tokens=1,  # of which an end is one, but not the first: --min-len 1
-        max_new_tokens=201,  # --max-len-b 200, and an end
+        min_new_tokens=1,  # --min-len 1: not only the end of sentence
+        max_new_tokens=201,  # --max-len-b 200, plus the end of sentence
     )
     return theirs.eval()
 
 
 def _check_equal(model: Any, theirs: Any, task: Any) -> None:
-    """UsageError if the two have not the same logits for some words, with padding."""
+    """Raise UsageError if the logits of the models differ for a random batch with padding."""
     words, pad = task.source_dictionary, task.target_dictionary.pad()
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(words.nspecial, len(words), (2, 7), generator=generator)
@@ -262,16 +257,16 @@ def _check_equal(model: Any, theirs: Any, task: Any) -> None:
     if not error <= TOLERANCE:
         raise UsageError(
             f"the logits of {type(theirs).__name__} differ from the checkpoint's by {error:.1e} of "
-            "the largest: the model has a part that the class lacks"
+            "the largest one: the class does not support some part of the model"
         )
 
 
 def _tokenizer(words: Dictionary) -> PreTrainedTokenizerFast:
-    """Return the dictionary as a tokenizer of text that has a space between its tokens."""
+    """Return a tokenizer that splits text at spaces and has the dictionary's ids."""
     eos, unk = words.eos_word, words.unk_word
     vocabulary = {symbol: index for index, symbol in enumerate(words.symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
-    # Where Python's str.split does, as fairseq: at four control characters too.
+    # As Python's str.split, which fairseq uses: also at four control characters.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\x{1c}-\x{1f}]+"), "removed")
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {eos}", special_tokens=[(eos, words.eos())]
@@ -283,6 +278,6 @@ def _tokenizer(words: Dictionary) -> PreTrainedTokenizerFast:
         eos_token=eos,
         unk_token=unk,
         padding_side="left",  # as fairseq pads sources
-        split_special_tokens=True,  # to fairseq they are words as others, and nothing within one
+        split_special_tokens=True,  # fairseq treats special symbols in text as words
         clean_up_tokenization_spaces=False,
     )

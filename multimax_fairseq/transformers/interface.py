@@ -1,4 +1,4 @@
-"""Attention and its mask, as the interfaces of transformers call them."""
+"""The attention and mask functions that transformers calls."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from multimax_fairseq.modules.normalizer import Normalizer
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # a version of transformers that tells the layers themselves
+except ImportError:  # older versions pass output_attentions to the layers
     _active_collector = None
 
 IMPLEMENTATION = "multimax"
 
-# What a layer may ask of attention beyond a mask. It is named, for what is not read is lost.
+# Arguments that would be ignored in silence.
 REFUSED = {
     "softcap": "soft-capping of the scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "position_bias": "a position bias",
-    "indices": "a choice of keys by another module",
-    "block_indices": "a choice of keys by another module",
+    "indices": "a selection of keys",
+    "block_indices": "a selection of keys",
     "cache": "a paged cache (continuous batching)",
 }
 
-# Gives a layer that is called for the first time its normalizer, while `attach` looks for layers.
+# Set by `attach`: gives a layer its normalizer at its first call.
 equip: ContextVar[Callable[[nn.Module, int], None] | None] = ContextVar("equip", default=None)
 
 
 def register() -> None:
-    """Make "multimax" an attention implementation of transformers, with a mask of its own.
+    """Register "multimax" as an attention implementation of transformers.
 
-    `attach` and `load` do so too. A model that was unpickled, or whose config asks for it, needs
-    the call before its forward.
+    `attach` and `load` call it. Call it before the forward pass of an unpickled model, or of a
+    model whose config names the implementation.
     """
     AttentionInterface.register(IMPLEMENTATION, attention)
-    # Without a mask function of its own an implementation is given no mask at all.
+    # Without a mask function, transformers passes no mask.
     AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
-    """Return which keys each query may attend to, (B, 1, T, S), True where it may.
+    """Return the bool mask, (B, 1, T, S), True where a query may attend to a key.
 
-    Equivalent to: sdpa's mask, but that a causal one is always there. sdpa leaves it out where the
-    flag is_causal says the same; who reads the mask alone would look into the future.
+    It is sdpa's mask, but a causal mask is never left out in favour of the flag is_causal.
 
     Returns:
-        bool; None where every query attends to every key.
+        The mask, or None if every query attends to every key.
     """
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
 
@@ -70,42 +69,43 @@ def attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the context of each query by the layer's normalizer, and the probabilities if asked.
+    """Return the attention output with the layer's normalizer.
 
-    Equivalent to: transformers' sdpa_attention_forward with another softmax
+    It has the signature of transformers' sdpa_attention_forward.
 
     Args:
-        module: the attention layer, which `attach` gave a `normalizer`.
+        module: the attention layer, with a `normalizer` from `attach`.
         query: (B, H, T, D).
-        key, value: (B, H, S, D), or of fewer heads, each for a group of the query's.
+        key, value: (B, H, S, D), or with fewer heads, each of which serves a group of query heads.
         attention_mask: broadcastable to (B, H, T, S). Bool: True may attend. Float: added after
-            the modulator. None: as is_causal says.
-        dropout, scaling: of the probabilities, and of the scores; None is 1 / sqrt(D).
-        is_causal: without a mask, query t attends to keys up to t; None asks the layer.
-        arguments: output_attentions asks for the probabilities; those of `REFUSED` are refused.
+            the modulator. None: see is_causal.
+        dropout: probability of dropping an attention weight.
+        scaling: factor on the scores. Default: 1 / sqrt(D).
+        is_causal: without a mask, query t attends to keys up to t. None reads `module.is_causal`.
+        arguments: output_attentions requests the probabilities; those in `REFUSED` are refused.
 
     Returns:
-        ((B, T, H, D), contiguous; (B, H, T, S) or None).
+        (output (B, T, H, D), contiguous; probabilities (B, H, T, S), or None).
 
     Raises:
-        UsageError: the layer has no normalizer, or its attention does what has no place here.
+        UsageError: the layer has no normalizer, or an argument is not supported.
     """
     layer = type(module).__name__
     for name, what in REFUSED.items():
         if arguments.get(name) is not None:
             raise UsageError(
-                f"{layer} uses {what} ({name}), which attention by a normalizer does not have: "
-                "leave this model's attention as it is"
+                f"{layer} uses {what} ({name}), which normalizers do not support: keep the "
+                "model's own attention"
             )
     normalizer: Any = getattr(module, "normalizer", None)
-    if not hasattr(normalizer, "attend"):  # of a wrapper too, as PEFT's
+    if not hasattr(normalizer, "attend"):  # a wrapper, such as PEFT's, has it too
         normalizer = _first_call(module, query.shape[1])
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     mask = attention_mask
     if mask is None:
-        # The rule of sdpa_attention_forward, for layers that are given no mask.
+        # The rule of sdpa_attention_forward without a mask.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         is_causal = bool(causal) and query.shape[2] > 1
     elif mask.dtype == torch.bool:
@@ -114,8 +114,8 @@ def attention(
         is_causal = False
     else:
         raise UsageError(
-            f"{layer} was given an attention mask of {mask.dtype}: a mask of four dimensions must "
-            "be bool (True may attend) or floating-point (added)"
+            f"{layer} got an attention mask of {mask.dtype}: a four-dimensional mask must be bool "
+            "(True may attend) or floating-point (added)"
         )
     context, probs = normalizer.attend(
         *(query, key, value, mask, is_causal, dropout, scaling),
@@ -125,12 +125,12 @@ def attention(
 
 
 def _are_collected(module: Any) -> bool:
-    """Whether transformers collects the probabilities by hooks, of which layers are not told."""
+    """Whether transformers collects the probabilities with hooks, without telling the layers."""
     # torch.compile cannot read a ContextVar.
     if _active_collector is None or torch.compiler.is_compiling():
         return False
     if torch._C._current_graph_task_id() != -1:
-        # A backward pass: what gradient checkpointing repeats there has to be as it was.
+        # In a backward pass, gradient checkpointing must repeat the forward pass exactly.
         return getattr(module, "attentions_collected", False)
     names = _active_collector.get() or ()
     module.attentions_collected = any(name.endswith("attentions") for name in names)

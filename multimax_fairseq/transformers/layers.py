@@ -1,4 +1,4 @@
-"""Gives each attention layer of a Hugging Face model a normalizer of its own."""
+"""Attaches a normalizer to each attention layer of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -26,47 +26,42 @@ def attach(
     per_head: bool = False,
     **settings: Any,
 ) -> list[str]:
-    """Put a normalizer in place of softmax in a model's attention layers, and return their names.
+    """Replace softmax in a model's attention layers by a normalizer, and return the layers' names.
 
-        attach(AutoModelForCausalLM.from_pretrained("gpt2"))
-    Equivalent to: model.set_attn_implementation("sdpa"), but for the softmax
+    The function calls the model once. Each layer that computes its attention through transformers'
+    AttentionInterface gets a `Normalizer` as its submodule `normalizer`, which is trained, moved
+    and saved in the state dict with the layer. Its parameters are float32 for any dtype of the
+    model. With `init_std=0` the model's function does not change.
 
-    The model is called once: the layers that form their attention through transformers'
-    AttentionInterface in this call get a `Normalizer`, as their submodule `normalizer`, which is
-    trained, moved and in the state dict with them. Its parameters are float32 whatever the
-    model's; with `init_std=0` the model is the one that it was. Load the weights of a softmax
-    model first. `save` and `load` keep the normalizers; `from_pretrained` alone would drop them.
+    Load the weights of a softmax model first. `save` and `load` keep the normalizers;
+    `from_pretrained` drops them.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained("gpt2")
+        attach(model)
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         normalizer: a key of `NORMALIZERS`.
-        inputs: the arguments of the call, which has to reach every attention layer. Default:
+        inputs: the arguments of the call, which must reach every attention layer. Default:
             `model.dummy_inputs`.
         per_head: learn the parameters per head.
-        settings: what else `Normalizer` takes.
+        settings: other arguments of `Normalizer`.
 
     Raises:
-        TypeError: an argument of another type; a setting that `Normalizer` does not know.
-        ValueError: settings out of range; a mapping that reads hidden states; a model that has
-            normalizers already, has a part that forms its attention by itself, or uses
-            soft-capping, sinks or position biases. The model is then as before.
+        TypeError: `Normalizer` does not know a setting.
+        UsageError: a setting is out of range; the mapping reads hidden states; the model has
+            normalizers already, or a part that does not use AttentionInterface, or soft-capping,
+            sinks or position biases. The model is then unchanged.
     """
-    for name, value, kind in (
-        ("model", model, PreTrainedModel),
-        ("normalizer", normalizer, str),
-        ("inputs", inputs, Mapping | None),
-        ("per_head", per_head, bool),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {getattr(kind, '__name__', kind)}, got {value!r}")
     if mapping_named(normalizer).hidden:
         raise UsageError(
-            f"the normalizer {normalizer!r} reads hidden states, which transformers gives no "
-            "attention function: choose another"
+            f"the normalizer {normalizer!r} reads hidden states, which transformers does not pass "
+            "to attention functions: choose another"
         )
-    # Numbers of numpy's are none that a file of JSON can hold.
+    # `save` writes JSON, which has no numpy numbers.
     settings = {k: v.item() if isinstance(v, np.generic) else v for k, v in settings.items()}
-    Normalizer(normalizer, **settings)  # what is out of range is said before anything is changed
+    Normalizer(normalizer, **settings)  # raises before the model is changed
     if attached(model):
         raise UsageError(
             f"{type(model).__name__} has normalizers already: attach once, to a softmax model"
@@ -92,7 +87,7 @@ def attach(
 
 
 def attached(model: nn.Module) -> dict[str, Any]:
-    """Return the attention layers that have a normalizer, by their names."""
+    """Return {name: layer} for the attention layers that have a normalizer."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -101,40 +96,37 @@ def attached(model: nn.Module) -> dict[str, Any]:
 
 
 def put(module: Any, made_with: dict[str, Any]) -> None:
-    """Give a layer the normalizer that these arguments of `Normalizer` make."""
+    """Give a layer a `Normalizer` with these arguments."""
     if hasattr(module, "normalizer"):
-        raise UsageError(
-            f"{type(module).__name__} has an attribute 'normalizer' of its own, which would be in "
-            "the way: rename it"
-        )
+        raise UsageError(f"{type(module).__name__} has an attribute 'normalizer': rename it")
     normalizer: Any = Normalizer(**made_with)
-    normalizer.made_with = made_with  # for save
+    normalizer.made_with = made_with  # `save` writes it
     device = next((parameter.device for parameter in module.parameters()), None)
     module.normalizer = normalizer.to(device=device).train(module.training)
 
 
 def use(model: Any) -> None:
-    """Set the attention implementation of a model and of its parts."""
+    """Set the attention implementation of a model and its parts."""
     interface.register()
     model.set_attn_implementation(interface.IMPLEMENTATION)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             if part.config._attn_implementation != interface.IMPLEMENTATION:
                 raise UsageError(_ignores_the_interface(part))
-    # EncoderDecoderModel gives its two models new configs, but their layers keep the old ones.
+    # The layers of EncoderDecoderModel have other config objects than its two models.
     for config in _configs(model):
         config._attn_implementation = interface.IMPLEMENTATION
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return each config in the model once; a model's own comes before those of its parts."""
+    """Return each config once, a model's own before those of its parts."""
     return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
 
 
 def _ignores_the_interface(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} forms its attention by itself, not through transformers' "
-        "AttentionInterface: use multimax_fairseq.replace_softmax(model)"
+        f"{type(model).__name__} does not use transformers' AttentionInterface: call "
+        "multimax_fairseq.replace_softmax(model) instead"
     )
 
 
@@ -174,7 +166,7 @@ def _call_with_dummies(model: Any) -> None:
 
 @contextlib.contextmanager
 def _unchanged_on_error(model: Any, given: dict[str, nn.Module]) -> Iterator[None]:
-    # Setting a config's implementation also sets that of the configs inside it, so those come last.
+    # A config also sets the implementation of the configs inside it, so those are restored last.
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         yield
@@ -188,7 +180,7 @@ def _unchanged_on_error(model: Any, given: dict[str, nn.Module]) -> Iterator[Non
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of transformers: of a call with dummies, or of what is checked here."""
+    """Silence the warnings of transformers."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
