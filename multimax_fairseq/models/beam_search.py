@@ -157,16 +157,21 @@ class BeamGenerator(SequenceGenerator):
                 "a sentence has no translation because the model's scores are not finite: train "
                 "with a lower learning rate, or give an earlier checkpoint"
             )
+        self._attach_attention(found, net_input, first)
+        return [sorted(each, key=lambda one: -float(one["score"])) for each in found]
+
+    def _attach_attention(
+        self, found: list[list["Hypothesis"]], net_input: dict[str, Tensor], first: int
+    ) -> None:
+        """Let the first read of a hypothesis's attention compute that of the whole batch."""
         hypotheses = [one for each in found for one in each]
         sentences = [sentence for sentence, each in enumerate(found) for _ in each]
-        weights = functools.cache(  # the first read computes the weights of the whole batch
-            functools.partial(
-                self._attention, net_input, first, sentences, [one["tokens"] for one in hypotheses]
-            )
+        tokens = [one["tokens"] for one in hypotheses]
+        weights = functools.cache(
+            functools.partial(self._attention, net_input, first, sentences, tokens)
         )
         for row, one in enumerate(hypotheses):
             one.weights, one.row = weights, row
-        return [sorted(each, key=lambda one: -float(one["score"])) for each in found]
 
     @torch.no_grad()
     def _attention(
@@ -242,10 +247,8 @@ class BeamGenerator(SequenceGenerator):
 
         The scores are those of the best words that are not special, (rows, choices).
         """
-        count, special = (
-            2 * self.beam_size + len(self.special),
-            _on(features[0].device, self.special),
-        )
+        count = 2 * self.beam_size + len(self.special)
+        special = _on(features[0].device, self.special)
         most = max(64, MAX_SCORES // self.vocab_size)
         parts = []
         for part in zip(*(each.split(most) for each in features), strict=True):

@@ -1,6 +1,6 @@
 "use strict";
 
-// The sides of the sentence pair that ask (rows) and are asked (columns).
+// The sides of the sentence pair that are queries (rows) and keys (columns).
 const SIDES = {
   encoder: ["source", "source"],
   decoder: ["target", "target"],
@@ -12,7 +12,7 @@ const NAMES = {
   cross: "cross-attention",
 };
 
-// The weights of a head; head "mean" is the mean over the heads, "rollout" the roll-out.
+// The weights of a head, of the mean over the heads ("mean"), or of the roll-out ("rollout").
 function weights(example, place, layer, head) {
   if (head === "rollout") return example.rollout[place][layer];
   const heads = example.attention[place][layer];
@@ -21,7 +21,7 @@ function weights(example, place, layer, head) {
     row.map((_, k) => heads.reduce((sum, one) => sum + one[q][k], 0) / heads.length));
 }
 
-// Of subwords to words: what a word is given adds up, what its subwords give is averaged.
+// Merges subwords: sums the weights of a key's subwords, averages those of a query's.
 function joined(matrix, queries, keys) {
   const rows = queries.map((word) => {
     const own = matrix.slice(word.start, word.end);
@@ -31,7 +31,7 @@ function joined(matrix, queries, keys) {
     row.slice(word.start, word.end).reduce((sum, weight) => sum + weight, 0)));
 }
 
-// {queries, keys, matrix}: names of rows and columns, and the weights.
+// {queries, keys, matrix}: labels of rows and columns, and the weights.
 function view(example, place, layer, head, join) {
   const [asking, asked] = SIDES[place].map((side) => example[side]);
   const matrix = weights(example, place, layer, head);
@@ -50,8 +50,8 @@ function headsOf(example, place, layer) {
   return more.concat(heads);
 }
 
-// The densities over positions that a query has, in each of the heads; of a word, all of its
-// subwords'. None where attention is discrete.
+// The densities of a query, one per head; a word has those of all its subwords. Empty for discrete
+// attention.
 function densities(example, place, layer, head, join, query) {
   const found = example.densities && example.densities[place];
   if (!found || head === "rollout") return [];
@@ -67,7 +67,7 @@ function densities(example, place, layer, head, join, query) {
   return parts;
 }
 
-// What a width is: of a Gaussian its standard deviation, of a truncated parabola half the support.
+// The standard deviation of a Gaussian, or half the support of a truncated parabola.
 function widthOf({ kind, variance }) {
   return kind === "sparsemax" ? Math.cbrt(1.5 * variance) : Math.sqrt(variance);
 }
@@ -79,10 +79,10 @@ function densityAt(part, time) {
   return Math.exp(-square / 2) / (width * Math.sqrt(2 * Math.PI));
 }
 
-// {points, inside}: the mean of densities as [x, density], where x counts the matrix's columns, and
-// which of the columns have a token in a support.
+// {points, inside}: the mean of densities as [x, density], where x is in columns of the matrix, and
+// the columns that have a token in a support.
 function overColumns(parts, length, columns) {
-  // The l-th of `length` tokens is at l / length, and in the middle of its share of a column.
+  // Token l of `length` has the position l / length, in the middle of its part of a column.
   const timeAt = (x) => {
     const column = Math.min(Math.floor(x), columns.length - 1);
     const { start, end } = columns[column];
@@ -97,7 +97,7 @@ function overColumns(parts, length, columns) {
   };
   const steps = 16;
   const places = Array.from({ length: columns.length * steps + 1 }, (_, step) => step / steps);
-  for (const part of parts) {  // a narrow one lies between the steps
+  for (const part of parts) {  // a narrow density may lie between the steps
     for (let far = -3; far <= 3; far += 0.25) {
       places.push(...columnAt(part.mean + far * widthOf(part)));
     }
@@ -134,7 +134,7 @@ function start(document) {
     return `rgba(var(--weight), ${Math.min(1, Math.sqrt(weight)).toFixed(3)})`;
   }
 
-  // What a click or an arrow key does: the cell, its row's weights over the words, and in words.
+  // Selects a cell: shows its row's weights over the words, and its weight as text.
   function choose(query, key, focus) {
     chosen = [query, key];
     const rows = [...choices.matrix.tBodies[0].rows];
@@ -157,7 +157,7 @@ function start(document) {
     if (curve) chooseDensity(query);
   }
 
-  // The density of a query over the columns; the words in the support of a parabola are marked.
+  // Draws the density of a query and marks the words in the support of a parabola.
   function chooseDensity(query) {
     const [example, place, layer, head, join] = shown.asked;
     const parts = densities(example, place, layer, head, join, query);
@@ -165,7 +165,7 @@ function start(document) {
     const { words, tokens } = example[SIDES[place][1]];
     const columns = join ? words : tokens.map((_, k) => ({ start: k, end: k + 1 }));
     const { points, inside } = overColumns(parts, 1 / found.positions[0], columns);
-    // Of a sentence that is shown in part, a density may lie in the rest.
+    // If only a part of the sentence is shown, the density may lie outside of it.
     const top = points.reduce((most, [, density]) => Math.max(most, density), 0) || 1;
     const line = points.map(([x, density]) => `L${x.toFixed(3)} ${(1 - density / top).toFixed(4)}`);
     curve.firstElementChild.setAttribute("d", `M0 1${line.join("")}L${columns.length} 1Z`);
