@@ -1,4 +1,4 @@
-"""The table of mappings from scores to probabilities: an entry holds all that belongs to one."""
+"""The table of mappings. An entry holds everything about one mapping."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ class Option:
 
     Attributes:
         name: the keyword.
-        default: the value where none is given; None where there is no such value.
-        kind: int, float or bool; or the words to choose from.
-        must: what a right value is, in words: "a finite number above 0".
+        default: the default value; None if there is none.
+        kind: int, float or bool; or a tuple of words to choose from.
+        must: describes a right value: "a finite number above 0".
         is_right: whether a value is right.
-        help: for --help, one line.
-        remark: what else to tell whoever gave a wrong value: "1 is softmax"; of `Mapping.heads`,
-            which attention of the mapping reads it: "whose alpha is learned".
-        setting: its name among a model's settings, which makes the flag (--multimax-order for
-            multimax_order); by default the mapping's name, an underscore and the option's.
+        help: one line for --help.
+        remark: added to the error for a wrong value: "1 is softmax". For `Mapping.heads`, when the
+            option applies: "whose alpha is learned".
+        setting: its name in a model's settings, which is also the flag: multimax_order is
+            --multimax-order. The default is the mapping's name, an underscore and the option's
+            name.
     """
 
     name: str
@@ -37,26 +38,26 @@ class Option:
     setting: str = ""
 
     def fits(self, value: Any) -> bool:
-        """Return whether a value, of whatever type, is right."""
+        """Whether a value of any type is right."""
         try:
             return bool(self.is_right(value))
         except TypeError:  # "abc" > 0
             return False
 
     def check(self, value: Any, called: str = "") -> None:
-        """Raise ValueError for a wrong value of the option, or of what is called otherwise."""
+        """Raise ValueError for a wrong value; `called` replaces the option's name."""
         if not self.fits(value):
             raise ValueError(f"{called or self.name} must be {self.must}, got {value!r}")
 
 
 def chosen_from(words: tuple[str, ...]) -> dict[str, Any]:
-    """Return kind, must and is_right of an option that is one of these words."""
+    """Return kind, must and is_right of an option with these words to choose from."""
     return {"kind": words, "must": f"one of {', '.join(words)}", "is_right": words.__contains__}
 
 
 def yes_or_no() -> dict[str, Any]:
     """Return kind, must and is_right of an option that is true or false."""
-    # A YAML file may give text, and any text is true to Python.
+    # Not bool(value): a YAML file may contain the text "false", which is true in Python.
     return {
         "kind": bool,
         "must": "true or false",
@@ -65,11 +66,11 @@ def yes_or_no() -> dict[str, Any]:
 
 
 def heads_option(default: str, help: str, **more: Any) -> Option:
-    """Return the option whether each head learns on its own, or the heads of a layer share."""
+    """Return the option that lets the heads of a layer share parameters, or not."""
     return Option("heads", default, help=help, **chosen_from(("shared", "separate")), **more)
 
 
-# Of `Mapping.heads`.
+# For `Mapping.heads`.
 SEPARATE = "separate"
 
 
@@ -79,33 +80,33 @@ def _as_given(num_heads: int | None, **options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A mapping from scores to probabilities, and all that belongs to it.
+    """A mapping from scores to probabilities.
 
     Attributes:
-        name: its key in `NORMALIZERS`, and what --attention-normalizer calls it.
-        label: what figures call it.
-        function: of (scores, dim, mask, **arguments), as the functions of `normalizers`.
-        options: of `Normalizer` and the flags.
-        heads: None, or by which option the heads of a layer share what is learned, or do not;
-            SEPARATE where each head of a model learns on its own.
-        build: of (num_heads, **options): the arguments of the function, by name. `num_heads` is
-            None where heads share. A module among them is the normalizer's submodule of that name,
-            trained with the model; it is called, without arguments, for the argument itself, but
-            for one named `modulator`, which is a function of the scores and given as it is. A
-            parameter has the heads in its first dimension, or no dimension. By default the options
-            are the arguments.
-        hidden: `build` takes `hidden_size` too, and its modules are called with the hidden states
-            that the queries are projections of, (B, 1, T, hidden_size).
-        training: the function has an argument of this name, and is told whether the model trains.
-        sums_to_one: each row of it does, where not all is excluded and no sink is an argument.
-        modulated: the mapping is softmax of `modulator(scores)`, or of the scores where `build`
-            gives none. Then it may be an output layer that trains with cross-entropy.
-        kernel: of the function's arguments: what else `fused_attention` is given for it, by name.
-            None where no fused kernel serves it. It is not asked where hidden states are read.
-        output_options: of the output layer; None where it cannot be one.
-        output_loss: of (logits (N, V), targets (N,), **arguments): losses (N,), where the arguments
-            are those of `build` that are no modules; what trains an output layer that is not
-            `modulated`.
+        name: its key in `NORMALIZERS`, and the value of --attention-normalizer.
+        label: its name in figures.
+        function: function(scores, dim, mask, **arguments) returns probabilities, as `softmax`.
+        options: options of `Normalizer`, which become flags.
+        heads: the option that lets heads share parameters; SEPARATE if each head has its own; None
+            if nothing is learned per head.
+        build: build(num_heads, **options) returns the function's arguments by name. `num_heads` is
+            None if heads share. A module among the arguments becomes a submodule of the normalizer
+            with that name; the normalizer calls it, without arguments, to get the argument. A
+            module named `modulator` is passed as it is: it is a function of the scores. Parameters
+            have the heads in their first dimension, or no dimension. By default the options are the
+            arguments.
+        hidden: `build` takes `hidden_size` too, and the modules are called with the hidden states
+            of the queries, (B, 1, T, hidden_size).
+        training: the function takes the argument `training`, whether the model trains.
+        sums_to_one: whether each row sums to 1, unless it is fully masked or has a sink.
+        modulated: the mapping is softmax of `modulator(scores)`, or of the scores if `build`
+            returns no modulator. Such a mapping can be an output layer trained with cross-entropy.
+        kernel: kernel(**arguments of the function) returns the keyword arguments of
+            `fused_attention`; None if no fused kernel serves the mapping. Not used with `hidden`.
+        output_options: options in the output layer; None if the mapping cannot be one.
+        output_loss: output_loss(logits (N, V), targets (N,), **arguments) returns losses (N,). The
+            arguments are those of `build` that are not modules. It trains an output layer that is
+            not `modulated`.
     """
 
     name: str
@@ -123,11 +124,11 @@ class Mapping:
     output_loss: Callable[..., Tensor] | None = None
 
     def __call__(self, *args: Any, **arguments: Any) -> Tensor:
-        """Return probabilities: the function's."""
+        """Return function(*args, **arguments)."""
         return self.function(*args, **arguments)
 
     def learns(self, **options: Any) -> bool:
-        """Return whether something is learned with these options; False if they are wrong."""
+        """Whether the mapping has parameters with these options; False if they are wrong."""
         own = {option.name: option for option in self.options}
         if not all(own[name].fits(value) for name, value in options.items() if name in own):
             return False
@@ -142,25 +143,25 @@ class Mapping:
         return any(True for module in modules for _ in module.parameters())
 
     def for_kernel(self, **arguments: Any) -> dict[str, Any] | None:
-        """Return what a fused kernel needs for these arguments; None where none serves them."""
+        """Return the arguments of `fused_attention`; None if no kernel serves the mapping."""
         if self.kernel is None:
             return None
         try:
             return self.kernel(**arguments)
-        except TypeError:  # an argument that it does not know: the function may
+        except TypeError:  # an unknown argument, which the function may accept or refuse
             return None
 
     def setting_of(self, option: Option) -> str:
-        """Return the name of one of its options among a model's settings."""
+        """Return the name of an option in a model's settings."""
         return option.setting or f"{self.name}_{option.name}"
 
     def complete(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the value of each option, as given or by default.
+        """Return the value of each option, given or default.
 
         Raises:
             TypeError: an option that no mapping has.
-            ValueError: a wrong value; an option of another mapping, with a value that is not its
-                default there.
+            ValueError: a wrong value; an option of another mapping with a value that is not its
+                default.
         """
         own = {option.name: given.get(option.name, option.default) for option in self.options}
         for name in given.keys() - own.keys():
@@ -183,18 +184,17 @@ class Mapping:
 
 NORMALIZERS: dict[str, Mapping] = {}
 
-# Who has read the table as a whole: a mapping that comes after has no flags.
+# Modules that have made flags from the table. Later mappings would have none.
 _readers: list[str] = []
 
 
 def register(mapping: Mapping) -> None:
-    """Add a mapping to `NORMALIZERS`; it gets its flags, labels and all else from there.
+    """Add a mapping to `NORMALIZERS`, from which it gets its flags and labels.
 
     Raises:
-        TypeError: no `Mapping`.
-        ValueError: a name or setting that is taken or cannot be a flag; an output layer that
-            nothing can train; a kernel that is no function; heads that are no Option, SEPARATE
-            or None; it comes after the flags were made.
+        TypeError: not a `Mapping`.
+        ValueError: a name or setting that is taken or cannot be a flag; an output layer without a
+            loss; a wrong kernel or heads; the flags exist already.
     """
     if not isinstance(mapping, Mapping):
         raise TypeError(f"a mapping must be a Mapping, got {mapping!r}")
@@ -210,8 +210,8 @@ def register(mapping: Mapping) -> None:
             raise ValueError(f"the mapping's name or setting {name!r} {why}: choose another")
     if mapping.output_options is not None and not (mapping.modulated or mapping.output_loss):
         raise ValueError(
-            f"the mapping {mapping.name!r} has output_options, and nothing trains it as an output "
-            "layer: give an output_loss, or leave them out"
+            f"the mapping {mapping.name!r} has output_options, but no loss: give an output_loss, "
+            "or leave them out"
         )
     if mapping.kernel is not None and not callable(mapping.kernel):
         raise ValueError(
@@ -227,14 +227,14 @@ def register(mapping: Mapping) -> None:
 
 
 def settings_of(mapping: Mapping) -> dict[str, Option]:
-    """Return the options of a mapping, by their names among a model's settings."""
+    """Return the options of a mapping by their names in a model's settings."""
     heads = (mapping.heads,) if isinstance(mapping.heads, Option) else ()
     options = (*mapping.options, *heads, *(mapping.output_options or ()))
     return {mapping.setting_of(option): option for option in options}
 
 
 def all_mappings(reader: str) -> list[Mapping]:
-    """Return the whole table, to which nothing can be added from here on."""
+    """Return the whole table; `register` then refuses new mappings, naming the reader."""
     _readers.append(reader)
     return list(NORMALIZERS.values())
 
@@ -256,7 +256,7 @@ def normalize(
     Args:
         name: a key of `NORMALIZERS`.
         scores, dim, mask: as `multimax`.
-        options: what the mapping's function takes: `temperature` (softmax), `modulator`
+        options: further arguments of the mapping's function: `temperature` (softmax), `modulator`
             and `sink` (multimax), `k` (topk), `alpha` (alpha_entmax), `training` (evsoftmax,
             adaptive_temperature), `sink` (sink), `length_scale` (ssmax), `beta` and `gamma`
             (asentmax), `bias` (sigmoid).
