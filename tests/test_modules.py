@@ -410,7 +410,7 @@ def test_a_layer_of_xformers_is_refused():
 
 def test_scores_before_the_softmax_are_refused():
     layer, x = self_attention(), torch.randn(5, 3, 32)
-    with pytest.raises(ValueError, match="before_softmax is not offered"):
+    with pytest.raises(ValueError, match="before_softmax=True is not supported"):
         layer(x, x, x, before_softmax=True)
 
 

@@ -1,4 +1,4 @@
-"""fairseq's multi-head attention with the softmax replaced, in every path."""
+"""fairseq's multi-head attention with another normalizer, in training and decoding."""
 
 from typing import Any
 
@@ -13,22 +13,21 @@ from multimax_fairseq.ops.decoding import Steps
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
-    """Multi-head attention by a module of ours; call it as the layer that it takes over.
+    """fairseq's multi-head attention with a `Normalizer` in place of softmax.
 
-    One body serves training, teacher forcing and incremental decoding, so that they cannot
-    differ.
+    One `forward` serves training, teacher forcing and incremental decoding, so all compute the same
+    function.
 
     Args:
-        softmax_attention: the layer built by fairseq. Its projections, options and incremental
-            state are taken over, not copied, so that both share their initial weights; do not
-            use it further.
-        normalizer: a `Normalizer`, or any module with its `attend` and its `keep_heads`. What it
-            computes from values and mask alone it may give as `static_values(value, mask)`: keys
-            and values that stay while a sentence is decoded are then kept so.
+        softmax_attention: the layer built by fairseq. This layer takes over its projections and
+            options; do not use the old one afterwards.
+        normalizer: a `Normalizer`, or any module with its `attend` and `keep_heads`. Its optional
+            `static_values(value, mask)` is called once for keys and values that stay the same while
+            a sentence is decoded, and the result is cached.
 
     Raises:
-        ValueError: the layer computes its own softmax (xFormers), or has extra keys, which lie at
-            no time that continuous attention could attend to.
+        UsageError: the layer computes its own softmax (xFormers), or has extra keys together with
+            continuous attention, for which they have no position.
     """
 
     def __init__(
@@ -36,20 +35,34 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         softmax_attention: SoftmaxMultiheadAttention,
         normalizer: nn.Module,
     ) -> None:
-        nn.Module.__init__(self)
-        if softmax_attention.use_xformers:
+        stock = softmax_attention
+        if stock.use_xformers:
             raise UsageError(
                 "xFormers computes its own softmax, so no attention normalizer can act in it: "
                 "leave out the xFormers option"
             )
-        has_extra = softmax_attention.bias_k is not None or softmax_attention.add_zero_attn
+        has_extra = stock.bias_k is not None or stock.add_zero_attn
         if has_extra and any(isinstance(m, ContinuousAttention) for m in normalizer.modules()):
             raise UsageError(
                 "continuous attention has no place for the extra keys of add_bias_kv and "
                 "add_zero_attn: leave them out"
             )
-        self.__dict__.update(softmax_attention.__dict__)
+        with torch.device("meta"):  # draws no initial weights: those of the stock layer stay
+            super().__init__(
+                stock.embed_dim,
+                stock.num_heads,
+                stock.kdim,
+                stock.vdim,
+                add_bias_kv=stock.bias_k is not None,
+                add_zero_attn=stock.add_zero_attn,
+                self_attention=stock.self_attention,
+                encoder_decoder_attention=stock.encoder_decoder_attention,
+            )
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj", "bias_k", "bias_v"):
+            setattr(self, name, getattr(stock, name))
+        self.dropout_module = stock.dropout_module
         self.normalizer = normalizer
+        self.train(stock.training)
 
     def forward(
         self,
@@ -73,8 +86,8 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             incremental_state: fairseq's decoding state; self-attention appends to its cache.
             need_weights: return the probabilities, averaged over the heads.
             static_kv: the keys are the same at every step.
-            attn_mask: (T, S); bool or uint8: non-zero excludes; float: added to the scores, to
-                those of MultiMax after the modulator, with its gradient; -inf excludes.
+            attn_mask: (T, S). Bool or uint8: non-zero excludes. Float: added to the scores, by
+                MultiMax after the modulator; it gets its gradient, and -inf excludes.
             before_softmax: must be False.
             need_head_weights: return the probabilities of each head.
 
@@ -82,7 +95,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             ((T, B, C), None or (B, T, S) or (heads, B, T, S)).
         """
         if before_softmax:
-            raise ValueError("before_softmax is not offered: there are no softmax scores here")
+            raise ValueError("before_softmax=True is not supported: leave it out")
         query_length, batch, _ = query.shape
         if incremental_state is not None:
             needs_more = need_weights or need_head_weights or attn_mask is not None
@@ -96,7 +109,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             buffer = self._get_input_buffer(incremental_state)
         q = self._split_heads(self.q_proj(query))
         hidden = query.transpose(0, 1).unsqueeze(1)
-        # Only decoding repeats a sentence for each of its hypotheses, side by side.
+        # Decoding repeats a sentence for each hypothesis, in neighbouring rows.
         beam = self.beam_size if incremental_state is not None else 1
         if static_kv and beam > 1 and key is not None and key.shape[1] == batch:
             key = key[:, ::beam]
@@ -112,7 +125,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             kept["prev_key_padding_mask"] = key_padding_mask
             self._set_input_buffer(incremental_state, kept)
 
-        # Where the hypotheses of a sentence share their keys, they are rows of one attention.
+        # Hypotheses that share their keys become queries of one attention.
         beam = batch // k.shape[0]
         if beam > 1:
             q, hidden = self._join_beams(q, beam), self._join_beams(hidden, beam)
@@ -147,8 +160,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         incremental_state: dict[str, dict[str, Tensor | None]] | None,
         new_order: Tensor,
     ) -> dict[str, dict[str, Tensor | None]] | None:
-        """Let the cache follow the hypotheses: that of self-attention when it grows, in one copy
-        instead of two."""
+        """Reorder the cache; for self-attention, when it grows, which saves one copy."""
         if not self.self_attention:
             return super().reorder_incremental_state(incremental_state, new_order)
         buffer = self._get_input_buffer(incremental_state)
@@ -161,21 +173,23 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     def _step(
         self, query: Tensor, incremental_state: dict[str, dict[str, Tensor | None]]
     ) -> Tensor | None:
-        """Attend from the one new word of each hypothesis to all of its words; None where no kernel
-        can. Keys and values stay where they were formed."""
+        """Return the output for one new word of each hypothesis; None if no kernel can compute it.
+
+        The cache stores each key and value once, in `Steps`, and is not copied.
+        """
         prepare = getattr(self.normalizer, "for_steps", None)
         has_extra = self.bias_k is not None or self.add_zero_attn
         is_step = self.self_attention and query.shape[0] == 1 and not has_extra
         buffer: dict[str, Any] = self._get_input_buffer(incremental_state)
         if prepare is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
             return None
-        if is_autocast(query.device.type):  # whose projections are not float32
+        if is_autocast(query.device.type):  # the projections are not float32
             return None
         batch, heads, size = query.shape[1], self.num_heads, self.head_dim
         dropout = self.dropout_module
         if dropout.p > 0 and (dropout.training or dropout.apply_during_inference):
             return None
-        attend = buffer.get("attend")  # kept for a search, in which nothing is learned
+        attend = buffer.get("attend")  # parameters do not change during a search
         if attend is None:
             attend = prepare(query, heads, size)
         if attend is None:
@@ -193,7 +207,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         return self.out_proj(context.reshape(1, batch, heads * size))
 
     def _spread_steps(self, incremental_state: dict[str, dict[str, Tensor | None]]) -> None:
-        """Give each hypothesis a copy of its keys and values, where `_step` has kept them once."""
+        """Replace the `Steps` of `_step` by fairseq's cache, with a copy for each hypothesis."""
         buffer = self._get_input_buffer(incremental_state)
         steps: Any = buffer.get("steps")
         if steps is None:
@@ -209,13 +223,12 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         return v if prepare is None else prepare(v, self._mask(None, key_padding_mask))
 
     def _is_future(self, attn_mask: Tensor | None) -> bool:
-        """Whether this is the decoder's mask of future keys, marked as such, and there are no
-        extra keys, which are not in the future."""
+        """Whether this is the causal mask that the decoder marks, without extra keys."""
         extra = self.bias_k is not None or self.add_zero_attn
         return not extra and getattr(attn_mask, "is_future_mask", False)
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-        """Return both masks as one, broadcastable to (B, heads, T, S): bool, or float to add."""
+        """Return both masks as one, broadcastable to (B, heads, T, S), bool or float."""
         if attn_mask is not None and not attn_mask.is_floating_point():
             attn_mask = attn_mask.to(torch.bool)
         if key_padding_mask is None:
@@ -280,12 +293,12 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         return k, v, key_padding_mask
 
     def _grow(self, cache: Tensor, new: Tensor, order: Tensor | None) -> Tensor:
-        """The cached keys or values in their order, and the new ones behind."""
+        """Return the cached keys or values, reordered, followed by the new ones."""
         if order is None:
             return torch.cat([cache, new], 2)
-        if torch.is_grad_enabled():  # gradients know no `out`
+        if torch.is_grad_enabled():  # `out=` has no gradient
             return torch.cat([cache.index_select(0, order), new], 2)
-        # Kept by steps, (T, B, heads, head size): then what is copied and its place are dense.
+        # Stored as (T, B, heads, head size), so that each copied block is dense.
         cache, new = cache.permute(2, 0, 1, 3), new.permute(2, 0, 1, 3)
         length = cache.shape[0]
         steps, batch, heads, size = new.shape
@@ -297,7 +310,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     def _with_extra_keys(
         self, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append the learned and the zero key, which everybody may attend to; never cached."""
+        """Append the learned key and the zero key, which no mask excludes; they are not cached."""
         keys, values = [k], [v]
         shape = (k.shape[0], self.num_heads, 1, self.head_dim)
         if self.bias_k is not None:
