@@ -355,7 +355,7 @@ def test_scores_of_ones_own_give_the_same(context, dropout_p, dtype):
     torch.testing.assert_close(same, probs, **close)
     torch.testing.assert_close(also, found, **close)
     assert none is None and found.dtype == dtype
-    with pytest.raises(ValueError, match="scores have none"):
+    with pytest.raises(ValueError, match="from the query: use attend"):
         build(query_size=D).attend_by_scores(scores, value)
 
 

@@ -1,4 +1,4 @@
-"""Densities of compact support over time: sparse mappings where the scores are a function."""
+"""Densities of compact support over time: alpha-entmax of a score function."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from multimax_fairseq.continuous.expectation import (
 class Density:
     """A density of a location-scale family: p(t) = profile(|t - mean| / half) / half.
 
-    It is the alpha-entmax of a function of scores that falls off from a mean,
+    It is the alpha-entmax of a score function f that falls off from the mean,
     p(t) = [(alpha - 1) (f(t) - lambda)]_+^(1 / (alpha - 1))      (Eq. 7, Martins et al. 2020)
 
     Args:
         name: in words.
-        alpha: of the entmax.
-        degree, constant: half the support's width is (constant * scale)^(1 / degree), where f is
-            -(t - mean)^2 / (2 scale), or -|t - mean| / scale of the triangular density.
-        profile: the density of (t - mean) / half, on [0, 1] by symmetry.
+        alpha: of alpha-entmax.
+        degree, constant: half the width of the support is (constant * scale)^(1 / degree). f is
+            -(t - mean)^2 / (2 scale); for the triangular density -|t - mean| / scale.
+        profile: density of (t - mean) / half, given on [0, 1]; it is symmetric.
     """
 
     name: str
@@ -40,25 +40,25 @@ class Density:
     profile: Callable[[Tensor], Tensor]
 
     def half_width(self, scale: Tensor) -> Tensor:
-        """Half of the support's width, the shape of scale."""
+        """Return half the width of the support, the shape of scale."""
         return (self.constant * scale) ** (1 / self.degree)
 
     def support(self, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The ends of what the density is above 0 on, each of the broadcast shape."""
+        """Return the ends of the support, each of the broadcast shape."""
         half = self.half_width(scale)
         return mean - half, mean + half
 
     def __call__(self, time: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """The density at times, all broadcastable."""
+        """Return the density at times; the arguments broadcast."""
         half = self.half_width(scale)
         return self.profile(((time - mean).abs() / half).clamp(max=1)) / half
 
     def expectation(self, mean: Tensor, scale: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
         """Return the expectations of Gaussian basis functions, (..., N).
 
-        Gauss and Legendre's quadrature over what of each half of the support a basis function
-        reaches. Its first gradients are the generalised covariances of Eq. 18; those of second
-        order are right too.
+        Gauss-Legendre quadrature over the part of each half of the support that a basis function
+        reaches. The gradients are the generalised covariances of Eq. 18; second-order gradients are
+        right too.
 
         Args, Raises: as `continuous_sparsemax`, with the scale as its variance; above 0.
         """
@@ -70,8 +70,8 @@ class Density:
         node, weight = NODES.to(mean.device), WEIGHTS.to(mean.device)
         total = torch.zeros((), dtype=torch.float64, device=mean.device)
         for side in (-1, 1):
-            # Over (time - mean) / half, where the support's ends stand still, so that no derivative
-            # has a term of moving ends.
+            # In (time - mean) / half the ends of the support are fixed, so that no derivative has a
+            # boundary term.
             with torch.no_grad():
                 low, high = (
                     ((at + end * REACH * width - mean) / half).clamp(min(side, 0), max(side, 0))
@@ -87,7 +87,7 @@ class Density:
 
 
 def _truncated_power(name: str, power: int) -> Density:
-    """The density of (1 - x^2)^power, of alpha = 1 + 1 / power."""
+    """Return the density (1 - x^2)^power, for which alpha = 1 + 1 / power."""
     mass = math.sqrt(math.pi) * math.gamma(power + 1) / math.gamma(power + 1.5)
     return Density(
         name,

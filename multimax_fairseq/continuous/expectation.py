@@ -12,22 +12,22 @@ from torch import Tensor
 from multimax_fairseq.ops.checks import check_device, check_tensor
 from multimax_fairseq.ops.registration import traced, transformed
 
-# Where a support is narrower than this, in widths of a basis, the closed form loses digits to
-# cancellation, but so many terms of a Taylor series have all of a double's.
+# For supports below NARROW widths of a basis, the closed form cancels. There, SERIES_TERMS terms of
+# a Taylor series are exact to double precision.
 NARROW = 0.2
 SERIES_TERMS = 11
 
-# How far a Gaussian reaches, in its widths: beyond that it is nothing beside its peak, to a double;
-# and where it is 0 itself.
+# Distances in widths of a Gaussian: beyond REACH it is negligible next to its peak in double
+# precision, beyond FAR it underflows to 0.
 REACH = 9.0
 FAR = 40.0
 
 ROOT_HALF = math.sqrt(0.5)
 
-# So many means at a time are computed on a CPU, for some tens of basis functions each.
+# Means that are computed at a time on a CPU, so that intermediate results stay in the cache.
 CACHED_ROWS = 1024
 
-# The parabola's gradient by its variance is without bound at 0; below this it is the one here.
+# The parabola's gradient by its variance is unbounded at 0: the variance is clamped here.
 LEAST_VARIANCE = 1e-9
 
 
@@ -86,13 +86,13 @@ def gaussian_basis(positions: Tensor, centers: Tensor, widths: Tensor) -> Tensor
 
 
 def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    # By Newton's method, in plain Python: an import at which torch's threads start leaves a process
-    # that is forked later waiting for them.
+    # Newton's method in plain Python: tensor operations at import would start torch's threads, for
+    # which a process that is forked later would wait forever.
     nodes, weights = [], []
     for number in range(count):
         node = -math.cos(math.pi * (number + 0.75) / (count + 0.5))
         for _ in range(5):
-            before, value = 1.0, node  # Legendre's polynomials of two degrees
+            before, value = 1.0, node  # Legendre polynomials of two degrees
             for n in range(2, count + 1):
                 before, value = value, ((2 * n - 1) * node * value - (n - 1) * before) / n
             slope = count * (before - node * value) / (1 - node**2)
@@ -103,15 +103,14 @@ def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-# The quadrature's nodes on [-1, 1] and their weights. Over a Gaussian as far as it reaches, it is
-# right to 14 digits.
+# Nodes and weights of the quadrature on [-1, 1]: 14 digits for a Gaussian within REACH.
 NODES, WEIGHTS = _gauss_legendre(64)
 
 
 # --- one dimension ----------------------------------------------------------------------------
 
-# Of a mean and a variance, (..., 1), and bases, (N,): the expectations, (..., N), or their
-# derivatives by mean and by variance.
+# core(mean (..., 1), variance (..., 1), centers (N,), widths (N,)) -> expectations (..., N);
+# slopes(the same) -> their derivatives by mean and by variance.
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Slopes = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -125,7 +124,7 @@ def _gaussian_slopes(
     mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
 ) -> tuple[Tensor, Tensor]:
     total = variance + widths**2
-    # Where its square would overflow, the value is 0, and is to stay so.
+    # Where the square would overflow, the value is 0; clamp to avoid 0 * inf.
     most = torch.finfo(total.dtype).max ** 0.5
     pull = ((centers - mean) / total).clamp(-most, most)
     value = _gaussian(mean, variance, centers, widths)
@@ -148,7 +147,7 @@ def _parabola_slopes(
 
 
 def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the moments of a Gaussian on an interval, the second one about the uniform density's.
+    """Return the moments of a Gaussian on an interval; the second one less that of I_0 / 3.
 
         I_n = integral over [-1, 1] of x^n N(half x; offset, 1) dx
 
@@ -161,7 +160,7 @@ def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Te
         (I_0, I_1, I_2 - I_0 / 3), each of the broadcast shape.
     """
     half, offset = torch.broadcast_tensors(half, offset)
-    # Farther away all is 0 to a double, and powers of the offset would overflow.
+    # Farther away all moments are 0, and powers of the offset would overflow.
     offset = offset.clamp(-half - FAR, half + FAR)
     narrow = half < NARROW
     closed = _closed_moments(half.clamp(min=NARROW), offset)
@@ -183,7 +182,7 @@ def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Te
 def _closed_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     above, below = half - offset, half + offset
     high, low = _normal(above), _normal(below)
-    # From the nearer end, so that the tails keep their digits.
+    # Measured from the nearer end, so that the tails do not cancel.
     far, reach = ROOT_HALF * offset.abs(), ROOT_HALF * half
     inside = 0.5 * (torch.erfc(far - reach) - torch.erfc(far + reach))
     spread = (1 + offset * offset - half * half / 3) * inside - above * low - below * high
@@ -193,8 +192,8 @@ def _closed_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _series_moments(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # N(half x; offset, 1) = N(offset; 0, 1) * sum of He_n(offset) (half x)^n / n!, where He_n is
-    # Hermite's polynomial, and He_(n+1) = offset He_n - n He_(n-1).
+    # N(half x; offset, 1) = N(offset; 0, 1) * sum of He_n(offset) (half x)^n / n!, with the Hermite
+    # polynomials He_(n+1) = offset He_n - n He_(n-1).
     mass = first = spread = torch.zeros_like(half)
     before, hermite, power = mass, torch.ones_like(half), torch.ones_like(half)
     for n in range(SERIES_TERMS):
@@ -215,7 +214,7 @@ def _normal(x: Tensor) -> Tensor:
 
 
 class _Expectation(torch.autograd.Function):
-    """The expectations, of which only mean and variance are kept for the gradient."""
+    """Saves only mean and variance for the gradient."""
 
     generate_vmap_rule = True
 
@@ -247,7 +246,7 @@ class _Expectation(torch.autograd.Function):
 
 
 def _in_parts(dtype: torch.dtype, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """The rows of tensors, so many at a time that what is computed of them stays in the cache."""
+    """Split tensors into parts of CACHED_ROWS rows."""
     shape = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in tensors))
     matrices = [
         tensor.to(dtype).expand(*shape, -1).reshape(shape.numel(), tensor.shape[-1])
@@ -258,7 +257,7 @@ def _in_parts(dtype: torch.dtype, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
-    """Return a gradient in the shape and dtype of what it is by, and finite in that dtype."""
+    """Return a gradient in the shape and dtype of `like`, clamped to finite numbers."""
     limit = torch.finfo(like.dtype).max
     return gradient.sum_to_size(like.shape).clamp(-limit, limit).to(like.dtype)
 
@@ -266,7 +265,7 @@ def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
 def _expectation(
     core: Core, slopes: Slopes, inputs: tuple[Tensor, ...], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The expectations, computed in a dtype; None: in that of the result."""
+    """Return the expectations, computed in `dtype`; None computes in the dtype of the result."""
     mean, variance, centers, widths = checked_bases(*inputs)
     result = result_dtype(mean, variance)
     dtype = dtype or result
@@ -279,7 +278,7 @@ def _expectation(
 def checked_bases(
     mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments of an expectation in one dimension, checked."""
+    """Check the arguments of an expectation in one dimension, and return them."""
     check_floating(mean=mean, variance=variance, centers=centers, widths=widths)
     if centers.dim() != 1 or centers.shape != widths.shape:
         raise ValueError(
@@ -301,7 +300,7 @@ def checked_bases(
 
 
 def check_floating(**tensors: Tensor) -> None:
-    """Raise TypeError for what is no tensor, ValueError unless all float and share a device."""
+    """Raise TypeError or ValueError unless all are floating-point tensors on one device."""
     first = next(iter(tensors))
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
@@ -311,23 +310,22 @@ def check_floating(**tensors: Tensor) -> None:
 
 
 def check_constant(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a basis that expects a gradient, which it would not get."""
+    """Raise ValueError if a basis requires a gradient: it has none."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} are constants, which get no gradient: pass {name}.detach()")
 
 
 def result_dtype(first: Tensor, second: Tensor) -> torch.dtype:
-    """Return the dtype of expectations: the wider of the two, float32 at least."""
+    """Return the wider dtype of the two, at least float32."""
     return torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
 
 
 def looks(tensor: Tensor) -> bool:
-    """Whether to look at values costs nothing: on a GPU it would be to wait for them, and what is
-    traced or transformed has none yet."""
+    """Whether values can be read for free: not on a GPU, and not under tracing or transforms."""
     return tensor.device.type == "cpu" and not traced() and not transformed()
 
 
 def check_values(name: str, tensor: Tensor, wrong: Tensor, remedy: str) -> None:
-    """Raise ValueError for the first entry that is wrong, where looking costs nothing."""
+    """Raise ValueError for the first wrong entry, if values can be read for free."""
     if looks(tensor) and wrong.any():
         raise ValueError(f"{name} must be {remedy}, got {tensor[wrong][0].tolist()}")

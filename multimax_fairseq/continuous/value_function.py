@@ -1,4 +1,4 @@
-"""A sentence as a function of time: where its tokens lie, and the regression through them."""
+"""A sentence as a function of time: positions of its tokens and the regression through them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from multimax_fairseq.ops.checks import check_number, check_tensor
 
 
 def positions(tokens: Tensor) -> Tensor:
-    """Return where tokens lie in [0, 1]: the l-th of L at l / L, whatever is padded and where.
+    """Return the positions of tokens in [0, 1]: token l of L is at l / L; padding does not count.
 
     Args:
         tokens: (..., S), bool: True is a token.
 
     Returns:
-        (..., S), float64; 0 in front of the first token.
+        (..., S), float64; 0 before the first token.
 
     Raises:
-        TypeError: tokens that are no tensor.
+        TypeError: tokens is not a tensor.
         ValueError: tokens that are not bool, or have no dimension.
     """
     check_tensor("tokens", tokens)
@@ -36,19 +36,19 @@ def ridge_regression(tokens: Tensor, centers: Tensor, widths: Tensor, ridge: flo
     """Return the linear map from tokens to the coefficients of basis functions.
 
         G = F^T (F F^T + ridge I)^-1, F_jl = N(t_l; center_j, width_j^2)    (Eq. 16, Martins et al.)
-    The value function of values V, (..., S, D), is then t -> (G^T V)^T psi(t). It is solved in
-    float64 for all sentences at once; it depends on their lengths alone.
+    The value function of values V, (..., S, D), is then t -> (G^T V)^T psi(t). All sentences are
+    solved at once in float64; the result depends only on their lengths.
 
     Args:
-        tokens: (..., S), bool: True is a token, at the time that `positions` says.
+        tokens: (..., S), bool: True is a token, at the time given by `positions`.
         centers, widths: (N,), of the basis functions, as `continuous_softmax`.
         ridge: above 0.
 
     Returns:
-        (..., S, N), float64, 0 for what is no token.
+        (..., S, N), float64, 0 for padding.
 
     Raises:
-        TypeError: something that is no tensor; a ridge that is no number.
+        TypeError: an argument is not a tensor, or the ridge not a number.
         ValueError: shapes, dtypes or devices that do not fit; a ridge that is not above 0.
     """
     check_number("ridge", ridge)
@@ -59,5 +59,5 @@ def ridge_regression(tokens: Tensor, centers: Tensor, widths: Tensor, ridge: flo
     basis = basis * tokens[..., None]
     square = basis.mT @ basis
     square.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    factor, _ = torch.linalg.cholesky_ex(square)  # without a wait for a GPU to say that it could
+    factor, _ = torch.linalg.cholesky_ex(square)  # does not wait for a GPU's error code
     return torch.cholesky_solve(basis.mT, factor).mT

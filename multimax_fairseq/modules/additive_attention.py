@@ -1,4 +1,4 @@
-"""Additive attention: scores by a small network over a query and a key, as recurrent models use."""
+"""Additive attention of recurrent models: a small network scores each query and key."""
 
 from typing import Any
 
@@ -8,17 +8,16 @@ from multimax_fairseq.ops.checks import check_whole
 
 
 class AdditiveAttention(nn.Module):
-    """Attention of one head whose scores are formed by a layer of tanh.
+    """Attention with one head, whose scores are a tanh layer.
 
         s_ti = v^T tanh(W q_t + U k_i)    (Bahdanau et al. 2015, Section A.1.2)
 
-    What a sentence's keys alone decide is computed once for all of its queries: `keys` and `values`
-    give it, and both follow the sentence while decoding.
+    `keys` and `values` compute once per sentence what does not depend on the query.
 
     Args:
-        query_size, key_size, hidden_size: of a query, of a key, and of the layer.
-        normalizer: a `Normalizer`, or any module with its `attend_by_scores`. What it computes from
-            values and mask alone it may give as `static_values(value, mask)`.
+        query_size, key_size, hidden_size: sizes of a query, of a key, and of the layer.
+        normalizer: a `Normalizer`, or any module with its `attend_by_scores`. Its optional
+            `static_values(value, mask)` is called once per sentence.
 
     Raises:
         ValueError: a size that is no whole number of at least 1.
@@ -39,11 +38,11 @@ class AdditiveAttention(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
 
     def keys(self, encoded: Tensor) -> Tensor:
-        """Return U k of all keys, (B, S, hidden_size), of (B, S, key_size)."""
+        """Return U k for all keys, (B, S, hidden_size), given (B, S, key_size)."""
         return self.key_projection(encoded)
 
     def values(self, encoded: Tensor, padding: Tensor) -> Tensor:
-        """Return what `forward` takes as values.
+        """Return the values that `forward` takes.
 
         Args:
             encoded: (B, S, key_size).
@@ -70,7 +69,7 @@ class AdditiveAttention(nn.Module):
             query: (B, T, query_size).
             keys, values: of `keys` and `values`.
             padding: (B, S), bool: True is no token.
-            need_probs: whether anybody reads the probabilities.
+            need_probs: whether to return the probabilities.
 
         Returns:
             ((B, T, key_size), None or the probabilities, (B, T, S) in float32 or wider).

@@ -1,4 +1,4 @@
-"""A gate on what attention found."""
+"""A learned gate on the context of attention."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from multimax_fairseq.ops.decoding import StepAttention, Steps
 
 
 class GatedAttention(nn.Module):
-    """Attention whose context is gated by the hidden state that the query is a projection of.
+    """Attention whose context is gated by the hidden state of the query.
 
         context * sigmoid(W h)                                  (Qiu et al. 2025, elementwise gates)
 
     Args:
         attention: any module with `attend` and `attend_by_scores`, of as many heads.
-        hidden_size: of h.
+        hidden_size: size of h.
         num_heads, head_size: of the context.
 
-    Parameter: `gate.weight`, W, (num_heads * head_size, hidden_size). It starts at 0, where all
-        gates are half open.
+    Parameter: `gate.weight`, W, (num_heads * head_size, hidden_size). It starts at 0: all gates are
+        0.5.
 
     Raises:
         ValueError: a size that is no whole number of at least 1.
@@ -54,7 +54,7 @@ class GatedAttention(nn.Module):
         Args, Returns: as `Normalizer.attend`.
 
         Raises:
-            ValueError: there is no hidden; as the attention's.
+            ValueError: hidden is None; as the attention.
         """
         context, probs = self.normalizer.attend(
             query, key, value, mask, is_causal, dropout_p, scale, need_probs, hidden
@@ -62,7 +62,7 @@ class GatedAttention(nn.Module):
         return self._gated(context, hidden), probs
 
     def for_steps(self, like: Tensor, heads: int, size: int) -> StepAttention | None:
-        """Return the attention's `for_steps`, gated; None where it has none."""
+        """Return the attention's `for_steps` with the gate; None if it has none."""
         prepare = getattr(self.normalizer, "for_steps", None)
         attend = None if prepare is None else prepare(like, heads, size)
         if attend is None:
@@ -83,7 +83,7 @@ class GatedAttention(nn.Module):
         need_probs: bool = False,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what `attend` does, by scores that somebody else has formed.
+        """Return the result of `attend` for given scores.
 
         Args, Returns, Raises: as `Normalizer.attend_by_scores`, and `attend`.
         """
@@ -99,12 +99,12 @@ class GatedAttention(nn.Module):
         return context * gate.squeeze(1).transpose(1, 2).to(context.dtype)
 
     def static_values(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the attention's `static_values`; the values where it has none."""
+        """Return the attention's `static_values`; the values if it has none."""
         prepare = getattr(self.normalizer, "static_values", None)
         return value if prepare is None else prepare(value, mask)
 
     def keep_heads(self, heads: list[int]) -> None:
-        """Forget all but these heads' parameters."""
+        """Keep only these heads' parameters."""
         self.normalizer.keep_heads(heads)
         rows = self.gate.weight.data.unflatten(0, (self.num_heads, self.head_size))[heads]
         self.gate.weight.data = rows.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Attention to intervals of a sentence by a density over time, beside or in place of tokens."""
+"""Attention to intervals of a sentence, by a density over time."""
 
 import functools
 from contextlib import nullcontext
@@ -21,31 +21,31 @@ CONTEXTS = ("combined", "continuous")
 
 _ALL_KEYS = "continuous attention needs all keys of a sentence from the start"
 
-# No basis is narrow enough to tell it from a density of one point, whose gradient is without bound.
+# Too narrow for any basis to resolve; at 0 the gradient is unbounded.
 LEAST_VARIANCE = 1e-6
 
 
 class ContinuousAttention(nn.Module):
-    """Attention with the expectation of a function of time as its context.
+    """Attention whose context is the expectation of a function of time.
 
         context = [dropout(p) V +] E_{t ~ density(mean, variance)}[V(t)], p = normalizer(scores)
-    (Martins et al. 2020, Section 3.) V(t) is the ridge regression of the values, token l of L at
-    l / L, on Gaussian basis functions. The density's mean and variance are those of the positions
-    under p, with no further parameter, or they are predicted from the query. The variance is the
-    density's own for a Gaussian. For a truncated parabola it is a scale, as in the paper: the
-    density's own variance is (3/2 variance)^(2/3) / 5.
+    (Martins et al. 2020, Section 3.) V(t) is the ridge regression of the values on Gaussian basis
+    functions, with token l of L at time l / L. Mean and variance are those of the positions under
+    p, or a linear layer predicts them from the query. For a Gaussian, `variance` is its variance.
+    For a truncated parabola it is a scale, as in the paper: the variance of that density is
+    (3/2 variance)^(2/3) / 5.
 
     Args:
         normalizer: the discrete attention. Its probabilities may sum to anything above 0.
         density: "softmax", a Gaussian, or "sparsemax", a truncated parabola.
         context: "combined", the sum of the discrete and the continuous context, as in the paper's
             translation models, or "continuous" alone.
-        query_size: None: mean = E_p[l / L], variance = E_p[(l / L)^2] - mean^2. The size of a
-            query: mean = sigmoid, variance = softplus of a linear function of it, shared by the
-            heads.
-        num_bases: of the basis functions; a multiple of the number of widths.
-        widths: their standard deviations, each with as many centres evenly on [0, 1].
-        ridge: of the regression, above 0.
+        query_size: None takes mean = E_p[l / L] and variance = E_p[(l / L)^2] - mean^2. The size of
+            a query predicts mean = sigmoid and variance = softplus of a linear function of the
+            query, shared by the heads.
+        num_bases: number of basis functions, a multiple of the number of widths.
+        widths: their standard deviations; each width has equally many centres, even on [0, 1].
+        ridge: penalty of the regression, above 0.
 
     Raises:
         ValueError: an argument out of its range.
@@ -100,16 +100,16 @@ class ContinuousAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the context of each query, and the discrete probabilities.
 
-        Args, Returns: as `Normalizer.attend`, but that every query sees the same keys: the mask
-            broadcasts over queries and heads, (B, 1, 1, S), and excludes; nothing is causal. The
-            values may be those of `static_values`.
+        Args, Returns: as `Normalizer.attend`, but every query sees the same keys: the mask is
+            (B, 1, 1, S), bool or a float that excludes, and is_causal is False. The values may be
+            those of `static_values`.
 
         Raises:
             ValueError: a mask that differs between queries or heads; is_causal; values of another
                 length.
         """
         if is_causal:
-            raise ValueError(f"{_ALL_KEYS}: nothing may be causal")
+            raise ValueError(f"{_ALL_KEYS}: leave is_causal out")
         value, coefficients, tokens = self._parts(value, key.shape[2], mask)
 
         def attend(value: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -142,7 +142,7 @@ class ContinuousAttention(nn.Module):
         need_probs: bool = False,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what `attend` does, by scores that somebody else has formed.
+        """Return the result of `attend` for given scores.
 
         Args, Returns: as `Normalizer.attend_by_scores`.
 
@@ -150,12 +150,11 @@ class ContinuousAttention(nn.Module):
             ValueError: as `attend`; a density that is predicted from the query.
         """
         if self.predicted is not None:
-            raise ValueError("query_size predicts a density from the query: scores have none")
+            raise ValueError("query_size predicts a density from the query: use attend")
         value, coefficients, tokens = self._parts(value, scores.shape[-1], mask)
         probs = self.normalizer(scores, -1, mask, hidden)
         left = dropout(probs, dropout_p)
-        # Sums over few numbers: a recurrent model asks at each step, and values with columns more
-        # would be copied each time.
+        # Not `_with_times`: a recurrent model calls this at each step and would copy the values.
         time = positions(tokens)[:, None, None].to(left.dtype)
         timed = left * time
         mean, variance = _mean_and_variance(left.sum(-1), timed.sum(-1), (timed * time).sum(-1))
@@ -165,7 +164,7 @@ class ContinuousAttention(nn.Module):
     def _parts(
         self, value: Tensor, length: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Values alone, their coefficients, and which keys may be attended to, (B, S)."""
+        """Return the values, their coefficients, and which keys the mask allows, (B, S)."""
         tokens = _tokens(value, length, mask)
         if value.shape[2] == length:
             return value, self._coefficients(value, tokens), tokens
@@ -174,14 +173,14 @@ class ContinuousAttention(nn.Module):
                 f"value must have {length} rows as the keys, or {length + self.num_bases} of "
                 f"static_values, got {list(value.shape)}"
             )
-        # In one piece: each slice would get a gradient as large as both.
+        # `split`, because the gradient of each slice would be as large as the whole.
         value, coefficients = value.split([length, self.num_bases], 2)
         return value, coefficients, tokens
 
     def _context(
         self, mean: Tensor, variance: Tensor, coefficients: Tensor, discrete: Tensor | None
     ) -> Tensor:
-        """The expectation under the density, with the discrete context where both are asked for."""
+        """Return the expectation under the density, plus the discrete context if combined."""
         weights = self.expectation(mean, variance.clamp(min=LEAST_VARIANCE))
         context = weights.to(coefficients.dtype) @ coefficients
         if self.context == "combined":
@@ -190,9 +189,9 @@ class ContinuousAttention(nn.Module):
         return context
 
     def static_values(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return values with the coefficients of their value function behind them.
+        """Return the values followed by the coefficients of their value function.
 
-        While decoding, these are kept in place of the values, so that a sentence is solved once.
+        Decoding caches them, so that the regression of a sentence is solved once.
 
         Args:
             value, mask: as `attend`.
@@ -205,13 +204,13 @@ class ContinuousAttention(nn.Module):
         )
 
     def _coefficients(self, value: Tensor, tokens: Tensor) -> Tensor:
-        """Those of the value function's basis functions, (B, H, num_bases, size of a value)."""
+        """Return the coefficients of the basis functions, (B, H, num_bases, size of a value)."""
         centers, widths = self.expectation.bases(value.device)
         regression = ridge_regression(tokens, centers, widths, self.ridge).mT[:, None]
         return regression.to(value.dtype) @ value
 
     def keep_heads(self, heads: list[int]) -> None:
-        """Forget all but these heads' parameters, where each head has its own."""
+        """Keep only these heads' parameters, if each head has its own."""
         self.normalizer.keep_heads(heads)
 
     def extra_repr(self) -> str:
@@ -219,7 +218,7 @@ class ContinuousAttention(nn.Module):
 
 
 class Expectation(nn.Module):
-    """Of the basis functions under a density: a module, so that a forward hook sees its moments."""
+    """Expectation of the basis functions; a module, so that a forward hook sees the moments."""
 
     def __init__(self, density: str, num_bases: int, widths: tuple[float, ...]) -> None:
         super().__init__()
@@ -231,12 +230,12 @@ class Expectation(nn.Module):
 
     def bases(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the centres and the widths of the basis functions, (num_bases,), float64."""
-        kept = _bases.__wrapped__ if traced() else _bases  # a graph keeps nothing
+        kept = _bases.__wrapped__ if traced() else _bases  # no cache in a graph
         return kept(self.num_bases, self.widths, device)
 
 
 def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
-    """Which keys may be attended to, (B, S)."""
+    """Return which keys the mask allows, (B, S)."""
     batch = value.shape[0]
     if mask is None:
         return value.new_ones([batch, length], dtype=torch.bool)
@@ -249,8 +248,11 @@ def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
 
 
 def _with_times(value: Tensor, time: Tensor) -> Tensor:
-    """Values with three columns more, 1, t and t^2, whose contexts are the sums of p, p t and p t^2
-    under the same dropout. Half precision would have too few digits for times."""
+    """Append the columns 1, t and t^2 to the values.
+
+    Their contexts are the sums of p, p t and p t^2 under the same dropout. The result is float32 or
+    wider, because half precision has too few digits for times.
+    """
     columns = torch.stack([torch.ones_like(time), time, time**2], -1)
     columns = columns.expand(-1, value.shape[1], -1, -1)
     dtype = torch.promote_types(value.dtype, torch.float32)
@@ -258,7 +260,7 @@ def _with_times(value: Tensor, time: Tensor) -> Tensor:
 
 
 def _mean_and_variance(mass: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of times under weights, by the sums of p, p t and p t^2; 0 where there are none."""
+    """Return mean and variance of t from the sums of p, p t and p t^2; 0 if all p are 0."""
     mass = torch.where(mass > 0, mass, 1.0)
     mean = first / mass
     return mean, second / mass - mean**2
@@ -267,7 +269,7 @@ def _mean_and_variance(mass: Tensor, first: Tensor, second: Tensor) -> tuple[Ten
 @functools.lru_cache(maxsize=16)
 def _bases(count: int, widths: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     each = count // len(widths)
-    with torch.inference_mode(False):  # training may come after, and finds these
+    with torch.inference_mode(False):  # training may use the cached tensors later
         ends = torch.linspace(0, 1, each, dtype=torch.float64, device=device)
         wide = torch.tensor(widths, dtype=torch.float64, device=device)
         return ends.repeat(len(widths)), wide.repeat_interleave(each)

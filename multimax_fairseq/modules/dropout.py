@@ -1,4 +1,4 @@
-"""fairseq's dropout layer, on our kernel where that is faster."""
+"""fairseq's dropout layer with this package's kernel."""
 
 import torch.nn.functional as F
 from fairseq.modules import FairseqDropout
@@ -9,7 +9,7 @@ from multimax_fairseq.ops.dropout import dropout
 
 class Dropout(FairseqDropout):
     def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
-        """Return x with entries dropped, in training and where --retain-dropout asks for it."""
+        """Drop entries of x in training, and under --retain-dropout."""
         if self.p > 0 and (self.training or self.apply_during_inference):
             return F.dropout(x, self.p, inplace=True) if inplace else dropout(x, self.p)
         return x

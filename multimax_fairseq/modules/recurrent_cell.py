@@ -1,4 +1,4 @@
-"""A recurrent cell that is fed words, all of which are known, and what it has just attended to."""
+"""A GRU or LSTM cell with two inputs: a word, known in advance, and a context that is fed back."""
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,15 @@ GATES = {"gru": 3, "lstm": 4}
 
 
 class RecurrentCell(nn.Module):
-    """One step of a GRU or LSTM over the concatenation of a word and of what is fed back.
+    """One step of a GRU or LSTM over the concatenation of a word and a fed-back context.
 
-    Equivalent to: nn.GRUCell or nn.LSTMCell(input_size + fed_size, hidden_size) of both, whose
-    product with the words is computed for all steps at once, by `words`.
+    Equivalent to: nn.GRUCell or nn.LSTMCell(input_size + fed_size, hidden_size). `words` computes
+    the product with the words for all steps at once.
 
     Args:
         kind: "gru" or "lstm".
-        input_size, fed_size, hidden_size: of a word, of what is fed back, and of the state.
+        input_size, fed_size, hidden_size: sizes of a word, of the fed-back context, and of the
+            state.
 
     Raises:
         ValueError: an unknown kind; a size that is no whole number of at least 1.
@@ -35,7 +36,7 @@ class RecurrentCell(nn.Module):
         self.fed_projection = nn.Linear(fed_size, gates, bias=False)
         self.hidden_projection = nn.Linear(hidden_size, gates)
         with torch.no_grad():
-            # The two are the halves of one matrix.
+            # Both are initialised as parts of one matrix.
             whole = torch.empty(gates, input_size + fed_size)
             for weight in (whole, self.hidden_projection.weight):
                 start_gates(weight, kind)
@@ -48,7 +49,7 @@ class RecurrentCell(nn.Module):
             start_biases(self.word_projection.bias, self.hidden_projection.bias, kind)
 
     def words(self, words: Tensor) -> Tensor:
-        """Return what `forward` takes for words, (..., input_size)."""
+        """Return the projection of words, (..., input_size), that `forward` takes."""
         return self.word_projection(words)
 
     def forward(self, words: Tensor, fed: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -57,7 +58,7 @@ class RecurrentCell(nn.Module):
         Args:
             words: (B, gates * hidden_size), of `words`.
             fed: (B, fed_size).
-            state: the last one.
+            state: the previous one.
         """
         given = words + self.fed_projection(fed)
         kept = self.hidden_projection(state[0])
@@ -73,15 +74,14 @@ class RecurrentCell(nn.Module):
 
 @torch.no_grad()
 def start_gates(weight: Tensor, kind: str) -> None:
-    """Draw the matrices of all gates, stacked as torch's cells have them, each for itself."""
+    """Initialise each gate's matrix on its own; they are stacked as in torch's cells."""
     for gate in weight.chunk(GATES[kind]):
         nn.init.xavier_uniform_(gate)
 
 
 @torch.no_grad()
 def start_biases(input_bias: Tensor, hidden_bias: Tensor, kind: str) -> None:
-    """Set both biases of a cell to 0, but one forget gate's to 1: an LSTM is to remember at first
-    (Jozefowicz et al. 2015)."""
+    """Set both biases of a cell to 0, but an LSTM's forget gate to 1 (Jozefowicz et al. 2015)."""
     for bias in (input_bias, hidden_bias):
         nn.init.zeros_(bias)
     if kind == "lstm":
