@@ -1,4 +1,4 @@
-"""Any normalizer in the attention of models that know nothing of this package."""
+"""replace_softmax in eager mode."""
 
 import copy
 import io
@@ -22,10 +22,10 @@ EXAMPLE = pathlib.Path(__file__).parent.parent / "user_dir/vit_multimax.py"
 KINDS = ["tensor", "torch", "functional", "module", "bool", "float", "causal", "plain", "torch-mha"]
 ALL = [*KINDS, "torch-mha-weights"]
 SETTINGS = {"topk": {"k": 2}}
-# asentmax reads hidden states, which no softmax is given.
+# asentmax reads hidden states, which softmax does not receive.
 REPLACING = [name for name, mapping in NORMALIZERS.items() if not mapping.hidden]
 IDENTITY = {"softmax": {}, "multimax": {"init_std": 0.0}}
-# Far from the identity, low scores and high ones.
+# Modulator offsets far from the identity, for low and for high scores.
 FAR = {
     "low_coefficient": [-0.9, -0.05],
     "low_threshold": [0.3, -0.4],
@@ -35,7 +35,7 @@ FAR = {
 
 
 class OwnAttention(nn.Module):
-    """Causal self-attention (but for "plain" and "tensor"), its softmax called in many ways."""
+    """Self-attention that calls softmax in many ways; causal except for "plain" and "tensor"."""
 
     def __init__(self, kind):
         super().__init__()
@@ -81,7 +81,7 @@ class TorchAttention(nn.Module):
 
 
 class Calls(nn.Module):
-    """Calls a function in its forward, and returns what it does."""
+    """A module whose forward is the given function."""
 
     def __init__(self, function):
         super().__init__()
@@ -92,7 +92,7 @@ class Calls(nn.Module):
 
 
 def replaced(function, normalizer="multimax", **settings):
-    """Return a module whose forward is this function, its softmax replaced."""
+    """Return a module whose forward is this function with softmax replaced."""
     module = Calls(function)
     replace_softmax(module, normalizer, where=lambda name, _: name == "", **settings)
     return module
@@ -110,7 +110,7 @@ def batch(length=LENGTH):
 
 
 def pull_far(model):
-    """Give all modulators values that are far from the identity, of each head its own."""
+    """Set all modulators far from the identity, with different values for each head."""
     for module in model.modules():
         if isinstance(module, Modulator):
             for name, values in FAR.items():
@@ -150,20 +150,20 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("normalizer", ["softmax", "multimax"])
-def test_the_identity_changes_no_output_and_no_gradient(kind, normalizer):
+def test_identity_normalizer_keeps_outputs_and_gradients(kind, normalizer):
     model = two_layers(kind)
     expected = outputs_and_grads(model)
     names = replace_softmax(model, normalizer, **IDENTITY[normalizer])
     assert names == (["0.inner", "2.inner"] if kind == "torch-mha" else ["0", "2"])
     assert_same(outputs_and_grads(model), expected)
-    # torch fuses attention where nothing is to be learned.
+    # Without gradients, PyTorch would use its fused encoder kernel.
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(batch()), expected["out"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_far_modulators_equal_the_function(kind, per_head):
+def test_replaced_attention_equals_multimax(kind, per_head):
     model = two_layers(kind)
     replace_softmax(model, per_head=per_head)
     pull_far(model)
@@ -175,7 +175,6 @@ def test_far_modulators_equal_the_function(kind, per_head):
     q, k, v = F.linear(batch(), *weights[:2]).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     mask = None if kind in ("tensor", "plain") else future
-    # The scores of "module" go in turned around, which changes nothing in what is expected.
     probs = multimax(q @ k.mT / 2, first.normalizer.modulator, mask=mask)
     expected = weights[2]((probs @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(model[0](batch()), expected, rtol=1e-5, atol=1e-6)
@@ -184,7 +183,7 @@ def test_far_modulators_equal_the_function(kind, per_head):
 
 @pytest.mark.parametrize("normalizer", REPLACING)
 @pytest.mark.parametrize("kind", ["torch", "functional", "bool", "float", "causal", "torch-mha"])
-def test_what_is_excluded_has_no_share(kind, normalizer):
+def test_masked_keys_have_zero_gradient(kind, normalizer):
     model = two_layers(kind)
     replace_softmax(model, normalizer, **SETTINGS.get(normalizer, {}))
     x = batch().requires_grad_()
@@ -196,7 +195,7 @@ def test_what_is_excluded_has_no_share(kind, normalizer):
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 2.0, "learn_temperature": True}, {}])
-def test_a_row_with_nothing_left_is_zero(settings):
+def test_fully_masked_row_is_zero(settings):
     class Attention(nn.Module):
         def forward(self, scores, mask):
             return (scores + mask).softmax(-1)
@@ -215,14 +214,14 @@ def test_a_row_with_nothing_left_is_zero(settings):
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("normalizer", ["multimax", "alpha_entmax"])
 @pytest.mark.parametrize("kind", ["tensor", "causal", "torch-mha"])
-def test_what_is_learned_moves_in_a_step(kind, normalizer, per_head):
+def test_optimizer_step_changes_all_learned_scalars(kind, normalizer, per_head):
     model = two_layers(kind)
     replace_softmax(model, normalizer, per_head=per_head)
     learned = {n: p for n, p in model.named_parameters() if "normalizer" in n}
     scalars = (8 if normalizer == "multimax" else 1) * (HEADS if per_head else 1)
     assert sum(p.numel() for p in learned.values()) == 2 * scalars
     before = {n: p.detach().clone() for n, p in learned.items()}
-    # Many scores, spread over both sides of all thresholds, in the second layer too.
+    # Large inputs put scores on both sides of all thresholds, in the second layer too.
     model[1] = nn.LayerNorm(WIDTH)
     model(2 * batch(length=100)).square().sum().backward()
     torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-30).step()
@@ -231,7 +230,7 @@ def test_what_is_learned_moves_in_a_step(kind, normalizer, per_head):
         assert parameter.ne(before[name]).all(), name
 
 
-def test_scores_keep_their_dtype():
+def test_softmax_keeps_dtype():
     scores = torch.randn(2, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)
     seen = []
 
@@ -249,7 +248,7 @@ def test_scores_keep_their_dtype():
     torch.testing.assert_close(seen[0], Normalizer("sparsemax")(scores).to(half))
 
 
-def test_grouped_queries_and_dropout():
+def test_attention_supports_grouped_queries_and_dropout():
     q, k, v = torch.randn(2, 8, 3, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 6)
 
     class Attention(nn.Module):
@@ -263,7 +262,7 @@ def test_grouped_queries_and_dropout():
     assert attention(1.0).eq(0).all() and attention(0.5).ne(expected).any()
 
 
-def test_state_dict_round_trip():
+def test_state_dict_restores_normalizers():
     model, other = two_layers("tensor"), two_layers("tensor", seed=1)
     replace_softmax(model)
     replace_softmax(other)
@@ -274,7 +273,7 @@ def test_state_dict_round_trip():
 
 
 @pytest.mark.parametrize("kind", ["causal", "torch-mha"])
-def test_copies_are_equal_and_independent(kind):
+def test_deepcopy_and_pickle_give_independent_copies(kind):
     model = two_layers(kind)
     replace_softmax(model)
     pull_far(model)
@@ -295,17 +294,17 @@ def test_copies_are_equal_and_independent(kind):
         with pytest.raises(ValueError, match="replaced already"):
             replace_softmax(twin)
     original = two_layers(kind)[0]
-    assert isinstance(model[0], type(original)) and type(model[0]) is type(copies[0][0])
+    assert type(model[0]) is type(copies[0][0]) is type(original)
 
 
-def test_the_normalizer_starts_where_its_module_is():
+def test_normalizer_starts_on_the_module_device():
     model = two_layers("tensor").to("meta")
     replace_softmax(model)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert model(batch().to("meta")).shape == (3, LENGTH, WIDTH)
 
 
-def test_train_and_eval_reach_the_normalizer():
+def test_train_and_eval_modes_reach_the_normalizer():
     model = two_layers("tensor").eval()
     replace_softmax(model, "evsoftmax")
     assert not model[0].normalizer.training
@@ -316,7 +315,7 @@ def test_train_and_eval_reach_the_normalizer():
 
 @pytest.mark.parametrize("normalizer", ["softmax", "multimax"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_torchs_fused_encoder_is_left(normalizer):
+def test_transformer_encoder_skips_its_fused_kernel(normalizer):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
@@ -345,7 +344,7 @@ def softmax_with_fill(scores, mask):
 
 
 def attention_weights(scores, mask):
-    """Of scaled_dot_product_attention, whose values are the unit vectors, and so its keys."""
+    """Return the probabilities of scaled_dot_product_attention for these scores."""
     unit = torch.eye(scores.shape[-1])
     return F.scaled_dot_product_attention(scores, unit, unit, mask, scale=1.0)
 
@@ -371,8 +370,8 @@ TABLES = {"TABLE_7": TABLE_7, "TABLE_8": TABLE_8}
     "call",
     [softmax_with_sum, softmax_with_fill, attention_weights, attention_weights_of_kernel],
 )
-def test_any_number_that_masks_does(call, values):
-    """Swin's -100, BERT's -1e4, -1e9, the lowest number there is, and -inf."""
+def test_finite_masks_exclude_keys(call, values):
+    """-100 as in Swin, -1e4 as in BERT, -1e9, the lowest float, and -inf."""
     for index in range(20) if "init" in values else range(len(TABLES[values])):
         torch.manual_seed(index)
         if "init" in values:
@@ -396,7 +395,7 @@ def test_any_number_that_masks_does(call, values):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("std", [0.02, 0.2])
-def test_numbers_that_mask_in_half_precision(dtype, std):
+def test_finite_masks_exclude_keys_in_half_precision(dtype, std):
     module = replaced(softmax_with_sum, init_std=std)
     for number in (-100.0, -1e4, torch.finfo(dtype).min, -math.inf):
         scores, dropped, mask = masked_scores(number)
@@ -406,26 +405,26 @@ def test_numbers_that_mask_in_half_precision(dtype, std):
 
 @pytest.mark.parametrize("normalizer", REPLACING)
 @pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
-def test_a_row_that_is_masked_by_a_number_is_as_of_softmax(normalizer, number):
+def test_row_of_equal_finite_masks_is_uniform(normalizer, number):
     module = replaced(softmax_with_fill, normalizer, **SETTINGS.get(normalizer, {}))
     pull_far(module)
     scores = torch.randn(2, 3, 4, 5, requires_grad=True)
     mask = torch.zeros(4, 5)
     mask[0] = number
     probs = module(scores, mask)
-    share = 0.2 if NORMALIZERS[normalizer].sums_to_one else 0.0  # the others have a way out
+    share = 0.2 if NORMALIZERS[normalizer].sums_to_one else 0.0
     torch.testing.assert_close(probs[..., 0, :], torch.full((2, 3, 5), share))
     (probs * torch.randn_like(probs)).sum().backward()
     for tensor in (scores, *module.parameters()):
         assert tensor.grad.isfinite().all() and tensor.grad.abs().max() < 100
 
 
-def test_multimax_alone_is_monotone_by_default():
+def test_multimax_is_monotone_by_default():
     assert replaced(softmax_with_sum).normalizer.modulator.monotone
     given = replaced(softmax_with_sum, monotone=False, init_std=0.0)
     assert not given.normalizer.modulator.monotone
     given.normalizer.modulator.low_coefficient.data[1] = 0.05
-    # What monotone is for: here sigma turns upwards at -10.
+    # Without monotone, sigma turns upwards at -10.
     scores = torch.tensor([[0.0, 0.0]])
     mask = torch.tensor([[0.0, -100.0]])
     assert given(scores, mask)[0, 1] > 0.99
@@ -434,7 +433,7 @@ def test_multimax_alone_is_monotone_by_default():
 
 @pytest.mark.parametrize("normalizer", ["multimax", "sparsemax"])
 @pytest.mark.parametrize("kernel", [False, True])
-def test_a_learned_bias_comes_after_the_modulator(normalizer, kernel):
+def test_float_mask_is_added_after_the_modulator(normalizer, kernel):
     torch.manual_seed(0)
     module = replaced(F.scaled_dot_product_attention, normalizer)
     pull_far(module)
@@ -455,9 +454,9 @@ def test_a_learned_bias_comes_after_the_modulator(normalizer, kernel):
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("masks", ["none", "bool", "float", "padding", "both", "heads", "causal"])
-def test_torchs_attention_is_the_same_with_and_without_weights(masks, per_head):
+def test_multihead_attention_masks_equal_multimax(masks, per_head):
     torch.manual_seed(0)
-    # torch's is_causal takes the learned key for one more position.
+    # PyTorch's is_causal hides the learned key from early queries.
     learned_key = masks != "causal"
     inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, add_bias_kv=learned_key)
     replace_softmax(inner, per_head=per_head)
@@ -509,10 +508,41 @@ def test_torchs_attention_is_the_same_with_and_without_weights(masks, per_head):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
-# --- what else a model may do --------------------------------------------------------------------
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kdim": 6, "vdim": 7, "bias": False}, {"add_zero_attn": True}, {"add_bias_kv": True}],
+)
+def test_multihead_attention_options_equal_softmax(options, need_weights):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(WIDTH, HEADS, **options)
+    key = torch.randn(7, 3, options.get("kdim", WIDTH))
+    value = torch.randn(7, 3, options.get("vdim", WIDTH))
+    query, asked = torch.randn(LENGTH, 3, WIDTH), {"need_weights": need_weights}
+    mask = torch.rand(3 * HEADS, LENGTH, 7) < 0.3
+    calls = [
+        ((query, key, value), {**asked, "attn_mask": mask, "average_attn_weights": False}),
+        ((query, key, value), {**asked, "key_padding_mask": torch.arange(7).expand(3, 7) > 4}),
+        ((query[:, 0], key[:, 0], value[:, 0]), {**asked, "attn_mask": mask[0]}),
+        ((query[:, 0], key[:, 0], value[:, 0]), {**asked, "key_padding_mask": mask[0, 0]}),
+    ]
+    expected = [attention(*args, **given) for args, given in calls]
+
+    replace_softmax(attention, "softmax")
+
+    for (args, given), (output, weights) in zip(calls, expected, strict=True):
+        found, found_weights = attention(*args, **given)
+        torch.testing.assert_close(found, output)
+        if need_weights:
+            torch.testing.assert_close(found_weights, weights)
+        else:
+            assert found_weights is None
 
 
-def test_threads_do_not_see_each_other():
+# --- modules and modes --------------------------------------------------------------------
+
+
+def test_threads_use_their_own_mode():
     models = [far_layer("causal"), far_layer("tensor", "sparsemax"), far_layer("torch-mha-weights")]
     expected = [model(batch()) for model in models]
     softmax = batch().softmax(-1)
@@ -536,7 +566,7 @@ def test_threads_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("kind", ["causal", "torch-mha"])
-def test_replicas_of_data_parallel(kind):
+def test_data_parallel_replicas_use_their_own_weights(kind):
     module = far_layer(kind)[0]
     twins = {m: m._replicate_for_data_parallel() for m in module.modules()}
     for original, twin in twins.items():
@@ -548,7 +578,7 @@ def test_replicas_of_data_parallel(kind):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_module_inside_of_another_answers_for_itself(compiled):
+def test_nested_modules_use_their_own_normalizers(compiled):
     class OuterAttention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -569,7 +599,7 @@ def test_a_module_inside_of_another_answers_for_itself(compiled):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_autocast(kind):
+def test_autocast_keeps_dtypes(kind):
     model, softmax = far_layer(kind), one_layer(kind)
     exact, expected = model(batch()), softmax(batch())
     torch._dynamo.reset()
@@ -577,12 +607,12 @@ def test_autocast(kind):
         out, rounded = model(batch()), softmax(batch())
         compiled = torch.compile(model, backend="eager", fullgraph=True)(batch())
     assert out.dtype == rounded.dtype
-    # The rounding is that of the projections.
+    # Only the projections round.
     assert (out - exact).abs().max() < 2 * (rounded - expected).abs().max()
     torch.testing.assert_close(compiled, out)
 
 
-def test_every_public_name_of_softmax_is_answered():
+def test_every_public_softmax_is_replaced():
     scores = torch.randn(2, 6)
     names = {
         "Tensor.softmax": lambda x: x.softmax(dim=-1),
@@ -592,8 +622,6 @@ def test_every_public_name_of_softmax_is_answered():
         "nn.Softmax": lambda x: nn.Softmax(-1)(x),
         "nn.Softmax2d": lambda x: nn.Softmax2d()(x[..., None, None])[..., 0, 0],
         "torch.masked.softmax": lambda x: torch.masked.softmax(x, -1, mask=x < 9),
-        "aten.softmax": lambda x: torch.ops.aten.softmax(x, -1),
-        "aten.softmax.int": lambda x: torch.ops.aten.softmax.int(x, -1),
     }
     for name, function in names.items():
         module = replaced(function, "sparsemax")
@@ -606,11 +634,11 @@ def test_every_public_name_of_softmax_is_answered():
         lambda x: F.log_softmax(x, -1),
         lambda x: torch._softmax(x, -1, False),
     ):
-        with pytest.raises(RuntimeError, match="met no softmax"):
+        with pytest.raises(RuntimeError, match="calls no softmax"):
             replaced(other)(scores)
 
 
-def test_where_chooses():
+def test_where_selects_modules():
     model = nn.ModuleDict({"a": two_layers("tensor"), "b": two_layers("causal")})
     replaced = replace_softmax(model, where=lambda name, module: name in ("a.0", "b.2"))
     assert replaced == ["a.0", "b.2"]
@@ -619,7 +647,7 @@ def test_where_chooses():
     assert names == ["a.2"]
 
 
-def test_nothing_is_active_outside_of_forward():
+def test_interrupt_in_forward_leaves_no_mode_active():
     class Attention(nn.Module):
         def forward(self, x):
             if x is None:
@@ -635,17 +663,10 @@ def test_nothing_is_active_outside_of_forward():
     assert attention(scores).tolist() == [0, 1] and scores.softmax(-1)[0] > 0
 
 
-def test_refusals():
-    with pytest.raises(TypeError, match="model must be a Module, got <built-in"):
-        replace_softmax(torch.softmax)
-    for name, wrong in (("normalizer", None), ("per_head", 1), ("where", "attn")):
-        with pytest.raises(TypeError, match=f"{name} must be a .*, got {wrong!r}"):
-            replace_softmax(two_layers("tensor"), **{name: wrong})
+def test_invalid_arguments_raise():
     with pytest.raises(TypeError, match="'heads'"):
         replace_softmax(two_layers("tensor"), heads=2)
-    with pytest.raises(ValueError, match="softmax needs floating-point scores or a dtype"):
-        replaced(lambda x: x.softmax(-1))(torch.arange(3))
-    with pytest.raises(ValueError, match="no attention module in Linear: say by `where`"):
+    with pytest.raises(ValueError, match="no attention module in Linear: choose the modules"):
         replace_softmax(nn.Linear(2, 2))
     for name, why in (("softermax", "unknown normalizer"), ("asentmax", "hidden .*: choose ano")):
         pytest.raises(ValueError, replace_softmax, two_layers("tensor"), name).match(why)
@@ -657,44 +678,22 @@ def test_refusals():
     replace_softmax(model)
     with pytest.raises(ValueError, match="module '0' is replaced already"):
         replace_softmax(model)
-    for taken in ("normalizer", "forward"):
+    for taken, value in (("normalizer", nn.Identity()), ("forward", torch.relu)):
         model = two_layers("tensor")
-        setattr(model[2], taken, nn.Identity())
-        with pytest.raises(ValueError, match=f"module '2' has a '{taken}' of its own"):
+        setattr(model[2], taken, value)
+        with pytest.raises(ValueError, match=f"module '2' has its own '{taken}'"):
             replace_softmax(model)
     model = two_layers("tensor")
     model[2].__class__ = type("Attention", (type(model[2]),), {"normalizer": "of the class"})
-    with pytest.raises(ValueError, match="module '2' has a 'normalizer' of its own"):
+    with pytest.raises(ValueError, match="module '2' has its own 'normalizer'"):
         replace_softmax(model)
 
 
-def test_a_forward_without_softmax_is_an_error():
+def test_forward_without_softmax_raises():
     class LinearAttention(nn.Linear):
         pass
 
     model = nn.Sequential(two_layers("tensor"), LinearAttention(WIDTH, WIDTH))
     replace_softmax(model)
-    with pytest.raises(RuntimeError, match=r"module '1' \(LinearAttention\) met no softmax"):
+    with pytest.raises(RuntimeError, match="LinearAttention calls no softmax"):
         model(batch())
-
-    class ImplicitAttention(nn.Module):
-        def forward(self, x):
-            return F.softmax(x)
-
-    attention = ImplicitAttention()
-    replace_softmax(attention)
-    with pytest.raises(ValueError, match="softmax without a dim"):
-        attention(batch())
-
-
-def test_a_softmax_may_have_its_memory():
-    class Attention(nn.Module):
-        def forward(self, x):
-            found = torch.empty_like(x)
-            assert torch.softmax(x, -1, out=found) is found
-            return found
-
-    attention = Attention()
-    replace_softmax(attention, "sparsemax")
-    with torch.no_grad():
-        assert torch.equal(attention(batch()), normalize("sparsemax", batch()))

@@ -1,7 +1,8 @@
-"""replace_softmax under torch.compile, torch.export, tracing and checkpointing."""
+"""replace_softmax with torch.compile, torch.export, tracing and checkpointing."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_replace_softmax import (
     ALL,
     HEADS,
@@ -21,7 +22,7 @@ from multimax_fairseq import replace_softmax
 
 
 def assert_same_numbers(function, model):
-    """Forward and all gradients, of another batch too."""
+    """Compare outputs and all gradients on two batches."""
     for x in (batch(), 2 * batch().flip(1)):
         results = []
         for run in (function, model):
@@ -35,10 +36,10 @@ def assert_same_numbers(function, model):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_compiled_in_one_graph(kind):
+def test_compile_gives_one_graph(kind):
     model = far_layer(kind)
     torch._dynamo.reset()
-    # What runs is torch's functions as they were recorded: nothing answers those any more.
+    # The recorded graph calls PyTorch's functions without the mode.
     assert_same_numbers(torch.compile(model, backend="eager", fullgraph=True), model)
     model.eval()
     with torch.no_grad():
@@ -47,20 +48,20 @@ def test_compiled_in_one_graph(kind):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "float", "torch-mha", "torch-mha-weights"])
-def test_compiled_down_to_operators(kind):
+def test_compile_to_aten_keeps_gradients(kind):
     model = far_layer(kind, per_head=True)
     torch._dynamo.reset()
     assert_same_numbers(torch.compile(model, backend="aot_eager", fullgraph=True), model)
 
 
 @pytest.mark.parametrize("normalizer", ["topk", "evsoftmax", "alpha_entmax"])
-def test_compiled_with_another_normalizer(normalizer):
+def test_compile_supports_other_normalizers(normalizer):
     model = far_layer("causal", normalizer, **SETTINGS.get(normalizer, {}))
     torch._dynamo.reset()
     assert_same_numbers(torch.compile(model, backend="eager", fullgraph=True), model)
 
 
-def test_compiled_with_torchs_encoder():
+def test_compile_supports_transformer_encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
@@ -73,7 +74,7 @@ def test_compiled_with_torchs_encoder():
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_compiled_with_padding(train):
+def test_compile_supports_padding_masks(train):
     torch.manual_seed(0)
     model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).train(train)
     replace_softmax(model)
@@ -84,13 +85,13 @@ def test_compiled_with_padding(train):
     padding = torch.arange(x.shape[1]).expand(x.shape[:2]) > x.shape[1] - 3
     found, expected = (module(x, x, x, key_padding_mask=padding)[0] for module in (compiled, model))
     torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match=r"key_padding_mask must be \["):
+    with pytest.raises(RuntimeError, match="shape"):
         model(x, x, x, key_padding_mask=padding[:, 1:])
 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_exported_and_traced(kind, request):
+def test_export_and_trace_equal_eager(kind, request):
     if kind == "torch-mha-weights" and torch.__version__.startswith("2.10."):
         reason = "torch 2.10 cannot tell that min(s * s, 4 * s * s) is s * s"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
@@ -106,7 +107,7 @@ def test_exported_and_traced(kind, request):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
-def test_exported_gradients(strict):
+def test_export_keeps_gradients(strict):
     model = far_layer("functional")
     exported = torch.export.export(model, (batch(),), strict=strict).module()
     grads = []
@@ -114,13 +115,13 @@ def test_exported_gradients(strict):
         module(batch()).square().sum().backward()
         grads.append({name: p.grad for name, p in module.named_parameters()})
     torch.testing.assert_close(*grads)
-    # Nothing but the normalizer's own softmax is left.
+    # Only the normalizer's own softmax is left.
     assert [str(node.target) for node in exported.graph.nodes].count("aten.softmax.int") == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_a_graph_break_inside_leaves_the_module_uncompiled(where, backend):
+def test_graph_break_leaves_the_module_uncompiled(where, backend):
     def function(x):
         if where == "before":
             torch._dynamo.graph_break()
@@ -136,23 +137,22 @@ def test_a_graph_break_inside_leaves_the_module_uncompiled(where, backend):
         torch.compile(model, backend=backend, fullgraph=True)(batch())
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("outer", [False, True])
-def test_what_is_compiled_inside_of_a_module_is_answered(outer, backend):
+def test_compiled_function_inside_a_module_is_replaced(outer):
     def function(x):
         return (2 * x).softmax(-1)
 
     torch._dynamo.reset()
-    inner = torch.compile(function, backend=backend)
+    inner = torch.compile(function, backend="aot_eager")
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), pull_far(replaced(inner)))
     expected = pull_far(replaced(function))
     expected.load_state_dict(model[1].state_dict())
-    run = torch.compile(model, backend=backend) if outer else model
+    run = torch.compile(model, backend="aot_eager") if outer else model
     torch.testing.assert_close(run(batch()), expected(model[0](batch())))
     torch.testing.assert_close(inner(batch()), function(batch()))
 
 
-def test_replaced_after_it_was_compiled():
+def test_replacing_after_compile_recompiles():
     model = one_layer("tensor")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
@@ -163,17 +163,17 @@ def test_replaced_after_it_was_compiled():
     assert (compiled(batch()) - before).abs().max() > 1e-3
 
 
-def test_a_module_without_softmax_is_an_error_when_compiled_too():
+def test_compiled_forward_without_softmax_raises():
     torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match="met no softmax"):
+    with pytest.raises(RuntimeError, match="calls no softmax"):
         torch.compile(replaced(torch.relu), backend="eager")(batch())
-    with pytest.raises(RuntimeError, match="met no softmax"):
+    with pytest.raises(RuntimeError, match="calls no softmax"):
         torch.export.export(replaced(torch.relu), (batch(),))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["tensor", "causal", "torch-mha-weights"])
-def test_checkpointed_as_a_whole(kind, reentrant):
+def test_checkpoint_around_a_module_keeps_gradients(kind, reentrant):
     model = far_layer(kind)
     assert_same_numbers(lambda x: checkpoint(model, x, use_reentrant=reentrant), model)
     torch._dynamo.reset()
@@ -186,12 +186,16 @@ def test_checkpointed_as_a_whole(kind, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_inside_is_refused(reentrant):
+@pytest.mark.parametrize("kind", ["softmax", "attention"])
+def test_checkpoint_inside_a_module_raises(kind, reentrant):
     def function(x):
-        return checkpoint(lambda y: y.softmax(-1), x, use_reentrant=reentrant)
+        return checkpoint(inner, x, use_reentrant=reentrant)
+
+    def inner(x):
+        return x.softmax(-1) if kind == "softmax" else F.scaled_dot_product_attention(x, x, x)
 
     module = replaced(function)
-    with pytest.raises(RuntimeError, match="module '' calls softmax inside of torch.utils.checkp"):
+    with pytest.raises(RuntimeError, match="Calls calls softmax inside torch.utils.checkpoint"):
         module(batch().requires_grad_())
-    with torch.no_grad():  # there will be no second pass
-        torch.testing.assert_close(module(batch()), module.normalizer(batch()))
+    with torch.no_grad():  # no second pass
+        assert module(batch()).isfinite().all()

@@ -1,10 +1,8 @@
-"""Any normalizer in the attention of other people's torch models."""
+"""Put a normalizer in place of softmax in the attention of any PyTorch model."""
 
 from __future__ import annotations
 
 import functools
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +16,8 @@ from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.ops.backend import is_autocast
 
-# No score of a live model lies this low. One that does is modulated as if it were this, and what it
-# lies below is added after: a gradient by the square of -1e9, a mask's, would be a rounding error,
-# and the square of -3e38 is infinite.
+# Live scores lie above this bound; lower scores are masks, such as -1e9, whose square would spoil
+# the gradient. The modulator sees them as this bound, and the rest is added after the modulator.
 LOWEST_SCORE = -1024.0
 
 
@@ -32,82 +29,71 @@ def replace_softmax(
     per_head: bool = False,
     **settings: Any,
 ) -> list[str]:
-    """Put a normalizer in place of softmax in a model's attention modules, and return their names.
+    """Replace softmax by a normalizer in a model's attention modules; return the modules' names.
 
         replace_softmax(timm.create_model("deit_small_patch16_224"))
     Equivalent to: writing self.normalizer(scores) for scores.softmax(-1) in each module's forward
 
-    While such a module's forward runs, each softmax and scaled_dot_product_attention of torch is
-    answered by the `Normalizer` that it now has as its submodule `normalizer`: trained, saved and
-    moved with it. Load the weights of a softmax model first. Not answered: log_softmax, and
-    attention that calls none of torch's public softmaxes (xFormers, flex_attention).
+    Each module gets a `Normalizer` as its submodule `normalizer`, which is trained, saved and moved
+    with the module. While the module's forward runs, the normalizer computes torch.softmax,
+    Tensor.softmax, F.softmax, F.scaled_dot_product_attention and the attention of
+    nn.MultiheadAttention. It does not replace log_softmax, nor attention that calls none of these
+    functions (xFormers, flex_attention). Load a softmax model's weights first.
 
-    The masks of scaled_dot_product_attention and of nn.MultiheadAttention act after the modulator,
-    as in `multimax_fairseq.scaled_dot_product_attention`. A softmax gets scores and mask (or
-    position bias) as one: -inf excludes, with probability and gradient exactly 0, and a row that is
-    wholly excluded is zero; any other number is modulated like a score. So that it goes on meaning
-    next to nothing, be it -100 or -1e9, multimax is monotone here unless told otherwise.
+    A mask of scaled_dot_product_attention or nn.MultiheadAttention acts after the modulator. A call
+    of softmax receives the sum of scores and mask: -inf excludes, with probability and gradient 0,
+    and a fully masked row is zero; the modulator transforms any other number. MultiMax is therefore
+    monotone by default, so that a mask of -100 or -1e9 still excludes.
 
-    torch.compile, torch.export and tracing record the normalizer. A changed module in which
-    torch.compile has to break the graph runs uncompiled.
+    Call the module, not its `forward`. torch.compile and torch.export record the normalizer; a
+    module whose forward breaks the graph runs uncompiled.
 
     Args:
-        model: changed in place; it may be an attention module itself.
+        model: changed in place; may itself be an attention module.
         normalizer: a key of `NORMALIZERS`.
-        where: whether the module of this name is to be changed. Default: its class name contains
-            "Attention", and that of no module inside it does.
+        where: whether to change the module with this name. Default: the class name contains
+            "Attention", and no submodule's class name does.
         per_head: learn the parameters per head. The scores have the heads in dimension -3, and the
             module has their number as `num_heads`.
-        settings: what else `Normalizer` takes; monotone is True by default.
+        settings: other arguments of `Normalizer`; monotone is True by default.
 
     Raises:
-        TypeError: an argument of another type; a setting that `Normalizer` does not know.
-        ValueError: no such module; one that is changed already, has a `normalizer` or a forward
-            of its own, or lacks `num_heads`; settings out of range; a mapping that reads hidden
-            states (asentmax). The model is then as before.
-        RuntimeError: in forward, when a changed module met no softmax, or met it inside of
-            torch.utils.checkpoint, whose second pass would be softmax.
+        TypeError: a setting that `Normalizer` does not know.
+        ValueError: no module to change; a module that is already changed, has its own `normalizer`
+            or instance `forward`, or lacks `num_heads`; settings out of range; a mapping that reads
+            hidden states (asentmax). The model is then unchanged.
+        RuntimeError: in forward, if the module calls no softmax, or calls it inside
+            torch.utils.checkpoint, whose second pass would compute softmax.
     """
-    for name, value, kind in (
-        ("model", model, nn.Module),
-        ("normalizer", normalizer, str),
-        ("per_head", per_head, bool),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
-    if not (where is None or callable(where)):
-        raise TypeError(f"where must be a function of a name and a module, got {where!r}")
     if mapping_named(normalizer).hidden:
         raise UsageError(
-            f"the normalizer {normalizer!r} reads hidden states, which no softmax is given: choose "
-            "another"
+            f"the normalizer {normalizer!r} reads hidden states, which softmax does not receive: "
+            "choose another"
         )
     where = where or _is_innermost_attention
-    picked = {name: module for name, module in model.named_modules() if where(name, module)}
-    if not picked:
+    chosen = {name: module for name, module in model.named_modules() if where(name, module)}
+    if not chosen:
         raise ValueError(
-            f"no attention module in {type(model).__name__}: say by `where` which modules have one"
+            f"no attention module in {type(model).__name__}: choose the modules with `where`"
         )
     if normalizer == "multimax":
         settings = {"monotone": True, **settings}
-    made = {
-        name: Normalizer(normalizer, _heads(name, module, per_head), **settings)
-        for name, module in picked.items()
-    }
-    for name, module in picked.items():
+    normalizers = [
+        Normalizer(normalizer, _heads(name, module, per_head), **settings)
+        for name, module in chosen.items()
+    ]
+    for module, made in zip(chosen.values(), normalizers, strict=True):
         device = next((parameter.device for parameter in module.parameters()), None)
-        module.normalizer = made[name].to(device=device).train(module.training)
-        module.replaced_at = name
-        softmax_class: Any = type(module)
-        module.__class__ = _normalized(softmax_class)
-        if isinstance(module, nn.MultiheadAttention):
-            # A hooked module is called even where TransformerEncoderLayer would be fused.
-            module.register_forward_hook(_keep)
+        module.normalizer = made.to(device=device).train(module.training)
+        # DataParallel copies attributes and hooks to its replicas, so neither holds the module: the
+        # hook passes it. With a hook, TransformerEncoderLayer also skips its fused kernel.
+        module.forward = _forward
+        module.register_forward_pre_hook(_pass_module, with_kwargs=True)
     for module in model.modules():
-        inside = (isinstance(part, _Normalized) for part in module.modules())
+        inside = (part.forward is _forward for part in module.modules())
         if isinstance(module, nn.TransformerEncoder) and any(inside):
-            module.use_nested_tensor = False  # nested tensors need the fused layer
-    return list(picked)
+            module.use_nested_tensor = False  # only the fused kernel takes nested tensors
+    return list(chosen)
 
 
 def _is_innermost_attention(name: str, module: nn.Module) -> bool:
@@ -116,82 +102,74 @@ def _is_innermost_attention(name: str, module: nn.Module) -> bool:
 
 
 def _heads(name: str, module: nn.Module, per_head: bool) -> int | None:
-    """Return for how many heads this module is to learn; ValueError if it cannot be changed."""
-    if isinstance(module, _Normalized):
-        raise ValueError(f"the softmax of module {name!r} is replaced already: do so once")
-    own_forward = "forward" in module.__dict__ or "forward" in module._modules
-    for taken, is_taken in (
+    """Return the number of heads to learn for; raise ValueError if the module cannot be changed."""
+    if module.forward is _forward:
+        raise ValueError(f"the softmax of module {name!r} is replaced already")
+    for attribute, taken in (
         ("normalizer", hasattr(module, "normalizer")),
-        ("forward", own_forward),
+        ("forward", "forward" in vars(module)),
     ):
-        if is_taken:
+        if taken:
             raise ValueError(
-                f"module {name!r} has a {taken!r} of its own, which would be in the way: leave the "
-                "module out by `where`"
+                f"module {name!r} has its own {attribute!r}: exclude the module with `where`"
             )
     if not per_head:
         return None
     num_heads = getattr(module, "num_heads", None)
     if not isinstance(num_heads, int):
         raise ValueError(
-            f"parameters per head need the attribute num_heads of module {name!r}, got "
-            f"{num_heads!r}: set it, or leave per_head out"
+            f"per_head needs the attribute num_heads of module {name!r}, got {num_heads!r}: set "
+            "it, or leave out per_head"
         )
     return num_heads
 
 
-def _keep(module: nn.Module, inputs: Any, output: Any) -> None:
-    """A hook that changes nothing."""
+def _pass_module(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, {**kwargs, "replaced": module}
 
 
-def _check_padding(mask: Tensor, keys: int, batch: int) -> None:
-    """As torch's own, whose message is a function, which torch.compile cannot take."""
-    if tuple(mask.shape) != (batch, keys):
-        raise ValueError(f"key_padding_mask must be {[batch, keys]}, got {list(mask.shape)}")
+def _forward(*args: Any, replaced: Any = None, **kwargs: Any) -> Any:
+    """Run the module's own forward inside the mode."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _forward_eager()(*args, replaced=replaced, **kwargs)
+    # At a graph break, torch.compile gives up the function that enters the mode and runs it in
+    # eager mode, where it must take the branch above: so no helper enters the mode.
+    mode = _SoftmaxMode(replaced)
+    with mode:
+        output = type(replaced).forward(replaced, *args, **kwargs)
+    return mode.checked(output)
 
 
-# A mode is asked about this function as a whole, and no more about what its body calls. Here is the
-# body alone, for a mode to be asked about its softmax.
-_multi_head_body: Any = types.FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {
-        **vars(F),
-        "has_torch_function": lambda tensors: False,
-        "_check_key_padding_mask": _check_padding,
-    },
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
+@functools.cache
+def _forward_eager() -> Callable[..., Any]:
+    def forward(*args: Any, replaced: Any, **kwargs: Any) -> Any:
+        mode = _SoftmaxMode(replaced)
+        with mode:
+            output = type(replaced).forward(replaced, *args, **kwargs)
+        return mode.checked(output)
+
+    return torch.compiler.disable(forward)  # not at import time, because it imports the compiler
 
 
-class _Answers(TorchFunctionMode):
-    """Answers the calls of torch's softmax by a module's normalizer, and notes if there were any.
+class _SoftmaxMode(TorchFunctionMode):
+    """Computes softmax and attention by a module's normalizer."""
 
-    Args:
-        module: has the normalizer.
-        traced: by torch.compile, which then enters this mode on paper only.
-        num_heads: inside of `F.multi_head_attention_forward`, where the scores are (B H, T, S).
-    """
-
-    def __init__(self, module: Any, traced: bool, num_heads: int | None = None) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.module, self.traced, self.num_heads, self.met = module, traced, num_heads, False
-        self.trains = torch.is_grad_enabled()
-        self.answers: dict[Any, Callable[..., Any]] = {
+        self.module = module
+        self.called = False
+        self.recording = _recording()
+        self.replacements: dict[Any, Callable[..., Any]] = {
             torch.softmax: self.softmax,
             torch.special.softmax: self.softmax,
-            torch.ops.aten.softmax: self.softmax,
-            torch.ops.aten.softmax.int: self.softmax,
             Tensor.softmax: self.softmax,
             F.softmax: self.softmax,
             F.scaled_dot_product_attention: self.attention,
             F.multi_head_attention_forward: self.multi_head_attention,
         }
-        if num_heads is not None:
-            self.answers |= {torch.baddbmm: self.scores_and_mask, F.softmax: self.softmax_of_heads}
 
-    # One of its own keeps torch.compile from breaking a graph inside of the mode: the second graph
-    # would run while the mode is in force, which would answer the normalizer's own softmax.
-    def __enter__(self) -> _Answers:
+    # With an `__enter__` of the mode's own, torch.compile does not break a graph inside the mode.
+    def __enter__(self) -> _SoftmaxMode:
         super().__enter__()
         return self
 
@@ -199,68 +177,40 @@ class _Answers(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        answer = self.answers.get(func)
-        if answer is not None:
-            if not self.traced:
-                self.check_caller()
-            return answer(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and args and isinstance(args[0], Tensor):
-            # torch.compile knows the methods that are written in Python as methods only.
+        replacement = self.replacements.get(func)
+        if replacement is None:
+            # torch.compile traces Tensor.unflatten and the like only as methods.
             name = getattr(func, "__name__", "")
-            if getattr(Tensor, name, None) is func:
+            if torch.compiler.is_dynamo_compiling() and getattr(Tensor, name, None) is func:
                 return getattr(args[0], name)(*args[1:], **kwargs)
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        self.called = True
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        if not is_compiling and self.recording not in (None, _recording()):
+            raise RuntimeError(
+                f"{type(self.module).__name__} calls softmax inside torch.utils.checkpoint, whose "
+                "second pass would compute softmax: checkpoint the whole module, or exclude it "
+                "with `where`"
+            )
+        # The modes of modules around this one must not replace the normalizer's own softmax.
+        with torch._C.DisableTorchFunction():
+            return replacement(*args, **kwargs)
 
     def checked(self, output: Any) -> Any:
-        if not self.met:
+        if not self.called:
             raise RuntimeError(
-                f"module {self.module.replaced_at!r} ({type(self.module).__name__}) met no softmax "
-                "of torch in its forward, so that nothing was replaced: leave it out by `where`"
+                f"{type(self.module).__name__} calls no softmax in its forward, so nothing is "
+                "replaced: exclude it with `where`"
             )
         return output
 
-    def check_caller(self) -> None:
-        """Refuse to answer what will be called again without an answer."""
-        if torch.compiler.is_dynamo_compiling():
-            # The model itself compiles what it calls here: see `__enter__`.
-            torch._dynamo.graph_break()
-            return
-        frame = sys._getframe(2) if self.trains else None
-        while frame is not None and frame.f_code is not _Normalized._forward_answered.__code__:
-            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-                raise RuntimeError(
-                    f"module {self.module.replaced_at!r} calls softmax inside of "
-                    "torch.utils.checkpoint, whose second pass would not be answered: checkpoint "
-                    "the module as a whole, or leave it out by `where`"
-                )
-            frame = frame.f_back
-
-    def normalized(self, scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
-        self.met = True
-        # Nor does the mode of a module around this one answer the normalizer's own softmax.
-        with torch._C.DisableTorchFunction():
-            return self.module.normalizer(scores, dim, mask)
-
-    def softmax(
-        self,
-        input: Tensor,
-        dim: int | None = None,
-        *places: Any,
-        _stacklevel: int = 3,
-        dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        if dim is None:
-            raise ValueError("softmax without a dim: give the dimension that sums to one")
-        # torch's three signatures have the dtype in different places.
-        dtype = next((place for place in places if isinstance(place, torch.dtype)), dtype)
-        dtype = dtype or _dtype_of_softmax(input)
-        if not dtype.is_floating_point:
-            raise ValueError(f"softmax needs floating-point scores or a dtype, got {dtype}")
+    def softmax(self, input: Tensor, dim: int, *args: Any, **kwargs: Any) -> Tensor:
+        # F.softmax has _stacklevel before dtype; the other signatures do not.
+        dtypes = [arg for arg in (*args, kwargs.get("dtype")) if isinstance(arg, torch.dtype)]
+        dtype = dtypes[0] if dtypes else _dtype_of_softmax(input)
         wide = input.to(torch.promote_types(dtype, torch.float32))
         scores = wide.clamp(min=LOWEST_SCORE)
-        found = self.normalized(scores, dim, wide - scores).to(dtype)
-        return found if out is None else out.copy_(found)
+        return self.module.normalizer(scores, dim, wide - scores).to(dtype)
 
     def attention(
         self,
@@ -280,94 +230,107 @@ class _Answers(TorchFunctionMode):
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask
-        self.met = True
-        with torch._C.DisableTorchFunction():
-            context, _ = self.module.normalizer.attend(
-                query,
-                key,
-                value,
-                mask,
-                is_causal=is_causal,
-                dropout_p=dropout_p,
-                # torch.jit.trace has made a tensor of what was computed of a shape.
-                scale=float(scale) if isinstance(scale, Tensor) else scale,
-            )
+        scale = None if scale is None else float(scale)  # torch.jit.trace passes a tensor
+        context, _ = self.module.normalizer.attend(
+            query, key, value, mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+        )
         return context
 
     def multi_head_attention(
         self,
-        query: Tensor,
+        query: Tensor,  # (T, B, E), or (T, E) without a batch; key and value alike with S
         key: Tensor,
         value: Tensor,
         embed_dim_to_check: int,
         num_heads: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        inside = _Answers(self.module, self.traced, num_heads)
-        with inside:
-            output = _multi_head_body(
-                query, key, value, embed_dim_to_check, num_heads, *args, **kwargs
-            )
-        self.met = self.met or inside.met
-        return output
-
-    def scores_and_mask(self, mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """In place of their sum, which the body gives to nothing but softmax."""
-        return torch.bmm(query, key), mask
-
-    def softmax_of_heads(self, input: Tensor | tuple[Tensor, Tensor], dim: int, **_: Any) -> Tensor:
-        scores, mask = (input, None) if isinstance(input, Tensor) else input
+        in_proj_weight: Tensor | None,
+        in_proj_bias: Tensor | None,
+        bias_k: Tensor | None,
+        bias_v: Tensor | None,
+        add_zero_attn: bool,
+        dropout_p: float,
+        out_proj_weight: Tensor,
+        out_proj_bias: Tensor | None,
+        training: bool = True,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        use_separate_proj_weight: bool = False,
+        q_proj_weight: Tensor | None = None,
+        k_proj_weight: Tensor | None = None,
+        v_proj_weight: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        **static: None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute `F.multi_head_attention_forward`, whose masks act after the modulator here."""
+        is_batched = query.dim() == 3
+        if not is_batched:
+            query, key, value = query[:, None], key[:, None], value[:, None]
+        (queries, batch, _), keys = query.shape, key.shape[0]
+        weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+        if not use_separate_proj_weight:
+            weights = in_proj_weight.chunk(3)  # type: ignore[union-attr]
+        biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        q, k, v = map(F.linear, (query, key, value), weights, biases)
+        if bias_k is not None and bias_v is not None:
+            k = torch.cat([k, bias_k.expand(1, batch, -1)])
+            v = torch.cat([v, bias_v.expand(1, batch, -1)])
+        if add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+        extra = k.shape[0] - keys  # keys that no mask excludes
+        if is_causal and not extra:
+            attn_mask = None
+        mask = None
+        if attn_mask is not None:  # (T, S) or (B H, T, S)
+            mask = attn_mask.view(-1, num_heads if attn_mask.dim() == 3 else 1, queries, keys)
+        if key_padding_mask is not None:
+            padding = key_padding_mask.view(batch, 1, 1, keys)
+            mask = padding if mask is None else _joined(mask, padding, q.dtype)
         if mask is not None:
-            mask = mask[None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, self.num_heads))
-        probs = self.normalized(scores.unflatten(0, (-1, self.num_heads)), dim, mask)
-        return probs.flatten(0, 1).to(_dtype_of_softmax(scores))
+            mask = F.pad(mask, (0, extra))
+        q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+        context, probs = self.module.normalizer.attend(
+            q,
+            k,
+            v,
+            mask,
+            is_causal=is_causal and not extra,
+            dropout_p=dropout_p if training else 0.0,
+            need_probs=need_weights,
+        )
+        # (B, H, T, D) to (T, B, E)
+        output = F.linear(context.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+        if probs is not None:
+            probs = probs.to(_dtype_of_softmax(context))
+            probs = probs.mean(1) if average_attn_weights else probs
+        if not is_batched:
+            output, probs = output[:, 0], None if probs is None else probs[0]
+        return output, probs
+
+
+def _recording() -> Any:
+    """Return what torch.utils.checkpoint changes inside; None without gradients or if compiled."""
+    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        return None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
+
+
+def _joined(mask: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exclude what either mask excludes; add float masks."""
+    if mask.dtype == padding.dtype == torch.bool:
+        return mask | padding
+    masks = (
+        torch.zeros_like(part, dtype=dtype).masked_fill(part, -torch.inf)
+        if part.dtype == torch.bool
+        else part
+        for part in (mask, padding)
+    )
+    return torch.add(*masks)
 
 
 def _dtype_of_softmax(scores: Tensor) -> torch.dtype:
-    """What torch gives for scores of this dtype: autocast makes it float32, but not on the CPU."""
+    """Return the dtype of PyTorch's softmax, which autocast makes float32 except on the CPU."""
     device = scores.device.type
-    wide = device != "cpu" and is_autocast(device)
-    return torch.promote_types(scores.dtype, torch.float32) if wide else scores.dtype
-
-
-class _Normalized(nn.Module):
-    """Comes before a module's class, in a class of both that `_normalized` makes."""
-
-    softmax_class: Any
-    normalizer: nn.Module
-    _forward_uncompiled: Any
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            return self._forward_uncompiled(*args, **kwargs)
-        # All of it here: a graph that breaks inside of `with` gives up this function as a whole,
-        # which then runs, and takes the other way.
-        answers = _Answers(self, traced=True)
-        with answers:
-            output = super().forward(*args, **kwargs)
-        return answers.checked(output)
-
-    def _forward_answered(self, *args: Any, **kwargs: Any) -> Any:
-        answers = _Answers(self, traced=False)
-        with answers:
-            output = super().forward(*args, **kwargs)
-        return answers.checked(output)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle and deepcopy find no class that was made on the way.
-        return _new, (self.softmax_class,), self.__getstate__()
-
-
-@functools.cache
-def _normalized(softmax_class: Any) -> Any:
-    attributes = {"softmax_class": softmax_class, "__module__": softmax_class.__module__}
-    # A graph that breaks would as well give up what is called here: nothing is compiled while the
-    # mode is in force. Here rather than in the class, because it imports the compiler.
-    attributes["_forward_uncompiled"] = torch.compiler.disable(_Normalized._forward_answered)
-    return type(softmax_class.__name__, (_Normalized, softmax_class), attributes)
-
-
-def _new(softmax_class: Any) -> Any:
-    normalized = _normalized(softmax_class)
-    return normalized.__new__(normalized)
+    is_wide = device != "cpu" and is_autocast(device)
+    return torch.promote_types(scores.dtype, torch.float32) if is_wide else scores.dtype
