@@ -13,6 +13,7 @@ from multimax_fairseq.continuous import (
     continuous_sparsemax,
     continuous_sparsemax_2d,
 )
+from multimax_fairseq.integrations.replace_softmax import replace_softmax
 from multimax_fairseq.mappings import (
     NORMALIZERS,
     Mapping,
@@ -24,7 +25,7 @@ from multimax_fairseq.mappings import (
     register,
     scaled_dot_product_attention,
 )
-from multimax_fairseq.modules import Normalizer, replace_softmax
+from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.ops.cross_entropy import linear_cross_entropy
 from multimax_fairseq.ops.symmetric_divergence import symmetric_divergence
 

@@ -21,7 +21,7 @@ GROUND = ("errors", "files", "signature", "supported")
 MATHEMATICS = {"ops", "mappings", "continuous"}
 # The subpackages that each one may import, besides itself and GROUND.
 BELOW = {
-    "": {*MATHEMATICS, "modules", "compat"},  # the package itself, and `python -m`
+    "": {*MATHEMATICS, "modules", "integrations", "compat"},  # the package itself, and `python -m`
     "ops": set(),
     "mappings": {"ops"},
     "continuous": {"ops"},
@@ -32,6 +32,7 @@ BELOW = {
     "compat": set(),
     "analysis": {*MATHEMATICS, "modules", "models", "compat"},
     "convert": {"models", "compat"},
+    "integrations": {*MATHEMATICS, "modules"},
     "transformers": {*MATHEMATICS, "modules", "models"},
     **{name: set() for name in GROUND},
 }

@@ -5,7 +5,6 @@ from multimax_fairseq.modules.attention_gate import GatedAttention
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
 from multimax_fairseq.modules.normalizer import Normalizer, attending
 from multimax_fairseq.modules.recurrent_cell import RecurrentCell
-from multimax_fairseq.modules.replace_softmax import replace_softmax
 
 __all__ = [
     "AdditiveAttention",
@@ -14,5 +13,4 @@ __all__ = [
     "Normalizer",
     "RecurrentCell",
     "attending",
-    "replace_softmax",
 ]

@@ -1,0 +1,1 @@
+"""Normalizers in models of other libraries."""
