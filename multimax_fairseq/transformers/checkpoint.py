@@ -34,7 +34,7 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         folder: created if necessary. An earlier model in it is replaced when this one is complete.
 
     Raises:
-        UsageError: the model has no normalizers of `attach`, or the folder is a file.
+        UsageError: the model has no normalizers from `attach`.
     """
     layers = attached(model)
     if not layers or not all(hasattr(layer.normalizer, "made_with") for layer in layers.values()):
@@ -43,8 +43,6 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
             "save_pretrained"
         )
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"'{folder}' is a file: give a folder")
     tensors = {
         f"{name}.{key}": value.detach().contiguous()
         for name, layer in layers.items()
