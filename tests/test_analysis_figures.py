@@ -1,4 +1,4 @@
-"""multimax-analyze plot, report and compare, from made-up collections of every normalizer."""
+"""multimax-analyze plot, report and compare, on synthetic collections."""
 
 import io
 import json
@@ -46,7 +46,7 @@ OF_A_KIND = {"weight-histograms", "weight-distributions"}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{normalizer: a collection of it}, and lm: a language model with an output modulator."""
+    """{normalizer: collection}, and "lm": a language model with an output modulator."""
     root = tmp_path_factory.mktemp("collections")
     found = {
         name: made_up.write(
@@ -60,7 +60,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drawn(folders):
-    """drawn(name) -> {figure's name: Drawn} of that collection, drawn once."""
+    """drawn(name) returns {figure name: Drawn} of a collection."""
     kept = {}
 
     def draw(name):
@@ -73,7 +73,7 @@ def drawn(folders):
 
 
 def check_figure(entry):
-    """Title, labels, data in every panel; a picture that is not blank."""
+    """Check titles, labels and data of every panel, and that the image is not blank."""
     figure = entry.figure
     assert entry.title and entry.caption and figure.get_suptitle(), entry.name
     panels = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
@@ -191,8 +191,7 @@ def test_modulators_follow_the_papers_equation(drawn, folders):
 
 
 def test_draw_follows_the_models_parts(folders):
-    """A monotone modulator as such; no mapping where a sink is learned beside it, nothing of scores
-    that a temperature divides."""
+    """A monotone modulator is drawn as such; sinks and temperatures leave out some figures."""
     found = collection.read(folders["multimax"])
     found.checkpoint()["settings"]["multimax_monotone"] = True
     ((drawn,), *_) = figures.modulators.modulators_of(found, "cross").values()
@@ -341,7 +340,7 @@ def test_differences_name_other_measurements(folders, tmp_path):
 
 
 class Page(HTMLParser):
-    """What a page would fetch, its ids, images and text."""
+    """Collects a page's links, ids, images and text."""
 
     def __init__(self, file):
         super().__init__()
@@ -381,7 +380,7 @@ def check_page(file, figures):
 
 @pytest.fixture
 def analyze(monkeypatch, capsys):
-    """analyze(*arguments) -> what the command printed, run in this process."""
+    """analyze(*arguments) runs the command in this process and returns its output."""
 
     def run_here(*arguments):
         monkeypatch.setattr(sys, "argv", ["multimax-analyze", *map(str, arguments)])
@@ -397,7 +396,7 @@ def drawn_names(output):
 
 @pytest.fixture(scope="module")
 def pages(folders, tmp_path_factory):
-    """A report of a translation model, as the command writes it."""
+    """Reports written by the command."""
     out = tmp_path_factory.mktemp("report")
     output = run(out, "multimax-analyze", "report", folders["multimax"], "--out", out)
     assert output.rstrip().endswith(f"written: {out / 'report.html'}")

@@ -111,7 +111,7 @@ def test_trajectories_name_runs_by_their_files(tmp_path):
 
 
 def test_output_layer_sorts_buckets_by_rank(folder, copied):
-    """Of one model the frequent words alone, in another order and of a smaller dictionary."""
+    """One collection has other buckets, in another order."""
     frame = pd.read_csv(copied / "output.csv")
     frame = frame.iloc[[3, 0, 1]].assign(bucket=["1001-", "1-50", "51-200"])
     frame.to_csv(copied / "output.csv", index=False)

@@ -1,4 +1,4 @@
-"""multimax-convert: the same numbers and the same function on both sides, and what is refused."""
+"""multimax-convert keeps the numbers and the function of a model."""
 
 import argparse
 import math
@@ -50,7 +50,7 @@ def convert(monkeypatch, *words):
 
 
 def refused(monkeypatch, *words):
-    """The one sentence in which the command ends, having written nothing."""
+    """Return the command's error, and check that it has written nothing."""
     new = words[-1]
     with pytest.raises(SystemExit) as stopped:
         convert(monkeypatch, *words)
@@ -62,20 +62,20 @@ def refused(monkeypatch, *words):
 
 
 def load(path):
-    """A checkpoint's model as the stock commands build it, in float64, and its task."""
+    """Return a checkpoint's model, built as by fairseq's commands, in float64, and its task."""
     models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     return models[0].eval().double(), cfg, task
 
 
 def plain(value):
-    """Settings without the differences of their containers."""
+    """Return settings as plain dicts."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def read(path):
-    """(tensors, settings, everything else) of a file."""
+    """Return (tensors, settings, the rest) of a checkpoint file."""
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     cfg = OmegaConf.to_container(state.pop("cfg"), resolve=True, enum_to_str=True)
     return state.pop("model"), plain(cfg), state
@@ -90,8 +90,8 @@ def assert_same_bits(one, other):
 
 @pytest.fixture
 def authors(checkpoint, tmp_path):
-    """authors(arch, *flags) -> a checkpoint in the authors' layout: a stock one, and ts and ranges
-    in each attention and in the decoder."""
+    """authors(arch, *flags) returns a stock checkpoint with ts and ranges in each attention and in
+    the decoder, as the authors' code has it."""
 
     def make(arch, *flags):
         state = torch.load(checkpoint(arch, *flags), weights_only=False)
@@ -214,7 +214,7 @@ def test_conversion_keeps_sparse_yaml_settings(checkpoint, tmp_path, monkeypatch
 
 
 def test_from_authors_ignores_an_outdated_record(checkpoint, tmp_path, monkeypatch):
-    """Where the record of our settings has come with numbers that they have no place for."""
+    """The record of our settings does not fit the modulators any more."""
     path, theirs, ours = checkpoint(TRANSLATION, *AT), tmp_path / "theirs.pt", tmp_path / "ours.pt"
     convert(monkeypatch, "to-authors", path, theirs)
     state = torch.load(theirs, weights_only=False)
@@ -464,8 +464,7 @@ def test_from_paddlefleet_refuses_other_files(checkpoint, tmp_path, monkeypatch)
 
 
 def test_commands_of_the_docs_keep_the_probabilities(authors, checkpoint, data, tmp_path):
-    """And what fairseq-generate finds, step by step with a beam of 5, has the probability that the
-    authors' formula gives it as a whole."""
+    """Hypotheses of fairseq-generate have the probability of the authors' formula."""
     theirs = AuthorsTransformer(read(authors("transformer_iwslt_de_en"))[0])
     (tmp_path / "authors-transformer_iwslt_de_en.pt").rename(tmp_path / "authors.pt")
     (tmp_path / "ours-lm.pt").write_bytes(checkpoint(LM).read_bytes())
@@ -532,7 +531,7 @@ def test_from_authors_keeps_the_authors_settings(checkpoint, tmp_path, monkeypat
 
 
 def test_from_authors_reads_old_checkpoints(authors, tmp_path, monkeypatch):
-    """Its settings are args alone, which fairseq would believe before the new ones."""
+    """An old checkpoint has args, which fairseq would prefer to cfg."""
     path, new = authors("transformer_iwslt_de_en", "--activation-fn", "relu"), tmp_path / "new.pt"
     state = torch.load(path, weights_only=False)  # our own file
     state["args"], state["cfg"] = state["cfg"]["model"], None

@@ -1,4 +1,4 @@
-"""multimax-analyze trajectories: what the monitor has logged, read back and drawn."""
+"""multimax-analyze trajectories: reads and draws the monitor's logs."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ PREFIX = "2026-01-01 00:00:00 | INFO | train_inner | "
 
 
 def line(done, start="", **figures):
-    """A line of fairseq's: the monitor's figures, named with two underscores for a slash."""
+    """Return a log line of fairseq; in the names, two underscores stand for a slash."""
     named = {key.replace("__", "/").replace("_at_", "."): value for key, value in figures.items()}
     found = {"num_updates": done, **{f"monitor/{key}": v for key, v in named.items()}}
     return json.dumps({f"{start}{key}": f"{value:g}" for key, value in found.items()})
@@ -86,7 +86,7 @@ def test_read_refuses_a_log_without_the_monitor(tmp_path, content):
 
 @pytest.fixture(scope="module")
 def logs(text, tmp_path_factory):  # noqa: F811
-    """A translation model's log and a language model's, and one of no monitor."""
+    """Logs of a translation model, of a language model, and of a run without monitor."""
     folder = tmp_path_factory.mktemp("logs")
     words = ["--log-format", "json", "--monitor-interval", "2", "--no-save"]
     for name, data, model, more in (

@@ -1,4 +1,4 @@
-"""Normalizers in Hugging Face's models: small ones, made of their configs."""
+"""Normalizers in small Hugging Face models."""
 
 import itertools
 import re
@@ -48,7 +48,7 @@ def test_attach_with_init_std_zero_equals_sdpa(make, per_head):
 
 
 def test_attention_equals_the_formula():
-    """A layer's attention, with grouped keys, padding and order, by the reference in float64."""
+    """Grouped keys, padding and a causal mask agree with the float64 reference."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     allowed = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
@@ -168,7 +168,7 @@ def test_output_attentions_returns_probabilities():
 
 @pytest.mark.parametrize("make", MODELS)
 def test_output_attentions_has_the_form_of_eager_attention(make):
-    """Whether a model tells its layers of it, or collects what they return."""
+    """Some models pass output_attentions to their layers; others collect the outputs."""
     model, eager = made(make), made(make)
     attach(model, init_std=0.0)
     eager.set_attn_implementation("eager")
@@ -204,7 +204,7 @@ def test_attention_calls_a_wrapped_normalizer():
 
 
 def full_context(model, sequences, mask, **inputs):
-    """Log-probabilities of each next token, (B, T - 1, V), without a cache."""
+    """Return log-probabilities of each next token, (B, T - 1, V), without a KV cache."""
     if "decoder_input_ids" not in inputs:
         more = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
         return logits(model, sequences, mask, use_cache=False, **more).log_softmax(-1)[:, :-1]
@@ -215,7 +215,7 @@ def full_context(model, sequences, mask, **inputs):
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("make", MODELS)
 def test_generation_equals_full_context(make, beams, cache):
-    """The scores of what was found, step by step in a batch padded on the left, are the model's."""
+    """The scores of generated tokens, in a batch padded on the left, equal full context."""
     model = made(make)
     attach(model, init_std=0.3)
     ids, mask = padded("left")
@@ -370,7 +370,7 @@ def deberta_gpt2():
 
 
 class Deaf(hf.PreTrainedModel):
-    """Says that it takes any implementation, and attends by its own."""
+    """A model that claims to take any attention implementation but uses its own."""
 
     config_class = hf.LlamaConfig
 
@@ -420,7 +420,7 @@ def test_attach_refuses_mappings_of_hidden_states():
 
 
 def test_attention_needs_a_normalizer_in_every_layer():
-    """It is refused when it is called at last; a call that reaches it equips it."""
+    """A layer that the call did not reach is refused at its first use."""
     ids, states = tokens(), torch.randn(3, 4, 32)
     model = made(gpt2, add_cross_attention=True)
     expected = logits(model, ids, encoder_hidden_states=states)
@@ -480,7 +480,7 @@ def test_attention_adds_a_float_mask():
 
 
 def test_attention_without_a_mask_follows_is_causal():
-    """As sdpa: the future of several queries is left out, one query attends to all."""
+    """As in sdpa, several queries are causal, and one query attends to all keys."""
     model = made(llama)
     attach(model, init_std=0.0)
     layer = model.model.layers[0].self_attn

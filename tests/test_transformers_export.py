@@ -1,4 +1,4 @@
-"""A fairseq translation model as one of Hugging Face's: what it computes, and what is refused."""
+"""Export of fairseq translation models to transformers."""
 
 import sys
 
@@ -66,7 +66,7 @@ def test_export_keeps_the_logits(kind, data, checkpoint, tmp_path):
 @pytest.mark.parametrize("kind", ["post-norm", "pre-norm"])
 @pytest.mark.parametrize("beam", [1, 5])
 def test_export_keeps_the_translations(kind, beam, data, checkpoint, tmp_path):
-    """From text to text by what is in the folder alone, as fairseq translates."""
+    """The exported folder alone translates text as fairseq does."""
     arch, _, *flags = KINDS[kind]
     file = checkpoint(arch, *flags)
     export_translation(file, data / "mt", tmp_path / "out")
@@ -101,7 +101,7 @@ def test_export_keeps_the_translations(kind, beam, data, checkpoint, tmp_path):
 
 
 def with_own_embeddings(file, folder):
-    """The checkpoint with three tables of embeddings in place of one."""
+    """The checkpoint has three embedding tables instead of one."""
     state = torch.load(file, weights_only=False)
     state["cfg"]["model"].share_all_embeddings = False
     for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
@@ -231,7 +231,7 @@ def test_export_keeps_a_link_to_an_empty_folder(data, checkpoint, tmp_path):
 
 
 def test_tokenizer_splits_words_as_fairseq(tmp_path):
-    """What a space is, and symbols of the dictionary within words."""
+    """Unusual spaces, and dictionary symbols within words."""
     words = Dictionary()
     for word in ("a", "b", ".", "(", ")", "-", "@@"):
         words.add_symbol(word)

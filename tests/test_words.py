@@ -1,4 +1,4 @@
-"""Which tokens make up a word, by the marks of a subword model."""
+"""Words that subword tokens form."""
 
 import torch
 from fairseq.data import Dictionary
