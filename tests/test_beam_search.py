@@ -264,7 +264,7 @@ def test_beam_search_leaves_unsupported_options_to_fairseq(
     given = {k: made[v]() if isinstance(v, str) else v for k, v in given.items()}
     model = as_trained(scatter_modulators(build(ARCH))).eval()
     compare([model], dictionary, translation_batch(SIZES), own=False, **given)
-    assert searches() == [f"beam search: fairseq's own, as {reason}"]
+    assert searches() == [f"beam search: fairseq's own, because {reason}"]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_beam_search_leaves_unsupported_options_to_fairseq(
         (
             "rnn_multimax",
             (),
-            "RecurrentModel has another decoder than fairseq's Transformer",
+            "the fast one does not support RecurrentDecoder",
         ),
         (ARCH, ("--output-normalizer", "entmax15"), "the output layer uses entmax15"),
         (ARCH, ("--adaptive-softmax-cutoff", "10,20"), "the model has an adaptive softmax"),
@@ -289,7 +289,7 @@ def test_beam_search_leaves_unsupported_models_to_fairseq(
 ):
     model = build(arch, *flags).eval()
     compare([model], dictionary, translation_batch(SIZES), own=False)
-    assert searches() == [f"beam search: fairseq's own, as {reason}"]
+    assert searches() == [f"beam search: fairseq's own, because {reason}"]
 
 
 def test_beam_search_leaves_a_changed_decoder_to_fairseq(build, dictionary, translation_batch):
@@ -342,7 +342,7 @@ def test_build_generator_replaces_only_the_plain_generator(task, build, searches
     assert (
         type(FairseqTask.build_generator(task, [model], aligned)) is SequenceGeneratorWithAlignment
     )
-    assert searches() == ["beam search: fairseq's own, as --print-alignment is given"]
+    assert searches() == ["beam search: fairseq's own, because --print-alignment is given"]
     given = FairseqTask.build_generator(task, [model], config, seq_gen_cls=SequenceGenerator)
     assert type(given) is SequenceGenerator
 

@@ -338,7 +338,7 @@ def _unsupported_model(model: Any) -> str | None:
     """
     decoder = getattr(model, "decoder", None)
     if type(decoder) not in DECODERS:
-        return f"{type(model).__name__} has another decoder than fairseq's Transformer"
+        return f"the fast one does not support {type(decoder).__name__}"
     if not all(isinstance(layer, TransformerDecoderLayerBase) for layer in decoder.layers):
         return "the decoder has other layers than fairseq's Transformer"
     if decoder.adaptive_softmax is not None:
@@ -353,7 +353,7 @@ def _unsupported_model(model: Any) -> str | None:
 @functools.cache
 def log_search(reason: str | None) -> None:
     """Log once which beam search runs; `reason` is why the fast one does not."""
-    search = "multimax_fairseq's fast one" if reason is None else f"fairseq's own, as {reason}"
+    search = "multimax_fairseq's fast one" if reason is None else f"fairseq's own, because {reason}"
     logger.info(f"beam search: {search}")
 
 
