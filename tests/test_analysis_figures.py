@@ -472,7 +472,7 @@ def test_compare_writes_figures_and_a_page(folders, tmp_path, analyze):
     names = drawn_names(output)
     assert len(names) >= 7
     page = check_page(out / "compare.html", names)
-    assert "MultiMax beside 1.5-entmax" in page.text
+    assert "MultiMax and 1.5-entmax" in page.text
     tables = [pd.read_csv(folder / "heads.csv") for folder in given]
     for table in tables:
         assert report.number(table[table["updates"] == 40]["density"].mean()) in page.text

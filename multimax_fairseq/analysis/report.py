@@ -105,7 +105,7 @@ def compare(collections: list[Collection], out: Path) -> Iterator[str]:
         yield figure.name
     page = render(
         "compare.html.j2",
-        title=" beside ".join(collection.label for collection in collections),
+        title=" and ".join(collection.label for collection in collections),
         notes=differences(collections),
         tables=comparison(collections),
         drawn=drawn,

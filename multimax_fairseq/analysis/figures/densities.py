@@ -16,7 +16,7 @@ INCH_A_TOKEN = 0.21
 MARK = COLOURS[1]
 
 
-@picture("Attention beside its density over the source", places=("encoder", "cross"))
+@picture("Attention weights and density over the source", places=("encoder", "cross"))
 def source_densities(collection: Collection, place: str) -> Figure | None:
     """The attention weights of the tokens (left) and the density with the same mean and variance
     (right), at the tokens' positions, for the first stored sentence (Figs. 1 and 2 of Martins et
