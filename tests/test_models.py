@@ -584,7 +584,6 @@ def test_hypotheses_that_share_keys_keep_their_masks():
             ("--output-normalizer", "alpha_entmax", "--output-entmax-alpha", "inf"),
             ("--output-entmax-alpha inf", "above 1"),
         ),
-        (("--scalar-gradient-scale", "inf"), ("--scalar-gradient-scale inf", "above 0")),
         (("--multimax-init-std", "inf"), ("--multimax-init-std inf", "0 or more")),
         (("--multimax-init-std", "nan"), ("--multimax-init-std nan", "0 or more")),
         (("--attention-normalizer", "topk", "--topk", "0"), ("--topk 0 must", "at least 1")),

@@ -417,7 +417,7 @@ def test_softmax_checkpoint_starts_at_the_identity(build, translation_batch):
     "flags, found",
     [
         ("--encoder-self-attention continuous_softmax", "belongs to encoder self attention, which"),
-        ("--attention-normalizer-at encoder", "multimax acts nowhere"),
+        ("--attention-normalizer-at encoder", "names encoder, which this model does not have"),
         ("--topk 3", "--topk 3 belongs to topk attention"),
         ("--continuous-bases 3", "--continuous-bases 3 belongs to continuous attention"),
         ("--dropout 1", "--dropout 1.0 must be a number of at least 0 and below 1"),

@@ -17,9 +17,8 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
     NormalizerConfig,
     as_namespace,
+    check_heads,
     check_settings,
-    check_tied,
-    check_transformer,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
@@ -49,8 +48,7 @@ class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Transf
         """
         args = as_namespace(args)
         check_settings(args, attentions=("decoder",))
-        check_transformer(args, task)
-        check_tied(args, "decoder_input_dim")
+        check_heads(args)
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if args.max_target_positions is None:

@@ -25,16 +25,14 @@ from fairseq.utils import make_positions
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
     PLACES,
     TranslationConfig,
     as_namespace,
     build_attention,
+    check_heads,
     check_keys,
     check_settings,
-    check_tied,
-    check_transformer,
     set_defaults,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
@@ -44,6 +42,7 @@ from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.operator import traced
 from multimax_fairseq.ops.registration import traced
 
 
@@ -268,18 +267,12 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
         multimax_architecture(args)
         without = ("cross",) if args.no_cross_attention else ()
         check_settings(args, attentions=[place for place in PLACES if place not in without])
-        check_transformer(args, task)
+        check_heads(args)
         for side in ("encoder", "decoder"):
             # The command line gives a list, but the stock model expects a string.
             kept = getattr(args, f"{side}_layers_to_keep")
             if isinstance(kept, list):
                 setattr(args, f"{side}_layers_to_keep", ",".join(map(str, kept)))
-        if args.share_all_embeddings and args.encoder_embed_dim != args.decoder_embed_dim:
-            raise UsageError(
-                f"--share-all-embeddings needs one width, got --encoder-embed-dim "
-                f"{args.encoder_embed_dim} and --decoder-embed-dim {args.decoder_embed_dim}"
-            )
-        check_tied(args, "decoder_embed_dim")
         model = super().build_model(args, task)
         prepare_scalars(model, args)
         set_monitor(model, args)
