@@ -1,4 +1,4 @@
-"""How fairseq is patched, and which of its commands this process is."""
+"""Wraps a function of fairseq, and names the fairseq command of this process."""
 
 import functools
 import inspect
@@ -6,7 +6,7 @@ import os
 import sys
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# What the names of a model's own figures begin with: see progress_lines().
+# The prefix of the names of --monitor-interval's values: see running.progress_lines().
 MONITOR = "monitor/"
 COMMANDS = tuple(
     f"fairseq-{name}"
@@ -15,7 +15,7 @@ COMMANDS = tuple(
 
 
 def command():
-    """The fairseq command that this process is, such as "fairseq-train"; None for any other."""
+    """Return the fairseq command of this process, such as "fairseq-train"; None for any other."""
     folder, program = os.path.split(sys.argv[0])
     name = os.path.splitext(program)[0]
     if os.path.basename(folder) == "fairseq_cli":  # python -m fairseq_cli.train
@@ -24,13 +24,13 @@ def command():
 
 
 def wrap(owner, name, make):
-    """Replace owner.name by make(owner.name), once for each `make`."""
+    """Replace owner.name by make(owner.name); a function is wrapped once, by one `make`."""
     original = getattr(owner, name)
-    fixes = getattr(original, "_multimax", ())
-    if make.__qualname__ in fixes:
+    if hasattr(original, "_wrapped_by"):
+        assert original._wrapped_by == make.__qualname__, f"{name} is wrapped twice"
         return
     wrapper = functools.wraps(original)(make(original))
-    wrapper._multimax = (*fixes, make.__qualname__)
+    wrapper._wrapped_by = make.__qualname__
     if isinstance(inspect.getattr_static(owner, name), staticmethod):
         wrapper = staticmethod(wrapper)
     setattr(owner, name, wrapper)
