@@ -42,7 +42,6 @@ from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
-from multimax_fairseq.ops.operator import traced
 from multimax_fairseq.ops.registration import traced
 
 
