@@ -1,4 +1,4 @@
-"""Prepares Multi30k German-English as README prepares a corpus: raw text, 6,000 joint pieces.
+"""Prepares Multi30k German-English as docs/your-data.md does: raw text, 6,000 joint pieces.
 
     data-prep/multi30k.sh --archive DIR [--out DIR]
 

@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/ runs, on a little text and with tiny models."""
+"""Runs the commands of README and docs/ with tiny models, and checks links, flags and examples."""
 
 import os
 import re
@@ -10,11 +10,12 @@ import pytest
 from commands import BIN, ROOT, run
 from corpus import ENGLISH, GERMAN
 
-# In the order in which a reader would go on: later pages use what earlier ones have made.
-PAGES = ["README.md", "docs/your-data.md", "docs/analysis.md", "docs/fairseq.md", "docs/python.md"]
-PAGES += ["docs/flags.md", "docs/experiments.md", "docs/speed.md", "docs/architecture.md"]
-PAGES += ["docs/scale.md", "docs/reliability.md", "docs/results.md", "CONTRIBUTING.md"]
-# The commands that have tests of their own.
+# Commands run in this order: docs/your-data.md creates the data that the other pages use.
+PAGES = ["docs/your-data.md", "README.md", "docs/analysis.md", "docs/fairseq.md", "docs/python.md"]
+PAGES += ["docs/flags.md", "docs/mappings.md", "docs/experiments.md", "docs/speed.md"]
+PAGES += ["docs/architecture.md", "docs/scale.md", "docs/reliability.md", "docs/results.md"]
+PAGES += ["CONTRIBUTING.md"]
+# Commands with tests of their own.
 ELSEWHERE = [
     "bash scripts/quickstart.sh\n",
     "bash scripts/test.sh\n",
@@ -26,7 +27,7 @@ ELSEWHERE = [
     "multimax-convert from-paddlefleet head.npz ours-lm.pt with-head.pt\n",
 ]
 
-# Stands before the real command: the last of two flags wins, so the README's are made tiny.
+# Precedes the real command on PATH. The last of two flags wins, so these make the models tiny.
 SMALLER = """#!{python}
 import os, sys
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -60,7 +61,7 @@ def blocks(language, *pages):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkout's root as far as the README's commands need it, and text of one's own."""
+    """Return a folder with the package, the scripts and a user's text, as the commands need it."""
     folder = tmp_path_factory.mktemp("readme")
     for name in ("multimax_fairseq", "scripts"):
         (folder / name).symlink_to(ROOT / name)
@@ -79,7 +80,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_every_command(folder):
+def test_commands_of_the_docs_run(folder):
     commands = blocks("bash")
     assert all(command in commands for command in ELSEWHERE)
     path = f"{folder / 'bin'}:{BIN}:{os.environ['PATH']}"
@@ -118,21 +119,21 @@ def test_training_commands_have_a_last_update():
     assert [command for command in trainings if "--max-update" not in command] == []
 
 
-def test_the_python_lines(folder):
-    for code in blocks("python", "docs/python.md"):
+def test_python_examples_run(folder):
+    for code in blocks("python", "README.md", "docs/python.md"):
         words = [sys.executable, "-c", code]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
-def test_the_mapping_that_is_shown_is_the_one_that_is_tested():
-    (shown,) = blocks("python", "CONTRIBUTING.md")
+def test_mapping_example_is_the_tested_file():
+    (shown,) = blocks("python", "docs/mappings.md")
     tested = read("user_dir/added_mapping/__init__.py").partition('"""\n\n')[2]
     assert shown == tested.replace("# noqa: E402, F401  ", "# ")
 
 
-def test_every_flag_is_explained_by_its_own_help():
-    """The rows of docs/flags.md are made of the table of mappings."""
+def test_flag_rows_match_the_flags():
+    """docs/flags.md has one row for each flag: its name, values, default and help."""
     from multimax_fairseq.criterions.cross_entropy import RDropConfig
     from multimax_fairseq.models.config import (
         CONTINUOUS_OPTIONS,
@@ -170,7 +171,7 @@ def test_every_flag_is_explained_by_its_own_help():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
+def test_links_and_paths_exist(page):
     for target in re.findall(r"\]\(([^)#]+)", read(page)):
         if not target.startswith("https://"):
             assert ((ROOT / page).parent / target).exists(), target
@@ -180,15 +181,13 @@ def test_links_lead_somewhere(page):
         assert (ROOT / path).exists(), path
 
 
-def test_the_front_page_links_to_every_page():
+def test_readme_links_to_every_page():
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", read("README.md")))
     assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
 
 
-def test_the_house_is_drawn_as_it_is():
-    """Each room of the package is in the tree of docs/architecture.md, and nothing else."""
+def test_architecture_page_lists_every_folder():
     tree = blocks("", "docs/architecture.md")[0]
-    drawn = set(re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE))
+    listed = set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE))
     package = ROOT / "multimax_fairseq"
-    rooms = {p.name for p in package.iterdir() if not p.name.startswith(("_", "."))}
-    assert drawn == rooms - {"py.typed"}
+    assert listed == {path.parent.name for path in package.glob("*/__init__.py")}

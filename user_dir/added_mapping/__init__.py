@@ -1,4 +1,4 @@
-"""A mapping of your own: softmax of scores that a learned factor sharpens (see CONTRIBUTING.md)."""
+"""A mapping in a plugin: softmax of scores that a learned factor scales (see docs/mappings.md)."""
 
 import torch
 from torch import nn
