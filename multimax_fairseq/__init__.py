@@ -29,7 +29,7 @@ from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.ops.cross_entropy import linear_cross_entropy
 from multimax_fairseq.ops.symmetric_divergence import symmetric_divergence
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "NORMALIZERS",

@@ -191,3 +191,12 @@ def test_architecture_page_lists_every_folder():
     listed = set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE))
     package = ROOT / "multimax_fairseq"
     assert listed == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_version_is_the_same_everywhere():
+    import multimax_fairseq
+
+    version = multimax_fairseq.__version__
+    assert f'\nversion = "{version}"\n' in read("pyproject.toml")
+    assert f"\nversion: {version}\n" in read("CITATION.cff")
+    assert re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)[0] == version
