@@ -19,9 +19,9 @@ from pathlib import Path
 logging.getLogger("fairseq").setLevel(logging.WARNING)
 from multimax_fairseq import compat  # noqa: E402
 from multimax_fairseq.compat.saving import NUMBERED  # noqa: E402
-from multimax_fairseq.convert.checkpoint import options, read, write  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
 from multimax_fairseq.files import check_place  # noqa: E402
+from multimax_fairseq.integrations.convert.checkpoint import options, read, write  # noqa: E402
 from multimax_fairseq.models.config import mapping_settings  # noqa: E402
 
 

@@ -16,9 +16,9 @@ from numpy_transformer import AuthorsTransformer
 from omegaconf import OmegaConf
 
 from multimax_fairseq.analysis import parameters
-from multimax_fairseq.convert import __main__ as command
-from multimax_fairseq.convert.checkpoint import refuse_output
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.integrations.convert import __main__ as command
+from multimax_fairseq.integrations.convert.checkpoint import refuse_output
 
 TRANSLATION, LM = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
 # What the authors' files can hold: theirs has nothing in cross-attention.
@@ -473,7 +473,7 @@ def test_commands_of_the_docs_keep_the_probabilities(authors, checkpoint, data, 
     for line in block.splitlines():
         program, *words = shlex.split(line)
         assert program == "multimax-convert"
-        printed = run(tmp_path, "python", "-m", "multimax_fairseq.convert", *words)
+        printed = run(tmp_path, "python", "-m", "multimax_fairseq.integrations.convert", *words)
         assert f"written: {words[-1]}" in printed
     valid = ("--gen-subset", "valid", "--required-batch-size-multiple", "1")
     output = run(

@@ -23,7 +23,7 @@ from test_numerics import TRANSLATION, trainer_of  # noqa: F401  the fixture
 
 from multimax_fairseq.analysis import __main__ as analyze
 from multimax_fairseq.compat import untrusted
-from multimax_fairseq.convert import __main__ as convert
+from multimax_fairseq.integrations.convert import __main__ as convert
 
 ARCH = "transformer_multimax"
 WEIGHT = "decoder.layers.0.fc1.weight"

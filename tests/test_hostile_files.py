@@ -17,7 +17,7 @@ from commands import ROOT
 from fairseq.data import Dictionary, data_utils
 from hostile import CODE, Called, main, refuses
 
-from multimax_fairseq.convert import paddlefleet
+from multimax_fairseq.integrations.convert import paddlefleet
 
 # --- arrays, tables and lines --------------------------------------------------------------------
 

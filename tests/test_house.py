@@ -31,15 +31,11 @@ BELOW = {
     "optim": MATHEMATICS,
     "compat": set(),
     "analysis": {*MATHEMATICS, "modules", "models", "compat"},
-    "convert": {"models", "compat"},
-    "integrations": {*MATHEMATICS, "modules"},
-    "transformers": {*MATHEMATICS, "modules", "models"},
+    "integrations": {*MATHEMATICS, "modules", "models", "compat"},
     **{name: set() for name in GROUND},
 }
 # Packages that a subpackage must work without.
 BARRED = {name: {"fairseq"} for name in MATHEMATICS}
-# Packages that only the subpackage of the same name may import.
-LARGE = {"transformers"}
 
 
 def modules():
@@ -76,7 +72,7 @@ def test_subpackage_imports_only_from_below(name):
         for imported in imports(file):
             top, _, rest = imported.partition(".")
             assert top not in BARRED.get(name, ()), f"{file} imports {imported}"
-            assert top not in LARGE - {name}, f"{file} imports {imported}"
+            assert top != "transformers" or name == "integrations", f"{file} imports {imported}"
             if top == "multimax_fairseq" and rest.split(".")[0] in BELOW:
                 assert rest.split(".")[0] in allowed, f"{file} imports {imported}"
 

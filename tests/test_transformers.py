@@ -25,7 +25,7 @@ from hugging_face import (
 from torch import nn
 
 from multimax_fairseq import Normalizer
-from multimax_fairseq.transformers import attach, interface, register
+from multimax_fairseq.integrations.transformers import attach, interface, register
 
 
 @pytest.mark.parametrize("per_head", [False, True])

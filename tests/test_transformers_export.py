@@ -9,7 +9,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 
-from multimax_fairseq.transformers import export, export_translation
+from multimax_fairseq.integrations.transformers import export, export_translation
 
 SOFTMAX = ("--attention-normalizer", "softmax")
 PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from multimax_fairseq import replace_softmax
-from multimax_fairseq.transformers import attach, checkpoint, load, save
+from multimax_fairseq.integrations.transformers import attach, checkpoint, load, save
 
 FILE = "multimax.safetensors"
 
@@ -238,17 +238,18 @@ def python(code):
 
 
 def test_import_names_the_missing_package():
-    """Only multimax_fairseq.transformers needs the package, and names it."""
+    """Only multimax_fairseq.integrations.transformers needs the package, and names it."""
     code, out, error = python(
         "import sys; sys.modules['transformers'] = None\n"
         "import multimax_fairseq, multimax_fairseq.models, multimax_fairseq.criterions\n"
         "print('works')\n"
-        "import multimax_fairseq.transformers"
+        "import multimax_fairseq.integrations.transformers"
     )
     assert code == 1 and out == "works\n"
     last = error.strip().splitlines()[-1]
     assert last == (
-        "ModuleNotFoundError: multimax_fairseq.transformers needs the package transformers: "
+        "ModuleNotFoundError: multimax_fairseq.integrations.transformers needs the package "
+        "transformers: "
         "pip install 'multimax-fairseq[transformers]'"
     )
     assert "During handling" not in error
@@ -259,15 +260,15 @@ def test_only_export_needs_fairseq():
         "import sys; sys.modules['fairseq'] = None\n"
         "import multimax_fairseq\n"
         "assert 'transformers' not in sys.modules\n"
-        "from multimax_fairseq.transformers import attach, load, register, save\n"
+        "from multimax_fairseq.integrations.transformers import attach, load, register, save\n"
         "register()\n"
-        "from multimax_fairseq.transformers import export_translation"
+        "from multimax_fairseq.integrations.transformers import export_translation"
     )
     assert code == 1 and "import of fairseq halted" in error.strip().splitlines()[-1]
-    import multimax_fairseq.transformers
+    import multimax_fairseq.integrations.transformers
 
     with pytest.raises(AttributeError, match="no attribute 'exports'"):
-        multimax_fairseq.transformers.exports  # noqa: B018
+        multimax_fairseq.integrations.transformers.exports  # noqa: B018
 
 
 def test_load_refuses_weights_that_the_class_drops(saved):

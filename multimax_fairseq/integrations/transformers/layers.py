@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.integrations.transformers import interface
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
-from multimax_fairseq.transformers import interface
 
 
 def attach(

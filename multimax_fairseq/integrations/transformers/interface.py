@@ -142,8 +142,7 @@ def _equipped(module: Any, num_heads: int) -> Normalizer:
     if give is None:
         raise UsageError(
             f"this {type(module).__name__} has no normalizer: call "
-            "multimax_fairseq.transformers.attach(model, inputs=...) with inputs that reach every "
-            "attention layer"
+            "attach(model, inputs=...) with inputs that reach every attention layer"
         )
     give(module, num_heads)
     return module.normalizer

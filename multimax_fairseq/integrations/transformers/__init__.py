@@ -11,14 +11,14 @@ except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
     raise ModuleNotFoundError(
-        "multimax_fairseq.transformers needs the package transformers: "
+        "multimax_fairseq.integrations.transformers needs the package transformers: "
         "pip install 'multimax-fairseq[transformers]'",
         name="transformers",
     ) from None
 
-from multimax_fairseq.transformers.checkpoint import load, save
-from multimax_fairseq.transformers.interface import register
-from multimax_fairseq.transformers.layers import attach
+from multimax_fairseq.integrations.transformers.checkpoint import load, save
+from multimax_fairseq.integrations.transformers.interface import register
+from multimax_fairseq.integrations.transformers.layers import attach
 
 __all__ = ["attach", "export_translation", "load", "register", "save"]
 
@@ -26,6 +26,6 @@ __all__ = ["attach", "export_translation", "load", "register", "save"]
 def __getattr__(name: str) -> Any:
     if name != "export_translation":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from multimax_fairseq.transformers.export import export_translation
+    from multimax_fairseq.integrations.transformers.export import export_translation
 
     return export_translation

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from multimax_fairseq.convert import checkpoint, vectors
-from multimax_fairseq.convert.checkpoint import State
 from multimax_fairseq.errors import UsageError, first_line, no_file
 from multimax_fairseq.files import whole
+from multimax_fairseq.integrations.convert import checkpoint, vectors
+from multimax_fairseq.integrations.convert.checkpoint import State
 
 NAMES = ("model.lm_head.multimax_ts", "model.lm_head.multimax_ranges")
 OURS = "decoder.output_modulator."

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.transformers.layers import attached, put, quiet, use
+from multimax_fairseq.integrations.transformers.layers import attached, put, quiet, use
 
 FILE, LAYERS = "multimax.safetensors", "layers"
 

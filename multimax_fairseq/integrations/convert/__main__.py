@@ -64,14 +64,14 @@ def convert(args: argparse.Namespace) -> Path:
     if out.exists():
         raise UsageError(f"'{out}' exists already: give another name, or remove it")
     with_fairseq("compat").apply()
-    checkpoint = with_fairseq("convert.checkpoint")
+    checkpoint = with_fairseq("integrations.convert.checkpoint")
     if args.command.endswith("authors"):
         state = checkpoint.read(args.old)
-        authors = with_fairseq("convert.authors")
+        authors = with_fairseq("integrations.convert.authors")
         (authors.from_authors if args.command == "from-authors" else authors.to_authors)(state)
         checkpoint.write(state, out)
         return out
-    paddlefleet = with_fairseq("convert.paddlefleet")
+    paddlefleet = with_fairseq("integrations.convert.paddlefleet")
     if args.command == "to-paddlefleet":
         paddlefleet.write(paddlefleet.to_paddlefleet(checkpoint.read(args.old)), out)
     else:

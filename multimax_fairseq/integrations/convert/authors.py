@@ -16,9 +16,9 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch import Tensor
 
-from multimax_fairseq.convert import checkpoint, vectors
-from multimax_fairseq.convert.checkpoint import State
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.integrations.convert import checkpoint, vectors
+from multimax_fairseq.integrations.convert.checkpoint import State
 from multimax_fairseq.models.config import NormalizerConfig, TranslationConfig, places
 
 # Key of our settings in a checkpoint for the authors' code, for the conversion back. Their code
