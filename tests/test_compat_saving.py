@@ -25,16 +25,14 @@ def without_a_pause(monkeypatch):
 
 @pytest.fixture
 def mends(monkeypatch):
-    """The functions that make another of fairseq's, in the order of their wrap()."""
+    """The functions that replace fairseq's, in their order."""
     made = []
-    monkeypatch.setattr(saving, "wrap", lambda owner, name, make: made.append(make))
+    monkeypatch.setattr(saving, "replace", lambda owner, name: made.append)
     return made
 
 
 @pytest.mark.parametrize("can_synchronise_folders", [True, False])
-def test_a_file_is_on_the_disk_before_it_takes_its_place(
-    can_synchronise_folders, tmp_path, monkeypatch
-):
+def test_save_synchronises_before_it_renames(can_synchronise_folders, tmp_path, monkeypatch):
     seen, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(number):
@@ -58,7 +56,7 @@ def test_a_file_is_on_the_disk_before_it_takes_its_place(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_not_tried_again(number, tmp_path):
+def test_save_does_not_retry_on_a_full_disk(number, tmp_path):
     tries = []
 
     def write(file):
@@ -70,7 +68,7 @@ def test_a_full_disk_is_not_tried_again(number, tmp_path):
     assert len(tries) == 1
 
 
-def test_a_run_can_go_on_from_these_files(tmp_path):
+def test_beside_lists_numbered_checkpoints(tmp_path):
     names = ["checkpoint.best_bleu_27.1.pt", "checkpoint3.pt", "checkpoint_2_500.pt"]
     names += ["checkpoint_best.pt"]
     others = ["checkpoint_last.pt", "crash.pt", "average.pt", "checkpoint3.pt.tmp"]
@@ -81,12 +79,12 @@ def test_a_run_can_go_on_from_these_files(tmp_path):
 
 
 @pytest.mark.parametrize("path, is_async", [("x.pt", True), ("s3://x.pt", False)])
-def test_what_is_no_plain_file_is_left_to_fairseq(path, is_async, mends, monkeypatch):
+def test_whole_checkpoints_leaves_other_files_to_fairseq(path, is_async, mends, monkeypatch):
     monkeypatch.setattr(saving, "_save", lambda *_: pytest.fail("saved here"))
     monkeypatch.setattr(PathManager, "path_requires_pathmanager", lambda path: "://" in path)
     saving.whole_checkpoints()
     given = []
-    mends[0](lambda *arguments: given.append(arguments))({}, path, is_async)
+    mends[0](lambda *arguments: given.append(arguments), {}, path, is_async)
     assert given == [({}, path, is_async)]
 
 
@@ -94,12 +92,12 @@ def test_what_is_no_plain_file_is_left_to_fairseq(path, is_async, mends, monkeyp
     "most, done, ends",
     [(5, 5, True), (5, 7, True), (5, 4, False), (0, 7, False), (None, 7, False)],
 )
-def test_a_run_that_has_done_its_updates_does_no_more(most, done, ends, mends):
+def test_finished_run_does_no_more_updates(most, done, ends, mends):
     saving.finished_run()
     optimization = SimpleNamespace(max_update=most, max_epoch=0)
     settings = SimpleNamespace(optimization=optimization)
     trainer = SimpleNamespace(cfg=settings, get_num_updates=lambda: done)
-    assert mends[0](lambda *_: "loaded")(None, trainer) == "loaded"
+    assert mends[0](lambda *_: "loaded", None, trainer) == "loaded"
     assert (optimization.max_epoch == -1) == ends
 
 
@@ -111,7 +109,7 @@ def test_a_run_that_has_done_its_updates_does_no_more(most, done, ends, mends):
         ({}, "checkpoint3.pt"),
     ],
 )
-def test_save_interval_updates_saves_at_epoch_end(omitted, saved, tmp_path):
+def test_saved_checkpoints_saves_at_the_end_of_an_epoch(omitted, saved, tmp_path):
     compat.apply()
     cfg = CheckpointConfig(save_dir=str(tmp_path), save_interval_updates=2, **omitted)
     cfg.no_last_checkpoints = True
@@ -145,12 +143,12 @@ def load(mends, tmp_path, monkeypatch):
         checkpoint = SimpleNamespace(restore_file=given, save_dir=str(tmp_path))
         trainer = SimpleNamespace(cfg=SimpleNamespace(checkpoint=checkpoint))
         trainer.checkpoint_suffix, trainer.data_parallel_rank = suffix, rank
-        return mends[0](original)(trainer, str(tmp_path / name))
+        return mends[0](original, trainer, str(tmp_path / name))
 
     return call
 
 
-def test_only_a_whole_run_goes_on_from_its_newest_other_checkpoint(load, tmp_path):
+def test_resumed_runs_falls_back_to_the_newest_checkpoint(load, tmp_path):
     for name in ("checkpoint_last.pt", "checkpoint_last-shard0.pt"):
         (tmp_path / name).touch()
     assert load("checkpoint_last.pt") == "checkpoint2.pt"
@@ -161,7 +159,7 @@ def test_only_a_whole_run_goes_on_from_its_newest_other_checkpoint(load, tmp_pat
 
 
 @pytest.mark.parametrize("given", ["checkpoint_last.pt", "none.pt"])
-def test_the_first_worker_tells_what_is_missing(load, given, caplog):
+def test_resumed_runs_warns_of_a_missing_file_once(load, given, caplog):
     for rank in (0, 1):
         with contextlib.suppress(DamagedCheckpointError, CheckpointError):
             load(given, rank, given=given)

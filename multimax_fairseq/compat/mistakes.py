@@ -18,7 +18,7 @@ from collections import defaultdict
 
 import torch
 
-from multimax_fairseq.compat.patch import PACKAGE, command, wrap
+from multimax_fairseq.compat.patch import PACKAGE, command, replace
 from multimax_fairseq.errors import UsageError
 
 PREPARED = "fairseq-preprocess and the scripts of data-prep/ write such a folder"
@@ -31,15 +31,14 @@ def _has_no_gpu():
 
 
 def _is_other_pair(given):
-    """Whether a single language is given that does not fit the data: fairseq ignores it."""
+    """Whether one language alone is given, which fairseq ignores, and does not fit the data."""
     source, target = given["source_lang"], given["target_lang"]
     if given["task"] != "translation" or (source is None) == (target is None):
         return False
     folder = str(given["data"]).split(os.pathsep)[0]
     names = os.listdir(folder) if os.path.isdir(folder) else ()
-    pairs = {
-        part for name in names for part in name.split(".") if "-" in part
-    }  # train.de-en.de.idx
+    # train.de-en.de.idx
+    pairs = {part for name in names for part in name.split(".") if "-" in part}
     return not all(p.startswith(f"{source}-") or p.endswith(f"-{target}") for p in pairs)
 
 
@@ -238,10 +237,11 @@ _given = defaultdict(lambda: None)
 
 def check_settings(settings):
     """Raise UsageError for mistaken settings, {name: value}."""
+    given = defaultdict(lambda: None, settings)
     _given.update(settings)
     for is_mistaken, sentence in SETTINGS:
-        if is_mistaken(_given):
-            raise UsageError(sentence.format_map(_given))
+        if is_mistaken(given):
+            raise UsageError(sentence.format_map(given))
 
 
 def explain(error):
@@ -341,47 +341,38 @@ def plain_errors():
     if wants_traceback():
         return
 
-    def make_hook(original):
-        def excepthook(kind, error, trace):
-            if isinstance(error, KeyboardInterrupt):
-                _end(INTERRUPTED, 130)
-            text = explain(error)
-            if text is None:
-                original(kind, error, trace)
-            else:
+    @replace(sys, "excepthook")
+    def excepthook(original, kind, error, trace):
+        if isinstance(error, KeyboardInterrupt):
+            _end(INTERRUPTED, 130)
+        text = explain(error)
+        if text is None:
+            original(kind, error, trace)
+        else:
+            _end(text)
+
+    @replace(argparse.ArgumentParser, "error")
+    def error(original, self, message):
+        if text := parser_message(message):
+            self.exit(2, f"{command()}: error: {text}\n")
+        original(self, message)
+
+    if command() != "fairseq-hydra-train":
+        return
+    from hydra._internal import utils as hydra_utils
+
+    @replace(hydra_utils, "run_and_report")  # hydra reports errors by itself
+    def run_and_report(original, func):
+        def reported():
+            try:
+                return func()
+            except Exception as error:
+                text = explain(error)
+                if text is None:
+                    raise
                 _end(text)
 
-        return excepthook
-
-    def make_error(original):
-        def error(self, message):
-            if text := parser_message(message):
-                self.exit(2, f"{command()}: error: {text}\n")
-            original(self, message)
-
-        return error
-
-    def make_report(original):
-        def run_and_report(func):
-            def reported():
-                try:
-                    return func()
-                except Exception as error:
-                    text = explain(error)
-                    if text is None:
-                        raise
-                    _end(text)
-
-            return original(reported)
-
-        return run_and_report
-
-    wrap(sys, "excepthook", make_hook)
-    wrap(argparse.ArgumentParser, "error", make_error)
-    if command() == "fairseq-hydra-train":
-        from hydra._internal import utils as hydra_utils
-
-        wrap(hydra_utils, "run_and_report", make_report)  # hydra reports errors by itself
+        return original(reported)
 
 
 def unknown_model():
@@ -391,16 +382,12 @@ def unknown_model():
     """
     from fairseq import models
 
-    def make(original):
-        def build_model(cfg, *args, **kwargs):
-            name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
-            if name and name not in models.ARCH_MODEL_REGISTRY | models.MODEL_DATACLASS_REGISTRY:
-                raise UsageError(f"no plugin that is loaded defines the model '{name}': {PLUGIN}")
-            return original(cfg, *args, **kwargs)
-
-        return build_model
-
-    wrap(models, "build_model", make)
+    @replace(models, "build_model")
+    def build_model(original, cfg, *args, **kwargs):
+        name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+        if name and name not in models.ARCH_MODEL_REGISTRY | models.MODEL_DATACLASS_REGISTRY:
+            raise UsageError(f"no plugin that is loaded defines the model '{name}': {PLUGIN}")
+        return original(cfg, *args, **kwargs)
 
 
 def criterion_and_model():
@@ -411,14 +398,10 @@ def criterion_and_model():
     """
     from fairseq.trainer import Trainer
 
-    def make(original):
-        def __init__(self, cfg, task, model, criterion, *args, **kwargs):
-            check_criterion(model, criterion)
-            original(self, cfg, task, model, criterion, *args, **kwargs)
-
-        return __init__
-
-    wrap(Trainer, "__init__", make)
+    @replace(Trainer, "__init__")
+    def __init__(original, self, cfg, task, model, criterion, *args, **kwargs):
+        check_criterion(model, criterion)
+        original(self, cfg, task, model, criterion, *args, **kwargs)
 
 
 def check_criterion(model, criterion):

@@ -34,3 +34,17 @@ def wrap(owner, name, make):
     if isinstance(inspect.getattr_static(owner, name), staticmethod):
         wrapper = staticmethod(wrapper)
     setattr(owner, name, wrapper)
+
+
+def replace(owner, name):
+    """Decorate f(original, *args, **kwargs), which takes the place of owner.name."""
+
+    def decorate(function):
+        def make(original):
+            return lambda *args, **kwargs: function(original, *args, **kwargs)
+
+        make.__qualname__ = function.__qualname__
+        wrap(owner, name, make)
+        return function
+
+    return decorate

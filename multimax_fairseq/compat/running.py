@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from multimax_fairseq.compat import mistakes, text
-from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command, wrap
+from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command, replace
 from multimax_fairseq.errors import UsageError
 
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -40,15 +40,11 @@ def numpy_compat():
     if not hasattr(np, "compat"):
         np.compat = types.SimpleNamespace(long=int)
 
-    def make(original):
-        def percentile(*args, **kwargs):
-            if "interpolation" in kwargs:
-                kwargs["method"] = kwargs.pop("interpolation")
-            return original(*args, **kwargs)
-
-        return percentile
-
-    wrap(np, "percentile", make)
+    @replace(np, "percentile")
+    def percentile(original, *args, **kwargs):
+        if "interpolation" in kwargs:
+            kwargs["method"] = kwargs.pop("interpolation")
+        return original(*args, **kwargs)
 
 
 def hydra_warnings():
@@ -69,23 +65,16 @@ def score_command():
     import sacrebleu
     from fairseq.scoring import bleu
 
-    def make_corpus_bleu(original):
-        def corpus_bleu(hypotheses, references, *args, **kwargs):
-            references = [r if r is None else list(r) for r in references]
-            return original(list(hypotheses), references, *args, **kwargs)
+    @replace(sacrebleu, "corpus_bleu")
+    def corpus_bleu(original, hypotheses, references, *args, **kwargs):
+        references = [r if r is None else list(r) for r in references]
+        return original(list(hypotheses), references, *args, **kwargs)
 
-        return corpus_bleu
-
-    def make_init(original):
-        def __init__(self, cfg, *numbers):
-            if numbers:
-                cfg = bleu.BleuConfig(pad=cfg, eos=numbers[0], unk=numbers[1])
-            original(self, cfg)
-
-        return __init__
-
-    wrap(sacrebleu, "corpus_bleu", make_corpus_bleu)
-    wrap(bleu.Scorer, "__init__", make_init)
+    @replace(bleu.Scorer, "__init__")
+    def __init__(original, self, cfg, *numbers):
+        if numbers:
+            cfg = bleu.BleuConfig(pad=cfg, eos=numbers[0], unk=numbers[1])
+        original(self, cfg)
 
 
 def command_line():
@@ -96,25 +85,21 @@ def command_line():
     """
     from fairseq import options
 
-    def make(original):
-        def parse_args_and_arch(parser, input_args=None, *rest, **kwargs):
-            try:
-                parsed = original(parser, input_args, *rest, **kwargs)
-            except RuntimeError as error:  # without a message
-                if error.args:
-                    raise
-                raise UsageError(
-                    "no model is named: add --arch, such as --arch transformer_multimax"
-                ) from error
-            args = parsed[0] if isinstance(parsed, tuple) else parsed
-            if "--tpu" not in (sys.argv if input_args is None else input_args):
-                args.tpu = False
-            mistakes.check_settings(vars(args))
-            return parsed
-
-        return parse_args_and_arch
-
-    wrap(options, "parse_args_and_arch", make)
+    @replace(options, "parse_args_and_arch")
+    def parse_args_and_arch(original, parser, input_args=None, *rest, **kwargs):
+        try:
+            parsed = original(parser, input_args, *rest, **kwargs)
+        except RuntimeError as error:  # without a message
+            if error.args:
+                raise
+            raise UsageError(
+                "no model is named: add --arch, such as --arch transformer_multimax"
+            ) from error
+        args = parsed[0] if isinstance(parsed, tuple) else parsed
+        if "--tpu" not in (sys.argv if input_args is None else input_args):
+            args.tpu = False
+        mistakes.check_settings(vars(args))
+        return parsed
 
 
 def user_dir():
@@ -127,20 +112,16 @@ def user_dir():
     from fairseq import utils
     from fairseq.models import import_models
 
-    def make(original):
-        def import_user_module(args):
-            args.user_dir = resolve(getattr(args, "user_dir", None))
-            if args.user_dir and os.path.realpath(args.user_dir) == os.path.realpath(PACKAGE):
-                name = os.path.basename(PACKAGE)
-                import_models(os.path.join(PACKAGE, "models"), f"{name}.models")
-            else:
-                original(args)
-            if hasattr(args, "trainpref"):
-                text.check_files(args)
-
-        return import_user_module
-
-    wrap(utils, "import_user_module", make)
+    @replace(utils, "import_user_module")
+    def import_user_module(original, args):
+        args.user_dir = resolve(getattr(args, "user_dir", None))
+        if args.user_dir and os.path.realpath(args.user_dir) == os.path.realpath(PACKAGE):
+            name = os.path.basename(PACKAGE)
+            import_models(os.path.join(PACKAGE, "models"), f"{name}.models")
+        else:
+            original(args)
+        if hasattr(args, "trainpref"):
+            text.check_files(args)
 
 
 def resolve(path):
@@ -159,22 +140,19 @@ def progress_lines():
     """
     from fairseq.logging import progress_bar
 
-    def make(is_shown):
-        def make_format(original):
-            def _format_stats(self, stats, *args, **kwargs):
-                kept = {
-                    key: value
-                    for key, value in stats.items()
-                    if not key.removeprefix("train_").startswith(MONITOR) or is_shown(value)
-                }
-                return original(self, kept, *args, **kwargs)
+    def shows(is_shown):
+        def _format_stats(original, self, stats, *args, **kwargs):
+            kept = {
+                key: value
+                for key, value in stats.items()
+                if not key.removeprefix("train_").startswith(MONITOR) or is_shown(value)
+            }
+            return original(self, kept, *args, **kwargs)
 
-            return _format_stats
+        return _format_stats
 
-        return make_format
-
-    wrap(progress_bar.BaseProgressBar, "_format_stats", make(lambda value: False))
-    wrap(progress_bar.JsonProgressBar, "_format_stats", make(lambda value: value is not None))
+    replace(progress_bar.BaseProgressBar, "_format_stats")(shows(lambda value: False))
+    replace(progress_bar.JsonProgressBar, "_format_stats")(shows(lambda value: value is not None))
 
 
 def data_in_parts():
@@ -185,15 +163,11 @@ def data_in_parts():
     """
     from fairseq.data import ConcatDataset
 
-    def make(original):
-        def __init__(self, datasets, sample_ratios=1):
-            if not isinstance(sample_ratios, int):
-                sample_ratios = [1 if ratio == -1 else ratio for ratio in sample_ratios]
-            original(self, datasets, sample_ratios)
-
-        return __init__
-
-    wrap(ConcatDataset, "__init__", make)
+    @replace(ConcatDataset, "__init__")
+    def __init__(original, self, datasets, sample_ratios=1):
+        if not isinstance(sample_ratios, int):
+            sample_ratios = [1 if ratio == -1 else ratio for ratio in sample_ratios]
+        original(self, datasets, sample_ratios)
 
 
 def impossible_words():
@@ -206,33 +180,26 @@ def impossible_words():
     from fairseq.search import Sampling
     from fairseq.sequence_generator import SequenceGenerator
 
-    def make_step(original):
-        def step(self, step, lprobs, scores, *rest, **kwargs):
-            most = lprobs.amax(-1, keepdim=True)
-            least = most.clamp(min=IMPOSSIBLE).masked_fill(most > IMPOSSIBLE / 100, 0.0)
-            found, words, beams = original(self, step, lprobs - least, scores, *rest, **kwargs)
-            return found + least[:, :, 0].gather(1, beams), words, beams
+    @replace(Sampling, "step")
+    def step(original, self, step, lprobs, scores, *rest, **kwargs):
+        most = lprobs.amax(-1, keepdim=True)
+        least = most.clamp(min=IMPOSSIBLE).masked_fill(most > IMPOSSIBLE / 100, 0.0)
+        found, words, beams = original(self, step, lprobs - least, scores, *rest, **kwargs)
+        return found + least[:, :, 0].gather(1, beams), words, beams
 
-        return step
+    @replace(SequenceGenerator, "__init__")
+    def __init__(original, self, models, *args, **kwargs):
+        original(self, models, *args, **kwargs)
+        decoders = (getattr(model, "decoder", None) for model in self.model.models)
+        if all(getattr(decoder, "output_normalizer", None) is None for decoder in decoders):
+            return
+        step = self.model.forward_decoder
 
-    def make(original):
-        def __init__(self, models, *args, **kwargs):
-            original(self, models, *args, **kwargs)
-            decoders = (getattr(model, "decoder", None) for model in self.model.models)
-            if all(getattr(decoder, "output_normalizer", None) is None for decoder in decoders):
-                return
-            step = self.model.forward_decoder
+        def forward_decoder(*args, **kwargs):
+            log_probs, attention = step(*args, **kwargs)
+            return log_probs.clamp(min=IMPOSSIBLE), attention
 
-            def forward_decoder(*args, **kwargs):
-                log_probs, attention = step(*args, **kwargs)
-                return log_probs.clamp(min=IMPOSSIBLE), attention
-
-            self.model.forward_decoder = forward_decoder
-
-        return __init__
-
-    wrap(SequenceGenerator, "__init__", make)
-    wrap(Sampling, "step", make_step)
+        self.model.forward_decoder = forward_decoder
 
 
 def adaptive_softmax_checkpoints():
@@ -243,16 +210,12 @@ def adaptive_softmax_checkpoints():
     """
     from fairseq.models.transformer import TransformerDecoderBase
 
-    def make(original):
-        def upgrade_state_dict_named(self, state_dict, name):
-            upgraded = original(self, state_dict, name)
-            if self.adaptive_softmax is not None:
-                state_dict.pop(f"{name}.output_projection.weight", None)
-            return upgraded
-
-        return upgrade_state_dict_named
-
-    wrap(TransformerDecoderBase, "upgrade_state_dict_named", make)
+    @replace(TransformerDecoderBase, "upgrade_state_dict_named")
+    def upgrade_state_dict_named(original, self, state_dict, name):
+        upgraded = original(self, state_dict, name)
+        if self.adaptive_softmax is not None:
+            state_dict.pop(f"{name}.output_projection.weight", None)
+        return upgraded
 
 
 def checkpoint_to_workers():
@@ -263,15 +226,11 @@ def checkpoint_to_workers():
     """
     from fairseq.distributed import utils
 
-    def make(original):
-        def _broadcast_object_slow(obj, src_rank, group, dist_device):
-            box = [obj]
-            torch.distributed.broadcast_object_list(box, src_rank, group, dist_device)
-            return box[0]
-
-        return _broadcast_object_slow
-
-    wrap(utils, "_broadcast_object_slow", make)
+    @replace(utils, "_broadcast_object_slow")
+    def _broadcast_object_slow(original, obj, src_rank, group, dist_device):
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src_rank, group, dist_device)
+        return box[0]
 
 
 def processes():
@@ -283,33 +242,29 @@ def processes():
     """
     from fairseq.distributed import utils
 
-    def make(original):
-        def call_main(cfg, main, **kwargs):
-            if command() == "fairseq-hydra-train":
-                mistakes.check_settings(_settings(cfg))
-            cfg.common.user_dir = resolve(cfg.common.user_dir)  # spawned processes read it
-            wanted = cfg.distributed_training
-            shared = getattr(main.__globals__.get("__spec__"), "name", None) in SHARED
-            is_torchruns = all(name in os.environ for name in TORCHRUN)
-            if shared and is_torchruns and wanted.distributed_init_method is None:
-                world_size = int(os.environ["WORLD_SIZE"])
-                wanted.distributed_world_size = max(wanted.distributed_world_size, world_size)
-            on_cpu = cfg.common.cpu or not (torch.cuda.is_available() or cfg.common.tpu)
-            if on_cpu and shared and wanted.distributed_world_size > 1:
-                if wanted.distributed_backend == "nccl":  # fairseq's default, which is for GPUs
-                    wanted.distributed_backend = "gloo"
-                if wanted.distributed_init_method is None and not is_torchruns:
-                    return _spawn(cfg, main, kwargs)
-                if wanted.distributed_init_method is None:
-                    wanted.distributed_init_method = "env://"
-                    wanted.distributed_world_size = int(os.environ["WORLD_SIZE"])
-                    wanted.distributed_rank = int(os.environ["RANK"])
-                    wanted.distributed_no_spawn = True
-            return original(cfg, main, **kwargs)
-
-        return call_main
-
-    wrap(utils, "call_main", make)
+    @replace(utils, "call_main")
+    def call_main(original, cfg, main, **kwargs):
+        if command() == "fairseq-hydra-train":
+            mistakes.check_settings(_settings(cfg))
+        cfg.common.user_dir = resolve(cfg.common.user_dir)  # spawned processes read it
+        wanted = cfg.distributed_training
+        shared = getattr(main.__globals__.get("__spec__"), "name", None) in SHARED
+        is_torchruns = all(name in os.environ for name in TORCHRUN)
+        if shared and is_torchruns and wanted.distributed_init_method is None:
+            world_size = int(os.environ["WORLD_SIZE"])
+            wanted.distributed_world_size = max(wanted.distributed_world_size, world_size)
+        on_cpu = cfg.common.cpu or not (torch.cuda.is_available() or cfg.common.tpu)
+        if on_cpu and shared and wanted.distributed_world_size > 1:
+            if wanted.distributed_backend == "nccl":  # fairseq's default, which is for GPUs
+                wanted.distributed_backend = "gloo"
+            if wanted.distributed_init_method is None and not is_torchruns:
+                return _spawn(cfg, main, kwargs)
+            if wanted.distributed_init_method is None:
+                wanted.distributed_init_method = "env://"
+                wanted.distributed_world_size = int(os.environ["WORLD_SIZE"])
+                wanted.distributed_rank = int(os.environ["RANK"])
+                wanted.distributed_no_spawn = True
+        return original(cfg, main, **kwargs)
 
 
 def _settings(cfg):
@@ -369,17 +324,11 @@ def ddp():
     """
     from fairseq.models import distributed_fairseq_model
 
-    def make(original):
-        def build(module, *args, device_ids, output_device, **kwargs):
-            if next(module.parameters()).device.type == "cpu":
-                device_ids = output_device = None
-            return original(
-                module, *args, device_ids=device_ids, output_device=output_device, **kwargs
-            )
-
-        return build
-
-    wrap(distributed_fairseq_model, "DistributedDataParallel", make)
+    @replace(distributed_fairseq_model, "DistributedDataParallel")
+    def build(original, module, *args, device_ids, output_device, **kwargs):
+        if next(module.parameters()).device.type == "cpu":
+            device_ids = output_device = None
+        return original(module, *args, device_ids=device_ids, output_device=output_device, **kwargs)
 
 
 def gathered_lists():
@@ -390,18 +339,14 @@ def gathered_lists():
     from fairseq import utils
     from fairseq.distributed import utils as distributed_utils
 
-    def make(original):
-        def all_gather_list(data, group=None, max_size=16384):
-            group = group or distributed_utils.get_global_group()
-            if torch.distributed.get_backend(group) != "gloo":
-                return original(data, group, max_size)
-            found = [None] * distributed_utils.get_world_size(group)
-            torch.distributed.all_gather_object(found, utils.move_to_cpu(data), group)
-            return found
-
-        return all_gather_list
-
-    wrap(distributed_utils, "all_gather_list", make)
+    @replace(distributed_utils, "all_gather_list")
+    def all_gather_list(original, data, group=None, max_size=16384):
+        group = group or distributed_utils.get_global_group()
+        if torch.distributed.get_backend(group) != "gloo":
+            return original(data, group, max_size)
+        found = [None] * distributed_utils.get_world_size(group)
+        torch.distributed.all_gather_object(found, utils.move_to_cpu(data), group)
+        return found
 
 
 def not_finite():
@@ -414,35 +359,28 @@ def not_finite():
     from fairseq.nan_detector import NanDetector
     from fairseq.trainer import Trainer
 
-    def make_init(original):
-        def __init__(self, model, forward=True, backward=True):
-            original(self, model, forward, backward=False)
+    @replace(NanDetector, "__init__")
+    def __init__(original, self, model, forward=True, backward=True):
+        original(self, model, forward, backward=False)
 
-        return __init__
+    @replace(Trainer, "train_step")
+    def train_step(original, self, samples, *args, **kwargs):
+        try:
+            return original(self, samples, *args, **kwargs)
+        except FloatingPointError as error:
+            model, criterion = self.get_model(), self.get_criterion()
+            if not hasattr(model, "why_not_finite"):
+                raise
 
-    def make(original):
-        def train_step(self, samples, *args, **kwargs):
-            try:
-                return original(self, samples, *args, **kwargs)
-            except FloatingPointError as error:
-                model, criterion = self.get_model(), self.get_criterion()
-                if not hasattr(model, "why_not_finite"):
-                    raise
+            def forward():
+                self._set_seed()
+                for sample in samples:
+                    criterion(model, self._prepare_sample(sample)[0])
 
-                def forward():
-                    self._set_seed()
-                    for sample in samples:
-                        criterion(model, self._prepare_sample(sample)[0])
-
-                reason = str(error).splitlines()[0].rstrip(".")
-                raise UsageError(
-                    f"update {self.get_num_updates() + 1} is not finite ({reason}): "
-                    f"{model.why_not_finite(forward)}; lower --lr, clip the gradient "
-                    "(--clip-norm), or warm up for longer (--warmup-updates), and go on from a "
-                    "checkpoint of before."
-                ) from error
-
-        return train_step
-
-    wrap(NanDetector, "__init__", make_init)
-    wrap(Trainer, "train_step", make)
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise UsageError(
+                f"update {self.get_num_updates() + 1} is not finite ({reason}): "
+                f"{model.why_not_finite(forward)}; lower --lr, clip the gradient "
+                "(--clip-norm), or warm up for longer (--warmup-updates), and go on from a "
+                "checkpoint of before."
+            ) from error

@@ -14,7 +14,7 @@ import types
 import torch
 
 from multimax_fairseq.compat.mistakes import explain, is_raised_by_fairseq
-from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.compat.patch import replace
 from multimax_fairseq.compat.untrusted import DamagedCheckpointError, glance
 from multimax_fairseq.errors import CheckpointError, UsageError, first_line
 from multimax_fairseq.files import whole
@@ -22,17 +22,16 @@ from multimax_fairseq.files import whole
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Seconds before what failed for another reason, such as a network's, is tried once more.
+# Seconds before a write is tried again, unless the disk is full.
 PAUSE = 2.5
-# What fairseq calls the checkpoints that a run can go on from, beside the last one; averages and
-# what a crash left are none.
+# The checkpoints beside the last one that a run can go on from; averages and crash.pt are not.
 NUMBERED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 # What an optimizer keeps of a parameter, number by number.
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 class _Noting:
-    """A file to torch.save, which reports a failed write as another error of its own."""
+    """A file for torch.save that keeps the OSError of a failed write, which torch hides."""
 
     def __init__(self, file):
         self.file, self.error = file, None
@@ -50,7 +49,7 @@ class _Noting:
 
 @contextlib.contextmanager
 def _noting(file):
-    """Give a file to torch.save; what went wrong in writing is raised as it was."""
+    """Yield a file for torch.save, and raise the first OSError of its writes."""
     noting = _Noting(file)
     try:
         yield noting
@@ -60,9 +59,9 @@ def _noting(file):
 
 
 def _write_aside(path, write):
-    """Have a file written beside `path`, which takes its place once it is on the disk.
+    """Write a file beside `path`, and rename it once it is on the disk.
 
-    The name is fairseq's, and always the same: what a killed run has left is written over.
+    Its name is fairseq's own, so that the next save writes over what a killed run leaves.
     """
     aside = f"{path}.tmp"
     try:
@@ -77,7 +76,7 @@ def _write_aside(path, write):
             os.remove(aside)
     folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a folder that cannot be synchronised
+        with contextlib.suppress(OSError):  # not every file system synchronises a folder
             os.fsync(folder)  # the new name
     finally:
         os.close(folder)
@@ -116,47 +115,40 @@ def _save(path, write):
 
 
 def whole_checkpoints():
-    """fairseq copies a checkpoint onto checkpoint_last.pt, which is half written until it is done.
+    """fairseq copies a checkpoint onto checkpoint_last.pt, so a killed run leaves half of it.
 
-    And where a disk is full it tries three times to write on, prints three tracebacks and leaves
-    its `.tmp`. Can go when fairseq copies aside, waits for the disk, and gives one reason.
+    On a full disk it tries three times, prints three tracebacks and leaves its `.tmp`. Can go when
+    fairseq writes aside, waits for the disk and gives one reason.
     """
     from fairseq import checkpoint_utils
     from fairseq.file_io import PathManager
 
-    def make_save(original):
-        def torch_persistent_save(obj, filename, async_write=False):
-            if (
-                async_write
-                or not isinstance(filename, str)
-                or PathManager.path_requires_pathmanager(filename)
-            ):
-                return original(obj, filename, async_write)
-            try:
-                _save(filename, lambda file: torch.save(obj, file))
-            except CheckpointError as error:
-                if os.path.basename(filename) != "crash.pt":
-                    raise
-                logger.warning(error)  # the error that it was to be kept for follows
+    @replace(checkpoint_utils, "torch_persistent_save")
+    def torch_persistent_save(original, obj, filename, async_write=False):
+        if (
+            async_write
+            or not isinstance(filename, str)
+            or PathManager.path_requires_pathmanager(filename)
+        ):
+            return original(obj, filename, async_write)
+        try:
+            _save(filename, lambda file: torch.save(obj, file))
+        except CheckpointError as error:
+            if os.path.basename(filename) != "crash.pt":
+                raise
+            logger.warning(error)  # the error that crash.pt was for follows
 
-        return torch_persistent_save
+    @replace(PathManager, "copy")
+    def copy(original, src_path, dst_path, overwrite=False):
+        if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
+            return original(src_path, dst_path, overwrite=overwrite)
 
-    def make_copy(original):
-        def copy(src_path, dst_path, overwrite=False):
-            if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
-                return original(src_path, dst_path, overwrite=overwrite)
+        def write(file):
+            with open(src_path, "rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
 
-            def write(file):
-                with open(src_path, "rb") as source:
-                    shutil.copyfileobj(source, file, 1 << 20)
-
-            _save(dst_path, write)
-            return True
-
-        return copy
-
-    wrap(checkpoint_utils, "torch_persistent_save", make_save)
-    wrap(PathManager, "copy", make_copy)
+        _save(dst_path, write)
+        return True
 
 
 def _beside(path):
@@ -180,50 +172,46 @@ def resumed_runs():
     from fairseq.file_io import PathManager
     from fairseq.trainer import Trainer
 
-    def make(original):
-        def load_checkpoint(self, filename, *args, **kwargs):
-            given = self.cfg.checkpoint
-            named = given.restore_file != "checkpoint_last.pt"
-            last = os.path.join(given.save_dir, f"checkpoint_last{self.checkpoint_suffix}.pt")
-            is_first = self.data_parallel_rank == 0
-            if named and is_first and not PathManager.exists(filename):
+    @replace(Trainer, "load_checkpoint")
+    def load_checkpoint(original, self, filename, *args, **kwargs):
+        given = self.cfg.checkpoint
+        named = given.restore_file != "checkpoint_last.pt"
+        last = os.path.join(given.save_dir, f"checkpoint_last{self.checkpoint_suffix}.pt")
+        is_first = self.data_parallel_rank == 0
+        if named and is_first and not PathManager.exists(filename):
+            logger.warning(
+                f"there is no '{filename}', so that this run begins at update 0, with new "
+                "parameters: check the path of --restore-file"
+            )
+        elif not named and filename == last and is_first and not os.path.lexists(last):
+            if _beside(last):
                 logger.warning(
-                    f"there is no '{filename}', so that this run begins at update 0, with new "
-                    "parameters: check the path of --restore-file"
+                    f"there is no '{last}', so that this run begins at update 0, though "
+                    f"'{_beside(last)[-1]}' lies there; --restore-file goes on from such a file"
                 )
-            elif not named and filename == last and is_first and not os.path.lexists(last):
-                if _beside(last):
-                    logger.warning(
-                        f"there is no '{last}', so that this run begins at update 0, though "
-                        f"'{_beside(last)[-1]}' lies there; --restore-file goes on from such a file"
-                    )
-            # Only the first worker reads, and only readers see damage; the others get the state.
-            try:
-                return _resume(original, self, filename, *args, **kwargs)
-            except DamagedCheckpointError as error:
-                damaged = error
-            if named or filename != last or self.checkpoint_suffix:
-                raise CheckpointError(
-                    f"'{filename}' is damaged or incomplete; give another checkpoint with "
-                    "--restore-file."
-                ) from damaged
-            found = [(made, path) for path in _beside(last) if (made := updates(path))]
-            for made, path in sorted(found, reverse=True):
-                with contextlib.suppress(DamagedCheckpointError):
-                    state = _resume(original, self, path, *args, **kwargs)
-                    logger.warning(
-                        f"'{last}' is damaged or incomplete: this run goes on from '{path}' "
-                        f"(update {made}), the newest whole checkpoint beside it"
-                    )
-                    return state
+        # Only the first worker reads, and only readers see damage; the others get the state.
+        try:
+            return _resume(original, self, filename, *args, **kwargs)
+        except DamagedCheckpointError as error:
+            damaged = error
+        if named or filename != last or self.checkpoint_suffix:
             raise CheckpointError(
-                f"'{last}' is damaged or incomplete, and no whole checkpoint lies beside it; give "
-                "one with --restore-file, or delete it to begin at update 0."
+                f"'{filename}' is damaged or incomplete; give another checkpoint with "
+                "--restore-file."
             ) from damaged
-
-        return load_checkpoint
-
-    wrap(Trainer, "load_checkpoint", make)
+        found = [(made, path) for path in _beside(last) if (made := updates(path))]
+        for made, path in sorted(found, reverse=True):
+            with contextlib.suppress(DamagedCheckpointError):
+                state = _resume(original, self, path, *args, **kwargs)
+                logger.warning(
+                    f"'{last}' is damaged or incomplete: this run goes on from '{path}' "
+                    f"(update {made}), the newest whole checkpoint beside it"
+                )
+                return state
+        raise CheckpointError(
+            f"'{last}' is damaged or incomplete, and no whole checkpoint lies beside it; give "
+            "one with --restore-file, or delete it to begin at update 0."
+        ) from damaged
 
 
 def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
@@ -284,25 +272,21 @@ def saved_checkpoints():
     """
     from fairseq import checkpoint_utils
 
-    def make(original):
-        def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
-            if val_loss is not None and not math.isfinite(val_loss):
-                logger.warning(
-                    f"{cfg.best_checkpoint_metric} of the validation at update "
-                    f"{trainer.get_num_updates()} is {float(val_loss)}: not compared with the best."
-                )
-                val_loss = None
-            if cfg.no_epoch_checkpoints or epoch_itr.epoch % cfg.save_interval:
-                epoch_itr = types.SimpleNamespace(
-                    epoch=epoch_itr.epoch,
-                    state_dict=epoch_itr.state_dict,
-                    end_of_epoch=lambda: False,
-                )
-            return original(cfg, trainer, epoch_itr, val_loss)
-
-        return save_checkpoint
-
-    wrap(checkpoint_utils, "save_checkpoint", make)
+    @replace(checkpoint_utils, "save_checkpoint")
+    def save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
+        if val_loss is not None and not math.isfinite(val_loss):
+            logger.warning(
+                f"{cfg.best_checkpoint_metric} of the validation at update "
+                f"{trainer.get_num_updates()} is {float(val_loss)}: not compared with the best."
+            )
+            val_loss = None
+        if cfg.no_epoch_checkpoints or epoch_itr.epoch % cfg.save_interval:
+            epoch_itr = types.SimpleNamespace(
+                epoch=epoch_itr.epoch,
+                state_dict=epoch_itr.state_dict,
+                end_of_epoch=lambda: False,
+            )
+        return original(cfg, trainer, epoch_itr, val_loss)
 
 
 def finished_run():
@@ -312,18 +296,14 @@ def finished_run():
     """
     from fairseq import checkpoint_utils
 
-    def make(original):
-        def load_checkpoint(cfg, trainer, **kwargs):
-            loaded = original(cfg, trainer, **kwargs)
-            optimization = trainer.cfg.optimization
-            if 0 < (optimization.max_update or 0) <= trainer.get_num_updates():
-                logger.info(f"nothing is left of --max-update {optimization.max_update}")
-                optimization.max_epoch = -1  # which fairseq reads next
-            return loaded
-
-        return load_checkpoint
-
-    wrap(checkpoint_utils, "load_checkpoint", make)
+    @replace(checkpoint_utils, "load_checkpoint")
+    def load_checkpoint(original, cfg, trainer, **kwargs):
+        loaded = original(cfg, trainer, **kwargs)
+        optimization = trainer.cfg.optimization
+        if 0 < (optimization.max_update or 0) <= trainer.get_num_updates():
+            logger.info(f"nothing is left of --max-update {optimization.max_update}")
+            optimization.max_epoch = -1  # which fairseq reads next
+        return loaded
 
 
 def results():
@@ -334,18 +314,14 @@ def results():
     """
     from fairseq_cli import generate
 
-    def make(original):
-        def main(args):
-            folder = getattr(args, "results_path", None)  # of the command line
-            if folder is None:
-                return original(args)
-            os.makedirs(folder, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as args.results_path:
-                found = original(args)
-                name = f"generate-{args.gen_subset}.txt"
-                os.replace(os.path.join(args.results_path, name), os.path.join(folder, name))
-            return found
-
-        return main
-
-    wrap(generate, "main", make)
+    @replace(generate, "main")
+    def main(original, args):
+        folder = getattr(args, "results_path", None)  # of the command line
+        if folder is None:
+            return original(args)
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as args.results_path:
+            found = original(args)
+            name = f"generate-{args.gen_subset}.txt"
+            os.replace(os.path.join(args.results_path, name), os.path.join(folder, name))
+        return found

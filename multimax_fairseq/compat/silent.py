@@ -10,7 +10,7 @@ import struct
 import numpy as np
 import torch
 
-from multimax_fairseq.compat.patch import command, wrap
+from multimax_fairseq.compat.patch import command, replace
 from multimax_fairseq.errors import UsageError, remedy_for
 
 logger = logging.getLogger(__name__)
@@ -33,27 +33,20 @@ def token_blocks():
     """
     from fairseq.data.token_block_dataset import TokenBlockDataset
 
-    def make(original):
-        def _build_slice_indices(*args, **kwargs):
-            _, block_to_dataset_index, slice_indices = original(*args, **kwargs)
-            slice_indices = slice_indices.astype(np.int64)
-            sizes = slice_indices[:, 1] - slice_indices[:, 0]
-            return sizes, block_to_dataset_index.astype(np.int64), slice_indices
+    @replace(TokenBlockDataset, "_build_slice_indices")
+    def _build_slice_indices(original, *args, **kwargs):
+        _, block_to_dataset_index, slice_indices = original(*args, **kwargs)
+        slice_indices = slice_indices.astype(np.int64)
+        sizes = slice_indices[:, 1] - slice_indices[:, 0]
+        return sizes, block_to_dataset_index.astype(np.int64), slice_indices
 
-        return _build_slice_indices
-
-    def make_getitem(original):
-        def __getitem__(self, index):
-            item = original(self, index)
-            if not self.include_targets:
-                return item
-            source, target, past_target = item
-            return source, target, past_target[: len(target)]
-
-        return __getitem__
-
-    wrap(TokenBlockDataset, "_build_slice_indices", make)
-    wrap(TokenBlockDataset, "__getitem__", make_getitem)
+    @replace(TokenBlockDataset, "__getitem__")
+    def __getitem__(original, self, index):
+        item = original(self, index)
+        if not self.include_targets:
+            return item
+        source, target, past_target = item
+        return source, target, past_target[: len(target)]
 
 
 def last_batch():
@@ -68,36 +61,29 @@ def last_batch():
 
     training = []
 
-    def make_train_iterator(original):
-        def get_train_iterator(*args, **kwargs):
-            training.append(True)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                training.pop()
+    @replace(Trainer, "get_train_iterator")
+    def get_train_iterator(original, *args, **kwargs):
+        training.append(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            training.pop()
 
-        return get_train_iterator
-
-    def make(original):
-        def batch_by_size(indices, *args, **kwargs):
-            if not isinstance(indices, np.ndarray):
-                indices = np.fromiter(indices, dtype=np.int64)
-            if len(indices) == 0 and kwargs.get("max_tokens"):  # fairseq raises an IndexError
-                raise UsageError(
-                    f"no sentence is left, as all are longer than --max-tokens "
-                    f"{kwargs['max_tokens']} or the positions of the model: give larger ones"
-                )
-            batches = original(indices, *args, **kwargs)
-            # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
-            if (training and batches) or kwargs.get("fixed_shapes") is not None:
-                return batches
-            kept = sum(map(len, batches))
-            return [*batches, indices[kept:]] if kept < len(indices) else batches
-
-        return batch_by_size
-
-    wrap(Trainer, "get_train_iterator", make_train_iterator)
-    wrap(data_utils, "batch_by_size", make)
+    @replace(data_utils, "batch_by_size")
+    def batch_by_size(original, indices, *args, **kwargs):
+        if not isinstance(indices, np.ndarray):
+            indices = np.fromiter(indices, dtype=np.int64)
+        if len(indices) == 0 and kwargs.get("max_tokens"):  # fairseq raises an IndexError
+            raise UsageError(
+                f"no sentence is left, as all are longer than --max-tokens "
+                f"{kwargs['max_tokens']} or the positions of the model: give larger ones"
+            )
+        batches = original(indices, *args, **kwargs)
+        # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
+        if (training and batches) or kwargs.get("fixed_shapes") is not None:
+            return batches
+        kept = sum(map(len, batches))
+        return [*batches, indices[kept:]] if kept < len(indices) else batches
 
 
 def same_batches():
@@ -108,20 +94,16 @@ def same_batches():
     """
     from fairseq.tasks import FairseqTask
 
-    def make(original):
-        def get_batch_iterator(self, dataset, *args, **kwargs):
-            epoch = kwargs.get("epoch", 1)
-            anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
-            is_kept = not anew and self.can_reuse_epoch_itr(dataset)
-            if not is_kept or epoch == 1 or dataset in self.dataset_to_epoch_iter:
-                return original(self, dataset, *args, **kwargs)
-            iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
-            iterator.epoch = epoch
-            return iterator
-
-        return get_batch_iterator
-
-    wrap(FairseqTask, "get_batch_iterator", make)
+    @replace(FairseqTask, "get_batch_iterator")
+    def get_batch_iterator(original, self, dataset, *args, **kwargs):
+        epoch = kwargs.get("epoch", 1)
+        anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+        is_kept = not anew and self.can_reuse_epoch_itr(dataset)
+        if not is_kept or epoch == 1 or dataset in self.dataset_to_epoch_iter:
+            return original(self, dataset, *args, **kwargs)
+        iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
+        iterator.epoch = epoch
+        return iterator
 
 
 def validation_on_training_data():
@@ -132,14 +114,10 @@ def validation_on_training_data():
     """
     from fairseq.trainer import Trainer
 
-    def make(original):
-        def get_valid_iterator(self, subset, disable_iterator_cache=False):
-            is_trained = subset == self.cfg.dataset.train_subset
-            return original(self, subset, disable_iterator_cache or is_trained)
-
-        return get_valid_iterator
-
-    wrap(Trainer, "get_valid_iterator", make)
+    @replace(Trainer, "get_valid_iterator")
+    def get_valid_iterator(original, self, subset, disable_iterator_cache=False):
+        is_trained = subset == self.cfg.dataset.train_subset
+        return original(self, subset, disable_iterator_cache or is_trained)
 
 
 def end_of_curriculum():
@@ -150,15 +128,11 @@ def end_of_curriculum():
     """
     from fairseq.data.iterators import EpochBatchIterator
 
-    def make(original):
-        def _get_iterator_for_epoch(self, epoch, shuffle, *args, **kwargs):
-            if self.reuse_dataloader and self.dataloader is not None:
-                self.epoch_batch_sampler.shuffle = shuffle
-            return original(self, epoch, shuffle, *args, **kwargs)
-
-        return _get_iterator_for_epoch
-
-    wrap(EpochBatchIterator, "_get_iterator_for_epoch", make)
+    @replace(EpochBatchIterator, "_get_iterator_for_epoch")
+    def _get_iterator_for_epoch(original, self, epoch, shuffle, *args, **kwargs):
+        if self.reuse_dataloader and self.dataloader is not None:
+            self.epoch_batch_sampler.shuffle = shuffle
+        return original(self, epoch, shuffle, *args, **kwargs)
 
 
 def older_format():
@@ -170,18 +144,15 @@ def older_format():
     """
     from fairseq.data import indexed_dataset
 
-    def make(original):
-        def __getitem__(self, i):
-            self.check_index(i)
-            shape = self.sizes[self.dim_offsets[i] : self.dim_offsets[i + 1]]
-            path, offset = indexed_dataset.data_file_path(self.path), self.data_offsets[i]
-            numbers = np.fromfile(path, self.dtype, shape.prod(), offset=offset * self.element_size)
-            return torch.from_numpy(numbers.reshape(shape)).long() - int(self.fix_lua_indexing)
-
-        return __getitem__
+    @replace(indexed_dataset.IndexedDataset, "__getitem__")
+    def __getitem__(original, self, i):
+        self.check_index(i)
+        shape = self.sizes[self.dim_offsets[i] : self.dim_offsets[i + 1]]
+        path, offset = indexed_dataset.data_file_path(self.path), self.data_offsets[i]
+        numbers = np.fromfile(path, self.dtype, shape.prod(), offset=offset * self.element_size)
+        return torch.from_numpy(numbers.reshape(shape)).long() - int(self.fix_lua_indexing)
 
     indexed_dataset.IndexedCachedDataset = indexed_dataset.IndexedDataset  # the page cache suffices
-    wrap(indexed_dataset.IndexedDataset, "__getitem__", make)
 
 
 def indexed_data():
@@ -191,19 +162,15 @@ def indexed_data():
     """
     from fairseq.data import indexed_dataset
 
-    def make(original):
-        def make_dataset(path, impl, fix_lua_indexing=False, dictionary=None):
-            index = indexed_dataset.index_file_path(path)
-            if os.path.isfile(index) and impl in ("mmap", "cached", "lazy"):
-                with open(index, "rb") as file:
-                    header = file.read(HEADER.size)
-                if impl == "mmap" or header[:8] not in (b"", b"TNTIDX\0\0"):
-                    _check_index(indexed_dataset, path, header, dictionary)
-            return original(path, impl, fix_lua_indexing, dictionary)
-
-        return make_dataset
-
-    wrap(indexed_dataset, "make_dataset", make)
+    @replace(indexed_dataset, "make_dataset")
+    def make_dataset(original, path, impl, fix_lua_indexing=False, dictionary=None):
+        index = indexed_dataset.index_file_path(path)
+        if os.path.isfile(index) and impl in ("mmap", "cached", "lazy"):
+            with open(index, "rb") as file:
+                header = file.read(HEADER.size)
+            if impl == "mmap" or header[:8] not in (b"", b"TNTIDX\0\0"):
+                _check_index(indexed_dataset, path, header, dictionary)
+        return original(path, impl, fix_lua_indexing, dictionary)
 
 
 def _check_index(indexed_dataset, path, header, dictionary):
@@ -248,23 +215,19 @@ def ema_step():
     """
     from fairseq.models.ema import EMA
 
-    def make(original):
-        def _step_internal(self, new_model, updates=None):
-            parameters, model = new_model.state_dict(), self.model.state_dict()
-            averages = self.fp32_params if self.config.ema_fp32 else model
-            decayed = set()
-            for name in model:
-                average = averages[name]
-                if "version" in name or average.data_ptr() in decayed:
-                    continue
-                decayed.add(average.data_ptr())
-                decay = 0 if name in self.skip_keys else self.decay
-                average.mul_(decay).add_(parameters[name].to(average.dtype), alpha=1 - decay)
-                model[name].copy_(average)
-
-        return _step_internal
-
-    wrap(EMA, "_step_internal", make)
+    @replace(EMA, "_step_internal")
+    def _step_internal(original, self, new_model, updates=None):
+        parameters, model = new_model.state_dict(), self.model.state_dict()
+        averages = self.fp32_params if self.config.ema_fp32 else model
+        decayed = set()
+        for name in model:
+            average = averages[name]
+            if "version" in name or average.data_ptr() in decayed:
+                continue
+            decayed.add(average.data_ptr())
+            decay = 0 if name in self.skip_keys else self.decay
+            average.mul_(decay).add_(parameters[name].to(average.dtype), alpha=1 - decay)
+            model[name].copy_(average)
 
 
 def ema_frequency():
@@ -275,15 +238,11 @@ def ema_frequency():
     """
     from fairseq.models.ema import EMA
 
-    def make(original):
-        def step(self, new_model, updates=None):
-            if updates is not None:
-                self.update_freq_counter = (updates - 1) % max(1, self.config.ema_update_freq)
-            original(self, new_model, updates)
-
-        return step
-
-    wrap(EMA, "step", make)
+    @replace(EMA, "step")
+    def step(original, self, new_model, updates=None):
+        if updates is not None:
+            self.update_freq_counter = (updates - 1) % max(1, self.config.ema_update_freq)
+        original(self, new_model, updates)
 
 
 def adaptive_tails():
@@ -294,23 +253,19 @@ def adaptive_tails():
     """
     from fairseq.criterions.adaptive_loss import AdaptiveLoss
 
-    def make(original):
-        def forward(self, model, sample, reduce=True):
-            def moved(module, inputs, found):
-                logits, targets = found
-                both = zip(logits[1:], targets[1:], strict=True)
-                tails = [_skip_class(self.padding_idx, *tail) for tail in both]
-                return [logits[0], *(t[0] for t in tails)], [targets[0], *(t[1] for t in tails)]
+    @replace(AdaptiveLoss, "forward")
+    def forward(original, self, model, sample, reduce=True):
+        def moved(module, inputs, found):
+            logits, targets = found
+            both = zip(logits[1:], targets[1:], strict=True)
+            tails = [_skip_class(self.padding_idx, *tail) for tail in both]
+            return [logits[0], *(t[0] for t in tails)], [targets[0], *(t[1] for t in tails)]
 
-            handle = model.decoder.adaptive_softmax.register_forward_hook(moved)
-            try:
-                return original(self, model, sample, reduce)
-            finally:
-                handle.remove()
-
-        return forward
-
-    wrap(AdaptiveLoss, "forward", make)
+        handle = model.decoder.adaptive_softmax.register_forward_hook(moved)
+        try:
+            return original(self, model, sample, reduce)
+        finally:
+            handle.remove()
 
 
 def _skip_class(index, logits, target):
@@ -331,16 +286,12 @@ def unknown_words_in_references():
     """
     from fairseq import scoring
 
-    def make(original):
-        def build_scorer(choice, tgt_dict):
-            scorer = original(choice, tgt_dict)
-            if hasattr(scorer, "add_string"):
-                _replace_placeholders(scorer)
-            return scorer
-
-        return build_scorer
-
-    wrap(scoring, "build_scorer", make)
+    @replace(scoring, "build_scorer")
+    def build_scorer(original, choice, tgt_dict):
+        scorer = original(choice, tgt_dict)
+        if hasattr(scorer, "add_string"):
+            _replace_placeholders(scorer)
+        return scorer
 
 
 def _replace_placeholders(scorer):
@@ -371,18 +322,16 @@ def diverse_beams():
     """
     from fairseq.search import DiverseBeamSearch
 
-    def make(original):
-        def step(self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
-            if original_batch_idxs is not None:
-                if step == 0:
-                    self.sentences = original_batch_idxs
-                match = original_batch_idxs.unsqueeze(1) == self.sentences.unsqueeze(0)
-                original_batch_idxs = match.long().argmax(dim=1)
-            return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
-
-        return step
-
-    wrap(DiverseBeamSearch, "step", make)
+    @replace(DiverseBeamSearch, "step")
+    def step(
+        original, self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None
+    ):
+        if original_batch_idxs is not None:
+            if step == 0:
+                self.sentences = original_batch_idxs
+            match = original_batch_idxs.unsqueeze(1) == self.sentences.unsqueeze(0)
+            original_batch_idxs = match.long().argmax(dim=1)
+        return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
 
 
 def repeated_ngrams():
@@ -422,36 +371,29 @@ def perplexity_of_a_part():
     from fairseq.sequence_scorer import SequenceScorer
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
-    def make(original):
-        def eval_lm_dataloader(self, dataset, *args, **kwargs):
-            limit, count = kwargs["max_positions"], len(dataset)
-            longer = sum(dataset.size(i) > limit for i in range(count))
-            if command() == "fairseq-eval-lm" and (longer or count == 0):
-                raise UsageError(
-                    f"{longer:,} of {count:,} blocks are longer than the {limit} tokens that the "
-                    f"model takes, so fairseq would leave them out: give --tokens-per-sample "
-                    f"{limit} or less, and no --sample-break-mode complete"
-                )
-            return original(self, dataset, *args, **kwargs)
+    @replace(LanguageModelingTask, "eval_lm_dataloader")
+    def eval_lm_dataloader(original, self, dataset, *args, **kwargs):
+        limit, count = kwargs["max_positions"], len(dataset)
+        longer = sum(dataset.size(i) > limit for i in range(count))
+        if command() == "fairseq-eval-lm" and (longer or count == 0):
+            raise UsageError(
+                f"{longer:,} of {count:,} blocks are longer than the {limit} tokens that the "
+                f"model takes, so fairseq would leave them out: give --tokens-per-sample "
+                f"{limit} or less, and no --sample-break-mode complete"
+            )
+        return original(self, dataset, *args, **kwargs)
 
-        return eval_lm_dataloader
-
-    def make_generate(original):
-        def generate(self, models, sample, **kwargs):
-            found = original(self, models, sample, **kwargs)
-            if command() == "fairseq-eval-lm" and any(
-                best["positional_scores"].isinf().any() for best, *_ in found
-            ):
-                raise UsageError(
-                    "the model gives words of this text the probability 0, so that the perplexity "
-                    "is infinite: compare such models by the loss that fairseq-validate prints"
-                )
-            return found
-
-        return generate
-
-    wrap(LanguageModelingTask, "eval_lm_dataloader", make)
-    wrap(SequenceScorer, "generate", make_generate)
+    @replace(SequenceScorer, "generate")
+    def generate(original, self, models, sample, **kwargs):
+        found = original(self, models, sample, **kwargs)
+        if command() == "fairseq-eval-lm" and any(
+            best["positional_scores"].isinf().any() for best, *_ in found
+        ):
+            raise UsageError(
+                "the model gives words of this text the probability 0, so that the perplexity "
+                "is infinite: compare such models by the loss that fairseq-validate prints"
+            )
+        return found
 
 
 def overrides():
@@ -461,23 +403,19 @@ def overrides():
     """
     from fairseq import checkpoint_utils
 
-    def make(original):
-        def overwrite_args_by_name(cfg, overrides):
-            asked = overrides
-            if command() == "fairseq-validate":  # which overrides with its own flags too
-                asked = ast.literal_eval(overrides.get("model_overrides", "{}"))
-            known = _setting_names(cfg, asked)
-            for name in asked if command() else ():
-                if name not in known and name not in cfg:
-                    raise UsageError(
-                        f"--model-overrides: the checkpoint has no setting {name!r} of model, task "
-                        f"or criterion: {remedy_for(name, known)}"
-                    )
-            return original(cfg, overrides)
-
-        return overwrite_args_by_name
-
-    wrap(checkpoint_utils, "overwrite_args_by_name", make)
+    @replace(checkpoint_utils, "overwrite_args_by_name")
+    def overwrite_args_by_name(original, cfg, overrides):
+        asked = overrides
+        if command() == "fairseq-validate":  # which overrides with its own flags too
+            asked = ast.literal_eval(overrides.get("model_overrides", "{}"))
+        known = _setting_names(cfg, asked)
+        for name in asked if command() else ():
+            if name not in known and name not in cfg:
+                raise UsageError(
+                    f"--model-overrides: the checkpoint has no setting {name!r} of model, task "
+                    f"or criterion: {remedy_for(name, known)}"
+                )
+        return original(cfg, overrides)
 
 
 def _setting_names(cfg, overrides):

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from multimax_fairseq.compat.patch import command, wrap
+from multimax_fairseq.compat.patch import command, replace
 from multimax_fairseq.errors import UsageError, first_line
 
 # fairseq puts these into sentences itself. <unk> is a word of many texts, and means the same.
@@ -27,25 +27,18 @@ def text_lines():
     """
     from fairseq import file_chunker_utils
 
-    def make_readline(original):
-        def _safe_readline(fd):
-            return fd.buffer.readline()
+    @replace(file_chunker_utils, "_safe_readline")
+    def _safe_readline(original, fd):
+        return fd.buffer.readline()
 
-        return _safe_readline
-
-    def make_iter(original):
-        def __iter__(self):
-            file, place = self._fd.buffer, self._start_offset
-            end = self._end_offset if self._end_offset > 0 else math.inf
-            file.seek(place)
-            while place < end and (line := file.readline()):
-                yield (line if place else line.removeprefix(codecs.BOM_UTF8)).decode("utf-8")
-                place += len(line)
-
-        return __iter__
-
-    wrap(file_chunker_utils, "_safe_readline", make_readline)
-    wrap(file_chunker_utils.ChunkLineIterator, "__iter__", make_iter)
+    @replace(file_chunker_utils.ChunkLineIterator, "__iter__")
+    def __iter__(original, self):
+        file, place = self._fd.buffer, self._start_offset
+        end = self._end_offset if self._end_offset > 0 else math.inf
+        file.seek(place)
+        while place < end and (line := file.readline()):
+            yield (line if place else line.removeprefix(codecs.BOM_UTF8)).decode("utf-8")
+            place += len(line)
 
 
 def check_files(args):
@@ -114,24 +107,20 @@ def dictionaries():
     from fairseq.data import Dictionary
     from fairseq.file_io import PathManager
 
-    def make(original):
-        def add_from_file(self, f):
-            if not isinstance(f, str):
-                return original(self, f)
-            try:
-                with open(PathManager.get_local_path(f), encoding="utf-8") as file:
-                    return original(self, file)
-            except OSError:
-                raise
-            except Exception as error:  # fairseq raises Exception itself
-                raise UsageError(
-                    f"the dictionary '{f}' is damaged ({first_line(error)[:100]}): give it as "
-                    "fairseq-preprocess wrote it, or prepare the data again"
-                ) from error
-
-        return add_from_file
-
-    wrap(Dictionary, "add_from_file", make)
+    @replace(Dictionary, "add_from_file")
+    def add_from_file(original, self, f):
+        if not isinstance(f, str):
+            return original(self, f)
+        try:
+            with open(PathManager.get_local_path(f), encoding="utf-8") as file:
+                return original(self, file)
+        except OSError:
+            raise
+        except Exception as error:  # fairseq raises Exception itself
+            raise UsageError(
+                f"the dictionary '{f}' is damaged ({first_line(error)[:100]}): give it as "
+                "fairseq-preprocess wrote it, or prepare the data again"
+            ) from error
 
 
 def interactive_lines():
@@ -143,13 +132,10 @@ def interactive_lines():
     if command() != "fairseq-interactive":
         return
 
-    def make(original):
-        def hook_encoded(encoding, errors=None):
-            return functools.partial(open, encoding="utf-8-sig", newline="\n")
+    @replace(fileinput, "hook_encoded")
+    def hook_encoded(original, encoding, errors=None):
+        return functools.partial(open, encoding="utf-8-sig", newline="\n")
 
-        return hook_encoded
-
-    wrap(fileinput, "hook_encoded", make)
     if isinstance(sys.stdin, io.TextIOWrapper):
         encoding = sys.stdin.encoding.lower()
         encoding = "utf-8-sig" if encoding == "utf-8" else encoding
@@ -163,18 +149,14 @@ def symbols_in_input():
     """
     from fairseq.tasks import FairseqTask
 
-    def make(original):
-        def get_interactive_tokens_and_lengths(self, lines, encode_fn):
-            sentences, lengths = original(self, lines, encode_fn)
-            words = self.source_dictionary
-            own = torch.tensor([words.bos(), words.pad(), words.eos()])
-            for tokens in sentences:
-                tokens[:-1][torch.isin(tokens[:-1], own)] = words.unk()
-            return sentences, lengths
-
-        return get_interactive_tokens_and_lengths
-
-    wrap(FairseqTask, "get_interactive_tokens_and_lengths", make)
+    @replace(FairseqTask, "get_interactive_tokens_and_lengths")
+    def get_interactive_tokens_and_lengths(original, self, lines, encode_fn):
+        sentences, lengths = original(self, lines, encode_fn)
+        words = self.source_dictionary
+        own = torch.tensor([words.bos(), words.pad(), words.eos()])
+        for tokens in sentences:
+            tokens[:-1][torch.isin(tokens[:-1], own)] = words.unk()
+        return sentences, lengths
 
 
 def scored_lines():
@@ -188,29 +170,25 @@ def scored_lines():
     # The plain `open` that fairseq-score calls.
     score.open = functools.partial(open, encoding="utf-8-sig")
 
-    def make(original):
-        def cli_main():
-            args = score.get_parser().parse_args()
-            if args.sacrebleu and (args.ignore_case or args.sentence_bleu or args.order != 4):
+    @replace(score, "cli_main")
+    def cli_main(original):
+        args = score.get_parser().parse_args()
+        if args.sacrebleu and (args.ignore_case or args.sentence_bleu or args.order != 4):
+            raise UsageError(
+                "--sacrebleu reads neither --ignore-case, --sentence-bleu nor --order: leave "
+                "them out, or call sacrebleu itself"
+            )
+        if args.sys == "-":
+            sys.stdin = io.StringIO(sys.stdin.read().removeprefix("\ufeff"))
+        if all(map(os.path.exists, {args.sys, args.ref} - {"-"})):
+            counts = [_lines_to_score(args.sys), _lines_to_score(args.ref)]
+            if counts[0] != counts[1] or counts[0] == 0:
                 raise UsageError(
-                    "--sacrebleu reads neither --ignore-case, --sentence-bleu nor --order: leave "
-                    "them out, or call sacrebleu itself"
+                    f"--sys {args.sys} has {counts[0]:,} lines, but --ref {args.ref} "
+                    f"{counts[1]:,}: give the sentences of both in one order, each in a line "
+                    "(which a carriage return ends too)"
                 )
-            if args.sys == "-":
-                sys.stdin = io.StringIO(sys.stdin.read().removeprefix("\ufeff"))
-            if all(map(os.path.exists, {args.sys, args.ref} - {"-"})):
-                counts = [_lines_to_score(args.sys), _lines_to_score(args.ref)]
-                if counts[0] != counts[1] or counts[0] == 0:
-                    raise UsageError(
-                        f"--sys {args.sys} has {counts[0]:,} lines, but --ref {args.ref} "
-                        f"{counts[1]:,}: give the sentences of both in one order, each in a line "
-                        "(which a carriage return ends too)"
-                    )
-            return original()
-
-        return cli_main
-
-    wrap(score, "cli_main", make)
+        return original()
 
 
 def _lines_to_score(path):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from multimax_fairseq.compat.mistakes import explain, is_raised_by_fairseq
-from multimax_fairseq.compat.patch import wrap
+from multimax_fairseq.compat.patch import replace
 from multimax_fairseq.errors import CheckpointError, UsageError, first_line
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -227,24 +227,20 @@ def checkpoint_files():
     from fairseq import checkpoint_utils
     from fairseq.file_io import PathManager
 
-    def make(original):
-        def load_checkpoint_to_cpu(path, *args, **kwargs):
-            local = PathManager.get_local_path(path)
-            if os.path.isfile(local):
-                _check_file(path, local)
-            try:
-                return original(path, *args, **kwargs)
-            except (OSError, UsageError):
-                raise
-            except Exception as error:
-                raise CheckpointError(
-                    f"'{path}' is not a fairseq checkpoint ({first_line(error)}); give a file that "
-                    "fairseq-train wrote."
-                ) from error
-
-        return load_checkpoint_to_cpu
-
-    wrap(checkpoint_utils, "load_checkpoint_to_cpu", make)
+    @replace(checkpoint_utils, "load_checkpoint_to_cpu")
+    def load_checkpoint_to_cpu(original, path, *args, **kwargs):
+        local = PathManager.get_local_path(path)
+        if os.path.isfile(local):
+            _check_file(path, local)
+        try:
+            return original(path, *args, **kwargs)
+        except (OSError, UsageError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"'{path}' is not a fairseq checkpoint ({first_line(error)}); give a file that "
+                "fairseq-train wrote."
+            ) from error
 
 
 def unwrapped(parameters):
@@ -347,20 +343,16 @@ def checkpoint_numbers():
     """
     from fairseq.models import BaseFairseqModel
 
-    def make(original):
-        def load_state_dict(self, state_dict, *args, **kwargs):
-            for name, value in self.state_dict().items():
-                found = getattr(state_dict.get(name), "dtype", value.dtype)
-                if found.is_floating_point != value.is_floating_point():
-                    raise CheckpointError(
-                        f"the checkpoint's {name} has numbers of {found}, where the model has "
-                        f"{value.dtype}: give a checkpoint of this model"
-                    )
-            return original(self, state_dict, *args, **kwargs)
-
-        return load_state_dict
-
-    wrap(BaseFairseqModel, "load_state_dict", make)
+    @replace(BaseFairseqModel, "load_state_dict")
+    def load_state_dict(original, self, state_dict, *args, **kwargs):
+        for name, value in self.state_dict().items():
+            found = getattr(state_dict.get(name), "dtype", value.dtype)
+            if found.is_floating_point != value.is_floating_point():
+                raise CheckpointError(
+                    f"the checkpoint's {name} has numbers of {found}, where the model has "
+                    f"{value.dtype}: give a checkpoint of this model"
+                )
+        return original(self, state_dict, *args, **kwargs)
 
 
 _building = contextvars.ContextVar("building_from_checkpoint", default=False)
@@ -380,30 +372,26 @@ def checkpoint_models():
     """
     from fairseq import checkpoint_utils
 
-    def make(original):
-        def load_model_ensemble_and_task(filenames, *args, **kwargs):
-            token = _building.set(True)
-            try:
-                return original(filenames, *args, **kwargs)
-            except Exception as error:
-                text = explain(error)
-                is_named = text and any(name in text for name in filenames)
-                is_flag = isinstance(error, UsageError) and not isinstance(error, CheckpointError)
-                is_other = isinstance(error, OSError | ImportError)
-                if is_named or is_flag or is_other or not is_raised_by_fairseq(error):
-                    raise
-                if text is None:
-                    text = (
-                        f"no model can be built of it ({first_line(error)}); give a checkpoint "
-                        "that fairseq-train wrote."
-                    )
-                raise CheckpointError(f"'{', '.join(filenames)}': {text}") from error
-            finally:
-                _building.reset(token)
-
-        return load_model_ensemble_and_task
-
-    wrap(checkpoint_utils, "load_model_ensemble_and_task", make)
+    @replace(checkpoint_utils, "load_model_ensemble_and_task")
+    def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
+        token = _building.set(True)
+        try:
+            return original(filenames, *args, **kwargs)
+        except Exception as error:
+            text = explain(error)
+            is_named = text and any(name in text for name in filenames)
+            is_flag = isinstance(error, UsageError) and not isinstance(error, CheckpointError)
+            is_other = isinstance(error, OSError | ImportError)
+            if is_named or is_flag or is_other or not is_raised_by_fairseq(error):
+                raise
+            if text is None:
+                text = (
+                    f"no model can be built of it ({first_line(error)}); give a checkpoint "
+                    "that fairseq-train wrote."
+                )
+            raise CheckpointError(f"'{', '.join(filenames)}': {text}") from error
+        finally:
+            _building.reset(token)
 
 
 def glance(path, read):
