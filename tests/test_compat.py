@@ -1,4 +1,4 @@
-"""compat/, fix by fix: the command that fails without it, and what a user's mistake prints."""
+"""compat/: each fix by a command or a call that fails without it."""
 
 import argparse
 import json
@@ -93,7 +93,7 @@ def foreign_globals(path):
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def test_only_these_names_are_allowed():
+def test_checkpoint_classes_allows_these_names_alone():
     multiarrays = ("numpy.core.multiarray", "numpy._core.multiarray")
     numpy_names = {f"{m}.{name}" for m in multiarrays for name in ("_reconstruct", "scalar")}
     expected = {"argparse.Namespace", "numpy.dtype", "numpy.ndarray"} | numpy_names
@@ -107,7 +107,7 @@ def test_only_these_names_are_allowed():
     assert np.dtype not in after and np.ndarray not in after
 
 
-def test_numbers_survive_and_are_saved_as_numpy_saves_them(tmp_path):
+def test_checkpoint_classes_keep_numbers(tmp_path):
     untrusted.checkpoint_classes()
     state = {
         "counts": np.arange(6, dtype=np.int64).reshape(2, 3).T,
@@ -129,8 +129,8 @@ def test_numbers_survive_and_are_saved_as_numpy_saves_them(tmp_path):
 
 
 @pytest.mark.parametrize("offset,size", [(0, 8), (1 << 20, 1)])
-def test_forged_numpy_types_are_refused(tmp_path, offset, size):
-    """numpy itself would follow a pointer, or read past its memory, that the file made up."""
+def test_checkpoint_classes_refuse_forged_numpy_types(tmp_path, offset, size):
+    """numpy itself would follow a forged pointer, or read past its memory."""
     untrusted.checkpoint_classes()
 
     class Forged:
@@ -152,7 +152,7 @@ def test_forged_numpy_types_are_refused(tmp_path, offset, size):
         ("transformer_lm_multimax", "--share-decoder-input-output-embed"),
     ],
 )
-def test_an_adaptive_softmax_beside_shared_embeddings_can_be_loaded(build, arch, shared):
+def test_adaptive_softmax_checkpoints_load_shared_embeddings(build, arch, shared):
     output = ("--output-normalizer", "softmax") if "_lm" in arch else ()
     flags = (shared, "--adaptive-softmax-cutoff", "10,20", *output)
     trained, loaded = (build(arch, *flags, seed=seed) for seed in (1, 2))
@@ -162,7 +162,7 @@ def test_an_adaptive_softmax_beside_shared_embeddings_can_be_loaded(build, arch,
 
 
 @torch.no_grad()
-def test_the_loss_of_an_adaptive_softmax_is_of_every_word(build, task, dictionary):
+def test_adaptive_tails_count_every_word(build, task, dictionary):
     flags = ("--adaptive-softmax-cutoff", "10,20", "--output-normalizer", "softmax")
     model = build("transformer_lm_multimax", *flags).eval()
     criterion = AdaptiveLoss(task, sentence_avg=False)
@@ -184,7 +184,7 @@ def test_the_loss_of_an_adaptive_softmax_is_of_every_word(build, task, dictionar
 @pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.9}])
 @pytest.mark.parametrize("prefix", [False, True])
 @torch.no_grad()
-def test_words_that_are_forced_are_sampled_though_impossible(
+def test_impossible_words_are_sampled_where_forced(
     build, dictionary, translation_batch, options, prefix
 ):
     model = build("transformer_multimax", "--output-normalizer", "entmax15").eval()
@@ -203,7 +203,7 @@ def test_words_that_are_forced_are_sampled_though_impossible(
 
 
 @pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.9}])
-def test_other_sampling_is_as_it_was(dictionary, options):
+def test_impossible_words_leaves_other_sampling_unchanged(dictionary, options):
     sampling, found = Sampling(dictionary, **options), []
     scores = torch.zeros(3, 2, 1)
     log_probs = torch.randn(3, 2, len(dictionary)).log_softmax(-1)
@@ -216,26 +216,26 @@ def test_other_sampling_is_as_it_was(dictionary, options):
 
 
 @pytest.mark.parametrize("code", ["O8", "V8", "S8", "U8", "M8", "m8", "i", "f16x"])
-def test_arrays_are_of_plain_numbers(code):
-    """Those of objects are addresses, at which numpy would read."""
+def test_pickled_dtype_takes_plain_numbers_alone(code):
+    """Elements of type object are addresses that numpy would follow."""
     with pytest.raises(pickle.UnpicklingError, match="not a plain number type"):
         untrusted._PickledDtype(code)
 
 
-def test_what_cannot_be_opened_is_not_called_no_checkpoint(tmp_path):
+def test_checkpoint_files_keeps_the_errors_of_open(tmp_path):
     compat.apply()
     for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none.pt", FileNotFoundError)):
         with pytest.raises(kind):
             fairseq_checkpoints.load_checkpoint_to_cpu(str(path))
 
 
-def test_array_must_fill_its_shape():
+def test_pickled_array_must_fill_its_shape():
     array = untrusted._pickled_array(untrusted._PickledArray, (0,), b"b")
     with pytest.raises(pickle.UnpicklingError):
         array.__setstate__((1, (1000,), untrusted._PickledDtype("i8"), False, b"12345678"))
 
 
-def test_translation_checkpoint_loads_and_resumes(toy, translation):
+def test_checkpoint_of_translation_loads_and_resumes(toy, translation):
     state = torch.load(translation, weights_only=False)  # our own file
     assert isinstance(state["cfg"]["model"], argparse.Namespace)
     assert any("ndarray" in name for name in torch_names(translation))
@@ -249,7 +249,7 @@ def test_translation_checkpoint_loads_and_resumes(toy, translation):
     assert not any("Pickled" in name for name in torch_names(toy / "resumed/checkpoint_last.pt"))
 
 
-def test_load_checkpoint_starts_an_average_that_the_checkpoint_lacks(toy, translation):
+def test_resumed_run_starts_a_missing_average(toy, translation):
     average = ["--store-ema", "--ema-decay", "0.5", "--max-update", "3", "--save-dir", "averaged"]
     run(toy, "fairseq-train", "mt", *TRANSLATE, *average, "--restore-file", translation)
 
@@ -271,7 +271,7 @@ def torch_names(path):
 
 
 @pytest.mark.parametrize("form", ["zip", "zip, protocol 4", "old torch", "plain pickle"])
-def test_code_in_a_checkpoint_is_refused(tmp_path, form):
+def test_checkpoint_files_refuses_code(tmp_path, form):
     from fairseq import checkpoint_utils
 
     compat.apply()
@@ -309,7 +309,7 @@ def test_literal_equals_eval(text):
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
-def test_damaged_checkpoint(translation, tmp_path, keep):
+def test_checkpoint_files_names_a_damaged_file(translation, tmp_path, keep):
     from fairseq import checkpoint_utils
 
     compat.apply()
@@ -320,7 +320,7 @@ def test_damaged_checkpoint(translation, tmp_path, keep):
         checkpoint_utils.load_checkpoint_to_cpu(str(path))
 
 
-def test_bad_checkpoints_end_commands_in_a_sentence(toy, translation, tmp_path):
+def test_checkpoint_files_end_commands_in_a_sentence(toy, translation, tmp_path):
     marker = tmp_path / "marker"
     torch.save({"model": Evil(marker)}, tmp_path / "evil.pt")
     cut = tmp_path / "cut.pt"
@@ -345,8 +345,8 @@ def blocks(sentences, **options):
 
 
 @pytest.mark.parametrize("mode", ["eos", "none", "complete"])
-def test_short_blocks(mode):
-    """A block that ends at its sentence's first token: end - 2 is below zero."""
+def test_token_blocks_end_at_the_first_token(mode):
+    """end - 2 is below zero."""
     data = blocks([[2], [5, 2], [6, 7, 2]], block_size=1, break_mode=mode, include_targets=True)
     stream = torch.tensor([2, 5, 2, 6, 7, 2])
     items = [data[i] for i in range(len(data))]
@@ -356,12 +356,12 @@ def test_short_blocks(mode):
 
 
 @pytest.mark.parametrize("length", [65_535, 65_536, 70_000])
-def test_long_blocks(length):
+def test_token_blocks_of_many_tokens_keep_their_sizes(length):
     data = blocks([[3] * (length - 1) + [2], [4, 2]], block_size=512, break_mode="complete")
     assert list(data.sizes) == [len(data[i]) for i in range(len(data))] == [length, 2]
 
 
-def test_one_sentence_blocks_train_and_evaluate(toy, language_model):
+def test_token_blocks_of_one_sentence_train_and_evaluate(toy, language_model):
     """np.compat in training, and the shortest blocks in evaluation."""
     options = ["--path", language_model, "--sample-break-mode", "eos", "--tokens-per-sample", "64"]
     output = run(toy, "fairseq-eval-lm", "lm", *options)
@@ -373,7 +373,7 @@ def test_one_sentence_blocks_train_and_evaluate(toy, language_model):
 
 @pytest.mark.parametrize("count", [1, 8, 12, 23])
 @pytest.mark.parametrize("limit", [{"max_sentences": 8}, {"max_tokens": 50}])
-def test_no_batch_is_dropped(count, limit):
+def test_last_batch_is_kept(count, limit):
     from fairseq.data import data_utils
 
     compat.apply()
@@ -386,7 +386,7 @@ def test_no_batch_is_dropped(count, limit):
         assert all(len(batch) < 8 or len(batch) % 8 == 0 for batch in batches)
 
 
-def test_the_plugin_is_found_by_its_name_from_any_folder(toy, tmp_path):
+def test_user_dir_finds_the_plugin_from_any_folder(toy, tmp_path):
     options = ["--user-dir", "multimax_fairseq", "--sample-break-mode", "eos", "--no-save"]
     output = run(tmp_path, "fairseq-train", toy / "lm", *MODEL_LANGUAGE, *options)
     assert "done training" in output
@@ -435,7 +435,7 @@ def test_repeated_ngrams_keeps_a_prefix(build, search, translation_batch):
 # --- commands ------------------------------------------------------------------------------------
 
 
-def test_scorers_of_text_match_no_unknown_word(toy, caplog):
+def test_unknown_words_in_references_match_nothing(toy, caplog):
     words = Dictionary.load(str(toy / "mt" / "dict.en.txt"))
     unknown, score = words.unk_string(escape=True), {}
     compat.apply()
@@ -448,7 +448,7 @@ def test_scorers_of_text_match_no_unknown_word(toy, caplog):
     assert [r.message[:38] for r in caplog.records] == ["1 of 2 references hold unknown words, "]
 
 
-def test_score(toy):
+def test_score_command_scores_with_sacrebleu(toy):
     same = ["-s", "test.en", "-r", "test.en"]
     output = run(toy, "fairseq-score", *same, "--sacrebleu")
     assert re.search(r"^BLEU = 100\.00", output, re.MULTILINE)
@@ -456,7 +456,7 @@ def test_score(toy):
     assert len(re.findall(r"^\d+ BLEU4 = ", output, re.MULTILINE)) == 12
 
 
-def test_score_reads_a_byte_order_mark_and_refuses_flags_that_it_does_not_read(toy, tmp_path):
+def test_scored_lines_skips_a_byte_order_mark(toy, tmp_path):
     lines = (toy / "test.en").read_text()
     (tmp_path / "marked").write_text(lines, encoding="utf-8-sig")
     (tmp_path / "empty").touch()
@@ -469,7 +469,7 @@ def test_score_reads_a_byte_order_mark_and_refuses_flags_that_it_does_not_read(t
     assert sentence.startswith("--sys empty has 0 lines")
 
 
-def test_results_are_written_whole(toy, translation, tmp_path):
+def test_results_keeps_the_earlier_file(toy, translation, tmp_path):
     words = ("fairseq-generate", "mt", "--path", translation, "--max-len-b", "3")
     words += ("--results-path", tmp_path / "results")
     run(toy, *words)
@@ -480,15 +480,14 @@ def test_results_are_written_whole(toy, translation, tmp_path):
     assert file.read_text() == before and list(file.parent.iterdir()) == [file]
 
 
-def test_bfloat16_and_buckets(toy):
-    """And --num-batch-buckets, which np.percentile without `interpolation` stops."""
+def test_command_line_trains_in_bfloat16(toy):
+    """--num-batch-buckets needs np.percentile with `interpolation`."""
     options = ["--bf16", "--num-batch-buckets", "3", "--no-save"]
     output = run(toy, "fairseq-train", "mt", *TRANSLATE, *options)
     assert "done training" in output and "'tpu': False" in output
 
 
-def test_half_precision(toy, translation):
-    """One sentence without a GPU, and an ordinary run with one."""
+def test_fp16_needs_a_gpu(toy, translation):
     train = ["fairseq-train", "mt", *TRANSLATE, "--no-save", "--fp16"]
     generate = ["fairseq-generate", "mt", "--path", translation, "--max-len-b", "3", "--fp16"]
     if torch.cuda.is_available():
@@ -503,14 +502,14 @@ def test_half_precision(toy, translation):
 # --- a user's mistakes ---------------------------------------------------------------------------
 
 
-def test_traceback_on_request(toy):
+def test_plain_errors_prints_a_traceback_on_request(toy):
     command = ["fairseq-generate", "mt", "--path", "nothing.pt"]
     assert TRACEBACK in run(toy, *command, code=1)
     output = run(toy, *command, code=1, MULTIMAX_TRACEBACK="1")
     assert "Traceback" in output and "Model file not found: nothing.pt" in output
 
 
-def test_hydra_warnings_are_not_printed(toy, tmp_path):
+def test_hydra_warnings_prints_none(toy, tmp_path):
     assert "Warning" not in run(toy, "fairseq-generate", "mt", "--path", "nothing.pt", code=1)
     (tmp_path / "run.yaml").write_text("task: {_name: translation, data: nothing}\n")
     config = ["--config-dir", tmp_path, "--config-name", "run"]
@@ -538,13 +537,13 @@ raise errors.UsageError("--x is 3: give 2")
 """
 
 
-def test_plain_errors_print_the_sentence_last(tmp_path):
+def test_plain_errors_prints_the_sentence_last(tmp_path):
     lines = run(tmp_path, "python", "-c", FAIL, code=1).splitlines()
     printed = ["in the buffer of stdout", "printed at exit", TRACEBACK]
     assert lines[-4:] == [*printed, "fairseq-train: error: --x is 3: give 2"]
 
 
-def test_only_the_users_errors_are_shortened():
+def test_explain_knows_a_users_errors_alone():
     class Mine(ValueError):
         user_error = True
 
@@ -561,8 +560,8 @@ def test_only_the_users_errors_are_shortened():
         assert compat.explain(error) is None
 
 
-def test_an_installation_starts_nothing_by_itself(tmp_path):
-    """No .pth file, which Python would run at the start of each process."""
+def test_installation_has_no_pth_file(tmp_path):
+    """Python would run a .pth file at the start of each process."""
     words = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target")
     run(tmp_path, sys.executable, *words, tmp_path / "site", ROOT)
     installed = {file.name for file in (tmp_path / "site").iterdir()}
@@ -570,7 +569,7 @@ def test_an_installation_starts_nothing_by_itself(tmp_path):
     assert not [file for file in (tmp_path / "site").rglob("*.pth")]
 
 
-def test_the_project_environments_commands_are_mended_and_nothing_else(tmp_path):
+def test_setup_applies_fixes_to_fairseq_commands_alone(tmp_path):
     for name in COMMANDS:
         assert f"run('{name}')" in (forks.REAL / name).read_text(), "run scripts/setup.sh"
     check = "import sys, runpy; print(sum('multimax' in m or 'fairseq' in m for m in sys.modules))"
@@ -587,12 +586,12 @@ def test_the_project_environments_commands_are_mended_and_nothing_else(tmp_path)
         ("-c", None),
     ],
 )
-def test_a_command_is_known_by_the_executables_name_only(monkeypatch, program, name):
+def test_command_reads_the_executables_name(monkeypatch, program, name):
     monkeypatch.setattr(sys, "argv", [program, "fairseq-train", "fairseq-data"])
     assert compat.command() == name
 
 
-def test_the_plugins_name_is_this_package_unless_one_is_there(tmp_path, monkeypatch):
+def test_resolve_prefers_a_package_in_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = PACKAGE.name
     assert (
@@ -606,8 +605,8 @@ def test_the_plugins_name_is_this_package_unless_one_is_there(tmp_path, monkeypa
     assert running.resolve(name) == name
 
 
-def test_another_plugins_errors_keep_their_tracebacks(toy, tmp_path):
-    """A missing file of a plugin's own is no mistake of whoever trains with it."""
+def test_explain_leaves_other_plugins_errors_alone(toy, tmp_path):
+    """A missing file of another plugin is not a mistake of its user."""
     (tmp_path / "their_plugin").mkdir()
     (tmp_path / "their_plugin/__init__.py").write_text("open('their.file')\n")
     words = ("fairseq-train", toy / "mt", *TRANSLATE, "--user-dir", tmp_path / "their_plugin")
@@ -616,7 +615,7 @@ def test_another_plugins_errors_keep_their_tracebacks(toy, tmp_path):
     assert output.rstrip().endswith("No such file or directory: 'their.file'")
 
 
-def test_a_models_own_figures_are_in_no_line_of_text(tmp_path, monkeypatch, caplog):
+def test_progress_lines_leave_out_monitored_values(tmp_path, monkeypatch, caplog):
     written = {}
 
     class Writer:
@@ -653,7 +652,7 @@ def test_a_models_own_figures_are_in_no_line_of_text(tmp_path, monkeypatch, capl
     assert written == {"loss": 1.0, "monitor/a.0/zeros": 0.5}
 
 
-def test_a_command_without_a_user_dir(toy):
+def test_main_runs_a_command_without_a_user_dir(toy):
     same = ("-s", "test.en", "-r", "test.en", "--sacrebleu")
     output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-score", *same)
     assert re.search(r"^BLEU = 100\.00", output, re.MULTILINE)
