@@ -17,7 +17,7 @@ import pytest
 import torch
 from commands import ROOT, TRACEBACK, refused, run
 from fairseq import checkpoint_utils as fairseq_checkpoints
-from fairseq import scoring
+from fairseq import scoring, utils
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.data import Dictionary
 from fairseq.logging import progress_bar
@@ -306,6 +306,12 @@ def test_evaluate_literals_closes_eval_in_every_module(module, text):
 @pytest.mark.parametrize("text", ["(0.9, 0.98)", "[(512, 3)] * 20", "[1] + [2] * 3", "{'beam': 4}"])
 def test_literal_equals_eval(text):
     assert untrusted.literal(text) == eval(text)
+
+
+def test_literal_takes_strings_alone():
+    with pytest.raises(TypeError):
+        untrusted.literal(True)
+    assert utils.eval_bool(True) is False  # which fairseq makes of eval's TypeError
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])

@@ -37,11 +37,14 @@ SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
 def literal(text):
     """Return the value of a Python literal; takes the place of eval() in fairseq.
 
-    Lists may be added and repeated, as in "[(512, 3)] * 20", the layers of a stock model.
+    Lists may be added and repeated, as in "[(512, 3)] * 20", the layers of a stock model. Raises
+    TypeError, as eval() does, for what is not a string.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"expected a string, got {text!r}")
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
-    except (AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         raise ValueError(
             f"{reprlib.repr(text)} is no Python literal: write a number, tuple, list or dictionary"
         ) from None
