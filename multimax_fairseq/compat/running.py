@@ -286,6 +286,12 @@ def _settings(cfg):
 def _spawn(cfg, main, kwargs):
     """Start the processes on a CPU, as fairseq starts one a GPU; return when all have ended."""
     wanted = cfg.distributed_training
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1:  # they would write into one folder
+        raise UsageError(
+            f"each of the {tasks} tasks of this SLURM step would start its own training: start one "
+            "task a node, and in it torchrun"
+        )
     port = wanted.distributed_port
     if port <= 0:
         with socket.socket() as free:
