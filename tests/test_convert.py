@@ -389,7 +389,10 @@ AT_0 = "decoder.layers.0.self_attn"
         (rename, ["'fconv'", "the authors' code has"]),
         (lambda state: state.update(cfg=None), ["no model and settings"]),
         (lambda state: state.pop("model"), ["fairseq-train wrote"]),
-        (lambda state: state["cfg"]["task"].update(f="print('x')"), ["is code"]),
+        (
+            lambda state: state["cfg"]["task"].update(f="${oc.env:HOME}"),
+            ["calls a resolver"],
+        ),
         (lambda state: state.update(run=argparse.ArgumentParser), ["argparse.ArgumentParser"]),
     ],
 )
