@@ -1,4 +1,4 @@
-// The best scores of each row, and its log-sum-exp: what a step of beam search chooses from.
+// The top-k scores of each row and the row's log-sum-exp, for beam search.
 #pragma once
 
 #include "output.h"
@@ -7,14 +7,14 @@
 struct Best {
   int64_t rows, classes, count, threads;
   const float* scores;  // (rows, classes)
-  float* values;        // (rows, count), the largest first
-  int64_t* indices;     // (rows, count); of equal scores the earlier classes
-  float* totals;        // (rows)
+  float* values;        // (rows, count), in descending order
+  int64_t* indices;     // (rows, count); among equal scores, smaller indices come first
+  float* totals;        // (rows,): log-sum-exp
 };
 
 namespace {
 
-// Puts a score into a falling list, whose last one goes.
+// Inserts a score into a list in descending order and drops the last entry.
 inline void insert(float score, int64_t index, int64_t count, float* values, int64_t* indices) {
   int64_t place = count - 1;
   for (; place > 0 && score > values[place - 1]; place--)
@@ -22,7 +22,7 @@ inline void insert(float score, int64_t index, int64_t count, float* values, int
   values[place] = score, indices[place] = index;
 }
 
-// A bit for each score above its bound.
+// Bit i is set if scores[i] > bounds[i].
 inline uint32_t above(Vec scores, Vec bounds) {
 #ifdef __AVX512F__
   return _mm512_cmp_ps_mask(scores, bounds, _CMP_GT_OQ);
@@ -40,14 +40,15 @@ void best_of_row(const Best& a, int64_t row) {
   const auto consider = [&](int64_t i) {
     if (scores[i] > values[a.count - 1]) insert(scores[i], i, a.count, values, indices);
   };
-  // From here on most blocks have nothing for the list.
+  // Few of the remaining blocks contain a top score, so check the maximum of a block first.
   int64_t v = a.count;
   for (; v + BLOCK <= a.classes; v += BLOCK) {
-    Vec most = load(scores + v);
-    for (int64_t i = v + LANES; i < v + BLOCK; i += LANES) most = larger(most, load(scores + i));
-    if (!above(most, all(values[a.count - 1]))) continue;
+    Vec maximum = load(scores + v);
+    for (int64_t i = v + LANES; i < v + BLOCK; i += LANES)
+      maximum = vec_max(maximum, load(scores + i));
+    if (!above(maximum, broadcast(values[a.count - 1]))) continue;
     for (int64_t i = v; i < v + BLOCK; i += LANES) {
-      uint32_t found = above(load(scores + i), all(values[a.count - 1]));
+      uint32_t found = above(load(scores + i), broadcast(values[a.count - 1]));
       for (; found; found &= found - 1) consider(i + __builtin_ctz(found));
     }
   }
@@ -55,7 +56,7 @@ void best_of_row(const Best& a, int64_t row) {
 
   const float top = values[0];
   if (std::abs(top) == INFINITE) {
-    // Of -inf alone the total is -inf; beside +inf it is that, unless there is a NaN as well.
+    // Either all scores are -inf or one is +inf: the log-sum-exp is the maximum, but NaN wins.
     a.totals[row] = top;
     for (int64_t v = 0; v < a.classes; v++)
       if (std::isnan(scores[v])) a.totals[row] = scores[v];
@@ -63,10 +64,10 @@ void best_of_row(const Best& a, int64_t row) {
   }
   Vec sum{};
   for (v = 0; v + LANES <= a.classes; v += LANES) sum += exponential(load(scores + v) - top);
-  Vec rest = all(-INFINITE);
+  Vec rest = broadcast(-INFINITE);
   std::memcpy(&rest, scores + v, (a.classes - v) * sizeof(float));
   sum += exponential(rest - top);
-  a.totals[row] = top + std::log(total(sum));
+  a.totals[row] = top + std::log(sum_lanes_double(sum));
 }
 
 }  // namespace
@@ -80,41 +81,45 @@ extern "C" int best_scores(const Best* best) {
   });
 }
 
-// The same of the modulated scores of a linear layer, which are never all there. The scores of some
-// classes are given apart, and are not among the best.
+// The top-k modulated scores of a linear layer and their log-sum-exp, without storing all scores.
+// The scores of the classes in `apart_classes` are returned separately and excluded from the top k,
+// but not from the log-sum-exp.
 struct BestOutputs {
   int64_t tokens, classes, size, count, apart, threads, columns;
-  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
-  const float* table;                     // (columns), or null where they are 0
-  const int64_t* apart_classes;           // (apart)
-  float* values;                          // (tokens, count), the largest first
-  int64_t* indices;     // (tokens, count); of equal scores the earlier classes, of -inf any
-  float* totals;        // (tokens); NaN where a score is NaN or inf
+  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
+  const float* table;                     // (columns,), or null if columns is 0
+  const int64_t* apart_classes;           // (apart,)
+  float* values;                          // (tokens, count), in descending order
+  // (tokens, count). Among equal scores, smaller indices come first; the indices of scores of -inf
+  // are arbitrary.
+  int64_t* indices;
+  float* totals;        // (tokens,): log-sum-exp; NaN if a score is NaN or +inf
   float* apart_scores;  // (tokens, apart)
 };
 
 namespace {
 
-// Taken at a time: a tile of their scores and their lists stay in the L2 cache.
-constexpr int64_t MOST_TOKENS = 256;
+// Tokens in a block: a tile of their scores and their top-k lists fit in the L2 cache.
+constexpr int64_t MAX_TOKENS = 256;
 
-// What some classes give to the best scores of some tokens and to their log-sum-exp.
-struct Found {
+// Running top-k lists and log-sum-exp of a block of tokens, over the classes seen by one thread.
+struct Candidates {
   const int64_t width, count;
-  Buffer values;                 // (count, width), falling
+  Buffer values;                 // (count, width), descending
   std::vector<int32_t> indices;  // (count, width)
-  Buffer tops, sums;             // (width): the largest score, the sum of exp(score - top)
-  Found(int64_t width, int64_t count)
+  Buffer tops, sums;             // (width,): maximum score, sum of exp(score - top)
+  Candidates(int64_t width, int64_t count)
       : width(width), count(count), values(count * width), indices(count * width), tops(width),
         sums(width) {
     std::fill_n(values + 0, count * width, -INFINITE);
     std::fill_n(tops + 0, width, -INFINITE);
     std::fill_n(sums + 0, width, 0.0f);
   }
+  // The smallest scores in the lists of tokens [q, q + LANES).
   Vec bounds(int64_t q) const { return load(values + (count - 1) * width + q); }
 
-  // Puts a score of each of LANES tokens into their lists, whose last ones go.
-  void put(int64_t q, Vec score, IntVec index) {
+  // Inserts one score for each of the tokens [q, q + LANES) and drops the last entries.
+  void insert(int64_t q, Vec score, IntVec index) {
     for (int64_t j = q; j < count * width; j += width) {
       const Vec value = load(values + j);
       const IntVec at = load(&indices[j]);
@@ -126,72 +131,73 @@ struct Found {
     }
   }
 
-  void add(int64_t q, Vec top, Vec sum) {
-    const Vec before = load(tops + q), most = larger(before, top);
-    const Vec base = base_of(most);
-    store(tops + q, most);
+  void add_sum(int64_t q, Vec top, Vec sum) {
+    const Vec before = load(tops + q), maximum = vec_max(before, top);
+    const Vec base = exp_shift(maximum);
+    store(tops + q, maximum);
     store(sums + q, load(sums + q) * exponential(before - base) + sum * exponential(top - base));
   }
 
-  void join(const Found& other) {
+  void merge(const Candidates& other) {
     for (int64_t q = 0; q < width; q += LANES) {
       for (int64_t j = q; j < count * width; j += width)
-        put(q, load(other.values + j), load(&other.indices[j]));
-      add(q, load(other.tops + q), load(other.sums + q));
+        insert(q, load(other.values + j), load(&other.indices[j]));
+      add_sum(q, load(other.tops + q), load(other.sums + q));
     }
   }
 };
 
-// Of `count` tokens from n0 on and `rows` classes from v0 on. `scores` is memory for a tile of them.
+// Adds the scores of the tokens [n0, n0 + count) and the classes [v0, v0 + rows) to `found`.
+// `scores` is scratch memory for this tile.
 template <class Sigma>
-void look_through(const BestOutputs& a, int64_t n0, int64_t count, const float* features_t,
-                  int64_t v0, int64_t rows, float* scores, Found& found) {
+void scan_tile(const BestOutputs& a, int64_t n0, int64_t count, const float* features_t, int64_t v0,
+               int64_t rows, float* scores, Candidates& found) {
   const Sigma sigma(a.table);
   packed_product(rows, found.width, a.size, a.weight + v0 * a.size, a.size, features_t, scores,
                  found.width, false);
   Vec modulated[CLASSES];
   for (int64_t q = 0; q < found.width; q += LANES) {
-    Vec top = all(-INFINITE);
+    Vec top = broadcast(-INFINITE);
     for (int64_t v = 0; v < rows; v++) {
       const Vec x = load(scores + v * found.width + q) + (a.bias ? a.bias[v0 + v] : 0);
-      top = larger(top, modulated[v] = sigma.value(x));
+      top = vec_max(top, modulated[v] = sigma.value(x));
     }
     Vec sum{};
-    const Vec base = base_of(top);
+    const Vec base = exp_shift(top);
     for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
-    found.add(q, top, sum);
-    const auto each_apart = [&](auto work) {
+    found.add_sum(q, top, sum);
+    const auto for_each_apart = [&](auto work) {
       for (int64_t i = 0; i < a.apart; i++) {
         const int64_t v = a.apart_classes[i] - v0;
         if (v >= 0 && v < rows) work(i, modulated[v]);
       }
     };
-    each_apart([&](int64_t i, const Vec& score) {
+    for_each_apart([&](int64_t i, const Vec& score) {
       for (int64_t n = q; n < std::min(q + LANES, count); n++)
         a.apart_scores[(n0 + n) * a.apart + i] = score[n - q];
     });
-    each_apart([](int64_t, Vec& score) { score = all(-INFINITE); });
+    for_each_apart([](int64_t, Vec& score) { score = broadcast(-INFINITE); });
     for (int64_t v = 0; v < rows; v++)
       if (above(modulated[v], found.bounds(q)))
-        found.put(q, modulated[v], IntVec{} + static_cast<int32_t>(v0 + v));
+        found.insert(q, modulated[v], IntVec{} + static_cast<int32_t>(v0 + v));
   }
 }
 
-// Of `count` tokens from n0 on.
+// Writes the results of the tokens [n0, n0 + count).
 template <class Sigma>
-void best_outputs_of(const BestOutputs& a, int64_t n0, int64_t count) {
+void best_outputs_block(const BestOutputs& a, int64_t n0, int64_t count) {
   const int64_t width = padded(count), threads = std::min(a.threads, tiles_of(a.classes));
   const Buffer features_t(width * a.size), scores(threads * CLASSES * width);
   std::fill_n(features_t + 0, width * a.size, 0.0f);
-  for (int64_t q = 0; q < count; q += panel())
-    transpose(a.features + (n0 + q) * a.size, a.size, std::min(panel(), count - q), a.size,
-              features_t + q * a.size, std::min(panel(), width - q));
-  std::vector<Found> found;
+  for (int64_t q = 0; q < count; q += panel_width())
+    transpose(a.features + (n0 + q) * a.size, a.size, std::min(panel_width(), count - q), a.size,
+              features_t + q * a.size, std::min(panel_width(), width - q));
+  std::vector<Candidates> found;
   for (int64_t i = 0; i < threads; i++) found.emplace_back(width, a.count);
-  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
-    look_through<Sigma>(a, n0, count, features_t, v0, rows, scores + i * CLASSES * width, found[i]);
+  for_each_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
+    scan_tile<Sigma>(a, n0, count, features_t, v0, rows, scores + i * CLASSES * width, found[i]);
   });
-  for (int64_t i = 1; i < threads; i++) found[0].join(found[i]);
+  for (int64_t i = 1; i < threads; i++) found[0].merge(found[i]);
   for (int64_t q = 0; q < count; q++) {
     a.totals[n0 + q] = found[0].tops[q] + std::log(found[0].sums[q]);
     for (int64_t j = 0; j < a.count; j++) {
@@ -206,10 +212,10 @@ void best_outputs_of(const BestOutputs& a, int64_t n0, int64_t count) {
 extern "C" int best_outputs(const BestOutputs* best) {
   const BestOutputs& a = *best;
   return guarded([&] {
-    with_modulator(a.columns, [&](auto* kind) {
-      for (int64_t n = 0; n < a.tokens; n += MOST_TOKENS)
-        best_outputs_of<std::remove_pointer_t<decltype(kind)>>(
-            a, n, std::min(MOST_TOKENS, a.tokens - n));
+    dispatch_modulator(a.columns, [&](auto* kind) {
+      for (int64_t n = 0; n < a.tokens; n += MAX_TOKENS)
+        best_outputs_block<std::remove_pointer_t<decltype(kind)>>(
+            a, n, std::min(MAX_TOKENS, a.tokens - n));
     });
   });
 }

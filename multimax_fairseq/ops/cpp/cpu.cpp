@@ -1,13 +1,13 @@
-// MultiMax for float32 on x86: attention, the output-layer loss, the output layer, what beam search
-// chooses of it, the modulator, dropout.
+// MultiMax kernels for float32 on x86: attention, output layer, output loss, top-k outputs for beam
+// search, modulator and dropout.
 //
-// Everything is blocked so that a tile of scores is modulated, exponentiated and used in the next
-// matrix product while it is in the cache. Tiles are kept transposed, (keys, queries) or (classes,
-// tokens): then every statistic of a softmax runs along the vector lanes, and all but one of the
-// operands of the matrix products lie in memory as the product wants them.
+// The kernels work on tiles of scores that stay in the cache: a tile is modulated, exponentiated
+// and multiplied before the next tile is computed. Tiles are transposed, (keys, queries) or
+// (classes, tokens). Each vector lane then holds one query or token, so softmax statistics need no
+// reduction across lanes, and only one operand of all matrix products needs another layout.
 //
-// Sums over many tiles are kept in double. No sum depends on which thread is first, so that a result
-// is the same bit for bit at every run with as many threads.
+// Sums over many tiles use double. No sum depends on the order in which threads finish, so results
+// are identical to the last bit between runs with the same number of threads.
 
 #include "attention.h"
 #include "best.h"
@@ -15,14 +15,15 @@
 #include "modulator.h"
 #include "output.h"
 
-// The structures that Python fills; ops/native.py compares their sizes with its own.
+// The sizes of the structures that Python fills. ops/native.py compares them with its own.
 extern "C" {
 int64_t structure_sizes[] = {
     sizeof(Mask), sizeof(Attention),   sizeof(OutputLoss), sizeof(Projection), sizeof(Best),
     sizeof(BestOutputs), sizeof(Drop), sizeof(Modulation), sizeof(Tails)};
 }
 
-// Whether matrix products can be had; asked once, before anything else.
+// Selects oneDNN or BLAS for matrix products. Returns 1 if it is available. Python calls this
+// function before any kernel.
 extern "C" int start(int onednn) {
   use_onednn = onednn != 0;
   if (!use_onednn) return sgemm_ != nullptr;
@@ -30,7 +31,7 @@ extern "C" int start(int onednn) {
   float out = 0;
   try {
     product(1, 1, 1, &one, 1, &one, 1, &out, 1, false);
-    end_products();
+    release_products();
   } catch (const std::exception&) {
     return 0;
   }

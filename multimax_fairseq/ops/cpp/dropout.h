@@ -1,29 +1,31 @@
-// Dropout whose random numbers are a hash of where an entry stands: the backward pass forms them anew.
+// Dropout whose random numbers are a hash of the seed and an entry's position. The backward pass
+// recomputes them instead of storing a mask.
 #pragma once
 
 #include "vectors.h"
 
 struct Drop {
   int64_t count, threads;
-  float probability;  // of dropping an entry, below 1
+  float probability;  // of dropping an entry; < 1
   uint64_t seed;
-  const float* entries;
-  float* out;
+  const float* entries;  // (count,)
+  float* out;            // (count,)
 };
 
 namespace {
 
-// Entries to a row of the hash; a thread takes a row at a time.
-constexpr int64_t DROPPED_AT_ONCE = 1 << 12;
+// The hash sees the entries as a matrix with rows of this length. A thread processes whole rows.
+constexpr int64_t HASH_ROW = 1 << 12;
 
+// The finaliser of SplitMix64.
 inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
 
-// What the entries of a matrix are multiplied by: 1 / (1 - probability), or 0 where one is dropped.
-// Each matrix of a seed has random numbers of its own.
+// The factors for the entries of a matrix: 0 for a dropped entry, otherwise 1 / (1 - probability).
+// Each (seed, matrix) pair has its own random numbers.
 struct Dropout {
   float factor;
   uint32_t threshold;
@@ -33,15 +35,16 @@ struct Dropout {
         threshold(static_cast<uint32_t>(probability * 4294967296.0)),
         seed(mix(seed + 0x9e3779b97f4a7c15u * (matrix + 1))) {}
   uint32_t key(int64_t row) const { return static_cast<uint32_t>(mix(seed + row)); }
-  // Of the row with this key, LANES entries from this column on.
+  // The factors of LANES entries from `column`, in the row with this key.
   Vec keep(uint32_t key, int64_t column) const {
     UintVec x;
     for (int64_t i = 0; i < LANES; i++) x[i] = static_cast<uint32_t>(column + i);
     x = x * 0x9e3779b9u ^ key;
+    // The finaliser of MurmurHash3.
     x = (x ^ (x >> 16)) * 0x85ebca6bu;
     x = (x ^ (x >> 13)) * 0xc2b2ae35u;
     x = x ^ (x >> 16);
-    return x >= threshold ? all(factor) : Vec{};
+    return x >= threshold ? broadcast(factor) : Vec{};
   }
 };
 
@@ -50,13 +53,13 @@ struct Dropout {
 extern "C" int drop(const Drop* drop) {
   const Drop& a = *drop;
   const Dropout dropout(a.probability, a.seed, 0);
-  const int64_t rows = (a.count + DROPPED_AT_ONCE - 1) / DROPPED_AT_ONCE;
+  const int64_t rows = (a.count + HASH_ROW - 1) / HASH_ROW;
   const int64_t threads = std::max<int64_t>(1, std::min(a.threads, rows));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; row++) {
     const uint32_t key = dropout.key(row);
-    const int64_t first = row * DROPPED_AT_ONCE;
-    const int64_t columns = std::min(DROPPED_AT_ONCE, a.count - first);
+    const int64_t first = row * HASH_ROW;
+    const int64_t columns = std::min(HASH_ROW, a.count - first);
     const float* in = a.entries + first;
     float* out = a.out + first;
     int64_t i = 0;

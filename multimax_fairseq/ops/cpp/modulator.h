@@ -1,22 +1,24 @@
-// The modulator: sigma, its derivatives, where it turns, and the kernels for these alone.
+// The modulator sigma: its value, gradients and turning points, and its elementwise kernels.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// The columns of a parameter table. The last four are a monotone modulator's alone: below LOW_TURN
-// it is x + LOW_OFFSET, above HIGH_TURN it is HIGH_LEVEL.
+// The columns of a parameter table: coefficients (C) and thresholds (T) of the orders 1 and 2, on
+// the low and the high side. Only a monotone modulator has the last four columns: sigma(x) is x +
+// LOW_OFFSET below LOW_TURN and HIGH_LEVEL above HIGH_TURN.
 enum {
   LOW_C1, LOW_C2, LOW_T1, LOW_T2, HIGH_C1, HIGH_C2, HIGH_T1, HIGH_T2,
   LOW_TURN, HIGH_TURN, LOW_OFFSET, HIGH_LEVEL, COLUMNS
 };
 constexpr int64_t PLAIN_COLUMNS = LOW_TURN;
 
-// What the gradients of the parameters are formed from: sums of the incoming gradient times
-// (is below, distance, distance^2), for each threshold where it is needed.
+// Sums over the scores from which the gradients of the parameters follow. For each side: the sum of
+// the incoming gradient times [score beyond threshold 1] (step), the distance to threshold 1 (1),
+// the distance to threshold 2 (2) and its square (22). The last two sum the gradient beyond a turn.
 struct Sums {
-  Vec low_is{}, low_1{}, low_2{}, low_22{}, high_is{}, high_1{}, high_2{}, high_22{};
+  Vec low_step{}, low_1{}, low_2{}, low_22{}, high_step{}, high_1{}, high_2{}, high_22{};
   Vec below_turn{}, above_turn{};
 };
 
@@ -24,7 +26,7 @@ struct NoModulator {
   explicit NoModulator(const float*) {}
   Vec value(Vec x) const { return x; }
   Vec backward(Vec, Vec grad, Sums&) const { return grad; }
-  void add(const Sums&, double*) const {}
+  void add_gradients(const Sums&, double*) const {}
 };
 
 struct Modulator {
@@ -38,33 +40,33 @@ struct Modulator {
            p[HIGH_C2] * high_2 * high_2;
   }
 
-  // The gradient by x, given that by value(x); the parameters' share is added to sums.
+  // Returns the gradient by x, given the gradient by value(x). Adds to the parameters' sums.
   Vec backward(Vec x, Vec grad, Sums& sums) const {
     const Vec low_1 = distance(p[LOW_T1] - x), low_2 = distance(p[LOW_T2] - x);
     const Vec high_1 = distance(x - p[HIGH_T1]), high_2 = distance(x - p[HIGH_T2]);
-    const Vec low_is = low_1 > Vec{} ? grad : Vec{}, high_is = high_1 > Vec{} ? grad : Vec{};
+    const Vec low_step = low_1 > Vec{} ? grad : Vec{}, high_step = high_1 > Vec{} ? grad : Vec{};
     const Vec low_g = grad * low_2, high_g = grad * high_2;
-    sums.low_is += low_is;
+    sums.low_step += low_step;
     sums.low_1 += grad * low_1;
     sums.low_2 += low_g;
     sums.low_22 += low_g * low_2;
-    sums.high_is += high_is;
+    sums.high_step += high_step;
     sums.high_1 += grad * high_1;
     sums.high_2 += high_g;
     sums.high_22 += high_g * high_2;
-    return grad - p[LOW_C1] * low_is - 2 * p[LOW_C2] * low_g + p[HIGH_C1] * high_is +
+    return grad - p[LOW_C1] * low_step - 2 * p[LOW_C2] * low_g + p[HIGH_C1] * high_step +
            2 * p[HIGH_C2] * high_g;
   }
 
-  void add(const Sums& s, double* out) const {
-    out[LOW_C1] += total(s.low_1);
-    out[LOW_C2] += total(s.low_22);
-    out[LOW_T1] += p[LOW_C1] * total(s.low_is);
-    out[LOW_T2] += 2 * p[LOW_C2] * total(s.low_2);
-    out[HIGH_C1] += total(s.high_1);
-    out[HIGH_C2] += total(s.high_22);
-    out[HIGH_T1] -= p[HIGH_C1] * total(s.high_is);
-    out[HIGH_T2] -= 2 * p[HIGH_C2] * total(s.high_2);
+  void add_gradients(const Sums& s, double* out) const {
+    out[LOW_C1] += sum_lanes_double(s.low_1);
+    out[LOW_C2] += sum_lanes_double(s.low_22);
+    out[LOW_T1] += p[LOW_C1] * sum_lanes_double(s.low_step);
+    out[LOW_T2] += 2 * p[LOW_C2] * sum_lanes_double(s.low_2);
+    out[HIGH_C1] += sum_lanes_double(s.high_1);
+    out[HIGH_C2] += sum_lanes_double(s.high_22);
+    out[HIGH_T1] -= p[HIGH_C1] * sum_lanes_double(s.high_step);
+    out[HIGH_T2] -= 2 * p[HIGH_C2] * sum_lanes_double(s.high_2);
   }
 };
 
@@ -78,13 +80,13 @@ struct MonotoneModulator {
         low_offset(table[LOW_OFFSET]),
         high_level(table[HIGH_LEVEL]) {}
 
-  IntVec is_below(Vec x) const { return x < all(low_turn); }
-  // A score of inf stays what it is, so that an overflow is not hidden.
-  IntVec is_above(Vec x) const { return (x > all(high_turn)) & (x < all(INFINITE)); }
+  IntVec is_below(Vec x) const { return x < broadcast(low_turn); }
+  // A score of +inf stays +inf, so that an overflow remains visible.
+  IntVec is_above(Vec x) const { return (x > broadcast(high_turn)) & (x < broadcast(INFINITE)); }
 
   Vec value(Vec x) const {
     const Vec z = is_below(x) ? x + low_offset : inside.value(x);
-    return is_above(x) ? all(high_level) : z;
+    return is_above(x) ? broadcast(high_level) : z;
   }
 
   Vec backward(Vec x, Vec grad, Sums& sums) const {
@@ -94,16 +96,17 @@ struct MonotoneModulator {
     return inside.backward(x, (is_below(x) | is_above(x)) ? Vec{} : grad, sums) + below;
   }
 
-  void add(const Sums& s, double* out) const {
-    inside.add(s, out);
-    out[LOW_OFFSET] += total(s.below_turn);
-    out[HIGH_LEVEL] += total(s.above_turn);
+  void add_gradients(const Sums& s, double* out) const {
+    inside.add_gradients(s, out);
+    out[LOW_OFFSET] += sum_lanes_double(s.below_turn);
+    out[HIGH_LEVEL] += sum_lanes_double(s.above_turn);
   }
 };
 
-// Calls a function of a modulator's type, for a table of these many columns: 0 where there is none.
+// Selects the modulator's type by the number of table columns (0: no modulator) and calls
+// `function` with a null pointer to this type.
 template <class Function>
-void with_modulator(int64_t columns, Function function) {
+void dispatch_modulator(int64_t columns, Function function) {
   if (columns == COLUMNS)
     function(static_cast<MonotoneModulator*>(nullptr));
   else if (columns)
@@ -112,13 +115,14 @@ void with_modulator(int64_t columns, Function function) {
     function(static_cast<NoModulator*>(nullptr));
 }
 
-// out (rows, columns): the sums of parts (count, row), in which the rows take turns.
-void add_up(
-    const double* parts, int64_t count, int64_t row, int64_t rows, int64_t columns, float* out) {
+// out (rows, columns): out[r] is the sum of partials[i] over all i with i % rows == r. `partials`
+// has `count` rows, `row` elements apart.
+void sum_partials(
+    const double* partials, int64_t count, int64_t row, int64_t rows, int64_t columns, float* out) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++) {
       double sum = 0;
-      for (int64_t i = r; i < count; i += rows) sum += parts[i * row + c];
+      for (int64_t i = r; i < count; i += rows) sum += partials[i * row + c];
       out[r * columns + c] = static_cast<float>(sum);
     }
 }
@@ -126,12 +130,14 @@ void add_up(
 }  // namespace
 
 struct Modulation {
-  int64_t count, inner, heads, threads;  // scores, dense; inner of them a head, in turn
+  // The number of scores (dense). Blocks of `inner` scores belong to one head: the head of score i
+  // is i / inner % heads.
+  int64_t count, inner, heads, threads;
   int64_t columns;
   const float* table;                    // (heads, columns)
-  const float *scores, *grad;            // grad is null for the values
-  float* out;                            // the modulated scores, or the gradient by scores
-  float* grad_table;                     // (heads, columns), if there is a grad
+  const float *scores, *grad;            // (count,); grad is null in the forward pass
+  float* out;                            // (count,): sigma(scores), or the gradient by scores
+  float* grad_table;                     // (heads, columns); unused if grad is null
 };
 
 namespace {
@@ -153,17 +159,17 @@ void modulate(const Modulation& m) {
         store(m.out + j,
               m.grad ? sigma.backward(x, load(m.grad + j, j1 - j), sums) : sigma.value(x), j1 - j);
       }
-      if (m.grad) sigma.add(sums, &tables[i * COLUMNS]);
+      if (m.grad) sigma.add_gradients(sums, &tables[i * COLUMNS]);
     }
   }
-  if (m.grad) add_up(tables.data(), pieces, COLUMNS, m.heads, m.columns, m.grad_table);
+  if (m.grad) sum_partials(tables.data(), pieces, COLUMNS, m.heads, m.columns, m.grad_table);
 }
 
 }  // namespace
 
 extern "C" int modulation(const Modulation* modulation) {
   return guarded([&] {
-    with_modulator(modulation->columns, [&](auto* kind) {
+    dispatch_modulator(modulation->columns, [&](auto* kind) {
       modulate<std::remove_pointer_t<decltype(kind)>>(*modulation);
     });
   });
@@ -172,17 +178,18 @@ extern "C" int modulation(const Modulation* modulation) {
 struct Tails {
   int64_t rows;
   const float* table;  // (rows, PLAIN_COLUMNS)
-  float* out;          // (rows, 4): the columns of a table from LOW_TURN on
-  float* jacobian;     // (rows, 4, PLAIN_COLUMNS): their derivatives by the columns before
+  float* out;          // (rows, 4): the table's columns LOW_TURN to HIGH_LEVEL
+  float* jacobian;     // (rows, 4, PLAIN_COLUMNS): derivatives of `out` by `table`
 };
 
 namespace {
 
-// The last point up to 0 below which sigma falls with rising x, and sigma there, with their
-// derivatives by the parameters; -inf and 0 where there is none.
+// The low turn: the largest x <= 0 such that sigma decreases just below x. `value` is sigma(point);
+// the Jacobians are derivatives by the parameters. Without such a point, `point` is -inf and the
+// rest 0.
 struct Turn {
-  double at = -INFINITE, value = 0;
-  double at_by[PLAIN_COLUMNS] = {}, value_by[PLAIN_COLUMNS] = {};
+  double point = -INFINITE, value = 0;
+  double point_jacobian[PLAIN_COLUMNS] = {}, value_jacobian[PLAIN_COLUMNS] = {};
 };
 
 Turn low_turn(const double* p) {
@@ -190,8 +197,8 @@ Turn low_turn(const double* p) {
   double edges[6] = {-MAX_DISTANCE, 0, 0, 0, 0, MAX_DISTANCE};
   std::copy_n(thresholds, 4, edges + 1);
   std::sort(edges + 1, edges + 5);
-  // From 0 downwards, the first of the pieces between neighbouring thresholds where sigma falls.
-  // There, sigma' is level + slope x.
+  // Search the pieces between neighbouring thresholds from 0 downwards for the first piece in which
+  // sigma decreases. Within a piece, sigma'(x) = level + slope * x.
   for (int piece = 4; piece >= 0; piece--) {
     const double left = edges[piece], right = edges[piece + 1], end = std::min(right, 0.0);
     const bool low_1 = right <= p[LOW_T1], low_2 = right <= p[LOW_T2];
@@ -202,28 +209,28 @@ Turn low_turn(const double* p) {
     const bool falls_at_end = level + slope * end < 0;
     if (left >= end || !(falls_at_end || level + slope * left < 0)) continue;
     Turn turn;
-    const double x = turn.at = falls_at_end ? end : std::clamp(-level / slope, left, end);
+    const double x = turn.point = falls_at_end ? end : std::clamp(-level / slope, left, end);
     const double below_1 = low_1 * (p[LOW_T1] - x), below_2 = low_2 * (p[LOW_T2] - x);
     const double above_1 = high_1 * (x - p[HIGH_T1]), above_2 = high_2 * (x - p[HIGH_T2]);
     turn.value = x + p[LOW_C1] * below_1 + p[LOW_C2] * below_2 * below_2 + p[HIGH_C1] * above_1 +
                  p[HIGH_C2] * above_2 * above_2;
-    double* at_by = turn.at_by;
+    double* point_jacobian = turn.point_jacobian;
     if (!falls_at_end) {
-      at_by[LOW_C1] = low_1 / slope;
-      at_by[LOW_C2] = 2 * below_2 / slope;
-      at_by[LOW_T2] = 2 * low_2 * p[LOW_C2] / slope;
-      at_by[HIGH_C1] = -high_1 / slope;
-      at_by[HIGH_C2] = -2 * above_2 / slope;
-      at_by[HIGH_T2] = 2 * high_2 * p[HIGH_C2] / slope;
-    } else if (right <= 0) {  // it moves with the threshold that it lies on
+      point_jacobian[LOW_C1] = low_1 / slope;
+      point_jacobian[LOW_C2] = 2 * below_2 / slope;
+      point_jacobian[LOW_T2] = 2 * low_2 * p[LOW_C2] / slope;
+      point_jacobian[HIGH_C1] = -high_1 / slope;
+      point_jacobian[HIGH_C2] = -2 * above_2 / slope;
+      point_jacobian[HIGH_T2] = 2 * high_2 * p[HIGH_C2] / slope;
+    } else if (right <= 0) {  // the turn lies on a threshold and moves with it
       const int64_t columns[] = {LOW_T1, LOW_T2, HIGH_T1, HIGH_T2};
-      at_by[columns[std::find(thresholds, thresholds + 3, right) - thresholds]] = 1;
+      point_jacobian[columns[std::find(thresholds, thresholds + 3, right) - thresholds]] = 1;
     }
-    const double by_parameters[] = {
+    const double partials[] = {
         below_1, below_2 * below_2, low_1 * p[LOW_C1], 2 * p[LOW_C2] * below_2,
         above_1, above_2 * above_2, -high_1 * p[HIGH_C1], -2 * p[HIGH_C2] * above_2};
     for (int64_t i = 0; i < PLAIN_COLUMNS; i++)
-      turn.value_by[i] = by_parameters[i] + (level + slope * x) * at_by[i];
+      turn.value_jacobian[i] = partials[i] + (level + slope * x) * point_jacobian[i];
     return turn;
   }
   return {};
@@ -244,17 +251,17 @@ extern "C" int tails(const Tails* tails) {
       high[i] = -table[(i + HALF) % PLAIN_COLUMNS];
     }
     const Turn below = low_turn(low), above = low_turn(high);
-    const bool turns = below.at > -INFINITE;
-    out[0] = below.at;
-    out[1] = -above.at;
-    out[2] = turns ? below.value - below.at : 0;
+    const bool turns = below.point > -INFINITE;
+    out[0] = below.point;
+    out[1] = -above.point;
+    out[2] = turns ? below.value - below.point : 0;
     out[3] = -above.value;
     for (int64_t i = 0; i < PLAIN_COLUMNS; i++) {
       const int64_t mirrored = (i + HALF) % PLAIN_COLUMNS;
-      jacobian[i] = below.at_by[i];
-      jacobian[PLAIN_COLUMNS + i] = above.at_by[mirrored];
-      jacobian[2 * PLAIN_COLUMNS + i] = below.value_by[i] - below.at_by[i];
-      jacobian[3 * PLAIN_COLUMNS + i] = above.value_by[mirrored];
+      jacobian[i] = below.point_jacobian[i];
+      jacobian[PLAIN_COLUMNS + i] = above.point_jacobian[mirrored];
+      jacobian[2 * PLAIN_COLUMNS + i] = below.value_jacobian[i] - below.point_jacobian[i];
+      jacobian[3 * PLAIN_COLUMNS + i] = above.value_jacobian[mirrored];
     }
   }
   return 1;

@@ -1,4 +1,4 @@
-// The output layer: its loss with all gradients, and its scores to decode with.
+// The output layer: the fused loss with its gradients, and the modulated scores for decoding.
 #pragma once
 
 #include "modulator.h"
@@ -6,57 +6,61 @@
 
 struct OutputLoss {
   int64_t tokens, classes, size, chunk, threads, columns, ignore_index;
-  // The gradient by z[k] is factors[token] * (p[k] - smooth_weight - nll_weight * [k is target]).
+  // The gradient by the modulated logit z[k] of a token is
+  // factors[token] * (p[k] - smooth_weight - nll_weight * [k == target]).
   float smooth_weight, nll_weight;
-  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
-  const float* table;                     // (columns), or null where they are 0
-  const int64_t* target;                  // (tokens)
-  const float* factors;                   // (tokens); null for no gradients
-  double *nll, *smooth;  // (tokens): log sum exp z - z[target], and sum_k (log sum exp z - z[k])
+  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
+  const float* table;                     // (columns,), or null if columns is 0
+  const int64_t* target;                  // (tokens,)
+  const float* factors;                   // (tokens,); null: no gradients
+  // (tokens,): lse(z) - z[target] and sum_k (lse(z) - z[k]), where lse is log-sum-exp.
+  double *nll, *smooth;
   float *grad_features, *grad_weight, *grad_bias;  // each may be null
-  double* grad_table;                              // (COLUMNS)
+  double* grad_table;                              // (COLUMNS,)
 };
 
 namespace {
 
-constexpr int64_t CLASSES = 128, TOKENS = 64;  // a tile
-constexpr int64_t SUMMED = 16;                 // of its rows, before sums in float go to double
+constexpr int64_t CLASSES = 128, TOKENS = 64;  // the size of a tile
+constexpr int64_t FLOAT_ROWS = 16;  // rows of a tile that are summed in float before double
 
 inline int64_t tiles_of(int64_t classes) { return (classes + CLASSES - 1) / CLASSES; }
 
-// Calls work(thread, v0, rows) for each tile of classes, those from v0 on. Which thread has a tile
-// does not depend on which is first.
+// Calls work(thread, v0, rows) for each tile of classes [v0, v0 + rows). The scheduling is static,
+// so the sums of each thread are reproducible.
 template <class Work>
-void every_tile(int64_t classes, int64_t threads, Work work) {
+void for_each_tile(int64_t classes, int64_t threads, Work work) {
   const int64_t tiles = tiles_of(classes);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int64_t i = 0; i < threads; i++) {
     for (int64_t t = tiles * i / threads; t < tiles * (i + 1) / threads; t++)
       work(i, t * CLASSES, std::min(CLASSES, classes - t * CLASSES));
-    end_products();
+    release_products();
   }
 }
 
-// What a chunk of tokens needs to know of itself, and what the threads find out about it.
+// A chunk of tokens: its features, logits, statistics and scratch memory.
 struct Chunk {
-  int64_t count, width;
-  const int64_t* rows;             // which tokens
-  Buffer features, features_t;     // (width, size), (size, width), packed
-  float* logits;                   // not modulated: of all classes, (classes, width), or, where no
-                                   // gradients are wanted, of one tile for each thread
-  int64_t stride;                  // of the logits, from class to class
-  Buffer tops, inverses, factors;  // (width)
+  int64_t count, width;            // tokens, and tokens padded to a multiple of LANES
+  const int64_t* rows;             // (count,): the indices of the tokens
+  Buffer features, features_t;     // (width, size), (size, width), both packed
+  // Logits before the modulator: (classes, width) if gradients are needed, otherwise one tile of
+  // (CLASSES, width) for each thread.
+  float* logits;
+  int64_t stride;                  // between the logits of two classes
+  // (width,): maximum of the modulated logits, 1 / sum of exp, factor of the gradient.
+  Buffer tops, inverses, factors;
   Buffer scratch;                  // (2 * CLASSES, width) for each thread
-  Buffer grad_features;            // (width, size) for each thread, of its classes
+  Buffer grad_features;            // (width, size) for each thread: the sum over its classes
 };
 
-// The statistics of a column of modulated logits, relative to their largest.
+// Statistics of a token's modulated logits z: maximum, sum of exp(z - top), sum of z, z[target].
 struct Column {
   float top = -INFINITE;
   double sum = 0, sum_z = 0, target_z = 0;
-  void join(float other_top, double other_sum) {
+  void merge(float other_top, double other_sum) {
     if (other_top > top) std::swap(top, other_top), std::swap(sum, other_sum);
-    // -inf - -inf is NaN where there is nothing yet; a NaN among the logits has to stay one.
+    // The check avoids -inf - (-inf) = NaN for an empty column. A NaN among the logits passes it.
     if (other_sum != 0) sum += other_sum * std::exp(double(other_top) - top);
   }
 };
@@ -69,64 +73,65 @@ void tile_statistics(
                  c.stride, false);
   Vec modulated[CLASSES];
   for (int64_t q = 0; q < c.width; q += LANES) {
-    Vec most = all(-INFINITE), sum_z{};
+    Vec maximum = broadcast(-INFINITE), sum_z{};
     for (int64_t v = 0; v < rows; v++) {
       float* at = logits + v * c.stride + q;
       if (a.bias) store(at, load(at) + a.bias[v0 + v]);
       const Vec z = modulated[v] = sigma.value(load(at));
-      most = larger(most, z);
+      maximum = vec_max(maximum, z);
       sum_z += z;
     }
     Vec sum{};
-    const Vec base = base_of(most);
+    const Vec base = exp_shift(maximum);
     for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
     for (int64_t i = 0; i < LANES; i++) {
-      columns[q + i].join(most[i], sum[i]);
+      columns[q + i].merge(maximum[i], sum[i]);
       columns[q + i].sum_z += sum_z[i];
     }
   }
   for (int64_t q = 0; q < c.count; q++) {
     const int64_t v = a.target[c.rows[q]] - v0;
-    if (v >= 0 && v < rows) columns[q].target_z = sigma.value(all(logits[v * c.stride + q]))[0];
+    if (v >= 0 && v < rows)
+      columns[q].target_z = sigma.value(broadcast(logits[v * c.stride + q]))[0];
   }
 }
 
-// Forms the gradients by a tile of logits, and adds what the tile gives to the others.
+// Computes the gradients by a tile of logits and adds the tile's part of all other gradients.
 template <class Sigma>
 void tile_gradients(
     const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, bool first, float* scratch,
     float* grad_features, double* grad_table) {
   const Sigma sigma(a.table);
   const float* logits = c.logits + v0 * c.stride;
-  // Beside the logits, whose memory the gradient by the weight may take.
+  // Separate from the logits, because grad_weight may overwrite those.
   float* grads = scratch;                           // (rows, width)
   float* transposed = scratch + CLASSES * c.width;  // (width, CLASSES)
   Sums sums;
   for (int64_t v = 0; v < rows; v++) {
     for (int64_t q = 0; q < c.width; q += LANES) {
       const float* at = logits + v * c.stride + q;
-      // Of the next tile, whose logits would else be waited for.
+      // Prefetch the logits of the next tile.
       __builtin_prefetch(at + CLASSES * c.stride, 0, 2);
       const Vec x = load(at);
       const Vec p = exponential(sigma.value(x) - load(c.tops + q)) * load(c.inverses + q);
       store(grads + v * c.width + q,
             sigma.backward(x, load(c.factors + q) * (p - a.smooth_weight), sums));
     }
-    if (v % SUMMED == SUMMED - 1) sigma.add(std::exchange(sums, {}), grad_table);
+    if (v % FLOAT_ROWS == FLOAT_ROWS - 1) sigma.add_gradients(std::exchange(sums, {}), grad_table);
   }
   for (int64_t q = 0; q < c.count; q++) {
     const int64_t v = a.target[c.rows[q]] - v0;
     if (v < 0 || v >= rows) continue;
     Vec grad{};
     grad[0] = -a.nll_weight * c.factors[q];
-    grads[v * c.width + q] += sigma.backward(all(logits[v * c.stride + q]), grad, sums)[0];
+    grads[v * c.width + q] += sigma.backward(broadcast(logits[v * c.stride + q]), grad, sums)[0];
   }
-  sigma.add(sums, grad_table);
+  sigma.add_gradients(sums, grad_table);
   if (a.grad_bias)
     for (int64_t v = 0; v < rows; v++) {
       Vec sum{};
       for (int64_t q = 0; q < c.width; q += LANES) sum += load(grads + v * c.width + q);
-      a.grad_bias[v0 + v] = (first ? 0 : a.grad_bias[v0 + v]) + total(sum);
+      a.grad_bias[v0 + v] = (first ? 0 : a.grad_bias[v0 + v]) + sum_lanes_double(sum);
     }
   if (a.grad_weight)
     packed_product(rows, a.size, c.width, grads, c.width, c.features,
@@ -141,37 +146,37 @@ void tile_gradients(
 template <class Sigma>
 void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   const int64_t threads = std::min(a.threads, tiles_of(a.classes));
-  for (int64_t d = 0; d < a.size; d += panel()) {
-    const int64_t columns = std::min(panel(), a.size - d);
+  for (int64_t d = 0; d < a.size; d += panel_width()) {
+    const int64_t columns = std::min(panel_width(), a.size - d);
     float* features = c.features + d * c.width;
     for (int64_t q = 0; q < c.count; q++)
       std::copy_n(a.features + c.rows[q] * a.size + d, columns, features + q * columns);
     std::fill(features + c.count * columns, features + c.width * columns, 0.0f);
-    for (int64_t q = 0; q < c.width; q += panel()) {
-      const int64_t tokens = std::min(panel(), c.width - q);
+    for (int64_t q = 0; q < c.width; q += panel_width()) {
+      const int64_t tokens = std::min(panel_width(), c.width - q);
       transpose(features + q * columns, columns, tokens, columns,
                 c.features_t + q * a.size + d * tokens, tokens);
     }
   }
 
   std::vector<Column> columns(threads * c.width);
-  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
+  for_each_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
     tile_statistics<Sigma>(a, c, v0, rows,
                            c.logits + (a.factors ? v0 : i * CLASSES) * c.stride,
                            &columns[i * c.width]);
   });
   for (int64_t q = 0; q < c.width; q++) {
-    Column all = columns[q];
+    Column merged = columns[q];
     for (int64_t i = 1; i < threads; i++) {
       const Column& part = columns[i * c.width + q];
-      all.join(part.top, part.sum);
-      all.sum_z += part.sum_z, all.target_z += part.target_z;
+      merged.merge(part.top, part.sum);
+      merged.sum_z += part.sum_z, merged.target_z += part.target_z;
     }
-    c.tops[q] = all.top, c.inverses[q] = 1 / all.sum, c.factors[q] = 0;
+    c.tops[q] = merged.top, c.inverses[q] = 1 / merged.sum, c.factors[q] = 0;
     if (q >= c.count) continue;
-    const double log_total = all.top + std::log(all.sum);
-    a.nll[c.rows[q]] = log_total - all.target_z;
-    a.smooth[c.rows[q]] = a.classes * log_total - all.sum_z;
+    const double log_total = merged.top + std::log(merged.sum);
+    a.nll[c.rows[q]] = log_total - merged.target_z;
+    a.smooth[c.rows[q]] = a.classes * log_total - merged.sum_z;
     if (a.factors) c.factors[q] = a.factors[c.rows[q]];
   }
   if (!a.factors) return;
@@ -180,7 +185,7 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   std::fill_n(c.grad_features + 0, threads * features, 0.0f);
   std::vector<double> grad_tables(threads * COLUMNS);
   const int64_t scratch_size = 2 * CLASSES * c.width;
-  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
+  for_each_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
     tile_gradients<Sigma>(a, c, v0, rows, first, c.scratch + i * scratch_size,
                           features ? c.grad_features + i * features : nullptr,
                           &grad_tables[i * COLUMNS]);
@@ -195,7 +200,7 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
   }
 }
 
-// `rows` are the tokens that count.
+// `rows`: the indices of the tokens that are not ignored.
 template <class Sigma>
 void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
   const int64_t tokens = rows.size();
@@ -204,25 +209,27 @@ void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
     if (a.grad_bias) std::fill_n(a.grad_bias, a.classes, 0.0f);
     return;
   }
-  const int64_t most = padded(std::min(a.chunk, tokens));
-  if (a.grad_weight) in_huge_pages(a.grad_weight, a.classes * a.size);
-  // A single chunk's logits may lie where the gradient by the weight is formed from them.
-  const bool lent = a.factors && a.grad_weight && tokens <= a.chunk && most <= a.size;
-  const Buffer logits(lent ? 0 : most * (a.factors ? a.classes : a.threads * CLASSES));
-  Chunk c{0, 0, nullptr, Buffer(most * a.size), Buffer(most * a.size),
-          lent ? a.grad_weight : logits + 0, 0, Buffer(most), Buffer(most), Buffer(most),
-          Buffer(a.factors ? a.threads * 2 * CLASSES * most : 0),
-          Buffer(a.factors && a.grad_features ? a.threads * most * a.size : 0)};
+  const int64_t width = padded(std::min(a.chunk, tokens));
+  if (a.grad_weight) use_huge_pages(a.grad_weight, a.classes * a.size);
+  // The logits of a single chunk can use the memory of grad_weight: each tile's gradient overwrites
+  // logits that are no longer needed.
+  const bool in_grad_weight = a.factors && a.grad_weight && tokens <= a.chunk && width <= a.size;
+  const Buffer logits(in_grad_weight ? 0 : width * (a.factors ? a.classes : a.threads * CLASSES));
+  Chunk c{0, 0, nullptr, Buffer(width * a.size), Buffer(width * a.size),
+          in_grad_weight ? a.grad_weight : logits + 0, 0,
+          Buffer(width), Buffer(width), Buffer(width),
+          Buffer(a.factors ? a.threads * 2 * CLASSES * width : 0),
+          Buffer(a.factors && a.grad_features ? a.threads * width * a.size : 0)};
   for (int64_t n = 0; n < tokens; n += a.chunk) {
     c.count = std::min(a.chunk, tokens - n), c.width = padded(c.count), c.rows = &rows[n];
-    c.stride = lent ? a.size : c.width;
+    c.stride = in_grad_weight ? a.size : c.width;
     output_loss_chunk<Sigma>(a, c, n == 0);
   }
 }
 
 }  // namespace
 
-// Returns 1; 0 if it ran out of memory; -1 - n if the target n, the first such, is no class.
+// Returns 1; 0 if it runs out of memory; -1 - n if target[n] is the first invalid class.
 extern "C" int output_loss(const OutputLoss* loss) {
   const OutputLoss& a = *loss;
   for (int64_t n = 0; n < a.tokens; n++)
@@ -238,7 +245,7 @@ extern "C" int output_loss(const OutputLoss* loss) {
       a.nll[n] = a.smooth[n] = 0;
       if (a.grad_features) std::fill_n(a.grad_features + n * a.size, a.size, 0.0f);
     }
-    with_modulator(a.columns, [&](auto* kind) {
+    dispatch_modulator(a.columns, [&](auto* kind) {
       output_loss_rows<std::remove_pointer_t<decltype(kind)>>(a, rows);
     });
   });
@@ -246,8 +253,8 @@ extern "C" int output_loss(const OutputLoss* loss) {
 
 struct Projection {
   int64_t tokens, classes, size, threads, columns;
-  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes) or null
-  const float* table;                     // (columns), or null where they are 0
+  const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
+  const float* table;                     // (columns,), or null if columns is 0
   float* out;                             // (tokens, classes), modulated
 };
 
@@ -258,7 +265,7 @@ void project(const Projection& a) {
   const Sigma sigma(a.table);
   const int64_t threads = std::min(a.threads, tiles_of(a.classes));
   const Buffer weights(threads * a.size * CLASSES);
-  every_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t count) {
+  for_each_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t count) {
     float* weight = weights + i * a.size * CLASSES;
     transpose(a.weight + v0 * a.size, a.size, count, a.size, weight, CLASSES);
     for (int64_t n = 0; n < a.tokens; n += TOKENS) {
@@ -281,7 +288,7 @@ void project(const Projection& a) {
 
 extern "C" int projection(const Projection* projection) {
   return guarded([&] {
-    with_modulator(projection->columns, [&](auto* kind) {
+    dispatch_modulator(projection->columns, [&](auto* kind) {
       project<std::remove_pointer_t<decltype(kind)>>(*projection);
     });
   });

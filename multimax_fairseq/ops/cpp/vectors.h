@@ -1,4 +1,4 @@
-// What all kernels are made of: vectors of float, their exp, matrix products, memory.
+// Building blocks of all kernels: SIMD vectors, exp, matrix products, transposes, scratch memory.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -32,7 +32,7 @@ constexpr int64_t LANES = 16;
 constexpr int64_t LANES = 8;
 #endif
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
-// Of a score to a threshold, far beyond any of a live model.
+// Cap for the distance between a score and a threshold; real scores stay far below it.
 constexpr float MAX_DISTANCE = 1e18f;
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
@@ -50,8 +50,8 @@ inline IntVec load(const int32_t* p) {
   return v;
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
-// The same of the first `count` lanes alone; the others are 0. A copy of a constant size is one
-// instruction, one of another size a call.
+// Partial versions: they access only the first `count` lanes, and load sets the other lanes to 0.
+// Full vectors return early because memcpy with a constant size compiles to one instruction.
 inline Vec load(const float* p, int64_t count) {
   if (count >= LANES) return load(p);
   Vec v{};
@@ -62,38 +62,39 @@ inline void store(float* p, Vec v, int64_t count) {
   if (count >= LANES) return store(p, v);
   std::memcpy(p, &v, count * sizeof *p);
 }
-inline Vec all(float x) { return x - Vec{}; }
-// a > b ? a : b, and a < b ? a : b, in one instruction, which compilers do not make of these; where
-// either is NaN it is b.
+inline Vec broadcast(float x) { return x - Vec{}; }
+// a > b ? a : b and a < b ? a : b. Both return b if either input is NaN. Compilers do not turn the
+// conditional expressions into one instruction, so intrinsics are used.
 #ifdef __AVX512F__
-inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec vec_max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec vec_min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 #else
-inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
-inline Vec smaller(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec vec_max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec vec_min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 #endif
-// How far x lies above zero, capped so that its square is finite and an infinite score stays what
-// it is.
-inline Vec distance(Vec x) { return smaller(larger(x, Vec{}), all(MAX_DISTANCE)); }
-// What scores are taken from before exp, given the largest of them: where all are -inf, any finite
-// number keeps their exp at 0.
-inline Vec base_of(Vec most) { return most == -INFINITE ? Vec{} : most; }
-inline double total(Vec v) {
+// max(x, 0), capped so that its square stays finite. An infinite score then gives an infinite
+// sigma, not NaN.
+inline Vec distance(Vec x) { return vec_min(vec_max(x, Vec{}), broadcast(MAX_DISTANCE)); }
+// The value to subtract from scores before exp, given their maximum. If all scores are -inf, a
+// finite shift keeps their exp at 0; -inf - (-inf) would be NaN.
+inline Vec exp_shift(Vec maximum) { return maximum == -INFINITE ? Vec{} : maximum; }
+inline double sum_lanes_double(Vec v) {
   double sum = 0;
   for (int i = 0; i < LANES; i++) sum += v[i];
   return sum;
 }
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-// exp for x at or below some 88, within one unit in the last place; below -87 it is 0.
+// exp(x) for x up to about 88, with an error of at most one ulp. Returns 0 for x < -87.
 inline Vec exponential(Vec x) {
-  const Vec shift = all(12582912.0f);  // 1.5 * 2^23: rounds to an integer, left in the low bits
+  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+  const Vec shift = broadcast(12582912.0f);
   const Vec shifted = x * 1.44269504f + shift;
   const Vec n = shifted - shift;
   Vec r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  // The polynomial of this form with the least relative error for |r| <= log(2) / 2.
-  Vec y = all(1.3814539988e-3f);
+  // Minimax polynomial: the smallest relative error for |r| <= log(2) / 2.
+  Vec y = broadcast(1.3814539988e-3f);
   y = y * r + 8.3687451164e-3f;
   y = y * r + 4.1668390787e-2f;
   y = y * r + 1.6666520399e-1f;
@@ -101,17 +102,17 @@ inline Vec exponential(Vec x) {
   y = y * r + 1.0f;
   y = y * r + 1.0f;
 #ifdef __AVX512F__
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-87.0f), _CMP_NLT_UQ), y, n);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-87.0f), _CMP_NLT_UQ), y, n);
 #else
   const IntVec power = ((IntVec)shifted + 127) << 23;
-  return x < all(-87.0f) ? Vec{} : y * (Vec)power;
+  return x < broadcast(-87.0f) ? Vec{} : y * (Vec)power;
 #endif
 }
 
-// C (m, n) = A (m, k) B (k, n), or added to C; all row-major.
-// oneDNN's kernels where the processor has AVX-512, which are about twice as fast as MKL on AMD.
+// Use oneDNN's kernels on AVX-512 processors: on AMD they are about twice as fast as MKL.
 bool use_onednn = false;
 
+// C (m, n) = A (m, k) B (k, n), or C += A B if `accumulate`. All matrices are row-major.
 inline void product(
     int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb,
     float* c, int64_t ldc, bool accumulate) {
@@ -124,31 +125,36 @@ inline void product(
   sgemm_("N", "N", &M, &N, &K, &one, b, &A, a, &B, &beta, c, &C);
 }
 
-// The same, of a packed B: panels of so many columns, each with its rows one after the other, the
-// panel of the columns from n0 on at b + n0 * k. oneDNN's kernels would else wait for rows that lie
-// each on another page of memory; MKL packs by itself, and is faster with all columns at once.
-inline int64_t panel() { return use_onednn ? 64 : int64_t{1} << 32; }
+// The number of columns in a panel of a packed matrix. Packing keeps the rows of a panel adjacent.
+// Otherwise each row of B may lie on another memory page, which stalls oneDNN's kernels. MKL packs
+// B itself and is faster with all columns in one panel.
+inline int64_t panel_width() { return use_onednn ? 64 : int64_t{1} << 32; }
+
+// `product` for a packed B (k, n): B is stored as panels of panel_width() columns, and each panel
+// is a dense row-major matrix. The panel that starts with column n0 begins at b + n0 * k.
 inline void packed_product(
     int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, float* c,
     int64_t ldc, bool accumulate) {
-  for (int64_t n0 = 0; n0 < n; n0 += panel()) {
-    const int64_t columns = std::min(panel(), n - n0);
+  for (int64_t n0 = 0; n0 < n; n0 += panel_width()) {
+    const int64_t columns = std::min(panel_width(), n - n0);
     product(m, columns, k, a, lda, b + n0 * k, columns, c + n0, ldc, accumulate);
   }
 }
 
-inline void end_products() {
+// Releases the per-thread state of oneDNN's kernels.
+inline void release_products() {
   if (use_onednn) at::native::cpublas::brgemm_release(false);
 }
 
-// C (rows, vectors * LANES) = A B, or added to C, which stays in registers; k is not 0.
+// C (rows, vectors * LANES) = A B, or C += A B if `accumulate`. C stays in registers. k is
+// positive.
 template <int rows, int vectors>
 inline void product_tile(
     int64_t k, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t ldb,
     float* c, int64_t ldc, bool accumulate) {
   Vec sums[rows][vectors];
-  // Compilers keep the sums in registers throughout only if the loops over them are unrolled first,
-  // and if the loop over k has a turn at least.
+  // Compilers keep `sums` in registers only if these loops are unrolled and if the loop over k runs
+  // at least once, hence the pragmas and the do-while loop.
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < vectors; v++)
@@ -166,13 +172,14 @@ inline void product_tile(
     for (int v = 0; v < vectors; v++) store(c + r * ldc + v * LANES, sums[r][v]);
 }
 
-// Vectors of a row of C. With AVX2 4 rows of 3, a row of B and an element of A fill its registers.
-constexpr int WIDE = LANES == 8 ? 3 : 4;
+// Vectors in a row of a tile of C. AVX2 has 16 registers: 4 rows of 3 vectors of C, 3 vectors of B
+// and one element of A.
+constexpr int TILE_VECTORS = LANES == 8 ? 3 : 4;
 
-// C (m, n) = A (m, k) B (k, n), or added to C, of matrices that are in the cache: m and n are
-// multiples of LANES, and A's element (i, j) is a[i * a_row + j * a_column], so that none has to be
-// transposed for it. As fast as oneDNN's, less the 0.2 us of a call.
-template <int vectors = WIDE>
+// C (m, n) = A (m, k) B (k, n), or C += A B if `accumulate`, for matrices that fit in the cache. m
+// and n are multiples of LANES. A[i, j] is a[i * a_row + j * a_column], so A may be transposed. The
+// speed equals that of oneDNN without its call overhead of 0.2 us.
+template <int vectors = TILE_VECTORS>
 void small_product(
     int64_t m, int64_t n, int64_t k, const float* a, int64_t a_row, int64_t a_column,
     const float* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
@@ -180,7 +187,7 @@ void small_product(
     for (int64_t i = 0; i < m && !accumulate; i++) std::fill_n(c + i * ldc, n, 0.0f);
     return;
   }
-  constexpr int64_t width = vectors * LANES, rows = 2 * vectors > WIDE ? 4 : 8;
+  constexpr int64_t width = vectors * LANES, rows = 2 * vectors > TILE_VECTORS ? 4 : 8;
   for (; n >= width; n -= width, b += width, c += width)
     for (int64_t i = 0; i < m; i += rows)
       product_tile<rows, vectors>(
@@ -189,7 +196,7 @@ void small_product(
     if (n) small_product<vectors - 1>(m, n, k, a, a_row, a_column, b, ldb, c, ldc, accumulate);
 }
 
-// Elements of a and b in turn, those from this one on.
+// Interleaves a[from:] and b[from:]: a[from], b[from], a[from + 1], b[from + 1], ...
 template <int64_t from, size_t... i>
 inline Vec interleaved(Vec a, Vec b, std::index_sequence<i...>) {
 #if __has_builtin(__builtin_shufflevector)
@@ -199,44 +206,45 @@ inline Vec interleaved(Vec a, Vec b, std::index_sequence<i...>) {
 #endif
 }
 
-inline IntVec count_from(int64_t first) {
-  IntVec numbers;
-  for (int32_t i = 0; i < LANES; i++) numbers[i] = i;
-  return numbers + static_cast<int32_t>(first);
+// first, first + 1, ...
+inline IntVec lane_indices(int64_t first) {
+  IntVec indices;
+  for (int32_t i = 0; i < LANES; i++) indices[i] = i;
+  return indices + static_cast<int32_t>(first);
 }
 
-// The lanes joined by an operation, two halves at a time.
-template <class Join>
-inline float joined(Vec v, Join join) {
+// Reduces the lanes with a binary operation, as a tree.
+template <class Op>
+inline float reduce_lanes(Vec v, Op op) {
   constexpr auto lanes = std::make_index_sequence<LANES>();
   for (int64_t n = 1; n < LANES; n *= 2)
-    v = join(interleaved<0>(v, v, lanes), interleaved<LANES / 2>(v, v, lanes));
+    v = op(interleaved<0>(v, v, lanes), interleaved<LANES / 2>(v, v, lanes));
   return v[0];
 }
-inline float largest(Vec v) { return joined(v, larger); }
-inline float sum_of(Vec v) { return joined(v, [](Vec a, Vec b) { return a + b; }); }
+inline float max_lane(Vec v) { return reduce_lanes(v, vec_max); }
+inline float sum_lanes(Vec v) { return reduce_lanes(v, [](Vec a, Vec b) { return a + b; }); }
 
-// The sums of LANES vectors, which are used up.
-inline Vec totals(Vec* parts) {
+// Lane i of the result is the sum of the lanes of vectors[i]. Overwrites the LANES input vectors.
+inline Vec lane_sums(Vec* vectors) {
   constexpr auto lanes = std::make_index_sequence<LANES>();
-  // Unrolled, so that they stay in registers.
+  // Unrolling keeps the vectors in registers.
 #pragma GCC unroll 4
   for (int64_t n = LANES / 2; n > 0; n /= 2)
 #pragma GCC unroll 8
     for (int64_t i = 0; i < n; i++)
-      parts[i] = interleaved<0>(parts[i], parts[i + n], lanes) +
-                 interleaved<LANES / 2>(parts[i], parts[i + n], lanes);
-  return parts[0];
+      vectors[i] = interleaved<0>(vectors[i], vectors[i + n], lanes) +
+                   interleaved<LANES / 2>(vectors[i], vectors[i + n], lanes);
+  return vectors[0];
 }
 
-// out (LANES, ld) = factor * in (LANES, LANES) transposed.
+// out (LANES, LANES) = factor * in^T. `stride` and `ld` are the row strides of `in` and `out`.
 inline void transpose_tile(
     const float* in, int64_t stride, float* out, int64_t ld, float factor) {
   constexpr auto lanes = std::make_index_sequence<LANES>();
   Vec tile[LANES], next[LANES];
   for (int64_t i = 0; i < LANES; i++) tile[i] = factor * load(in + i * stride);
-  // Each turn moves the highest bit of an element's place (row, column) behind the others: after
-  // as many as a column has bits, row and column have changed places.
+  // Number the elements row * LANES + column. Each step rotates the bits of this number by one.
+  // After log2(LANES) steps, the row bits and the column bits are swapped.
   for (int64_t n = 1; n < LANES; n *= 2) {
     for (int64_t i = 0; i < LANES / 2; i++) {
       next[2 * i] = interleaved<0>(tile[i], tile[i + LANES / 2], lanes);
@@ -247,7 +255,7 @@ inline void transpose_tile(
   for (int64_t j = 0; j < LANES; j++) store(out + j * ld, tile[j]);
 }
 
-// out (columns, ld) = factor * in (rows, columns) transposed.
+// out (columns, rows) = factor * in^T, for `in` (rows, columns).
 void transpose(
     const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, int64_t ld,
     float factor = 1) {
@@ -263,7 +271,7 @@ void transpose(
     }
 }
 
-// out (rows, ld) = factor * in (rows, columns).
+// out (rows, columns) = factor * in.
 void copy(
     const float* in, int64_t stride, int64_t rows, int64_t columns, float* out, int64_t ld,
     float factor = 1) {
@@ -271,16 +279,16 @@ void copy(
     for (int64_t c = 0; c < columns; c++) out[r * ld + c] = factor * in[r * stride + c];
 }
 
-// Asks the system for huge pages behind memory that is new, where it has any: a fault then brings
-// 2 MiB rather than 4 KiB.
-inline void in_huge_pages(float* memory, int64_t size) {
+// Asks the operating system for huge pages: one page fault then maps 2 MiB instead of 4 KiB. Only
+// useful for memory that has not been written yet.
+inline void use_huge_pages(float* memory, int64_t size) {
   constexpr uintptr_t PAGE = 2 << 20;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + PAGE - 1) / PAGE * PAGE;
   const uintptr_t end = reinterpret_cast<uintptr_t>(memory + size) / PAGE * PAGE;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
-// Scratch memory on a cache line; not cleared.
+// Uninitialised scratch memory, aligned to a cache line.
 struct Buffer {
   std::unique_ptr<float, void (*)(void*)> memory;
   explicit Buffer(int64_t size)
@@ -291,7 +299,7 @@ struct Buffer {
   operator float*() const { return memory.get(); }
 };
 
-// Runs a kernel; 0 if it ran out of memory.
+// Runs a kernel. Returns 1, or 0 if it runs out of memory.
 template <class Kernel>
 int guarded(Kernel kernel) {
   try {

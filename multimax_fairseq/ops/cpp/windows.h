@@ -1,29 +1,30 @@
-// Which keys a query may attend to: what a mask says, and where it can be said as a window.
+// Attention masks, and windows: the range of keys that a query may attend to.
 #pragma once
 
 #include "vectors.h"
 
-struct Mask {  // (batch, heads, queries, keys), the stride of a dimension of size 1 being 0
-  const void* data;       // null for none
-  int64_t is_float;       // added to the modulated scores; else bool, where true excludes
+struct Mask {  // (batch, heads, queries, keys); a dimension of size 1 has the stride 0
+  const void* data;       // null: no mask
+  int64_t is_float;       // 1: float, added to the modulated scores; 0: bool, true excludes
   int64_t strides[4];
 };
 
 namespace {
 
-constexpr int64_t QUERIES = 64;  // of a block, whose windows are looked at together
+constexpr int64_t QUERIES = 64;  // queries in a block
 
-// What the mask says of query t and key s: 0 or -inf, or the float itself.
+// The mask's entry for key s as a float that is added to the score. `row` is from mask_row.
 inline float mask_at(const Mask& m, int64_t row, int64_t s) {
   const int64_t i = row + s * m.strides[3];
   if (m.is_float) return static_cast<const float*>(m.data)[i];
   return static_cast<const uint8_t*>(m.data)[i] ? -INFINITE : 0;
 }
+// The offset of the mask's row for a query.
 inline int64_t mask_row(const Mask& m, int64_t b, int64_t h, int64_t t) {
   return b * m.strides[0] + h * m.strides[1] + t * m.strides[2];
 }
 
-// The same of queries q0 <= t < q0 + count and keys s0 <= s < s1, as (s1 - s0, QUERIES).
+// Writes the mask of queries [q0, q0 + count) and keys [s0, s1), transposed: (s1 - s0, QUERIES).
 void mask_tile(
     const Mask& m, int64_t keys, int64_t b, int64_t h, int64_t q0, int64_t count, int64_t s0,
     int64_t s1, float* out) {
@@ -34,23 +35,25 @@ void mask_tile(
       out[(s - s0) * QUERIES + q] = mask_at(m, row, s);
   }
 }
-// -inf excludes whatever the score is.
+// Adds the mask to scores. A mask of -inf gives -inf even if the score is inf or NaN.
 inline Vec masked(Vec z, Vec mask) { return mask == -INFINITE ? mask : z + mask; }
 
-// The keys that a block of queries may attend to.
+// The windows of a block of queries: query q may attend to the keys [starts[q], ends[q]).
 struct Window {
   alignas(64) int32_t starts[QUERIES], ends[QUERIES];
-  int64_t first, last;            // the union over the queries: first <= s < last
-  int64_t common_first, common_last;  // what all of them may attend to
-  int64_t stops[QUERIES / LANES] = {};  // where the last window ends of each LANES of them
-  // That within keys s0 <= s < s1, of which the rest is nothing to queries q to q + LANES - 1.
+  int64_t first, last;                  // [first, last) is the union of the windows
+  int64_t common_first, common_last;    // [common_first, common_last) is their intersection
+  int64_t stops[QUERIES / LANES] = {};  // the largest end in each group of LANES queries
+
+  // The end of the keys within [s0, s1) that any of the queries [q, q + LANES) may attend to.
   int64_t stop(int64_t q, int64_t s0, int64_t s1) const {
     return std::clamp(stops[q / LANES], s0, s1);
   }
-  // Calls product(s, q) for keys s0 <= s < s1, LANES at a time: a query before q may attend to none
-  // of these. One product for all of them, then the next: two in turn would leave the L1 cache.
+  // Calls product(s, q) for each group of LANES keys from s in [s0, s1). Queries before q may
+  // attend to none of these keys. Callers finish one matrix product for the whole tile before the
+  // next product: alternating two products would evict operands from the L1 cache.
   template <class Product>
-  void each(int64_t s0, int64_t s1, Product product) const {
+  void for_each_key_group(int64_t s0, int64_t s1, Product product) const {
     for (int64_t s = s0, q = 0; s < s1; s += LANES, q = 0) {
       while (q < QUERIES - LANES && stops[q / LANES] <= s) q += LANES;
       product(s, q);
@@ -58,23 +61,23 @@ struct Window {
   }
 };
 
-// Where the keys end that query t may attend to: in causal order after its own.
+// The end of query t's keys without a mask.
 inline int64_t causal_end(int64_t t, int64_t keys, int64_t is_causal) {
   return is_causal ? std::min(t + 1, keys) : keys;
 }
 
-// Of queries q0 <= t < q0 + count of sentence b.
+// Returns the windows of the queries [q0, q0 + count) of sentence b.
 Window window(
     const int32_t* starts, const int32_t* ends, int64_t queries, int64_t keys, int64_t is_causal,
     int64_t b, int64_t q0, int64_t count) {
   Window w;
   w.first = keys, w.last = 0, w.common_first = 0, w.common_last = keys;
   for (int64_t q = 0; q < QUERIES; q++) {
-    const bool real = q < count;
+    const bool exists = q < count;
     const int64_t at = b * queries + q0 + q;
-    w.starts[q] = real && starts ? starts[at] : 0;
-    w.ends[q] = !real ? 0 : ends ? ends[at] : causal_end(q0 + q, keys, is_causal);
-    if (!real) continue;
+    w.starts[q] = exists && starts ? starts[at] : 0;
+    w.ends[q] = !exists ? 0 : ends ? ends[at] : causal_end(q0 + q, keys, is_causal);
+    if (!exists) continue;
     if (w.starts[q] < w.ends[q]) {
       w.stops[q / LANES] = std::max<int64_t>(w.stops[q / LANES], w.ends[q]);
       w.first = std::min<int64_t>(w.first, w.starts[q]);
@@ -83,40 +86,41 @@ Window window(
     w.common_first = std::max<int64_t>(w.common_first, w.starts[q]);
     w.common_last = std::min<int64_t>(w.common_last, w.ends[q]);
   }
-  // Nothing to read of the columns that only fill the block.
+  // An empty intersection makes the kernels apply the windows, which exclude the padding queries.
   if (count % LANES) w.common_last = 0;
   w.first = std::min(w.first, w.last);
   return w;
 }
 
-// All ones where query q + lane may attend to key s.
+// The lane mask (-1 or 0) of the queries q + lane that may attend to key s.
 inline IntVec may_attend(const Window& w, int64_t q, int64_t s) {
   const int32_t key = s;
   return (load(w.starts + q) <= key) & (load(w.ends + q) > key);
 }
 
-// The keys that a row of a mask allows, start <= s < end; false if they are not in a row, or if a
-// float both allows and is not 0.
-bool read_row(
+// Finds the window [start, end) of keys that a mask row allows. Returns false if the allowed keys
+// are not contiguous or if a float mask has a value other than 0 and -inf. `allowed`, (keys,), is
+// scratch memory.
+bool row_window(
     const Mask& mask, int64_t row, int64_t keys, uint8_t* allowed, int32_t* start, int32_t* end) {
-  bool odd = false;
+  bool irregular = false;
   for (int64_t s = 0; s < keys; s++) {
     const float x = mask_at(mask, row, s);
     allowed[s] = x != -INFINITE;
-    odd |= allowed[s] && x != 0;
+    irregular |= allowed[s] && x != 0;
   }
   const uint8_t* stop = allowed + keys;
   const uint8_t* first = std::find(allowed, const_cast<uint8_t*>(stop), 1);
   const uint8_t* last = std::find(first, stop, 0);
   *start = first - allowed, *end = first == stop ? *start : last - allowed;
-  return !odd && std::find(last, stop, 1) == stop;
+  return !irregular && std::find(last, stop, 1) == stop;
 }
 
 }  // namespace
 
-// Writes the keys that each query may attend to, starts <= s < ends, both (batch, queries): all, in
-// causal order those up to its own, less what a mask that is the same for all heads excludes.
-// Returns 0, the mask left out, where what it allows is not in a row for each query.
+// Writes the window of keys [starts, ends) of each query; both are (batch, queries). The windows
+// combine the causal mask, if any, with `mask`, which must be the same for all heads. Returns 1 if
+// the windows describe `mask` completely. Otherwise returns 0, and the windows ignore `mask`.
 extern "C" int find_windows(
     const Mask* mask, int64_t batch, int64_t queries, int64_t keys, int64_t is_causal,
     int32_t* starts, int32_t* ends) {
@@ -129,8 +133,8 @@ extern "C" int find_windows(
     std::vector<uint8_t> allowed(keys);
     std::vector<int32_t> found(2 * rows * sentences);
     for (int64_t i = 0; i < rows * sentences && is_window; i++)
-      is_window = read_row(m, mask_row(m, i / rows, 0, i % rows), keys, allowed.data(),
-                           &found[2 * i], &found[2 * i + 1]);
+      is_window = row_window(m, mask_row(m, i / rows, 0, i % rows), keys, allowed.data(),
+                             &found[2 * i], &found[2 * i + 1]);
     for (int64_t b = 0; b < batch && is_window; b++)
       for (int64_t t = 0; t < queries; t++) {
         const int32_t* row = &found[2 * ((sentences > 1 ? b : 0) * rows + (rows > 1 ? t : 0))];
