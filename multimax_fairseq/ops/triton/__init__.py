@@ -1,1 +1,1 @@
-"""Kernels for GPUs, in Triton."""
+"""GPU kernels in Triton."""

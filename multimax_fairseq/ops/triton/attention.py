@@ -1,7 +1,8 @@
 """Launches the attention kernels on a GPU.
 
-The forward pass keeps the logarithm of each row's sum. The backward pass computes the scores again:
-once by rows of queries, for their gradient and the modulator's, and once by rows of keys.
+The forward pass stores the log-sum-exp of each row. The backward pass recomputes the scores twice:
+by blocks of queries for the gradients of query and modulator, and by blocks of keys for the
+gradients of key and value.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from multimax_fairseq.ops.triton.launches import (
 )
 from multimax_fairseq.ops.triton.modulator import CAP_BOTH, CAP_NONE, MONOTONE_COLUMNS
 
-# Besides the lengths, these decide which launch is fastest.
+# The autotuning key contains these kernel constants besides the lengths.
 _FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
-_RANDOM = 2**16
+_RANDOM = 2**16  # dropout uses 16 random bits
 _LOG2_E = math.log2(math.e)
 _CAPS = {True: CAP_NONE.value, False: CAP_BOTH.value}
 
 
 def launches(capability: int) -> Iterator[tuple[Call, dict[str, int]]]:
-    """Yield every launch for a GPU of this compute capability (90 for 9.0): call and arguments."""
+    """Yield (call, launch arguments) for all kernels, given the compute capability (90 for 9.0)."""
     names = (k.__name__ for k in (forward_kernel, mean_kernel, query_kernel, key_kernel))
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     for kind in itertools.product(names, dtypes, (16, 32, 64, 128), (False, True)):
@@ -53,14 +54,14 @@ def launches(capability: int) -> Iterator[tuple[Call, dict[str, int]]]:
 
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Return the attention output, and the logarithm of each row's sum for the backward pass.
+    """Return the attention output, and the log-sum-exp of each row for the backward pass.
 
     Args:
-        call: D up to 128; no size is 0.
+        call: D is at most 128; no dimension is 0.
 
     Returns:
-        (B, H, T, D), in the dtype of query, with query's order of dimensions in memory;
-        (B, H, 1, T) float32.
+        The output (B, H, T, D), with the dtype and memory layout of query; the log-sum-exp
+        (B, H, 1, T), float32.
     """
     out, sink = dense_like(call.query), call.sink
     call = _with_positive_scale(call)
@@ -83,7 +84,7 @@ def attention_backward(
     """Return the gradients of `attention_forward` by query, key, value, table and sink.
 
     Args:
-        grad: the gradient by the output.
+        grad: (B, H, T, D), the gradient by the output.
         output, total: the results of `attention_forward(call)`.
     """
     grad_query, grad_key, grad_value = map(dense_like, call[:3])
@@ -135,7 +136,7 @@ def attention_backward(
     if table is not None and sums is not None:
         grad_table = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
     if sink is not None and means is not None:
-        # The sink's value is zero, so its gradient is minus its share of each row's mean.
+        # The sink's value vector is 0, so its gradient is -p_sink * mean for each row.
         score = sink[:, None, None]
         share = (score - total).exp() if is_added else (score * _LOG2_E - total).exp2()
         share = share if norm is None else share * norm
@@ -144,7 +145,7 @@ def attention_backward(
 
 
 def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result]) -> Result:
-    """Call `run_fastest` for these arguments; it distinguishes lengths by powers of two."""
+    """Call `run_fastest`. The autotuning key rounds the lengths T and S to powers of two."""
     query = arguments["Q"]
     kind = Call(kernel, query.dtype, arguments["WIDTH"], is_heavy(**arguments))
     choice = candidates(kind, capability(query.device))
@@ -167,7 +168,7 @@ def _arguments(call: AttentionCall) -> dict[str, Any]:
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         mask_strides = mask.stride()
     table = None if table is None else table.contiguous()
-    # Dropout compares 16 random bits with the threshold; the scale uses the rounded probability.
+    # Dropout compares 16 random bits with the threshold. keep_scale uses the rounded probability.
     threshold = round(dropout_p * _RANDOM)
     return {
         **_strides("q", query),
@@ -186,7 +187,7 @@ def _arguments(call: AttentionCall) -> dict[str, Any]:
         "heads": heads,
         "T": length,
         "S": key.shape[2],
-        "scale": float(scale),  # Triton would compile another kernel for an integer
+        "scale": float(scale),  # an int would make Triton compile another kernel
         "seed": 0 if seed is None else int(seed) & (2**31 - 1),
         "threshold": threshold,
         "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,
@@ -195,23 +196,23 @@ def _arguments(call: AttentionCall) -> dict[str, Any]:
         "LOW": 0 if table is None else low,
         "HIGH": 0 if table is None else high,
         "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
-        # No product of two float16 rows comes near the cap.
+        # A dot product of two float16 rows stays far below the cap.
         "CAP": _CAPS[query.dtype == torch.float16],
         "MASKING": masking,
         "CAUSAL": is_causal,
         "DROPOUT": dropout_p > 0,
-        # The coefficients are folded so that a term is one fused multiplication and addition.
+        # The coefficients are folded so that one fused multiply-add computes a term.
         "enable_fp_fusion": True,
     }
 
 
 def _sink(sink: Tensor | None) -> dict[str, Any]:
-    """Return the sink's arguments for the kernels that sum over a row."""
+    """Return the sink arguments of the kernels that compute row sums."""
     return {"SINK": None if sink is None else sink.contiguous(), "SINKS": sink is not None}
 
 
 def _with_positive_scale(call: AttentionCall) -> AttentionCall:
-    """Return a call with the same scores, a scale above 0, and dense last dimensions.
+    """Return a call with the same scores, a positive scale and dense last dimensions.
 
     The kernels divide the thresholds by the scale.
     """
@@ -232,5 +233,5 @@ def _names(name: str) -> tuple[str, ...]:
 
 
 def _strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Return the first three strides under the kernels' names for them."""
+    """Return the first three strides, named as the kernels' arguments."""
     return dict(zip(_names(name), tensor.stride(), strict=False))

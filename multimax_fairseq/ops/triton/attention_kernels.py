@@ -1,17 +1,21 @@
-"""Triton kernels of attention over modulated scores: a tile at a time, no (T, S) tensor exists.
+"""Triton kernels of attention with modulated scores.
 
-Every result has one owner, so that two runs agree to the bit. Common arguments:
+The kernels compute the scores tile by tile, so no (T, S) tensor exists. Exactly one program writes
+each result, without atomics, so results are reproducible to the last bit. Common arguments:
 
-    Q, GRAD: (B, H, T, D). K, V: (B, H, S, D). TABLE: a row per head, t_h apart. MASK: strides m_*.
-    SINK: (H,), the score of an entry without a key; -inf for none.
-    scale is above 0; a probability is kept where its random number is not below threshold.
-    D, WIDTH: the head size, and that padded to a power of two.
-    LOW, HIGH, MONOTONE, CAP: as in `triton_modulator`.
-    MASKING: 0 none; 1 and 2 a mask excludes where it is not 0; 3 and 4 it is added to the modulated
-        scores, and -inf excludes; 1 and 3 are the same for all queries.
+    Q, GRAD: (B, H, T, D). K, V: (B, H, S, D).
+    TABLE: one row per head, with the row stride t_h.
+    MASK: (B, H, T, S), with the strides m_*.
+    SINK: (H,), the score of an extra entry without a key; -inf means no sink.
+    scale: positive.
+    threshold: dropout keeps a probability if its random number is at least the threshold.
+    D, WIDTH: the head size, and the head size padded to a power of two.
+    LOW, HIGH, MONOTONE, CAP: as in `modulator.py`.
+    MASKING: 0 no mask; 1 or 2 a mask whose nonzero entries exclude; 3 or 4 a float mask that is
+        added to the modulated scores; -inf excludes. With 1 and 3, all queries share one row.
 
-Logarithms are to the base 2, which saves an instruction a score, but natural where a mask is
-added: the most negative number that it may hold has to stay finite.
+Modulated scores and logarithms use base 2, because exp2 saves one instruction per score. With a
+float mask they use base e: multiplying the mask by log2(e) could overflow its most negative value.
 """
 
 from __future__ import annotations
@@ -23,25 +27,25 @@ import triton.language as tl
 
 from multimax_fairseq.ops.triton.modulator import (
     fold,
-    no_sums,
     sigma,
     sigma_backward,
     sigma_backward_and_sums,
     store_table_gradients,
+    zero_sums,
 )
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# A new length or seed is no reason to compile anew.
-_VARYING = ["heads", "T", "S", "t_h", "seed", "threshold"]
-# The fewest rounds of Philox that pass the usual statistical tests.
+# Triton must not compile a kernel again for a new length or seed.
+_UNSPECIALIZED = ["heads", "T", "S", "t_h", "seed", "threshold"]
+# Rounds of Philox: the smallest number that passes the usual statistical tests.
 _ROUNDS = tl.constexpr(7)
-# From here on, the rounding of a total shows in a probability of half precision.
+# Above this value, the rounding error of a total is visible in half-precision probabilities.
 _LARGE_TOTAL = tl.constexpr(1024.0)
 
 
 @triton.jit
 def _tile(start, rows, stride, limit, BOUNDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of a (rows, D) matrix, as (rows, WIDTH) with zeros beyond its limits."""
+    """Load rows of a (limit, D) matrix as (rows, WIDTH), zero-padded. BOUNDED checks the rows."""
     columns = tl.arange(0, WIDTH)
     pointers = start + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if BOUNDED and D < WIDTH:
@@ -64,7 +68,7 @@ def _store_tile(start, rows, stride, limit, tile, D: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def _unit(MASKING: tl.constexpr):
-    """The unit of modulated scores, and of the logarithms of their sums."""
+    """Return the factor of modulated scores and logarithms: 1 for base e, log2(e) for base 2."""
     if MASKING > 2:
         return 1.0
     else:
@@ -89,7 +93,7 @@ def _logarithm(total, MASKING: tl.constexpr):
 
 @triton.jit
 def _sink(SINK, h, MASKING: tl.constexpr, SINKS: tl.constexpr):
-    """The score of the entry without a key, in the unit of modulated scores."""
+    """Return the score of the sink in the unit of modulated scores."""
     if SINKS:
         return tl.load(SINK + h) * _unit(MASKING)
     else:
@@ -102,16 +106,17 @@ def _modulated(
     LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr,
     MASKING: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Modulated and masked scores less total, of queries (a column) and keys (a row), or turned.
+    """Return the modulated and masked scores minus total.
 
-    EDGE says that some of these keys lie beyond the last one or, if CAUSAL, after a query.
+    scores: (queries, keys) or transposed. rows, columns: the indices of queries and keys, which
+    broadcast to the shape of scores. EDGE: some keys are beyond S or, if CAUSAL, after a query.
     """
     if MASKING <= 2:
         z = sigma(scores, folded[1] - total, folded, LOW, HIGH, MONOTONE, CAP)
     else:
         z = sigma(scores, folded[1], folded, LOW, HIGH, MONOTONE, CAP)
     if MASKING > 0:
-        # What lies beyond the last query or key gets what that one has: it is not used.
+        # Clamp the indices: out-of-range queries and keys read the last entry. It has no effect.
         seen = tl.minimum(columns, S - 1) if EDGE else columns
         pointers = mask + seen.to(tl.int64) * m_s
         if MASKING % 2 == 0:
@@ -119,7 +124,7 @@ def _modulated(
         if MASKING <= 2:
             z = tl.where(tl.load(pointers) != 0, -float("inf"), z)
         else:
-            # The sum comes before the total, so that -1e9 absorbs the same in every pass.
+            # Add the mask before subtracting total, so that -1e9 rounds z alike in every pass.
             z = z + tl.load(pointers) - total
     if EDGE:
         allowed = columns < S
@@ -130,9 +135,9 @@ def _modulated(
 
 
 @triton.jit
-def _kept(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
-    """What dropout keeps of a (BLOCK_T, BLOCK_S) tile: a function of the seed and (b, h, t, s)."""
-    # One call makes the random numbers, of 16 bits, of eight neighbouring keys.
+def _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return which entries dropout keeps, (BLOCK_T, BLOCK_S): a hash of seed and (b, h, t, s)."""
+    # One call of Philox makes 16-bit random numbers for eight neighbouring keys.
     zero = tl.zeros([BLOCK_T, BLOCK_S // 8], tl.int32)
     t = zero + (t0 + tl.arange(0, BLOCK_T))[:, None]
     s = zero + (s0 // 8 + tl.arange(0, BLOCK_S // 8))[None, :]
@@ -143,26 +148,26 @@ def _kept(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: tl.conste
 
 
 @triton.jit
-def _place(T, heads, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
-    """A program's block of queries, among how many, and its batch entry and head."""
+def _query_block(T, heads, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the program's block of queries, the number of blocks, b * H + h, b and h."""
     blocks = tl.cdiv(T, BLOCK_T)
     block = tl.program_id(0) % blocks
-    if CAUSAL:  # the longest rows first
+    if CAUSAL:  # start the longest rows first
         block = blocks - 1 - block
     bh = tl.program_id(0) // blocks
     return block, blocks, bh, (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
 
 
 @triton.jit
-def _reach(t0, S, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Where whole blocks of keys that every query here may attend to end, and where all end."""
+def _key_range(t0, S, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return the end of the key blocks that need no bounds or causal check, and of all keys."""
     if CAUSAL:
         return tl.minimum(S, t0 + 1) // BLOCK_S * BLOCK_S, tl.minimum(S, t0 + BLOCK_T)
     else:
         return S // BLOCK_S * BLOCK_S, S
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def forward_kernel(
     Q, K, V, OUT, TOTAL, TABLE, SINK, MASK,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
@@ -172,11 +177,11 @@ def forward_kernel(
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of queries: OUT and TOTAL (B, H, T), the logarithm of each row's sum.
+    """Compute OUT and TOTAL (B, H, T), the log-sum-exp of each row; one program per query block.
 
-    A row with nothing left is zeros; its total is inf, under which all probabilities are 0.
+    The output of a row without allowed keys is 0. Its total is inf, so all probabilities are 0.
     """
-    block, _, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
+    block, _, bh, b, h = _query_block(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
@@ -189,7 +194,7 @@ def forward_kernel(
     top = tl.zeros([BLOCK_T], tl.float32) + sink
     total = tl.where(top == -float("inf"), 0.0, 1.0)
     out = tl.zeros([BLOCK_T, WIDTH], tl.float32)
-    inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    inner, end = _key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
@@ -202,13 +207,13 @@ def forward_kernel(
             )  # fmt: skip
             previous = top
             top = tl.maximum(top, tl.max(z, 1))
-            # Nothing so far: any finite base keeps -inf - -inf from being NaN.
+            # If all scores so far are -inf, a finite base avoids -inf - (-inf) = NaN.
             base = tl.where(top == -float("inf"), 0.0, top)
             probs = _power(z - base[:, None], MASKING)
             shrink = _power(previous - base, MASKING)
             total = total * shrink + tl.sum(probs, 1)
             if DROPOUT:
-                kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                kept = _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                 probs = tl.where(kept, probs, 0.0)
             v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
             out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
@@ -218,12 +223,12 @@ def forward_kernel(
         factor = tl.where(sink < float("inf"), factor, float("nan"))
     _store_tile(OUT + b * o_b + h * o_h, rows, o_n, T, out * factor[:, None], D, WIDTH)
     total = tl.where(empty, float("inf"), top + _logarithm(total, MASKING))
-    if SINKS:  # no number comes of a sink that is none
+    if SINKS:  # a sink of NaN or inf gives NaN
         total = tl.where(sink < float("inf"), total, float("nan"))
     tl.store(TOTAL + bh.to(tl.int64) * T + rows, total, mask=rows < T)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def mean_kernel(
     Q, K, V, OUT, TOTAL, TABLE, SINK, MASK, GRAD, DELTA, NORM,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
@@ -233,14 +238,17 @@ def mean_kernel(
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of queries: DELTA and NORM (B, H, T), where `query_kernel`'s will not do.
+    """Compute accurate DELTA and NORM (B, H, T); one program per query block.
 
-    EXACT forms DELTA from the very numbers it is taken from later: float32 is chosen for its
-    accuracy, which the rounding of OUT would spoil.
-    NORM is what makes a row's probabilities, and its sink's, sum to 1. Where a mask adds -1e9 to a
-    whole row, the logarithm of its sum does not show in its total.
+    It runs for float32, which sets EXACT, and for float masks, which need NORM.
+
+    EXACT: DELTA is sum p * grad_probs, computed from the same numbers that it is later subtracted
+        from. Otherwise it is the product of OUT and its gradient, which contains the rounding error
+        of OUT.
+    NORM: the factor that makes the probabilities of a row, including the sink's, sum to 1. If a
+        mask adds -1e9 to a whole row, rounding removes the logarithm of the sum from its total.
     """
-    block, _, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
+    block, _, bh, b, h = _query_block(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
@@ -254,7 +262,7 @@ def mean_kernel(
 
     weight = _power(_sink(SINK, h, MASKING, SINKS) - total, MASKING)
     weighted = tl.zeros([BLOCK_T], tl.float32)
-    inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    inner, end = _key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     if not EXACT:
         size = tl.where(total < float("inf"), tl.abs(total), 0.0)
         is_large = tl.max(size, 0) > _LARGE_TOTAL
@@ -276,7 +284,7 @@ def mean_kernel(
                 v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
                 grad_probs = tl.dot(grad, tl.trans(v), input_precision="ieee")
                 if DROPOUT:
-                    kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                    kept = _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                     grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
                 weighted += tl.sum(probs * grad_probs, 1)
     norm = 1 / tl.where(weight == 0, 1.0, weight)
@@ -289,7 +297,7 @@ def mean_kernel(
     tl.store(NORM + row, norm, mask=rows < T)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def query_kernel(
     Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_Q, SUMS, MEANS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
@@ -299,14 +307,14 @@ def query_kernel(
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, NORMED: tl.constexpr, SUMMED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of queries: GRAD_Q and, if SUMMED, a row of SUMS.
+    """Compute GRAD_Q and, if SUMMED, a row of SUMS; one program per query block.
 
-    DELTA (B, H, T) is the mean of the probabilities' gradients: the product of OUT and its
-    gradient, unless NORMED says that `mean_kernel` was here. If SINKS, MEANS (B, H, T) is the same
-    of the very numbers: the gradient of a sink is a sum of it alone, in which the rounding of OUT
-    shows.
+    DELTA (B, H, T) is sum p * grad_probs, the mean of the probabilities' gradients. If NORMED, it
+    comes from `mean_kernel`; otherwise this kernel computes it as the product of OUT and its
+    gradient. If SINKS, MEANS (B, H, T) is the same mean without the rounding of OUT, because the
+    gradient of the sink is a sum over MEANS alone.
     """
-    block, blocks, bh, b, h = _place(T, heads, CAUSAL, BLOCK_T)
+    block, blocks, bh, b, h = _query_block(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
@@ -326,11 +334,11 @@ def query_kernel(
         tl.store(DELTA + row, delta, mask=rows < T)
         norm = 1.0
 
-    # As a tile: a sum over its rows in each round would take registers that a program lacks.
+    # Accumulate a tile: a row sum in each iteration would need more registers than are available.
     weighted = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
-    sums = no_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
-    inner, end = _reach(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    sums = zero_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
+    inner, end = _key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
@@ -345,7 +353,7 @@ def query_kernel(
             probs = _power(z, MASKING)
             grad_probs = tl.dot(grad, tl.trans(v), input_precision="ieee")
             if DROPOUT:
-                kept = _kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                kept = _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                 grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
             if SINKS:
                 weighted += probs * grad_probs
@@ -366,7 +374,7 @@ def query_kernel(
         store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def key_kernel(
     Q, K, V, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_K, GRAD_V,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
@@ -377,7 +385,7 @@ def key_kernel(
     DROPOUT: tl.constexpr, NORMED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of keys: GRAD_K and GRAD_V. Tiles are transposed: (keys, queries)."""
+    """Compute GRAD_K and GRAD_V; one program per key block. Tiles are (keys, queries)."""
     blocks = tl.cdiv(S, BLOCK_S)
     s0 = tl.program_id(0) % blocks * BLOCK_S
     bh = tl.program_id(0) // blocks
@@ -389,12 +397,12 @@ def key_kernel(
     columns = s0 + tl.arange(0, BLOCK_S)
     k = _tile(K + b * k_b + h * k_h, columns, k_n, S, True, D, WIDTH)
     v = _tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
-    # What lies beyond the last key is masked as that one is, and stored nowhere.
+    # Keys beyond the last one read the last one's mask; their gradients are not stored.
     seen = tl.minimum(columns, S - 1)
 
     grad_k = tl.zeros([BLOCK_S, WIDTH], tl.float32)
     grad_v = tl.zeros([BLOCK_S, WIDTH], tl.float32)
-    # Queries of which only some may attend to these keys, then whole blocks, then the edge.
+    # Phase 0: query blocks on the causal diagonal. Phase 1: full blocks. Phase 2: the rest.
     first, inner = 0, 0
     if CAUSAL:
         first = s0 // BLOCK_T * BLOCK_T
@@ -408,7 +416,7 @@ def key_kernel(
             q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, phase != 1, D, WIDTH)
             grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, phase != 1, D, WIDTH)
             row = bh.to(tl.int64) * T + rows
-            if phase != 1:  # a total of inf gives queries beyond the last one probabilities of zero
+            if phase != 1:  # out-of-range queries: a total of inf makes their probabilities 0
                 total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
                 delta = tl.load(DELTA + row, mask=rows < T, other=0.0)
             else:
@@ -425,7 +433,7 @@ def key_kernel(
             grad_probs = tl.dot(v, tl.trans(grad), input_precision="ieee")
             dropped = probs
             if DROPOUT:
-                kept = tl.trans(_kept(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S))
+                kept = tl.trans(_dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S))
                 grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
                 dropped = tl.where(kept, probs * keep_scale, 0.0)
             grad_v = tl.dot(dropped.to(grad.dtype), grad, grad_v, input_precision="ieee")

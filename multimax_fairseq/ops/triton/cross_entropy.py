@@ -1,7 +1,8 @@
-"""The fused output loss on a GPU. A program takes one row of scores, twice for gradients.
+"""The fused output loss on a GPU.
 
-`linear_loss.through_chunks` has the matrix products. Only this kernel reads and writes the scores
-between them. A row has one program, so that two runs agree to the bit.
+`linear_loss.through_chunks` computes the matrix products. Between them, only this kernel reads and
+writes the scores: once for the loss and once more for the gradients. One program processes one row,
+so results are reproducible to the last bit.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from multimax_fairseq.ops.triton.modulator import (
     MONOTONE_COLUMNS,
     fold,
     load_scores,
-    no_sums,
+    partial_sums,
     sigma,
     sigma_backward,
     sigma_backward_and_sums,
     store,
     store_table_gradients,
-    summed,
+    zero_sums,
 )
 
-# Classes that a program takes at a time, and its warps.
+# Classes per iteration, and warps per program.
 BLOCK = 2048
 WARPS = 8
 
@@ -42,7 +43,7 @@ _LN_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _finite(top):
-    """A maximum, or any base that keeps -inf - -inf from being NaN while nothing else was seen."""
+    """Return top, or 0 for -inf: a finite base for exp2, because -inf - (-inf) is NaN."""
     return tl.where(top == -float("inf"), 0.0, top)
 
 
@@ -53,25 +54,28 @@ def loss_kernel(
     ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, GRADIENT: tl.constexpr,
     SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program a row of scores (N, V): NLL and SMOOTH (N,), 0 where the target is negative.
+    """Compute NLL and SMOOTH (N,) from the scores (N, V); one program per row.
 
-    If GRADIENT, the gradient of FACTORS * (smooth_weight * SMOOTH + nll_weight * NLL) takes the
-    place of the scores; a row whose factor is 0 or whose target is negative gets zeros, whatever
-    it holds.
-    If SUMMED, TABLE_GRAD (N, columns) has the rows' gradients by the table.
+    Both are 0 if the target is negative.
+
+    GRADIENT: overwrite the scores with the gradient of
+        FACTORS * (smooth_weight * SMOOTH + nll_weight * NLL). If the factor is 0 or the target is
+        negative, the gradient is 0, even for scores of NaN or inf.
+    SUMMED: store the gradient of each row by the table in TABLE_GRAD (N, columns).
     """
     row = tl.program_id(0)
     scores = SCORES + row.to(tl.int64) * scores_n
-    # To the base 2, which saves an instruction a score.
+    # Logarithms use base 2, because exp2 saves one instruction per score.
     folded = fold(TABLE, 0, 1.0, _LOG2_E, ORDER, ORDER, MONOTONE)
     target = tl.load(TARGET + row)
     counts = target >= 0
-    # Before the sums that all warps wait for, hence before the first gradient is stored over it.
-    # A target that is not one of the classes shows as a loss of NaN.
+    # Load the target's score before the reductions, which synchronise the warps. After them,
+    # another warp may overwrite the score with a gradient. An invalid target gives a loss of NaN.
     score = tl.load(scores + target, mask=counts & (target < classes), other=float("nan"))
-    of_target = sigma(score.to(tl.float32), folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+    target_z = sigma(score.to(tl.float32), folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
 
-    # Four neighbours have a running maximum and sums of their own: no thread waits for another.
+    # Each group of four neighbouring classes has its own running maximum and sums, so the threads
+    # do not communicate within the loop.
     lanes: tl.constexpr = BLOCK // 4
     tops = tl.full([lanes], -float("inf"), tl.float32)
     totals, plain = tl.zeros([lanes], tl.float32), tl.zeros([lanes], tl.float32)
@@ -83,10 +87,10 @@ def loss_kernel(
             s = load_scores(scores, columns, classes, phase == 1)
             z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
             if phase == 1:
-                plain += summed(tl.where(columns < classes, z, 0.0))
+                plain += partial_sums(tl.where(columns < classes, z, 0.0))
                 z = tl.where(columns < classes, z, -float("inf"))
             else:
-                plain += summed(z)
+                plain += partial_sums(z)
             z = tl.reshape(z, (lanes, 4))
             previous = tops
             tops = tl.maximum(tops, tl.max(z, 1))
@@ -94,13 +98,13 @@ def loss_kernel(
             totals = totals * tl.exp2(previous - base) + tl.sum(tl.exp2(z - base[:, None]), 1)
     top = tl.max(tops, 0)
     total = top + tl.log2(tl.sum(totals * tl.exp2(tops - _finite(top)), 0))
-    tl.store(NLL + row, tl.where(counts, (total - of_target) * _LN_2, 0.0))
+    tl.store(NLL + row, tl.where(counts, (total - target_z) * _LN_2, 0.0))
     tl.store(SMOOTH + row, tl.where(counts, (classes * total - tl.sum(plain, 0)) * _LN_2, 0.0))
 
     if GRADIENT:
         factor = tl.where(counts, tl.load(FACTORS + row), 0.0)
-        factor = tl.where(target < classes, factor, float("nan"))  # as the loss
-        sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+        factor = tl.where(target < classes, factor, float("nan"))  # NaN, like the loss
+        sums = zero_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
         whole = classes // BLOCK * BLOCK
         if factor == 0:
             for start in range(0, classes, BLOCK):
@@ -143,7 +147,7 @@ def output_loss(
         nll_weight=call.nll_weight,
         needs_table=needed[3],
     )
-    # In the kernel a negative target is ignored, and one beyond the classes gives NaN.
+    # The kernel ignores negative targets and returns NaN for targets that are too large.
     target = torch.where(call.target < 0, call.weight.shape[0], call.target)
     target = target.masked_fill(call.target == call.ignore_index, -1).contiguous()
     table = None if call.table is None else call.table.contiguous()
@@ -160,7 +164,7 @@ def _one_chunk(
     nll_weight: float,
     needs_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute one chunk, as `OneChunk`; the gradients overwrite the scores."""
+    """Compute one chunk, see `OneChunk`. The gradients overwrite the scores."""
     rows, classes = scores.shape
     nll, smooth = (scores.new_empty(rows, dtype=torch.float32) for _ in range(2))
     table_grad = None
@@ -173,7 +177,7 @@ def _one_chunk(
         "nll_weight": float(nll_weight),
         "ORDER": 0 if table is None else 2,
         "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
-        # No square of a float16 overflows, but one of them is -inf.
+        # The square of a finite float16 does not overflow in float32, but a score may be -inf.
         "CAP": (CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
         "GRADIENT": factors is not None, "SUMMED": table_grad is not None,
         "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,

@@ -1,8 +1,8 @@
-"""How Triton's kernels are launched: with which block sizes those of attention, of which some are
-tried here, and without Triton's own look at every argument of every call.
+"""Selects block sizes for the attention kernels, and launches all Triton kernels.
 
-What the compiler says of a kernel does not tell how two kernels that it likes alike compare on a
-given GPU, so that each is tried there, once for each kind of call.
+Register and instruction counts do not predict which of two similar launches is faster on a given
+GPU, so `run_fastest` times them once for each kind of call. `run_kernel` caches compiled kernels,
+which avoids most of the launch overhead of Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Launch(NamedTuple):
-    """Block sizes in queries and keys, warps a program, and stages of the loop's pipeline."""
+    """Block sizes in queries and keys, warps per program, and stages of the software pipeline."""
 
     queries: int
     keys: int
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
     num_stages: int
 
     def arguments(self) -> dict[str, int]:
-        """As a kernel takes them. With one stage, nothing is carried from one block to the next."""
+        """Return the kernel arguments. A single stage disables pipelining."""
         return {
             "BLOCK_T": self.queries,
             "BLOCK_S": self.keys,
@@ -45,25 +45,27 @@ class Launch(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What of a call decides which launches it may have."""
+    """The properties of a call that determine its candidate launches."""
 
     kernel: str
     dtype: torch.dtype
     # The head size, padded to a power of two.
     width: int
-    # As `is_heavy` tells.
+    # See the function `is_heavy`.
     is_heavy: bool
 
 
 def is_heavy(MASKING: int = 0, DROPOUT: bool = False, MONOTONE: bool = False, **_: object) -> bool:
-    """Whether registers are short, by a kernel's constants: for dropout, a monotone modulator, or a
-    mask that is added or has a row for each query."""
+    """Return whether these constants of a kernel cause high register pressure.
+
+    The causes are dropout, a monotone modulator, a float mask, and a mask with a row per query.
+    """
     return MASKING > 1 or DROPOUT or MONOTONE
 
 
-# By whether the products are float32, without tensor cores, and the padded head size, from 32. No
-# candidate spills registers in its loop on sm_80 and sm_90. The first candidate leaves room for a
-# second thread block on a multiprocessor; among such launches it has the fewest instructions.
+# The keys are (float32, padded head size of at least 32); float32 products do not use tensor cores.
+# No candidate spills registers in its loop on sm_80 and sm_90. The first candidate lets two thread
+# blocks share a multiprocessor; among such launches it has the fewest instructions.
 _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
     "forward_kernel": {
         (False, 32): [Launch(64, 32, 4, 2)],
@@ -74,7 +76,7 @@ _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
         (True, 128): [Launch(32, 16, 8, 2)],
     },
     "mean_kernel": {
-        # In float32 it rounds as query_kernel does only with the same blocks.
+        # In float32 it needs the same blocks as query_kernel: others would round differently.
         (False, 32): [Launch(64, 32, 4, 2)],
         (False, 64): [Launch(64, 32, 4, 2)],
         (False, 128): [Launch(64, 32, 4, 2)],
@@ -99,9 +101,9 @@ _CANDIDATES: dict[str, dict[tuple[bool, int], list[Launch]]] = {
         (True, 128): [Launch(32, 16, 8, 1)],
     },
 }
-# Half precision where a program may have much shared memory: of some fifteen a kernel, the fastest
-# on an H100 that spill nothing there. By kernel and padded head size, and what heavy calls have
-# instead.
+# Half precision on GPUs with large shared memory, by kernel and padded head size. Of about 15
+# launches per kernel, these were the fastest on an H100 without register spills. _LARGE_HEAVY has
+# the launches for heavy calls where they differ.
 _LARGE: dict[tuple[str, int], Launch] = {
     ("forward_kernel", 64): Launch(64, 64, 4, 3),
     ("forward_kernel", 128): Launch(64, 64, 4, 3),
@@ -115,20 +117,22 @@ _LARGE_HEAVY: dict[tuple[str, int], Launch] = {
     ("key_kernel", 64): Launch(16, 64, 4, 2),
     ("key_kernel", 128): Launch(16, 64, 4, 1),
 }
-_LEAST_MEMORY = 99 * 1024
-# What was fastest, for the life of the process.
+_LEAST_MEMORY = 99 * 1024  # bytes
+# The results of autotuning in this process.
 _fastest: dict[Hashable, Launch] = {}
 
 
 def shared_memory(capability: int) -> int:
-    """Bytes that every GPU of such a compute capability, 80 or more, offers a program."""
+    """Return the shared memory of a program in bytes, for a compute capability of at least 80."""
     return 227 * 1024 if capability // 10 in (9, 10) else _LEAST_MEMORY
 
 
 @functools.cache
 def candidates(call: Call, capability: int) -> list[Launch]:
-    """The launches of such a call, the best by the compiler first, on a GPU of this compute
-    capability, as 90 for 9.0."""
+    """Return the candidate launches of a call, for a compute capability (90 for 9.0).
+
+    The first candidate is the default.
+    """
     is_exact, place = call.dtype == torch.float32, (call.kernel, call.width)
     if not is_exact and place in _LARGE and shared_memory(capability) > _LEAST_MEMORY:
         return [_LARGE_HEAVY.get(place, _LARGE[place]) if call.is_heavy else _LARGE[place]]
@@ -136,7 +140,7 @@ def candidates(call: Call, capability: int) -> list[Launch]:
 
 
 def _milliseconds(run: Callable[[], object], repetitions: int = 5) -> float:
-    """The shortest of some runs on the GPU, after one that compiles."""
+    """Return the minimum run time on the GPU, after one run that compiles."""
     run()
     times = []
     for _ in range(repetitions):
@@ -155,67 +159,63 @@ def run_fastest(
     run: Callable[[Launch], Result],
     timer: Callable[[Callable[[], object]], float] = _milliseconds,
 ) -> Result:
-    """Run a kernel with the launch that is fastest here, and return what that run returns.
+    """Run a kernel with the fastest launch, and return the result of that run.
+
+    The first call with each key times all candidates. There is no autotuning, and the first
+    candidate runs, if it is the only one, if deterministic algorithms are enabled, in the
+    interpreter, and during the capture of a CUDA graph.
 
     Args:
-        choice: of `candidates`.
-        call: what decides which is fastest, the kernel included: for calls that are equal in it,
-            they are tried once in the life of the process.
-        run: runs the kernel. Its outputs are written, not added to: it may run again and again.
-        timer: gives the time of a call.
-
-    Nothing is tried where there is no choice, where runs must not differ from one process to the
-    next, in the interpreter, and while a CUDA graph is recorded: the first candidate runs then.
+        choice: the launches from `candidates`.
+        call: the autotuning key, which must contain the kernel.
+        run: runs the kernel. It runs repeatedly, so it must overwrite its outputs, not add to them.
+        timer: returns the run time of a function.
     """
     if len(choice) == 1 or interpreted() or torch.are_deterministic_algorithms_enabled():
         return run(choice[0])
     if call not in _fastest:
         if torch.cuda.is_current_stream_capturing():
             return run(choice[0])
-        _fastest[call] = _try(choice, run, timer)
+        _fastest[call] = _autotune(choice, run, timer)
     return run(_fastest[call])
 
 
-def _try(
+def _autotune(
     choice: list[Launch],
     run: Callable[[Launch], object],
     timer: Callable[[Callable[[], object]], float],
 ) -> Launch:
-    """The fastest of these; the first if none of them can be launched, which then says why."""
+    """Return the fastest launch; the first if none can run, so that the caller gets its error."""
     times = {}
     for launch in choice:
-        with contextlib.suppress(OutOfResources, PTXASError):  # more than this GPU has
+        with contextlib.suppress(OutOfResources, PTXASError):  # too large for this GPU
             times[launch] = timer(functools.partial(run, launch))
     return min(times, key=times.__getitem__, default=choice[0])
 
 
-# --- a launch ----------------------------------------------------------------------------------
-
-_Picked = Callable[[dict[str, Any]], tuple[Any, ...]]
+_Getter = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 class _Parameters(NamedTuple):
-    """Functions that pick from a kernel's arguments by name: all, in the kernel's order; the
-    tensors; the numbers; the numbers that Triton specialises on (1, multiples of 16); the
-    constants."""
+    """Functions that select some of a kernel's arguments from a dictionary."""
 
-    all: _Picked
-    tensors: _Picked
-    numbers: _Picked
-    specialized: _Picked
-    constants: _Picked
+    all: _Getter  # in the order of the kernel's signature
+    tensors: _Getter
+    numbers: _Getter
+    specialized: _Getter  # numbers that Triton specialises on: 1, multiples of 16
+    constants: _Getter
 
 
 _parameters: dict[Callable[..., Any], _Parameters] = {}
-# What Triton compiled, by all that it compiles for.
+# Compiled kernels. The key contains all properties that Triton specialises on.
 _compiled: dict[Hashable, CompiledKernel] = {}
 
 
 def run_kernel(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Run a kernel on the current device, all arguments by name.
+    """Run a kernel on the current device, with all arguments by name.
 
-    Equivalent to: kernel[(programs,)](**arguments), which needs longer than many a kernel to find
-    what it has compiled for such arguments
+    Equivalent to `kernel[(programs,)](**arguments)` with a faster lookup of the compiled kernel:
+    Triton's own lookup takes longer than many kernels run.
     """
     if interpreted():
         kernel[(programs,)](**arguments)
@@ -229,7 +229,7 @@ def run_kernel(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         *[n if n == 1 else 16 if n % 16 == 0 else 0 for n in parameters.specialized(arguments)],
     )
     compiled = _compiled.get(call)
-    # A larger one is of another type.
+    # Triton compiles larger numbers as int64.
     fits = max(parameters.numbers(arguments), default=0) < 2**31
     if compiled is not None and fits:
         compiled[programs, 1, 1](*parameters.all(arguments))
@@ -239,10 +239,10 @@ def run_kernel(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         _compiled[call] = compiled
 
 
-def _picked(names: list[str]) -> _Picked:
-    """Return a function that picks these arguments as a tuple.
+def _getter(names: list[str]) -> _Getter:
+    """Return a function that selects these arguments as a tuple.
 
-    `itemgetter` gives a tuple for two names or more only.
+    `itemgetter` returns a tuple only for two or more names.
     """
     if len(names) > 1:
         return itemgetter(*names)
@@ -251,16 +251,16 @@ def _picked(names: list[str]) -> _Picked:
 
 def _parameters_of(kernel: Any, arguments: dict[str, Any]) -> _Parameters:
     constants = [p.name for p in kernel.params if p.is_constexpr]
-    constants += sorted(arguments.keys() - set(kernel.arg_names))  # for the compiler
+    constants += sorted(arguments.keys() - set(kernel.arg_names))  # compiler options
     others = [p for p in kernel.params if not p.is_constexpr]
     tensors = [p for p in others if isinstance(arguments[p.name], (Tensor, NoneType))]
     numbers = [p for p in others if p not in tensors]
     found = _Parameters(
-        all=_picked(kernel.arg_names),
-        tensors=_picked([p.name for p in tensors]),
-        numbers=_picked([p.name for p in numbers]),
-        specialized=_picked([p.name for p in numbers if not p.do_not_specialize]),
-        constants=_picked(constants),
+        all=_getter(kernel.arg_names),
+        tensors=_getter([p.name for p in tensors]),
+        numbers=_getter([p.name for p in numbers]),
+        specialized=_getter([p.name for p in numbers if not p.do_not_specialize]),
+        constants=_getter(constants),
     )
     _parameters[kernel.fn] = found
     return found

@@ -1,16 +1,20 @@
-"""The modulator in Triton: inside other kernels, and element by element where nothing is fused.
+"""The modulator in Triton: functions for fused kernels, and elementwise kernels.
 
-A score costs few instructions: with u = min(s, edge), a term c max(edge - s, 0)^2 is
-c u^2 - 2 c edge u plus a constant, and the factor of the scores, the unit of the result and all
-constants are folded into the coefficients beforehand, once a program.
+`fold` prepares the coefficients once per program, so that a score costs few instructions. With
+u = min(s, edge), the term c max(edge - s, 0)^2 becomes c u^2 - 2 c edge u plus a constant. The
+coefficients absorb the scale of the scores, the unit of the result and all constants.
 
 A row of a table has COLUMNS float32 entries: low_coefficient[1..2], low_threshold[1..2], then the
-same of the high side. A monotone modulator has four more: low_turn, high_turn, low_offset and
-high_level. It is x + low_offset below the one turn and high_level above the other.
+same for the high side. A monotone modulator has four more: low_turn, high_turn, low_offset and
+high_level. Its value is x + low_offset below low_turn and high_level above high_turn.
 
-LOW and HIGH are the orders of the two sides; 0 leaves a side out of the program. CAP says which
-scores need their distances capped: CAP_NONE none, CAP_LOW those of -inf, CAP_BOTH any whose square
-may overflow. Everything is float32.
+Compile-time constants of the kernels:
+
+    LOW, HIGH: the orders of the two sides; 0 removes a side from the program.
+    CAP: which distances to a threshold are capped: CAP_NONE none; CAP_LOW those of scores of -inf;
+        CAP_BOTH all whose square may overflow.
+
+All computations use float32.
 """
 
 from __future__ import annotations
@@ -31,18 +35,19 @@ MONOTONE_COLUMNS = 12
 MAX_DISTANCE = tl.constexpr(1e18)
 CAP_NONE, CAP_LOW, CAP_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Elements that a program of the element-by-element kernels takes, and how many at a time.
+# Elementwise kernels: elements per program, elements per iteration, warps per program.
 PIECE, BLOCK, WARPS = 8192, 1024, 4
-# A new shape is no reason to compile anew.
-_VARYING = ["pieces", "heads", "t_h"]
+# Triton must not compile a kernel again for a new shape.
+_UNSPECIALIZED = ["pieces", "heads", "t_h"]
 
 
 @triton.jit
 def _fold_side(row, scale, unit, SIGN: tl.constexpr, ORDER: tl.constexpr):
-    """A side's terms of order n in u_n, the score where it lies beyond threshold n, else that.
+    """Return the folded coefficients of one side.
 
-    Returns (threshold 1 and 2 in the unit of s; the factors in sigma of u_1, u_2^2, u_2 and 1;
-    those in sigma' of [s lies beyond threshold 1], u_2 and 1).
+    u_n is s if s is beyond threshold n, otherwise threshold n. Returns thresholds 1 and 2 in the
+    unit of s; the coefficients of u_1, u_2^2, u_2 and 1 in sigma; and the coefficients of
+    [s is beyond threshold 1], u_2 and 1 in sigma'.
     """
     edge_2, curve, tilt, bend, level = 0.0, 0.0, 0.0, 0.0, 0.0
     coefficient = tl.load(row)
@@ -65,11 +70,12 @@ def _fold_side(row, scale, unit, SIGN: tl.constexpr, ORDER: tl.constexpr):
 def fold(
     TABLE, first, scale, unit, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):  # fmt: skip
-    """The row of the table that starts at `first`, for the functions below: scores are scale * s,
-    results unit * sigma. scale is above 0.
+    """Fold the table's row at offset `first` for the functions below.
 
-    Returns (the factor of s; the constants of sigma and of sigma'; the cap in the unit of s; the
-    sides; the turns in the unit of s, and what `sigma` adds to its line and its offset there).
+    These take s, where a score is scale * s with scale > 0, and return unit * sigma. Returns the
+    slope of s; the constants of sigma and sigma'; the cap in the unit of s; both sides (see
+    `_fold_side`); and (low_turn, high_turn in the unit of s; low_offset, high_level in the unit of
+    the result, minus the constant of sigma).
     """
     low, high, turns = 0.0, 0.0, 0.0
     constant, level = 0.0, 1.0
@@ -90,8 +96,8 @@ def fold(
 
 
 @triton.jit
-def _up_to(s, edge, SIGN: tl.constexpr):
-    """The score where it lies beyond the edge (below it for SIGN -1, above it for 1), else that."""
+def _clip_to_side(s, edge, SIGN: tl.constexpr):
+    """Return min(s, edge) for SIGN -1 (the low side), max(s, edge) for SIGN 1 (the high side)."""
     if SIGN < 0:
         return tl.minimum(s, edge)
     else:
@@ -109,7 +115,7 @@ def _is_beyond(s, edge, SIGN: tl.constexpr):
 @triton.jit
 def _capped(s, cap, SIGN: tl.constexpr, CAP: tl.constexpr):
     if CAP == CAP_BOTH or (CAP == CAP_LOW and SIGN < 0):
-        s = _up_to(s, SIGN * cap, -SIGN)
+        s = _clip_to_side(s, SIGN * cap, -SIGN)
     return s
 
 
@@ -117,9 +123,9 @@ def _capped(s, cap, SIGN: tl.constexpr, CAP: tl.constexpr):
 def _add_side(z, s, cap, side, SIGN: tl.constexpr, ORDER: tl.constexpr, CAP: tl.constexpr):
     edge, edge_2, line, curve, tilt, _, _, _, _ = side
     s = _capped(s, cap, SIGN, CAP)
-    z += line * _up_to(s, edge, SIGN)
+    z += line * _clip_to_side(s, edge, SIGN)
     if ORDER == 2:
-        u = _up_to(s, edge_2, SIGN)
+        u = _clip_to_side(s, edge_2, SIGN)
         z += (curve * u + tilt) * u
     return z
 
@@ -131,7 +137,7 @@ def sigma(
 ):  # fmt: skip
     """Return unit * sigma(scale * s) + offset - folded[1].
 
-    The constant folded[1] is for the caller to give, so that what it adds next costs nothing.
+    The caller adds the constant folded[1] to the offset. It can include other terms at no cost.
     """
     slope, _, _, cap, low, high, turns = folded
     line = s * slope + offset
@@ -143,7 +149,7 @@ def sigma(
     if MONOTONE:
         low_turn, high_turn, low_offset, high_level = turns
         z = tl.where(s < low_turn, line + low_offset, z)
-        # A score of inf stays what it is, so that an overflow is not hidden.
+        # A score of inf stays inf, so that an overflow remains visible.
         level = tl.where(s < float("inf"), offset + high_level, line)
         z = tl.where(s > high_turn, level, z)
     return z
@@ -157,7 +163,7 @@ def _side_slope(
     edge, edge_2, _, _, _, _, step, bend, _ = side
     s = _capped(s, cap, SIGN, CAP)
     if ORDER == 2:
-        slope += bend * _up_to(s, edge_2, SIGN)
+        slope += bend * _clip_to_side(s, edge_2, SIGN)
     if STEPS:
         slope = tl.where(_is_beyond(s, edge, SIGN), slope + step, slope)
     return slope
@@ -167,7 +173,7 @@ def _side_slope(
 def _slope(
     s, folded, LOW: tl.constexpr, HIGH: tl.constexpr, CAP: tl.constexpr, STEPS: tl.constexpr
 ):
-    """The derivative between the turns, with or without the steps that it makes at an edge."""
+    """Return sigma'(scale * s) between the turns; STEPS includes the jumps of the order-1 terms."""
     _, _, level, cap, low, high, _ = folded
     slope = level
     if LOW > 0:
@@ -191,21 +197,21 @@ def sigma_backward(
 
 
 @triton.jit
-def summed(product):
-    """Sums of what a thread has of each row, or of all: none waits for what another has."""
+def partial_sums(product):
+    """Sum the elements that one thread holds, within each row, without communication of threads."""
     if len(product.shape) == 1:
         return tl.sum(tl.reshape(product, (product.shape[0] // 4, 4)), 1)
     else:
-        # The layout of a matrix product's result: two neighbours of every eight.
+        # In the layout of a matrix product, a thread holds two neighbours of every eight columns.
         rows: tl.constexpr = product.shape[0]
-        parts = tl.reshape(product, (rows, product.shape[1] // 8, 4, 2))
-        return tl.sum(tl.sum(parts, 3), 1)
+        groups = tl.reshape(product, (rows, product.shape[1] // 8, 4, 2))
+        return tl.sum(tl.sum(groups, 3), 1)
 
 
 @triton.jit
-def no_sums(zero, MONOTONE: tl.constexpr):
-    """What `sigma_backward_and_sums` starts from, given zeros in the shape of the scores."""
-    zero = summed(zero)
+def zero_sums(zero, MONOTONE: tl.constexpr):
+    """Return the initial sums of `sigma_backward_and_sums`; zero has the shape of the scores."""
+    zero = partial_sums(zero)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     if MONOTONE:
         sums = sums + (zero, zero)
@@ -222,14 +228,14 @@ def _sum_side(
     s = _capped(s, cap, SIGN, CAP)
     part = tl.where(_is_beyond(s, edge, SIGN), grad, 0.0)
     grad_s += step * part
-    beyond += summed(part)
-    # Not s itself: beyond the other side, that may be infinite.
-    line += summed(part * _up_to(s, edge, SIGN))
+    beyond += partial_sums(part)
+    # Use the clipped score: s may be infinite on the other side.
+    line += partial_sums(part * _clip_to_side(s, edge, SIGN))
     if ORDER == 2:
-        distance = _up_to(s, edge_2, SIGN) - edge_2
+        distance = _clip_to_side(s, edge_2, SIGN) - edge_2
         product = grad * distance
-        slope += summed(product)
-        square += summed(product * distance)
+        slope += partial_sums(product)
+        square += partial_sums(product * distance)
     return grad_s, (line, square, beyond, slope)
 
 
@@ -238,26 +244,26 @@ def sigma_backward_and_sums(
     s, grad, sums, folded, LOW: tl.constexpr, HIGH: tl.constexpr,
     MONOTONE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Return (grad * sigma'(scale * s), sums with what these scores contribute to them).
+    """Return grad * sigma'(scale * s), and `sums` plus the contribution of these scores.
 
-    The sums are those that `store_table_gradients` takes.
+    `store_table_gradients` turns the sums into gradients.
     """
     _, _, _, cap, low, high, turns = folded
-    of_low, of_high, of_turns = sums[:4], sums[4:8], sums[8:]
+    low_sums, high_sums, turn_sums = sums[:4], sums[4:8], sums[8:]
     if MONOTONE:
         low_turn, high_turn, _, _ = turns
         below = tl.where(s < low_turn, grad, 0.0)
         above = tl.where(s > high_turn, grad, 0.0)
-        of_turns = (of_turns[0] + summed(below), of_turns[1] + summed(above))
+        turn_sums = (turn_sums[0] + partial_sums(below), turn_sums[1] + partial_sums(above))
         grad = tl.where((s < low_turn) | (s > high_turn), 0.0, grad)
     grad_s = grad * _slope(s, folded, LOW, HIGH, CAP, False)
     if LOW > 0:
-        grad_s, of_low = _sum_side(grad_s, of_low, s, grad, cap, low, -1, LOW, CAP)
+        grad_s, low_sums = _sum_side(grad_s, low_sums, s, grad, cap, low, -1, LOW, CAP)
     if HIGH > 0:
-        grad_s, of_high = _sum_side(grad_s, of_high, s, grad, cap, high, 1, HIGH, CAP)
+        grad_s, high_sums = _sum_side(grad_s, high_sums, s, grad, cap, high, 1, HIGH, CAP)
     if MONOTONE:
         grad_s += below
-    return grad_s, of_low + of_high + of_turns
+    return grad_s, low_sums + high_sums + turn_sums
 
 
 @triton.jit
@@ -272,15 +278,15 @@ def _side_gradients(sums, side, scale, SIGN: tl.constexpr):
 def _table_gradients(
     sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):
-    """The gradients by a row of the table, one a column, shaped as the sums."""
+    """Return the gradients by a row of the table: one tensor per column, shaped as the sums."""
     _, _, _, _, low, high, _ = folded
-    of_low, of_high = sums[:4], sums[4:8]
+    low_sums, high_sums = sums[:4], sums[4:8]
     if LOW > 0:
-        of_low = _side_gradients(of_low, low, scale, -1)
+        low_sums = _side_gradients(low_sums, low, scale, -1)
     if HIGH > 0:
-        of_high = _side_gradients(of_high, high, scale, 1)
-    grads = of_low + of_high
-    if MONOTONE:  # where the pieces meet, they agree: a turn that moves changes nothing
+        high_sums = _side_gradients(high_sums, high, scale, 1)
+    grads = low_sums + high_sums
+    if MONOTONE:  # sigma is continuous at the turns, so the gradients by the turns are 0
         zero = tl.zeros_like(sums[8])
         grads = grads + (zero, zero) + sums[8:]
     return grads
@@ -290,7 +296,7 @@ def _table_gradients(
 def store_table_gradients(
     SUMS, row, sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):  # fmt: skip
-    """Store the gradients by a row of the table, from a program's sums, as a row of SUMS."""
+    """Compute a program's gradients by a row of the table and store them as a row of SUMS."""
     grads = _table_gradients(sums, folded, scale, LOW, HIGH, MONOTONE)
     columns: tl.constexpr = 12 if MONOTONE else 8
     for column in tl.static_range(columns):
@@ -299,7 +305,7 @@ def store_table_gradients(
 
 @triton.jit
 def load_scores(start, index, limit, EDGE: tl.constexpr):
-    """Scores as float32, 0 beyond the limit. Without bounds, many are loaded at once."""
+    """Load scores as float32, 0 beyond the limit. Without EDGE, the loads are vectorised."""
     if EDGE:
         return tl.load(start + index, mask=index < limit, other=0.0).to(tl.float32)
     else:
@@ -315,12 +321,16 @@ def store(start, index, limit, values, EDGE: tl.constexpr):
         tl.store(start + index, values)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def modulate_kernel(
     SCORES, TABLE, OUT, count, pieces, heads, t_h,
     MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program a piece of the `count` scores that follow each other under one row of the table."""
+    """Compute OUT = sigma(SCORES).
+
+    `count` consecutive scores share a row of the table. They are split into `pieces` of PIECE
+    scores, one per program.
+    """
     slab = (tl.program_id(0) // pieces).to(tl.int64)
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
@@ -330,22 +340,22 @@ def modulate_kernel(
         for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
             index = start + tl.arange(0, BLOCK)
             s = load_scores(SCORES + first, index, left, phase == 1)
-            # Capped whatever the type: a score of -inf or inf is kept.
+            # Cap both sides for every dtype: scores may be -inf or inf.
             z = sigma(s, folded[1], folded, 2, 2, MONOTONE, CAP_BOTH)
             store(OUT + first, index, left, z, phase == 1)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def modulate_backward_kernel(
     GRAD, SCORES, TABLE, OUT, SUMS, count, pieces, heads, t_h,
     MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `modulate_kernel`, with a row of SUMS a program."""
+    """Compute OUT, the gradient by SCORES, and a row of SUMS per program. See `modulate_kernel`."""
     slab = (tl.program_id(0) // pieces).to(tl.int64)
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
     folded = fold(TABLE, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
-    sums = no_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+    sums = zero_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
     whole = left // BLOCK * BLOCK
     for phase in tl.static_range(2):
         for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
@@ -359,8 +369,12 @@ def modulate_backward_kernel(
 
 @triton.jit
 def _low_turn(c1, c2, t1, t2, k1, k2, d1, d2):
-    """The last point up to 0 below which sigma falls with rising x, -inf if there is none; sigma
-    there, or 0; the derivatives of both by the parameters."""
+    """Find the low turn: the largest x <= 0 such that sigma decreases just below x.
+
+    Arguments: low coefficients c, low thresholds t, high coefficients k, high thresholds d. Returns
+    the turn, or -inf if there is none; sigma and sigma' there; the derivatives of the turn by the
+    parameters; and those of sigma for a fixed x.
+    """
     first, second = tl.minimum(t1, t2), tl.minimum(d1, d2)
     third, fourth = tl.maximum(t1, t2), tl.maximum(d1, d2)
     low, high = tl.maximum(first, second), tl.minimum(third, fourth)
@@ -371,8 +385,8 @@ def _low_turn(c1, c2, t1, t2, k1, k2, d1, d2):
     at, level, slope, edge = -float("inf"), 0.0, 0.0, 0.0
     has_t1, has_t2, has_d1, has_d2 = 0.0, 0.0, 0.0, 0.0
     is_root = False
-    # Upwards, over the pieces between neighbouring thresholds: the last that falls is the nearest
-    # to 0. There, sigma' is level + slope * x.
+    # Scan the pieces between neighbouring thresholds upwards; the last piece in which sigma
+    # decreases is the nearest to 0. Within a piece, sigma'(x) = level + slope * x.
     for piece in tl.static_range(5):
         left, right = edges[piece], edges[piece + 1]
         end = tl.minimum(right, 0.0)
@@ -392,7 +406,7 @@ def _low_turn(c1, c2, t1, t2, k1, k2, d1, d2):
     below_1, below_2 = has_t1 * (t1 - x), has_t2 * (t2 - x)
     above_1, above_2 = has_d1 * (x - d1), has_d2 * (x - d2)
     value = x + c1 * below_1 + c2 * below_2 * below_2 + k1 * above_1 + k2 * above_2 * above_2
-    # A root moves with the derivative, an edge with the threshold that it is.
+    # A root of sigma' depends on all parameters of its piece, an edge only on its threshold.
     by = tl.where(is_root, 1 / tl.where(slope == 0, 1.0, slope), 0.0)
     free = (at > -float("inf")) & (edge <= 0) & ~is_root
     on_t1 = tl.where(free & (t1 == at), 1.0, 0.0)
@@ -412,7 +426,7 @@ def _low_turn(c1, c2, t1, t2, k1, k2, d1, d2):
 
 @triton.jit
 def tails_kernel(TABLE, OUT, JACOBIAN):
-    """A program a side of a row: see `tails`."""
+    """Compute one side of a row per program: see `tails`."""
     row, side = tl.program_id(0).to(tl.int64) // 2, tl.program_id(0) % 2
     # The high side of sigma(x) is the low side of -sigma(-x).
     sign = 1.0 - 2.0 * side
@@ -424,20 +438,26 @@ def tails_kernel(TABLE, OUT, JACOBIAN):
         sign * tl.load(other + 2), sign * tl.load(other + 3),
     )  # fmt: skip
     turns = at > -float("inf")
-    # The low side's is an offset from x.
-    less = tl.where(side == 0, 1.0, 0.0)
+    # The low side stores the offset sigma(x) - x, the high side sigma(x).
+    is_low = tl.where(side == 0, 1.0, 0.0)
     out = OUT + row * 4 + side
     tl.store(out, sign * at)
-    tl.store(out + 2, sign * (value - less * tl.where(turns, at, 0.0)))
+    tl.store(out + 2, sign * (value - is_low * tl.where(turns, at, 0.0)))
     for i in tl.static_range(8):
         by = JACOBIAN + row * 32 + side * 8 + (i + 4 * side) % 8
         tl.store(by, at_by[i])
-        tl.store(by + 16, tl.where(turns, fixed[i] + (derivative - less) * at_by[i], 0.0))
+        tl.store(by + 16, tl.where(turns, fixed[i] + (derivative - is_low) * at_by[i], 0.0))
 
 
 def tails(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a monotone modulator's last four columns, (rows, 4), and their derivatives by the
-    others, (rows, 4, 8), given those, (rows, 8)."""
+    """Return the last four columns of a monotone modulator's table, and their derivatives.
+
+    Args:
+        table: (rows, 8) float32, the first eight columns.
+
+    Returns:
+        (rows, 4); (rows, 4, 8), the derivatives by `table`.
+    """
     out, jacobian = table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
     with torch.cuda.device_of(table):
         arguments = {"TABLE": table.contiguous(), "OUT": out, "JACOBIAN": jacobian, "num_warps": 1}
@@ -449,8 +469,8 @@ def modulate(scores: Tensor, table: Tensor) -> Tensor:
     """Return sigma(scores).
 
     Args:
-        scores: float16, bfloat16 or float32; (..., heads, T, S) where the table has rows for heads.
-        table: (1 or heads, 8 or 12) float32, as above.
+        scores: float16, bfloat16 or float32; (..., heads, T, S) if the table has a row per head.
+        table: (1 or heads, 8 or 12) float32, see the top of this file.
 
     Returns:
         The shape of scores, float32, contiguous.
@@ -479,7 +499,7 @@ def modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tens
 
 
 def _pieces(scores: Tensor, table: Tensor) -> tuple[int, dict[str, Any]]:
-    """The number of programs, and the arguments that both kernels take."""
+    """Return the number of programs, and the arguments that both kernels share."""
     table = table.contiguous()
     heads, columns = table.shape
     count = scores.numel() if heads == 1 else scores.shape[-1] * scores.shape[-2]
