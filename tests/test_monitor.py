@@ -22,6 +22,7 @@ from test_analysis_collect import TRANSLATION, VARIANTS, gather, table
 from test_commands import MODEL_LANGUAGE, TRANSLATE, parameters, text  # noqa: F401
 from torch.nn.parallel import DistributedDataParallel
 
+from multimax_fairseq.analysis import observer
 from multimax_fairseq.criterions.cross_entropy import MultimaxCrossEntropyCriterion
 from multimax_fairseq.criterions.entmax_loss import EntmaxLossCriterion
 from multimax_fairseq.errors import UsageError
@@ -98,7 +99,7 @@ def loaded(path):
 def test_the_figures_are_those_of_a_collection(
     data, checkpoint, tmp_path, name, fused, monkeypatch
 ):
-    monkeypatch.setattr(monitor, "SCORES_AT_ONCE", 1500)  # several parts of a batch
+    monkeypatch.setattr(observer, "SCORES_AT_ONCE", 1500)  # several parts of a batch
     monkeypatch.setattr(monitor, "LOGITS_AT_ONCE", 500)
     arch, *flags = MODELS[name]
     path = checkpoint(arch, *flags, *EVERY)
@@ -218,7 +219,7 @@ def test_what_is_undefined_is_left_out(build, task, lm_batch):
 def test_a_batch_in_parts_has_the_figures_of_the_whole(build, task, translation_batch, monkeypatch):
     model = scatter_modulators(build(TRANSLATION, *EVERY, "--attention-normalizer-at", "decoder"))
     whole = step(model, criterion_of(task), translation_batch())
-    monkeypatch.setattr(monitor, "SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(observer, "SCORES_AT_ONCE", 1)
     monkeypatch.setattr(monitor, "LOGITS_AT_ONCE", 1)
     parts = step(model, criterion_of(task), translation_batch(), 15)
     assert parts == pytest.approx({**whole, "updates": 16}, rel=1e-5, abs=1e-6)
@@ -413,9 +414,9 @@ def test_one_warning_where_a_modulator_falls(build, task, translation_batch, cap
     caplog.set_level(logging.INFO, monitor.logger.name)
     for done in range(3):
         found = step(model, criterion_of(task), translation_batch(), done)
-    # What is shown is the last value, and where is said once.
+    # The log has the last value, and says once where to find the values.
     assert metrics.get_smoothed_value("train", "monitor/updates") == 3
-    assert sum("figures are in JSON lines" in message for message in caplog.messages) == 1
+    assert sum("logs to JSON lines" in message for message in caplog.messages) == 1
     share = found["decoder.1/past_turning_point"]
     assert share > 0
     (said,) = warnings(caplog)

@@ -1,0 +1,290 @@
+"""Shows the attention in a model's forward passes to a sink.
+
+The observer computes beside the model: neither parameters, outputs nor random numbers depend on it.
+Where a kernel does not return scores, the observer computes them again from query and key.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from torch import Tensor, nn
+
+from multimax_fairseq.mappings.softmax import softmax
+from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.modules import AdditiveAttention, Normalizer, attending
+from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.attention import attention_scores
+
+# Bounds the memory of scores that are computed again: a few tens of MB.
+SCORES_AT_ONCE = 1 << 22
+
+
+@dataclass
+class Attention:
+    """Scores and probabilities of one attention, for some rows and queries of a batch."""
+
+    place: str  # encoder, decoder or cross
+    layer: int  # from 0
+    module: nn.Module  # the Normalizer, or fairseq's attention layer
+    scores: Tensor  # (B, H, T, S), before a modulator
+    probs: Tensor  # (B, H, T, S)
+    excluded: Tensor | None  # bool, broadcastable to (B, H, T, S)
+    padding: Tensor  # (B, T), True for queries that are padding
+
+    @property
+    def normalizer(self) -> Normalizer | None:
+        """The normalizer; None for fairseq's own softmax attention."""
+        return self.module if isinstance(self.module, Normalizer) else None
+
+    @property
+    def modulator(self) -> Any:
+        return getattr(self.normalizer, "modulator", None)
+
+    @property
+    def kept(self) -> Tensor:
+        """(B, H, T, S): True where the query is no padding and the key not excluded."""
+        kept = ~self.padding[:, None, :, None]
+        if self.excluded is not None:
+            kept = kept & ~self.excluded
+        return kept.expand(self.scores.shape)
+
+    def parts(self) -> Iterator["Attention"]:
+        """Split the rows so that each part fits in memory; convert to float32 or wider."""
+        for rows in _parts(self.scores, self.scores.mT):
+            yield Attention(
+                self.place,
+                self.layer,
+                self.module,
+                wide(self.scores[rows]),
+                wide(self.probs[rows]),
+                _of_rows(self.excluded, rows),
+                self.padding[rows],
+            )
+
+
+class Sink:
+    """Receives what an observer sees; a subclass overrides what it needs."""
+
+    def on_attention(self, attention: Attention) -> None:
+        """Take in one attention."""
+
+    def on_output(self, decoder: Any, shown: Tensor, is_logits: bool) -> None:
+        """Take in the decoder's output, (N, C), logits or features, without padding."""
+
+
+class Observer:
+    """Shows each attention of a model, and its decoder's output, to a sink.
+
+    Args:
+        model: a Transformer of fairseq, or a model of this package.
+        sink: receives the attention and the output.
+        once: stop after one forward pass.
+    """
+
+    def __init__(self, model: Any, sink: Sink, once: bool = False) -> None:
+        self.sink, self.once = sink, once
+        self.hooks = contextlib.ExitStack()
+        self.padding: dict[str, Tensor] = {}
+        # Layers that share a module call it in the order of the layers.
+        self.places: dict[nn.Module, list[tuple[str, int]]] = {}
+        self.calls: dict[nn.Module, int] = {}
+        self.queries: dict[nn.Module, int] = {}  # seen so far in this call
+        self.rows: slice | None = None  # of the batch, while scores are computed again
+        for place, layer, module in _attentions(model):
+            if self.follow(module, place, layer):
+                self._observe(module)
+        if hasattr(model, "encoder"):
+            self._hook(model.encoder.register_forward_pre_hook(self._on_source))
+        self._hook(model.decoder.register_forward_pre_hook(self._on_target))
+        self._hook(model.decoder.register_forward_hook(self._on_output, with_kwargs=True))
+
+    def stop(self) -> None:
+        """Remove all hooks from the model."""
+        self.hooks.close()
+
+    def reset(self) -> None:
+        """Forget the calls of earlier passes."""
+        self.calls = dict.fromkeys(self.places, 0)
+        self.queries = dict.fromkeys(self.places, 0)
+
+    # --- which layer calls a module ---
+
+    def follow(self, module: nn.Module, place: str, layer: int) -> bool:
+        """Note that a layer calls this module; return whether it is the module's first layer."""
+        is_first = module not in self.places
+        if is_first:
+            self.places[module] = []
+            self.calls[module] = self.queries[module] = 0
+        self.places[module].append((place, layer))
+        return is_first
+
+    def place_of(self, module: nn.Module) -> tuple[str, int]:
+        """Return place and layer of the module's current call."""
+        places = self.places[module]
+        return places[self.calls[module] % len(places)]
+
+    def advance(self, module: nn.Module, queries: int) -> None:
+        """Count queries: a recurrent decoder attends with one query after the other."""
+        place, _ = self.place_of(module)
+        self.queries[module] += queries
+        if self.queries[module] >= self.padding[place].shape[1]:
+            self.queries[module] = 0
+            self.calls[module] += 1
+
+    # --- hooks ---
+
+    def _hook(self, handle: Any) -> None:
+        self.hooks.callback(handle.remove)
+
+    def _observe(self, module: Any) -> None:
+        if isinstance(module, Normalizer):
+            self._hook(module.register_forward_hook(self._on_scores, with_kwargs=True))
+            module.attend = functools.partial(self._attend, module, module.attend)  # type: ignore[method-assign]
+            self.hooks.callback(delattr, module, "attend")
+        else:
+            self._hook(module.register_forward_hook(self._on_softmax, with_kwargs=True))
+
+    def _on_source(self, encoder: Any, args: Any) -> None:
+        self.padding["encoder"] = args[0] == encoder.dictionary.pad()
+
+    def _on_target(self, decoder: Any, args: Any) -> None:
+        self.padding["decoder"] = self.padding["cross"] = args[0] == decoder.dictionary.pad()
+
+    @torch.no_grad()
+    def _on_output(self, decoder: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self.once:
+            self.stop()
+        shown = output[0].detach()[~self.padding["decoder"]]
+        self.sink.on_output(decoder, shown, not kwargs.get("features_only", False))
+
+    def _attend(self, module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Attend as the module does; compute the scores again if a kernel kept them."""
+        before = self.calls[module], self.queries[module]
+        output = attend(*args, **kwargs)
+        if before == (self.calls[module], self.queries[module]):
+            self._compute_scores(module, inspect.signature(attend).bind(*args, **kwargs).arguments)
+        return output
+
+    @torch.no_grad()
+    def _compute_scores(self, module: Any, given: dict[str, Any]) -> None:
+        query, key, mask = given["query"], given["key"], given.get("mask")
+        given = {**given, "dropout_p": 0.0, "need_probs": True}
+        attend = type(module).attend
+        with torch.autocast(query.device.type, enabled=False):
+            for rows in _parts(query, key):
+                self.rows = rows
+                given["query"], given["key"] = wide(query[rows]), wide(key[rows])
+                given["value"] = given["key"][..., :1]
+                given["mask"] = _of_rows(mask, rows)
+                attend(module, **given)  # calls _on_scores
+        self.rows = None
+        self.advance(module, query.shape[2])
+
+    @torch.no_grad()
+    def _on_scores(self, module: Any, args: Any, kwargs: Any, probs: Tensor) -> None:
+        scores, _, mask, *_ = args
+        if module.training and mapping_named(module.name).training:
+            # In training, some of these probabilities are not exactly 0.
+            with evaluated(module):
+                probs = module.forward(*args, **kwargs)
+        self._show(module, scores, probs, mask)
+        if self.rows is None:
+            self.advance(module, scores.shape[-2])
+
+    @torch.no_grad()
+    def _on_softmax(self, module: Any, args: Any, kwargs: Any, _: Any) -> None:
+        """Compute scores and probabilities of fairseq's own attention from its inputs."""
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        key = given["query"] if module.self_attention else given["key"]
+        query, key = (
+            F.linear(x, projection.weight, projection.bias)
+            .unflatten(-1, (module.num_heads, -1))
+            .permute(1, 2, 0, 3)  # (T, B, H D) to (B, H, T, D)
+            for x, projection in ((given["query"], module.q_proj), (key, module.k_proj))
+        )
+        mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+        if mask is not None and not mask.is_floating_point():
+            mask = mask.bool()
+        if padding is not None:
+            padding = padding.bool()[:, None, None]
+            mask = padding if mask is None else padding | _excluded(mask)
+        with torch.autocast(query.device.type, enabled=False):
+            for rows in _parts(query, key):
+                self.rows, part = rows, _of_rows(mask, rows)
+                scores = attention_scores(wide(query[rows]), wide(key[rows]), module.scaling)
+                self._show(module, scores, softmax(scores, -1, part), part)
+        self.rows = None
+        self.advance(module, query.shape[2])
+
+    def _show(self, module: nn.Module, scores: Tensor, probs: Tensor, mask: Tensor | None) -> None:
+        place, layer = self.place_of(module)
+        first = self.queries[module]
+        padding = self.padding[place][:, first : first + scores.shape[-2]]
+        if self.rows is not None:
+            padding = padding[self.rows]
+        excluded = None if mask is None else _excluded(mask)
+        shown = Attention(place, layer, module, scores.detach(), probs.detach(), excluded, padding)
+        self.sink.on_attention(shown)
+
+
+def _attentions(model: Any) -> Iterator[tuple[str, int, Any]]:
+    """Yield (place, layer, module) of each normalizer and of each attention of fairseq's own."""
+    recurrent = getattr(model.decoder, "attention", None)
+    if isinstance(recurrent, AdditiveAttention):
+        yield from (("cross", 0, part) for part in _normalizers(recurrent.normalizer))
+    for side in ("encoder", "decoder"):
+        layers = getattr(getattr(model, side, None), "layers", ())
+        for number in range(len(layers)):  # iterating under LayerDrop would draw random numbers
+            for name, place in (("self_attn", side), ("encoder_attn", "cross")):
+                attention = getattr(layers[number], name, None)
+                if isinstance(attention, MultiheadAttention):
+                    for part in _normalizers(attention.normalizer):
+                        yield place, number, part
+                elif type(attention) is SoftmaxMultiheadAttention:
+                    yield place, number, attention
+
+
+def _normalizers(module: Any) -> Iterator[Normalizer]:
+    return (part for part in attending(module) if isinstance(part, Normalizer))
+
+
+@contextlib.contextmanager
+def evaluated(module: nn.Module | None) -> Iterator[None]:
+    """Put a module into evaluation mode for a while."""
+    if module is None:
+        yield
+        return
+    before = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(before)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return the tensor in float32 or wider, without gradient."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _parts(query: Tensor, key: Tensor) -> list[slice]:
+    """Split the rows of a batch, (B, H, T, any) and (B, H, S, any), to bound memory."""
+    batch, heads, queries, _ = query.shape
+    size = max(1, SCORES_AT_ONCE // max(1, heads * queries * key.shape[2]))
+    return [slice(first, first + size) for first in range(0, batch, size)]
+
+
+def _of_rows(mask: Tensor | None, rows: slice) -> Tensor | None:
+    """Return these rows of a mask, unless all rows share it."""
+    return mask[rows] if mask is not None and mask.dim() == 4 and mask.shape[0] > 1 else mask
+
+
+def _excluded(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == -torch.inf
