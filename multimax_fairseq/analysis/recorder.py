@@ -1,4 +1,4 @@
-"""Watches the forward passes of a model that was trained."""
+"""Records the forward passes of a trained model for `collect`."""
 
 import contextlib
 import inspect
@@ -11,6 +11,7 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.analysis import metrics
+from multimax_fairseq.analysis.observer import Attention, Observer, Sink
 from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.continuous.value_function import positions
@@ -21,21 +22,21 @@ from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.backend import VARIABLE
 
 
-class Recorder:
-    """Watches a model's own forward passes, from hooks on its normalizers and layers.
+class Recorder(Sink):
+    """Collects statistics and examples from a model's forward passes.
 
-    fairseq's own attention layers are put into ours with softmax as the normalizer: the same
-    function, in which scores and probabilities can be seen.
+    Attention layers of fairseq's own are replaced by ours with softmax as the normalizer: the same
+    function.
 
     Args:
         model: changed in place; a Transformer of fairseq, or a model of this package.
-        source: the source's words; None for a language model.
-        target: the target's words.
-        wanted: the numbers of the sentences to keep as examples.
-        longest: of longer ones, so many first tokens are kept.
+        source: words of the source; None for a language model.
+        target: words of the target.
+        wanted: numbers of the sentences to keep as examples.
+        longest: number of tokens to keep of an example.
 
     Raises:
-        UsageError: a model of another build.
+        UsageError: another architecture.
     """
 
     def __init__(
@@ -52,67 +53,40 @@ class Recorder:
         self.densities: dict[str, str] = {}
         self.examples: dict[int, dict[str, Any]] = {}
         self.output = OutputSums(target.dictionary)
-        # Where layers share a module, its calls come in the order of the layers.
-        self.places: dict[nn.Module, list[tuple[str, int]]] = {}
+        followed: list[tuple[nn.Module, str, int]] = []
         attention: Any = getattr(getattr(model, "decoder", None), "attention", None)
-        if isinstance(attention, AdditiveAttention):  # of a recurrent model, which has no other
-            self._watch_attention("cross", 0, attention.normalizer, 1)
+        if isinstance(attention, AdditiveAttention):  # the only one of a recurrent model
+            followed += self._add_sums("cross", 0, attention.normalizer, 1)
         else:
-            self._watch_layers(model, source is not None)
+            for side, number, layer in _layers(model, source is not None):
+                followed.append((layer, side, number))
+                for place, attention in _self_and_cross_attention(side, number, layer):
+                    followed += self._add_sums(
+                        place, number, attention.normalizer, attention.num_heads
+                    )
         if not _takes_features_only(model):
             raise _unknown(f"a {type(model).__name__} has no forward for the features only")
-        for module in self.places:
-            if isinstance(module, Normalizer):
-                module.register_forward_hook(self._on_scores)
-            elif isinstance(module, Expectation):
-                module.register_forward_hook(self._on_density)
-            else:
-                module.register_forward_hook(self._on_features)
+        self.observer = Observer(model, self)
+        for module, place, number in followed:
+            if self.observer.follow(module, place, number):
+                is_density = isinstance(module, Expectation)
+                module.register_forward_hook(self._on_density if is_density else self._on_features)
 
-    def _watch_layers(self, model: Any, has_source: bool) -> None:
-        for side in ("encoder", "decoder"):
-            layers = getattr(getattr(model, side, None), "layers", None)
-            if layers is None:
-                if side == "encoder" and not has_source:
-                    continue
-                raise _unknown(f"it has no {side} layers")
-            for number, layer in enumerate(layers):
-                self._watch_layer(side, number, layer)
-
-    def _watch_layer(self, side: str, number: int, layer: nn.Module) -> None:
-        if getattr(layer, "cross_self_attention", False):
-            raise _unknown("--cross-self-attention joins its two attentions")
-        self.places.setdefault(layer, []).append((side, number))
-        for name, place in (("self_attn", side), ("encoder_attn", "cross")):
-            attention = getattr(layer, name, None)
-            if attention is None:
-                if name == "self_attn":
-                    raise _unknown(f"layer {number + 1} of its {side} has no self-attention")
-                continue
-            if type(attention) is SoftmaxMultiheadAttention:
-                try:
-                    attention = MultiheadAttention(attention, Normalizer("softmax")).eval()
-                except ValueError as error:
-                    raise _unknown(str(error)) from None
-                setattr(layer, name, attention)
-            if not isinstance(attention, MultiheadAttention):
-                raise _unknown(f"its attention is a {type(attention).__name__}")
-            self._watch_attention(place, number, attention.normalizer, attention.num_heads)
-
-    def _watch_attention(self, place: str, number: int, module: nn.Module, heads: int) -> None:
-        """Watch what has the method `attend`."""
+    def _add_sums(
+        self, place: str, number: int, module: nn.Module, heads: int
+    ) -> Iterator[tuple[nn.Module, str, int]]:
+        """Make the sums of an attention; yield the module that computes its densities."""
         for part in attending(module):
             if isinstance(part, ContinuousAttention):
                 self.densities[place] = part.density
-                self.places.setdefault(part.expectation, []).append((place, number))
+                yield part.expectation, place, number
             elif isinstance(part, Normalizer):
-                self.places.setdefault(part, []).append((place, number))
                 self.sums[place, number] = AttentionSums(part, heads)
         if (place, number) not in self.sums:
             raise _unknown(f"its attention is by a {type(module).__name__}")
 
     def run(self, sample: dict[str, Any]) -> None:
-        """Run the model on a batch and take in what it shows."""
+        """Run the model on a batch and record it."""
         inputs = sample["net_input"]
         decoded = inputs["src_tokens" if self.source is None else "prev_output_tokens"]
         tokens = {"decoder": (self.target, decoded)}
@@ -122,8 +96,8 @@ class Recorder:
         if self.source is not None:
             self.pairs["cross"] = _pair(*tokens["decoder"], *tokens["encoder"])
         self.rollouts: dict[str, Tensor] = {}
-        self.steps: dict[nn.Module, list[tuple[Tensor, ...]]] = {m: [] for m in self.places}
-        self.calls = dict.fromkeys(self.places, 0)
+        self.observer.reset()
+        self.steps: dict[nn.Module, list[tuple[Tensor, ...]]] = {m: [] for m in self.observer.calls}
         self.ids = sample["id"].tolist()
         for row, number in enumerate(self.ids):
             if number in self.wanted:
@@ -146,18 +120,13 @@ class Recorder:
         with _plain_backend(), torch.no_grad():
             features = self.model(**inputs, features_only=True)[0]
             self.output.add(self.model.decoder, features[counted], sample["target"][counted])
-        seen = all(self.calls.values()) and not any(self.steps.values())
-        assert seen, "an attention was computed that could not be seen"
-
-    def _place(self, module: nn.Module) -> tuple[str, int]:
-        """Where the module is, in the call that is taken in next."""
-        places = self.places[module]
-        return places[self.calls[module] % len(places)]
+        is_complete = all(self.observer.calls.values()) and not any(self.steps.values())
+        assert is_complete, "the observer missed an attention"
 
     def _all_queries(self, module: nn.Module, *shown: Tensor) -> tuple[Tensor, ...] | None:
-        """Return what a module shows, (B, heads, queries, ...) each, once it has shown it of all
-        queries: a recurrent decoder asks one after the other."""
-        place, _ = self._place(module)
+        """Return tensors, (B, heads, queries, ...), of all queries of a call, or None before the
+        last query: a recurrent decoder attends with one query after the other."""
+        place, _ = self.observer.place_of(module)
         steps = self.steps[module]
         steps.append(shown)
         if sum(step[0].shape[2] for step in steps) < self.pairs[place].query_padding.shape[1]:
@@ -166,17 +135,15 @@ class Recorder:
             shown if len(steps) == 1 else tuple(torch.cat(s, 2) for s in zip(*steps, strict=True))
         )
         steps.clear()
-        self.calls[module] += 1
         return joined
 
-    def _on_scores(self, module: nn.Module, inputs: Any, probs: Tensor) -> None:
-        scores, _, mask, _ = inputs
-        place, number = self._place(module)
+    def on_attention(self, attention: Attention) -> None:
+        place, number = attention.place, attention.layer
         pair, sums = self.pairs[place], self.sums[place, number]
-        excluded = pair.key_padding[:, None, None].expand(-1, 1, scores.shape[-2], -1)
-        if mask is not None:
-            excluded = excluded | (mask if mask.dtype == torch.bool else mask == -torch.inf)
-        shown = self._all_queries(module, scores, probs, excluded)
+        excluded = pair.key_padding[:, None, None].expand(-1, 1, attention.scores.shape[-2], -1)
+        if attention.excluded is not None:
+            excluded = excluded | attention.excluded
+        shown = self._all_queries(attention.module, attention.scores, attention.probs, excluded)
         if shown is None:
             return
         scores, probs, excluded = shown
@@ -202,18 +169,19 @@ class Recorder:
             self.rollouts[place] = mixed
         elif "encoder" in self.rollouts:
             mixed = mean @ self.rollouts["encoder"]
-        else:  # without attention in the encoder there is nothing to go on through
+        else:  # an encoder without attention has no rollout
             return
         unseen = excluded[:, 0] | pair.query_padding[..., None]
-        if pair.same:  # what the residual connection adds is no attention
+        if pair.same:  # the diagonal holds the residual connection
             unseen = unseen | (pair.offsets[:, 0] == 0)
         sums.layer["rollout_similarity"].add(metrics.correlation(mixed, mean, unseen)[None])
         self._show("rollout", place, pair, mixed)
 
     def _on_density(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        place, number = self._place(module)
+        place, number = self.observer.place_of(module)
         pair = self.pairs[place]
         shown = self._all_queries(module, *(moment[..., None] for moment in inputs))
+        self.observer.advance(module, inputs[0].shape[2])
         if shown is None:
             return
         mean, variance = shown
@@ -224,7 +192,7 @@ class Recorder:
         self.sums[place, number].add_density(kind, variance, inside, pair)
         for row, queries, keys, example in self._wanted(pair):
             found = inside[row][:, queries][..., keys]
-            # What lies in the support is one run of tokens.
+            # The support is one interval of tokens.
             first = found.long().argmax(-1)
             ends = torch.stack([first, first + found.sum(-1)], -1)
             layer = {
@@ -238,13 +206,13 @@ class Recorder:
             example["densities"].setdefault(place, []).append(layer)
 
     def _show(self, name: str, place: str, pair: QueriesAndKeys, values: Tensor) -> None:
-        """Keep the weights of the examples in this batch, (B, ..., T, S)."""
+        """Keep the weights, (B, ..., T, S), of this batch's examples."""
         for row, queries, keys, example in self._wanted(pair):
             shown = _numbers(values[row][..., queries, :][..., keys], 4)
             example[name].setdefault(place, []).append(shown)
 
     def _wanted(self, pair: QueriesAndKeys) -> Iterator[tuple[int, Tensor, Tensor, dict[str, Any]]]:
-        """The rows of this batch that are examples, with the queries and keys that are shown."""
+        """Yield the rows of this batch that are examples, and their first queries and keys."""
         for row, number in enumerate(self.ids):
             if number in self.wanted:
                 queries, keys = (
@@ -254,8 +222,8 @@ class Recorder:
                 yield row, queries, keys, self.examples[number]
 
     def _on_features(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        place, number = self._place(module)
-        self.calls[module] += 1
+        place, number = self.observer.place_of(module)
+        self.observer.advance(module, self.pairs[place].query_padding.shape[1])
         features = output[0] if isinstance(output, tuple) else output
         features, padding = features.transpose(0, 1), self.pairs[place].query_padding
         layer = self.sums[place, number].layer
@@ -263,8 +231,41 @@ class Recorder:
         layer["mean_average_distance"].add(metrics.mean_average_distance(features, padding)[None])
 
 
+def _layers(model: Any, has_source: bool) -> Iterator[tuple[str, int, Any]]:
+    """Yield (side, number, layer) of a Transformer."""
+    for side in ("encoder", "decoder"):
+        layers = getattr(getattr(model, side, None), "layers", None)
+        if layers is None:
+            if side == "encoder" and not has_source:
+                continue
+            raise _unknown(f"it has no {side} layers")
+        for number, layer in enumerate(layers):
+            if getattr(layer, "cross_self_attention", False):
+                raise _unknown("--cross-self-attention joins its two attentions")
+            yield side, number, layer
+
+
+def _self_and_cross_attention(side: str, number: int, layer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (place, attention) of a layer; put fairseq's own attention into ours."""
+    for name, place in (("self_attn", side), ("encoder_attn", "cross")):
+        attention = getattr(layer, name, None)
+        if attention is None:
+            if name == "self_attn":
+                raise _unknown(f"layer {number + 1} of its {side} has no self-attention")
+            continue
+        if type(attention) is SoftmaxMultiheadAttention:
+            try:
+                attention = MultiheadAttention(attention, Normalizer("softmax")).eval()
+            except ValueError as error:
+                raise _unknown(str(error)) from None
+            setattr(layer, name, attention)
+        if not isinstance(attention, MultiheadAttention):
+            raise _unknown(f"its attention is a {type(attention).__name__}")
+        yield place, attention
+
+
 def _numbers(values: Tensor, digits: int) -> list[Any]:
-    """Nested lists of them, with so many digits behind the point."""
+    """Return nested lists of rounded numbers."""
     return values.double().numpy().round(digits).tolist()
 
 
@@ -296,7 +297,7 @@ def _unknown(why: str) -> UsageError:
 
 @contextlib.contextmanager
 def _plain_backend() -> Iterator[None]:
-    """The kernels hold no probabilities: only plain PyTorch has what there is to see."""
+    """Compute attention in plain PyTorch, so that a collection does not depend on the kernels."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "plain"
     try:
