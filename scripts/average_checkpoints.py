@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Averages the parameters of a run's checkpoints into one that every fairseq command reads.
+"""Averages the parameters of a run's checkpoints into one checkpoint for all fairseq commands.
 
     scripts/average_checkpoints.py CHECKPOINT... --output FILE
     scripts/average_checkpoints.py SAVE_DIR --last N --output FILE
 
-With --last the N newest numbered checkpoints of the folder are taken, those of updates
+--last N averages the newest N numbered checkpoints of the folder: those of updates
 (checkpoint_1_500.pt) if there are enough, else those of epochs (checkpoint3.pt).
 """
 
@@ -15,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-# fairseq tells everybody who imports it what speech synthesis would need.
+# Importing fairseq prints what its speech synthesis needs.
 logging.getLogger("fairseq").setLevel(logging.WARNING)
 from multimax_fairseq import compat  # noqa: E402
 from multimax_fairseq.compat.saving import NUMBERED  # noqa: E402
@@ -49,7 +49,7 @@ def newest(folder: Path, count: int) -> list[Path]:
 
 
 def average(files: list[Path]) -> dict:
-    """The first file's checkpoint with the mean of all files' parameters, summed in float64."""
+    """The first checkpoint with the mean of all checkpoints' parameters, summed in float64."""
     first = read(files[0])
     totals = {name: p.double() for name, p in first["model"].items()}
     wanted = mapping_settings(options(first))
@@ -66,16 +66,11 @@ def average(files: list[Path]) -> dict:
                 f"'{file}' has other parameters than '{files[0]}': average one run's checkpoints"
             )
         for name, p in model.items():
-            totals[name] = totals[name] + p  # not in place: tied ones of float64 are one tensor
+            totals[name] = totals[name] + p  # not in place: tied parameters share one tensor
     first["model"] = {
         name: (total / len(files)).to(first["model"][name].dtype) for name, total in totals.items()
     }
     return first
-
-
-def write_average(files: list[Path], output: Path) -> None:
-    """Write `average` of the files, complete or not at all."""
-    write(average(files), output)
 
 
 def main() -> None:
@@ -83,7 +78,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("inputs", nargs="+", type=Path, metavar="CHECKPOINT or SAVE_DIR")
-    parser.add_argument("--last", type=int, metavar="N", help="of the folder SAVE_DIR")
+    parser.add_argument("--last", type=int, metavar="N", help="the newest N of SAVE_DIR")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     compat.apply()
@@ -103,10 +98,7 @@ def main() -> None:
             raise UsageError(
                 f"'{folders[0]}' is a folder: add --last N to average its N newest checkpoints"
             )
-        missing = [str(file) for file in files if not file.is_file()]
-        if missing:
-            raise UsageError(f"checkpoint '{missing[0]}' does not exist: check its path")
-        write_average(files, args.output)
+        write(average(files), args.output)
     except (UsageError, OSError) as error:
         sys.exit(f"average_checkpoints.py: error: {error}")
     except KeyboardInterrupt:

@@ -5,20 +5,19 @@
                         [--user-dir DIR] [--quantize int8]
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
-papers have it. A translation has at most 1.2 tokens for each of its source, and 10 more, or what
-max_len_a and max_len_b say in the --eval-bleu-args that the model was trained with. The references
-are DATA-BIN/SUBSET.reference.LANGUAGE where data preparation has left them, raw text, one sentence
-per line; else they are read back from DATA-BIN, where an unknown word matches nothing, and the
-output gives the number of references that hold one. Where evaluation.json there says that the model
-knows lower case alone, no score looks at case; where it says that the data have other numbers of
-sentence pairs than expected, the signatures end in them.
+papers report it. A translation has at most 1.2 tokens per source token plus 10, or what max_len_a
+and max_len_b say in the --eval-bleu-args of the training. References are the lines of
+DATA-BIN/SUBSET.reference.LANGUAGE, raw text, if data preparation wrote it. Otherwise they are
+decoded from DATA-BIN, where an unknown word matches nothing, and the output gives the number of
+references with unknown words. DATA-BIN/evaluation.json says whether scores ignore case, and whether
+the numbers of sentence pairs differ from those expected, which the signatures then report.
 
-Both compute in float32, whether or not the model was trained with --bf16. A source that is longer
-than the model takes is an error: --truncate-source of the training does not act here.
-
-Language model: perplexity a token, end-of-sentence tokens included, by fairseq's protocol: each
+Language model: perplexity per token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
-Perplexity a word, of the text before subwords, where evaluation.json has their number.
+Also perplexity per word of the text before subwords, if evaluation.json has the number of words.
+
+Both compute in float32, also for models trained with --bf16. A source longer than the model's
+maximum is an error: --truncate-source of the training has no effect here.
 """
 
 import argparse
@@ -27,15 +26,15 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import lib
 import torch
-from average_checkpoints import newest, write_average
+from average_checkpoints import average, newest
 from fairseq import checkpoint_utils
 from fairseq.data.data_utils import infer_language_pair
 from sacrebleu.metrics import BLEU, CHRF
@@ -44,38 +43,15 @@ from sacremoses import MosesDetokenizer, MosesTokenizer
 from multimax_fairseq import compat
 from multimax_fairseq.compat.silent import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import check_place, whole
+from multimax_fairseq.files import check_place
+from multimax_fairseq.integrations.convert.checkpoint import write
 from multimax_fairseq.models.loading import task_of
 
-ROOT = Path(__file__).resolve().parent.parent
-PLUGIN = ROOT / "multimax_fairseq"
-
-
-def program(name: str) -> str:
-    """The path of a stock fairseq command: this environment's, or the one in PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise UsageError(f"there is no command {name}: activate the environment it is in")
-    return found
-
-
-def check_path(what: str, path: Path) -> None:
-    """Raise UsageError for a path that fairseq would read as several."""
-    if ":" in str(path):
-        raise UsageError(
-            f"{what} '{path}' has a ':', where fairseq would split it: name another folder"
-        )
-
-
-def portable(words: list[str]) -> list[str]:
-    """A command as it is called from the checkout, whose own place is nobody's business."""
-    inside = [word.removeprefix(f"{ROOT}/") for word in words[1:]]
-    return [Path(words[0]).name, *inside]
+PLUGIN = lib.ROOT / "multimax_fairseq"
 
 
 def command(name: str, *arguments: object) -> list[str]:
-    return [program(name), *map(str, arguments)]
+    return [lib.program(name), *map(str, arguments)]
 
 
 def not_ours(described: Path, error: Exception) -> UsageError:
@@ -86,8 +62,10 @@ def not_ours(described: Path, error: Exception) -> UsageError:
 
 
 def describe(data: Path, target: str) -> dict[str, Any]:
-    """What undoes the preparation of the text: evaluation.json, or what the dictionary tells; and
-    `pairs`, the numbers of sentence pairs where they are not those expected, for a signature."""
+    """How the text was prepared, from evaluation.json or else from the dictionary.
+
+    `pairs` names the splits whose number of sentence pairs differs from the expected one.
+    """
     if (described := data / "evaluation.json").is_file():
         try:
             found = json.loads(described.read_text(encoding="utf-8"))
@@ -102,7 +80,7 @@ def describe(data: Path, target: str) -> dict[str, Any]:
     file = data / f"dict.{target}.txt"
     if not file.is_file():
         raise UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
-    types = [line.split(" ")[0] for line in raw_lines(file)]
+    types = [line.split(" ")[0] for line in lib.read_lines(file)]
     remove = None
     if any(word.startswith("▁") for word in types):
         remove = "sentencepiece"
@@ -112,37 +90,21 @@ def describe(data: Path, target: str) -> dict[str, Any]:
 
 
 def last_line(said: str) -> str:
-    """Return the last line of a command's output, which is the sentence of its error."""
+    """The last line of a failed command's output: its error."""
     lines = [line for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def run(words: list[str], log: Path) -> str:
-    """Run a command; return what it printed, errors first, which is kept in a file too."""
+    """Run a command; return its stderr and stdout, also written to `log`."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8")
         errors.seek(0)
-        told = errors.read()
-    log.write_text(f"{told}\n{done.stdout}", encoding="utf-8")
+        output = f"{errors.read()}\n{done.stdout}"
+    log.write_text(output, encoding="utf-8")
     if done.returncode:
-        said = last_line(told.strip() or done.stdout)
-        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {said}")
-    return f"{told}\n{done.stdout}"
-
-
-def sentences(output: str, kind: str) -> dict[int, str]:
-    """Text by sentence number of fairseq-generate's lines H (hypothesis) or T (target)."""
-    tab = r"\t\S+\t" if kind == "H" else r"\t"
-    return {int(n): s for n, s in re.findall(rf"^{kind}-(\d+){tab}(.*)$", output, re.MULTILINE)}
-
-
-def raw_lines(file: Path) -> list[str]:
-    """The lines of a text; nothing but a line feed ends one."""
-    try:
-        with file.open(encoding="utf-8", newline="\n") as lines:
-            return [line.removesuffix("\n") for line in lines]
-    except UnicodeDecodeError as error:
-        raise UsageError(f"'{file}' is not UTF-8 ({error}): prepare the data again") from None
+        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {last_line(output)}")
+    return output
 
 
 def translation(
@@ -164,18 +126,18 @@ def translation(
         *(("--remove-bpe", text["remove_bpe"]) if text["remove_bpe"] else ()),
     )
     output = run(words, log)
-    found, wanted = sentences(output, "H"), sentences(output, "T")
+    found, wanted = lib.sentences(output, "H"), lib.sentences(output, "T")
     kept = data / f"{subset}.reference.{target}"
     count = len(wanted)
     if kept.is_file():
-        references = raw_lines(kept)
+        references = lib.read_lines(kept)
         count = len(references)
     if not count or not set(found) == set(wanted) == set(range(count)):
         raise UsageError(
             f"fairseq-generate gave {len(found)} translations for {count} references: see {log}"
         )
     ordered = [found[i] for i in range(count)]
-    # SacreBLEU would split fairseq's placeholder into pieces that match <unk> in a translation.
+    # SacreBLEU would split fairseq's placeholder into tokens that match <unk> in a translation.
     targets = [wanted[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
     detokenized = ordered
     if text["tokenizer"] == "moses":
@@ -194,7 +156,9 @@ def translation(
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
     chrf = CHRF(lowercase=text["lowercase"])
     unknown = 0 if kept.is_file() else sum(UNKNOWN_WORD in line for line in targets)
-    differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""  # in SacreBLEU's own form
+    differing = (
+        f"|pairs:{text['pairs']}" if text["pairs"] else ""
+    )  # in the format of SacreBLEU's signatures
     differing += f"|unknown:{unknown:,}" if unknown else ""
     return {
         "metric": "SacreBLEU",
@@ -208,13 +172,12 @@ def translation(
         + ("raw text" if kept.is_file() else "read back from the binarised data")
         + (f", {unknown:,} with unknown words" if unknown else ""),
         "hypotheses": hashlib.sha256("\n".join(detokenized).encode()).hexdigest(),
-        "evaluation": portable(words),
+        "evaluation": lib.portable(words),
     }
 
 
 def words_of(data: Path, subset: str) -> int | None:
-    """How many words a text of subwords had, each paragraph's end among them, if data-prep/ has
-    noted it."""
+    """The number of words before subwords, plus one per paragraph; None if it is unknown."""
     described = data / "evaluation.json"
     if not described.is_file():
         return None
@@ -241,7 +204,7 @@ def language_model(
         raise UsageError(f"fairseq-eval-lm printed no perplexity: see {log}")
     bits, tokens = float(loss[-1][0]), int(count[-1].replace(",", ""))
     kept = words_of(data, subset)
-    # The same probability of the same text, shared out over other units.
+    # The same probability of the same text, normalised by words.
     a_word = {} if kept is None else {"word_perplexity": 2 ** (bits * tokens / kept)}
     return {
         "metric": "perplexity",
@@ -250,14 +213,14 @@ def language_model(
         "signature": f"a token, {count[-1]} tokens, blocks of {block}, context window {context}",
         "protocol": f"{subset}, fairseq-eval-lm, each token after at least {context} others where "
         "the text has as many",
-        "evaluation": portable(words),
+        "evaluation": lib.portable(words),
     }
 
 
 def log_of(checkpoint: Path, name: str) -> Path:
-    """Where what an evaluation prints is kept: beside the checkpoint, if that can be."""
-    beside = os.access(checkpoint.parent, os.W_OK)
-    folder = checkpoint.parent if beside else Path(tempfile.gettempdir())
+    """Beside the checkpoint if that folder is writable, else in the temporary folder."""
+    is_writable = os.access(checkpoint.parent, os.W_OK)
+    folder = checkpoint.parent if is_writable else Path(tempfile.gettempdir())
     return folder / f"{checkpoint.stem}.{name}.log"
 
 
@@ -270,20 +233,18 @@ def evaluate(
     quantized: bool = False,
     plugin: str | Path = PLUGIN,
 ) -> dict[str, Any]:
-    """Return metric, value, signature and protocol; UsageError, in one sentence, for what fails."""
+    """Return metric, value, signature and protocol; raise UsageError if a command fails."""
     for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
         if not path.exists():
             raise UsageError(f"{what} '{path}' does not exist: check its path")
-        check_path(what, path)
     log = log or log_of(checkpoint, subset)
     task = task_of(checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint)), checkpoint)
     options = [] if torch.cuda.is_available() and not quantized else ["--cpu"]
     options += ["--quantize", "int8"] if quantized else []
     options += ["--user-dir", str(plugin)]
     if task._name == "language_modeling":
-        for flag, given in (("--quantize int8", quantized), (f"--beam {beam}", beam is not None)):
-            if given:
-                raise UsageError(f"{flag} is for translation: leave it out")
+        if quantized:
+            raise UsageError("--quantize int8 is for translation: leave it out")
         return language_model(checkpoint, data, task, subset, options, log)
     if not hasattr(task, "source_lang"):
         raise UsageError(
@@ -294,21 +255,11 @@ def evaluate(
     return translation(checkpoint, data, task, subset, beam, options, log)
 
 
-def write(file: Path, text: str) -> None:
-    """Write a file, complete or not at all, whoever else is writing it."""
-    with whole(file) as aside:
-        aside.write_text(text, encoding="utf-8")
-
-
-def write_json(file: Path, value: Any) -> None:
-    write(file, json.dumps(value, ensure_ascii=False) + "\n")
-
-
 def show(result: dict[str, Any]) -> None:
     print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
     print(f"  {result['signature']}")
     if "int8" in result:
-        difference = round(result["int8"] - result["value"], 2) + 0.0  # which -0 is not
+        difference = round(result["int8"] - result["value"], 2) + 0.0  # no -0
         print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
     if "word_perplexity" in result:
         print(f"perplexity a word {result['word_perplexity']:.2f} (between spaces, or an end)")
@@ -331,23 +282,23 @@ def main() -> None:
         "--average",
         type=int,
         metavar="N",
-        help="first average the folder's last N checkpoints, into averageN.pt there",
+        help="first average the newest N checkpoints of the folder into averageN.pt",
     )
     parser.add_argument("--subset", default="test", help="of DATA-BIN; default test")
     parser.add_argument("--beam", type=int, help="of a translation; default 5")
     parser.add_argument(
         "--quantize",
         choices=["int8"],
-        help="evaluate in int8 on the CPU besides, and print the difference",
+        help="also evaluate in int8 on the CPU, and print the difference",
     )
     parser.add_argument(
         "--user-dir",
         type=Path,
         default=PLUGIN,
         metavar="DIR",
-        help="the model's own, with this plugin in it; default multimax_fairseq",
+        help="a plugin on top of this one; default multimax_fairseq",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     args = parser.parse_args()
     compat.apply()
     try:
@@ -365,7 +316,7 @@ def main() -> None:
                 raise UsageError(f"--average {args.average} must be at least 1")
             folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
             checkpoint = folder / f"average{args.average}.pt"
-            write_average(newest(folder, args.average), checkpoint)
+            write(average(newest(folder, args.average)), checkpoint)
         given = (checkpoint, args.data, args.subset, args.beam)
         score = functools.partial(evaluate, *given, plugin=args.user_dir)
         narrow = {}
@@ -375,7 +326,7 @@ def main() -> None:
         result = score() | narrow
         show(result)
         if args.json is not None:
-            write_json(args.json, result)
+            lib.write_json(args.json, result)
     except (UsageError, OSError) as error:
         sys.exit(f"evaluate.sh: error: {error}")
     except KeyboardInterrupt:

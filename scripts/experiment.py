@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Trains, evaluates and tabulates the rows of an experiment: those of the papers, and with
-scripts/quickstart.sh those of the quickstart.
+"""Trains, evaluates and tabulates the rows of an experiment.
 
     scripts/iwslt14.sh      [options] [-- fairseq-train options]
     scripts/wikitext103.sh  [options] [-- fairseq-train options]
@@ -8,22 +7,21 @@ scripts/quickstart.sh those of the quickstart.
     scripts/multi30k.sh     [options] [-- fairseq-train options]
     scripts/speeches.sh     [options] [-- fairseq-train options]
 
-A row is a file of configs/, EXPERIMENT_ROW.yaml, or an entry of configs/rows/EXPERIMENT.yaml, with
-what all rows share in EXPERIMENT.yaml; its values become the options of one stock fairseq-train
-call for each seed. In OUT/ROW/seed-N:
+configs/EXPERIMENT.yaml has the settings that all rows share, configs/rows/EXPERIMENT.yaml what each
+row changes. Each row and seed is one call of fairseq-train. OUT/ROW/seed-N holds
 
-    command             that call, to be repeated by hand
-    train.log           all that it printed; checkpoint_best.pt, checkpoint_last.pt: its checkpoints
-    evaluate.log        likewise for fairseq-generate or fairseq-eval-lm
-    result.json         the figure, and all that it takes to find it again
-    data.sha256         of the data that it reads
+    command             this call, to repeat it by hand
+    train.log           its output; checkpoint_best.pt, checkpoint_last.pt: its checkpoints
+    evaluate.log        the output of fairseq-generate or fairseq-eval-lm
+    result.json         the score, and everything needed to reproduce it
+    data.sha256         the checksum of the data
 
-OUT/results.jsonl collects the results, OUT/table.md is their table. What is finished is not done
-again; what was stopped goes on where it stopped. The same command may run several times at once, on
-one GPU each, say (CUDA_VISIBLE_DEVICES): each takes runs that no other has.
+OUT/results.jsonl collects the results, OUT/table.md is their table. Finished runs are skipped,
+interrupted ones resume. Several of the same command can run at once, for example one per GPU
+(CUDA_VISIBLE_DEVICES): they share the runs.
 
-Options after -- go to every fairseq-train call, after those of the row: other sizes, another
-schedule. Without a GPU everything runs on the CPU, in float32.
+Options after -- go to every fairseq-train call, after those of the row. Without a GPU everything
+runs on the CPU in float32.
 """
 
 import argparse
@@ -42,12 +40,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import evaluate
+import hydra
+import lib
 import torch
-from experiment_plan import ROOT, Run, groups, options_of, plan
-from tqdm import tqdm
+from lib import CONFIGS, ROOT, Experiment, options_of
+from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import saving
@@ -56,15 +56,111 @@ from multimax_fairseq.files import whole
 from multimax_fairseq.signature import processor, signature
 
 STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
+# The options of fairseq-train that choose the implementation of a config group.
+CHOICES = {
+    "task": "--task",
+    "model": "--arch",
+    "criterion": "--criterion",
+    "optimizer": "--optimizer",
+    "lr_scheduler": "--lr-scheduler",
+}
+
+
+# --- from a row to its command -------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    experiment: str
+    row: str
+    seed: int
+    folder: Path
+    data: Path
+    plugin: str
+    command: list[str]
+    updates: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment} {self.row}, seed {self.seed}"
+
+
+def compose(experiment: Experiment, row: str) -> DictConfig:
+    """The config of a row, as fairseq-hydra-train reads it."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.1"):  # fairseq's own version
+        cfg = hydra.compose(experiment.name)
+    OmegaConf.set_struct(cfg, False)
+    return OmegaConf.merge(cfg, experiment.changes[row])
+
+
+def fit(cfg: DictConfig, gpus: int) -> None:
+    """Keep the batch size on another number of GPUs; 0 is the CPU."""
+    key, unit = "batch_size", "sentences"
+    if "batch_size" not in cfg.dataset:
+        key, unit = "max_tokens", "tokens"
+    each = cfg.dataset[key]
+    world = cfg.distributed_training.distributed_world_size
+    batch = each * world * cfg.optimization.update_freq[0]
+    devices = max(gpus, 1)
+    cfg.distributed_training.distributed_world_size = devices
+    if batch % (each * devices) == 0:
+        cfg.optimization.update_freq = [batch // (each * devices)]
+    elif batch % devices == 0:
+        cfg.dataset[key] = batch // devices
+        cfg.optimization.update_freq = [1]
+    else:
+        raise UsageError(f"--gpus {gpus} cannot share {batch} {unit}: choose a divisor")
+    if gpus == 0:
+        cfg.common.cpu = True
+        cfg.common.fp16 = False
+
+
+def options(cfg: DictConfig) -> list[str]:
+    """The fairseq-train options of a config, without its data."""
+    words = []
+    for group, settings in cfg.items():
+        for key, value in settings.items():
+            flag = "--" + key.replace("_", "-")
+            if key == "_name":
+                words += [CHOICES[group], value]
+            elif (group, key) == ("task", "data") or value is None or value is False:
+                continue
+            elif value is True:
+                words.append(flag)
+            elif OmegaConf.is_list(value):
+                words += [flag, ",".join(map(str, value))]
+            else:
+                words += [flag, str(value)]
+    return words
+
+
+def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
+    cfg = compose(args.experiment, row)
+    folder = args.out / row / f"seed-{seed}"
+    fit(cfg, args.gpus)
+    cfg.common.user_dir = str(ROOT / cfg.common.user_dir)
+    cfg.common.seed = seed
+    cfg.checkpoint.save_dir = str(folder)
+    if args.max_update is not None:
+        cfg.optimization.max_update = args.max_update
+    if cfg.task.get("eval_bleu"):
+        text = evaluate.describe(args.data_bin, cfg.task.target_lang)
+        cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
+        cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
+    train = lib.program("fairseq-train")
+    command = [train, str(args.data_bin), *options(cfg), *args.train]
+    given = options_of(command)
+    updates, plugin = given["--max-update"][0], given["--user-dir"][0]
+    name = args.experiment.name
+    return Run(name, row, seed, folder, args.data_bin, plugin, command, int(updates))
 
 
 # --- one run -----------------------------------------------------------------------------------
 
 
 def claim(run: Run, wait: bool) -> int | None:
-    """Lock the run's folder and return the lock, or None where another process has it.
+    """Lock the run's folder; return the lock, or None if another process holds it.
 
-    fairseq-train inherits the lock: it holds as long as one of the two lives.
+    fairseq-train inherits the lock, which holds until both processes have ended.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR)
@@ -77,8 +173,11 @@ def claim(run: Run, wait: bool) -> int | None:
 
 
 def last_checkpoint(folder: Path) -> Path:
-    """The checkpoint that a run goes on from, if there is one; fairseq-train itself sees to a
-    damaged one. A run that was killed before the first checkpoint had that name too gets it."""
+    """The checkpoint to resume from, if it exists.
+
+    fairseq writes the numbered checkpoint first. If a run was killed before the copy to
+    checkpoint_last.pt, the copy is made here.
+    """
     last = folder / "checkpoint_last.pt"
     numbered = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda f: int(f.stem.split("_")[2]))
     if numbered and not last.exists():
@@ -88,13 +187,13 @@ def last_checkpoint(folder: Path) -> Path:
 
 
 def train(run: Run, lock: int) -> None:
-    """Train to the end, from the last checkpoint if there is one; leaves the file `trained`."""
-    made = saving.updates(last_checkpoint(run.folder))
+    """Train to the end, resuming from the last checkpoint; then create the file `trained`."""
+    done = saving.updates(last_checkpoint(run.folder))
     log = run.folder / "train.log"
-    start = f"going on from update {made:,}" if made else "training"
+    start = f"going on from update {done:,}" if done else "training"
     print(f"{run.name}: {start}; full log: {log}", flush=True)
     with log.open("a", encoding="utf-8") as file:
-        file.write(f"{STARTED}\n{run.text}")
+        file.write(f"{STARTED}\n{shlex.join(run.command)}\n")
         file.flush()
         process = subprocess.Popen(
             run.command, stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock,)
@@ -115,44 +214,31 @@ def train(run: Run, lock: int) -> None:
 
 
 def watch(run: Run, process: subprocess.Popen, follow: TextIO) -> int:
-    """Show what the log says until the process ends; return the most memory that it took.
-
-    On a terminal as a bar, elsewhere line by line.
-    """
-    rest = ""
-    plain = not sys.stdout.isatty()
-    with tqdm(
-        total=run.updates, desc=run.name, unit="update", dynamic_ncols=True, disable=plain
-    ) as bar:
-        while True:
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-            *lines, rest = (rest + follow.read()).split("\n")
-            for line in lines:
-                show(run, line, bar)
-            if pid:
-                break
-            time.sleep(0.2)
+    """Print progress from the log until the process ends; return its peak memory in bytes."""
+    rest, pid = "", 0
+    while not pid:
+        time.sleep(0.2)
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        *lines, rest = (rest + follow.read()).split("\n")
+        for line in lines:
+            if text := progress(run, line):
+                print(f"{run.name}: {text}", flush=True)
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def show(run: Run, line: str, bar: tqdm) -> None:
-    """What a line of fairseq-train's log says to a person, if anything."""
+def progress(run: Run, line: str) -> str | None:
+    """A line of fairseq-train's log, shortened; None if it reports no progress."""
     if found := re.search(r"train_inner.* loss=([\d.]+).* wps=(\d+).* num_updates=(\d+)", line):
         loss, speed, update = found[1], int(found[2]), int(found[3])
-        bar.set_postfix_str(f"loss {loss}", refresh=False)
-        bar.update(update - bar.n)
-        told = f"update {update:,} of {run.updates:,}, loss {loss}, {speed:,} tokens a second"
-    elif found := re.search(r"valid on.*\| loss (\S+).*\| ppl (\S+)", line):
-        told = f"held-out loss {found[1]}, perplexity {found[2]}"
-    else:
-        return
-    if bar.disable:
-        print(f"{run.name}: {told}", flush=True)
+        return f"update {update:,} of {run.updates:,}, loss {loss}, {speed:,} tokens a second"
+    if found := re.search(r"valid on.*\| loss (\S+).*\| ppl (\S+)", line):
+        return f"held-out loss {found[1]}, perplexity {found[2]}"
+    return None
 
 
 def measured(log: str) -> dict[str, Any]:
-    """Parameters, updates, seconds, tokens a second and peak memory, from a run's whole log."""
+    """Parameters, updates, seconds, tokens per second and peak memory, from a run's whole log."""
     seconds = 0.0
     for part in log.split(STARTED)[1:]:
         stamps = re.findall(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \|", part, re.MULTILINE)
@@ -184,7 +270,7 @@ def measured(log: str) -> dict[str, Any]:
 
 @functools.cache
 def digest(data: Path) -> str:
-    """The checksum of all that a run reads of its data."""
+    """The checksum of all files that a run reads from its data folder."""
     kinds = ("*.bin", "*.idx", "dict.*", "*.reference.*")
     total = hashlib.sha256()
     for file in sorted(file for kind in kinds for file in data.glob(kind)):
@@ -195,79 +281,76 @@ def digest(data: Path) -> str:
     return total.hexdigest()
 
 
-def finish(run: Run, lock: int) -> None:
-    """Train and evaluate, as far as that is not done; leaves result.json."""
-    kept, data = run.folder / "command", run.folder / "data.sha256"
-    found = digest(run.data)
-    other = None
-    # In whatever order: that of a config's keys means nothing.
-    before = shlex.split(kept.read_text("utf-8")) if kept.exists() else run.command
-    if options_of(before) != options_of(run.command):
-        other = "with another command (its file `command`)"
-    elif data.exists() and data.read_text("utf-8").strip() != found:
-        other = f"on other data than '{run.data}' now holds"
-    if other:
-        raise UsageError(
-            f"'{run.folder}' was trained {other}: give another --out, or remove that folder"
-        )
-    for file in run.folder.parent.parent.glob("*/seed-*/data.sha256"):  # one table compares them
-        if file.read_text("utf-8").strip() != found:
+def check(run: Run, data: str) -> None:
+    """Raise UsageError if the folder holds a run with another command, or runs on other data."""
+    command = run.folder / "command"
+    if command.exists():
+        before = shlex.split(command.read_text("utf-8"))
+        if options_of(before) != options_of(run.command):  # the order means nothing
             raise UsageError(
-                f"'{file.parent}' was trained on other data than '{run.data}' holds, with which no "
-                "table can compare it: give another --out"
+                f"'{run.folder}' was trained with another command (its file `command`): give "
+                "another --out, or remove that folder"
             )
+    for file in run.folder.parent.parent.glob("*/seed-*/data.sha256"):
+        if file.read_text("utf-8").strip() != data:
+            raise UsageError(
+                f"'{file.parent}' was trained on other data than '{run.data}': runs on different "
+                "data cannot share a table; give another --out, or remove that folder"
+            )
+
+
+def finish(run: Run, lock: int) -> None:
+    """Train and evaluate, unless already done; write result.json."""
+    data = digest(run.data)
+    check(run, data)
     if (run.folder / "result.json").exists():
         print(f"Nothing to do: {run.name} is finished.")
         return
-    evaluate.write(kept, run.text)
-    evaluate.write(data, f"{found}\n")
+    lib.write(run.folder / "command", f"{shlex.join(run.command)}\n")
+    lib.write(run.folder / "data.sha256", f"{data}\n")
     if not (run.folder / "trained").exists():
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
-    best = run.folder / "checkpoint_best.pt"
-    log = run.folder / "evaluate.log"
-    result = evaluate.evaluate(best, run.data, log=log, plugin=run.plugin)
-    if not run.experiment.startswith("quickstart_"):  # what settings may be chosen by
-        log = run.folder / "evaluate.valid.log"
-        valid = evaluate.evaluate(best, run.data, "valid", log=log, plugin=run.plugin)
-        result["validation"] = valid["value"]
+
+    def score(subset: str, log: str) -> dict[str, Any]:
+        best = run.folder / "checkpoint_best.pt"
+        return evaluate.evaluate(best, run.data, subset, log=run.folder / log, plugin=run.plugin)
+
+    result = score("test", "evaluate.log")
+    if not run.experiment.startswith("quickstart_"):  # settings are chosen by this score
+        result["validation"] = score("valid", "evaluate.valid.log")["value"]
     print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
-    evaluate.write_json(
-        run.folder / "result.json",
-        {
-            **{"experiment": run.experiment, "row": run.row, "seed": run.seed},
-            **result,
-            **measured(log),
-            "data": found,
-            "command": shlex.join(evaluate.portable(run.command)),
-            **signature("sacrebleu"),
-        },
-    )
+    line = {
+        **{"experiment": run.experiment, "row": run.row, "seed": run.seed},
+        **result,
+        **measured(log),
+        "data": data,
+        "command": shlex.join(lib.portable(run.command)),
+        **signature("sacrebleu"),
+    }
+    lib.write_json(run.folder / "result.json", line)
 
 
 # --- all of them -------------------------------------------------------------------------------
 
 
 def collect(out: Path) -> str:
-    """Write all results under a folder to results.jsonl, and their table, returned, to table.md."""
-
+    """Write all results of a folder to results.jsonl and their table to table.md; return it."""
     files = sorted(out.glob("*/seed-*/result.json"))
-    lines = "".join(file.read_text(encoding="utf-8") for file in files)
-    evaluate.write(out / "results.jsonl", lines)
-    words = [sys.executable, str(ROOT / "scripts" / "tabulate"), str(out / "results.jsonl")]
-    table = subprocess.run(words, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
-    evaluate.write(out / "table.md", table)
+    lib.write(out / "results.jsonl", "".join(f.read_text(encoding="utf-8") for f in files))
+    table = lib.results_table(lib.read_results(out / "results.jsonl"))
+    lib.write(out / "table.md", table)
     return table
 
 
 def work(runs: list[Run]) -> None:
-    """Finish all runs: first those that no other process is at, then, waiting, the others."""
+    """Finish all runs: first those that no other process holds, then the others."""
     waiting = []
     for wait in (False, True):
         for run in waiting if wait else runs:
             if wait:
-                print(f"{run.name}: another process is at it; waiting", flush=True)
+                print(f"{run.name}: waiting for another process", flush=True)
             lock = claim(run, wait)
             if lock is None:
                 waiting.append(run)
@@ -278,149 +361,104 @@ def work(runs: list[Run]) -> None:
                 os.close(lock)
 
 
-# As many as in the paper, or as tell small models apart.
-SEEDS = {"iwslt14": [1, 2, 3], "multi30k": [1, 2, 3, 4, 5], "speeches": [1, 2, 3, 4, 5]}
-
-
-# Options of fairseq-train by which a run would not be the one that its folder says.
-OWN = {
-    "--seed": "give --seeds before --",
-    "--save-dir": "give --out before --",
-    "--no-save": "leave it out, as the checkpoints are what is evaluated",
-    "--disable-validation": "leave it out, as the best checkpoint is what is evaluated",
-    "--help": "give it to fairseq-train itself",
-    "--log-format": "leave it out, as the log is read",
-    "--log-file": "leave it out, as train.log has it all",
-}
-
-
 def own_data(experiment: str) -> Path:
-    """Where data-prep/ makes an experiment's data by default."""
+    """Where data-prep/ writes an experiment's data by default."""
     folder = ROOT / "data" / experiment
     return folder / "lm" / "data-bin" if experiment == "speeches" else folder / "data-bin"
 
 
 def numbers(text: str) -> list[int]:
-    found = [int(number) for number in text.split(",")]
-    if min(found) < 0:
-        raise argparse.ArgumentTypeError(f"{min(found)} is below 0")
-    return found
+    return [int(number) for number in text.split(",")]
 
 
-def parse(experiment: str) -> argparse.Namespace:
-    known = groups(experiment)
+def choose_rows(experiment: Experiment, text: str) -> list[str]:
+    """The rows that --rows names, singly or by group."""
+    known = {row: [row] for row in experiment.changes} | experiment.groups
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(known)}")
+    return list(dict.fromkeys(row for name in names for row in known[name]))
+
+
+def parse(name: str) -> argparse.Namespace:
+    experiment = Experiment.read(name)
+    groups = "; ".join(f"{group}: {', '.join(rows)}" for group, rows in experiment.groups.items())
+    seeds, first, gpus = experiment.seeds, next(iter(experiment.groups)), torch.cuda.device_count()
+    data, out = own_data(name), ROOT / "results" / name
     parser = argparse.ArgumentParser(
-        prog=f"{experiment}.sh",
+        prog=f"{name}.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--rows",
-        default="paper",
-        help="; ".join(f"of {group}: {', '.join(names)}" for group, names in known.items())
-        + "; or a whole group; default paper",
+        "--rows", default=first, help=f"rows or whole groups ({groups}); default {first}"
     )
+    text = ",".join(map(str, seeds))
     parser.add_argument(
-        "--seeds",
-        type=numbers,
-        default=(seeds := SEEDS.get(experiment, [1])),
-        metavar="N,N,...",
-        help=f"default {','.join(map(str, seeds))}",
+        "--seeds", type=numbers, default=seeds, metavar="N,N,...", help=f"default {text}"
     )
-    parser.add_argument(
-        "--gpus", type=int, default=torch.cuda.device_count(), help="for each run; default all"
-    )
+    parser.add_argument("--gpus", type=int, default=gpus, help="GPUs per run; default all")
     parser.add_argument("--max-update", type=int, metavar="N", help="instead of the config's")
-    parser.add_argument(
-        "--data-bin",
-        type=Path,
-        default=own_data(experiment),
-        metavar="DIR",
-        help=f"default {own_data(experiment).relative_to(ROOT)}, made by data-prep/ where it is "
-        "missing",
-    )
-    parser.add_argument(
-        "--archive", metavar="FILE|DIR", help="make --data-bin from it, as data-prep/ does"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "results" / experiment,
-        metavar="DIR",
-        help=f"default results/{experiment}",
-    )
+    text = f"default {data.relative_to(ROOT)}, which data-prep/ makes if it is missing"
+    parser.add_argument("--data-bin", type=Path, default=data, metavar="DIR", help=text)
+    parser.add_argument("--archive", metavar="FILE|DIR", help="what data-prep/ makes --data-bin of")
+    text = f"default results/{name}"
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=text)
     words = sys.argv[2:]
     cut = words.index("--") if "--" in words else len(words)
     args, rest = parser.parse_known_args(words[:cut])
     if rest:
         raise UsageError(f"unrecognized {' '.join(rest)}: give fairseq-train's options after --")
     args.train = words[cut + 1 :]
-    args.experiment = experiment
-    if args.max_update is not None and args.max_update < 1:
-        raise UsageError(f"--max-update {args.max_update} must be at least 1")
-    for flag, remedy in OWN.items():
+    # With these, a run's folder would name another run than the one it holds.
+    for flag, ours in (("--seed", "--seeds"), ("--save-dir", "--out")):
         if any(word.partition("=")[0] == flag for word in args.train):
-            raise UsageError(f"{flag} after -- is the script's own: {remedy}")
-    single = {name: [name] for names in known.values() for name in names}
-    words = [word.strip() for word in args.rows.split(",") if word.strip()]
-    unknown = sorted(set(words) - set(single | known))
-    if unknown:
-        raise UsageError(
-            f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(single | known)}"
-        )
-    if not words:
-        raise UsageError(f"--rows names none: choose from {', '.join(single | known)}")
-    args.rows = list(dict.fromkeys(row for word in words for row in (single | known)[word]))
-    if not 0 <= args.gpus <= torch.cuda.device_count():
-        raise UsageError(f"--gpus {args.gpus}: this machine shows {torch.cuda.device_count()}")
+            raise UsageError(f"{flag} after -- is not possible: give {ours} before --")
+    if not 0 <= args.gpus <= gpus:
+        raise UsageError(f"--gpus {args.gpus}: this machine has {gpus}")
+    args.experiment, args.rows = experiment, choose_rows(experiment, args.rows)
     args.data_bin, args.out = args.data_bin.resolve(), args.out.resolve()
-    for flag, folder in (("--data-bin", args.data_bin), ("--out", args.out)):
-        evaluate.check_path(flag, folder)
-    if args.out.exists() and not args.out.is_dir():
-        raise UsageError(f"--out '{args.out}' is a file: name a folder")
     return args
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Make the data where they are asked for, or missing at their own place."""
-    if args.archive is not None or args.data_bin == own_data(args.experiment).resolve():
-        end = Path("lm/data-bin" if args.experiment == "speeches" else "data-bin")
-        if args.data_bin.parts[-len(end.parts) :] != end.parts:
-            raise UsageError(
-                f"--data-bin {args.data_bin} must end in {end}, as the folders that data-prep/ "
-                "makes do"
-            )
+    """Prepare the data if --archive asks for it or the default folder is used."""
+    name = args.experiment.name
+    if args.archive is not None or args.data_bin == own_data(name).resolve():
+        end = Path("lm/data-bin" if name == "speeches" else "data-bin")
+        if not args.data_bin.match(str(end)):
+            raise UsageError(f"--data-bin {args.data_bin} must end in {end} to be prepared")
         folder, flag = args.data_bin.parents[len(end.parts) - 1], "--archive"
-        words = [str(ROOT / "data-prep" / f"{args.experiment}.sh")]
-        if args.experiment == "speeches":
-            words = [sys.executable, str(ROOT / "data-prep" / "demo.py"), "--only", "lm"]
+        command = [str(ROOT / "data-prep" / f"{name}.sh")]
+        if name == "speeches":
+            command = [sys.executable, str(ROOT / "data-prep" / "demo.py"), "--only", "lm"]
             flag = "--archive-lm"
-        words += ["--out", str(folder)]
-        words += [] if args.archive is None else [flag, args.archive]
-        if code := subprocess.run(words).returncode:
+        command += ["--out", str(folder)]
+        command += [] if args.archive is None else [flag, args.archive]
+        if code := subprocess.run(command).returncode:
             sys.exit(code)
     if not args.data_bin.is_dir():
-        raise UsageError(f"--data-bin '{args.data_bin}' is no folder: check its path")
+        raise UsageError(f"--data-bin '{args.data_bin}' is not a folder: check its path")
 
 
 def main() -> None:
     logging.getLogger("hydra").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    experiment = sys.argv[1]
-    is_quickstart = experiment.startswith("quickstart_")
+    name = sys.argv[1]
+    is_quickstart = name.startswith("quickstart_")
     compat.apply()
     try:
-        args = parse(experiment)
+        args = parse(name)
         prepare(args)
         args.out.mkdir(parents=True, exist_ok=True)
-        # A seed of every row before the next seed, so that the table is whole early.
+        # Each seed runs all rows before the next seed, so that the table has all rows early.
         work([plan(args, row, seed) for seed in args.seeds for row in args.rows])
-        if not is_quickstart:  # which reports its results itself
-            print(f"\n{collect(args.out)}\nAll of it: {args.out}")
+        if not is_quickstart:  # scripts/quickstart_report.py reports those
+            print(f"\n{collect(args.out)}\nResults: {args.out}")
     except (UsageError, OSError) as error:
-        sys.exit(f"{'quickstart' if is_quickstart else experiment}.sh: error: {error}")
+        sys.exit(f"{'quickstart' if is_quickstart else name}.sh: error: {error}")
     except KeyboardInterrupt:
-        print("\nStopped; the same command goes on from here.", file=sys.stderr)
+        print("\nStopped; the same command resumes.", file=sys.stderr)
         sys.exit(130)
 
 

@@ -100,7 +100,7 @@ for what in translation lm; do
             python "$root/data-prep/demo.py" --only "$what" --out "$out/data" \
                 ${archives[@]+"${archives[@]}"} | sed '/^Next: /d'
             if [[ $what == lm && -n $updates ]]; then
-                # A third of the updates as softmax, as in configs/quickstart_lm_multimax.yaml.
+                # A third of the updates as softmax, as in configs/rows/quickstart_lm.yaml.
                 train_rows lm multimax --scalar-freeze-updates $((updates / 3))
                 ((${#rows[@]} == 1)) || train_rows lm softmax
             else

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Keeps the results of experiments as data, and makes the tables of docs/results.md and README.
+"""Stores results of experiments and writes the tables of docs/results.md and the README.
 
     scripts/results.py [OUT ...]
 
-OUT is the --out of scripts/multi30k.sh or scripts/speeches.sh. Its finished runs are taken into
-docs/results/EXPERIMENT.jsonl, a line each, translations with a paired bootstrap (SacreBLEU's, 1,000
-samples) against softmax of the same seed. Then, or without any OUT, the tables are written.
+OUT is the --out of scripts/multi30k.sh or scripts/speeches.sh. Its finished runs are added to
+docs/results/EXPERIMENT.jsonl, one line each. A translation gets a paired bootstrap test
+(SacreBLEU's, 1,000 samples) against softmax of the same seed. Then the tables are written, also
+without any OUT.
 """
 
 import argparse
@@ -15,12 +16,9 @@ import shlex
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
-import evaluate
-from experiment_plan import ROOT, groups, listed, options_of
-from methods import METHODS, PAPERS_DATA
-from omegaconf import OmegaConf
+import lib
+from lib import ROOT, Experiment, Line, options_of
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 from scipy import stats
@@ -34,29 +32,10 @@ EXPERIMENTS = {
     "multi30k": "Translation: Multi30k, German-English",
     "speeches": "Language modelling: State of the Union addresses",
 }
-# What is compared, and where a line has it.
-SCORES = {"multi30k": ("SacreBLEU", "value"), "speeches": ("perplexity a word", "word_perplexity")}
-# Which of two rows is better, where softmax is not what a row has to be compared with.
-PAIRS = {
-    "multi30k": [
-        ("multimax", "temperature"),
-        ("tempered", "temperature"),
-        ("rdrop", "softmax_rdrop"),
-    ],
-    "speeches": [
-        ("output_alone", "output_temperature"),
-        ("output_alone", "multimax"),
-        ("multimax", "multimax_attention"),
-        ("freeze_third", "multimax"),
-        ("freeze_third", "freeze_output"),
-        ("rdrop", "softmax_rdrop"),
-    ],
-}
 SAMPLES = 1000
-# From this one on they are kept for what the others have chosen, and have tables of their own.
+# Seeds from this one on confirm what the earlier seeds selected; they have tables of their own.
 NEW_SEEDS = 6
 MARK = "<!-- Below: made by scripts/results.py -->\n"
-Line = dict[str, Any]
 
 
 # --- lines ---------------------------------------------------------------------------------------
@@ -64,13 +43,7 @@ Line = dict[str, Any]
 
 def lines_of(experiment: str) -> list[Line]:
     file = DATA / f"{experiment}.jsonl"
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def first(lines: list[Line]) -> list[Line]:
-    return [line for line in lines if line["seed"] < NEW_SEEDS]
+    return lib.read_results(file) if file.exists() else []
 
 
 def key(line: Line) -> tuple[str, int]:
@@ -82,49 +55,44 @@ def of_row(lines: list[Line], row: str) -> list[Line]:
 
 
 def hypotheses(run: Path, references: list[str]) -> list[str]:
-    found = evaluate.sentences((run / "evaluate.log").read_text(encoding="utf-8"), "H")
+    found = lib.sentences((run / "evaluate.log").read_text(encoding="utf-8"), "H")
     return [found[number] for number in range(len(references))]
 
 
 def bootstrap(ours: list[str], softmax: list[str], references: list[str]) -> dict[str, float]:
-    """The difference in BLEU, and how probable one as large is of two systems that are alike."""
-    test = PairedTest(
-        [("softmax", softmax), ("ours", ours)],
-        {"BLEU": BLEU()},
-        [references],
-        test_type="bs",
-        n_samples=SAMPLES,
-    )
+    """The difference in BLEU to softmax, and its p-value."""
+    systems = [("softmax", softmax), ("ours", ours)]
+    test = PairedTest(systems, {"BLEU": BLEU()}, [references], test_type="bs", n_samples=SAMPLES)
     base, other = test()[1]["BLEU"]
     return {"difference": other.score - base.score, "p": other.p_value}
 
 
 def settings(line: Line) -> dict[str, tuple[str, ...]]:
-    """What a line's command asks for, but for its seed and for where things lie."""
+    """The options of a line's command, without its seed and its paths."""
     options = options_of(shlex.split(line["command"]))
-    elsewhere = ("", "--seed", "--save-dir", "--user-dir")
-    return {name: values for name, values in options.items() if name not in elsewhere}
+    paths = ("", "--seed", "--save-dir", "--user-dir")
+    return {name: values for name, values in options.items() if name not in paths}
 
 
 def check(run: Path, line: Line, kept: list[Line]) -> None:
-    """Refuse a run of other data or settings than those of the lines that are kept."""
+    """Raise UsageError if a run's data, updates or settings differ from those of the lines."""
     for other in kept:
         for name in ("data", "updates"):
             if line[name] != other[name]:
                 raise UsageError(
                     f"'{run}' has other {name} than the lines of docs/results ({line[name]}, not "
-                    f"{other[name]}): only runs that can be compared with them are kept"
+                    f"{other[name]}): a table needs the same for all runs"
                 )
         if line["row"] == other["row"] and (mine := settings(line)) != (theirs := settings(other)):
             name = next(n for n in mine | theirs if mine.get(n) != theirs.get(n))
             raise UsageError(
-                f"'{run}' was not trained as row {line['row']} of docs/results ({name}): only runs "
-                "that can be compared with it are kept"
+                f"'{run}' was not trained as row {line['row']} of docs/results ({name}): all runs "
+                "of a row need the same settings"
             )
 
 
 def take_in(out: Path) -> None:
-    """Add an experiment's finished runs to its lines, in place of earlier ones of the same."""
+    """Add a folder's finished runs to the experiment's lines; a newer run replaces an older one."""
     files = sorted(out.glob("*/seed-*/result.json"))
     if not files:
         raise UsageError(f"'{out}' has no finished run: give the --out of an experiment")
@@ -138,35 +106,29 @@ def take_in(out: Path) -> None:
     runs = {key(line): run for run, line in results}
     new = {key(line) for _, line in results if known.get(key(line), {}).get("date") != line["date"]}
     for run, line in results:
-        is_alone = line["row"] == "softmax" or "hypotheses" not in line
-        # What was compared with an earlier run of softmax is compared anew.
-        needed = {key(line)} if is_alone else {key(line), ("softmax", line["seed"])}
-        if not needed & new and (is_alone or "bootstrap" in known[key(line)]):
+        is_compared = line["row"] != "softmax" and "hypotheses" in line
+        # A new run of softmax makes the comparisons with it out of date.
+        needed = {key(line), ("softmax", line["seed"])} if is_compared else {key(line)}
+        if not needed & new and (not is_compared or "bootstrap" in known[key(line)]):
             continue
         softmax = runs.get(("softmax", line["seed"]))
-        if "hypotheses" in line and line["row"] != "softmax" and softmax is not None:
-            data = ROOT / line["evaluation"][1]
-            references = evaluate.raw_lines(data / "test.reference.en")
+        if is_compared and softmax is not None:
+            references = lib.read_lines(ROOT / line["evaluation"][1] / "test.reference.en")
             both = (hypotheses(each, references) for each in (run, softmax))
             line["bootstrap"] = bootstrap(*both, references)
         known[key(line)] = line
-    order = [row for rows in groups(experiment).values() for row in rows]
+    order = list(Experiment.read(experiment).changes)
     ordered = sorted(known.values(), key=lambda line: (order.index(line["row"]), line["seed"]))
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered)
     DATA.mkdir(exist_ok=True)
-    evaluate.write(DATA / f"{experiment}.jsonl", text)
+    lib.write(DATA / f"{experiment}.jsonl", text)
 
 
 # --- the page ------------------------------------------------------------------------------------
 
 
-def spread(values: list[float]) -> str:
-    mean = f"{statistics.mean(values):.2f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2f}"
-
-
 def against(block: list[Line], base: list[Line], field: str) -> tuple[str, str]:
-    """A row's differences to another's runs of the same seeds, mean and deviation; the p of a
+    """Mean ± deviation of the differences between runs of the same seed, and the p-value of a
     paired t-test."""
     theirs = {line["seed"]: line[field] for line in base}
     pairs = [(line[field], theirs[line["seed"]]) for line in block if line["seed"] in theirs]
@@ -180,108 +142,93 @@ def against(block: list[Line], base: list[Line], field: str) -> tuple[str, str]:
     return f"{mean} ± {statistics.stdev(differences):.2f}", "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def changes(experiment: str, row: str) -> str:
-    """What a row changes, as flags of fairseq-train."""
-    entries = listed(experiment)
-    assert entries is not None
-    found = next(rows[row] for rows in entries.values() if row in rows)
+def flags(changes: dict[str, dict[str, object]]) -> str:
+    """What a row changes, as options of fairseq-train."""
     words = []
-    for settings in OmegaConf.to_container(found).values():
+    for settings in changes.values():
         for name, value in settings.items():
             flag = "--optimizer" if name == "_name" else f"--{name.replace('_', '-')}"
             words.append(flag if value is True else f"{flag} {value}")
     return f"`{' '.join(words)}`" if words else "the default"
 
 
-def table(experiment: str, rows: list[str], lines: list[Line]) -> str:
-    is_translation = experiment == "multi30k"
-    score, field = SCORES[experiment]
-    softmax = of_row(lines, "softmax")
-    head = ["row", "what it changes", "seeds", score, "minus softmax's", "p"]
-    head += (
-        ["bootstrap: better, worse of", "chrF", "tokenised BLEU", "validation"]
-        if is_translation
-        else ["perplexity a subword", "validation"]
-    )
-    head += [f"paper, {PAPERS_DATA[experiment]}"]
-    out = []
-    for row in rows:
-        block = of_row(lines, row)
-        if not block:
-            continue
-        seeds = ", ".join(str(line["seed"]) for line in block)
-        cells = [row, changes(experiment, row), seeds, spread([line[field] for line in block])]
-        cells += against(block, softmax, field)
-        if is_translation:
-            tests = [line["bootstrap"] for line in block if "bootstrap" in line]
-            # Of translations that are the same, SacreBLEU's p is 0.
-            clear = [t["difference"] for t in tests if t["difference"] and t["p"] < 0.05]
-            better = sum(difference > 0 for difference in clear)
-            cells.append(f"{better}, {len(clear) - better} of {len(tests)}" if tests else "")
-            cells += [spread([line[name] for line in block]) for name in ("chrf", "tokenized_bleu")]
-        else:
-            cells.append(spread([line["value"] for line in block]))
-        cells.append(spread([line["validation"] for line in block]))
-        cells.append(METHODS[experiment].get(row, ("", ""))[1])
-        out.append(cells)
-    return markdown(head, out)
+def significant(block: list[Line]) -> str:
+    """How many runs the bootstrap finds better and worse than softmax, at p < 0.05."""
+    tests = [line["bootstrap"] for line in block if "bootstrap" in line]
+    # SacreBLEU's p is 0 if the translations are identical.
+    clear = [test["difference"] for test in tests if test["difference"] and test["p"] < 0.05]
+    better = sum(difference > 0 for difference in clear)
+    return f"{better}, {len(clear) - better} of {len(tests)}" if tests else ""
 
 
-def pairs(experiment: str, lines: list[Line]) -> str:
-    """The table of the rows that are compared with each other; empty where no two have a seed."""
-    score, field = SCORES[experiment]
-    out = []
-    for one, other in PAIRS[experiment]:
+def table(experiment: Experiment, rows: list[str], lines: list[Line]) -> str:
+    field, softmax = experiment.score["field"], of_row(lines, "softmax")
+
+    def mean_of(name: str):
+        return lambda block: lib.mean(line[name] for line in block)
+
+    columns = {
+        "row": lambda block: block[0]["row"],
+        "what it changes": lambda block: flags(experiment.changes[block[0]["row"]]),
+        "seeds": lambda block: ", ".join(str(line["seed"]) for line in block),
+        experiment.score["name"]: mean_of(field),
+        "minus softmax's": lambda block: against(block, softmax, field)[0],
+        "p": lambda block: against(block, softmax, field)[1],
+    }
+    if experiment.name == "multi30k":
+        columns["bootstrap: better, worse of"] = significant
+        columns |= {"chrF": mean_of("chrf"), "tokenised BLEU": mean_of("tokenized_bleu")}
+    else:
+        columns["perplexity a subword"] = mean_of("value")
+    columns["validation"] = mean_of("validation")
+    columns[f"paper, {experiment.paper_data}"] = lambda b: experiment.papers[b[0]["row"]]
+    return lib.summary([of_row(lines, row) for row in rows], columns)
+
+
+def pairs(experiment: Experiment, lines: list[Line]) -> str:
+    """The table of the pairs of rows; empty if no pair has a seed in common."""
+    rows = []
+    for one, other in experiment.pairs:
         block, base = of_row(lines, one), of_row(lines, other)
         seeds = sorted({line["seed"] for line in block} & {line["seed"] for line in base})
         if seeds:
-            names = f"{one} minus {other}"
-            out.append([names, ", ".join(map(str, seeds)), *against(block, base, field)])
-    return markdown(["rows", "seeds", score, "p"], out) if out else ""
+            found = against(block, base, experiment.score["field"])
+            rows.append([f"{one} minus {other}", ", ".join(map(str, seeds)), *found])
+    head = ["rows", "seeds", experiment.score["name"], "p"]
+    return lib.markdown(head, rows) if rows else ""
 
 
 def notes(lines: list[Line]) -> str:
-    def all_of(values: Any) -> str:
-        return "; ".join(sorted(set(values)))
-
-    told = {
-        "Scores": all_of(f"{line['signature']} ({line['protocol']})" for line in lines),
-        "chrF": all_of(line.get("chrf_signature", "") for line in lines),
-        "Tokenised BLEU": all_of(line.get("tokenized_signature", "") for line in lines),
-        "Data (SHA-256)": all_of(line["data"] for line in lines),
-        "Processors": all_of(line["hardware"] for line in lines),
-        "Versions": all_of(
-            ", ".join(f"{name} {number}" for name, number in line["versions"].items())
-            for line in lines
-        ),
-        "Commits": all_of(str(line["commit"])[:12] for line in lines),
+    found = {
+        "Scores": [f"{line['signature']} ({line['protocol']})" for line in lines],
+        "chrF": [line.get("chrf_signature", "") for line in lines],
+        "Tokenised BLEU": [line.get("tokenized_signature", "") for line in lines],
+        "Data (SHA-256)": [line["data"] for line in lines],
+        "Processors": [line["hardware"] for line in lines],
+        "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
+        "Commits": [str(line["commit"])[:12] for line in lines],
     }
-    return "".join(f"- {name}: {text}\n" for name, text in told.items() if text.strip("; "))
+    return "".join(f"- {n}: {'; '.join(sorted(set(x)))}\n" for n, x in found.items() if any(x))
 
 
 def page(text: str) -> str:
-    """docs/results.md with all below the mark made anew."""
+    """docs/results.md with new tables below the mark."""
     head, found, _ = text.partition(MARK)
     if not found:
         raise UsageError(f"'{PAGE}' has no line '{MARK.strip()}', below which its tables go")
     text = head + MARK
-    for experiment, title in EXPERIMENTS.items():
-        lines = lines_of(experiment)
+    for name, title in EXPERIMENTS.items():
+        lines, experiment = lines_of(name), Experiment.read(name)
         if not lines:
             continue
         text += f"\n## {title}\n"
+        old = [line for line in lines if line["seed"] < NEW_SEEDS]
         new = [line for line in lines if line["seed"] >= NEW_SEEDS]
-        old = first(lines)
-        tables = {name.capitalize(): (rows, old) for name, rows in groups(experiment).items()}
+        tables = {group.capitalize(): (rows, old) for group, rows in experiment.groups.items()}
         tables["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
-        for name, (rows, some) in tables.items():
+        for heading, (rows, some) in tables.items():
             if any(line["row"] in rows for line in some):
-                text += f"\n### {name}\n\n{table(experiment, rows, some)}"
+                text += f"\n### {heading}\n\n{table(experiment, rows, some)}"
         if compared := pairs(experiment, lines):
             text += f"\n### Two rows of the same seeds\n\n{compared}"
         text += f"\n{notes(lines)}"
@@ -289,17 +236,19 @@ def page(text: str) -> str:
 
 
 def front_page(text: str) -> str:
-    """README with its table of translation made anew."""
-    lines = first(lines_of("multi30k"))
-    out = []
-    for row, (label, paper) in METHODS["multi30k"].items():
-        if block := of_row(lines, row):
-            scores = spread([line["value"] for line in block])
-            compared = against(block, of_row(lines, "softmax"), "value")
-            out.append([label, str(len(block)), scores, *compared, paper])
-    head = ["attention", "seeds", "SacreBLEU", "minus softmax's", "p"]
-    head += [f"paper, {PAPERS_DATA['multi30k']}"]
-    made = markdown(head, out)
+    """The README with a new table of translation results."""
+    experiment = Experiment.read("multi30k")
+    lines = [line for line in lines_of("multi30k") if line["seed"] < NEW_SEEDS]
+    softmax = of_row(lines, "softmax")
+    columns = {
+        "attention": lambda block: experiment.labels[block[0]["row"]],
+        "seeds": lambda block: str(len(block)),
+        "SacreBLEU": lambda block: lib.mean(line["value"] for line in block),
+        "minus softmax's": lambda block: against(block, softmax, "value")[0],
+        "p": lambda block: against(block, softmax, "value")[1],
+        f"paper, {experiment.paper_data}": lambda b: experiment.papers[b[0]["row"]],
+    }
+    made = lib.summary([of_row(lines, row) for row in experiment.groups["paper"]], columns)
     text, found = re.subn(r"(?m)^\| attention \| seeds \|.*\n(\|.*\n)+", lambda _: made, text)
     if found != 1:
         raise UsageError(
@@ -318,7 +267,7 @@ def main() -> None:
         for out in args.out:
             take_in(out)
         for file, make in ((PAGE, page), (README, front_page)):
-            evaluate.write(file, make(file.read_text(encoding="utf-8")))
+            lib.write(file, make(file.read_text(encoding="utf-8")))
     except (UsageError, OSError, ValueError, LookupError) as error:
         sys.exit(f"results.py: error: {error}")
     print(f"Written: {PAGE}, {README}")

@@ -305,9 +305,9 @@ def references(draw, folder, evaluate):
     """What is compared with is the raw text, line by line."""
     lines = draw(LINES)
     steps.write(folder / "test.reference.en", lines)
-    assert evaluate.raw_lines(folder / "test.reference.en") == lines
+    assert evaluate.lib.read_lines(folder / "test.reference.en") == lines
     output = "".join(f"S-{i}\t{x}\nH-{i}\t-0.5\t{x}\n" for i, x in enumerate(lines))
-    assert evaluate.sentences(output, "H") == dict(enumerate(lines))
+    assert evaluate.lib.sentences(output, "H") == dict(enumerate(lines))
 
 
 FUNCTIONS = {

@@ -50,7 +50,7 @@ def segments(lines: list[str]) -> str:
 
 
 def archive(experiment: str, folder: Path) -> Path:
-    """What data-prep/ takes for the official archive: its layout, of other text."""
+    """An archive in the official layout, with other text."""
     if experiment == "wikitext103":
         for split, lines in (("train", ENGLISH * 4), ("valid", ENGLISH), ("test", ENGLISH)):
             (folder / f"wiki.{split}.tokens").write_text(" \n = Rights = \n" + lines)
@@ -83,7 +83,7 @@ def archive(experiment: str, folder: Path) -> Path:
 
 
 def start(command: list[str], folder: Path) -> subprocess.Popen:
-    """The script in a process group of its own, so that it can be killed with all its children."""
+    """Start the script in its own process group, to kill it with all its children."""
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -103,7 +103,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="module", params=list(TINY))
 def experiment(request, tmp_path_factory):
-    """(experiment, its command, its folder, what was finished before the kill, all output)."""
+    """(experiment, its command, its folder, the runs finished before the kill, all output)."""
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     command = [
@@ -125,7 +125,7 @@ def experiment(request, tmp_path_factory):
     process.wait()
     assert known
     finished = {f: f.stat().st_mtime_ns for f in folder.glob("out/*/seed-*/result.json")}
-    # Two at once: each takes the runs that the other has not.
+    # Two at once share the runs.
     processes = [start(command, folder) for _ in range(2)]
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
@@ -137,7 +137,7 @@ def results(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "out" / "results.jsonl").open()]
 
 
-def test_all_rows_and_seeds_reach_the_table(experiment):
+def test_experiment_tabulates_all_rows_and_seeds(experiment):
     name, _, folder, _, outputs = experiment
     rows = {(r["row"], r["seed"]): r for r in results(folder)}
     count, _, paper = KNOWN[name]
@@ -149,10 +149,10 @@ def test_all_rows_and_seeds_reach_the_table(experiment):
     values = {row: [rows[row, seed]["value"] for seed in (1, 2)] for row, _ in rows}
     expected = {f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}" for v in values.values()}
     assert {line[1] for line in lines} == expected
-    assert lines[0][0].endswith(" softmax") and lines[0][-1].startswith(paper)
+    assert lines[0][0].endswith("softmax") and lines[0][-1].startswith(paper)
 
 
-def test_results_carry_what_it_takes_to_find_them_again(experiment):
+def test_experiment_records_what_reproduces_a_result(experiment):
     name, _, folder, _, _ = experiment
     runs = 2 * KNOWN[name][0]
     assert sum(result["peak_memory"] is not None for result in results(folder)) >= runs - 1
@@ -182,7 +182,7 @@ def test_results_carry_what_it_takes_to_find_them_again(experiment):
             assert result["value"] > 1 and "context window 25" in result["signature"]
 
 
-def test_what_was_finished_before_the_kill_is_not_done_again(experiment):
+def test_experiment_skips_finished_runs(experiment):
     name, command, folder, finished, _ = experiment
     runs = 2 * KNOWN[name][0]
     assert 1 <= len(finished) < runs
@@ -197,7 +197,7 @@ def test_what_was_finished_before_the_kill_is_not_done_again(experiment):
     assert starts in (runs, runs + 1)  # one was killed, and went on unless it had been through
 
 
-def test_a_run_killed_after_its_last_checkpoint_is_not_trained_on(experiment):
+def test_experiment_does_not_train_past_the_last_checkpoint(experiment):
     name, command, folder, _, _ = experiment
     run_folder = folder / "out" / KNOWN[name][1] / "seed-2"
     before = json.loads((run_folder / "result.json").read_text())
@@ -208,14 +208,14 @@ def test_a_run_killed_after_its_last_checkpoint_is_not_trained_on(experiment):
     assert (after["updates"], after["value"]) == (3, before["value"])
 
 
-def test_another_command_in_the_same_folder_is_refused(experiment):
+def test_experiment_refuses_another_command(experiment):
     _, command, folder, _, _ = experiment
     output = run(folder, *command, "--dropout", "0.7", code=1)
     assert re.search(r"error: '.*seed-1' was trained with another command", output)
     assert "Traceback" not in output
 
 
-def test_evaluate_prints_what_the_run_found(experiment, tmp_path):
+def test_evaluate_prints_the_score_of_the_run(experiment, tmp_path):
     name, _, folder, _, _ = experiment
     row = KNOWN[name][1]
     result = next(r for r in results(folder) if r["row"] == row)

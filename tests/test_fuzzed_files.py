@@ -7,7 +7,6 @@ many were tried is printed; `scripts/test.sh --all` tries a thousand for each re
 import argparse
 import copy
 import io
-import json
 import random
 import re
 import shutil
@@ -21,13 +20,11 @@ import pyarrow.parquet
 import pytest
 import torch
 import wikitext103
-from commands import ROOT
 from corpus import ENGLISH
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, data_utils
-from hostile import bounded, main, zipped
+from hostile import bounded, zipped
 from test_hostile_archives import WIKI
-from test_hostile_files import RESULT
 
 from multimax_fairseq import compat
 
@@ -195,15 +192,6 @@ def read_checkpoint(folder):
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def make_results(folder):
-    lines = (json.dumps(RESULT | {"seed": seed}) for seed in range(3))
-    (folder / "file").write_text("\n".join(lines))
-
-
-def read_results(folder):
-    main(str(ROOT / "scripts" / "tabulate"), "tabulate", folder / "file")
-
-
 def read_data(folder):
     dictionary = Dictionary.load(str(folder / "dict.txt"))
     data = data_utils.load_indexed_dataset(str(folder / "train"), dictionary, "mmap")
@@ -227,7 +215,6 @@ READERS = {
     "checkpoint's members": ("pt", damage_member("file.pt", "data.pkl"), read_checkpoint, False),
     "checkpoint's values": ("pt", other_values, read_checkpoint, False),
     "checkpoint of old torch": ("old", damage_file("file.pt"), read_checkpoint, False),
-    "results": (make_results, damage_file("file"), read_results, False),
     "fairseq's data": ("data", damage_file("train.idx", "train.bin"), read_data, False),
     "fairseq's dictionary": ("data", damage_file("dict.txt"), read_dictionary, False),
 }

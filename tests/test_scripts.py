@@ -72,7 +72,7 @@ def quickstart(root, *options, **more):
 
 
 def experiments(done):
-    """The words of each experiment that was asked for."""
+    """The arguments of each call of experiment.py."""
     assert done.returncode == 0, done.stdout + done.stderr
     words = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("experiment")]
     return sorted(words)
@@ -82,7 +82,7 @@ def after(flag, words):
     return words[words.index(flag) + 1]
 
 
-def test_few_updates_train_the_scalars_for_two_thirds_of_them(checkout):
+def test_quickstart_freezes_scalars_for_a_third_of_the_updates(checkout):
     found = experiments(quickstart(checkout(), "--compare", "--updates", "300"))
     rows = [(words[0], after("--rows", words)) for words in found]
     translation = ("quickstart_translation", "multimax,softmax")
@@ -94,19 +94,19 @@ def test_few_updates_train_the_scalars_for_two_thirds_of_them(checkout):
     assert after("--scalar-freeze-updates", found[0]) == "100"
 
 
-def test_a_whole_run_is_as_the_configs_have_it(checkout):
+def test_quickstart_uses_the_configs(checkout):
     root = checkout()
     for options, rows in (((), "multimax"), (("--compare",), "multimax,softmax")):
         lm, translation = experiments(quickstart(root, *options))
         assert after("--rows", lm) == after("--rows", translation) == rows
         assert "--" not in lm + translation
-    config = (ROOT / "configs" / "quickstart_lm_multimax.yaml").read_text()
+    config = (ROOT / "configs" / "rows" / "quickstart_lm.yaml").read_text()
     updates = re.search("max_update: ([0-9]+)", (ROOT / "configs/quickstart_lm.yaml").read_text())
     assert f"scalar_freeze_updates: {int(updates[1]) // 3}}}" in config
 
 
 @pytest.mark.parametrize("out", ["", "taken", "taken/deeper", "a:b"])
-def test_a_folder_that_cannot_be_made_ends_the_quickstart(checkout, out):
+def test_quickstart_refuses_an_unusable_folder(checkout, out):
     root = checkout()
     (root / "taken").touch()
     done = quickstart(root, "--out", out)
@@ -133,8 +133,8 @@ def alive(session):
 @pytest.mark.parametrize(
     "number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]
 )
-def test_a_signal_ends_all_trainings(checkout, tmp_path, number, status):
-    """And Ctrl-Z stops all of them, until the quickstart goes on."""
+def test_quickstart_passes_signals_on(checkout, tmp_path, number, status):
+    """Ctrl-Z stops all trainings until the quickstart continues."""
     names = ("quickstart_lm", "quickstart_translation")
     root = checkout(*names)
     process = subprocess.Popen(
@@ -171,7 +171,7 @@ def test_a_signal_ends_all_trainings(checkout, tmp_path, number, status):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_failed_training_is_told(checkout):
+def test_quickstart_reports_a_failed_training(checkout):
     root = checkout()
     program(root / "scripts" / "experiment.py", "import sys; sys.exit('lm' in sys.argv[1])")
     done = quickstart(root)
@@ -179,8 +179,8 @@ def test_a_failed_training_is_told(checkout):
 
 
 @pytest.mark.parametrize("script", ["quickstart", "setup", "test", "gpu_check"])
-def test_an_exported_cdpath_changes_nothing(script, tmp_path):
-    """Where cd finds a folder by it, it prints the folder too."""
+def test_scripts_ignore_cdpath(script, tmp_path):
+    """cd prints the folder if it finds it in CDPATH."""
     (line,) = re.findall("^root=.*", (ROOT / "scripts" / f"{script}.sh").read_text(), re.MULTILINE)
     program(tmp_path / "here" / "scripts" / "s.sh", f'{line}\nprintf %s "$root"\n')
     (tmp_path / "elsewhere" / "scripts").mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_an_exported_cdpath_changes_nothing(script, tmp_path):
 
 
 @pytest.mark.parametrize("lacks", [None, "pyarrow", "the package", "its own copy"])
-def test_an_environment_has_all_packages_and_this_checkouts(checkout, tmp_path, lacks):
+def test_environment_falls_back_to_setup(checkout, tmp_path, lacks):
     root, site = checkout(), tmp_path / "site"
     names = "entmax fairseq_cli pyarrow sacrebleu sacremoses sentencepiece subword_nmt unearth"
     for name in names.split():
@@ -232,7 +232,7 @@ export PYTHONPATH="$ROOT/versions"
 
 @pytest.fixture
 def setup(tmp_path):
-    """setup(**variables) -> what scripts/setup.sh did in a checkout, and its pip's commands."""
+    """setup(**variables) -> the result of scripts/setup.sh in a checkout, and its pip commands."""
     venv = tmp_path / ".venv"
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -288,7 +288,7 @@ def test_setup_checks_compiler_and_headers_before_downloads(header, package, set
 
 
 @pytest.mark.parametrize("folder", ["a folder", "long" * 60])
-def test_fairseqs_commands_start_wherever_the_checkout_lies(folder, tmp_path):
+def test_fairseq_commands_start_from_any_path(folder, tmp_path):
     setup = (ROOT / "scripts" / "setup.sh").read_text()
     (loop,) = re.findall(r'^for script in "\$venv".*?^done$', setup, re.MULTILINE | re.DOTALL)
     venv = tmp_path / folder / ".venv"
@@ -308,22 +308,16 @@ def test_fairseqs_commands_start_wherever_the_checkout_lies(folder, tmp_path):
     assert done.stdout == "fairseq-train ['a b', '$c']\n"
 
 
-def test_a_disk_that_is_full_is_told_and_nothing_is_left(checkpoint, tmp_path):
+def test_average_reports_a_full_disk(checkpoint, tmp_path):
     path = checkpoint("transformer_multimax")
     words = f"'{ROOT}/scripts/average_checkpoints.py' '{path}' '{path}' --output new.pt"
-    # A python that starts anew, and so under the limit.
+    # A new Python process, under the limit.
     said = run(tmp_path, "bash", "-c", f"ulimit -f 1; '{sys.executable}' {words}", code=1)
     assert "error: 'new.pt' could not be written (File too large): make room there" in said
     assert "Traceback" not in said and not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_whose_path_fairseq_would_split_is_refused(tmp_path):
-    (tmp_path / "a:b.pt").touch()
-    said = run(tmp_path, "python", ROOT / "scripts" / "evaluate.py", "a:b.pt", ".", code=1)
-    assert "error: checkpoint 'a:b.pt' has a ':', where fairseq would split it" in said
-
-
-def test_an_average_has_nothing_of_the_parameters_of_one_checkpoint(checkpoint, tmp_path):
+def test_average_drops_ema_and_optimizer_state(checkpoint, tmp_path):
     for number in (1, 2):
         state = torch.load(checkpoint("transformer_multimax", seed=number), weights_only=False)
         state["extra_state"]["ema"] = state["model"]
@@ -337,9 +331,7 @@ def test_an_average_has_nothing_of_the_parameters_of_one_checkpoint(checkpoint, 
 
 
 @pytest.mark.parametrize("updates, is_told", [((2, 4, 8), True), ((4, 6, 8), False)])
-def test_average_warns_of_checkpoints_that_are_not_evenly_spaced(
-    checkpoint, tmp_path, updates, is_told
-):
+def test_average_warns_of_uneven_checkpoints(checkpoint, tmp_path, updates, is_told):
     for update in updates:
         shutil.copy(checkpoint("transformer_multimax"), tmp_path / f"checkpoint_1_{update}.pt")
     script = ROOT / "scripts" / "average_checkpoints.py"
@@ -348,7 +340,7 @@ def test_average_warns_of_checkpoints_that_are_not_evenly_spaced(
     assert ("warning" in said) == is_told
 
 
-def test_models_of_different_mappings_are_not_averaged(checkpoint, tmp_path):
+def test_average_refuses_different_mappings(checkpoint, tmp_path):
     flags = [("--attention-normalizer", name) for name in ("sparsemax", "entmax15")]
     files = [checkpoint("transformer_multimax", *words) for words in flags]
     words = ("python", ROOT / "scripts" / "average_checkpoints.py", *files, "--output", "new.pt")
@@ -358,7 +350,7 @@ def test_models_of_different_mappings_are_not_averaged(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("inputs", [["models"], ["a.pt", "models"]])
-def test_a_folder_to_average_needs_a_number(inputs, tmp_path):
+def test_average_refuses_a_folder_without_last(inputs, tmp_path):
     (tmp_path / "models").mkdir()
     words = ("python", ROOT / "scripts" / "average_checkpoints.py", *inputs, "--output", "new.pt")
     said = run(tmp_path, *words, code=1)

@@ -1,4 +1,4 @@
-"""scripts/multi30k.sh and scripts/speeches.sh whole, on archives made here; what they refuse."""
+"""scripts/multi30k.sh and scripts/speeches.sh end to end, on archives made here."""
 
 import gzip
 import itertools
@@ -15,7 +15,7 @@ COUNTS = {"train": 29_000, "val": 1_014, "test_2016_flickr": 1_000}
 
 
 def write(folder, name, language, lines):
-    """Some files packed, as they come from the repository, some not."""
+    """Write a file; compress the training text, as the repository does."""
     text = "".join(f"{line}\n" for line in lines).encode()
     if name == "train":
         with gzip.open(folder / f"{name}.{language}.gz", "wb", compresslevel=1) as file:
@@ -26,7 +26,7 @@ def write(folder, name, language, lines):
 
 @pytest.fixture(scope="module")
 def multi30k(tmp_path_factory):
-    """Texts of the official numbers of lines, in few words."""
+    """Texts with the official numbers of lines and a small vocabulary."""
     folder = tmp_path_factory.mktemp("raw")
     for language, text in (("de", GERMAN), ("en", ENGLISH)):
         lines = text.splitlines()
@@ -44,7 +44,7 @@ def lines_of(out):
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
-def test_translation(multi30k, tmp_path):
+def test_multi30k_trains_named_rows_and_skips_finished_ones(multi30k, tmp_path):
     layers = f"{LAYER.format('encoder')} {LAYER.format('decoder')}"
     command = ["bash", ROOT / "scripts" / "multi30k.sh", "--archive", multi30k]
     command += ["--data-bin", "data/data-bin", "--out", "out", "--seeds", "1", "--max-update", "2"]
@@ -67,7 +67,7 @@ def test_translation(multi30k, tmp_path):
     assert reference.read_bytes() == (multi30k / "test_2016_flickr.en").read_bytes()
 
 
-def test_language_model(speeches, tmp_path):
+def test_speeches_trains_rows_with_another_plugin(speeches, tmp_path):
     sizes = f"{LAYER.format('decoder')} --decoder-input-dim 16 --decoder-output-dim 16"
     run(
         *(tmp_path, "bash", ROOT / "scripts" / "speeches.sh", "--archive", speeches),
@@ -78,7 +78,6 @@ def test_language_model(speeches, tmp_path):
     assert [(x["row"], x["seed"]) for x in lines] == [("output_temperature", 3), ("softmax", 3)]
     assert all(min(line["word_perplexity"], line["value"]) > 1 for line in lines)
     assert len({line["data"] for line in lines}) == 1
-    # Its mapping is of a plugin of its own.
     model = tmp_path / "out/output_temperature/seed-3/checkpoint_best.pt"
     words = ("--user-dir", ROOT / "user_dir/tempered")
     script = ROOT / "scripts" / "evaluate.sh"
@@ -95,7 +94,7 @@ def test_language_model(speeches, tmp_path):
         (lambda folder: (folder / "train.de.gz").write_bytes(b"\x1f\x8b"), "train.de.gz"),
     ],
 )
-def test_a_folder_that_is_not_multi30k(multi30k, tmp_path, change, said):
+def test_multi30k_refuses_another_folder(multi30k, tmp_path, change, said):
     folder = tmp_path / "raw"
     folder.mkdir()
     for file in multi30k.iterdir():

@@ -1,0 +1,207 @@
+"""What the scripts share: the rows of experiments, files, commands and tables. Needs no fairseq."""
+
+import json
+import re
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import whole
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+Line = dict[str, Any]  # one result: a line of results.jsonl
+
+
+# --- experiments -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The rows of an experiment: the file configs/rows/NAME.yaml.
+
+    groups: {group: its rows}; changes: {row: {config group: {key: value}}}, on top of NAME.yaml;
+    labels, papers: {row: its name in tables, the paper's figure}; paper_data: the paper's data set;
+    score: name and field of what scripts/results.py compares, for the pairs of rows in `pairs`.
+    """
+
+    name: str
+    groups: dict[str, list[str]]
+    changes: dict[str, dict[str, dict[str, Any]]]
+    labels: dict[str, str]
+    papers: dict[str, str]
+    paper_data: str
+    seeds: list[int]
+    score: dict[str, str]
+    pairs: list[list[str]]
+
+    @classmethod
+    def read(cls, name: str) -> "Experiment":
+        import yaml  # the GPU benchmarks do without it
+
+        found = yaml.safe_load((CONFIGS / "rows" / f"{name}.yaml").read_text(encoding="utf-8"))
+        rows = {
+            row: dict(each) for group in found["groups"].values() for row, each in group.items()
+        }
+        return cls(
+            name=name,
+            groups={group: list(rows) for group, rows in found["groups"].items()},
+            labels={row: each.pop("label", row) for row, each in rows.items()},
+            papers={row: each.pop("paper", "") for row, each in rows.items()},
+            changes=rows,
+            paper_data=found.get("paper_data", ""),
+            seeds=found.get("seeds", [1]),
+            score=found.get("score", {}),
+            pairs=found.get("pairs", []),
+        )
+
+
+def experiments() -> list[str]:
+    """The names of all experiments."""
+    return sorted(file.stem for file in (CONFIGS / "rows").glob("*.yaml"))
+
+
+# --- commands ----------------------------------------------------------------------------------
+
+
+def program(name: str) -> str:
+    """The path of a fairseq command: this environment's, or the one in PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise UsageError(f"there is no command {name}: activate the environment it is in")
+    return found
+
+
+def portable(command: list[str]) -> list[str]:
+    """The command as called from the checkout's root, without this machine's paths."""
+    return [Path(command[0]).name, *(word.removeprefix(f"{ROOT}/") for word in command[1:])]
+
+
+def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
+    """{option: its values}; "" holds the words before the first option. The last one counts."""
+    found: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for word in command:
+        if word.startswith("--"):
+            name, has_value, value = word.partition("=")
+            found[name] = (value,) if has_value else ()
+        else:
+            found[name] = (*found.get(name, ()), word)
+    return found
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file atomically."""
+    with whole(file) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(file: Path, value: Any) -> None:
+    write(file, json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines of a text file; only a line feed ends a line."""
+    try:
+        with file.open(encoding="utf-8", newline="\n") as lines:
+            return [line.removesuffix("\n") for line in lines]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"'{file}' is not UTF-8 ({error}): prepare the data again") from None
+
+
+def read_results(file: Path) -> list[Line]:
+    return [json.loads(line) for line in read_lines(file)]
+
+
+def sentences(output: str, kind: str) -> dict[int, str]:
+    """{sentence number: text} from fairseq-generate's lines H (hypothesis) or T (target)."""
+    tab = r"\t\S+\t" if kind == "H" else r"\t"
+    return {int(n): s for n, s in re.findall(rf"^{kind}-(\d+){tab}(.*)$", output, re.MULTILINE)}
+
+
+# --- tables ------------------------------------------------------------------------------------
+
+
+def markdown(head: list[str], rows: list[list[str]], align: bool = False) -> str:
+    """A Markdown table; with `align`, columns are padded for a terminal."""
+    lines = [head, ["---"] * len(head), *rows]
+    if align:
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines[1] = ["-" * width for width in widths]
+        lines = [[cell.ljust(width) for cell, width in zip(x, widths, strict=True)] for x in lines]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def summary(blocks: Iterable[list[Line]], columns: dict[str, Callable[[list[Line]], str]]) -> str:
+    """A table with one row for each block of results; a column computes its cell from the block."""
+    rows = [[cell(block) for cell in columns.values()] for block in blocks if block]
+    return markdown(list(columns), rows)
+
+
+def mean(values: Iterable[float | None], digits: int = 2, unit: float = 1.0) -> str:
+    """The mean of the known values, ± the standard deviation (n - 1) if there are several."""
+    known = [value / unit for value in values if value is not None]
+    if not known:
+        return ""
+    text = f"{statistics.mean(known):,.{digits}f}"
+    return text if len(known) < 2 else f"{text} ± {statistics.stdev(known):,.{digits}f}"
+
+
+def by_row(results: list[Line]) -> dict[str, list[Line]]:
+    """{row: its results}, in the order of the experiment's file; other labels come last."""
+    rows = Experiment.read(results[0]["experiment"]).changes
+    blocks: dict[str, list[Line]] = {row: [] for row in rows}
+    for result in results:
+        blocks.setdefault(result["row"], []).append(result)
+    return {row: block for row, block in blocks.items() if block}
+
+
+def results_table(results: list[Line]) -> str:
+    """The Markdown table of one experiment's results, with the notes needed to read it."""
+    experiment = Experiment.read(results[0]["experiment"])
+    metric = results[0]["metric"]
+
+    def values(key: str, digits: int = 2, unit: float = 1.0) -> Callable[[list[Line]], str]:
+        return lambda block: mean((r.get(key) for r in block), digits, unit)
+
+    def distinct(key: str) -> Callable[[list[Line]], str]:
+        return lambda block: ", ".join(f"{n:,}" for n in sorted({r[key] for r in block}))
+
+    optional = {
+        "perplexity a word": "word_perplexity",
+        "chrF": "chrf",
+        "tokenised BLEU": "tokenized_bleu",
+    }
+    columns = {
+        "method": lambda block: experiment.labels.get(block[0]["row"], block[0]["row"]),
+        metric: values("value"),
+        **{n: values(key) for n, key in optional.items() if any(key in r for r in results)},
+        "runs": lambda block: str(len(block)),
+        "parameters": distinct("parameters"),
+        "updates": distinct("updates"),
+        "tokens/s": values("tokens_per_second", 0),
+        "minutes": values("seconds", 1, 60),
+        "peak GB": values("peak_memory", 2, 1e9),
+        f"paper, {experiment.paper_data}": lambda b: experiment.papers.get(b[0]["row"], ""),
+    }
+    notes = {
+        metric: [f"{r['signature']} ({r['protocol']})" for r in results],
+        "chrF": [r.get("chrf_signature", "") for r in results],
+        "tokenised BLEU": [r.get("tokenized_signature", "") for r in results],
+        "hardware": [r["hardware"] for r in results],
+        "versions": [", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in results],
+        "commit": [str(r["commit"]) for r in results],
+        "seeds": [", ".join(map(str, sorted({r["seed"] for r in results})))],
+        "±": ["standard deviation over the runs; tokens/s: target tokens in training, median"],
+    }
+    lines = [f"- {n}: {x}\n" for n, each in notes.items() for x in sorted(set(each)) if x]
+    return f"{summary(by_row(results).values(), columns)}\n{''.join(lines)}"
