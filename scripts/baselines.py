@@ -1,4 +1,4 @@
-"""The strongest that torch has for what scripts/benchmark.py measures, and the floor beneath it."""
+"""PyTorch's fastest implementations of what scripts/benchmark.py measures, and a lower bound."""
 
 import functools
 import time
@@ -10,18 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-# Of sentences, as torch's linear_cross_entropy takes them; its own choice is tried besides.
+# Batch chunks to try for torch's linear_cross_entropy, beside its default.
 CHUNKS = (32, 64, 128, 256, 512, 1024)
-# Of queries that one product takes, so that what a causal mask excludes is left out.
+# Queries per matrix product, so that a causal mask saves most of the excluded half.
 BLOCK = 128
 
 
 def attention_products(inputs: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
-    """The six matrix products of attention and its gradients, and nothing else; of a causal
-    attention the half below the diagonal, as far as blocks can follow it.
+    """The six matrix products of attention and its gradients, and nothing else.
+
+    With a causal mask, blocks above the diagonal are left out.
 
     Args:
-        inputs: query, key, value and the output's gradient, (B, H, T, D).
+        inputs: query, key, value and the gradient of the output, (B, H, T, D).
     """
     query, key, value, grad = (x.flatten(0, 1) for x in inputs)
     length = query.shape[1]
@@ -40,10 +41,10 @@ def attention_products(inputs: Sequence[Tensor], is_causal: bool) -> list[Tensor
 
 
 def compiled_attention(mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Softmax attention written out, under torch.compile.
+    """Softmax attention in plain PyTorch, under torch.compile.
 
     Args:
-        mask: broadcastable to (B, H, T, S), True where it may be attended to.
+        mask: broadcastable to (B, H, T, S); True = may attend.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def compiled_attention(mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor]
 
 
 def flex_attention(mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """torch's FlexAttention under a block mask; it has no backward pass on a CPU."""
+    """torch's FlexAttention with a block mask; it has no backward pass on a CPU."""
     from torch.nn.attention import flex_attention as flex
 
     attend = torch.compile(flex.flex_attention, dynamic=False)
@@ -74,7 +75,7 @@ def flex_attention(mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Te
 
 
 def loss_of_logits(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Return the summed loss from the log-probabilities of all words, as fairseq's criteria do."""
+    """The summed loss from the log-probabilities of all words, as fairseq computes it."""
     log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
     nll = F.nll_loss(log_probs, target, reduction="sum")
     if smoothing == 0:
@@ -91,7 +92,7 @@ def compiled_loss(smoothing: float) -> Loss:
 
 def _cross_entropy(features: Tensor, weight: Tensor, target: Tensor, smoothing: float) -> Tensor:
     words = len(weight)
-    # torch spreads it over all words, fairseq over all but the target's.
+    # torch smooths over all words, fairseq over all words but the target.
     smoothing *= words / (words - 1)
     logits = F.linear(features, weight)
     return F.cross_entropy(logits, target, reduction="sum", label_smoothing=smoothing)
@@ -102,15 +103,14 @@ def losses(smoothing: float) -> dict[str, Loss]:
     found: dict[str, Loss] = {
         "softmax (F.cross_entropy)": functools.partial(_cross_entropy, smoothing=smoothing)
     }
-    # Of torch 2.13; without smoothing it goes through the sentences in chunks.
+    # New in torch 2.13; it computes in chunks, but only without label smoothing.
     if hasattr(F, "linear_cross_entropy") and not smoothing:
         found["softmax (linear_cross_entropy)"] = BestChunk()
     return found
 
 
 class BestChunk:
-    """torch's linear_cross_entropy by the chunks that are fastest: each is tried at the first
-    call."""
+    """torch's linear_cross_entropy with the fastest chunk size, measured at the first call."""
 
     def __init__(self) -> None:
         self.chosen: Any = None

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the time and the memory of MultiMax against stock fairseq's softmax.
+"""Measures time and memory of MultiMax against stock fairseq's softmax.
 
     scripts/benchmark.py attention [--shape BxHxTxD ...] [--mask causal] [--sweep LENGTHS]
     scripts/benchmark.py output [--tokens N] [--vocabulary V] [--width D] [--sweep VOCABULARIES]
@@ -7,14 +7,14 @@
     scripts/benchmark.py train --vocabulary V [-- fairseq-train options]
     scripts/benchmark.py generate DATA-BIN --checkpoint FILE
 
-All contestants take their turns in one process, and those that compute the same are compared before
-any is timed. Ratios are medians over the rounds of the ratio within a round; of seconds, less is
-better, of what is done in a second, more. Peak memory is what a step takes above what was there
-before it, its inputs among that; on a CPU each contestant has a process of its own for it.
+All contestants take turns in one process. Those that compute the same function are compared before
+any is timed. Ratios are medians over the rounds of the ratio within a round: lower is better for
+times, higher for tokens per second. Peak memory is that of a step, above the memory before it; on a
+CPU it is measured in one process per contestant.
 
-"plain" and "auto" are the backends (MULTIMAX_BACKEND); "torch expression" is MultiMax written out
-with torch's operations, as its authors have it. With --out DIR: DIR/benchmark-NAME.json (every
-round, with all that it takes to measure again), .png and .svg.
+"plain" and "auto" are backends (MULTIMAX_BACKEND); "torch expression" is MultiMax in plain PyTorch
+operations, as its authors wrote it. --out DIR writes DIR/benchmark-NAME.json (every round, and
+everything needed to repeat the measurement) and, for a --sweep, .png and .svg.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from multimax_fairseq.errors import UsageError
 SHAPES = ["4x8x512x64", "16x8x128x64"]
 EXPRESSION = "MultiMax (torch expression)"
 PRODUCTS = "matrix products"
-# Fused as MultiMax is, with what they learn per head.
+# Other mappings with fused kernels, and their learned parameters per head.
 RIVALS = {"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}}
 
 
 def expression(x: Tensor, modulator: Modulator) -> Tensor:
-    """sigma(x), written out."""
+    """sigma(x) in plain PyTorch operations."""
     out = x
     for n in (1, 2):
         low = (modulator.low_threshold[n - 1] - x).relu() ** n
@@ -60,7 +60,7 @@ def random(seed: int, args: argparse.Namespace, *shape: int, scale: float = 1.0)
 
 
 def some_modulator(args: argparse.Namespace) -> Modulator:
-    """As far from softmax as a trained one; of the dtype that fairseq gives it."""
+    """A modulator about as far from softmax as a trained one, in the dtype of the model."""
     torch.manual_seed(1)
     return Modulator(init_std=0.1).to(args.device, getattr(torch, args.dtype))
 
@@ -68,7 +68,7 @@ def some_modulator(args: argparse.Namespace) -> Modulator:
 def gradients_of(
     outputs: Callable[[], tuple[Tensor, Tensor | None]], learned: dict[str, Tensor]
 ) -> Ready:
-    """Forward and backward: `outputs` gives (output, its gradient)."""
+    """Forward and backward pass; `outputs` returns the output and its gradient."""
 
     def result() -> dict[str, Tensor]:
         output, grad = outputs()
@@ -84,7 +84,7 @@ def gradients_of(
 
 
 def with_graphs(contestants: dict[str, Contestant], args: argparse.Namespace, *names: str) -> None:
-    """Add these contestants as CUDA graphs, which show the GPU's time without the host's."""
+    """Add these contestants as CUDA graphs, which exclude the time of the host."""
     for name in names if args.device == "cuda" else ():
         plain = contestants[name]
 
@@ -108,7 +108,7 @@ def with_graphs(contestants: dict[str, Contestant], args: argparse.Namespace, *n
 
 
 def products(work: Callable[[], list[Tensor]], learned: dict[str, Tensor]) -> Ready:
-    """What no implementation can leave out, whose results are their own gradients."""
+    """The matrix products that every implementation needs: a lower bound."""
 
     def step(_: int) -> dict[str, int]:
         work()
@@ -138,7 +138,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
         parts = {n: random(i, args, *shape).requires_grad_() for i, n in enumerate(names)}
         allowed = None
         if args.mask in ("padding", "both"):
-            # Sentences from the full length down to half of it.
+            # Sentence lengths from the full length down to half of it.
             kept = length - torch.arange(batch) * length // (2 * batch)
             allowed = (torch.arange(length) < kept[:, None])[:, None, None].to(args.device)
         return parts, some_modulator(args), allowed, random(3, args, *shape)
@@ -146,7 +146,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
     is_causal = args.mask in ("causal", "both")
 
     def whole_mask(allowed: Tensor | None) -> Tensor | None:
-        """Both masks in one, (B or 1, 1, T or 1, S), True where it may be attended to."""
+        """Causal and padding mask combined, (B or 1, 1, T or 1, S); True = may attend."""
         if not is_causal:
             return allowed
         causal = torch.ones(length, length, dtype=torch.bool, device=args.device).tril()
@@ -165,7 +165,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
         return Contestant(make, name.split()[0], backend)
 
     def torchs(_: Modulator, allowed: Tensor | None) -> Callable:
-        # Without padding, the flag is faster than the mask; the two together are refused.
+        # Without padding, torch's is_causal is faster than a mask; torch refuses both together.
         mask = whole_mask(allowed) if allowed is not None else None
         flag = is_causal and allowed is None
         return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=flag)
@@ -326,115 +326,62 @@ def share(text: str) -> float:
     return value
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
 def parse(words: list[str]) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--rounds", type=whole, default=10, help="that are timed; default %(default)s"
-    )
-    common.add_argument(
-        "--warmup", type=whole, default=2, help="rounds before them; default %(default)s"
-    )
-    common.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="what it runs on; default %(default)s",
-    )
-    common.add_argument(
-        "--dtype",
-        choices=["float32", "float16", "bfloat16"],
-        default="float32",
-        help="of inputs and parameters; default %(default)s",
-    )
-    common.add_argument(
-        "--no-memory", dest="memory", action="store_false", help="do not measure memory"
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    common.add_argument("--rounds", type=whole, default=10, help="timed rounds")
+    common.add_argument("--warmup", type=whole, default=2, help="untimed rounds before them")
+    common.add_argument("--device", choices=["cpu", "cuda"], default=device, help="where to run")
+    dtypes = ["float32", "float16", "bfloat16"]
+    common.add_argument("--dtype", choices=dtypes, default="float32", help="of tensors")
+    text = "do not measure memory"
+    common.add_argument("--no-memory", dest="memory", action="store_false", help=text)
     common.add_argument("--out", type=Path, metavar="DIR", help="write the data and figures there")
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__, formatter_class=Help)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, told: str, **options: Any) -> argparse.ArgumentParser:
-        return commands.add_parser(name, parents=[common], help=told, description=told, **options)
+    def command(name: str, text: str) -> Callable[..., Any]:
+        one = commands.add_parser(
+            name, parents=[common], help=text, description=text, formatter_class=Help
+        )
+        return one.add_argument
 
-    one = command("attention", "attention alone")
-    one.add_argument(
-        "--shape",
-        type=a_shape,
-        nargs="+",
-        metavar="BxHxTxD",
-        default=[a_shape(text) for text in SHAPES],
-        help=f"batch, heads, length and head size; default {' '.join(SHAPES)}",
-    )
+    compiled = {"action": "store_true", "help": "also measure softmax under torch.compile"}
+    add = command("attention", "attention alone")
+    shapes = [a_shape(text) for text in SHAPES]
+    add("--shape", type=a_shape, nargs="+", metavar="BxHxTxD", default=shapes, help="query's shape")
     masks = ["none", "causal", "padding", "both"]
-    one.add_argument(
-        "--mask", choices=masks, default="causal", help="what is excluded; default %(default)s"
-    )
-    one.add_argument("--sweep", type=sizes, metavar="T,T,...", help="the first shape at lengths")
-    one.add_argument("--rivals", action="store_true", help=f"{', '.join(RIVALS)} beside MultiMax")
-    compiled = {"action": "store_true", "help": "softmax under torch.compile besides"}
-    one.add_argument("--compile", **compiled)
+    add("--mask", choices=masks, default="causal", help="what is excluded")
+    add("--sweep", type=sizes, metavar="T,T,...", help="the first shape with these lengths")
+    add("--rivals", action="store_true", help=f"also measure {', '.join(RIVALS)}")
+    add("--compile", **compiled)
 
-    one = command("output", "output layer and loss")
-    one.add_argument(
-        "--tokens", type=whole, default=512, metavar="N", help="at once; default %(default)s"
-    )
-    one.add_argument(
-        "--vocabulary",
-        type=whole,
-        default=267_744,
-        metavar="V",
-        help="its words; default %(default)s",
-    )
-    one.add_argument(
-        "--width", type=whole, default=512, metavar="D", help="of the features; default %(default)s"
-    )
-    one.add_argument(
-        "--label-smoothing",
-        type=share,
-        default=0.0,
-        help="epsilon of the loss; default %(default)s",
-    )
-    one.add_argument("--sweep", type=sizes, metavar="V,V,...", help="instead of --vocabulary")
-    one.add_argument("--compile", **compiled)
+    add = command("output", "output layer and loss")
+    add("--tokens", type=whole, default=512, metavar="N", help="tokens per step")
+    add("--vocabulary", type=whole, default=267_744, metavar="V", help="number of words")
+    add("--width", type=whole, default=512, metavar="D", help="width of the features")
+    add("--label-smoothing", type=share, default=0.0, help="epsilon of the loss")
+    add("--sweep", type=sizes, metavar="V,V,...", help="instead of --vocabulary")
+    add("--compile", **compiled)
 
-    one = command(
-        "train",
-        "training steps of whole models",
-        epilog="Options after -- are fairseq-train's: other sizes, another schedule.",
-    )
-    one.add_argument(
-        "data", type=Path, metavar="DATA-BIN", nargs="?", help="a folder of fairseq-preprocess"
-    )
-    one.add_argument(
-        "--vocabulary",
-        type=whole,
-        metavar="V",
-        help="a language model on random text of so many words, without data",
-    )
-    one.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="FLAGS",
-        help="one contestant more, MultiMax with these flags; several times for several",
-    )
+    folder = "a folder of fairseq-preprocess"
+    add = command("train", "training steps of whole models; options after -- are fairseq-train's")
+    add("data", type=Path, metavar="DATA-BIN", nargs="?", help=folder)
+    text = "instead of data: a language model on random text with this vocabulary"
+    add("--vocabulary", type=whole, metavar="V", help=text)
+    text = "also measure MultiMax with these flags; may be repeated"
+    add("--variant", action="append", default=[], metavar="FLAGS", help=text)
 
-    one = command("generate", "beam search")
-    one.add_argument("data", type=Path, metavar="DATA-BIN", help="a folder of fairseq-preprocess")
-    one.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="FILE", help="of a MultiMax model"
-    )
-    one.add_argument("--subset", default="test", help="of DATA-BIN; default %(default)s")
-    one.add_argument(
-        "--beam", type=whole, default=5, help="hypotheses of a sentence; default %(default)s"
-    )
-    one.add_argument(
-        "--max-tokens", type=whole, default=4096, help="of a batch; default %(default)s"
-    )
+    add = command("generate", "beam search")
+    add("data", type=Path, metavar="DATA-BIN", help=folder)
+    add("--checkpoint", type=Path, required=True, metavar="FILE", help="of a MultiMax model")
+    add("--subset", default="test", help="of DATA-BIN")
+    add("--beam", type=whole, default=5, help="beam size")
+    add("--max-tokens", type=whole, default=4096, help="of a batch")
 
     cut = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:cut])
@@ -444,7 +391,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """UsageError for what cannot be measured."""
+    """Raise UsageError for options that do not fit together."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU here; leave it out for the CPU")
     if args.rest and args.command != "train":
@@ -462,7 +409,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def cases_of(command: str) -> Callable[[argparse.Namespace], list[Case]]:
-    """Return the function that makes a command's cases. Only train and generate import fairseq."""
+    """The function that builds a command's cases. Only train and generate import fairseq."""
     if command == "train":
         from training import train
 
@@ -477,8 +424,6 @@ def cases_of(command: str) -> Callable[[argparse.Namespace], list[Case]]:
 def main() -> None:
     try:
         args = parse(sys.argv[1:])
-        swept = {"attention": "length", "output": "vocabulary"}.get(args.command)
-        args.swept = swept if getattr(args, "sweep", None) else None
         with contextlib.ExitStack() as stack:
             cases = cases_of(args.command)
             quiet()
@@ -487,7 +432,7 @@ def main() -> None:
 
                 args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 random_text(args.data, args.vocabulary)
-            signed = conditions(args)  # of what runs, whatever changes in the meantime
+            signed = conditions(args)  # before the checkout can change
             report(measure(cases, args), signed, args)
     except (UsageError, OSError) as error:
         sys.exit(f"benchmark.py: error: {error}")

@@ -156,9 +156,8 @@ def translation(
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
     chrf = CHRF(lowercase=text["lowercase"])
     unknown = 0 if kept.is_file() else sum(UNKNOWN_WORD in line for line in targets)
-    differing = (
-        f"|pairs:{text['pairs']}" if text["pairs"] else ""
-    )  # in the format of SacreBLEU's signatures
+    # In the format of SacreBLEU's signatures.
+    differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""
     differing += f"|unknown:{unknown:,}" if unknown else ""
     return {
         "metric": "SacreBLEU",

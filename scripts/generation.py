@@ -1,5 +1,8 @@
-"""Beam search for scripts/benchmark.py: MultiMax and its softmax twin, in fairseq's loop, in ours,
-in int8, and in CTranslate2 where that is installed."""
+"""Beam search for scripts/benchmark.py.
+
+Contestants: MultiMax and a softmax model of the same weights, with fairseq's search and with ours,
+in int8, and in CTranslate2 if it is installed.
+"""
 
 import argparse
 import copy
@@ -40,8 +43,8 @@ def generate(args: argparse.Namespace) -> list[Case]:
             models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
         except RuntimeError:
             raise CheckpointError(
-                f"--checkpoint {path} does not fit the words of {args.data} and the model as it is "
-                "now: give one that this version has trained on them"
+                f"--checkpoint {path} does not fit the dictionary of {args.data} or this version: "
+                "give one that this version has trained on that data"
             ) from None
         if not any(name.endswith("normalizer.modulator") for name, _ in models[0].named_modules()):
             raise refusal
@@ -49,11 +52,11 @@ def generate(args: argparse.Namespace) -> list[Case]:
         task.load_dataset(args.subset)
         batches = task.get_batch_iterator(
             task.dataset(args.subset), max_tokens=args.max_tokens, seed=1
-        ).next_epoch_itr()  # shuffled, else the first rounds would have the shortest sentences
+        ).next_epoch_itr()  # shuffled: else the first rounds have the shortest sentences
         return cfg, task, models[0], list(batches)
 
     def twin() -> Any:
-        """fairseq's own model: the same weights without the modulators."""
+        """fairseq's model with the same weights, without the modulators."""
         cfg, task, model, _ = inputs()
         weights = model.state_dict()
         twin = TransformerModel.build_model(copy.deepcopy(as_namespace(cfg.model)), task)
@@ -61,7 +64,7 @@ def generate(args: argparse.Namespace) -> list[Case]:
         return twin
 
     def ready(hypotheses: Any) -> Ready:
-        """`hypotheses`, of a batch: the words of the best one of each sentence."""
+        """`hypotheses(batch)` returns the tokens of each sentence's best hypothesis."""
         batches = inputs()[3]
 
         def step(number: int) -> dict[str, int]:
@@ -79,7 +82,7 @@ def generate(args: argparse.Namespace) -> list[Case]:
             if family == "int8":
                 quantize([model])
             if loop is None:
-                faster_layers([model])  # as the commands do
+                faster_layers([model])  # as fairseq-generate does
             generator = task.build_generator([model], cfg.generation, seq_gen_cls=loop)
 
             def hypotheses(batch: dict[str, Any]) -> list[list[int]]:
@@ -97,7 +100,7 @@ def generate(args: argparse.Namespace) -> list[Case]:
 
             cfg, task, _, _ = inputs()
             with tempfile.TemporaryDirectory() as folder:
-                # A namespace of all settings, as fairseq-train leaves it.
+                # One namespace of all settings, as in a checkpoint of fairseq-train.
                 names = vars(as_namespace(cfg.task)) | vars(as_namespace(cfg.model))
                 names |= {"arch": "transformer", "_name": "transformer", "task": cfg.task._name}
                 settings = argparse.Namespace(**names)
@@ -134,7 +137,7 @@ def generate(args: argparse.Namespace) -> list[Case]:
                     beam_size=args.beam,
                     max_decoding_length=int(1.2 * source.shape[1] + 10),
                 )
-                # And an end of sentence, as the others count.
+                # The others count the end of sentence.
                 return [[*result.hypotheses[0], "</s>"] for result in found]
 
             return ready(hypotheses)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Tests the Triton kernels on this machine's GPU, then times them: six minutes on an H200.
 #
-#   scripts/gpu_check.sh                 all
-#   scripts/gpu_check.sh -k attention    what pytest selects, without timings
+#   scripts/gpu_check.sh                 tests and timings
+#   scripts/gpu_check.sh -k attention    only the tests that pytest selects
 #
-# It needs a Python with torch, triton, entmax, numpy, pytest, pytest-xdist and rich, but no
-# fairseq and no network.
+# It needs a Python with torch, triton, entmax, numpy, pytest and pytest-xdist, but no fairseq and
+# no network.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -13,7 +13,7 @@ case ${1:-} in
 -h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0" && exit ;;
 esac
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# Most of the time goes into compiling, so several processes share the tests.
+# Compilation takes most of the time, so several processes share the tests.
 python3 -m pytest "$root/tests/gpu" --confcutdir "$root/tests/gpu" -q -n 6 "$@"
 (($# == 0)) || exit 0
 

@@ -1,12 +1,12 @@
-"""Runs contestants against each other: what scripts/benchmark.py measures with, and reports.
+"""Measures contestants against each other and reports the result, for scripts/benchmark.py.
 
-All contestants take their turn in every round, each round begun by another one, and a ratio is the
-median over the rounds of the ratio within a round: what slows the machine for a while slows both.
+Every contestant runs once in each round, and a different one starts each round. A ratio is the
+median over the rounds of the ratio within a round, so a temporary slow-down affects both sides.
 """
 
 import contextlib
 import gc
-import json
+import itertools
 import logging
 import math
 import os
@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import lib
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress, TaskID
-from rich.table import Table
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
@@ -35,18 +33,18 @@ from multimax_fairseq.signature import processor, signature
 
 BEST = "best baseline"
 PLAIN, AUTO = "MultiMax (plain)", "MultiMax (auto)"
-MARKERS = "os^DvP*X<>"  # of the contestants in a figure
-# On a GPU, launching and waiting would count too much in the time of one step.
+MARKERS = "os^DvP*X<>"
+# On a GPU, launch and synchronisation would dominate the time of a single step.
 STEPS_ON_GPU = 20
-# The most that two ways of computing the same may differ, as a share of the largest entry.
+# Largest difference between equivalent contestants, relative to the largest entry.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class Ready(NamedTuple):
-    """A contestant with its inputs: `step(round)` does the work and returns what it counted.
+    """A contestant with its inputs.
 
-    `result()` is what all of its family must agree on: named tensors, or lists of tokens;
-    `gradients` is how many bytes of gradients the work leaves.
+    `step(round)` does the work and returns counts, such as tokens. `result()` returns named tensors
+    or lists of tokens, which must agree within a family. `gradients` is their size in bytes.
     """
 
     step: Callable[[int], dict[str, int]]
@@ -61,10 +59,10 @@ class Contestant(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is compared: `x` is its place in a sweep, `references` are what ratios are to.
+    """One comparison: `x` is its position in a sweep; ratios are relative to the `references`.
 
-    BEST among them is whichever of the `baselines` has the best median of the first quantity.
-    Where it `settles`, a turn begins with an untimed step, which lets the previous contestant's
+    The reference BEST is the one of the `baselines` with the best median of the first quantity.
+    If it `settles`, a turn begins with an untimed step, which lets the previous contestant's
     memory return to the system. On a GPU the turn then times STEPS_ON_GPU steps.
     """
 
@@ -78,8 +76,8 @@ class Case(NamedTuple):
 
 
 def quiet() -> None:
-    """Silence what fairseq and hydra say of their own age."""
-    # Importing fairseq may leave DEBUG, at which torch follows every node of a backward pass.
+    """Silence the deprecation warnings of fairseq and hydra."""
+    # Importing fairseq may leave the level DEBUG, at which autograd traces every node.
     logging.getLogger().setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
 
@@ -110,14 +108,14 @@ def timed(
 
 
 def difference(ours: Any, theirs: Any) -> tuple[float, str]:
-    """How far two results are apart, as a number and in words."""
+    """The difference of two results, as a number and in words."""
     if isinstance(ours, list):
         count = sum(a != b for a, b in zip(ours, theirs, strict=True))
         return count, f"{count:,} of {len(ours):,} hypotheses differ"
     found = []
     for name, their in theirs.items():
         their = their.float()
-        # Where both are zero, so is the quotient.
+        # tiny avoids 0 / 0 if both are zero.
         scale = their.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         found.append((((ours[name].float() - their).abs().max() / scale).item(), name))
     worst, name = max(found, key=lambda pair: (math.isnan(pair[0]), pair[0]))
@@ -125,7 +123,7 @@ def difference(ours: Any, theirs: Any) -> tuple[float, str]:
 
 
 def compare(case: Case, ready: dict[str, Ready], dtype: torch.dtype) -> dict[str, Any]:
-    """How far each contestant is from the first of its family; UsageError if it is too far."""
+    """The difference of each contestant to the first of its family; UsageError if too large."""
     agreement: dict[str, Any] = {}
     for family in dict.fromkeys(c.family for c in case.contestants.values()):
         first, *others = [name for name, c in case.contestants.items() if c.family == family]
@@ -140,7 +138,7 @@ def compare(case: Case, ready: dict[str, Ready], dtype: torch.dtype) -> dict[str
             if not error <= (0 if isinstance(ours, list) else TOLERANCE[dtype]):
                 raise UsageError(
                     f"{name} against {first}: {words}; nothing was timed, and "
-                    "MULTIMAX_BACKEND=plain does without the fast paths"
+                    "MULTIMAX_BACKEND=plain disables the fast paths"
                 )
             agreement[name] = {"with": first, "difference": error, "words": words}
     return agreement
@@ -150,7 +148,7 @@ def compare(case: Case, ready: dict[str, Ready], dtype: torch.dtype) -> dict[str
 
 
 def status(field: str) -> int:
-    """A field of this process's memory as the kernel counts it, in bytes."""
+    """A memory field of /proc/self/status, in bytes."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
@@ -158,7 +156,7 @@ def status(field: str) -> int:
 def peak_of_process(
     cases: Callable[[Any], list[Case]], args: Any, index: int, name: str
 ) -> dict[str, int]:
-    """What a step takes at most, in a process that does nothing else."""
+    """The peak memory of a step, in a process that does nothing else."""
     quiet()
     contestant = cases(args)[index].contestants[name]
     with within(contestant):
@@ -167,9 +165,9 @@ def peak_of_process(
         ready.step(0)
         gc.collect()
         before = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
         ready.step(1)
-    # What the first step left behind, libraries and workspaces, is no part of the second's peak.
+    # Libraries and workspaces that the first step loaded are not part of the second's peak.
     return {"peak_memory": status("VmHWM") - before, "kept_memory": before - start}
 
 
@@ -179,7 +177,7 @@ def peak_of_gpu(contestant: Contestant, ready: Ready) -> dict[str, int]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        # fairseq's trainer would forget the peak at the end of its step.
+        # fairseq's trainer resets the peak at the end of its step.
         with mock.patch.object(torch.cuda, "reset_peak_memory_stats"):
             ready.step(1)
         torch.cuda.synchronize()
@@ -187,8 +185,8 @@ def peak_of_gpu(contestant: Contestant, ready: Ready) -> dict[str, int]:
 
 
 def peak_elsewhere(*task: Any) -> dict[str, int]:
-    """`peak_of_process` in a new process, whose freed memory goes back to the system at once."""
-    # Forked off a server that has imported the packages, and has computed nothing.
+    """`peak_of_process` in a new process that returns freed memory to the system at once."""
+    # The server has imported the packages but has computed nothing.
     context = get_context("forkserver")
     context.set_forkserver_preload(["fairseq.trainer", "multimax_fairseq.models"])
     at_once = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
@@ -200,7 +198,7 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
             return pool.submit(peak_of_process, *task).result()
         except BrokenProcessPool:
             raise UsageError(
-                "a process that measured memory was killed, for lack of it as a rule: give "
+                "the process that measured memory was killed, probably for lack of memory: give "
                 "smaller sizes, or --no-memory"
             ) from None
 
@@ -209,52 +207,40 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
 
 
 def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any]]:
-    """Run all cases, in rounds, and return what there is to know of each."""
+    """Run all cases and return their `summary`."""
     found = []
     with_peaks = args.memory and (args.device == "cuda" or Path("/proc/self/clear_refs").exists())
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        # Built anew for every case, so that the inputs of one are gone before the next.
-        for index in range(len(cases(args))):
-            case = cases(args)[index]
-            names, label = list(case.contestants), case.label
-            turns = len(names) * (args.warmup + args.rounds + with_peaks)
-            task = progress.add_task(f"{label}: agreement", total=turns)
-
-            def tell(what: str, done: int, task: TaskID = task, label: str = label) -> None:
-                progress.update(task, description=f"{label}: {what}", advance=done)
-
-            ready = {name: built(contestant) for name, contestant in case.contestants.items()}
-            agreement = compare(case, ready, getattr(torch, args.dtype))
-            rounds = run_rounds(case, ready, args, tell)
-            peaks = {name: {"gradients": ready[name].gradients} for name in names}
-            for name in names if with_peaks and args.device == "cuda" else ():
-                peaks[name] |= peak_of_gpu(case.contestants[name], ready[name])
-            # For the next case, or for the process that is about to need as much.
-            ready.clear()
-            case = case._replace(contestants={})
-            gc.collect()
-            for name in names if with_peaks and args.device == "cpu" else ():
-                tell(f"memory of {name}", 1)
-                peaks[name] |= peak_elsewhere(cases, args, index, name)
-            progress.remove_task(task)
-            found.append(summary(case, rounds, peaks, agreement))
+    # The cases are built again for every index, so that only one case's inputs exist at a time.
+    for index in range(len(cases(args))):
+        case = cases(args)[index]
+        print(f"{case.label}: {len(case.contestants)} contestants", file=sys.stderr)
+        ready = {name: built(contestant) for name, contestant in case.contestants.items()}
+        agreement = compare(case, ready, getattr(torch, args.dtype))
+        rounds = run_rounds(case, ready, args)
+        peaks = {name: {"gradients": each.gradients} for name, each in ready.items()}
+        for name in rounds if with_peaks and args.device == "cuda" else ():
+            peaks[name] |= peak_of_gpu(case.contestants[name], ready[name])
+        # Frees the memory for the next case, or for the process that measures memory.
+        ready.clear()
+        case = case._replace(contestants={})
+        gc.collect()
+        for name in rounds if with_peaks and args.device == "cpu" else ():
+            peaks[name] |= peak_elsewhere(cases, args, index, name)
+        found.append(summary(case, rounds, peaks, agreement))
     return found
 
 
-def run_rounds(
-    case: Case, ready: dict[str, Ready], args: Any, tell: Callable[[str, int], None]
-) -> dict[str, list[dict[str, float]]]:
-    """Each contestant's turns, without those of the warm-up."""
+def run_rounds(case: Case, ready: dict[str, Ready], args: Any) -> dict[str, list[dict[str, float]]]:
+    """{contestant: its turns}, without the warm-up."""
     names = list(ready)
+    times = STEPS_ON_GPU if case.settles and args.device == "cuda" else 1
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(args.warmup + args.rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            tell(f"round {number + 1}", 1)
             with within(case.contestants[name]):
                 if case.settles:
                     ready[name].step(number)
-                times = STEPS_ON_GPU if case.settles and args.device == "cuda" else 1
                 turn = timed(ready[name].step, number, args.device, times)
             if number >= args.warmup:
                 rounds[name].append(turn)
@@ -272,7 +258,7 @@ def summary(
     peaks: dict[str, dict[str, int]],
     agreement: dict[str, Any],
 ) -> dict[str, Any]:
-    """Medians, quartiles and ratios of a case: seconds, or what was counted a second."""
+    """Medians, quartiles and ratios of a case, in seconds or in counts per second."""
 
     def values(name: str, quantity: str) -> list[float]:
         if quantity == "seconds":
@@ -309,7 +295,7 @@ def summary(
 
 
 def conditions(args: Any) -> dict[str, Any]:
-    """All that it takes to measure again."""
+    """Everything that is needed to repeat the measurement."""
     if args.device == "cuda":
         device = torch.cuda.get_device_name()
     else:
@@ -334,115 +320,90 @@ def spread(value: dict[str, float], unit: float = 1) -> str:
     return f"{median} ({lower}-{upper})"
 
 
-def table(case: dict[str, Any]) -> Table:
-    best = f"; {BEST}: {case[BEST]}" if case[BEST] else ""
-    found = Table(title=case["case"] + best, title_justify="left")
-    found.add_column("")
-    with_peaks = any("peak_memory" in entry for entry in case["contestants"].values())
-    with_gradients = any(entry.get("gradients") for entry in case["contestants"].values())
+def table(case: dict[str, Any]) -> str:
+    entries = case["contestants"]
+    with_peaks = any("peak_memory" in entry for entry in entries.values())
+    with_gradients = any(entry.get("gradients") for entry in entries.values())
+    head = ["contestant"]
     for quantity in case["quantities"]:
-        found.add_column("ms" if quantity == "seconds" else quantity, justify="right")
-        for other in case["references"]:
-            found.add_column(f"x {other}", justify="right")
-    if with_peaks:
-        found.add_column("peak MB", justify="right")
-        if with_gradients:
-            found.add_column("less gradients", justify="right")
-    for name, entry in case["contestants"].items():
+        head += ["ms" if quantity == "seconds" else quantity]
+        head += [f"x {other}" for other in case["references"]]
+    head += ["peak MB"] * with_peaks + ["less gradients"] * (with_peaks and with_gradients)
+    rows = []
+    for name, entry in entries.items():
         cells = [name]
         for quantity in case["quantities"]:
             cells.append(spread(entry[quantity], 1e3 if quantity == "seconds" else 1))
-            for other in case["references"]:
-                cells.append(f"{entry[quantity]['ratios'][other]['median']:.2f}")
+            ratios = entry[quantity]["ratios"]
+            cells += [f"{ratios[other]['median']:.2f}" for other in case["references"]]
         if with_peaks:
             cells.append(number(entry["peak_memory"] / 1e6))
             if with_gradients:
                 cells.append(number(max(entry["peak_memory"] - entry["gradients"], 0) / 1e6))
-        found.add_row(*cells)
-    return found
+        rows.append(cells)
+    best = f"; {BEST}: {case[BEST]}" if case[BEST] else ""
+    return f"{case['case']}{best}\n{lib.markdown(head, rows, align=True)}"
 
 
 def show(cases: list[dict[str, Any]], signed: dict[str, Any]) -> None:
-    """Print the tables and what they were measured on."""
-    # Where nobody looks at a terminal, lines are as long as the tables need.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    """Print the tables and the conditions."""
     for case in cases:
-        console.print(table(case))
+        print(table(case))
         for name, agreed in case["agreement"].items():
-            console.print(f"{name} against {agreed['with']}: {agreed['words']}")
+            print(f"{name} against {agreed['with']}: {agreed['words']}")
+        print()
     versions = ", ".join(f"{name} {version}" for name, version in signed["versions"].items())
-    console.print(
+    print(
         f"Medians and quartiles of {signed['rounds']} rounds, in {signed['dtype']}, on "
         f"{signed['device']}, {signed['threads']} threads.\n{versions}, commit {signed['commit']}"
     )
 
 
-def plot(cases: list[dict[str, Any]], sweep: str | None, title: str, files: list[Path]) -> None:
-    """Draw the ratios to the reference, or, of a sweep, what grows with what; and memory."""
+def plot(cases: list[dict[str, Any]], sweep: str, title: str, files: list[Path]) -> None:
+    """Draw time and peak memory over the values of a sweep."""
     import matplotlib
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    # For the colour-blind; and text stays text in SVG.
+    # A palette for colour-blind readers; text stays text in SVG.
     style.use("tableau-colorblind10")
     matplotlib.rcParams["svg.fonttype"] = "none"
-    quantity, reference = cases[0]["quantities"][0], cases[0]["references"][0]
+    x = [case["x"] for case in cases]
     names = list(cases[0]["contestants"])
-    entries = {name: [case["contestants"][name] for case in cases] for name in names}
-    with_peaks = all("peak_memory" in entry for entry in entries[names[0]])
+    with_peaks = "peak_memory" in cases[0]["contestants"][names[0]]
     figure = Figure(figsize=(6 * (1 + with_peaks), 4.5), layout="constrained")
     figure.suptitle(title, fontsize=9)
-    axes = figure.subplots(1, 1 + with_peaks, squeeze=False)
-    unit, ratio_of = ("ms", "time") if quantity == "seconds" else (quantity, quantity)
-    factor = 1e3 if quantity == "seconds" else 1
-    for index, name in enumerate(names):
-        if sweep is not None:
-            x = [case["x"] for case in cases]
-            times = [entry[quantity] for entry in entries[name]]
-            curves = [
-                [time[key] * factor for time in times] for key in ("median", "lower", "upper")
-            ]
-            axes[0, 0].plot(x, curves[0], marker=MARKERS[index], label=name)
-            axes[0, 0].fill_between(x, curves[1], curves[2], alpha=0.2)
-            heights = [entry.get("peak_memory", 0) / 1e6 for entry in entries[name]]
-            if with_peaks:
-                axes[0, 1].plot(x, heights, marker=MARKERS[index], label=name)
-            continue
-        width = 0.8 / len(names)
-        x = [place + index * width for place in range(len(cases))]
-        ratios = [entry[quantity]["ratios"][reference] for entry in entries[name]]
-        middle = [ratio["median"] for ratio in ratios]
-        below = [ratio["median"] - ratio["lower"] for ratio in ratios]
-        above = [ratio["upper"] - ratio["median"] for ratio in ratios]
-        axes[0, 0].bar(x, middle, width, yerr=[below, above], capsize=2, label=name)
+    axes = figure.subplots(1, 1 + with_peaks, squeeze=False)[0]
+    for marker, name in zip(itertools.cycle(MARKERS), names, strict=False):
+        entries = [case["contestants"][name] for case in cases]
+        times = {
+            key: [entry["seconds"][key] * 1e3 for entry in entries]
+            for key in ("median", "lower", "upper")
+        }
+        axes[0].plot(x, times["median"], marker=marker, label=name)
+        axes[0].fill_between(x, times["lower"], times["upper"], alpha=0.2)
         if with_peaks:
-            axes[0, 1].bar(x, [e["peak_memory"] / 1e6 for e in entries[name]], width, label=name)
-    for axis in axes[0]:
-        if sweep is None:
-            middle_bar = 0.4 * (len(names) - 1) / len(names)
-            axis.set_xticks([place + middle_bar for place in range(len(cases))])
-            axis.set_xticklabels([case["case"] for case in cases])
-        else:
-            axis.set(xscale="log", yscale="log", xlabel=sweep)
-            axis.set_xticks(x, labels=[f"{value:,}" for value in x])
-            axis.minorticks_off()
-    axes[0, 0].set_ylabel(unit if sweep is not None else f"{ratio_of}, ratio to {reference}")
-    axes[0, 0].legend(fontsize="small")
-    if with_peaks:
-        axes[0, 1].set_ylabel("peak memory, MB")
+            axes[1].plot(x, [entry["peak_memory"] / 1e6 for entry in entries], marker=marker)
+    for axis, label in zip(axes, ("ms", "peak memory, MB"), strict=False):
+        axis.set(xscale="log", yscale="log", xlabel=sweep, ylabel=label)
+        axis.set_xticks(x, labels=[f"{value:,}" for value in x])
+        axis.minorticks_off()
+    axes[0].legend(fontsize="small")
     for file in files:
         with whole(file) as aside:
             figure.savefig(aside, format=file.suffix[1:], dpi=150)
 
 
 def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> None:
-    """Print the tables; write the data and the figure where they are asked for."""
+    """Print the tables; with --out, write the data, and the figure of a sweep."""
     show(cases, signed)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        base = args.out / f"benchmark-{args.command}"
-        with whole(base.with_suffix(".json")) as aside:
-            aside.write_text(json.dumps({**signed, "cases": cases}) + "\n", encoding="utf-8")
+    if args.out is None:
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    base = args.out / f"benchmark-{args.command}"
+    lib.write_json(base.with_suffix(".json"), {**signed, "cases": cases})
+    if getattr(args, "sweep", None):
+        x = {"attention": "length", "output": "vocabulary"}[args.command]
         files = [base.with_suffix(ending) for ending in (".png", ".svg")]
-        plot(cases, getattr(args, "swept", None), signed["command"], files)
-        print(f"Data and figures: {base}.json, .png, .svg")
+        plot(cases, x, signed["command"], files)
+    print(f"Written to {args.out}")

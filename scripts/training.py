@@ -18,7 +18,7 @@ from torch import Tensor
 import multimax_fairseq.models  # noqa: F401
 
 OPTIMISER = ["--optimizer", "adam", "--lr", "0.0005", "--clip-norm", "0.1", "--max-tokens", "1024"]
-# For each task: its options; architecture and criterion of softmax, and of MultiMax.
+# {task: (options, (architecture, criterion) for softmax, the same for MultiMax)}
 TRAINING = {
     "language_modeling": (
         [*OPTIMISER, "--tokens-per-sample", "256", "--share-decoder-input-output-embed"],
@@ -34,7 +34,7 @@ TRAINING = {
 
 
 def random_text(folder: Path, vocabulary: int, tokens: int = 2**18) -> None:
-    """Write what fairseq-preprocess would make of a text of random words."""
+    """Write a text of random words in the format of fairseq-preprocess."""
     words = Dictionary()
     for index in range(vocabulary - len(words)):
         words.add_symbol(f"w{index}")
@@ -88,12 +88,12 @@ def training_step(trainer: Trainer, args: argparse.Namespace) -> Ready:
 
     def step(number: int) -> dict[str, int]:
         batch = batches[number % len(batches)]
-        with metrics.aggregate("train"):  # as fairseq-train, which --monitor-interval asks for
+        with metrics.aggregate("train"):  # as fairseq-train does; --monitor-interval needs it
             trainer.train_step([batch])
         return {"tokens": batch["ntokens"]}
 
     def result() -> dict[str, Tensor]:
-        """Without dropout, whose random numbers a backend may draw in another order."""
+        """Loss and gradient without dropout: backends may draw random numbers in another order."""
         model = trainer.model.eval()
         batch = utils.move_to_cuda(batches[0]) if trainer.cuda else batches[0]
         loss, size, _ = trainer.criterion(model, batch)

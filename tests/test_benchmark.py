@@ -1,4 +1,4 @@
-"""scripts/benchmark.py end to end at toy sizes: what it compares, what it writes, no timings."""
+"""scripts/benchmark.py end to end at toy sizes, without timings."""
 
 import argparse
 import importlib
@@ -38,8 +38,8 @@ def modules():
 
 @pytest.fixture
 def benchmark(modules, monkeypatch, tmp_path, capsys):
-    """benchmark(*arguments) -> (the JSON of a run in this process, what it printed)."""
-    # What it silences would stay silent for the tests after this one.
+    """benchmark(*arguments) -> (the JSON of a run in this process, its output)."""
+    # Silenced warnings would stay silent in later tests.
     monkeypatch.setattr(modules[0], "quiet", lambda: None)
 
     def run_here(*arguments):
@@ -54,15 +54,11 @@ def benchmark(modules, monkeypatch, tmp_path, capsys):
 
 
 def check_files(folder, name):
-    """The JSON, when all three files are there and whole."""
+    """Check the output files and return the JSON."""
     base = f"benchmark-{name}"
-    assert sorted(file.name for file in folder.iterdir()) == [
-        f"{base}.json",
-        f"{base}.png",
-        f"{base}.svg",
-    ]
-    assert (folder / f"{base}.png").read_bytes().startswith(b"\x89PNG")
-    assert "</svg>" in (folder / f"{base}.svg").read_text(encoding="utf-8")
+    if (folder / f"{base}.png").exists():
+        assert (folder / f"{base}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (folder / f"{base}.svg").read_text(encoding="utf-8")
     found = json.loads((folder / f"{base}.json").read_text(encoding="utf-8"))
     assert {"python", "torch", "fairseq-fixed", "multimax-fairseq"} <= found["versions"].keys()
     assert {"command", "commit", "device", "threads", "dtype", "date"} <= found.keys()
@@ -86,7 +82,7 @@ def check_case(case, contestants, references, quantities=("seconds",), rounds=3)
 
 
 @pytest.mark.parametrize("settles", [False, True])
-def test_contestants_take_turns_in_a_rotating_order(modules, monkeypatch, settles):
+def test_measure_rotates_the_contestants(modules, monkeypatch, settles):
     _, paired = modules
     steps = 2 if settles else 1
     monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
@@ -110,11 +106,11 @@ def test_contestants_take_turns_in_a_rotating_order(modules, monkeypatch, settle
     assert os.environ["MULTIMAX_BACKEND"] == "plain"
     for entry in found["contestants"].values():
         assert [turn["tokens"] for turn in entry["rounds"]] == [10, 20, 30]
-        # It is the last step of a turn that counts.
+        # Counts are those of the last step of a turn.
         assert all(turn["steps"] % steps == 0 for turn in entry["rounds"])
 
 
-def test_a_ratio_is_the_median_of_the_rounds_ratios(modules):
+def test_summary_takes_the_median_ratio(modules):
     _, paired = modules
     seconds = {"a": [1.0, 10.0, 4.0], "b": [2.0, 30.0, 2.0]}
     rounds = {name: [{"seconds": s} for s in column] for name, column in seconds.items()}
@@ -125,7 +121,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios(modules):
 
 
 @pytest.mark.parametrize("quantity, best", [("seconds", "b"), ("tokens/s", "a")])
-def test_the_best_baseline_has_the_best_median(modules, quantity, best):
+def test_summary_finds_the_best_baseline(modules, quantity, best):
     _, paired = modules
     seconds = {"a": [4.0, 4.0, 1.0], "b": [2.0, 2.0, 9.0], "ours": [1.0, 1.0, 1.0]}
     tokens = {"a": 9, "b": 1, "ours": 1}
@@ -137,7 +133,7 @@ def test_the_best_baseline_has_the_best_median(modules, quantity, best):
     assert entry == {"median": 1.0, "lower": 1.0, "upper": 1.0}
 
 
-def test_memory_is_that_of_a_process_alone(tmp_path):
+def test_output_measures_peak_memory(tmp_path):
     words, logits = 4000, 256 * 4000 * 4
     program = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "output", "--device", "cpu"]
     sizes = ["--tokens", "256", "--width", "16", "--vocabulary", str(words), *SHORT]
@@ -165,7 +161,7 @@ def test_memory_is_that_of_a_process_alone(tmp_path):
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "padding", "both"])
-def test_attention(benchmark, mask):
+def test_attention_compares_all_contestants(benchmark, mask):
     found, printed = benchmark(
         "attention", "--shape", "2x2x12x8", "3x1x7x4", "--mask", mask, *SHORT
     )
@@ -178,7 +174,7 @@ def test_attention(benchmark, mask):
     assert f"attention 3x1x7x4, mask: {mask}" in printed
 
 
-def test_attention_of_fused_rivals(benchmark):
+def test_attention_measures_other_mappings(benchmark):
     found, _ = benchmark("attention", "--shape", "2x2x12x8", "--rivals", *SHORT)
     (case,) = found["cases"]
     assert case["references"] == [BEST, PRODUCTS, AUTO]
@@ -189,20 +185,20 @@ def test_attention_of_fused_rivals(benchmark):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_attention_in_low_precision(benchmark, dtype):
+def test_attention_runs_in_low_precision(benchmark, dtype):
     found, _ = benchmark(
         "attention", "--shape", "2x2x12x8", "--mask", "both", "--dtype", dtype, *SHORT
     )
     (case,) = found["cases"]
     assert found["dtype"] == dtype and case["agreement"].keys() == {"softmax (plain)", PLAIN, AUTO}
-    # Two bytes a number, the modulator's eight parameters aside.
+    # Two bytes per number, and eight parameters of the modulator.
     gradients = {name: entry["gradients"] for name, entry in case["contestants"].items()}
     assert gradients["softmax (plain)"] == 3 * 2 * 2 * 12 * 8 * 2
     assert gradients[AUTO] == gradients["softmax (plain)"] + 8 * 2
 
 
 @pytest.mark.parametrize("part", ["attention", "output"])
-def test_softmax_under_torch_compile(benchmark, part):
+def test_compile_adds_a_compiled_baseline(benchmark, part):
     sizes = {"attention": "--shape 2x2x12x8 --mask both"}
     sizes["output"] = "--tokens 9 --width 8 --vocabulary 20 --label-smoothing 0.1"
     found, _ = benchmark(part, *sizes[part].split(), "--compile", *SHORT)
@@ -210,8 +206,8 @@ def test_softmax_under_torch_compile(benchmark, part):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_the_floor_is_the_products_of_attention(modules, is_causal):
-    """Of linear attention, whose scores are its probabilities."""
+def test_attention_products_are_those_of_attention(modules, is_causal):
+    """In linear attention, scores are the probabilities."""
     length = 300
     inputs = [torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(4)]
     query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
@@ -225,13 +221,14 @@ def test_the_floor_is_the_products_of_attention(modules, is_causal):
         torch.testing.assert_close(ours.view_as(theirs), theirs.detach())
 
 
-def test_attention_over_lengths(benchmark):
+def test_attention_sweeps_lengths(benchmark, tmp_path):
     found, _ = benchmark("attention", "--shape", "2x2x1x8", "--sweep", "4,8,16", *SHORT)
+    assert len(list((tmp_path / "out").iterdir())) == 3  # data and two figures
     assert [case["x"] for case in found["cases"]] == [4, 8, 16]
 
 
 @pytest.mark.parametrize("smoothing", ["0", "0.1"])
-def test_output_layer_over_vocabularies(benchmark, smoothing):
+def test_output_sweeps_vocabularies(benchmark, smoothing):
     sizes = ["--tokens", "9", "--width", "8", "--sweep", "20,40"]
     found, _ = benchmark("output", *sizes, "--label-smoothing", smoothing, *SHORT)
     assert [case["x"] for case in found["cases"]] == [20, 40]
@@ -247,7 +244,7 @@ def test_output_layer_over_vocabularies(benchmark, smoothing):
         assert all(agreed["difference"] < 1e-5 for agreed in case["agreement"].values())
 
 
-def test_what_differs_is_not_timed(modules, benchmark, monkeypatch):
+def test_compare_refuses_different_results(modules, benchmark, monkeypatch):
     honest = modules[0].expression
     monkeypatch.setattr(modules[0], "expression", lambda x, modulator: honest(1.5 * x, modulator))
     with pytest.raises(SystemExit) as refusal:
@@ -257,7 +254,7 @@ def test_what_differs_is_not_timed(modules, benchmark, monkeypatch):
     )
 
 
-def test_training_on_random_words(benchmark):
+def test_train_measures_random_text(benchmark):
     found, _ = benchmark("train", "--vocabulary", "50", *SHORT, "--", *LANGUAGE_MODEL)
     (case,) = found["cases"]
     check_case(case, [STOCK, PLAIN, AUTO], [STOCK, PLAIN], ["tokens/s"])
@@ -286,7 +283,7 @@ def data(tmp_path_factory):
     return folder
 
 
-def test_training_on_translations(benchmark, data):
+def test_train_measures_translation(benchmark, data):
     variant = "--cross-attention continuous_sparsemax"
     words = (data / "data-bin", *SHORT, "--variant", variant, "--", *TRANSLATION)
     found, printed = benchmark("train", *words)
@@ -296,7 +293,7 @@ def test_training_on_translations(benchmark, data):
     assert "training step, translation" in printed
 
 
-def test_generation(benchmark, data):
+def test_generate_compares_hypotheses(benchmark, data):
     arguments = [data / "data-bin", "--checkpoint", data / "model.pt", "--max-tokens", "64"]
     found, printed = benchmark("generate", *arguments, *SHORT)
     (case,) = found["cases"]
@@ -309,7 +306,7 @@ def test_generation(benchmark, data):
     assert f"{loop} against {STOCK}: 0 of 24 hypotheses differ" in printed
 
 
-def test_other_hypotheses_are_an_error(benchmark, data, monkeypatch):
+def test_generate_refuses_different_hypotheses(benchmark, data, monkeypatch):
     honest = TranslationTask.inference_step
 
     def inference_step(*arguments, **options):
@@ -324,7 +321,7 @@ def test_other_hypotheses_are_an_error(benchmark, data, monkeypatch):
         benchmark("generate", data / "data-bin", *arguments)
 
 
-def test_what_cannot_be_measured_is_refused_in_a_sentence(benchmark, data, tmp_path):
+def test_benchmark_refuses_wrong_arguments(benchmark, data, tmp_path):
     state = torch.load(data / "model.pt", weights_only=False)
     state["cfg"]["model"].attention_normalizer = "softmax"
     for name in [name for name in state["model"] if "normalizer.modulator" in name]:
