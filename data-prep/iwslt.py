@@ -1,5 +1,4 @@
-"""What the preparations of IWSLT's German-English talks share: pairs out of the archives' files,
-Moses tokens, joint merges, counts, and fairseq's binary form."""
+"""What iwslt14.py and iwslt17.py share: sentence pairs, Moses tokens, BPE, counts, binarisation."""
 
 import functools
 import io
@@ -10,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -21,30 +19,30 @@ from subwords import binarize
 
 LANGUAGES = ("de", "en")
 WORKERS = min(8, os.cpu_count() or 1)
-Sides = tuple[list[str], ...]  # a list of lines for each of LANGUAGES
+Sides = tuple[list[str], ...]  # the lines of each of LANGUAGES
 
 LAST_STOP = re.compile(r"([^\s.])\.$")
 SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 WHOLE_SEGMENT = re.compile(r'\s*<seg id="([0-9]*)">((?!</seg>|<seg id).)*</seg>\s*')
 MOSES_BPE = {"remove_bpe": "@@ ", "tokenizer": "moses", "lowercase": True}
-DIFFERING = "differing-counts.json"  # in the text folder, if there is anything to tell
+DIFFERING = "differing-counts.json"  # in the text folder, if counts differ
 
 
 # --- pairs -------------------------------------------------------------------------------------
 
 
 def spaced(line: str) -> str:
-    """With single spaces for whatever whitespace there is."""
+    """The line with single spaces for any whitespace."""
     return " ".join(line.split())
 
 
 def xml_lines(lines: list[str]) -> list[str]:
-    """The segments of a file of a development or test set."""
+    """The segments of a development or test file."""
     return [SEGMENT.sub("", line).replace("’", "'") for line in lines if "<seg id" in line]
 
 
 def read_files(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, list[str]]:
-    """The lines of each file of these names, or of a name that matches."""
+    """{file: its lines} for these names, or for the names that match."""
     members = read_tar(archive, names)
     return {name: decode(data, f"{name} in {archive}") for name, data in members.items()}
 
@@ -52,8 +50,10 @@ def read_files(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[st
 def check_segments(
     pair: tuple[str, str], files: dict[str, list[str]], source: object, official: bool
 ) -> None:
-    """Refuses segments that are not whole, or stand beside one of another number. What has the
-    official checksum is as its authors made it: that is said, and used."""
+    """Refuse broken segments, and pairs of segments with different numbers.
+
+    In an official archive they are used as they are, with a warning.
+    """
     rows = [
         [(number, line) for number, line in enumerate(files[name], 1) if "<seg id" in line]
         for name in pair
@@ -75,7 +75,7 @@ def aligned(
     source: object,
     official: bool,
 ) -> Sides:
-    """What `extract` leaves of these files, named as (German, English), one after another."""
+    """Apply `extract` to the (German, English) files and concatenate the results."""
     sides: Sides = ([], [])
     for pair in pairs:
         found = [extract(files[name]) for name in pair]
@@ -103,8 +103,8 @@ def tokenizer(language: str):
 
 def tokenize(language: str, line: str) -> str:
     tokens = spaced(tokenizer(language).tokenize(line, return_str=True))
-    # Moses splits the last full stop from whatever it follows; sacremoses leaves it at what could
-    # be an abbreviation or an ordinal. It decides which pairs are clean, hence their number.
+    # Moses always splits off the last full stop; sacremoses does not after a possible abbreviation
+    # or ordinal. The token counts decide which pairs are kept.
     return LAST_STOP.sub(r"\1 .", tokens)
 
 
@@ -130,7 +130,7 @@ def mapped(
 
 
 def start_pool() -> multiprocessing.pool.Pool:
-    # Ctrl-C reaches the workers too; the one sentence about it is the main process's.
+    # Workers ignore Ctrl-C; the main process reports it.
     return multiprocessing.Pool(WORKERS, signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 
@@ -142,7 +142,7 @@ def moses_tokens(pool: multiprocessing.pool.Pool, sides: Sides, split: str) -> S
 
 
 def moses_bpe(pool: multiprocessing.pool.Pool, folder: Path, size: int) -> None:
-    """codes, of so many merges of both languages, and SPLIT.bpe.LANGUAGE beside each text."""
+    """Write codes (`size` merges of both languages) and SPLIT.bpe.LANGUAGE for each text."""
     from subword_nmt.learn_bpe import learn_bpe
 
     text = {
@@ -151,22 +151,23 @@ def moses_bpe(pool: multiprocessing.pool.Pool, folder: Path, size: int) -> None:
         for language in LANGUAGES
     }
     codes = folder / "codes"
-    shown = sys.stderr if sys.stderr.isatty() else io.StringIO()  # a log needs no progress bar
-    with codes.open("w", encoding="utf-8", newline="\n") as file, redirect_stderr(shown):
+    say(f"  learning {size:,} merges")
+    hidden = redirect_stderr(io.StringIO())  # learn_bpe's progress bar
+    with codes.open("w", encoding="utf-8", newline="\n") as file, hidden:
         try:
             learn_bpe(text["train.{}.de"] + text["train.{}.en"], file, size)
-        except ValueError:  # no word has two letters
+        except ValueError:  # no word has two characters
             fail("the archive is too small: its text has nothing to merge into subwords.")
     for name, lines in text.items():
         subwords = mapped(pool, functools.partial(segment, codes), lines, name.format("bpe"))
         write(folder / name.format("bpe"), subwords)
 
 
-# --- what the two steps leave ------------------------------------------------------------------
+# --- the results of the two steps --------------------------------------------------------------
 
 
 def write_split(folder: Path, split: str, text: Sides, raw: Sides) -> None:
-    """SPLIT.LANGUAGE and, for evaluation, the references as they were written."""
+    """Write SPLIT.LANGUAGE and, for evaluation, the raw references."""
     for language, lines in zip(LANGUAGES, text, strict=True):
         write(folder / f"{split}.{language}", lines)
     if split != "train":
@@ -176,7 +177,7 @@ def write_split(folder: Path, split: str, text: Sides, raw: Sides) -> None:
 def check_counts(
     folder: Path, found: dict[str, int], expected: dict[str, int], tolerant: Collection[str]
 ) -> None:
-    """Says how many pairs there are, and leaves DIFFERING where they are not those expected."""
+    """Print the numbers of pairs; write DIFFERING if some are not as expected."""
     say("  sentence pairs: " + ", ".join(f"{n:,} {split}" for split, n in found.items()))
     if empty := [split for split, n in found.items() if not n]:
         fail(f"the archive is too small: no sentence pairs for {' and '.join(empty)}.")
@@ -189,7 +190,7 @@ def check_counts(
 def make_data_bin(
     text: Path, folder: Path, kind: str, evaluation: dict[str, object], *dictionary: object
 ) -> None:
-    """From the subwords SPLIT.KIND.LANGUAGE, with what evaluation needs beside them."""
+    """Binarise the subwords SPLIT.KIND.LANGUAGE; add the files for evaluation."""
     prefixes = [text / f"{split}.{kind}" for split in SPLITS]
     binarize(prefixes, folder, WORKERS, "--source-lang", "de", "--target-lang", "en", *dictionary)
     for split in ("valid", "test"):

@@ -1,20 +1,19 @@
-"""Prepares IWSLT 2014 German-English, pair by pair as fairseq's published recipe does.
+"""Prepares IWSLT 2014 German-English as fairseq's published recipe does.
 
     data-prep/iwslt14.sh [--archive FILE] [--out DIR] [--tokenization moses-bpe|sentencepiece]
 
-Downloads the archive, or takes it from --archive: a file or an address, with its own checksum after
-`#sha256=` or `#md5=` if it is not the official one. The results:
+Downloads the archive, or takes it from --archive: a file or an address, followed by `#sha256=HEX`
+or `#md5=HEX` if it is not the official one. The results:
 
     DIR/text      SPLIT.LANGUAGE, the text before subwords, and the subwords: SPLIT.bpe.LANGUAGE and
                   codes, or SPLIT.sp.LANGUAGE and sentencepiece.model
-    DIR/data-bin  fairseq's binary form; for evaluation, the references as they were written
-                  (SPLIT.reference.en), and in evaluation.json what to undo in a translation and
-                  where the numbers of sentence pairs are not those expected
-    DIR/archives  what was downloaded
+    DIR/data-bin  fairseq's binary form; for evaluation, the raw references (SPLIT.reference.en) and
+                  evaluation.json: how to detokenise, and unexpected numbers of sentence pairs
+    DIR/archives  downloads
 
-moses-bpe: Moses tokens in lower case, 10,000 merges, a dictionary a language. sentencepiece: the
-raw text, 10,000 pieces, one dictionary. A second run does nothing again that is done, and an
-interrupted one goes on from the last of the two folders that was complete.
+moses-bpe: Moses tokens in lower case, 10,000 merges, one dictionary per language. sentencepiece:
+raw text, 10,000 pieces, one joint dictionary. A finished folder is not made again; an interrupted
+run resumes after the last finished folder.
 """
 
 import re
@@ -37,8 +36,8 @@ OFFICIAL = Official(
     19_982_877,
 )
 PAIRS = {"train": 160_239, "valid": 7_283, "test": 6_750}  # of the official archive
-# Which pairs are kept for training and validation depends on their numbers of tokens, and
-# sacremoses is not Moses to the last token. All of the test pairs are kept, whatever their tokens.
+# The recipe filters training and validation pairs by their numbers of Moses tokens, and sacremoses
+# differs from Moses in a few sentences. Test pairs are not filtered.
 TOKENIZED = ("train", "valid")
 
 TRAIN = "train.tags.de-en"
@@ -54,7 +53,6 @@ EVALUATION = {
     "moses-bpe": iwslt.MOSES_BPE,
     "sentencepiece": {"remove_bpe": "sentencepiece", "tokenizer": None, "lowercase": False},
 }
-SUBWORDS = {"moses-bpe": "codes", "sentencepiece": "sentencepiece.model"}  # in text, one of them
 
 
 # --- pairs -------------------------------------------------------------------------------------
@@ -65,12 +63,12 @@ def training_lines(lines: list[str]) -> list[str]:
 
 
 def both(name: str) -> tuple[str, str]:
-    """The German and the English file of this name."""
+    """(German file, English file)."""
     return name.format("de"), name.format("en")
 
 
 def read_pairs(archive: Archive) -> dict[str, Sides]:
-    """For training (valid included) and test."""
+    """The pairs for training (validation included) and for test."""
     train = [both(f"{TRAIN}.{{}}")]
     tests = [both(f"IWSLT14.{name}.de-en.{{}}.xml") for name in TESTS]
     files = iwslt.read_files(archive.path, [file for pair in train + tests for file in pair])
@@ -82,7 +80,7 @@ def read_pairs(archive: Archive) -> dict[str, Sides]:
 
 
 def is_clean(german: str, english: str) -> bool:
-    """What Moses' clean-corpus-n keeps, at a ratio of 1.5 and 1 to 175 tokens."""
+    """Whether Moses' clean-corpus-n keeps the pair, with ratio 1.5 and 1 to 175 tokens."""
     sides = german.split(), english.split()
     lengths = sorted(map(len, sides))
     return (
@@ -152,9 +150,6 @@ def main() -> None:
 
     check_free(out / "text", out / "data-bin")
     archive = obtain(OFFICIAL, arguments.archive, out / "archives")
-    (other,) = EVALUATION.keys() - {tokenization}
-    if (out / "text" / SUBWORDS[other]).exists():
-        say(f"The tokenization changes from {other} to {tokenization}: {out} is made anew.")
     made_from = f"{archive.identity} {tokenization}"
     step(out / "text", made_from, lambda folder: make_text(archive, tokenization, folder))
     step(

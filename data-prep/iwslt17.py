@@ -2,26 +2,26 @@
 
     data-prep/iwslt17.sh [--archive FOLDER|FILE] [--out DIR]
 
-Downloads three archives, or takes them from --archive: a folder, or an address, that holds
+Downloads three archives, or takes them from --archive: a folder or an address with
 
     2017-01-trnted/texts/de/en/de-en.tgz      training and development sets
     2017-01-ted-test/texts/de/en/de-en.tgz    test sets of 2016 and 2017: German
     2017-01-ted-test/texts/en/de/en-de.tgz    the same: English
 
-as DIR/archives does once they are downloaded. Or from a file, one archive with all of it: the two
-files train.tags.de-en.LANGUAGE, and sets named IWSLT17.TED.SET.de-en.LANGUAGE.xml. The results:
+or one archive with the two files train.tags.de-en.LANGUAGE and the sets
+IWSLT17.TED.SET.de-en.LANGUAGE.xml. The results:
 
-    DIR/text      SPLIT.LANGUAGE, Moses tokens in lower case; SPLIT.bpe.LANGUAGE, their subwords, by
-                  the 32,000 joint merges in codes
-    DIR/data-bin  fairseq's binary form, a dictionary a language; for evaluation, the references as
-                  they were written (SPLIT.reference.en), and in evaluation.json what to undo in a
-                  translation and where the numbers of sentence pairs are not those expected
-    DIR/archives  what was downloaded
+    DIR/text      SPLIT.LANGUAGE, Moses tokens in lower case; SPLIT.bpe.LANGUAGE, their subwords;
+                  codes, the 32,000 joint merges
+    DIR/data-bin  fairseq's binary form, one dictionary per language; for evaluation, the raw
+                  references (SPLIT.reference.en) and evaluation.json: how to detokenise, and
+                  unexpected numbers of sentence pairs
+    DIR/archives  downloads
 
-Training: the transcripts, without titles and descriptions; of the subwords, only pairs with 1 to 62
-on each side. Test: tst2016 and tst2017, or, of one archive without them, its last two sets.
-Validation: all other sets, dev2010 and tst2010 to tst2015. A second run does nothing again that is
-done, and an interrupted one goes on from the last of the two folders that was complete.
+Training: the transcripts without titles and descriptions, pairs of 1 to 62 subwords per side. Test:
+tst2016 and tst2017, or the last two sets of a single archive that lacks them. Validation: all other
+sets, dev2010 and tst2010 to tst2015. A finished folder is not made again; an interrupted run
+resumes after the last finished folder.
 """
 
 import re
@@ -34,7 +34,7 @@ from archives import Archive, Official, obtain
 from iwslt import LANGUAGES, Sides
 from steps import SPLITS, Options, check_free, fail, read, run, say, step, write
 
-HOST = "https://raw.githubusercontent.com/hlt-mt/WIT3/master/archive"  # of who made the archives
+HOST = "https://raw.githubusercontent.com/hlt-mt/WIT3/master/archive"  # the authors' own
 
 
 def official(name: str, md5: str) -> Official:
@@ -46,14 +46,14 @@ OFFICIAL = (
     official("2017-01-ted-test/texts/de/en/de-en.tgz", "e3f5b2a075a2da1a395c8b60bf1e9be1"),
     official("2017-01-ted-test/texts/en/de/en-de.tgz", "b68e7097b179491f6c466ef41ad72b9b"),
 )
-# As others count them in the first archive; the paper has 206K, 9K and, for test, 2K. Their way to
-# tell a sentence from a tag may differ from this one in a few lines.
+# Counts that others report for the first archive; the paper has 206K, 9K and 2K (test). Others may
+# take a few lines for tags that are sentences here.
 PAIRS = {"train": 206_112, "valid": 8_967}
 
 VALID = ("dev2010", "tst2010", "tst2011", "tst2012", "tst2013", "tst2014", "tst2015")
 TEST = ("tst2016", "tst2017")
 MERGES = 32_000
-MOST_SUBWORDS = 62  # a side, in training, as in the configuration that the paper started from
+MOST_SUBWORDS = 62  # per side, in training, as in the configuration that the paper started from
 
 
 Names = list[tuple[str, str]]  # of files, (German, English)
@@ -66,10 +66,10 @@ def xml_names(sets: Iterable[str]) -> Names:
 
 
 def read_three(archives: list[Archive]) -> tuple[dict[str, list[str]], Names, Names]:
-    """The lines of all files, and which of them are validation and test."""
+    """The lines of all files, and the names of the validation and test files."""
     both, german, english = (archive.path for archive in archives)
     valid = xml_names(VALID)
-    # Each language of these stands as the source of its own direction.
+    # Each language of these sets is the source of its own translation direction.
     test = [(de, en.replace("de-en", "en-de")) for de, en in xml_names(TEST)]
     files = iwslt.read_files(both, [file for pair in [TRAIN, *valid] for file in pair])
     files |= iwslt.read_files(german, [pair[0] for pair in test])
@@ -82,15 +82,15 @@ def read_one(archive: Path) -> tuple[dict[str, list[str]], Names, Names]:
     sets = sorted({name.split(".")[2] for name in files if name.startswith("IWSLT17.")})
     if len(sets) < 2:
         fail(
-            f"{archive} has {len(sets) or 'no'} sets IWSLT17.TED.SET.de-en.LANGUAGE.xml, where two"
-            " are needed at least, for validation and test: get it again."
+            f"{archive} has {len(sets) or 'no'} sets IWSLT17.TED.SET.de-en.LANGUAGE.xml, but at"
+            " least two are needed, for validation and test: get it again."
         )
     test = [name for name in sets if name in TEST] or sets[-min(2, len(sets) - 1) :]
     valid = [name for name in sets if name not in test]
     say(f"  validation: {', '.join(valid)}; test: {', '.join(test)}")
     names = xml_names(valid), xml_names(test)
     if missing := {file for pair in [TRAIN, *names[0], *names[1]] for file in pair} - files.keys():
-        fail(f"{archive} holds no files {', '.join(sorted(missing))}, where one each is needed.")
+        fail(f"{archive} lacks the files {', '.join(sorted(missing))}: get it again.")
     return files, *names
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument(
         "--archive",
         metavar="FOLDER|FILE",
-        help="a folder or an address that holds the three archives, or a file with all of it",
+        help="a folder or an address with the three archives, or one archive with all sets",
     )
     parser.add_out("iwslt17")
     arguments = parser.parse_args()

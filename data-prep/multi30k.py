@@ -2,13 +2,13 @@
 
     data-prep/multi30k.sh --archive DIR [--out DIR]
 
---archive is the folder data/task1/raw of https://github.com/multi30k/dataset, or one with its files
-train, val and test_2016_flickr of both languages, such as train.de or train.de.gz. The results:
+--archive is the folder data/task1/raw of https://github.com/multi30k/dataset: train, val and
+test_2016_flickr in both languages, as train.de or train.de.gz. The results:
 
     DIR/text      SPLIT.LANGUAGE, their pieces SPLIT.sp.LANGUAGE, and sentencepiece.model
-    DIR/data-bin  fairseq's binary form; for evaluation, the references as they were written
+    DIR/data-bin  fairseq's binary form; for evaluation, the raw references
 
-A second run does nothing again that is done, and an interrupted one goes on.
+A finished folder is not made again; an interrupted run resumes.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ PIECES = 6000
 
 
 def read(archive: Path, split: str, language: str) -> bytes:
-    """The bytes of one text."""
+    """The bytes of one text, decompressed."""
     name = f"{NAMES[split]}.{language}"
     for file in (archive / name, archive / f"{name}.gz"):
         if file.is_file():
@@ -59,7 +59,7 @@ def make_data_bin(text: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = Options(__doc__)
-    parser.add_argument("--archive", type=Path, metavar="DIR", help="needed the first time")
+    parser.add_argument("--archive", type=Path, metavar="DIR", help="needed by the first run")
     parser.add_out("multi30k")
     arguments = parser.parse_args()
     out = arguments.out

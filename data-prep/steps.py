@@ -1,5 +1,4 @@
-"""What every script of this folder is written with: messages, steps whose result appears only when
-it is complete, and text files that are checked line by line."""
+"""What the scripts of this folder share: messages, atomic steps, and checked text files."""
 
 import argparse
 import codecs
@@ -16,16 +15,16 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")
-# In a finished folder: the checksum of all that it was made from, then a line "SIZE NAME" a file.
+# In a finished folder: the checksum of its inputs, then one line "SIZE NAME" per file.
 MARK = "prepared.sha256"
-SHARED = ("steps.py", "archives.py", "subwords.py", "iwslt.py")  # what the scripts rest on
+SHARED = ("steps.py", "archives.py", "subwords.py", "iwslt.py")  # shared code
 
 
 # --- messages -----------------------------------------------------------------------------------
 
 
 def program() -> str:
-    """The script as a user calls it: by its .sh, where it has one."""
+    """The script's name as a user calls it: with .sh if there is one."""
     name = Path(sys.argv[0]).name
     shell = Path(__file__).with_name(name).with_suffix(".sh")
     return shell.name if shell.exists() else name
@@ -44,18 +43,17 @@ def fail(message: str) -> NoReturn:
 
 
 class Options(argparse.ArgumentParser):
-    """A script's options, its docstring being their help. A wrong one is one sentence, as every
-    other mistake."""
+    """A parser whose help is the script's docstring, and whose errors are one sentence."""
 
     def __init__(self, description: str | None) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=program(), description=description, formatter_class=form)
 
     def add_out(self, name: str) -> None:
-        """--out, whose default is the checkout's folder of this name for data."""
+        """Add --out; default data/NAME in the checkout."""
         self.add_argument(
             "--out",
-            type=out_folder,
+            type=Path,
             metavar="DIR",
             default=ROOT / "data" / name,
             help=f"default data/{name} in the checkout",
@@ -65,25 +63,16 @@ class Options(argparse.ArgumentParser):
         fail(f"{message}; see --help.")
 
 
-def out_folder(name: str) -> Path:
-    """What --out names, if fairseq can read from there."""
-    if ":" in (path := str(Path(name).resolve())):
-        fail(f"--out '{path}' has a ':', where fairseq would split it: name another folder.")
-    return Path(name)
-
-
 def run(main: Callable[[], None]) -> None:
-    """What a user or the machine can cause ends without a traceback."""
+    """Run `main`; interrupts and errors of the disk end without a traceback."""
     try:
         main()
     except KeyboardInterrupt:
-        print("\nStopped; the same command goes on from here.", file=sys.stderr)
+        print("\nStopped; the same command resumes.", file=sys.stderr)
         sys.exit(130)
-    except ModuleNotFoundError as error:
-        fail(f"this Python has no package {error.name}: run scripts/setup.sh, and use its .venv.")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        fail(f"{where}{error.strerror or error}; run this again once that is mended.")
+        fail(f"{where}{error.strerror or error}; run this again once that is fixed.")
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -91,8 +80,11 @@ def run(main: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def alone(final: Path) -> Iterator[None]:
-    """Waits for other runs that make the same file or folder. Children hold the lock too, so that
-    one that outlives a killed run never writes into what the next run makes."""
+    """Hold a lock while a file or folder is made; wait for other runs that make it.
+
+    Children inherit the lock, so that a child that outlives a killed run cannot write into the
+    next run's folder.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     with final.with_name(f".{final.name}.lock").open("a") as lock:
         try:
@@ -107,18 +99,16 @@ def alone(final: Path) -> Iterator[None]:
 
 
 def check_free(*folders: Path) -> None:
-    """Refuses folders that are neither missing nor empty nor made by these scripts."""
+    """Refuse folders that have content and were not made by these scripts."""
     for final in folders:
-        if final.is_symlink():
-            fail(f"{final} is a link, which is not replaced: link the folder that holds it.")
         is_empty = final.is_dir() and not any(final.iterdir())
         if final.exists() and not is_empty and not (final / MARK).is_file():
             fail(f"{final} was not made by this script: move it, or choose another --out.")
 
 
 def lacking(folder: Path) -> str | None:
-    """A file that a finished folder no longer has as it was made, if there is one."""
-    for line in (folder / MARK).read_text().splitlines()[1:]:  # an older mark has none
+    """A file of a finished folder that is missing or has another size; None if there is none."""
+    for line in (folder / MARK).read_text().splitlines()[1:]:
         size, _, name = line.partition(" ")
         file = folder / name
         if not file.is_file() or str(file.stat().st_size) != size:
@@ -127,8 +117,10 @@ def lacking(folder: Path) -> str | None:
 
 
 def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
-    """Has `make` fill a folder aside, which becomes `final` once it is complete; not done again
-    unless `made_from` or the code has changed."""
+    """Have `make` fill a temporary folder, then rename it to `final`.
+
+    Skipped if `final` exists, complete, from the same `made_from` and code.
+    """
     here = Path(__file__)
     files = [Path(inspect.getfile(make)), *(here.with_name(name) for name in SHARED)]
     code = b"".join(file.read_bytes() for file in files)
@@ -149,15 +141,15 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
         if aside.exists():
             shutil.rmtree(aside)
         if final.exists():
-            final.rename(aside)  # at once, so that half of it never bears the name of the whole
+            final.rename(aside)  # at once: a partly deleted folder must not look complete
             shutil.rmtree(aside)
         aside.mkdir()
         try:
             make(aside)
-        except SystemExit:  # a refusal: the next run would not get further with what is there
+        except SystemExit:  # fail(): the folder is useless
             shutil.rmtree(aside)
             raise
-        except OSError as error:  # that of a failed write names no file
+        except OSError as error:  # a failed write names no file
             error.filename = error.filename or str(aside)
             raise
         files = sorted(file for file in aside.rglob("*") if file.is_file())
@@ -170,7 +162,7 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
 
 
 def checked(lines: Iterable[bytes], name: object) -> Iterator[bytes]:
-    """Lines of text, the first without a byte order mark; a sentence names one that is not text."""
+    """Yield lines without a byte order mark; fail if one is not UTF-8 text."""
     for number, line in enumerate(lines, 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -178,21 +170,21 @@ def checked(lines: Iterable[bytes], name: object) -> Iterator[bytes]:
             line.decode("utf-8")
         except UnicodeDecodeError:
             fail(f"{name} is not UTF-8 in line {number:,}: get it again.")
-        if b"\0" in line:  # UTF-16 without its mark is UTF-8 with one of these in each letter
+        if b"\0" in line:  # as UTF-16 without a byte order mark has
             fail(f"{name} has a NUL character in line {number:,}, which no text has: get it again.")
         yield line
 
 
 def decode(data: bytes, name: object) -> list[str]:
-    """The lines of a file; nothing but a line feed ends one."""
+    """The lines of a file; only a line feed ends a line."""
     lines = [line.decode("utf-8") for line in checked(data.split(b"\n"), name)]
     return lines if lines[-1] else lines[:-1]
 
 
 def copy_text(lines: Iterable[bytes], target: Path, name: object) -> None:
-    """Appends to `target`, line by line and checked, each with its line feed."""
+    """Append checked lines to `target`, each with a line feed."""
     with target.open("ab") as file:
-        for line in filter(None, checked(lines, name)):  # a byte order mark alone is no line
+        for line in filter(None, checked(lines, name)):  # drops a line of only a byte order mark
             file.write(line if line.endswith(b"\n") else line + b"\n")
 
 

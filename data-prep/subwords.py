@@ -1,4 +1,4 @@
-"""Subwords, and fairseq's binary form of them."""
+"""Subwords, and their binarisation by fairseq-preprocess."""
 
 import io
 import itertools
@@ -14,15 +14,15 @@ from steps import SPLITS, fail, read, write
 def sentencepieces(
     folder: Path, languages: tuple[str, ...], size: int, model_type: str = "bpe"
 ) -> None:
-    """sentencepiece.model, dict.txt and, beside each text, its subwords as SPLIT.sp.LANGUAGE.
+    """Write sentencepiece.model, dict.txt and the subwords of each text, SPLIT.sp.LANGUAGE.
 
-    "bpe" trains in a tenth of the time of sentencepiece's own default, "unigram".
+    "bpe" trains ten times as fast as sentencepiece's default, "unigram".
     """
     import sentencepiece
 
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        # Not by the names of files: the model would record their folder.
+        # File names would be recorded in the model.
         sentence_iterator=itertools.chain.from_iterable(
             read(folder / f"train.{language}") for language in languages
         ),
@@ -31,12 +31,12 @@ def sentencepieces(
         vocab_size=size,
         hard_vocab_limit=False,  # a smaller text gets a smaller vocabulary
         character_coverage=1.0,
-        max_sentence_length=1 << 20,  # in bytes: longer lines would be left out in silence
+        max_sentence_length=1 << 20,  # in bytes; sentencepiece silently drops longer lines
         minloglevel=1,
     )
     (folder / "sentencepiece.model").write_bytes(made.getvalue())
     model = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
-    # fairseq adds the first three (<unk>, <s>, </s>) by itself; it does not use the counts.
+    # fairseq adds the first three (<unk>, <s>, </s>) itself, and does not use the counts.
     write(
         folder / "dict.txt",
         (f"{model.id_to_piece(i)} 1" for i in range(3, model.vocab_size())),
@@ -47,7 +47,7 @@ def sentencepieces(
 
 
 def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: object) -> None:
-    """fairseq-preprocess on the splits' texts."""
+    """Run fairseq-preprocess on the texts of the splits."""
     command = [sys.executable, "-m", "multimax_fairseq", "fairseq-preprocess"]
     command += ["--destdir", str(target)]
     for split, prefix in zip(SPLITS, prefixes, strict=True):
@@ -64,6 +64,6 @@ def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: obj
             sys.stderr.buffer.write(result.stdout)
         lines = filter(str.strip, result.stdout.decode(errors="replace").split("\n"))
         said = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")]
-        last = said[-1].strip() if said else "it said nothing"
-        fail(f"fairseq-preprocess failed: {last}; MULTIMAX_TRACEBACK=1 shows all it said.")
+        last = said[-1].strip() if said else "no output"
+        fail(f"fairseq-preprocess failed: {last}; MULTIMAX_TRACEBACK=1 shows its output.")
     (target / "preprocess.log").unlink()  # it names folders of this machine

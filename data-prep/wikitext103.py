@@ -2,17 +2,16 @@
 
     data-prep/wikitext103.sh [--archive FILE] [--out DIR]
 
-Downloads the archive, or takes the text from --archive: a zip archive (a file or an address, with
-its own checksum after `#sha256=` or `#md5=` if it is not the official one) or a folder. Either
-holds wiki.{train,valid,test}.tokens, {train,valid,test}.txt, wiki.{train,valid,test}.txt, or
-Parquet files train*, valid* and test* with a column `text`. The results:
+Downloads the archive, or takes the text from --archive: a folder, or a zip archive (a file or an
+address, followed by `#sha256=HEX` or `#md5=HEX` if it is not the official one), with
+wiki.{train,valid,test}.tokens, {train,valid,test}.txt, wiki.{train,valid,test}.txt, or Parquet
+files train*, valid* and test* with a column `text`. The results:
 
     DIR/text      wiki.{train,valid,test}.tokens
     DIR/data-bin  fairseq's binary form
-    DIR/archives  what was downloaded
+    DIR/archives  downloads
 
-A second run does nothing again that is done, and an interrupted one goes on from the last of the
-two folders that was complete.
+A finished folder is not made again; an interrupted run resumes after the last finished folder.
 """
 
 import fnmatch
@@ -50,15 +49,16 @@ OFFICIAL = Official(
     ),
     "sha256=242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
 )
-TOKENS = {"train": 103_227_021, "valid": 217_646, "test": 245_569}  # of the official text, with
-LINES = {"train": 1_801_350, "valid": 3_760, "test": 4_358}  # one end of sentence a line
-TYPES = 267_744  # fairseq's own symbols included, filled up to a multiple of 8
+# Counts of the official text; each line adds one end of sentence to the tokens.
+TOKENS = {"train": 103_227_021, "valid": 217_646, "test": 245_569}
+LINES = {"train": 1_801_350, "valid": 3_760, "test": 4_358}
+TYPES = 267_744  # with fairseq's symbols, padded to a multiple of 8
 
-PLAIN = ("wiki.{}.tokens", "{}.txt", "wiki.{}.txt")  # the first that all splits have is taken
-ROWS = 1024  # of a Parquet file at once: each may be as long as a whole dictionary of it
+PLAIN = ("wiki.{}.tokens", "{}.txt", "wiki.{}.txt")  # the first one that all splits have
+ROWS = 1024  # of a Parquet file at once
 PARQUET = {"train": ("train*",), "valid": ("validation*", "valid*"), "test": ("test*",)}
 
-Source = dict[str, list[tuple[str, Callable[[], BinaryIO]]]]  # the files of each split
+Source = dict[str, list[tuple[str, Callable[[], BinaryIO]]]]  # {split: its files}
 
 
 # --- the text ----------------------------------------------------------------------------------
@@ -79,8 +79,8 @@ def select(archive: Path, members: list[tuple[str, Callable[[], BinaryIO]]]) -> 
                 numbers = sorted((int(s[2]), int(s[1])) for s in shards if s)
                 if numbers != [(len(found), number) for number in range(len(found))]:
                     fail(
-                        f"{archive} holds {', '.join(found)}, which are not all the parts of one"
-                        " text: add what is missing, or take out what is not a part."
+                        f"{archive} holds {', '.join(found)}, which are not all parts of one"
+                        " text: add the missing parts, or remove the others."
                     )
             source[split] = [(name, choose(archive, members, name)) for name in found]
             if found:
@@ -88,13 +88,13 @@ def select(archive: Path, members: list[tuple[str, Callable[[], BinaryIO]]]) -> 
     if not all(source.values()):
         fail(
             f"{archive} holds neither wiki.{{train,valid,test}}.tokens, nor the same as .txt, nor"
-            " Parquet files train*, valid* and test*: name the archive or folder that does."
+            " Parquet files train*, valid* and test*: give an archive or folder that does."
         )
     return source
 
 
 def parquet_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
-    """A row a line; rows may or may not have kept their line feed."""
+    """Yield one line per row; a row may end in a line feed."""
     import pyarrow
     import pyarrow.parquet
 
@@ -130,13 +130,13 @@ def make_text(archive: Path, source: Source, folder: Path) -> None:
 
 def zip_source(archive: Path, file: zipfile.ZipFile) -> Source:
     def opener(member: zipfile.ZipInfo) -> Callable[[], BinaryIO]:
-        return lambda: io.BufferedReader(file.open(member))  # which splits lines faster
+        return lambda: io.BufferedReader(file.open(member))  # iterates over lines faster
 
     return select(archive, [(n, opener(member)) for n, member in zip_members(archive, file)])
 
 
 def folder_archive(folder: Path) -> tuple[Archive, Source]:
-    """What of the folder itself is used; what lies deeper is another data set."""
+    """The files of a folder as an archive; subfolders are ignored."""
     files = [(file.name, functools.partial(file.open, "rb")) for file in folder.iterdir()]
     source = select(folder, files)
     used = sorted(name for files in source.values() for name, _ in files)
@@ -148,7 +148,7 @@ def folder_archive(folder: Path) -> tuple[Archive, Source]:
 
 
 def count(text: Path) -> tuple[int, int]:
-    """Tokens, with one end of sentence a line, and lines."""
+    """(tokens, lines), with one end of sentence per line."""
     tokens = lines = 0
     with text.open(encoding="utf-8", newline="\n") as file:
         for line in file:
@@ -161,7 +161,7 @@ def make_data_bin(text: Path, official: bool, folder: Path) -> None:
     files = {split: text / f"wiki.{split}.tokens" for split in SPLITS}
     binarize(files.values(), folder, 16, "--only-source")
 
-    logging.disable(logging.INFO)  # importing fairseq lists what it could use besides
+    logging.disable(logging.INFO)  # importing fairseq prints optional packages
     from fairseq.data import Dictionary, indexed_dataset
 
     logging.disable(logging.NOTSET)
@@ -177,9 +177,9 @@ def make_data_bin(text: Path, official: bool, folder: Path) -> None:
             )
     types = len(Dictionary.load(str(folder / "dict.txt")))
     say(f"  tokens: {listed(tokens)}\n  lines: {listed(lines)}\n  types: {types:,}")
-    # As Parquet, the official text has no known checksum; its number of lines gives it away.
+    # The official text as Parquet has no known checksum; it is recognised by its number of lines.
     if official or lines["train"] == LINES["train"]:
-        # Exactly, for the text comes tokenized: its tokens are what stands between whitespace.
+        # The counts must be exact: the text is already tokenised.
         differing_counts("tokens", TOKENS, tokens, "get it again")
         differing_counts("lines", LINES, lines, "get it again")
         differing_counts("types", {"train": TYPES}, {"train": types}, "get it again")

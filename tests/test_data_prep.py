@@ -1,4 +1,4 @@
-"""data-prep's scripts, whole, on archives of the official layouts that are made here."""
+"""data-prep/ end to end, on archives in the official layouts that are made here."""
 
 import hashlib
 import io
@@ -36,7 +36,7 @@ def environment():
 
 
 def script(name, *arguments, cpus=1):
-    """A script as it runs on a machine with so many CPUs."""
+    """The command of a script on a machine with this number of CPUs."""
     code = (
         f"import os, runpy, sys; os.cpu_count = lambda: {cpus}; sys.path[0] = {str(PREP)!r};"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -54,14 +54,14 @@ def run(command, cwd, code=0, **options):
 
 
 def refused(command, cwd, **options):
-    """The one sentence that the command ends in."""
+    """The one-sentence error of the command."""
     done = run(command, cwd, code=1, **options)
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
 
 def kill_at(wanted, command, cwd):
-    """Kills the script itself, not its children, once there is such a file."""
+    """Kill the script, not its children, once such a file exists."""
     process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL)
     while not wanted.exists():
         assert process.poll() is None, f"it ended before there was {wanted}"
@@ -91,7 +91,7 @@ def natural(text):
 
 
 def training_pairs():
-    """(line of the German file, of the English one, what of it is text or None)."""
+    """(German line, English line, the expected pair or None)."""
     plain = list(zip(natural(GERMAN), natural(ENGLISH), strict=True))
     rows = [(f"{de} Nummer {i}.", f"{en} Number {i}.") for i in range(12) for de, en in plain]
     rows = [(de, en, (de, en)) for de, en in rows]
@@ -138,7 +138,7 @@ def training_pairs():
 
 
 def evaluation_pairs():
-    """(lines of the German file, of the English one, text) for each of the five files."""
+    """(German lines, English lines, expected text) for each of the five files."""
     for name in iwslt14.TESTS:
         numbers = range(1 + len(name) % 3)
         yield name, [(f"{name} sagt ’s {i}.", f"{name} says it’s {i}.") for i in numbers]
@@ -172,7 +172,7 @@ def pack(file, members):
 
 
 def expected_pairs():
-    """Raw and as prepared, by a way of their own."""
+    """Raw and prepared pairs, by an independent implementation."""
     tokenizers = [MosesTokenizer(language) for language in LANGUAGES]
 
     def tokens(pair):
@@ -214,7 +214,7 @@ def prepared(tgz):
     return out, done.stdout
 
 
-def test_iwslt14(prepared):
+def test_iwslt14_prepares_the_expected_text(prepared):
     out, printed = prepared
     expected = expected_pairs()
     for split, pairs in expected.items():
@@ -244,8 +244,7 @@ def test_iwslt14(prepared):
     assert codes.startswith("#version") and codes.count("\n") > 100
 
 
-def test_every_odd_pair_is_where_it_belongs(prepared):
-    """The rule of the recipe, said of single pairs rather than computed."""
+def test_iwslt14_filters_pairs_by_length(prepared):
     kept = {
         language: "".join(
             (prepared[0] / "text" / f"{split}.{language}").read_bytes().decode()
@@ -265,7 +264,7 @@ def test_every_odd_pair_is_where_it_belongs(prepared):
     assert not any(word in line for line in kept["en"] for word in ("talkid", "keywords"))
 
 
-def test_second_run_does_nothing(prepared, tgz):
+def test_iwslt14_skips_finished_folders(prepared, tgz):
     out, _ = prepared
     before = stamps(out)
     done = run(script("iwslt14.py", "--archive", tgz, "--out", out), tgz.parent)
@@ -273,8 +272,8 @@ def test_second_run_does_nothing(prepared, tgz):
     assert stamps(out) == before
 
 
-def test_killed_anywhere_the_bytes_are_the_same(prepared, tgz, tmp_path):
-    """And whatever the number of workers."""
+def test_iwslt14_killed_anywhere_gives_the_same_bytes(prepared, tgz, tmp_path):
+    """With any number of workers."""
     out = tmp_path / "out"
     command = script("iwslt14.py", "--archive", tgz, "--out", out, cpus=2)
     for name in ("text.part", "text.part/train.de", "text.part/codes"):
@@ -291,7 +290,7 @@ def test_killed_anywhere_the_bytes_are_the_same(prepared, tgz, tmp_path):
     assert {f.name for f in out.iterdir()} == {".data-bin.lock", ".text.lock", "data-bin", "text"}
 
 
-def test_other_tokenization_remakes(tgz, prepared, tmp_path):
+def test_iwslt14_remakes_for_another_tokenization(tgz, prepared, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(prepared[0], out)
     command = script("iwslt14.py", "--archive", tgz, "--out", out)
@@ -316,8 +315,7 @@ def test_other_tokenization_remakes(tgz, prepared, tmp_path):
         assert str(tmp_path).encode() not in file
 
 
-def test_tokens_and_back():
-    """Detokenised and tokenised again, a sentence is the same."""
+def test_tokenize_inverts_detokenisation():
     for language, text in (("de", GERMAN), ("en", ENGLISH)):
         back = MosesDetokenizer(language)
         for line in [*natural(text), ENTITIES]:
@@ -328,7 +326,7 @@ def test_tokens_and_back():
     assert tokenize("de", "") == ""
 
 
-def test_last_full_stop_stands_alone_as_in_moses():
+def test_tokenize_splits_the_last_full_stop_as_moses_does():
     for language, line, tokens in (
         ("en", "in the U.S. or the U.S.", "in the U.S. or the U.S ."),
         ("en", "Mr. Smith, No. 5", "Mr. Smith , No. 5"),
@@ -380,14 +378,14 @@ TRAINING = sum(  # what the recipe keeps before it cleans
         ),
     ],
 )
-def test_wrong_contents(members, said, tmp_path):
+def test_iwslt14_refuses_wrong_contents(members, said, tmp_path):
     archive = archives.Archive(pack(tmp_path / "own.tgz", members.items()), "", official=False)
     with pytest.raises(SystemExit, match=said):
         iwslt14.make_text(archive, "sentencepiece", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["own.tgz"]
 
 
-def test_official_counts(tgz, tmp_path):
+def test_iwslt14_refuses_wrong_official_counts(tgz, tmp_path):
     archive = archives.Archive(tgz, "", official=True)
     with pytest.raises(SystemExit, match="train has .* pairs, but 160,239 are expected"):
         iwslt14.make_text(archive, "moses-bpe", tmp_path)
@@ -396,14 +394,14 @@ def test_official_counts(tgz, tmp_path):
 
 @pytest.fixture(scope="module")
 def nearly_official(tmp_path_factory):
-    """An archive of 10,000 training pairs, 3 of which this tokenizer's counts leave out."""
+    """An archive of 10,000 training pairs, 3 of which the filter removes."""
     rows = [("Nein, danke.", "No, thanks.", None)] * 10_451
     rows[5_000:5_000] = [("a b c d e", "a b c", None)] * 3
     return pack(tmp_path_factory.mktemp("nearly") / "de-en.tgz", layout(rows).items())
 
 
 def prepare_official(archive, pairs, out, monkeypatch):
-    """iwslt14.py on an archive that its checksum makes the official one."""
+    """iwslt14.py with an archive whose checksum counts as official."""
     own = iwslt14.Official("de-en.tgz", (), f"md5={archives.digest(archive, 'md5')}")
     monkeypatch.setattr(iwslt14, "OFFICIAL", own)
     monkeypatch.setattr(iwslt14, "PAIRS", pairs)
@@ -411,9 +409,7 @@ def prepare_official(archive, pairs, out, monkeypatch):
     steps.run(iwslt14.main)
 
 
-def test_nearly_official_counts_are_said_and_written_down(
-    nearly_official, tmp_path, monkeypatch, capsys
-):
+def test_iwslt14_records_slightly_different_counts(nearly_official, tmp_path, monkeypatch, capsys):
     pairs = {"train": 10_000, "valid": 454, "test": 13}
     prepare_official(nearly_official, pairs, tmp_path, monkeypatch)
     printed = capsys.readouterr()
@@ -428,10 +424,10 @@ def test_nearly_official_counts_are_said_and_written_down(
 
 
 @pytest.mark.parametrize(("split", "expected"), [("train", 10_201), ("test", 14)])
-def test_other_counts_of_the_official_archive_are_refused(
+def test_iwslt14_refuses_very_different_counts(
     split, expected, nearly_official, tmp_path, monkeypatch
 ):
-    """2% of the training pairs; a single test pair, none of which depends on a tokenizer."""
+    """2% of the training pairs; one test pair, since test pairs are not filtered."""
     pairs = {"train": 10_000, "valid": 454, "test": 13, split: expected}
     with pytest.raises(SystemExit) as refusal:
         prepare_official(nearly_official, pairs, tmp_path, monkeypatch)
@@ -442,7 +438,7 @@ def test_other_counts_of_the_official_archive_are_refused(
     assert [file.name for file in tmp_path.iterdir()] == [".text.lock"]
 
 
-def test_a_count_is_judged_by_its_share(capsys):
+def test_differing_counts_judges_the_relative_difference(capsys):
     def differing(found, tokenized=("train",)):
         counts = {"train": found, "test": 5}
         return archives.differing_counts(
@@ -479,13 +475,13 @@ def special(name, kind):
         special("device", tarfile.CHRTYPE),
     ],
 )
-def test_unsafe_tar(member, tmp_path):
+def test_read_tar_refuses_unsafe_members(member, tmp_path):
     archive = pack(tmp_path / "a.tgz", [("folder/good", b"x"), (member, b"")])
     with pytest.raises(SystemExit, match="nothing was unpacked"):
         archives.read_tar(archive, ["good"])
 
 
-def test_unsafe_zip(tmp_path):
+def test_zip_members_refuses_unsafe_members(tmp_path):
     link = zipfile.ZipInfo("wiki.train.tokens")
     link.external_attr = 0o120777 << 16
     for number, member in enumerate((link, "../outside", "/outside", "a\\..\\outside")):
@@ -498,7 +494,7 @@ def test_unsafe_zip(tmp_path):
             archives.zip_members(tmp_path / "archive.zip", file)
 
 
-def test_unsafe_truncated_or_wrong_archives_end_in_a_sentence(tgz, tmp_path):
+def test_scripts_refuse_damaged_archives(tgz, tmp_path):
     data = tgz.read_bytes()
     unsafe = pack(tmp_path / "unsafe.tgz", [*layout().items(), ("../outside", b"x")])
     broken = bytearray(data)
@@ -516,7 +512,7 @@ def test_unsafe_truncated_or_wrong_archives_end_in_a_sentence(tgz, tmp_path):
         assert not (tmp_path / "out" / "text").exists() and not (tmp_path / "outside").exists()
 
 
-def test_checksums_of_files(tgz, tmp_path):
+def test_obtain_checks_the_checksum_of_a_file(tgz, tmp_path):
     for stated, said in (
         ("sha256=" + "0" * 64, "has the SHA-256"),
         ("md5=" + "0" * 32, "has the MD5"),
@@ -534,7 +530,7 @@ def test_checksums_of_files(tgz, tmp_path):
     assert archives.obtain(own, str(tgz), tmp_path).official
 
 
-def test_someone_elses_folder_stays(tgz, tmp_path):
+def test_scripts_keep_another_folder(tgz, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "letter").write_text("mine")
     assert "was not made by this script" in refused(
@@ -543,7 +539,7 @@ def test_someone_elses_folder_stays(tgz, tmp_path):
     assert (tmp_path / "text" / "letter").read_text() == "mine"
 
 
-def test_two_runs_do_not_meet(tmp_path):
+def test_step_waits_for_another_run(tmp_path):
     code = f"import sys; sys.path[0] = {str(PREP)!r}; import steps, pathlib\n"
     code += f"with steps.alone(pathlib.Path({str(tmp_path / 'made')!r})): print('alone')"
     with steps.alone(tmp_path / "made"):
@@ -554,7 +550,7 @@ def test_two_runs_do_not_meet(tmp_path):
 
 
 def files_up_to(size):
-    """Stands for a full disk: writing fails in the same way."""
+    """Limits the size of files, so that writing fails as on a full disk."""
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -564,7 +560,7 @@ def files_up_to(size):
 
 
 @pytest.mark.parametrize(("size", "step"), [(2000, "text"), (1500, "data-bin")])
-def test_no_space_left(size, step, tgz, prepared, tmp_path):
+def test_iwslt14_reports_a_full_disk(size, step, tgz, prepared, tmp_path):
     out = tmp_path / "out"
     if step == "data-bin":
         shutil.copytree(prepared[0] / "text", out / "text")
@@ -610,7 +606,7 @@ def make_parquet(folder, ending, valid="validation"):
     return folder
 
 
-def test_wikitext103(tmp_path):
+def test_wikitext103_prepares_the_expected_text(tmp_path):
     make_zip(tmp_path / "own.zip", "wiki.{}.tokens")
     out = tmp_path / "out"
     command = script("wikitext103.py", "--archive", "own.zip", "--out", "out", cpus=2)
@@ -635,7 +631,7 @@ def test_wikitext103(tmp_path):
     assert stamps(out) == before
 
 
-def test_every_form_gives_the_same_text(tmp_path):
+def test_wikitext103_reads_all_formats(tmp_path):
     sources = [
         make_folder(tmp_path / "tokens", "wiki.{}.tokens"),
         make_folder(tmp_path / "txt", "{}.txt"),
@@ -661,15 +657,14 @@ def test_every_form_gives_the_same_text(tmp_path):
     assert (made / "wiki.train.tokens").read_bytes() == wiki()["train"].encode()
 
 
-def test_official_text_must_have_its_counts(tmp_path, monkeypatch):
-    """Whatever it came as, for its number of lines gives it away."""
+def test_wikitext103_refuses_wrong_official_counts(tmp_path, monkeypatch):
     text = make_folder(tmp_path / "text", "wiki.{}.tokens")
     monkeypatch.setitem(wikitext103.LINES, "train", wiki()["train"].count("\n"))
     with pytest.raises(SystemExit, match="but 103,227,021 are expected"):
         wikitext103.make_data_bin(text, False, tmp_path / "data-bin")
 
 
-def test_wrong_wikitext(tmp_path):
+def test_wikitext103_refuses_wrong_contents(tmp_path):
     def end(given):
         return refused(script("wikitext103.py", "--archive", given, "--out", "out"), tmp_path)
 
@@ -686,7 +681,7 @@ def test_wrong_wikitext(tmp_path):
     cut = tmp_path / "rows" / "train-0-of-2.parquet"
     whole = cut.read_bytes()
     cut.unlink()
-    assert "are not all the parts of one text" in end("rows")
+    assert "are not all parts of one text" in end("rows")
     cut.write_bytes(whole[:-20])
     assert "is truncated or corrupt" in end("rows")
     pyarrow.parquet.write_table(pyarrow.table({"words": ["x"]}), cut)

@@ -1,4 +1,4 @@
-"""Downloads of data-prep: resumed, checked, from whichever host has the right file."""
+"""Downloads of data-prep/: resumed, checked, from several hosts."""
 
 import hashlib
 import http.server
@@ -69,7 +69,7 @@ def host(monkeypatch):
         (None, ["cut", "file"], [None, f"bytes={len(DATA) // 2}-"]),
     ],
 )
-def test_download(left, names, ranges, host, tmp_path):
+def test_download_resumes_and_checks(left, names, ranges, host, tmp_path):
     target = tmp_path / "archives" / "file"
     target.parent.mkdir()
     if left is not None:
@@ -86,7 +86,7 @@ def test_download(left, names, ranges, host, tmp_path):
         archives.download([f"{host.url}/file"], target, SHA256)
 
 
-def test_two_runs_at_once_download_once(host, tmp_path):
+def test_download_by_two_runs_happens_once(host, tmp_path):
     target = tmp_path / "file"
     runs = [
         threading.Thread(target=archives.download, args=([f"{host.url}/file"], target, SHA256))
@@ -99,7 +99,7 @@ def test_two_runs_at_once_download_once(host, tmp_path):
     assert target.read_bytes() == DATA and len(host.requests) == 1
 
 
-def test_all_hosts_fail(host, tmp_path, capsys):
+def test_download_reports_failing_hosts(host, tmp_path, capsys):
     urls = [f"{host.url}/missing", f"{host.url}/wrong", "http://127.0.0.1:9/file", "odd://x/file"]
     with pytest.raises(SystemExit) as failed:
         archives.download(urls, tmp_path / "file", SHA256, 1024000)
@@ -113,7 +113,7 @@ def test_all_hosts_fail(host, tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == [".file.lock"]
 
 
-def test_address_as_archive(host, tmp_path):
+def test_obtain_downloads_an_address(host, tmp_path):
     tgz = pack(tmp_path / "made.tgz", layout().items())
     host.files["own.tgz"] = tgz.read_bytes()
     address = f"{host.url}/own.tgz"
@@ -125,7 +125,7 @@ def test_address_as_archive(host, tmp_path):
     assert found == (tmp_path / f"{sha256[:12]}-own.tgz", sha256, False)
 
 
-def test_no_space_for_a_download(host, tmp_path):
+def test_download_reports_a_full_disk(host, tmp_path):
     address = f"{host.url}/file#{SHA256}"
     command = script("iwslt14.py", "--archive", address, "--out", tmp_path)
     assert "File too large" in refused(command, tmp_path, preexec_fn=files_up_to(500_000))
@@ -134,8 +134,7 @@ def test_no_space_for_a_download(host, tmp_path):
     ]
 
 
-def test_interrupted_download_goes_on(host, tmp_path):
-    """After Ctrl-C."""
+def test_download_resumes_after_ctrl_c(host, tmp_path):
     address = f"{host.url}/slow#{SHA256}"
     command = script("iwslt14.py", "--archive", address, "--out", tmp_path)
     part = tmp_path / "archives" / f"{SHA256[7:19]}-slow.part"
@@ -153,7 +152,7 @@ def test_interrupted_download_goes_on(host, tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
-    assert said.strip() == "Stopped; the same command goes on from here."
+    assert said.strip() == "Stopped; the same command resumes."
     have = part.stat().st_size
     assert 0 < have < len(DATA)
     assert "is truncated or corrupt" in refused(command, tmp_path)  # whole, but no archive

@@ -19,7 +19,7 @@ from hostile import refuses, zipped
 
 
 def header(name="a.txt", size=0, kind=tarfile.REGTYPE, data=b"", packed_size=None):
-    """A member as tar writes it; `packed_size` is a number that tarfile would not write."""
+    """A tar header; `packed_size` is a number that tarfile would not write."""
     info = tarfile.TarInfo(name)
     info.size, info.type = size, kind
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -36,7 +36,7 @@ PAX = {"size": 10, "kind": tarfile.XHDTYPE, "data": b"10 a=bcde\n"}
 
 
 def sparse():
-    """A file of 8 GiB of zeros, of which nothing is stored."""
+    """A sparse file of 8 GiB that stores nothing."""
     info = tarfile.TarInfo("a.txt")
     info.type = tarfile.GNUTYPE_SPARSE
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -81,7 +81,7 @@ TARS = {
 
 
 @pytest.mark.parametrize("kind", TARS)
-def test_tar(kind, tmp_path, monkeypatch):
+def test_read_tar_refuses_hostile_archives(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "LARGEST", 1 << 24)
     monkeypatch.setattr(archives, "MOST", 2500)
     path = tmp_path / "a.tar"
@@ -90,7 +90,7 @@ def test_tar(kind, tmp_path, monkeypatch):
 
 
 def in_directory(offset, value):
-    """Changes a field of the first entry of the central directory, and of the entry itself."""
+    """Change a field of the first entry and of its entry in the central directory."""
 
     def change(data):
         data = bytearray(data)
@@ -140,7 +140,7 @@ def read_zip(path):
 
 @pytest.mark.parametrize("kind", ZIPS)
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_zip(kind, tmp_path, monkeypatch):
+def test_zip_members_refuses_hostile_archives(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "LARGEST", 1 << 24)
     monkeypatch.setattr(archives, "MOST", 2500)
     members, how, words = ZIPS[kind]
@@ -149,7 +149,7 @@ def test_zip(kind, tmp_path, monkeypatch):
     refuses(read_zip, path, words)
 
 
-def test_a_column_of_one_long_line_a_million_times(tmp_path, monkeypatch):
+def test_parquet_lines_limits_the_unpacked_size(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "LARGEST", 1 << 26)
     path = tmp_path / "train.parquet"
     lines = pyarrow.DictionaryArray.from_arrays(np.zeros(1 << 20, np.int32), ["x" * (1 << 16)])

@@ -1,4 +1,4 @@
-"""data-prep/iwslt17.sh, whole, on archives of the official layout that are made here."""
+"""data-prep/iwslt17.sh end to end, on archives in the official layout that are made here."""
 
 import functools
 import http.server
@@ -19,7 +19,7 @@ TRAIN_DE, TRAIN_EN = (f"train.tags.de-en.{language}" for language in LANGUAGES)
 
 
 def training_pairs():
-    """(line of the German file, of the English one, whether it is text, whether trained on)."""
+    """(German line, English line, is it text, is it used in training)."""
     plain = list(zip(natural(GERMAN), natural(ENGLISH), strict=True))
     rows = [
         (f"{de} Nummer {i}.", f"{en} Number {i}.", True, True) for i in "ab" for de, en in plain
@@ -78,7 +78,7 @@ def official(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(official):
-    """The folder, and what the run said that went on from a killed one."""
+    """The folder, and the output of the run that resumed a killed one."""
     words = ["--archive", f"{official.name}/", "--out", "out"]
     out = official.parent / "out"
     kill_at(out / "text.part" / "codes", script("iwslt17.py", *words, cpus=2), official.parent)
@@ -87,7 +87,7 @@ def prepared(official):
 
 
 def expected():
-    """By split, pairs of what is written and what is prepared."""
+    """{split: pairs of raw and prepared text}."""
     raw = {
         "train": [(row[0].strip(), row[1].strip()) for row in training_pairs() if row[2]],
         "valid": [pair for name in iwslt17.VALID for pair in evaluation_pairs(name)],
@@ -102,7 +102,7 @@ def expected():
     return splits
 
 
-def test_iwslt17(official, prepared):
+def test_iwslt17_prepares_the_expected_text(official, prepared):
     out, printed = prepared
     splits = expected()
     trained = [row[3] for row in training_pairs() if row[2]]
@@ -138,7 +138,7 @@ def test_iwslt17(official, prepared):
     assert stamps(out) == before
 
 
-def test_downloads(official, prepared, tmp_path, monkeypatch, capsys):
+def test_iwslt17_downloads_three_archives(official, prepared, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("no_proxy", "*")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=official)
     found = {split: len(pairs) for split, pairs in expected().items() if split != "test"}
@@ -163,7 +163,7 @@ def test_downloads(official, prepared, tmp_path, monkeypatch, capsys):
         assert contents(tmp_path / folder) == contents(prepared[0] / folder)
 
 
-def test_other_counts_of_the_official_archives_are_refused(official, tmp_path, monkeypatch):
+def test_iwslt17_refuses_wrong_official_counts(official, tmp_path, monkeypatch):
     given = [archives.Archive(official / name, "", official=True) for name in layout()]
     found = {split: len(pairs) for split, pairs in expected().items() if split != "test"}
     for split, count in found.items():
@@ -189,7 +189,7 @@ def test_other_counts_of_the_official_archives_are_refused(official, tmp_path, m
         ),
     ],
 )
-def test_wrong_contents(archive, file, change, said, tmp_path):
+def test_iwslt17_refuses_wrong_contents(archive, file, change, said, tmp_path):
     made = layout()
     text = made[archive].pop(file)
     if change:
@@ -202,7 +202,7 @@ def test_wrong_contents(archive, file, change, said, tmp_path):
     assert not list(out.iterdir())
 
 
-def test_only_long_pairs(tmp_path):
+def test_leave_out_long_refuses_an_empty_result(tmp_path):
     for language in LANGUAGES:
         (tmp_path / f"train.bpe.{language}").write_text("a " * 63 + "\n")
     with pytest.raises(SystemExit, match="no training pair has 1 to 62 subwords"):
@@ -222,7 +222,7 @@ def one_archive(file, sets, leave_out=()):
     return [archives.Archive(file, "", official=False)]
 
 
-def test_one_archive_with_all_of_it(prepared, tmp_path):
+def test_iwslt17_reads_a_single_archive(prepared, tmp_path):
     one_archive(file := tmp_path / "de-en.tgz", (*iwslt17.VALID, *iwslt17.TEST))
     run(script("iwslt17.py", "--archive", file, "--out", tmp_path / "out"), tmp_path)
     for folder in ("text", "data-bin"):
@@ -240,7 +240,7 @@ def test_one_archive_with_all_of_it(prepared, tmp_path):
         (("dev2010", "tst2010"), ("dev2010",), ("tst2010",)),
     ],
 )
-def test_the_last_sets_of_one_archive_are_the_test(sets, valid, test, tmp_path):
+def test_read_one_takes_the_last_sets_as_test(sets, valid, test, tmp_path):
     pairs = iwslt17.read_pairs(one_archive(tmp_path / "de-en.tgz", sets))
     for split, names in (("valid", valid), ("test", test)):
         expected = [pair[1].replace("’", "'") for name in names for pair in evaluation_pairs(name)]
@@ -252,15 +252,15 @@ def test_the_last_sets_of_one_archive_are_the_test(sets, valid, test, tmp_path):
     [
         (("dev2010",), (), "has 1 sets IWSLT17.TED.SET"),
         ((), (), "has no sets IWSLT17.TED.SET"),
-        (("dev2010", "tst2010"), (TRAIN_DE,), f"holds no files {TRAIN_DE},"),
+        (("dev2010", "tst2010"), (TRAIN_DE,), f"lacks the files {TRAIN_DE}:"),
     ],
 )
-def test_one_archive_without_what_is_needed(sets, leave_out, said, tmp_path):
+def test_read_one_refuses_missing_files(sets, leave_out, said, tmp_path):
     with pytest.raises(SystemExit, match=said):
         iwslt17.read_pairs(one_archive(tmp_path / "de-en.tgz", sets, leave_out))
 
 
-def test_an_archive_that_is_not_there(tmp_path):
+def test_iwslt17_refuses_a_missing_archive(tmp_path):
     sentence = refused(script("iwslt17.py", "--archive", "none.tgz", "--out", "out"), tmp_path)
     assert "--archive none.tgz does not exist: give a file" in sentence
     command = script("iwslt17.py", "--archive", tmp_path, "--out", "out")
