@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# To be sourced: sets $root, the checkout, and puts an environment that has all the packages first in
-# PATH: the active one if it has them, this package from this checkout, else scripts/setup.sh's.
+# Source this file. It sets $root, the checkout, and puts an environment with all packages first in
+# PATH: the active one if it has them and uses this checkout, else the one of scripts/setup.sh.
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 if ! python -c '
 import os, sys
-sys.path[:] = filter(None, sys.path)  # of the environment, not of the folder that this is run in
+sys.path[:] = filter(None, sys.path)  # import from the environment, not from the current folder
 import entmax, fairseq_cli, multimax_fairseq, pyarrow
 import sacrebleu, sacremoses, sentencepiece, subword_nmt, unearth
 found = os.path.dirname(multimax_fairseq.__file__)

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# To be sourced, with $root set: what pip installs with its hashes checked, so that a file that
-# somebody has exchanged is refused. requirements.txt names the versions, requirements.lock has the
-# hashes of their files, and is made anew by
+# Source this file with $root set. It selects what pip installs with checked hashes, so that a
+# replaced file is refused. requirements.txt has the versions, requirements.lock the hashes of their
+# files. This command writes the lock file:
 #
 #   grep -v '^torch==' scripts/requirements.txt | uv pip compile --universal --python-version 3.11 \
 #       --no-deps --no-annotate --no-header --generate-hashes - -o scripts/requirements.lock
 #
-# torch has none: which of its builds is installed depends on the machine.
+# torch has no hashes, since its build depends on the machine.
 
 # pinned PATTERN: the packages of requirements.txt with these names; section NAME: those below it
 pinned() { sed -n "s/^\($1\)==.*/&/p" "$root/scripts/requirements.txt"; }

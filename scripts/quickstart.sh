@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Trains and evaluates a small MultiMax translation model and language model, side by side: four to
-# eight minutes on two CPU cores once everything is installed, which it sees to first.
+# Trains and evaluates a small MultiMax translation model and a language model in parallel: four to
+# eight minutes on two CPU cores, plus the installation if it is needed.
 #
 #   scripts/quickstart.sh                 both models
-#   scripts/quickstart.sh --compare       and their softmax twins: all else equal
+#   scripts/quickstart.sh --compare       and the same models with softmax
 #
-#   --out DIR       where all of it goes; default quickstart/ in the checkout
-#   --updates N     of each model, to try something out; default 1800 and 1600
+#   --out DIR       the output folder; default quickstart/ in the checkout
+#   --updates N     for each model; default 1800 and 1600
 #   --archive-translation FILE, --archive-lm FILE
-#                   the data's archives, got by hand; see data-prep/demo.py
+#                   archives of the data, downloaded by hand; see data-prep/demo.py
 #
-# The models are those of configs/quickstart_*.yaml, trained by scripts/experiment.py. Uses the active
-# Python environment if that has fairseq and this package, else scripts/setup.sh's. What is done
-# already is not done again, and an interrupted run goes on where it stopped.
+# scripts/experiment.py trains the models of configs/quickstart_*.yaml. The script uses the active
+# Python environment if it has fairseq and this package, else that of scripts/setup.sh. Finished
+# models are skipped, an interrupted run resumes.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -42,7 +42,7 @@ while (($#)); do
         --updates)
             [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "--updates needs a positive number, not '$2'."
             updates=$2
-            # As often as in a whole run: four checkpoints and twenty lines of progress.
+            # Four checkpoints and twenty lines of progress, as in a full run.
             train=(--max-update "$2" --
                 --save-interval-updates $((($2 + 3) / 4)) --log-interval $((($2 + 19) / 20)))
             ;;
@@ -54,22 +54,20 @@ while (($#)); do
     esac
     shift
 done
-[[ $out != *:* ]] ||
-    fail "--out '$out' has a ':', where fairseq would split it: name another folder."
 
-trap 'printf "\nStopped; the same command goes on from here.\n" >&2; exit 130' INT
+trap 'printf "\nStopped; the same command resumes.\n" >&2; exit 130' INT
 source "$root/scripts/environment.sh"
-# Two models at a time, one thread each: models this small gain a tenth by a second thread, and threads
-# that wait for each other lose far more as soon as something else runs. Nor do they need a GPU.
+# Two models in parallel with one thread each: a second thread speeds up such small models by only a
+# tenth, and slows them down on a busy machine. They need no GPU.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
 
-# train_rows WHAT ROWS [OPTION...]: the options are fairseq-train's, more than those of --updates
+# train_rows WHAT ROWS [OPTION...]: OPTION is passed to fairseq-train, after those of --updates
 train_rows() {
     python "$root/scripts/experiment.py" "quickstart_$1" --rows "$2" \
         --data-bin "$out/data/$1/data-bin" --out "$out/$1" ${train[@]+"${train[@]}"} "${@:3}"
 }
 
-# signal NAME: to all that the jobs below consist of
+# signal NAME: send the signal to all processes of the jobs below
 signal() {
     local job
     for job in ${jobs[@]+"${jobs[@]}"}; do
@@ -77,8 +75,7 @@ signal() {
     done
 }
 
-# Each job is a group of processes, which ends as one: what comes from the terminal, or from whoever
-# ends this script, is handed on to it.
+# Each job is a process group of its own, so this script passes signals on to it.
 stop() {
     trap - INT TERM HUP
     signal "$1"
@@ -86,27 +83,22 @@ stop() {
     exit "$2"
 }
 jobs=()
-trap 'stop INT 130' INT # they say it themselves
+trap 'stop INT 130' INT # the jobs print a message
 trap 'stop TERM 143' TERM HUP
 trap 'signal STOP; kill -s STOP $$; signal CONT' TSTP
 for what in translation lm; do
     set -m
     (
-        trap 'exit 143' TERM
-        # Through cat, since progress is told in lines where it does not go to a terminal: the bars
-        # of two models would overwrite each other.
-        {
-            trap 'exit 143' TERM # in silence
-            python "$root/data-prep/demo.py" --only "$what" --out "$out/data" \
-                ${archives[@]+"${archives[@]}"} | sed '/^Next: /d'
-            if [[ $what == lm && -n $updates ]]; then
-                # A third of the updates as softmax, as in configs/rows/quickstart_lm.yaml.
-                train_rows lm multimax --scalar-freeze-updates $((updates / 3))
-                ((${#rows[@]} == 1)) || train_rows lm softmax
-            else
-                train_rows "$what" "$(IFS=, && echo "${rows[*]}")"
-            fi
-        } | (trap '' INT TERM HUP && exec cat)
+        trap 'exit 143' TERM # without bash's message
+        python "$root/data-prep/demo.py" --only "$what" --out "$out/data" \
+            ${archives[@]+"${archives[@]}"} | sed '/^Next: /d'
+        if [[ $what == lm && -n $updates ]]; then
+            # Modulators stay at softmax for a third of the updates: configs/rows/quickstart_lm.yaml
+            train_rows lm multimax --scalar-freeze-updates $((updates / 3))
+            ((${#rows[@]} == 1)) || train_rows lm softmax
+        else
+            train_rows "$what" "$(IFS=, && echo "${rows[*]}")"
+        fi
     ) </dev/null &
     jobs+=($!)
     set +m
@@ -114,18 +106,18 @@ done
 missing=
 for job in "${jobs[@]}"; do
     until wait "$job"; do
-        # A signal to this script, Ctrl-Z, ends the waiting too.
+        # A signal to this script, such as Ctrl-Z, also ends wait.
         if (($? > 128)) && kill -0 "$job" 2>/dev/null; then continue; fi
         wait "$job" || missing=yes
         break
     done
 done
 trap - TSTP
-[[ -z $missing ]] || fail "not every model is there, for the reason above; what is there is kept."
+[[ -z $missing ]] || fail "a model is missing, see the error above; finished parts are kept."
 
 python "$root/scripts/quickstart_report.py" "$out" "${rows[@]}"
 
-# As a shell reads them again, whatever is in them.
+# Quoted for a shell.
 quoted() { printf '%q' "$1"; }
 cat <<EOF
 

@@ -32,7 +32,7 @@ def main() -> None:
             rows.append([name, normalizer, parameters, f"{speed:,.0f}", f"{minutes:.1f}", score])
     print("\n" + lib.markdown(HEAD, rows, align=True))
     print("\n".join(dict.fromkeys(notes)))
-    print("Words are split at spaces; the end of each paragraph counts as one more word.")
+    print("Words are split at spaces, and each paragraph's end counts as one more.")
     print("Tokens/s and Minutes are those of training.")
 
     data = out / "data" / "translation"

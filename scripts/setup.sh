@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes .venv at the checkout's root, with everything that training, evaluation and tests need.
+# Creates .venv in the checkout with everything that training, evaluation and tests need.
 #
 #   scripts/setup.sh
 #   PYTHON=python3.12 scripts/setup.sh
 #   MULTIMAX_TORCH="torch==2.13.0 --index-url URL" scripts/setup.sh
 #
-# PYTHON          the CPython (3.11 or newer) to build with; default python3
-# MULTIMAX_TORCH  what pip is given for torch, such as a build for one CUDA version;
+# PYTHON          the interpreter, CPython 3.11 or newer; default python3
+# MULTIMAX_TORCH  pip's arguments for torch, for example a build for one CUDA version;
 #                 default: the line in requirements.txt
 #
-# Both are remembered, so later runs need not repeat them. A run with nothing to do ends at once,
-# and one that was interrupted continues. If pip replaced a pinned package, a run installs it again.
+# Later runs remember both. A run with nothing to do ends at once; an interrupted one continues. If
+# pip replaced a pinned package, the next run installs the pinned version again.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -30,10 +30,10 @@ case ${1:-} in
 *) fail "it takes no arguments, but got '$1'; see --help." ;;
 esac
 
-# Two at once, of which each would take the other's half-made environment for broken: one waits.
+# A second run waits; it would take the unfinished environment for a broken one.
 exec 9<"${BASH_SOURCE[0]}"
 if command -v flock >/dev/null && ! flock --nonblock 9; then
-    printf 'Another scripts/setup.sh is at work here; waiting for it.\n'
+    printf 'Another scripts/setup.sh is running here; waiting for it.\n'
     flock 9
 fi
 
@@ -41,7 +41,7 @@ work=$(mktemp -d)
 log=$work/log
 trap 'rm -rf "$work"' EXIT
 
-# quietly WHAT COMMAND...: one line and a dot every five seconds; all the output if it fails
+# quietly WHAT COMMAND...: print one line and a dot every five seconds; all output if it fails
 quietly() {
     local what=$1 pid status=0
     shift
@@ -60,7 +60,7 @@ quietly() {
     if ((status != 0)); then
         printf ' failed\n'
         cat "$log" >&2
-        fail "the step above failed; nothing is lost: mend its cause and run scripts/setup.sh again."
+        fail "the step above failed: fix its cause and run scripts/setup.sh again; finished steps are kept."
     fi
     printf ' done\n'
 }
@@ -90,8 +90,7 @@ finish() {
     printf '%s\n' "$1" "Next: source .venv/bin/activate && scripts/quickstart.sh"
 }
 
-# The versions of the pinned packages. pip may have replaced some: `pip install timm` takes a newer
-# torch.
+# The installed versions of the pinned packages; `pip install timm`, for example, replaces torch.
 installed() {
     grep '==' "$root/scripts/requirements.txt" | grep -vxF "$(section "Installed by scripts\/test.sh")" |
         "$venv/bin/python" -c '
@@ -105,7 +104,7 @@ if [[ $(cat "$stamp" 2>/dev/null) == "$wanted $(installed)" ]] && usable; then
     exit 0
 fi
 
-# fairseq is compiled after minutes of downloads; check for a compiler and headers before them.
+# fairseq is compiled after minutes of downloads, so check for compiler and headers first.
 { read -r compiler && read -r headers && read -r development; } < <("$python" -c '
 import sys, sysconfig
 print(sysconfig.get_config_var("CXX"), sysconfig.get_path("include"), sep="\n")
@@ -117,7 +116,7 @@ compiles Python.h ||
     fail "fairseq needs Python.h, which $headers lacks: install Python's headers (Debian: $development)."
 
 rm -f "$stamp"
-# Its scripts name the path that it was made at, so one that was moved is as broken as one without pip.
+# The environment's scripts contain its path, so a moved environment is broken.
 if ! usable || [[ $(describe "$venv/bin/python") != "$interpreter" ]] ||
     ! grep -qsF "$venv" "$venv/bin/activate"; then
     [[ $python != "$venv/bin/python" ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
@@ -125,13 +124,13 @@ if ! usable || [[ $(describe "$venv/bin/python") != "$interpreter" ]] ||
     quietly "Environment (${interpreter% *})" "$python" -m venv "$venv"
 fi
 
-# Python compiles what it imports; pip would compile all there is, for the better part of a minute.
+# Python compiles what it imports; to have pip compile everything takes most of a minute.
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
 pip=("$venv/bin/python" -m pip install --no-input --no-warn-conflicts)
 checked=("${pip[@]}" --no-deps --no-build-isolation --require-hashes)
 
-# What packages are built with goes first; torch comes after what it imports, so that an index that
-# holds nothing but torch is enough for it; fairseq compiles against numpy and torch.
+# Build tools come first. torch comes after its dependencies, so that an index with only torch is
+# enough. fairseq compiles against numpy and torch.
 { section "Installed first" && section "Imported by torch"; } | locked >"$work/first"
 pinned fairseq-fixed | locked >"$work/fairseq"
 { section "Installed last" && section "Installed by scripts\/test.sh"; } >"$work/elsewhere"
@@ -139,25 +138,25 @@ grep '==' "$root/scripts/requirements.txt" | grep -vxFf "$work/elsewhere" | lock
 read -ra torch_words <<<"$torch"
 cpus=$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))') # each compiler needs up to 1 GB
 printf '[build_ext]\nparallel = %d\n' "$cpus" >"$work/build"
-# With ninja, torch would have the extensions that are compiled side by side overwrite one file.
+# With ninja, extensions that torch compiles in parallel would overwrite one file.
 mkdir "$work/bin"
 printf '#!/bin/sh\nexit 1\n' >"$work/bin/ninja"
 chmod +x "$work/bin/ninja"
 
 compiled() {
     "${pip[@]}" "${torch_words[@]}"
-    # Three of fairseq's six extensions include all of torch's headers and take most of the time, but
-    # no translation or language model calls them: they are compiled without optimisation. The other
-    # three, two of which make the batches, keep the -O3 that fairseq's setup.py puts after these
-    # flags. CPPFLAGS are added to the interpreter's own flags; CFLAGS would replace them.
+    # Three of fairseq's six extensions include all of torch's headers and take most of the time. No
+    # translation or language model uses them, so they are compiled without optimisation. The others
+    # keep the -O3 that fairseq's setup.py puts after these flags. CPPFLAGS extend the interpreter's
+    # own flags; CFLAGS would replace them.
     PATH=$work/bin:$PATH DIST_EXTRA_CONFIG=$work/build CPPFLAGS="${CPPFLAGS:-} -O0 -g0" \
         "${checked[@]}" -r "$work/fairseq"
 }
 
-# A download, an archive that is unpacked and a compiler keep different things busy.
+# Download, unpacking and compilation use different resources, so they run in parallel.
 side_by_side() {
     local compiling unpacking status=0
-    set -m # each a group of processes, which ends as one
+    set -m # one process group each, to end it as a whole
     compiled >"$work/compiled" 2>&1 &
     compiling=$!
     "${checked[@]}" -r "$work/others" &
@@ -173,10 +172,9 @@ quietly "PyTorch (${torch_words[0]}), fairseq compiled, packages pinned in scrip
     side_by_side
 printf '%s\n' "$torch" >"$choice"
 quietly "multimax-fairseq (editable)" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
-# Of all processes in this environment, fairseq's commands alone run with what compat/ mends. The
-# processes that a command starts read its script again, which must not start the command again.
-# A first line that names the interpreter may be neither long nor have a space, so sh reads three
-# lines that are a string to Python, as in the scripts that pip writes.
+# Only fairseq's commands run with the fixes of compat/. Spawned processes import the script again,
+# which must not start the command again. A shebang may be neither long nor contain a space, so sh
+# reads three lines that are a string to Python, as in pip's own scripts.
 for script in "$venv"/bin/fairseq-*; do
     printf '%s\n' '#!/bin/sh' "'''exec' \"$venv/bin/python\" \"\$0\" \"\$@\"" "' '''" \
         "# Written by scripts/setup.sh." "import sys" "" \

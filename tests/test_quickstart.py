@@ -1,4 +1,4 @@
-"""scripts/quickstart.sh and data-prep/demo.py, whole, on archives of a few kilobytes made here."""
+"""scripts/quickstart.sh and data-prep/demo.py end to end, on small archives made here."""
 
 import contextlib
 import hashlib
@@ -66,15 +66,17 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cwd: Path) -> None:
-    """Sends a signal once a file matches `what`: SIGKILL to the run and all its children, another,
-    as a terminal does, to the run, which hands it on. A training waits for it there."""
+    """Send a signal once a file matches `what`; a training waits there.
+
+    SIGKILL goes to the run and all its children, any other only to the run, which passes it on.
+    """
     process = subprocess.Popen(
         command,
         cwd=cwd,
         env=programs_first() | {"MULTIMAX_TEST_WAITS": f"*/{what}"},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        # Tests that run in a shell's background ignore it, and children would inherit that.
+        # A shell's background jobs ignore SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not any(out.glob(what)):
@@ -90,7 +92,7 @@ def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cw
         time.sleep(0.02)
 
 
-def test_no_sentence_in_two_splits(demo):
+def test_split_translation_separates_the_splits(demo):
     splits = demo.split_translation([(es, en, "author") for en, es in pairs()])
     for name, other in itertools.combinations(demo.SPLITS, 2):
         for side in (0, 1):
@@ -102,11 +104,10 @@ def test_no_sentence_in_two_splits(demo):
         for _, english, _ in splits[name]:
             digest = hashlib.sha256(demo.key(english).encode()).hexdigest()
             assert int(digest[:16], 16) % 100 == wanted
-    # The archive's order of translations decides which is kept, and nothing else.
     assert demo.key("¡Qué  CASA!") == demo.key("qué casa") != demo.key("que casa")
 
 
-def test_no_year_in_two_splits(demo):
+def test_split_lm_separates_the_years(demo):
     speeches = [(year, f"{year}-Someone", f"In {year}.") for year in range(1900, 2020)]
     speeches += [(1915, "1915-Someone", "In 1914.")]
     splits = demo.split_lm(speeches)
@@ -114,7 +115,7 @@ def test_no_year_in_two_splits(demo):
     assert [text for text, _ in splits["valid"]] == [f"In {y}." for y in range(1905, 2020, 20)]
 
 
-def test_wrong_checksum_stops_before_unpacking(archives, tmp_path):
+def test_demo_refuses_a_wrong_checksum(archives, tmp_path):
     for stated_sum in ("", f"#sha256={'0' * 64}"):
         done = run(
             *(BIN / "python", ROOT / "data-prep" / "demo.py", "--out", tmp_path / "out"),
@@ -125,7 +126,7 @@ def test_wrong_checksum_stops_before_unpacking(archives, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_quickstart(archives, demo, tmp_path):
+def test_quickstart_resumes_and_reports(archives, demo, tmp_path):
     out = tmp_path / "out"
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), "--out", "out", "--updates", "16"]
     command += ["--archive-translation", stated(archives[0]), "--archive-lm", stated(archives[1])]
@@ -149,7 +150,7 @@ def test_quickstart(archives, demo, tmp_path):
         ["language model", "softmax"],
     ]
     counts = [int(row.split("|")[3].replace(",", "")) for row in table[2:]]
-    # The multimax twin has 8 scalars more in each of 4 attentions, or in 2 and in the output.
+    # multimax adds 8 scalars in each of 4 attention layers, or in 2 and in the output layer.
     assert [counts[0] - counts[1], counts[2] - counts[3]] == [8 * 4, 8 * 3]
     command_of = {n: (out / "lm" / n / "seed-1" / "command").read_text() for n in NORMALIZERS}
     assert "--scalar-freeze-updates 5" in command_of["multimax"]
@@ -178,6 +179,6 @@ def test_quickstart(archives, demo, tmp_path):
 
 
 @pytest.mark.parametrize("options", [["--updates", "few"], ["--updates"], ["--fast"]])
-def test_wrong_options_are_one_sentence(options, tmp_path):
+def test_quickstart_refuses_wrong_options(options, tmp_path):
     done = run("bash", ROOT / "scripts" / "quickstart.sh", *options, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and not done.stdout

@@ -105,7 +105,7 @@ def test_quickstart_uses_the_configs(checkout):
     assert f"scalar_freeze_updates: {int(updates[1]) // 3}}}" in config
 
 
-@pytest.mark.parametrize("out", ["", "taken", "taken/deeper", "a:b"])
+@pytest.mark.parametrize("out", ["", "taken", "taken/deeper"])
 def test_quickstart_refuses_an_unusable_folder(checkout, out):
     root = checkout()
     (root / "taken").touch()
@@ -175,7 +175,7 @@ def test_quickstart_reports_a_failed_training(checkout):
     root = checkout()
     program(root / "scripts" / "experiment.py", "import sys; sys.exit('lm' in sys.argv[1])")
     done = quickstart(root)
-    assert done.returncode == 1 and "not every model is there" in done.stderr
+    assert done.returncode == 1 and "a model is missing" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["quickstart", "setup", "test", "gpu_check"])
