@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writing of files."""
 
 import contextlib
 import os
@@ -10,16 +10,16 @@ from multimax_fairseq.errors import UsageError
 
 
 def check_place(flag: str, file: Path) -> None:
-    """Raise UsageError, before the work that it is for, where a file cannot be written."""
+    """Raise UsageError if a file cannot be written. Call it before the work, not after."""
     if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
         raise UsageError(f"{flag} '{file}' must be a file in a folder that can be written to")
 
 
 @contextlib.contextmanager
 def whole(file: Path) -> Iterator[Path]:
-    """Give a path beside a file to write to, which takes the file's place if nothing goes wrong.
+    """Yield a temporary path next to `file`, which is renamed to it if no error occurs.
 
-    Several may write the same file, from whatever thread, process or machine: the last one's stays.
+    Several processes may write the same file; the last one wins.
     """
     aside = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
     try:

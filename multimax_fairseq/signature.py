@@ -1,4 +1,4 @@
-"""The signature of a result: what made it, so that it can be found again."""
+"""The signature of a result: versions, commit, date and processor."""
 
 import datetime
 import importlib.metadata
@@ -25,7 +25,7 @@ def signature(*more: str) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the CPU's name, with the numbers of its generation where it has any."""
+    """Return the name of the CPU, with family and model if known."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
     found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
@@ -36,8 +36,8 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's git commit, marked where files differ from it; None outside of one."""
-    # An installed copy may lie in somebody else's checkout, whose commit says nothing of it.
+    """Return the git commit of the checkout, with "-dirty" if files differ; None outside of one."""
+    # An installed copy may lie inside another checkout, whose commit is unrelated.
     if _git("ls-files", "--error-unmatch", __file__) is None:
         return None
     changed = _git("status", "--porcelain", "--untracked-files=no")

@@ -1,4 +1,4 @@
-"""Says at import which versions of Python and torch are too old, before something else fails."""
+"""Refuse versions of Python and torch that are too old, at import."""
 
 import sys
 
@@ -8,7 +8,7 @@ PYTHON, TORCH = (3, 11), (2, 10)  # as in pyproject.toml
 
 
 def check(python: tuple[int, ...], torch_version: torch.torch_version.TorchVersion) -> None:
-    """Raise ImportError if one of these versions is older than those that are supported."""
+    """Raise ImportError if Python or torch is older than the oldest supported version."""
     if python < PYTHON or torch_version < TORCH:
         oldest, needed, found = (".".join(map(str, v[:2])) for v in (PYTHON, TORCH, python))
         raise ImportError(
