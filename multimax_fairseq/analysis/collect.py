@@ -1,4 +1,4 @@
-"""One pass of checkpoints over data, into the tidy files that figures and reports are made of.
+"""Runs checkpoints over data and writes the tidy files from which figures and reports are made.
 
     parameters.csv    what normalizers have learned, number by number
     heads.csv         metrics of each head
@@ -164,7 +164,7 @@ def _task(state: dict[str, Any], path: Path, data: Path, subset: str) -> Any:
 def _load(
     state: dict[str, Any], path: Path, task: Any, data: Path
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Return a checkpoint's model, and what collection.json says of it."""
+    """Return the model of a checkpoint, and its entry in collection.json."""
     updates = state["optimizer_history"][-1]["num_updates"]
     model, cfg = build(state, path, task, data)
     settings = as_namespace(cfg.model)
@@ -215,7 +215,7 @@ def _normalizers(settings: dict[str, Any], model: Any, recorder: Recorder) -> di
 def _pass(
     model: Any, task: Any, subset: str, max_sentences: int, path: Path
 ) -> tuple[Recorder, dict[str, int]]:
-    """Run the model over the data; return what it showed, and how much it has seen."""
+    """Run the model over the data; return the recorder, and the amount of data seen."""
     dataset = task.dataset(subset)
     lengths = utils.resolve_max_positions(task.max_positions(), model.max_positions())
     given = np.arange(min(max_sentences, len(dataset)))
@@ -253,7 +253,7 @@ def _pass(
 
 
 def _batches(indices: np.ndarray, dataset: Any, heads: int) -> Iterator[list[int]]:
-    """Sentences of like length, few enough for memory."""
+    """Yield batches of sentences of similar length that fit into memory."""
     batch: list[int] = []
     for index in sorted(indices.tolist(), key=dataset.num_tokens):
         length, size = dataset.num_tokens(index), len(batch) + 1
@@ -324,7 +324,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _hash_folder(folder: Path) -> str:
-    """One hash over the names, sizes and first megabytes of the folder's files."""
+    """Return a hash of the names, sizes and first megabytes of the folder's files."""
     found = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file():
@@ -339,8 +339,7 @@ def _hash_folder(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _complete(out: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `out` where all went well, and what is there
-    beside an earlier collection moves into it."""
+    """Yield a temporary folder that replaces `out` on success, and keeps other files of `out`."""
     given, out = out, out.resolve()  # a link stays one
     if out in (here := Path.cwd().resolve(), *here.parents):
         raise UsageError(f"--out '{given}' holds the current folder: give a folder below it")

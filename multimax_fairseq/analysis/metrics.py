@@ -1,8 +1,7 @@
-"""Metrics of attention and of distributions: scores and probabilities in, numbers out.
+"""Metrics of attention, computed from scores and probabilities.
 
-Keys lie in the last dimension and queries in the one before; heads, where they matter, before that.
-A mask is bool and broadcastable, and True excludes; an excluded entry's probability is 0. Where a
-metric is not defined, as for a query with a single key, it is NaN.
+The dimensions are (..., heads, queries, keys). A mask is bool and broadcastable; True excludes, and
+an excluded entry has probability 0. A metric that is not defined, as for a single key, is NaN.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from multimax_fairseq.ops.modulator import ModulatorParameters, modulated_gradie
 
 
 def of_queries(scores: Tensor, probs: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Return what is told of each query, by name, (...) each: `sparsity`, `multi_modality`,
-    `entropy`, `density`, and `mass`, what its probabilities sum to.
+    """Return the metrics of each query by name, (...) each.
 
-    Epsilon is the query's mean score, and the reference 1 / the number of its keys.
+    They are `sparsity`, `multi_modality`, `entropy`, `density`, and `mass`, the sum of the
+    probabilities. Epsilon is the query's mean score; the reference is 1 / its number of keys.
 
     Args:
         scores, probs, mask: as `multi_modality`.
@@ -37,12 +36,12 @@ def of_queries(scores: Tensor, probs: Tensor, mask: Tensor | None = None) -> dic
 
 
 def shares(probs: Tensor) -> Tensor:
-    """Return the probabilities over what they sum to; NaN where that is 0."""
+    """Return the probabilities divided by their sum; NaN if the sum is 0."""
     return probs / probs.sum(-1, keepdim=True)
 
 
 def mean_score(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean score of each query, (..., 1), which is the epsilon of our metrics.
+    """Return the mean score of each query, (..., 1), the epsilon of the metrics here.
 
     It is the largest epsilon for which the proof of Proposition 3.5 (Zhou et al. 2024) holds. The
     paper writes ||x||_1 / K, which is the mean only if no score is negative.
@@ -60,14 +59,14 @@ def uniform_probability(scores: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _keys(like: Tensor, mask: Tensor) -> Tensor:
-    """The number of keys that the mask leaves each query, (...)."""
+    """Return the number of keys that the mask allows each query, (...)."""
     return (~mask).expand(like.shape).sum(-1)
 
 
 def multi_modality(
     scores: Tensor, probs: Tensor, epsilon: float | Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return how near the relevant entries' probabilities are to that of the largest entry.
+    """Return how close the probabilities of relevant entries are to that of the largest entry.
 
         M(x) = 1 - mean of (p_max - p_n) over eps < x_n < x_max   (Definition 3.2, Zhou et al. 2024)
 
@@ -75,10 +74,10 @@ def multi_modality(
         scores: (..., K), before the mapping.
         probs: (..., K), after it; p_max is the probability of the largest score.
         epsilon: entries above it are relevant; a tensor is broadcastable to scores.
-        mask: see above.
+        mask: as in the module's docstring.
 
     Returns:
-        (...); NaN where no entry but the largest is relevant.
+        (...); NaN if only the largest entry is relevant.
     """
     relevant, top = _relevant(scores, epsilon, mask)
     mean = (probs * relevant).sum(-1) / relevant.sum(-1)
@@ -88,7 +87,7 @@ def multi_modality(
 def _relevant(
     scores: Tensor, epsilon: float | Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Which entries lie between epsilon and the largest, and the index of that, (..., 1)."""
+    """Return which entries lie between epsilon and the largest, and its index, (..., 1)."""
     if mask is not None:
         scores = scores.masked_fill(mask, -torch.inf)
     top = scores.argmax(-1, keepdim=True)
@@ -102,7 +101,7 @@ def sparsity(
     reference: float | Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return how near zero the probabilities of the irrelevant entries are, between 0 and 1.
+    """Return how close to zero the probabilities of irrelevant entries are, between 0 and 1.
 
         S(x) = mean of exp((s - p_l) / s - 1) over x_l < eps      (Definition 3.3, Zhou et al. 2024)
 
@@ -112,7 +111,7 @@ def sparsity(
         reference: s, the probability at which an entry counts 1 / e; above 0.
 
     Returns:
-        (...); NaN where no entry is irrelevant.
+        (...); NaN if no entry is irrelevant.
     """
     low = _irrelevant(scores, epsilon, mask)
     return ((-probs / reference).exp() * low).sum(-1) / low.sum(-1)
@@ -157,7 +156,7 @@ def over_temperatures(
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Return Shannon's entropy of the `shares` in nats, (...)."""
+    """Return the Shannon entropy of the `shares` in nats, (...)."""
     return torch.special.entr(shares(probs)).sum(-1)
 
 
@@ -194,8 +193,7 @@ def relative_positions(query_positions: Tensor, key_positions: Tensor) -> Tensor
 
 
 def top_offset(probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return the relative position of the key with the most weight, (...); the first of equals,
-    and so the first key's where all weights are 0.
+    """Return the relative position of the key with the largest weight, (...); of ties, the first.
 
     Args:
         probs: (..., queries, keys).
@@ -212,7 +210,7 @@ def weight_on(probs: Tensor, chosen: Tensor) -> Tensor:
         chosen: bool, broadcastable to probs.
 
     Returns:
-        NaN for a query for which no key is chosen.
+        NaN for a query without a chosen key.
     """
     return (probs * chosen).sum(-1).masked_fill(~chosen.any(-1), torch.nan)
 
@@ -222,10 +220,10 @@ def largest_of_words(values: Tensor, words: Tensor) -> Tensor:
 
     Args:
         values: (B, heads, T); NaN does not count.
-        words: (B, T), the number of the word that a token belongs to, from 0 on.
+        words: (B, T), the index of each token's word, from 0.
 
     Returns:
-        NaN for a word without a value, and where there is no such word.
+        NaN for a word without values.
     """
     batch, heads, _ = values.shape
     found = values.new_full((batch, heads, int(words.max()) + 1), -torch.inf)
@@ -244,7 +242,7 @@ def patch_similarity(features: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: (..., tokens), bool; True excludes a token.
 
     Returns:
-        NaN where there are fewer than two tokens.
+        NaN for fewer than two tokens.
     """
     cosines, pairs = _cosines(features, mask)
     return cosines.abs().sum((-1, -2)) / pairs
@@ -260,7 +258,7 @@ def mean_average_distance(features: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def _cosines(features: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The cosines, (..., tokens, tokens), with 0 for a token and itself; the number of pairs."""
+    """Return the cosines, (..., tokens, tokens), with a zero diagonal, and the number of pairs."""
     unit = torch.nn.functional.normalize(features, dim=-1)
     if mask is None:
         mask = torch.zeros(features.shape[:-1], dtype=torch.bool, device=features.device)
@@ -294,7 +292,7 @@ def correlation(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         values = values.masked_fill(mask, 0.0)
         centred = (values - values.sum((-1, -2), keepdim=True) / count).masked_fill(mask, 0.0)
         length = centred.square().sum((-1, -2))
-        # What is left of a constant is the rounding of float32.
+        # For a constant, only float32 rounding errors remain.
         constant = length <= 1e-13 * values.square().sum((-1, -2))
         lengths.append(length.masked_fill(constant, torch.nan))
         product = product * centred
@@ -310,7 +308,7 @@ def density_at(kind: str, time: Tensor, mean: Tensor, variance: Tensor) -> tuple
         mean, variance: of the score function, broadcastable with time; the variance above 0.
 
     Returns:
-        (...) float64 and bool. All of the line is a Gaussian's support.
+        (...) float64 and bool. The support of a Gaussian is the whole line.
     """
     mean, variance = mean.double(), variance.double()
     if kind == "sparsemax":
@@ -325,15 +323,16 @@ def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:
 
     Args:
         x: scores; with parameters per head, the heads are dimension -3.
-        modulator: whose parameters `modulate` takes.
+        modulator: a `Modulator`.
     """
     table, low, high = table_of(modulator)
     return modulated_gradients(torch.ones_like(x), x, table.detach().to(x.dtype), low, high)[0]
 
 
 def past_turning_point(x: Tensor, modulator: ModulatorParameters) -> Tensor:
-    """Return whether the modulator falls at these scores, bool (...): past a turn, the lower of two
-    scores gets the greater weight.
+    """Return whether the modulator falls at these scores, bool (...).
+
+    There, the lower of two scores gets the larger weight.
 
     Args:
         x, modulator: as `modulator_slope`.
