@@ -100,10 +100,12 @@ def run(words: list[str], log: Path) -> str:
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8")
         errors.seek(0)
-        output = f"{errors.read()}\n{done.stdout}"
+        stderr = errors.read()
+    output = f"{stderr}\n{done.stdout}"
     log.write_text(output, encoding="utf-8")
     if done.returncode:
-        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {last_line(output)}")
+        said = last_line(stderr.strip() or done.stdout)
+        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {said}")
     return output
 
 
