@@ -316,7 +316,7 @@ def test_asentmax_reads_the_hidden_states_of_queries():
     assert all(p.grad.abs().sum(-1).gt(0).all() for p in normalizer.parameters())
     with pytest.raises(ValueError, match="pass them as hidden"):
         normalizer.attend(query, key, value)
-    with pytest.raises(ValueError, match="reads hidden states, which no softmax is given"):
+    with pytest.raises(ValueError, match="reads hidden states, which softmax does not receive"):
         replace_softmax(torch.nn.MultiheadAttention(8, 2), "asentmax")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,8 @@ class Temperature(nn.Module):
         ValueError: the temperature is not finite and above zero; `learned` is no bool.
     """
 
-    log_temperature: Tensor | None
+    if TYPE_CHECKING:  # torch.jit.trace cannot read this annotation
+        log_temperature: Tensor | None
 
     def __init__(self, temperature: float = 1.0, learned: bool = False) -> None:
         super().__init__()
