@@ -193,9 +193,7 @@ def test_a_learned_temperature_before_a_modulator_and_in_the_output_layer(folder
     ],
 )
 def test_an_entry_that_cannot_be_is_refused(mapping, part, monkeypatch):
-    from multimax_fairseq.mappings import table
 
-    monkeypatch.setattr(table, "_readers", [])
     before = dict(NORMALIZERS)
     with pytest.raises(ValueError, match=part):
         register(mapping)
@@ -276,11 +274,27 @@ def test_what_forms_its_context_otherwise_stands_in_the_same_attention():
     assert probs is None
 
 
-def test_an_entry_that_comes_after_the_flags_is_refused(tmp_path):
+def test_register_adds_flags_after_the_models_are_imported(tmp_path):
     lines = (
+        "import argparse",
+        "from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY",
+        "from hydra.core.config_store import ConfigStore",
         "import multimax_fairseq.models",
-        "from multimax_fairseq import Mapping, NORMALIZERS, register",
-        "register(Mapping('late', 'late', NORMALIZERS['softmax'].function))",
+        "from multimax_fairseq import Mapping, NORMALIZERS, Option, register",
+        "option = Option('start', 1.5, float, 'above 0', lambda x: x > 0, help='')",
+        "function = NORMALIZERS['softmax'].function",
+        "register(Mapping('late', 'late', function, options=(option,)))",
+        "for arch in ('transformer_multimax', 'transformer_lm_multimax', 'rnn_multimax'):",
+        "    parser = argparse.ArgumentParser()",
+        "    ARCH_MODEL_REGISTRY[arch].add_args(parser)",
+        "    words = ['--attention-normalizer', 'late', '--late-start', '2']",
+        "    args = parser.parse_args(words)",
+        "    print(arch, args.attention_normalizer, args.late_start)",
+        "name = 'transformer_lm_multimax'",
+        "print(MODEL_DATACLASS_REGISTRY[name]().late_start)",
+        "print(ConfigStore.instance().load(f'model/{name}.yaml').node.late_start)",
     )
-    printed = run(tmp_path, sys.executable, "-c", "\n".join(lines), code=1)
-    assert "'late' comes too late, as multimax_fairseq.models has made the flags" in printed
+    printed = run(tmp_path, sys.executable, "-c", "\n".join(lines))
+    for arch in ("transformer_multimax", "transformer_lm_multimax", "rnn_multimax"):
+        assert f"{arch} late 2.0" in printed
+    assert printed.split()[-2:] == ["1.5", "1.5"]

@@ -13,11 +13,11 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import (
     DENSITY_AT,
     PLACES,
-    SETTINGS,
-    TranslationConfig,
     check_settings,
     flag,
     set_defaults,
+    settings,
+    translation_config,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints
 from multimax_fairseq.models.transformer_multimax import multimax_architecture
@@ -70,7 +70,7 @@ FOREIGN += [
 def checked(*flags):
     """Check these flags alone, as a model of all three attentions does."""
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)  # as fairseq's
-    gen_parser_from_dataclass(parser, TranslationConfig(), delete_default=True)
+    gen_parser_from_dataclass(parser, translation_config()(), delete_default=True)
     args = parser.parse_args(flags)
     set_defaults(args)
     check_settings(args, PLACES)
@@ -92,7 +92,7 @@ def test_settings_all_belong_to_a_mapping_or_choose_it():
     chosen = {"--attention-normalizer", "--attention-normalizer-at", "--output-normalizer"}
     always = (*DENSITY_AT.values(), "attention_gate", "monitor_interval", "scalar_gradient_scale")
     chosen |= {flag(name) for name in always}
-    flags = {flag(setting.name) for setting in SETTINGS}
+    flags = {flag(setting.name) for setting in settings()}
     assert {setting.split()[0] for _, setting, *_ in FOREIGN} == flags - chosen
 
 

@@ -43,7 +43,7 @@ from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.compat.untrusted import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
-from multimax_fairseq.models.config import SETTINGS, as_namespace
+from multimax_fairseq.models.config import as_namespace, settings
 from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.models.loading import build, task_of
 from multimax_fairseq.signature import signature
@@ -167,17 +167,17 @@ def _load(
     """Return the model of a checkpoint, and its entry in collection.json."""
     updates = state["optimizer_history"][-1]["num_updates"]
     model, cfg = build(state, path, task, data)
-    settings = as_namespace(cfg.model)
+    args = as_namespace(cfg.model)
     about = {
         "path": str(path),
         "sha256": _hash_file(path),
         "updates": updates,
-        "architecture": getattr(settings, "arch", None) or settings._name,
+        "architecture": getattr(args, "arch", None) or args._name,
         "seed": cfg.common.seed,
         "settings": {
-            setting.name: getattr(settings, setting.name)
-            for setting in SETTINGS
-            if setting.name != "monitor_interval" and hasattr(settings, setting.name)
+            setting.name: getattr(args, setting.name)
+            for setting in settings()
+            if setting.name != "monitor_interval" and hasattr(args, setting.name)
         },
     }
     return model, about

@@ -184,8 +184,8 @@ class Mapping:
 
 NORMALIZERS: dict[str, Mapping] = {}
 
-# Modules that have made flags from the table. Later mappings would have none.
-_readers: list[str] = []
+# Called after a mapping is registered.
+listeners: list[Callable[[], None]] = []
 
 
 def register(mapping: Mapping) -> None:
@@ -194,15 +194,10 @@ def register(mapping: Mapping) -> None:
     Raises:
         TypeError: not a `Mapping`.
         ValueError: a name or setting that is taken or cannot be a flag; an output layer without a
-            loss; a wrong kernel or heads; the flags exist already.
+            loss; a wrong kernel or heads.
     """
     if not isinstance(mapping, Mapping):
         raise TypeError(f"a mapping must be a Mapping, got {mapping!r}")
-    if _readers:
-        raise ValueError(
-            f"the mapping {mapping.name!r} comes too late, as {_readers[0]} has made the flags: "
-            "register it before that is imported"
-        )
     taken = {s for known in NORMALIZERS.values() for s in (known.name, *settings_of(known))}
     for name in (mapping.name, *settings_of(mapping)):
         if not name.isidentifier() or name in taken:
@@ -224,6 +219,8 @@ def register(mapping: Mapping) -> None:
             f"{mapping.heads!r}"
         )
     NORMALIZERS[mapping.name] = mapping
+    for listener in listeners:
+        listener()
 
 
 def settings_of(mapping: Mapping) -> dict[str, Option]:
@@ -231,12 +228,6 @@ def settings_of(mapping: Mapping) -> dict[str, Option]:
     heads = (mapping.heads,) if isinstance(mapping.heads, Option) else ()
     options = (*mapping.options, *heads, *(mapping.output_options or ()))
     return {mapping.setting_of(option): option for option in options}
-
-
-def all_mappings(reader: str) -> list[Mapping]:
-    """Return the whole table; `register` then refuses new mappings, naming the reader."""
-    _readers.append(reader)
-    return list(NORMALIZERS.values())
 
 
 def mapping_named(name: str) -> Mapping:

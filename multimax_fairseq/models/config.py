@@ -1,13 +1,15 @@
 """The flags of the models, for argparse and hydra alike, and their checks.
 
-The options of a mapping are flags by the names of their settings: see `Option.setting`.
+The options of a mapping are flags by the names of their settings: see `Option.setting`. The flags
+are made from the table of mappings when fairseq asks for them, so that a mapping may be registered
+before or after this module is imported.
 """
 
 import argparse
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
@@ -19,12 +21,13 @@ from torch import nn
 from multimax_fairseq.compat import building_from_checkpoint
 from multimax_fairseq.errors import UsageError, remedy_for
 from multimax_fairseq.mappings.table import (
+    NORMALIZERS,
     SEPARATE,
     Mapping,
     Option,
-    all_mappings,
     chosen_from,
     settings_of,
+    yes_or_no,
 )
 from multimax_fairseq.modules import ContinuousAttention, GatedAttention, Normalizer
 from multimax_fairseq.modules.continuous_attention import CONTEXTS, DENSITIES
@@ -33,12 +36,21 @@ from multimax_fairseq.ops.checks import is_finite, is_whole
 logger = logging.getLogger(__name__)
 
 PLACES = ("encoder", "decoder", "cross")
-MAPPINGS = {mapping.name: mapping for mapping in all_mappings("multimax_fairseq.models")}
-OUTPUTS = tuple(name for name, mapping in MAPPINGS.items() if mapping.output_options is not None)
-# The options of all mappings, by their names among a model's settings.
-OPTIONS = {
-    name: option for mapping in MAPPINGS.values() for name, option in settings_of(mapping).items()
-}
+
+
+def output_names() -> tuple[str, ...]:
+    """Return the mappings that can be an output layer."""
+    return tuple(n for n, mapping in NORMALIZERS.items() if mapping.output_options is not None)
+
+
+def mapping_options() -> dict[str, Option]:
+    """Return the options of all mappings by their names in a model's settings."""
+    return {
+        name: option
+        for mapping in NORMALIZERS.values()
+        for name, option in settings_of(mapping).items()
+    }
+
 
 # Continuous attention needs all keys from the start, so decoder self-attention has none.
 DENSITY_AT = {"cross": "cross_attention", "encoder": "encoder_self_attention"}
@@ -113,50 +125,66 @@ CONTINUOUS_OPTIONS = {
 }
 
 
-@dataclass
-class _SharedSettings(FairseqDataclass):
-    """The settings that belong to no mapping."""
-
-    attention_normalizer: ChoiceEnum(list(MAPPINGS)) = field(  # type: ignore[valid-type]
-        default="multimax", metadata={"help": "mapping from attention scores to probabilities"}
-    )
-    attention_normalizer_at: str = field(
-        default=",".join(PLACES),
-        metadata={
-            "help": "comma-separated attentions that use it: encoder and decoder self-attention, "
+def shared_options() -> dict[str, Option]:
+    """Return the options that belong to no mapping."""
+    options = (
+        Option(
+            "attention_normalizer",
+            "multimax",
+            help="mapping from attention scores to probabilities",
+            **chosen_from(tuple(NORMALIZERS)),
+        ),
+        Option(
+            "attention_normalizer_at",
+            ",".join(PLACES),
+            str,
+            "attentions with commas between them",
+            lambda value: isinstance(value, str),
+            help="comma-separated attentions that use it: encoder and decoder self-attention, "
             "cross-attention; cross=sparsemax gives one of them a normalizer of its own; the "
-            "others keep softmax; for softmax in all give --attention-normalizer softmax"
-        },
-    )
-    attention_gate: bool = field(
-        default=False,
-        metadata={
-            "help": "multiply each attention's context by a learned gate, a function of the "
-            "query's hidden state"
-        },
-    )
-    output_normalizer: ChoiceEnum(list(OUTPUTS)) = field(  # type: ignore[valid-type]
-        default="multimax",
-        metadata={
-            "help": "mapping from logits to word probabilities; the sparse ones train with "
-            "--criterion entmax_loss"
-        },
-    )
-    scalar_gradient_scale: Optional[float] = field(  # noqa: UP045
-        default=None,
-        metadata={
-            "help": "factor on the gradients of all learned scalars; those of the output layer are "
+            "others keep softmax; for softmax in all give --attention-normalizer softmax",
+        ),
+        Option(
+            "attention_gate",
+            False,
+            help="multiply each attention's context by a learned gate, a function of the query's "
+            "hidden state",
+            **yes_or_no(),
+        ),
+        Option(
+            "output_normalizer",
+            "multimax",
+            help="mapping from logits to word probabilities; the sparse ones train with "
+            "--criterion entmax_loss",
+            **chosen_from(output_names()),
+        ),
+        Option(
+            "scalar_gradient_scale",
+            None,
+            float,
+            "a finite number",
+            lambda value: value is None or is_finite(value),
+            help="factor on the gradients of all learned scalars; those of the output layer are "
             "also multiplied by 1/sqrt(vocabulary size), so that they do not dominate the "
-            "gradient norm that clipping reads"
-        },
+            "gradient norm that clipping reads",
+        ),
+        Option(
+            "monitor_interval",
+            None,
+            int,
+            "a whole number of at least 1, such as 100",
+            lambda value: value is None or is_whole(value),
+            help="log statistics of attention and output layer every so many updates, to JSON "
+            "lines, TensorBoard and the like",
+        ),
     )
-    monitor_interval: Optional[int] = field(  # noqa: UP045
-        default=None,
-        metadata={
-            "help": "log statistics of attention and output layer every so many updates, to JSON "
-            "lines, TensorBoard and the like"
-        },
-    )
+    return {option.name: option for option in options}
+
+
+def of_table(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Cache the result of a function of the table of mappings until the table changes."""
+    cached = functools.lru_cache(lambda names: make())
+    return functools.wraps(make)(lambda: cached(tuple(NORMALIZERS)))
 
 
 def _type_of(option: Option) -> Any:
@@ -173,7 +201,7 @@ def settings_class(
         (
             setting,
             _type_of(option),
-            field(default=option.default, metadata={"help": option.help}),
+            dataclasses.field(default=option.default, metadata={"help": option.help}),
         )
         for setting, option in options.items()
     ]
@@ -181,42 +209,48 @@ def settings_class(
     return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=namespace)
 
 
-NormalizerConfig = settings_class(
-    "NormalizerConfig", "The flags of all models of this package.", OPTIONS, _SharedSettings
-)
-TranslationConfig = settings_class(
-    "TranslationConfig",
-    "The flags of encoder-decoder models.",
-    CONTINUOUS_OPTIONS,
-    NormalizerConfig,
-)
-DEFAULTS = TranslationConfig()
-SETTINGS = [
-    setting for setting in dataclasses.fields(TranslationConfig) if not setting.name.startswith("_")
-]
+@of_table
+def normalizer_config() -> Any:
+    """Return the dataclass of the flags that all models of this package have."""
+    options = {**shared_options(), **mapping_options()}
+    return settings_class("NormalizerConfig", "The flags of all models.", options, FairseqDataclass)
+
+
+@of_table
+def translation_config() -> Any:
+    """Return the dataclass of the flags of encoder-decoder models."""
+    doc = "The flags of encoder-decoder models."
+    return settings_class("TranslationConfig", doc, CONTINUOUS_OPTIONS, normalizer_config())
+
+
+@of_table
+def settings() -> list[Any]:
+    """Return the dataclass fields of all flags."""
+    return [s for s in dataclasses.fields(translation_config()) if not s.name.startswith("_")]
+
 
 # Settings that change training, but not the function of a trained model.
 OF_TRAINING = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
 
 
-def mapping_settings(settings: Any) -> dict[str, Any]:
+def mapping_settings(args: Any) -> dict[str, Any]:
     """Return the settings, in any form, that decide how a model maps its scores."""
-    given = settings if isinstance(settings, dict) else vars(as_namespace(settings))
-    names = (s.name for s in SETTINGS if s.name in given and s.name not in OF_TRAINING)
+    given = args if isinstance(args, dict) else vars(as_namespace(args))
+    names = (s.name for s in settings() if s.name in given and s.name not in OF_TRAINING)
     return {name: given[name] for name in names}
 
 
 def as_namespace(args: Any) -> argparse.Namespace:
     """Return a model's settings as the flat namespace that fairseq's Transformers read."""
     if isinstance(args, DictConfig):
-        settings: Any = OmegaConf.to_container(args, resolve=True, enum_to_str=True)
-        return argparse.Namespace(**settings)
+        given: Any = OmegaConf.to_container(args, resolve=True, enum_to_str=True)
+        return argparse.Namespace(**given)
     return args
 
 
 def set_defaults(args: Any, **defaults: Any) -> None:
     """Fill in the settings that are missing: first the given ones, then those of the dataclass."""
-    for setting in SETTINGS:
+    for setting in settings():
         defaults.setdefault(setting.name, setting.default)
     for name, value in defaults.items():
         setattr(args, name, getattr(args, name, value))
@@ -230,7 +264,10 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
     Args:
         attentions: those of `PLACES` that the model has.
     """
-    for name, choices in (("attention_normalizer", MAPPINGS), ("output_normalizer", OUTPUTS)):
+    for name, choices in (
+        ("attention_normalizer", tuple(NORMALIZERS)),
+        ("output_normalizer", output_names()),
+    ):
         value = getattr(args, name)
         if value not in choices:
             raise UsageError(
@@ -250,8 +287,9 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
             "of --adaptive-softmax-cutoff: add --output-normalizer softmax or leave the cutoff out"
         )
     read = _read_settings(args, attentions)
+    options = {**mapping_options(), **CONTINUOUS_OPTIONS}
     for name in sorted(read):
-        check_option(args, name, {**OPTIONS, **CONTINUOUS_OPTIONS}[name])
+        check_option(args, name, options[name])
     if "continuous_bases" in read and args.continuous_bases % len(_widths(args.continuous_widths)):
         raise UsageError(
             f"--continuous-bases {args.continuous_bases} must be a multiple of the number of "
@@ -269,10 +307,10 @@ def _read_settings(args: Any, attentions: Sequence[str]) -> set[str]:
     if any(getattr(args, name) != "discrete" for name in read):
         read |= CONTINUOUS_OPTIONS.keys() - DENSITY_AT.values()
     chosen = places(args)
-    for mapping in (MAPPINGS[chosen[place]] for place in attentions):
+    for mapping in (NORMALIZERS[chosen[place]] for place in attentions):
         heads = (mapping.heads,) if isinstance(mapping.heads, Option) else ()
         read |= {mapping.setting_of(option) for option in (*mapping.options, *heads)}
-    output = MAPPINGS[args.output_normalizer]
+    output = NORMALIZERS[args.output_normalizer]
     return read | {output.setting_of(option) for option in output.output_options or ()}
 
 
@@ -286,7 +324,7 @@ def _without_effect(
     if "attention_normalizer" in given and args.attention_normalizer not in used:
         fact = f"--attention-normalizer {args.attention_normalizer} acts nowhere, as {at}"
         yield fact, f"name some of {', '.join(attentions)} there"
-    for name in sorted(given & (OPTIONS.keys() | CONTINUOUS_OPTIONS.keys()) - read):
+    for name in sorted(given & (mapping_options().keys() | CONTINUOUS_OPTIONS.keys()) - read):
         owner, remedy = _owner(name)
         value = getattr(args, name)
         shown = flag(name) if value is True else f"{flag(name)} {value}"
@@ -306,7 +344,7 @@ def _owner(name: str) -> tuple[str, str]:
         return name.replace("_", " "), "an architecture that has it"
     if name in CONTINUOUS_OPTIONS:
         return "continuous attention", "--cross-attention continuous_sparsemax"
-    mapping = next(mapping for mapping in MAPPINGS.values() if name in settings_of(mapping))
+    mapping = next(mapping for mapping in NORMALIZERS.values() if name in settings_of(mapping))
     outputs = {mapping.setting_of(option) for option in mapping.output_options or ()}
     if name in outputs and name not in map(mapping.setting_of, mapping.options):
         return f"{mapping.name} output layer", f"--output-normalizer {mapping.name}"
@@ -316,13 +354,13 @@ def _owner(name: str) -> tuple[str, str]:
 
 def _given(args: Any) -> set[str]:
     """Return the settings that differ from the default, and from those of the architecture."""
-    names = [setting.name for setting in SETTINGS]
+    names = [setting.name for setting in settings()]
     usual = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in names})
     arch = getattr(args, "_name", None) or getattr(args, "arch", None)
     if arch in ARCH_CONFIG_REGISTRY:
         ARCH_CONFIG_REGISTRY[arch](usual)
     set_defaults(usual)
-    defaults = vars(DEFAULTS)
+    defaults = vars(translation_config()())
     return {
         name
         for name in names
@@ -347,7 +385,7 @@ def check_option(args: Any, name: str, option: Option) -> None:
     value = getattr(args, name, option.default)
     if option.fits(value):
         return
-    if value is None and name in OPTIONS:
+    if value is None and name in mapping_options():
         raise UsageError(f"{_owner(name)[1]} needs {flag(name)}: give {option.must}")
     remark = f": {option.remark}" if option.remark else ""
     raise UsageError(f"{flag(name)} {value} must be {option.must}{remark}")
@@ -383,7 +421,7 @@ def _named(args: Any) -> dict[str, str]:
         place, equals, own = (word.strip() for word in part.partition("="))
         if not part.strip():
             continue
-        for word, known in ((place, PLACES), (own if equals else "softmax", tuple(MAPPINGS))):
+        for word, known in ((place, PLACES), (own if equals else "softmax", tuple(NORMALIZERS))):
             if word not in known:
                 raise UsageError(
                     f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
@@ -406,7 +444,7 @@ def build_normalizer(
     Its parameters are drawn from a fork of the random generator, so all other parameters, and the
     dropout after them, are those of the stock model.
     """
-    mapping = MAPPINGS[name]
+    mapping = NORMALIZERS[name]
     heads = mapping.heads
     if isinstance(heads, Option):
         heads = getattr(args, mapping.setting_of(heads))

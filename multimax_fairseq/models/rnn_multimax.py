@@ -19,15 +19,16 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.table import Option, chosen_from, yes_or_no
 from multimax_fairseq.models.config import (
-    TranslationConfig,
     as_namespace,
     build_attention,
     check_keys,
     check_option,
     check_settings,
+    of_table,
     set_defaults,
     settings_class,
     share_option,
+    translation_config,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
@@ -77,13 +78,13 @@ RECURRENT_OPTIONS = {
     )
 }
 
-RecurrentConfig = settings_class(
-    "RecurrentConfig",
-    "The flags of the recurrent model.",
-    RECURRENT_OPTIONS,
-    TranslationConfig,
-    __name__,
-)
+
+@of_table
+def recurrent_config() -> Any:
+    """Return the dataclass of the flags of the recurrent model."""
+    doc = "The flags of the recurrent model."
+    base = translation_config()
+    return settings_class("RecurrentConfig", doc, RECURRENT_OPTIONS, base, __name__)
 
 
 # Initial weights are JoeyNMT's defaults, which the paper's experiments use: Xavier for matrices
@@ -268,7 +269,7 @@ class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncode
     @classmethod
     def add_args(cls, parser):
         """Add the model's flags and those of this package."""
-        gen_parser_from_dataclass(parser, RecurrentConfig(), delete_default=True)
+        gen_parser_from_dataclass(parser, recurrent_config()(), delete_default=True)
 
     @classmethod
     def build_model(cls, args, task):
@@ -278,7 +279,7 @@ class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncode
             UsageError: the settings do not fit together.
         """
         if isinstance(args, DictConfig):
-            check_keys(args, set(RecurrentConfig.__dataclass_fields__))
+            check_keys(args, set(recurrent_config().__dataclass_fields__))
         args = as_namespace(args)
         recurrent_architecture(args)
         check_settings(args, attentions=("cross",))

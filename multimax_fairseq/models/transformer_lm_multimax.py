@@ -2,9 +2,11 @@
 
 import ast
 from dataclasses import dataclass
+from typing import Any
 
 from fairseq import utils
-from fairseq.models import register_model
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import MODEL_DATACLASS_REGISTRY, register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import (
     DEFAULT_MAX_TARGET_POSITIONS,
@@ -12,32 +14,48 @@ from fairseq.models.transformer_lm import (
     TransformerLanguageModelConfig,
 )
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
+from hydra.core.config_store import ConfigStore
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.mappings.table import listeners
 from multimax_fairseq.models.config import (
-    NormalizerConfig,
     as_namespace,
     check_heads,
     check_settings,
+    normalizer_config,
+    of_table,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
 from multimax_fairseq.models.numerics import Examined
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 
-
-@dataclass
-class MultimaxLanguageModelConfig(NormalizerConfig, TransformerLanguageModelConfig):
-    pass
+NAME = "transformer_lm_multimax"
 
 
-@register_model("transformer_lm_multimax", dataclass=MultimaxLanguageModelConfig)
+@of_table
+def language_model_config() -> Any:
+    """Return the dataclass of the stock model's flags and of those of this package."""
+
+    @dataclass
+    class MultimaxLanguageModelConfig(normalizer_config(), TransformerLanguageModelConfig):
+        pass
+
+    return MultimaxLanguageModelConfig
+
+
+@register_model(NAME, dataclass=language_model_config())
 class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, TransformerLanguageModel):
     """Transformer language model with a chosen normalizer in its attention and output layer."""
 
     @classmethod
     def hub_models(cls):
         return {}
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add the flags of the stock model and of this package."""
+        gen_parser_from_dataclass(parser, language_model_config()(), delete_default=True)
 
     @classmethod
     def build_model(cls, args, task):
@@ -108,3 +126,14 @@ class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Transf
                     f"--tie-adaptive-weights needs {ours} and {theirs} to be equal, got "
                     f"{getattr(args, ours)} and {getattr(args, theirs)}"
                 )
+
+
+def _renew_flags() -> None:
+    """Give fairseq and hydra the flags of a mapping that is registered after this import."""
+    MODEL_DATACLASS_REGISTRY[NAME] = config = language_model_config()
+    node = config()
+    node._name = NAME
+    ConfigStore.instance().store(name=NAME, group="model", node=node, provider="fairseq")
+
+
+listeners.append(_renew_flags)

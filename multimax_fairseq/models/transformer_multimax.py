@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from multimax_fairseq.models.config import (
     PLACES,
-    TranslationConfig,
     as_namespace,
     build_attention,
     check_heads,
     check_keys,
     check_settings,
     set_defaults,
+    translation_config,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
@@ -251,7 +251,7 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
     def add_args(cls, parser):
         """Add the stock Transformer's flags and those of this package."""
         super().add_args(parser)
-        gen_parser_from_dataclass(parser, TranslationConfig(), delete_default=True)
+        gen_parser_from_dataclass(parser, translation_config()(), delete_default=True)
 
     @classmethod
     def build_model(cls, args, task):

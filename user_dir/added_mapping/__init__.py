@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq import Mapping, Option, normalize, register
 from multimax_fairseq.mappings.masking import shift_and_scale
 
@@ -27,5 +28,3 @@ def build(num_heads, start):
 
 start = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="factor at the start")
 register(Mapping("sharpened", "sharpened softmax", sharpened, options=(start,), build=build))
-
-import multimax_fairseq.models  # noqa: E402, F401  makes the flags, so it comes last

@@ -7,6 +7,7 @@ and MultiMax of scores that a learned temperature divides first.
 
 from torch import nn
 
+import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq import NORMALIZERS, Mapping, Modulator, register
 from multimax_fairseq.mappings.softmax import Temperature
 
@@ -38,5 +39,3 @@ register(
         modulated=True,
     )
 )
-
-import multimax_fairseq.models  # noqa: E402, F401  makes the flags, so it comes last

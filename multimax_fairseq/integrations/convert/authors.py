@@ -19,7 +19,7 @@ from torch import Tensor
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.integrations.convert import checkpoint, vectors
 from multimax_fairseq.integrations.convert.checkpoint import State
-from multimax_fairseq.models.config import NormalizerConfig, TranslationConfig, places
+from multimax_fairseq.models.config import normalizer_config, places, translation_config
 
 # Key of our settings in a checkpoint for the authors' code, for the conversion back. Their code
 # drops it when it trains the model further.
@@ -147,7 +147,7 @@ def _pop(model: dict[str, Tensor], name: str) -> Tensor:
 def _settings(state: State) -> dict[str, Any]:
     """Return the settings that only our models have, with the values that describe theirs."""
     is_lm, acting = checkpoint.is_language_model(state), _acting(checkpoint.options(state))
-    defaults = NormalizerConfig() if is_lm else TranslationConfig()
+    defaults = (normalizer_config() if is_lm else translation_config())()
     names = [field.name for field in dataclasses.fields(defaults) if field.name[0] != "_"]
     return {name: getattr(defaults, name) for name in names} | {
         "attention_normalizer_at": "decoder" if is_lm else "encoder,decoder",

@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.compat import saving, untrusted
 from multimax_fairseq.errors import CheckpointError, UsageError, no_file
+from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import (
-    DEFAULTS,
-    MAPPINGS,
     OF_TRAINING,
     PLACES,
     flag,
     set_defaults,
+    translation_config,
 )
 from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
@@ -116,14 +116,15 @@ def attentions(state: State) -> tuple[str, ...]:
 
 def label_of(name: str) -> str:
     """Return a mapping's display name, or its own name if its plugin is not imported."""
-    return MAPPINGS[name].label if name in MAPPINGS else repr(name)
+    return NORMALIZERS[name].label if name in NORMALIZERS else repr(name)
 
 
 def refuse_options(settings: argparse.Namespace, names: Iterable[str]) -> None:
     """Raise UsageError if one of these settings cannot be represented."""
+    defaults = translation_config()()
     for name in names:
         value = getattr(settings, name)
-        if name not in REPRESENTED and value != getattr(DEFAULTS, name):
+        if name not in REPRESENTED and value != getattr(defaults, name):
             shown = flag(name) if value is True else f"{flag(name)} {value}"
             raise UsageError(
                 f"{shown} cannot be represented, because the other toolkit has no such option: "
@@ -139,5 +140,5 @@ def refuse_output(settings: argparse.Namespace) -> None:
             f"{label} in the output layer cannot be represented, because the other toolkit has "
             "softmax or MultiMax there: train with --output-normalizer multimax"
         )
-    mapping = MAPPINGS["multimax"]
+    mapping = NORMALIZERS["multimax"]
     refuse_options(settings, map(mapping.setting_of, mapping.output_options or ()))
