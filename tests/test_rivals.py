@@ -484,3 +484,11 @@ def test_a_model_inside_of_another_loads_its_own_state(build):
     outer.load_state_dict(stock)
     learned = [v for name, v in outer.state_dict().items() if "coefficient" in name]
     assert learned and not any(map(torch.count_nonzero, learned))
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_ssmax_refuses_an_infinite_length_scale_in_every_backend(backend):
+    parts = torch.randn(3, 1, 2, 4, 16)
+    options = {"normalizer": "ssmax", "length_scale": -math.inf, "backend": backend}
+    with pytest.raises(ValueError, match="length_scale must be finite, got -inf"):
+        scaled_dot_product_attention(*parts, **options)

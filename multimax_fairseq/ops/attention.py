@@ -250,19 +250,22 @@ def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:
     return length_scale * counts.log()
 
 
-def fits_each_head(like: Tensor, heads: int, *values: float | Tensor | None) -> bool:
-    """Whether each value is one number, or one per head, on the device of `like`.
+def fits_each_head(
+    like: Tensor, heads: int, sink: float | Tensor | None, length_scale: float | Tensor | None
+) -> bool:
+    """Whether both are one number, or one per head, on the device of `like`.
 
-    The plain form takes other shapes, and refuses wrong ones.
+    Otherwise plain PyTorch handles, or rejects, the value. A sink of -inf is no sink.
     """
-    for value in values:
+    for value in (sink, length_scale):
         if isinstance(value, Tensor):
             given = value.shape[-3] if value.dim() > 2 else 1
             fits = given in (1, heads) and value.numel() == given
             if not fits or not value.is_floating_point() or value.device != like.device:
                 return False
-        elif value is not None and not (is_finite(value) or value == -torch.inf):
-            return False
+        elif value is not None and not is_finite(value):
+            if value is not sink or value != -torch.inf:
+                return False
     return True
 
 
