@@ -77,7 +77,19 @@ class AttentionCall(NamedTuple):
     low: int
     high: int
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that autograd saves."""
+        return self[:7]
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The fields after the tensors."""
+        return self[7:]
+
+    @property
     def is_empty(self) -> bool:
+        """Whether there is no query or no key."""
         return self.query.numel() == 0 or self.key.numel() == 0
 
 
@@ -91,7 +103,7 @@ def check_attention(
     scale: float | None,
     mask_name: str = "mask",
 ) -> None:
-    """Raise TypeError or ValueError for arguments that are no attention, in whatever backend."""
+    """Raise TypeError or ValueError for invalid arguments, in any backend."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
         if tensor.dim() < 2 or not tensor.is_floating_point():
@@ -257,15 +269,14 @@ def fits_each_head(
 
     Otherwise plain PyTorch handles, or rejects, the value. A sink of -inf is no sink.
     """
-    for value in (sink, length_scale):
+    for value, infinite in ((sink, -torch.inf), (length_scale, None)):
         if isinstance(value, Tensor):
             given = value.shape[-3] if value.dim() > 2 else 1
             fits = given in (1, heads) and value.numel() == given
             if not fits or not value.is_floating_point() or value.device != like.device:
                 return False
-        elif value is not None and not is_finite(value):
-            if value is not sink or value != -torch.inf:
-                return False
+        elif value is not None and not is_finite(value) and value != infinite:
+            return False
     return True
 
 
@@ -287,8 +298,7 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 _ARGUMENTS = schema_of(AttentionCall)
 
 
-def _check(*inputs: Any) -> None:
-    call = AttentionCall(*inputs[:12])
+def _check(call: AttentionCall) -> None:
     query = call.query
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
@@ -344,9 +354,10 @@ def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scal
 
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the output, and statistics of each row for the backward pass if `keep`."""
-    call, keep = AttentionCall(*inputs[:-1]), inputs[-1]
+    *arguments, keep = inputs
+    call = AttentionCall(*arguments)
     query = call.query
-    if call.is_empty():
+    if call.is_empty:
         output = native.dense_like(query).zero_()
         statistics = query.new_zeros(_statistics_shape(query), dtype=torch.float32)
     elif on_triton(query.device):
@@ -383,9 +394,10 @@ def _attention_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, below: Callable[..., Any], *inputs: Any) -> tuple[Tensor, Tensor]:
-        output, statistics = below(*inputs, True)
-        ctx.save_for_backward(output, statistics, *inputs[:7])
-        ctx.numbers = inputs[7:]
+        call = AttentionCall(*inputs)
+        output, statistics = below(*call, True)
+        ctx.save_for_backward(output, statistics, *call.tensors)
+        ctx.numbers = call.numbers
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)  # the gradient of the statistics is not read
         return output, statistics
@@ -394,21 +406,24 @@ class _Attention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 13
+            return (None,) * (1 + len(AttentionCall._fields))
         # Read once: under activation checkpointing, each access computes them again.
         output, statistics, *tensors = ctx.saved_tensors
-        grads = attention_backward(grad, output, statistics, *tensors, *ctx.numbers)
-        by_table = None if tensors[3] is None else grads[3]
-        by_sink = None if tensors[4] is None else grads[4]
-        return (None, *grads[:3], by_table, by_sink, *(None,) * 7)
+        call = AttentionCall(*tensors, *ctx.numbers)
+        *by_inputs, by_table, by_sink = attention_backward(grad, output, statistics, *call)
+        by_table = None if call.table is None else by_table
+        by_sink = None if call.sink is None else by_sink
+        # None for `below`, the mask, the seed and the numbers.
+        return (None, *by_inputs, by_table, by_sink, None, None, *(None for _ in call.numbers))
 
 
 def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
-    if not needs_gradient(*inputs[:6]):
+    call = AttentionCall(*inputs[:-1])
+    if not needs_gradient(*call.tensors):
         return below(*inputs)
-    if inputs[5] is not None and inputs[5].requires_grad:
+    if call.mask is not None and call.mask.requires_grad:
         raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
-    return _Attention.apply(below, *inputs[:-1])
+    return _Attention.apply(below, *call)
 
 
 def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
@@ -420,7 +435,7 @@ def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
 
 attention: Operator = define(
     f"attention({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)",
-    check=_check,
+    check=lambda *inputs: _check(AttentionCall(*inputs[:-1])),
     kernel=_attention,
     fake=_attention_fake,
     autograd=_attention_autograd,
@@ -432,8 +447,9 @@ attention: Operator = define(
 
 
 def _check_backward(grad: Tensor, output: Tensor, statistics: Tensor, *inputs: Any) -> None:
-    _check(*inputs)
-    query = inputs[0]
+    call = AttentionCall(*inputs)
+    _check(call)
+    query = call.query
     for name, tensor in (("grad", grad), ("output", output)):
         if tensor.shape != query.shape:
             raise ValueError(f"{name} must be {list(query.shape)}, got {list(tensor.shape)}")
@@ -456,7 +472,7 @@ def _attention_backward(
     call = AttentionCall(*inputs)
     query, key, value = call[:3]
     grads: tuple[Tensor | None, ...]
-    if call.is_empty():
+    if call.is_empty:
         by_inputs = (native.dense_like(t).zero_() for t in (query, key, value))
         by_scalars = (None if t is None else torch.zeros_like(t) for t in (call.table, call.sink))
         grads = (*by_inputs, *by_scalars)

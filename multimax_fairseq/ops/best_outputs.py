@@ -135,10 +135,6 @@ def _check_count(count: int, classes: int) -> None:
 _OUTPUT = "Tensor features, Tensor weight, Tensor? bias, Tensor? table"
 
 
-def _in_float32(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if t is None else t.float() for t in tensors)
-
-
 def _output_scores(
     features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
 ) -> Tensor:
@@ -146,7 +142,7 @@ def _output_scores(
     if on_triton(features.device):
         scores = torch.nn.functional.linear(features, weight, bias)
         return scores.float() if table is None else modulate_operator(scores, table)
-    layer = native.linear_layer(*_in_float32(features, weight, bias, table))
+    layer = native.linear_layer(*native.in_float32(features, weight, bias, table))
     out = features.new_empty(len(features), len(weight), dtype=torch.float32)
     native.call("projection", native.Projection, out=out, **layer)
     return out
@@ -255,7 +251,7 @@ def _best_outputs(
         indices=indices,
         totals=totals,
         apart_scores=apart_scores,
-        **native.linear_layer(*_in_float32(features, weight, bias, table)),
+        **native.linear_layer(*native.in_float32(features, weight, bias, table)),
     )
     return values, indices, totals, apart_scores
 

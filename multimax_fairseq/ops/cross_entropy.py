@@ -241,8 +241,7 @@ def check_output(
         check_table(table, None, features, "features")
 
 
-def _check_loss(*inputs: Any) -> None:
-    call = LossCall(*inputs[:9])
+def _check_loss(call: LossCall) -> None:
     check_output(*call.inputs)
     _check_rows("target", call.target, torch.int64, call.features)
     if call.chunk_size is not None and call.chunk_size < 1:
@@ -259,10 +258,11 @@ def _check_rows(name: str, tensor: Tensor, dtype: torch.dtype, features: Tensor)
 
 
 def _check_parts(*inputs: Any) -> None:
-    _check_loss(*inputs)
-    factors, needed = inputs[9:]
+    *arguments, factors, needed = inputs
+    call = LossCall(*arguments)
+    _check_loss(call)
     if factors is not None:
-        _check_rows("factors", factors, torch.float32, inputs[0])
+        _check_rows("factors", factors, torch.float32, call.features)
     if len(needed) != 4:
         raise ValueError(
             f"needed must have an entry for features, weight, bias and table, got {list(needed)}"
@@ -275,7 +275,8 @@ def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
     The last two inputs are factors, (N,) float32, the gradient by each row's loss, None for no
     gradients; and which of features, weight, bias and table need gradients.
     """
-    call, factors, needed = LossCall(*inputs[:9]), inputs[9], inputs[10]
+    *arguments, factors, needed = inputs
+    call = LossCall(*arguments)
     classes = len(call.weight)
     # Not in `check`, which torch.compile traces with symbolic sizes.
     if not abs(call.smooth_weight * classes + call.nll_weight - 1) < 1e-6:
@@ -300,7 +301,8 @@ def _or_empty(call: LossCall, grad: Tensor | None, tensor: Tensor | None) -> Ten
 
 
 def _output_loss_parts_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    call, factors, needed = LossCall(*inputs[:9]), inputs[9], inputs[10]
+    *arguments, factors, needed = inputs
+    call = LossCall(*arguments)
     target = call.target
     nll, smooth = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
     grads = (
@@ -326,9 +328,8 @@ def _run_cpp(
     call: LossCall, factors: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Call the C++ kernel; ValueError for a target that is neither a class nor ignore_index."""
-    features, weight = call.features.float(), call.weight.float()
-    bias, table = (None if t is None else t.float() for t in (call.bias, call.table))
-    tokens, classes, size = len(call.target), *weight.shape
+    features, weight, bias, table = native.in_float32(*call.inputs)
+    tokens, (classes, size) = len(call.target), weight.shape
     chunk_size = call.chunk_size
     if chunk_size is None:
         most = max(16, min(CHUNK_TOKENS, CHUNK_LOGITS // classes))
@@ -381,32 +382,36 @@ def _compute(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> 
 
 def _output_loss(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return (loss, nll), (N,) or, if `summed`, scalars; float32."""
-    call, summed = LossCall(*inputs[:9]), inputs[9]
+    *arguments, summed = inputs
+    call = LossCall(*arguments)
     nll, smooth, *_ = _output_loss_parts(*call, None, (False,) * 4)
     loss = call.loss(nll, smooth)
     return (loss.sum(), nll.sum()) if summed else (loss, nll)
 
 
 def _output_loss_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
-    call, summed = LossCall(*inputs[:9]), inputs[9]
+    *arguments, summed = inputs
+    call = LossCall(*arguments)
     shape = () if summed else call.target.shape
     loss, nll = (call.features.new_empty(shape, dtype=torch.float32) for _ in range(2))
     return loss, nll
 
 
 def _output_loss_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
-    if not needs_gradient(*inputs[:4]):
+    *arguments, summed = inputs
+    call = LossCall(*arguments)
+    if not needs_gradient(*call.inputs):
         return below(*inputs)
-    return LinearLoss.apply(_compute, inputs[9], *inputs[:9])
+    return LinearLoss.apply(_compute, summed, *call)
 
 
 def cast_output(
     features: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Any, ...]:
-    """Return the arguments in the dtype in which autocast has an output layer computed.
+    """Cast the inputs of an output layer as autocast requires.
 
     On a GPU this is the dtype of matrix products. On the CPU the kernel always computes in float32;
-    the widest dtype spares a copy of the weight.
+    the widest dtype avoids a copy of the weight.
     """
     device = features.device.type
     if device == "cpu":
@@ -421,7 +426,7 @@ def cast_output(
 
 output_loss: Operator = define(
     f"output_loss({_ARGUMENTS}, bool summed) -> (Tensor, Tensor)",
-    check=_check_loss,
+    check=lambda *inputs: _check_loss(LossCall(*inputs[:-1])),
     kernel=_output_loss,
     fake=_output_loss_fake,
     autograd=_output_loss_autograd,

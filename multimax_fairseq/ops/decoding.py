@@ -22,7 +22,7 @@ from multimax_fairseq.ops.attention import (
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.modulator import fits_heads, is_known, table_of
-from multimax_fairseq.ops.registration import Operator, define, without_gradient
+from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
 
 # The head size must be a multiple of this, which all vector sizes divide.
 STEP_SIZES = 16
@@ -66,7 +66,7 @@ class Buffer:
 
     Args:
         keys, values: its first rows.
-        more: rows of the next step. The buffer has room for twice its first rows and 16 steps.
+        more: rows of the next step. The buffer holds twice its first rows plus 16 such steps.
     """
 
     STEPS = 16
@@ -145,15 +145,25 @@ def step_attention(
 # --- torch.ops.multimax_fairseq.attention_step -------------------------------------------------
 
 
-def _check(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    ancestors: Tensor,
-    table: Tensor | None,
-    sink: Tensor | None,
-    scale: float,
-) -> None:
+class StepCall(NamedTuple):
+    """The arguments of one decoding step's attention.
+
+    query: (R, H, D) float32 on the CPU, D a multiple of 16.
+    keys, values, ancestors: as `Steps`.
+    table, sink, scale: as `AttentionCall`.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    ancestors: Tensor
+    table: Tensor | None
+    sink: Tensor | None
+    scale: float
+
+
+def _check(*inputs: Any) -> None:
+    query, keys, values, ancestors, table, sink, scale = StepCall(*inputs)
     if query.dim() != 3 or query.shape[2] % STEP_SIZES:
         raise ValueError(
             f"query must be (R, H, D), D a multiple of {STEP_SIZES}, got {list(query.shape)}"
@@ -177,16 +187,9 @@ def _check(
     check_scalars(query, table, sink, scale)
 
 
-def _kernel(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    ancestors: Tensor,
-    table: Tensor | None,
-    sink: Tensor | None,
-    scale: float,
-) -> Tensor:
+def _kernel(*inputs: Any) -> Tensor:
     """Return the output, (R, H, D). ValueError for an ancestor that is not one of the N rows."""
+    query, keys, values, ancestors, table, sink, scale = StepCall(*inputs)
     if query.numel() == 0 or ancestors.numel() == 0:
         return query.new_zeros(query.shape)
     hypotheses, heads, size = query.shape
@@ -224,8 +227,7 @@ def _fake(query: Tensor, *_: Any) -> Tensor:
 
 
 attention_step: Operator = define(
-    "attention_step(Tensor query, Tensor keys, Tensor values, Tensor ancestors, Tensor? table, "
-    "Tensor? sink, float scale) -> Tensor",
+    f"attention_step({schema_of(StepCall)}) -> Tensor",
     check=_check,
     kernel=_kernel,
     fake=_fake,

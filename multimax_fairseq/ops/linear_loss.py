@@ -56,6 +56,11 @@ class LossCall(NamedTuple):
         """The tensors that may need gradients."""
         return self[:4]
 
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The fields after the tensors."""
+        return self[5:]
+
     def loss(self, nll: Tensor, smooth: Tensor) -> Tensor:
         """Return the loss of each row, in a new tensor."""
         if not self.smooth_weight:
@@ -83,8 +88,8 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Compute, summed: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
         call = LossCall(*arguments)
-        ctx.compute, ctx.numbers = compute, arguments[5:]
-        ctx.save_for_backward(*arguments[:5])
+        ctx.compute, ctx.numbers = compute, call.numbers
+        ctx.save_for_backward(*call.inputs, call.target)
         ctx.early = summed and call.features.dtype != torch.float16
         factors = torch.ones_like(call.target, dtype=torch.float32) if ctx.early else None
         nll, smooth, *ctx.grads = compute(call, factors, ctx.needs_input_grad[2:6])
@@ -112,7 +117,8 @@ class LinearLoss(torch.autograd.Function):
         elif ctx.early and (traced() or grad.device.type != "cpu" or grad != 1):
             grads = [None if g is None else g.mul_(grad) for g in grads]
         by_inputs = (g if n else None for g, n in zip(grads, needed, strict=True))
-        return (None, None, *by_inputs, *(None,) * 5)
+        # None for `compute`, `summed`, the target and the numbers.
+        return (None, None, *by_inputs, None, *(None for _ in call.numbers))
 
 
 def through_chunks(

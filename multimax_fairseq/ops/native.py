@@ -167,6 +167,11 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def in_float32(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return tensors in float32; None stays None."""
+    return tuple(None if t is None else t.float() for t in tensors)
+
+
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor with the same order of dimensions in memory and a dense last one."""
     out = torch.empty_like(tensor, dtype=dtype)
