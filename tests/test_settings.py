@@ -1,6 +1,7 @@
 """Settings that have no effect: refused by name before training."""
 
 import argparse
+import math
 
 import pytest
 from examples import SETTINGS as GIVEN
@@ -173,6 +174,8 @@ def test_build_model_refuses_a_missing_attention(build, arch, flags, missing):
     [
         ("attention_gate", "false", "attention_gate 'false' must be true or false"),
         ("cross_attention", None, "--cross-attention None must be one of discrete"),
+        ("scalar_gradient_scale", math.nan, "--scalar-gradient-scale nan must be a finite number"),
+        ("scalar_gradient_scale", -1.0, "--scalar-gradient-scale -1.0 must be a finite number"),
         ("topk", None, "--attention-normalizer topk needs --topk: give "),
     ],
 )

@@ -240,7 +240,6 @@ register(
         heads=heads_option(
             "separate",
             "a learned alpha per head, or per layer",
-            remark="whose alpha is learned",
             setting="entmax_heads",
         ),
         build=_build,

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,7 @@ class Option:
         must: describes a right value: "a finite number above 0".
         is_right: whether a value is right.
         help: one line for --help.
-        remark: added to the error for a wrong value: "1 is softmax". For `Mapping.heads`, when the
-            option applies: "whose alpha is learned".
+        remark: added to the error for a wrong value: "1 is softmax".
         setting: its name in a model's settings, which is also the flag: multimax_order is
             --multimax-order. The default is the mapping's name, an underscore and the option's
             name.
@@ -126,21 +124,6 @@ class Mapping:
     def __call__(self, *args: Any, **arguments: Any) -> Tensor:
         """Return function(*args, **arguments)."""
         return self.function(*args, **arguments)
-
-    def learns(self, **options: Any) -> bool:
-        """Whether the mapping has parameters with these options; False if they are wrong."""
-        own = {option.name: option for option in self.options}
-        if not all(own[name].fits(value) for name, value in options.items() if name in own):
-            return False
-        if self.hidden:
-            options["hidden_size"] = 1
-        try:
-            with torch.random.fork_rng(devices=[]):
-                arguments = self.build(None, **options)
-        except ValueError:
-            return False
-        modules = [value for value in arguments.values() if isinstance(value, nn.Module)]
-        return any(True for module in modules for _ in module.parameters())
 
     def for_kernel(self, **arguments: Any) -> dict[str, Any] | None:
         """Return the arguments of `fused_attention`; None if no kernel serves the mapping."""

@@ -162,8 +162,9 @@ def shared_options() -> dict[str, Option]:
             "scalar_gradient_scale",
             None,
             float,
-            "a finite number",
-            lambda value: value is None or is_finite(value),
+            "a finite number above 0",
+            lambda value: value is None or is_finite(value) and value > 0,
+            remark="1 scales the output layer's alone",
             help="factor on the gradients of all learned scalars; those of the output layer are "
             "also multiplied by 1/sqrt(vocabulary size), so that they do not dominate the "
             "gradient norm that clipping reads",
@@ -174,6 +175,7 @@ def shared_options() -> dict[str, Option]:
             int,
             "a whole number of at least 1, such as 100",
             lambda value: value is None or is_whole(value),
+            remark="leave it out for no monitor",
             help="log statistics of attention and output layer every so many updates, to JSON "
             "lines, TensorBoard and the like",
         ),
@@ -276,11 +278,9 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
             )
     if not isinstance(args.attention_gate, bool):  # any text of a YAML file is true
         raise UsageError(f"attention_gate {args.attention_gate!r} must be true or false")
-    if not (args.monitor_interval is None or is_whole(args.monitor_interval)):
-        raise UsageError(
-            f"--monitor-interval {args.monitor_interval} must be a whole number of at least 1, "
-            "such as 100: leave it out for no monitor"
-        )
+    shared = shared_options()
+    for name in ("scalar_gradient_scale", "monitor_interval"):
+        check_option(args, name, shared[name])
     if args.output_normalizer != "softmax" and getattr(args, "adaptive_softmax_cutoff", None):
         raise UsageError(
             f"--output-normalizer {args.output_normalizer} cannot act inside the adaptive softmax "
