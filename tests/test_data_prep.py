@@ -394,7 +394,7 @@ def test_iwslt14_refuses_wrong_official_counts(tgz, tmp_path):
 
 @pytest.fixture(scope="module")
 def nearly_official(tmp_path_factory):
-    """An archive of 10,000 training pairs, 3 of which the filter removes."""
+    """An archive of 10,000 training pairs; the filter removes 3."""
     rows = [("Nein, danke.", "No, thanks.", None)] * 10_451
     rows[5_000:5_000] = [("a b c d e", "a b c", None)] * 3
     return pack(tmp_path_factory.mktemp("nearly") / "de-en.tgz", layout(rows).items())

@@ -137,7 +137,7 @@ class Normalizer(nn.Module):
             dropout_p: probability of dropping an attention probability.
             scale: default 1 / sqrt(D).
             need_probs: whether to return the probabilities; the kernels do not hold them.
-            hidden: (B, 1, T, hidden_size), of which the queries are projections; for asentmax.
+            hidden: (B, 1, T, hidden_size), the hidden states of the queries; for asentmax.
 
         Returns:
             ((B, H, T, size of a value) in the dtype of value, or of autocast; None, or the

@@ -62,8 +62,8 @@ def choose(
     """Return "plain", "cpp" or "triton" for an operation on these tensors.
 
     A kernel takes tensors of one device and one dtype out of `dtypes`; autocast makes them so.
-    Plain PyTorch is chosen for anything else, whatever backend is requested: if the caller says
-    that the kernel is not `able`, under torch.jit.trace, torch.func or forward-mode
+    Plain PyTorch is chosen for anything else, even if another backend is requested: if the kernel
+    is not `able`, under torch.jit.trace, torch.func or forward-mode
     differentiation, and for tensors that wrap others, such as DTensor.
 
     Args:

@@ -76,7 +76,7 @@ def attention(
     Args:
         module: the attention layer, with a `normalizer` from `attach`.
         query: (B, H, T, D).
-        key, value: (B, H, S, D), or with fewer heads, each of which serves a group of query heads.
+        key, value: (B, H, S, D), or fewer heads (grouped-query attention).
         attention_mask: broadcastable to (B, H, T, S). Bool: True may attend. Float: added after
             the modulator. None: see is_causal.
         dropout: probability of dropping an attention weight.

@@ -50,9 +50,10 @@ def attach(
 
     Raises:
         TypeError: `Normalizer` does not know a setting.
-        UsageError: a setting is out of range; the mapping reads hidden states; the model has
-            normalizers already, or a part that does not use AttentionInterface, or soft-capping,
-            sinks or position biases. The model is then unchanged.
+        ValueError: an unknown normalizer; a setting out of range.
+        UsageError: the mapping reads hidden states; the model has normalizers already, a part that
+            does not use AttentionInterface, soft-capping, sinks or position biases. The model is
+            then unchanged.
     """
     if mapping_named(normalizer).hidden:
         raise UsageError(
