@@ -15,6 +15,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.ops.backend import is_autocast
+from multimax_fairseq.ops.masks import combine_masks
 
 # Live scores lie above this bound; lower scores are masks, such as -1e9, whose square would spoil
 # the gradient. The modulator sees them as this bound, and the rest is added after the modulator.
@@ -286,7 +287,7 @@ class _SoftmaxMode(TorchFunctionMode):
             mask = attn_mask.view(-1, num_heads if attn_mask.dim() == 3 else 1, queries, keys)
         if key_padding_mask is not None:
             padding = key_padding_mask.view(batch, 1, 1, keys)
-            mask = padding if mask is None else _joined(mask, padding, q.dtype)
+            mask = padding if mask is None else combine_masks(mask, padding)
         if mask is not None:
             mask = F.pad(mask, (0, extra))
         q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
@@ -314,19 +315,6 @@ def _recording() -> Any:
     if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
         return None
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
-
-
-def _joined(mask: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
-    """Exclude what either mask excludes; add float masks."""
-    if mask.dtype == padding.dtype == torch.bool:
-        return mask | padding
-    masks = (
-        torch.zeros_like(part, dtype=dtype).masked_fill(part, -torch.inf)
-        if part.dtype == torch.bool
-        else part
-        for part in (mask, padding)
-    )
-    return torch.add(*masks)
 
 
 def _dtype_of_softmax(scores: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from multimax_fairseq.ops.attention import (
     weighted_values,
 )
 from multimax_fairseq.ops.backend import requested
-from multimax_fairseq.ops.masks import with_future
+from multimax_fairseq.ops.masks import causal_mask
 
 
 def scaled_dot_product_attention(
@@ -99,7 +99,7 @@ def scaled_dot_product_attention(
             return context
     requested(backend)
     if is_causal:
-        mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
+        mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)
     scores = attention_scores(query, key, scale)
     # `dim` by name, so that the options cannot contain another one.
     probs = mapping.function(scores, dim=-1, mask=mask, **options)

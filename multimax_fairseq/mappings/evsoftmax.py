@@ -8,7 +8,7 @@ from torch import Tensor
 from multimax_fairseq.mappings.masking import over_allowed
 from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.checks import check_flag
-from multimax_fairseq.ops.masks import hidden_keys
+from multimax_fairseq.ops.masks import excluded_keys
 
 # The weight of a score below the mean in training, so that its gradient does not vanish.
 EV_TRAINING_FACTOR = 1e-6
@@ -39,7 +39,7 @@ def evsoftmax(
         fixed = wide.detach()
         allowed = fixed > -torch.inf
         if mask is not None:
-            counted = allowed & ~hidden_keys(mask)
+            counted = allowed & ~excluded_keys(mask)
             allowed = torch.where(counted.any(dim, keepdim=True), counted, allowed)
         # A power of two adds no rounding and keeps the sum of the largest scores finite.
         scaled = fixed.double() * 2.0**-32

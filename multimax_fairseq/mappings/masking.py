@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.ops.checks import check_device, check_integer, check_number, check_tensor
-from multimax_fairseq.ops.masks import hidden_keys
+from multimax_fairseq.ops.masks import excluded_keys
 
 
 def check_arguments(scores: Tensor, dim: int, mask: Tensor | None) -> None:
@@ -142,7 +142,7 @@ def shift_and_scale(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | Non
     if wide.numel() == 0:
         return wide
     lowest = wide.detach() == -torch.inf
-    excluded = lowest if mask is None else lowest | hidden_keys(mask)
+    excluded = lowest if mask is None else lowest | excluded_keys(mask)
     top = wide.detach().masked_fill(excluded, -torch.inf).amax(dim, keepdim=True)
     # Excluded scores must not enter the gradient of the factor.
     product = (wide - top).masked_fill(excluded, 0.0) * factor

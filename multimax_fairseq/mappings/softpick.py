@@ -7,7 +7,7 @@ from torch import Tensor
 
 from multimax_fairseq.mappings.masking import masked
 from multimax_fairseq.mappings.table import Mapping, register
-from multimax_fairseq.ops.masks import hidden_keys
+from multimax_fairseq.ops.masks import excluded_keys
 
 # Avoids a division by 0 for a row of zeros.
 EPSILON = 1e-6
@@ -36,7 +36,7 @@ def softpick(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
     if wide.numel() == 0:
         return wide
     if mask is not None:
-        wide = wide.masked_fill(hidden_keys(mask), 0.0)  # no NaN gradient
+        wide = wide.masked_fill(excluded_keys(mask), 0.0)  # no NaN gradient
     # Divide all terms by exp(base), so that none overflows.
     base = wide.detach().amax(dim, keepdim=True).clamp(min=0.0)
     shrink = (-base).exp()

@@ -13,7 +13,7 @@ from multimax_fairseq.ops.attention import weighted_values
 from multimax_fairseq.ops.backend import is_autocast
 from multimax_fairseq.ops.checks import check_number, check_whole, is_finite, is_whole
 from multimax_fairseq.ops.dropout import dropout
-from multimax_fairseq.ops.masks import hidden_keys
+from multimax_fairseq.ops.masks import excluded_keys
 from multimax_fairseq.ops.registration import traced
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
@@ -243,7 +243,7 @@ def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
         raise ValueError(
             f"{_ALL_KEYS}: no mask may differ between queries or heads, got {list(mask.shape)}"
         )
-    kept = ~hidden_keys(mask)
+    kept = ~excluded_keys(mask)
     return kept.reshape(-1, kept.shape[-1] if kept.dim() > 0 else 1).expand(batch, length)
 
 

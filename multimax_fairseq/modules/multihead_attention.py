@@ -10,6 +10,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
 from multimax_fairseq.ops.backend import is_autocast
 from multimax_fairseq.ops.decoding import Steps
+from multimax_fairseq.ops.masks import combine_masks
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
@@ -234,11 +235,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if key_padding_mask is None:
             return attn_mask
         padding = key_padding_mask.to(torch.bool)[:, None, None]
-        if attn_mask is None:
-            return padding
-        if attn_mask.is_floating_point():
-            return attn_mask.masked_fill(padding, -float("inf"))
-        return attn_mask | padding
+        return padding if attn_mask is None else combine_masks(attn_mask, padding)
 
     def _project(self, context: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, head size) to the layer's output (T, B beam, C)."""

@@ -15,7 +15,7 @@ from multimax_fairseq.ops.attention import (
 )
 from multimax_fairseq.ops.checks import is_whole
 from multimax_fairseq.ops.decoding import StepAttention, step_attention
-from multimax_fairseq.ops.masks import with_future
+from multimax_fairseq.ops.masks import causal_mask
 
 
 class Normalizer(nn.Module):
@@ -155,7 +155,7 @@ class Normalizer(nn.Module):
             if context is not None:
                 return context, None
         if is_causal:
-            mask = with_future(mask, query.shape[-2], key.shape[-2], query.device)
+            mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)
         scores = attention_scores(query, key, scale)
         return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
 

@@ -10,17 +10,24 @@ from torch import Tensor
 EXCLUDES = -5e3
 
 
-def hidden_keys(mask: Tensor) -> Tensor:
+def excluded_keys(mask: Tensor) -> Tensor:
     """Return which keys a mask excludes, bool: True, or -5000 and less in a float mask."""
     return mask if mask.dtype == torch.bool else mask <= EXCLUDES
 
 
-def with_future(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a mask (bool: True excludes; or float) that also excludes later keys, (..., T, S)."""
-    future = torch.ones([queries, keys], dtype=torch.bool, device=device).triu(1)
-    if mask is None:
-        return future
-    return mask | future if mask.dtype == torch.bool else mask.masked_fill(future, -float("inf"))
+def combine_masks(mask: Tensor, other: Tensor) -> Tensor:
+    """Return one mask with the effect of both. Bool: True excludes. Float: added to the scores."""
+    if mask.dtype == torch.bool:
+        mask, other = other, mask
+    if other.dtype != torch.bool:
+        return mask + other
+    return mask | other if mask.dtype == torch.bool else mask.masked_fill(other, -float("inf"))
+
+
+def causal_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return a mask, (..., T, S), that excludes later keys, and what `mask` excludes or adds."""
+    later = torch.ones([queries, keys], dtype=torch.bool, device=device).triu(1)
+    return later if mask is None else combine_masks(mask, later)
 
 
 def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -40,7 +47,7 @@ def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Ten
     length = scores.shape[dim] if scores.dim() > 0 else 1
     if mask is None or mask.dim() == 0:
         return torch.full((), max(length, 1), dtype=wide, device=scores.device)
-    kept = ~hidden_keys(mask)
+    kept = ~excluded_keys(mask)
     behind = dim - scores.dim() if dim >= 0 else dim
     if mask.dim() < -behind:  # all keys or none
         kept = kept[(None,) * (-behind - mask.dim())]
@@ -56,12 +63,12 @@ def attention_key_counts(
     if mask is not None and (mask.dim() == 0 or queries == 0 or keys == 0):
         mask = None  # all keys or none, or no query: the counts are not read
     if is_causal and mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
-        mask, is_causal = with_future(mask, queries, keys, query.device), False
+        mask, is_causal = causal_mask(mask, queries, keys, query.device), False
     if not is_causal:
         return key_counts(query.new_empty(()).expand(*query.shape[:-1], keys), -1, mask)
     last = torch.arange(queries, device=query.device).clamp(max=keys - 1)
     if mask is None:
         return (last + 1).clamp(min=1).float()[:, None]
-    kept = (~hidden_keys(mask)).expand(*mask.shape[:-1], keys)
+    kept = (~excluded_keys(mask)).expand(*mask.shape[:-1], keys)
     counts = kept.cumsum(-1).index_select(-1, last).clamp(min=1).float()
     return counts.unsqueeze(-1) if mask.dim() == 1 else counts.mT
