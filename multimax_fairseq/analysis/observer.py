@@ -1,4 +1,4 @@
-"""Shows the attention in a model's forward passes to a sink.
+"""Shows the attention in a model's forward passes to a listener.
 
 The observer computes beside the model: neither parameters, outputs nor random numbers depend on it.
 Where a kernel does not return scores, the observer computes them again from query and key.
@@ -69,7 +69,7 @@ class Attention:
             )
 
 
-class Sink:
+class AttentionListener:
     """Receives what an observer sees; a subclass overrides what it needs."""
 
     def on_attention(self, attention: Attention) -> None:
@@ -80,16 +80,16 @@ class Sink:
 
 
 class Observer:
-    """Shows each attention of a model, and its decoder's output, to a sink.
+    """Shows each attention of a model, and its decoder's output, to a listener.
 
     Args:
         model: a Transformer of fairseq, or a model of this package.
-        sink: receives the attention and the output.
+        listener: receives the attention and the output.
         once: stop after one forward pass.
     """
 
-    def __init__(self, model: Any, sink: Sink, once: bool = False) -> None:
-        self.sink, self.once = sink, once
+    def __init__(self, model: Any, listener: AttentionListener, once: bool = False) -> None:
+        self.listener, self.once = listener, once
         self.hooks = contextlib.ExitStack()
         self.padding: dict[str, Tensor] = {}
         # Layers that share a module call it in the order of the layers.
@@ -162,7 +162,7 @@ class Observer:
         if self.once:
             self.stop()
         shown = output[0].detach()[~self.padding["decoder"]]
-        self.sink.on_output(decoder, shown, not kwargs.get("features_only", False))
+        self.listener.on_output(decoder, shown, not kwargs.get("features_only", False))
 
     def _attend(self, module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Attend as the module does; compute the scores again if a kernel kept them."""
@@ -231,7 +231,7 @@ class Observer:
             padding = padding[self.rows]
         excluded = None if mask is None else _excluded(mask)
         shown = Attention(place, layer, module, scores.detach(), probs.detach(), excluded, padding)
-        self.sink.on_attention(shown)
+        self.listener.on_attention(shown)
 
 
 def _attentions(model: Any) -> Iterator[tuple[str, int, Any]]:

@@ -11,7 +11,7 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.analysis import metrics
-from multimax_fairseq.analysis.observer import Attention, Observer, Sink
+from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
 from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.continuous.value_function import positions
@@ -22,7 +22,7 @@ from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.backend import VARIABLE
 
 
-class Recorder(Sink):
+class Recorder(AttentionListener):
     """Collects statistics and examples from a model's forward passes.
 
     Attention layers of fairseq's own are replaced by ours with softmax as the normalizer: the same

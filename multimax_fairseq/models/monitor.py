@@ -27,7 +27,13 @@ from fairseq.logging import metrics as logged
 from torch import Tensor, nn
 
 from multimax_fairseq.analysis import metrics
-from multimax_fairseq.analysis.observer import Attention, Observer, Sink, evaluated, wide
+from multimax_fairseq.analysis.observer import (
+    Attention,
+    AttentionListener,
+    Observer,
+    evaluated,
+    wide,
+)
 from multimax_fairseq.compat import MONITOR
 from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.mappings.table import mapping_named
@@ -74,8 +80,8 @@ class Monitor:
         if update % self.interval or update == self.last_update or not _is_logged():
             return
         self.last_update = update
-        sink = Statistics(functools.partial(self._log, update))
-        self.observer = Observer(model, sink, once=True)
+        listener = Statistics(functools.partial(self._log, update))
+        self.observer = Observer(model, listener, once=True)
 
     def _log(self, update: int, figures: dict[str, float], falling: dict[str, str]) -> None:
         self.observer = None
@@ -126,7 +132,7 @@ def _is_logged() -> bool:
     return any(meters is training for meters in logged.get_active_aggregators())
 
 
-class Statistics(Sink):
+class Statistics(AttentionListener):
     """The statistics of one forward pass.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.analysis.observer import Attention, Observer, Sink
+from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
 from multimax_fairseq.models.monitor import LOGITS_AT_ONCE, words_of
 
 
@@ -19,16 +19,16 @@ class Examined:
 
         If all scores are finite, name a gradient that is not.
         """
-        sink = LargestScores()
-        observer = Observer(self, sink)
-        # A mapping may raise an error for non-finite scores; the sink then has them.
+        listener = LargestScores()
+        observer = Observer(self, listener)
+        # A mapping may raise an error for non-finite scores; the listener then has them.
         with contextlib.suppress(Exception), torch.no_grad():
             forward()
         observer.stop()
-        return sink.finding(self)
+        return listener.finding(self)
 
 
-class LargestScores(Sink):
+class LargestScores(AttentionListener):
     """The score of largest magnitude at each place, after a modulator."""
 
     def __init__(self) -> None:
