@@ -16,8 +16,8 @@ class Lists(AttentionListener):
     def on_attention(self, attention):
         self.attentions.append(attention)
 
-    def on_output(self, decoder, shown, is_logits):
-        self.outputs.append((shown, is_logits))
+    def on_output(self, decoder, output, is_logits):
+        self.outputs.append((output, is_logits))
 
 
 @pytest.fixture(params=["transformer_multimax", "transformer"])
@@ -25,22 +25,42 @@ def model(build, request):
     return build(request.param).eval()
 
 
-def test_observer_shows_each_attention_once(model, translation_batch):
-    listener, sample = Lists(), translation_batch()
-    Observer(model, listener, once=True)
+def test_observer_passes_each_attention_once(model, translation_batch):
+    lists, sample = Lists(), translation_batch()
+    Observer(model, lists, once=True)
 
     with torch.no_grad():
         logits, _ = model(**sample["net_input"])
 
-    assert sorted((a.place, a.layer) for a in listener.attentions) == sorted(PLACES)
-    for attention in listener.attentions:
+    assert sorted((a.place, a.layer) for a in lists.attentions) == sorted(PLACES)
+    for attention in lists.attentions:
         normalizer = attention.normalizer or Normalizer("softmax")
         expected = normalizer(attention.scores, -1, attention.excluded)
         torch.testing.assert_close(attention.probs, expected)
         assert attention.kept.shape == attention.scores.shape
-    ((shown, is_logits),) = listener.outputs
+    ((output, is_logits),) = lists.outputs
     padding = sample["net_input"]["prev_output_tokens"] == model.decoder.dictionary.pad()
-    assert is_logits and shown.equal(logits[~padding])
+    assert is_logits and output.equal(logits[~padding])
+
+
+def test_observer_adds_float_mask_where_keys_are_not_padding(build, translation_batch):
+    model = build("transformer").eval()
+    inputs, lists = translation_batch()["net_input"], Lists()
+    positions = torch.arange(inputs["src_tokens"].shape[1])
+    distances = -(positions[:, None] - positions).abs().float()  # as ALiBi
+    model.encoder.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attn_mask": distances}), with_kwargs=True
+    )
+    Observer(model, lists)
+
+    with torch.no_grad():
+        model(**inputs)
+
+    attention = lists.attentions[0]
+    padding = (inputs["src_tokens"] == model.encoder.dictionary.pad())[:, None, None]
+    assert padding.any()
+    expected = (attention.scores + distances).masked_fill(padding, -torch.inf).softmax(-1)
+    torch.testing.assert_close(attention.probs, expected)
 
 
 def test_observer_keeps_outputs(model, translation_batch):
@@ -54,8 +74,8 @@ def test_observer_keeps_outputs(model, translation_batch):
 
 @pytest.mark.parametrize("once", [False, True])
 def test_observer_stops(model, translation_batch, once):
-    inputs, listener = translation_batch()["net_input"], Lists()
-    observer = Observer(model, listener, once=once)
+    inputs, lists = translation_batch()["net_input"], Lists()
+    observer = Observer(model, lists, once=once)
 
     with torch.no_grad():
         model(**inputs)
@@ -63,18 +83,18 @@ def test_observer_stops(model, translation_batch, once):
             observer.stop()
         model(**inputs)
 
-    assert len(listener.outputs) == 1 and len(listener.attentions) == len(PLACES)
-    assert not any("attend" in vars(module) for module in model.modules())
+    assert len(lists.outputs) == 1 and len(lists.attentions) == len(PLACES)
+    assert not any(getattr(module, "kernel_hooks", ()) for module in model.modules())
 
 
 def test_observer_counts_layers_that_share_a_module(model, translation_batch):
     model.encoder.layers[1] = model.encoder.layers[0]
-    listener = Lists()
-    Observer(model, listener)
+    lists = Lists()
+    Observer(model, lists)
 
     with torch.no_grad():
         model(**translation_batch()["net_input"])
 
-    first, second = (a for a in listener.attentions if a.place == "encoder")
+    first, second = (a for a in lists.attentions if a.place == "encoder")
     assert (first.layer, second.layer) == (0, 1)
     assert not first.scores.equal(second.scores)

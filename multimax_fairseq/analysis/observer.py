@@ -1,11 +1,10 @@
-"""Shows the attention in a model's forward passes to a listener.
+"""Passes the attention in a model's forward passes to a listener.
 
-The observer computes beside the model: neither parameters, outputs nor random numbers depend on it.
-Where a kernel does not return scores, the observer computes them again from query and key.
+The observer changes neither parameters, outputs nor random numbers. A fused kernel does not return
+scores, so the observer computes them again from query and key.
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules import AdditiveAttention, Normalizer, attending
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.attention import attention_scores
+from multimax_fairseq.ops.masks import causal_mask, combine_masks, excluded_keys
 
 # Bounds the memory of scores that are computed again: a few tens of MB.
 SCORES_AT_ONCE = 1 << 22
@@ -70,21 +70,21 @@ class Attention:
 
 
 class AttentionListener:
-    """Receives what an observer sees; a subclass overrides what it needs."""
+    """Receives attentions and outputs from an `Observer`; subclasses override what they need."""
 
     def on_attention(self, attention: Attention) -> None:
-        """Take in one attention."""
+        """Receive one attention."""
 
-    def on_output(self, decoder: Any, shown: Tensor, is_logits: bool) -> None:
-        """Take in the decoder's output, (N, C), logits or features, without padding."""
+    def on_output(self, decoder: Any, output: Tensor, is_logits: bool) -> None:
+        """Receive the decoder's output, (N, C), logits or features, without padding."""
 
 
 class Observer:
-    """Shows each attention of a model, and its decoder's output, to a listener.
+    """Passes each attention of a model, and its decoder's output, to a listener.
 
     Args:
         model: a Transformer of fairseq, or a model of this package.
-        listener: receives the attention and the output.
+        listener: receives the attentions and the output.
         once: stop after one forward pass.
     """
 
@@ -96,7 +96,6 @@ class Observer:
         self.places: dict[nn.Module, list[tuple[str, int]]] = {}
         self.calls: dict[nn.Module, int] = {}
         self.queries: dict[nn.Module, int] = {}  # seen so far in this call
-        self.rows: slice | None = None  # of the batch, while scores are computed again
         for place, layer, module in _attentions(model):
             if self.follow(module, place, layer):
                 self._observe(module)
@@ -146,8 +145,8 @@ class Observer:
     def _observe(self, module: Any) -> None:
         if isinstance(module, Normalizer):
             self._hook(module.register_forward_hook(self._on_scores, with_kwargs=True))
-            module.attend = functools.partial(self._attend, module, module.attend)  # type: ignore[method-assign]
-            self.hooks.callback(delattr, module, "attend")
+            module.kernel_hooks.append(self._on_kernel)
+            self.hooks.callback(module.kernel_hooks.remove, self._on_kernel)
         else:
             self._hook(module.register_forward_hook(self._on_softmax, with_kwargs=True))
 
@@ -161,46 +160,35 @@ class Observer:
     def _on_output(self, decoder: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self.once:
             self.stop()
-        shown = output[0].detach()[~self.padding["decoder"]]
-        self.listener.on_output(decoder, shown, not kwargs.get("features_only", False))
-
-    def _attend(self, module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Attend as the module does; compute the scores again if a kernel kept them."""
-        before = self.calls[module], self.queries[module]
-        output = attend(*args, **kwargs)
-        if before == (self.calls[module], self.queries[module]):
-            self._compute_scores(module, inspect.signature(attend).bind(*args, **kwargs).arguments)
-        return output
-
-    @torch.no_grad()
-    def _compute_scores(self, module: Any, given: dict[str, Any]) -> None:
-        query, key, mask = given["query"], given["key"], given.get("mask")
-        given = {**given, "dropout_p": 0.0, "need_probs": True}
-        attend = type(module).attend
-        with torch.autocast(query.device.type, enabled=False):
-            for rows in _parts(query, key):
-                self.rows = rows
-                given["query"], given["key"] = wide(query[rows]), wide(key[rows])
-                given["value"] = given["key"][..., :1]
-                given["mask"] = _of_rows(mask, rows)
-                attend(module, **given)  # calls _on_scores
-        self.rows = None
-        self.advance(module, query.shape[2])
+        tokens = output[0].detach()[~self.padding["decoder"]]
+        self.listener.on_output(decoder, tokens, not kwargs.get("features_only", False))
 
     @torch.no_grad()
     def _on_scores(self, module: Any, args: Any, kwargs: Any, probs: Tensor) -> None:
+        """Receive the scores and probabilities of a normalizer in plain PyTorch."""
         scores, _, mask, *_ = args
         if module.training and mapping_named(module.name).training:
             # In training, some of these probabilities are not exactly 0.
             with evaluated(module):
                 probs = module.forward(*args, **kwargs)
-        self._show(module, scores, probs, mask)
-        if self.rows is None:
-            self.advance(module, scores.shape[-2])
+        self._notify(module, scores, probs, mask)
+        self.advance(module, scores.shape[-2])
+
+    def _on_kernel(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
+        """Receive the inputs of a fused kernel."""
+        self._compute_scores(module, module.forward, query, key, mask, is_causal, scale)
 
     @torch.no_grad()
     def _on_softmax(self, module: Any, args: Any, kwargs: Any, _: Any) -> None:
-        """Compute scores and probabilities of fairseq's own attention from its inputs."""
+        """Receive the inputs of fairseq's own attention."""
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         key = given["query"] if module.self_attention else given["key"]
         query, key = (
@@ -214,24 +202,47 @@ class Observer:
             mask = mask.bool()
         if padding is not None:
             padding = padding.bool()[:, None, None]
-            mask = padding if mask is None else padding | _excluded(mask)
+            mask = padding if mask is None else combine_masks(mask, padding)
+        self._compute_scores(module, softmax, query, key, mask, False, module.scaling)
+
+    @torch.no_grad()
+    def _compute_scores(
+        self,
+        module: Any,
+        normalize: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> None:
+        """Compute the scores again, for a part of the batch at a time to bound memory."""
+        queries, keys = query.shape[2], key.shape[2]
         with torch.autocast(query.device.type, enabled=False):
             for rows in _parts(query, key):
-                self.rows, part = rows, _of_rows(mask, rows)
-                scores = attention_scores(wide(query[rows]), wide(key[rows]), module.scaling)
-                self._show(module, scores, softmax(scores, -1, part), part)
-        self.rows = None
-        self.advance(module, query.shape[2])
+                part = _of_rows(mask, rows)
+                if is_causal:
+                    part = causal_mask(part, queries, keys, query.device)
+                scores = attention_scores(wide(query[rows]), wide(key[rows]), scale)
+                self._notify(module, scores, normalize(scores, -1, part), part, rows)
+        self.advance(module, queries)
 
-    def _show(self, module: nn.Module, scores: Tensor, probs: Tensor, mask: Tensor | None) -> None:
+    def _notify(
+        self,
+        module: nn.Module,
+        scores: Tensor,
+        probs: Tensor,
+        mask: Tensor | None,
+        rows: slice = slice(None),
+    ) -> None:
+        """Pass the attention of these rows of the batch to the listener."""
         place, layer = self.place_of(module)
         first = self.queries[module]
-        padding = self.padding[place][:, first : first + scores.shape[-2]]
-        if self.rows is not None:
-            padding = padding[self.rows]
-        excluded = None if mask is None else _excluded(mask)
-        shown = Attention(place, layer, module, scores.detach(), probs.detach(), excluded, padding)
-        self.listener.on_attention(shown)
+        padding = self.padding[place][rows, first : first + scores.shape[-2]]
+        excluded = None if mask is None else excluded_keys(mask)
+        self.listener.on_attention(
+            Attention(place, layer, module, scores.detach(), probs.detach(), excluded, padding)
+        )
 
 
 def _attentions(model: Any) -> Iterator[tuple[str, int, Any]]:
@@ -284,7 +295,3 @@ def _parts(query: Tensor, key: Tensor) -> list[slice]:
 def _of_rows(mask: Tensor | None, rows: slice) -> Tensor | None:
     """Return these rows of a mask, unless all rows share it."""
     return mask[rows] if mask is not None and mask.dim() == 4 and mask.shape[0] > 1 else mask
-
-
-def _excluded(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask == -torch.inf

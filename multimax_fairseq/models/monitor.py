@@ -80,8 +80,8 @@ class Monitor:
         if update % self.interval or update == self.last_update or not _is_logged():
             return
         self.last_update = update
-        listener = Statistics(functools.partial(self._log, update))
-        self.observer = Observer(model, listener, once=True)
+        statistics = Statistics(functools.partial(self._log, update))
+        self.observer = Observer(model, statistics, once=True)
 
     def _log(self, update: int, figures: dict[str, float], falling: dict[str, str]) -> None:
         self.observer = None
@@ -183,11 +183,12 @@ class Statistics(AttentionListener):
             total, count = total + before[0], count + before[1]
         self.sums[place, name] = total, count
 
-    def on_output(self, decoder: Any, shown: Tensor, is_logits: bool) -> None:
+    def on_output(self, decoder: Any, output: Tensor, is_logits: bool) -> None:
         words = len(decoder.dictionary)
-        sums = dict.fromkeys(("entropy", "top1", "top10"), shown.new_zeros((), dtype=torch.float64))
-        with torch.autocast(shown.device.type, enabled=False):
-            for rows in shown.split(max(1, LOGITS_AT_ONCE // words)):
+        zero = output.new_zeros((), dtype=torch.float64)
+        sums = dict.fromkeys(("entropy", "top1", "top10"), zero)
+        with torch.autocast(output.device.type, enabled=False):
+            for rows in output.split(max(1, LOGITS_AT_ONCE // words)):
                 probs = wide(_probs(decoder, rows[None], is_logits))
                 best = probs.topk(min(10, words)).values.double()
                 sums["entropy"] = sums["entropy"] + metrics.entropy(probs).double().sum()
@@ -196,8 +197,8 @@ class Statistics(AttentionListener):
         for module in (decoder.output_modulator, decoder.output_normalizer):
             if module is not None:
                 self.learned["output"] = _parameters(module)
-        output = {name: total / len(shown) for name, total in sums.items()}
-        self.finish(self._figures(output), self.falling)
+        means = {name: total / len(output) for name, total in sums.items()}
+        self.finish(self._figures(means), self.falling)
 
     def _figures(self, output: dict[str, Tensor]) -> dict[str, float]:
         found = {
@@ -235,11 +236,12 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.named_parameters()}
 
 
-def _probs(decoder: Any, shown: Tensor, is_logits: bool) -> Tensor:
+def _probs(decoder: Any, output: Tensor, is_logits: bool) -> Tensor:
     """Return the probabilities of words for features or logits."""
     adaptive = getattr(decoder, "adaptive_softmax", None)
     with evaluated(adaptive):  # the adaptive softmax has its own dropout
-        output = shown if is_logits or adaptive is not None else decoder.output_layer(shown)
+        if not is_logits and adaptive is None:
+            output = decoder.output_layer(output)
         if decoder.output_normalizer is not None:
             return decoder.output_normalizer(wide(output))
         return decoder.get_normalized_probs((output, None), log_probs=False)

@@ -19,13 +19,13 @@ class Examined:
 
         If all scores are finite, name a gradient that is not.
         """
-        listener = LargestScores()
-        observer = Observer(self, listener)
-        # A mapping may raise an error for non-finite scores; the listener then has them.
+        scores = LargestScores()
+        observer = Observer(self, scores)
+        # A mapping may raise an error for non-finite scores; the earlier scores are recorded.
         with contextlib.suppress(Exception), torch.no_grad():
             forward()
         observer.stop()
-        return listener.finding(self)
+        return scores.finding(self)
 
 
 class LargestScores(AttentionListener):
@@ -47,8 +47,8 @@ class LargestScores(AttentionListener):
             words = f"the largest modulated score is {modulated:.4g}, of scores up to {largest:.4g}"
             self._note(place, words, modulated)
 
-    def on_output(self, decoder: Any, shown: Tensor, is_logits: bool) -> None:
-        for rows in shown.split(max(1, LOGITS_AT_ONCE // len(decoder.dictionary))):
+    def on_output(self, decoder: Any, output: Tensor, is_logits: bool) -> None:
+        for rows in output.split(max(1, LOGITS_AT_ONCE // len(decoder.dictionary))):
             largest = _largest(rows if is_logits else decoder.output_layer(rows[None]))
             self._note("output", f"the largest logit is {largest:.4g}", largest)
 

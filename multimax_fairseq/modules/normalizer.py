@@ -1,6 +1,6 @@
 """A named mapping as a module, with its learned parameters, and attention by it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,6 +77,8 @@ class Normalizer(nn.Module):
                 )
             options["hidden_size"] = hidden_size
         self.name, self.num_heads = name, num_heads
+        # Called as hook(self, query, key, mask, is_causal, scale) after a fused kernel has run.
+        self.kernel_hooks: list[Callable[..., None]] = []
         self.modulator: nn.Module | None = None
         self.fixed: dict[str, Any] = {}
         for argument, value in mapping.build(num_heads, **options).items():
@@ -153,6 +155,8 @@ class Normalizer(nn.Module):
                 query, key, value, mask, is_causal, dropout_p, scale, **arguments
             )
             if context is not None:
+                for hook in self.kernel_hooks:
+                    hook(self, query, key, mask, is_causal, scale)
                 return context, None
         if is_causal:
             mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)
