@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -126,13 +128,28 @@ class Mapping:
         return self.function(*args, **arguments)
 
     def for_kernel(self, **arguments: Any) -> dict[str, Any] | None:
-        """Return the arguments of `fused_attention`; None if no kernel serves the mapping."""
+        """Return the arguments of `fused_attention`; None if no kernel supports these arguments.
+
+        If an argument is unknown to `kernel`, or missing, `function` accepts it or raises a
+        TypeError.
+        """
         if self.kernel is None:
             return None
-        try:
-            return self.kernel(**arguments)
-        except TypeError:  # an unknown argument, which the function may accept or refuse
-            return None
+        for name in arguments:
+            if name not in self.kernel_parameters:
+                return None
+        for name, is_required in self.kernel_parameters.items():
+            if is_required and name not in arguments:
+                return None
+        return self.kernel(**arguments)
+
+    @functools.cached_property
+    def kernel_parameters(self) -> dict[str, bool]:
+        """{parameter of `kernel`: whether it is required}"""
+        if self.kernel is None:
+            return {}
+        parameters = inspect.signature(self.kernel).parameters.values()
+        return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
 
     def setting_of(self, option: Option) -> str:
         """Return the name of an option in a model's settings."""
@@ -201,6 +218,7 @@ def register(mapping: Mapping) -> None:
             f"the heads of the mapping {mapping.name!r} must be an Option, SEPARATE or None, got "
             f"{mapping.heads!r}"
         )
+    _ = mapping.kernel_parameters  # torch.compile can read this property, but not compute it
     NORMALIZERS[mapping.name] = mapping
     for listener in listeners:
         listener()

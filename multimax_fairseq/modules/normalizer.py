@@ -108,7 +108,8 @@ class Normalizer(nn.Module):
             hidden: as `attend`.
         """
         if not self.modulated:
-            return self._named(scores, dim, mask, hidden)
+            return self._normalize(scores, dim, mask, hidden)
+        # Not the mapping's function: `softmax` takes a temperature, but not the module `modulator`.
         if self.modulator is not None:
             scores = self.modulator(scores)
         return softmax(scores, dim, mask)
@@ -200,7 +201,7 @@ class Normalizer(nn.Module):
             return None
         return mapping.for_kernel(**self._arguments(None))
 
-    def _named(
+    def _normalize(
         self, scores: Tensor, dim: int, mask: Tensor | None, hidden: Tensor | None
     ) -> Tensor:
         function, arguments = mapping_named(self.name).function, self._arguments(hidden)
