@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multimax_fairseq.ops.backend import traced, transformed
 from multimax_fairseq.ops.checks import check_device, check_tensor
-from multimax_fairseq.ops.registration import traced, transformed
 
 # For supports below NARROW widths of a basis, the closed form cancels. There, SERIES_TERMS terms of
 # a Taylor series are exact to double precision.

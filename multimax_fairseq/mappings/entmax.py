@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from multimax_fairseq.mappings.masking import below_top, check_row_values, over_allowed
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, Option, heads_option, register
+from multimax_fairseq.ops.backend import traced
 from multimax_fairseq.ops.checks import check_whole, is_finite
-from multimax_fairseq.ops.registration import traced
 
 # The gradient by alpha is a difference of probabilities over (alpha - 1)^2. Closer to 1, rounding
 # errors of float32 would exceed it.

@@ -42,7 +42,7 @@ from multimax_fairseq.models.output_layer import NormalizedOutput
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.dropout import Dropout
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
-from multimax_fairseq.ops.registration import traced
+from multimax_fairseq.ops.backend import traced
 
 
 def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:

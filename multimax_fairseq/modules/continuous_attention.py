@@ -10,11 +10,10 @@ from multimax_fairseq.continuous.expectation import continuous_softmax, continuo
 from multimax_fairseq.continuous.value_function import positions, ridge_regression
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.ops.attention import weighted_values
-from multimax_fairseq.ops.backend import is_autocast
+from multimax_fairseq.ops.backend import is_autocast, traced
 from multimax_fairseq.ops.checks import check_number, check_whole, is_finite, is_whole
 from multimax_fairseq.ops.dropout import dropout
 from multimax_fairseq.ops.masks import excluded_keys
-from multimax_fairseq.ops.registration import traced
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 CONTEXTS = ("combined", "continuous")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose, is_autocast
+from multimax_fairseq.ops.backend import choose, is_autocast, on_triton
 from multimax_fairseq.ops.checks import (
     DTYPES,
     MAX_DROPOUT,
@@ -38,7 +38,6 @@ from multimax_fairseq.ops.registration import (
     define,
     differentiable_once,
     needs_gradient,
-    on_triton,
     schema_of,
     without_gradient,
 )

@@ -11,17 +11,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.checks import DTYPES
-from multimax_fairseq.ops.registration import capability, interpreted, traced, transformed
 
 logger = logging.getLogger(__name__)
 
 is_wrapper = is_traceable_wrapper_subclass
 BACKENDS = ("auto", "plain", "cpp", "triton")
 VARIABLE = "MULTIMAX_BACKEND"
+# Triton reads this variable when it is imported.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton's interpreter multiplies bfloat16 numbers as integers.
 INTERPRETED = (torch.float32, torch.float16)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -105,11 +107,6 @@ def _kernel(backend: str, device: str) -> str:
     return "plain"
 
 
-def recorded(*tensors: Tensor | None) -> bool:
-    """Whether torch must see plain operations: it records them, or tensors wrap others."""
-    return traced() or any(t is not None and is_wrapper(t) for t in tensors)
-
-
 def is_autocast(device: str) -> bool:
     """Whether autocast is on for this device type; False for types without autocast, as meta."""
     return _knows_autocast(device) and torch.is_autocast_enabled(device)
@@ -134,3 +131,50 @@ def _has_triton() -> bool:
 @functools.cache
 def _log(operation: str, choice: str) -> None:
     logger.info(f"{operation}: {choice} backend")
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    return _INTERPRETED
+
+
+def on_triton(device: torch.device) -> bool:
+    """Whether operators on this device run Triton kernels, not C++."""
+    return device.type == "cuda" or interpreted()
+
+
+@functools.cache
+def capability(device: torch.device | str) -> int:
+    """Return a GPU's compute capability, 90 for 9.0; 0 for any other device."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+# --- tracing ------------------------------------------------------------------------------------
+
+
+def traced() -> bool:
+    """Whether torch records or transforms the calls instead of only running them."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        or transformed()
+    )
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is active; operators support neither."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether torch must see plain operations: it records them, or tensors wrap others."""
+    return traced() or any(t is not None and is_wrapper(t) for t in tensors)

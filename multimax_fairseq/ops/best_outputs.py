@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose
+from multimax_fairseq.ops.backend import choose, on_triton
 from multimax_fairseq.ops.checks import check_float, check_tensor, is_whole
 from multimax_fairseq.ops.cross_entropy import cast_output, check_output, linear_backend
 from multimax_fairseq.ops.linear_loss import check_linear, table_or_none
 from multimax_fairseq.ops.modulator import ModulatorParameters, modulate_operator
-from multimax_fairseq.ops.registration import Operator, define, on_triton, without_gradient
+from multimax_fairseq.ops.registration import Operator, define, without_gradient
 
 # The C++ kernels insert into a sorted list, which is fast while it is short.
 MAX_COUNT = 256

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose, recorded
+from multimax_fairseq.ops.backend import choose, on_triton, recorded
 from multimax_fairseq.ops.checks import (
     DTYPES,
     check_device,
@@ -36,7 +36,6 @@ from multimax_fairseq.ops.registration import (
     Operator,
     define,
     needs_gradient,
-    on_triton,
     schema_of,
     without_gradient,
 )

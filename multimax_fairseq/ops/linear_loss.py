@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multimax_fairseq.ops.backend import is_autocast
+from multimax_fairseq.ops.backend import is_autocast, traced
 from multimax_fairseq.ops.checks import check_device, check_integer, check_tensor
 from multimax_fairseq.ops.modulator import ModulatorParameters, is_known, modulated, table_of
-from multimax_fairseq.ops.registration import differentiable_once, traced
+from multimax_fairseq.ops.registration import differentiable_once
 
 # Logits held at a time. On the CPU a chunk stays in the last-level cache through both passes. On a
 # GPU it fills the matrix units; each chunk reads the whole weight and its gradient there, so a

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose
+from multimax_fairseq.ops.backend import choose, on_triton, traced
 from multimax_fairseq.ops.checks import (
     check_device,
     check_flag,
@@ -36,8 +36,6 @@ from multimax_fairseq.ops.registration import (
     define,
     differentiable_once,
     needs_gradient,
-    on_triton,
-    traced,
     without_gradient,
 )
 

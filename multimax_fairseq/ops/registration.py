@@ -7,7 +7,6 @@ The lower level of torch.library is used. The Python wrappers of the higher leve
 from __future__ import annotations
 
 import functools
-import os
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from multimax_fairseq.ops.backend import traced
+
 LIBRARY = torch.library.Library("multimax_fairseq", "DEF")
-# Triton reads this variable when it is imported.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -27,26 +26,6 @@ _SCHEMA_TYPES = {
     int: "int",
     int | None: "int?",
 }
-
-
-def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
-    return _INTERPRETED
-
-
-def on_triton(device: torch.device) -> bool:
-    """Whether operators on this device run Triton kernels, not C++."""
-    return device.type == "cuda" or interpreted()
-
-
-@functools.cache
-def capability(device: torch.device | str) -> int:
-    """Return a GPU's compute capability, 90 for 9.0; 0 for any other device."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 class Operator:
@@ -150,22 +129,6 @@ def define(
     LIBRARY.impl(name, functools.partial(autograd, below), "Autograd")
     torch.library.register_fake(f"multimax_fairseq::{name}", checked(fake), lib=LIBRARY)
     return operator
-
-
-def traced() -> bool:
-    """Whether torch records or transforms the calls instead of only running them."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
-        or transformed()
-    )
-
-
-def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is active; operators support neither."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

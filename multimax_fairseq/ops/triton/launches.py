@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from multimax_fairseq.ops.registration import interpreted
+from multimax_fairseq.ops.backend import interpreted
 
 Result = TypeVar("Result")
 
