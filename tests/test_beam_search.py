@@ -23,7 +23,7 @@ from multimax_fairseq.models.output_layer import plain_output
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.best_outputs import best_outputs_operator
-from multimax_fairseq.ops.decoding import Steps, attention_step, step_attention
+from multimax_fairseq.ops.decoding import KVCache, attention_step, decoding_attention
 
 ARCH = "transformer_multimax"
 END = 2  # of sentence, in fairseq's dictionaries
@@ -207,7 +207,7 @@ def test_shared_cache_expands_when_gradients_are_needed(build, translation_batch
                 tokens[:, : step + 1], encoder_out=encoded, incremental_state=state
             )[0]
         torch.testing.assert_close(got[:, 0], wanted[:, step], rtol=1e-4, atol=1e-4)
-        assert any("steps" in layer for layer in state.values()) == (step < 6)
+        assert any("cache" in layer for layer in state.values()) == (step < 6)
 
 
 @pytest.fixture
@@ -433,8 +433,8 @@ def test_attention_step(columns, each_head, size, hypotheses):
     modulator = Modulator(num_heads=2 if each_head else None, init_std=0.3, monotone=columns == 12)
     sink = torch.tensor([0.5, -1.0])[:, None, None] if each_head else None
     given = {"modulator": modulator} if columns else {}
-    attend = step_attention(query, 2, size, sink=sink, **given)
-    found = attend(query, Steps(keys, values, ancestors), scale)
+    attend = decoding_attention(query, 2, size, sink=sink, **given)
+    found = attend(query, KVCache(keys, values, ancestors), scale)
     own = [x.double()[ancestors].transpose(1, 2) for x in (keys, values)]
     scores = scale * query.double()[:, :, None] @ own[0].mT
     with torch.no_grad():
@@ -495,7 +495,7 @@ def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
         return [x[steps.ancestors].clone() for x in (steps.keys, steps.values)]
 
     with mode():
-        first = Steps(*some(0), torch.empty(3, 0, dtype=torch.int64)).append(*some(3), None)
+        first = KVCache(*some(0), torch.empty(3, 0, dtype=torch.int64)).append(*some(3), None)
     branches, wanted = [[first], [first]], [[own(first)], [own(first)]]
     for step in range(60):
         for branch, expected in zip(branches, wanted, strict=True):
@@ -515,12 +515,12 @@ def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
 
 def test_attention_step_leaves_to_others_what_it_cannot_do():
     query = some_steps()[0]
-    assert step_attention(query, 2, 8) is None
-    assert step_attention(query.double(), 2, 16) is None
-    assert step_attention(query, 2, 16, modulator=torch.tanh) is None
-    assert step_attention(query, 2, 16, sink=torch.zeros(3)) is None
+    assert decoding_attention(query, 2, 8) is None
+    assert decoding_attention(query.double(), 2, 16) is None
+    assert decoding_attention(query, 2, 16, modulator=torch.tanh) is None
+    assert decoding_attention(query, 2, 16, sink=torch.zeros(3)) is None
     with torch.autocast("cpu", torch.bfloat16):  # what it projects is narrower than it is
-        assert step_attention(query, 2, 16) is None
+        assert decoding_attention(query, 2, 16) is None
 
 
 @pytest.mark.parametrize("name", ["multimax", "softmax"])
@@ -682,5 +682,5 @@ def test_task_generator_gives_attention_weights_and_alignments(
 def test_attention_step_is_of_as_many_heads_as_the_modulator():
     query = some_steps()[0]
     for heads, is_able in ((None, True), (2, True), (3, False)):
-        attend = step_attention(query, 2, 16, modulator=Modulator(num_heads=heads))
+        attend = decoding_attention(query, 2, 16, modulator=Modulator(num_heads=heads))
         assert (attend is not None) == is_able

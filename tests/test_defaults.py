@@ -13,7 +13,7 @@ import torch
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
 from multimax_fairseq.continuous.many_dimensions import continuous_sparsemax_2d
 from multimax_fairseq.ops.best_outputs import best_scores
-from multimax_fairseq.ops.decoding import Steps, step_attention
+from multimax_fairseq.ops.decoding import KVCache, decoding_attention
 
 B, H, T, D, V = 2, 3, 5, 16, 40
 
@@ -28,7 +28,7 @@ MODULATOR = Modulator(monotone=True)
 FEATURES, WEIGHT, TARGET = drawn(7, D, seed=3), drawn(V, D, seed=4), torch.arange(7)
 WORDS = drawn(4, H, D).detach()
 ANCESTORS = torch.tensor([[0, 5], [1, 5], [2, 4], [3, 7]])
-STEPS = Steps(torch.cat([WORDS, WORDS + 1]), torch.cat([WORDS - 1, WORDS]), ANCESTORS)
+STEPS = KVCache(torch.cat([WORDS, WORDS + 1]), torch.cat([WORDS - 1, WORDS]), ANCESTORS)
 MEAN, PLANE = drawn(2), torch.eye(2)
 
 
@@ -37,7 +37,7 @@ def attention(**options):
 
 
 def steps():
-    return step_attention(WORDS, H, D, sink=0.5)(WORDS, STEPS, 0.2)
+    return decoding_attention(WORDS, H, D, sink=0.5)(WORDS, STEPS, 0.2)
 
 
 CALLS = {
@@ -54,7 +54,7 @@ CALLS = {
     "best scores": lambda: best_scores(WEIGHT, 3)[2],
     "density": lambda: continuous_sparsemax_2d(MEAN, PLANE, PLANE, PLANE.expand(2, 2, 2)),
 }
-if step_attention(WORDS, H, D) is not None:  # there is no plain form of it
+if decoding_attention(WORDS, H, D) is not None:  # there is no plain form of it
     CALLS["steps"] = steps
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from multimax_fairseq.ops.checks import check_whole
-from multimax_fairseq.ops.decoding import StepAttention, Steps
+from multimax_fairseq.ops.decoding import DecodingAttention, KVCache
 
 
 class GatedAttention(nn.Module):
@@ -61,15 +61,15 @@ class GatedAttention(nn.Module):
         )
         return self._gated(context, hidden), probs
 
-    def for_steps(self, like: Tensor, heads: int, size: int) -> StepAttention | None:
-        """Return the attention's `for_steps` with the gate; None if it has none."""
-        prepare = getattr(self.normalizer, "for_steps", None)
+    def decoding_attention(self, like: Tensor, heads: int, size: int) -> DecodingAttention | None:
+        """Return the attention's `decoding_attention` with the gate; None if it has none."""
+        prepare = getattr(self.normalizer, "decoding_attention", None)
         attend = None if prepare is None else prepare(like, heads, size)
         if attend is None:
             return None
 
-        def gated(query: Tensor, steps: Steps, scale: float, hidden: Tensor | None) -> Tensor:
-            context = attend(query, steps, scale, hidden)
+        def gated(query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None) -> Tensor:
+            context = attend(query, cache, scale, hidden)
             return self._gated(context[:, :, None], hidden)[:, :, 0]
 
         return gated

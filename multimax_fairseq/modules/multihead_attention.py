@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
 from multimax_fairseq.ops.backend import is_autocast
-from multimax_fairseq.ops.decoding import Steps
+from multimax_fairseq.ops.decoding import KVCache
 from multimax_fairseq.ops.masks import combine_masks
 
 
@@ -101,10 +101,10 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         if incremental_state is not None:
             needs_more = need_weights or need_head_weights or attn_mask is not None
             if not needs_more and key_padding_mask is None:
-                stepped = self._step(query, incremental_state)
-                if stepped is not None:
-                    return stepped, None
-            self._spread_steps(incremental_state)
+                output = self._decoding_step(query, incremental_state)
+                if output is not None:
+                    return output, None
+            self._expand_cache(incremental_state)
         buffer: dict[str, Tensor | None] = {}
         if incremental_state is not None:
             buffer = self._get_input_buffer(incremental_state)
@@ -171,14 +171,14 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             self._set_input_buffer(incremental_state, buffer)
         return incremental_state
 
-    def _step(
+    def _decoding_step(
         self, query: Tensor, incremental_state: dict[str, dict[str, Tensor | None]]
     ) -> Tensor | None:
         """Return the output for one new word of each hypothesis; None if no kernel can compute it.
 
-        The cache stores each key and value once, in `Steps`, and is not copied.
+        A `KVCache` stores each key and value once; reordering the hypotheses does not copy it.
         """
-        prepare = getattr(self.normalizer, "for_steps", None)
+        prepare = getattr(self.normalizer, "decoding_attention", None)
         has_extra = self.bias_k is not None or self.add_zero_attn
         is_step = self.self_attention and query.shape[0] == 1 and not has_extra
         buffer: dict[str, Any] = self._get_input_buffer(incremental_state)
@@ -199,25 +199,26 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             projection(query).view(batch, heads, size)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        past = buffer.get("steps")
-        if past is None:
-            past = Steps(k[:0], v[:0], torch.empty(batch, 0, dtype=torch.int64, device=k.device))
-        kept = past.append(k, v, buffer.get("order"))
-        context = attend(q, kept, self.scaling, query.transpose(0, 1)[:, None])
-        self._set_input_buffer(incremental_state, {"steps": kept, "attend": attend})
+        cache = buffer.get("cache")
+        if cache is None:
+            ancestors = torch.empty(batch, 0, dtype=torch.int64, device=k.device)
+            cache = KVCache(k[:0], v[:0], ancestors)
+        cache = cache.append(k, v, buffer.get("order"))
+        context = attend(q, cache, self.scaling, query.transpose(0, 1)[:, None])
+        self._set_input_buffer(incremental_state, {"cache": cache, "attend": attend})
         return self.out_proj(context.reshape(1, batch, heads * size))
 
-    def _spread_steps(self, incremental_state: dict[str, dict[str, Tensor | None]]) -> None:
-        """Replace the `Steps` of `_step` by fairseq's cache, with a copy for each hypothesis."""
+    def _expand_cache(self, incremental_state: dict[str, dict[str, Tensor | None]]) -> None:
+        """Replace a `KVCache` by fairseq's cache, which has a copy for each hypothesis."""
         buffer = self._get_input_buffer(incremental_state)
-        steps: Any = buffer.get("steps")
-        if steps is None:
+        cache: Any = buffer.get("cache")
+        if cache is None:
             return
-        ancestors = steps.ancestors_in(buffer.get("order"))
-        kept: dict[str, Tensor | None] = {"prev_key_padding_mask": None}
-        for name, rows in (("prev_key", steps.keys), ("prev_value", steps.values)):
-            kept[name] = rows[ancestors].transpose(1, 2)
-        self._set_input_buffer(incremental_state, kept)
+        ancestors = cache.ancestors_in(buffer.get("order"))
+        expanded: dict[str, Tensor | None] = {"prev_key_padding_mask": None}
+        for name, rows in (("prev_key", cache.keys), ("prev_value", cache.values)):
+            expanded[name] = rows[ancestors].transpose(1, 2)
+        self._set_input_buffer(incremental_state, expanded)
 
     def _static_values(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         prepare = getattr(self.normalizer, "static_values", None)

@@ -14,7 +14,7 @@ from multimax_fairseq.ops.attention import (
     weighted_values,
 )
 from multimax_fairseq.ops.checks import is_whole
-from multimax_fairseq.ops.decoding import StepAttention, step_attention
+from multimax_fairseq.ops.decoding import DecodingAttention, decoding_attention
 from multimax_fairseq.ops.masks import causal_mask
 
 
@@ -164,8 +164,8 @@ class Normalizer(nn.Module):
         scores = attention_scores(query, key, scale)
         return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
 
-    def for_steps(self, like: Tensor, heads: int, size: int) -> StepAttention | None:
-        """Return `ops.decoding.step_attention` for this mapping; None if no kernel can compute it.
+    def decoding_attention(self, like: Tensor, heads: int, size: int) -> DecodingAttention | None:
+        """Return `ops.decoding.decoding_attention` of this mapping; None if no kernel supports it.
 
         It is valid until a parameter changes.
 
@@ -174,7 +174,7 @@ class Normalizer(nn.Module):
             heads, size: of the queries.
         """
         arguments = self._kernel_arguments()
-        return None if arguments is None else step_attention(like, heads, size, **arguments)
+        return None if arguments is None else decoding_attention(like, heads, size, **arguments)
 
     def attend_by_scores(
         self,
@@ -195,7 +195,7 @@ class Normalizer(nn.Module):
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 
     def _kernel_arguments(self) -> dict[str, Any] | None:
-        """Return the arguments of `fused_attention`; None if no kernel serves this mapping."""
+        """Return the arguments of `fused_attention`; None if no kernel supports this mapping."""
         mapping = mapping_named(self.name)
         if mapping.kernel is None or mapping.hidden:
             return None

@@ -210,20 +210,24 @@ def fused_attention(
     """
     # Kernels have one head size. Zeros fill up the smaller one; they change no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-    able = query.dim() == 4 and key.shape[:-1] == value.shape[:-1]
-    able = able and key.shape[:2] == query.shape[:2] and key.shape[2] < 2**31
-    able = able and dropout_p <= MAX_DROPOUT and serves(query.device, size)
-    able = able and (modulator is None or is_known(modulator))
-    able = able and fits_each_head(query, query.shape[1], sink, length_scale)
-    # Kernels compute no gradient of a mask.
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        able = False
+    is_supported = (
+        query.dim() == 4
+        and key.shape[:-1] == value.shape[:-1]
+        and key.shape[:2] == query.shape[:2]
+        and key.shape[2] < 2**31
+        and dropout_p <= MAX_DROPOUT
+        and supports_head_size(query.device, size)
+        and (modulator is None or is_known(modulator))
+        and fits_each_head(query, query.shape[1], sink, length_scale)
+        # Kernels compute no gradient of a mask.
+        and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+    )
     table: Tensor | None = None
     low = high = 2
-    if able and modulator is not None:
+    if is_supported and modulator is not None:
         table, low, high = table_of(modulator)
-        able = fits_heads(modulator, query.shape[1]) and table.device == query.device
-    if choose("attention", backend, query, key, value, able=able) == "plain":
+        is_supported = fits_heads(modulator, query.shape[1]) and table.device == query.device
+    if choose("attention", backend, query, key, value, is_supported=is_supported) == "plain":
         return None
     if length_scale is not None:
         counts = attention_key_counts(query, key, mask, is_causal)
@@ -251,8 +255,7 @@ def fused_attention(
     return output if value_size == size else output[..., :value_size]
 
 
-def serves(device: torch.device, size: int) -> bool:
-    """Whether a kernel exists for this head size."""
+def supports_head_size(device: torch.device, size: int) -> bool:
     return size <= MAX_HEAD_SIZE or not on_triton(device)
 
 
@@ -311,8 +314,8 @@ def _check(call: AttentionCall) -> None:
             f"key and value must be ({batch}, {heads}, S, {size}), as query, got "
             f"{list(call.key.shape)} and {list(call.value.shape)}"
         )
-    if not serves(query.device, size):
-        raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not served on a GPU, got {size}")
+    if not supports_head_size(query.device, size):
+        raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not supported on a GPU, got {size}")
     check_scalars(query, call.table, call.sink, call.scale)
     if call.mask is not None:
         full = (batch, heads, queries, keys)

@@ -58,34 +58,38 @@ def choose(
     backend: str,
     first: Tensor,
     *others: Tensor | None,
-    able: bool = True,
+    is_supported: bool = True,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> str:
     """Return "plain", "cpp" or "triton" for an operation on these tensors.
 
-    A kernel takes tensors of one device and one dtype out of `dtypes`; autocast makes them so.
-    Plain PyTorch is chosen for anything else, even if another backend is requested: if the kernel
-    is not `able`, under torch.jit.trace, torch.func or forward-mode
-    differentiation, and for tensors that wrap others, such as DTensor.
+    A kernel takes tensors of one device and one dtype out of `dtypes`, to which autocast casts. In
+    all other cases the backend is "plain", even if another one is requested: also under
+    torch.jit.trace, torch.func and forward-mode differentiation, and for tensors that wrap others,
+    such as DTensor.
 
     Args:
         operation: its name in the log, written once; "" for none.
         backend: as `requested`.
         first, others: the tensors.
+        is_supported: whether the kernel supports the other arguments.
+        dtypes: those that the kernel supports.
     """
     device, dtype = first.device, first.dtype
     choice = _kernel(backend, str(device))
     is_cast = is_autocast(device.type)
     if choice == "triton" and device.type == "cpu":
-        able = able and (torch.get_autocast_dtype("cpu") if is_cast else dtype) in INTERPRETED
+        kernel_dtype = torch.get_autocast_dtype("cpu") if is_cast else dtype
+        is_supported = is_supported and kernel_dtype in INTERPRETED
     allowed = DTYPES if is_cast else dtypes
-    alike = dtype in allowed and not is_wrapper(first)
+    is_supported = is_supported and dtype in allowed and not is_wrapper(first)
     for other in others:
         if other is not None:
             fits = other.dtype in allowed if is_cast else other.dtype == dtype
-            alike = alike and fits and other.device == device and not is_wrapper(other)
+            fits = fits and other.device == device and not is_wrapper(other)
+            is_supported = is_supported and fits
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if not (able and alike) or tracing or transformed():
+    if not is_supported or tracing or transformed():
         choice = "plain"
     if operation and not traced():
         _log(operation, choice)

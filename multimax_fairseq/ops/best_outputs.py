@@ -118,8 +118,9 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         )
     _check_count(count, scores.shape[1])
     scores = scores.detach()
-    able = scores.numel() > 0 and count <= MAX_COUNT
-    if choose("best scores", "auto", scores, able=able, dtypes=(torch.float32,)) == "cpp":
+    is_supported = scores.numel() > 0 and count <= MAX_COUNT
+    dtypes = (torch.float32,)
+    if choose("best scores", "auto", scores, is_supported=is_supported, dtypes=dtypes) == "cpp":
         return best_scores_operator(scores, count)
     values, indices = scores.topk(count)
     return values, indices, scores.logsumexp(1)

@@ -142,11 +142,15 @@ def linear_backend(
     operation: str, features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
 ) -> str:
     """Return the backend for a linear layer and its modulator, as `choose`."""
-    able = features.numel() > 0 and weight.numel() > 0
-    able = able and (table is None or (table.shape[0] == 1 and table.device == features.device))
-    # The C++ kernel computes in float32; a narrower weight would need a copy.
-    dtypes = DTYPES if on_triton(features.device) else (torch.float32,)
-    return choose(operation, "auto", features, weight, bias, able=able, dtypes=dtypes)
+    fits = table is None or (table.shape[0] == 1 and table.device == features.device)
+    return choose(
+        operation,
+        "auto",
+        *(features, weight, bias),
+        is_supported=fits and features.numel() > 0 and weight.numel() > 0,
+        # The C++ kernel computes in float32; a narrower weight would need a copy.
+        dtypes=DTYPES if on_triton(features.device) else (torch.float32,),
+    )
 
 
 # --- plain PyTorch -----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Attention of one decoding step, in which hypotheses share the keys and values of their prefixes.
+"""Attention of one decoding step, over a KV cache that the hypotheses of a beam share.
 
-Beam search then copies no cache when it reorders its hypotheses.
+Each key and value is stored once, so beam search reorders its hypotheses without copying the cache.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.modulator import fits_heads, is_known, table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
 
-# The head size must be a multiple of this, which all vector sizes divide.
-STEP_SIZES = 16
+# The head size must be a multiple of the kernel's widest vector, in floats.
+HEAD_SIZE_MULTIPLE = 16
 
 
-class Steps(NamedTuple):
-    """The cached keys and values of all hypotheses, each stored once.
+class KVCache(NamedTuple):
+    """The cached keys and values of all hypotheses.
 
     keys, values: (N, H, D), the first rows of `buffer` if there is one.
-    ancestors: (R, L) int64, the rows of hypothesis r, for its L steps.
+    ancestors: (R, L) int64, the rows of keys and values for each of R hypotheses of length L.
     buffer: memory in which the cache can grow.
     """
 
@@ -45,44 +45,44 @@ class Steps(NamedTuple):
         """Return the ancestors of the hypotheses `order`, (R',) int64; None for all."""
         return self.ancestors if order is None else self.ancestors.index_select(0, order)
 
-    def append(self, key: Tensor, value: Tensor, order: Tensor | None) -> Steps:
+    def append(self, key: Tensor, value: Tensor, order: Tensor | None) -> KVCache:
         """Return a cache with one more step; this one stays valid.
 
         Args:
             key, value: (R', H, D), of the new step.
             order: (R',) int64, the hypothesis that each row continues; None for all in order.
         """
-        count, more = len(self.keys), len(key)
-        rows = torch.arange(count, count + more, device=key.device)[:, None]
+        count, added = len(self.keys), len(key)
+        rows = torch.arange(count, count + added, device=key.device)[:, None]
         buffer = self.buffer
-        if buffer is None or not buffer.has_room(count, more):
-            buffer = Buffer(self.keys, self.values, more)
+        if buffer is None or not buffer.can_append(count, added):
+            buffer = Buffer(self.keys, self.values, added)
         keys, values = buffer.append(key, value)
-        return Steps(keys, values, torch.cat([self.ancestors_in(order), rows], 1), buffer)
+        return KVCache(keys, values, torch.cat([self.ancestors_in(order), rows], 1), buffer)
 
 
 class Buffer:
     """Growable buffer for cached keys and values, (N, H, D).
 
     Args:
-        keys, values: its first rows.
-        more: rows of the next step. The buffer holds twice its first rows plus 16 such steps.
+        keys, values: the rows so far.
+        added: rows of the next step. The capacity is twice the rows so far plus 16 such steps.
     """
 
     STEPS = 16
 
-    def __init__(self, keys: Tensor, values: Tensor, more: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, added: int) -> None:
         self.used = len(keys)
-        size = 2 * self.used + self.STEPS * more
+        size = 2 * self.used + self.STEPS * added
         self.tensors = [x.new_empty(size, *x.shape[1:]) for x in (keys, values)]
         for tensor, first in zip(self.tensors, (keys, values), strict=True):
             tensor[: self.used] = first
 
-    def has_room(self, count: int, more: int) -> bool:
-        """Whether `more` rows fit behind the first `count`, and no other cache has used them."""
+    def can_append(self, count: int, added: int) -> bool:
+        """Whether `added` rows fit after the first `count`, and no other cache uses these rows."""
         memory = self.tensors[0]
         is_writable = torch.is_inference_mode_enabled() or not memory.is_inference()
-        return self.used == count and count + more <= len(memory) and is_writable
+        return self.used == count and count + added <= len(memory) and is_writable
 
     def append(self, key: Tensor, value: Tensor) -> list[Tensor]:
         """Write one step's rows; return all keys and all values."""
@@ -92,11 +92,11 @@ class Buffer:
         return [tensor[: self.used] for tensor in self.tensors]
 
 
-# attend(query (R, H, D), steps, scale, hidden states (R, 1, 1, size) or None) -> (R, H, D)
-StepAttention: TypeAlias = Callable[[Tensor, Steps, float, Tensor | None], Tensor]
+# attend(query (R, H, D), cache, scale, hidden states (R, 1, 1, size) or None) -> (R, H, D)
+DecodingAttention: TypeAlias = Callable[[Tensor, KVCache, float, Tensor | None], Tensor]
 
 
-def step_attention(
+def decoding_attention(
     like: Tensor,
     heads: int,
     size: int,
@@ -104,14 +104,14 @@ def step_attention(
     modulator: Any = None,
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
-) -> StepAttention | None:
-    """Return `attend(query, steps, scale, hidden)`, the attention of one step, without gradients.
+) -> DecodingAttention | None:
+    """Return `attend(query, cache, scale, hidden)`, the attention of one step, without gradients.
 
-    Its query is (R, H, D), as is its output. `hidden`, (R, 1, 1, any size), is for a gate, which
-    wraps it. The modulator's parameters are read once, here.
+    Query and output are (R, H, D). `hidden`, (R, 1, 1, any size), is not read; `GatedAttention`
+    reads it. The modulator's parameters are read once, here.
 
-    Equivalent to: fused_attention(query[:, :, None], *(x[steps.ancestors].transpose(1, 2)
-        for x in (steps.keys, steps.values)), None, False, 0.0, scale, ...)[:, :, 0]
+    Equivalent to: fused_attention(query[:, :, None], *(x[cache.ancestors].transpose(1, 2)
+        for x in (cache.keys, cache.values)), None, False, 0.0, scale, ...)[:, :, 0]
 
     Args:
         like: a tensor of the dtype and on the device of the query.
@@ -121,23 +121,27 @@ def step_attention(
     Returns:
         None if no kernel can compute it.
     """
-    able = size % STEP_SIZES == 0 and like.numel() > 0
-    able = able and not is_autocast(like.device.type)  # its projections are not float32
-    able = able and (modulator is None or is_known(modulator))
-    able = able and fits_each_head(like, heads, sink, length_scale)
+    is_supported = (
+        size % HEAD_SIZE_MULTIPLE == 0
+        and like.numel() > 0
+        and not is_autocast(like.device.type)  # the projections are not float32 then
+        and (modulator is None or is_known(modulator))
+        and fits_each_head(like, heads, sink, length_scale)
+    )
     table: Tensor | None = None
-    if able and modulator is not None:
+    if is_supported and modulator is not None:
         table = table_of(modulator)[0].detach().float()
-        able = fits_heads(modulator, heads) and table.device == like.device
-    if choose("", "auto", like, able=able, dtypes=(torch.float32,)) != "cpp":
+        is_supported = fits_heads(modulator, heads) and table.device == like.device
+    dtypes = (torch.float32,)
+    if choose("", "auto", like, is_supported=is_supported, dtypes=dtypes) != "cpp":
         return None
 
     @torch.no_grad()
-    def attend(query: Tensor, steps: Steps, scale: float, hidden: Tensor | None = None) -> Tensor:
+    def attend(query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None) -> Tensor:
         if length_scale is not None:
-            counts = query.new_full((), steps.ancestors.shape[1])
+            counts = query.new_full((), cache.ancestors.shape[1])
             query = query * length_factor(counts, length_scale).reshape(-1, 1)
-        return attention_step(query, *steps[:3], table, per_head(sink, query), scale)
+        return attention_step(query, *cache[:3], table, per_head(sink, query), scale)
 
     return attend
 
@@ -149,7 +153,7 @@ class StepCall(NamedTuple):
     """The arguments of one decoding step's attention.
 
     query: (R, H, D) float32 on the CPU, D a multiple of 16.
-    keys, values, ancestors: as `Steps`.
+    keys, values, ancestors: as `KVCache`.
     table, sink, scale: as `AttentionCall`.
     """
 
@@ -164,9 +168,10 @@ class StepCall(NamedTuple):
 
 def _check(*inputs: Any) -> None:
     query, keys, values, ancestors, table, sink, scale = StepCall(*inputs)
-    if query.dim() != 3 or query.shape[2] % STEP_SIZES:
+    if query.dim() != 3 or query.shape[2] % HEAD_SIZE_MULTIPLE:
         raise ValueError(
-            f"query must be (R, H, D), D a multiple of {STEP_SIZES}, got {list(query.shape)}"
+            f"query must be (R, H, D), D a multiple of {HEAD_SIZE_MULTIPLE}, got "
+            f"{list(query.shape)}"
         )
     for name, tensor in (("query", query), ("keys", keys), ("values", values)):
         if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "meta"):

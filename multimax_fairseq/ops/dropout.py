@@ -37,7 +37,7 @@ def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
     """
     if p == 0:
         return input
-    if choose("dropout", backend, input, able=p <= MAX_DROPOUT) == "cpp":
+    if choose("dropout", backend, input, is_supported=p <= MAX_DROPOUT) == "cpp":
         return dropout_operator(input, draw_seed(), p)
     return F.dropout(input, p)
 

@@ -100,8 +100,8 @@ def modulate(
         return x.to(wide)
     table = pack(low_coefficient, low_threshold, high_coefficient, high_threshold, monotone)
     # torch.compile fuses the plain form by itself.
-    able = not torch.compiler.is_compiling() and table.device == x.device
-    if choose("modulator", "auto", x, able=able) != "plain":
+    is_supported = not torch.compiler.is_compiling() and table.device == x.device
+    if choose("modulator", "auto", x, is_supported=is_supported) != "plain":
         return modulate_operator(x, table.float())
     x, table = x.to(wide), table.to(wide)
     if traced():
@@ -279,7 +279,7 @@ def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
 
 def _fused_tails(table: Tensor) -> Tensor:
     # In plain PyTorch, these small operations together take longer than an attention.
-    if choose("", "auto", table, able=not traced()) == "plain":
+    if choose("", "auto", table, is_supported=not traced()) == "plain":
         return tails(table)
     return tails_operator(table)[0]
 

@@ -148,7 +148,7 @@ def _divergences(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
 def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> tuple[Any, ...]:
     """Return half of its pair's divergence for each row, zeros, and the gradients."""
     # In plain PyTorch, the modulator would take half of the time.
-    fast = choose("", "auto", call.features, able=call.table is not None) != "plain"
+    fast = choose("", "auto", call.features, is_supported=call.table is not None) != "plain"
 
     def one_chunk(
         scores: Tensor, table: Tensor | None, mask: Tensor, factors: Tensor | None
