@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import mapping_named
-from multimax_fairseq.modules import AdditiveAttention, Normalizer, attending
+from multimax_fairseq.modules import AdditiveAttention, Normalizer, normalizer_chain
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.attention import attention_scores
 from multimax_fairseq.ops.masks import causal_mask, combine_masks, excluded_keys
@@ -263,7 +263,7 @@ def _attentions(model: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def _normalizers(module: Any) -> Iterator[Normalizer]:
-    return (part for part in attending(module) if isinstance(part, Normalizer))
+    return (part for part in normalizer_chain(module) if isinstance(part, Normalizer))
 
 
 @contextlib.contextmanager

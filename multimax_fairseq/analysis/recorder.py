@@ -16,7 +16,12 @@ from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAnd
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.continuous.value_function import positions
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.modules import AdditiveAttention, ContinuousAttention, Normalizer, attending
+from multimax_fairseq.modules import (
+    AdditiveAttention,
+    ContinuousAttention,
+    Normalizer,
+    normalizer_chain,
+)
 from multimax_fairseq.modules.continuous_attention import Expectation
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.backend import VARIABLE
@@ -76,7 +81,7 @@ class Recorder(AttentionListener):
         self, place: str, number: int, module: nn.Module, heads: int
     ) -> Iterator[tuple[nn.Module, str, int]]:
         """Make the sums of an attention; yield the module that computes its densities."""
-        for part in attending(module):
+        for part in normalizer_chain(module):
             if isinstance(part, ContinuousAttention):
                 self.densities[place] = part.density
                 yield part.expectation, place, number

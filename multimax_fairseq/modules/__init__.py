@@ -3,7 +3,7 @@
 from multimax_fairseq.modules.additive_attention import AdditiveAttention
 from multimax_fairseq.modules.attention_gate import GatedAttention
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
-from multimax_fairseq.modules.normalizer import Normalizer, attending
+from multimax_fairseq.modules.normalizer import Normalizer, normalizer_chain
 from multimax_fairseq.modules.recurrent_cell import RecurrentCell
 
 __all__ = [
@@ -12,5 +12,5 @@ __all__ = [
     "GatedAttention",
     "Normalizer",
     "RecurrentCell",
-    "attending",
+    "normalizer_chain",
 ]

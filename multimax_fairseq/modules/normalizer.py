@@ -243,8 +243,8 @@ class Normalizer(nn.Module):
         return ", ".join([repr(self.name), *(f"{key}={v}" for key, v in self.fixed.items())])
 
 
-def attending(module: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield a module with `attend`, its `normalizer`, the normalizer of that, and so on."""
+def normalizer_chain(module: nn.Module | None) -> Iterator[nn.Module]:
+    """Yield a module with `attend` and the modules that it wraps: each is a `normalizer`."""
     while module is not None:
         yield module
         module = getattr(module, "normalizer", None)
