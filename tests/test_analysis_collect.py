@@ -332,12 +332,13 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
             assert row["confidence"] == pytest.approx(np.mean(at_best), abs=1e-4)
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(tmp_path):
-    with (
-        pytest.raises(UsageError, match=r"cannot write to '.*c' \(File too large\): make room"),
-        collection._complete(tmp_path / "c"),
-    ):
-        raise OSError(errno.EFBIG, "File too large")  # as that of a failed write, without a name
+def test_a_full_disk_is_told_and_nothing_is_left(data, checkpoint, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(collection, "_write_table", full)
+    with pytest.raises(UsageError, match=r"cannot write to '.*c' \(File too large\): make room"):
+        gather(tmp_path / "c", checkpoint(TRANSLATION), data=data / "mt", sentences=2)
     assert not list(tmp_path.iterdir())
 
 
@@ -658,8 +659,8 @@ def test_what_cannot_be_put_in_place_leaves_the_earlier_collection(tmp_path, mon
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(UsageError, match="of the disk"), collection._complete(out):
-        pass
+    with pytest.raises(OSError, match="of the disk"), collection._temporary_folder(out) as folder:
+        collection._replace_collection(out, folder)
     assert list(tmp_path.iterdir()) == [out]
     assert (out / "collection.json").read_text() == "the first"
 

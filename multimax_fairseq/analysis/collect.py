@@ -92,7 +92,7 @@ def collect(
         raise UsageError(f"--subset '{subset}' must be a name, such as valid or test")
     if max_sentences < 1:
         raise UsageError(f"--max-sentences {max_sentences} must be at least 1")
-    with _complete(out) as folder:
+    with _temporary_folder(out) as folder:
         tables: Tables = {name: [] for name in COLUMNS}
         described: list[dict[str, Any]] = []
         examples: dict[int, list[Any]] = {}
@@ -110,10 +110,6 @@ def collect(
             described.append({**about, **_normalizers(about["settings"], model, recorder)})
             examples[about["updates"]] = [e for _, e in sorted(recorder.examples.items())]
             _add_rows(tables, about["updates"], model, recorder)
-        for name, columns in COLUMNS.items():
-            rows = sorted(tables[name], key=lambda row: row["updates"])
-            _write_table(folder / f"{name}.csv", columns.split(), rows)
-        _write_json(folder / EXAMPLE_FILE, examples[max(examples)])
         described.sort(key=lambda about: about["updates"])
         signed = {
             "command": command,
@@ -125,7 +121,13 @@ def collect(
             "reference": "1 / the number of keys that the query may attend to",
             "checkpoints": described,
         }
-        _write_json(folder / SIGNATURE, signed)
+        with _explain_write_error(out):
+            for name, columns in COLUMNS.items():
+                rows = sorted(tables[name], key=lambda row: row["updates"])
+                _write_table(folder / f"{name}.csv", columns.split(), rows)
+            _write_json(folder / EXAMPLE_FILE, examples[max(examples)])
+            _write_json(folder / SIGNATURE, signed)
+            _replace_collection(out.resolve(), folder)
 
 
 # --- the model and the data -----------------------------------------------------------------------
@@ -310,7 +312,7 @@ def _cell(value: Any) -> Any:
 
 def _write_json(file: Path, value: Any) -> None:
     text = json.dumps(value, ensure_ascii=False) + "\n"
-    # Bytes of a path that are no UTF-8, which no file of text can hold.
+    # Escape the bytes of a path that are not UTF-8.
     text = re.sub("[\udc80-\udcff]", lambda found: f"\\\\x{ord(found[0]) & 0xFF:02x}", text)
     file.write_text(text, encoding="utf-8")
 
@@ -338,47 +340,55 @@ def _hash_folder(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _complete(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `out` on success, and keeps other files of `out`."""
-    given, out = out, out.resolve()  # a link stays one
-    if out in (here := Path.cwd().resolve(), *here.parents):
-        raise UsageError(f"--out '{given}' holds the current folder: give a folder below it")
-    if out.exists() and not (out / SIGNATURE).is_file() and not _is_empty(out):
+def _temporary_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder beside `out`, which is deleted in the end if it still exists.
+
+    Raises:
+        UsageError: a collection cannot be written to `out`.
+    """
+    target = out.resolve()
+    working_folder = Path.cwd().resolve()
+    if target in (working_folder, *working_folder.parents):
+        raise UsageError(f"--out '{out}' holds the current folder: give a folder below it")
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not is_empty and not (target / SIGNATURE).is_file():
         raise UsageError(
-            f"'{given}' is there and is not a collection: give another --out, or remove it"
+            f"'{out}' is there and is not a collection: give another --out, or remove it"
         )
-    # Not by the process's number: in a container it is the same again after one that was killed.
-    aside, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{x}") for x in ("part", "old"))
+    # A random name, because another container may have the same process ID.
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    with _explain_write_error(out):
+        folder.mkdir(parents=True)
     try:
-        aside.mkdir(parents=True)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _explain_write_error(out: Path) -> Iterator[None]:
+    """Convert an OSError to a UsageError."""
+    try:
+        yield
     except OSError as error:
         raise UsageError(
-            f"cannot write to '{given}' ({error.strerror}): give --out a folder that you may write "
-            "to"
+            f"cannot write to '{out}' ({error.strerror}): make room there, or give another --out"
         ) from None
+
+
+def _replace_collection(out: Path, new: Path) -> None:
+    """Rename the folder `new` to `out`, and move other files from the earlier collection to it."""
+    old = new.with_suffix(".old")
+    if out.exists():
+        out.rename(old)
     try:
-        yield aside
-        if out.exists():
-            out.rename(old)
-        try:
-            aside.rename(out)
-        except BaseException:
-            if old.exists() and not out.exists():
-                old.rename(out)
-            raise
-        for entry in list(old.iterdir()) if old.exists() else []:
+        new.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    if old.exists():
+        for entry in list(old.iterdir()):
             if entry.name not in FILES:
                 entry.rename(out / entry.name)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        if error.filename is not None or error.errno is None:  # fairseq's, of what it lacks
-            raise
-        raise UsageError(  # that of a failed write names no file
-            f"cannot write to '{given}' ({error.strerror}): make room there, or give another --out"
-        ) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _is_empty(out: Path) -> bool:
-    return out.is_dir() and not any(out.iterdir())
