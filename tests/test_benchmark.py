@@ -30,9 +30,9 @@ EXPRESSION, PLAIN, AUTO = (f"MultiMax ({word})" for word in ("torch expression",
 
 @pytest.fixture(scope="module")
 def modules():
-    """(benchmark, paired)."""
+    """(benchmark, benchmarks.measurement)."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    yield importlib.import_module("benchmark"), importlib.import_module("paired")
+    yield importlib.import_module("benchmark"), importlib.import_module("benchmarks.measurement")
     sys.path.remove(str(ROOT / "scripts"))
 
 
@@ -83,7 +83,7 @@ def check_case(case, contestants, references, quantities=("seconds",), rounds=3)
 
 @pytest.mark.parametrize("settles", [False, True])
 def test_measure_rotates_the_contestants(modules, monkeypatch, settles):
-    _, paired = modules
+    _, measurement = modules
     steps = 2 if settles else 1
     monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
     turns = []
@@ -93,13 +93,13 @@ def test_measure_rotates_the_contestants(modules, monkeypatch, settles):
             turns.append((number, name, os.environ["MULTIMAX_BACKEND"]))
             return {"tokens": 10 * number, "steps": len(turns)}
 
-        return paired.Contestant(lambda: paired.Ready(step, dict), name, backend)
+        return measurement.Contestant(lambda: measurement.Ready(step, dict), name, backend)
 
     backends = {"a": "auto", "b": "plain", "c": "cpp"}
     named = {name: contestant(name, backend) for name, backend in backends.items()}
-    case = paired.Case("toy", 0, named, ["a"], ["tokens/s"], settles=settles)
+    case = measurement.Case("toy", 0, named, ["a"], ["tokens/s"], settles=settles)
     args = argparse.Namespace(dtype="float32", device="cpu", memory=False, warmup=1, rounds=3)
-    (found,) = paired.measure(lambda _: [case], args)
+    (found,) = measurement.measure(lambda _: [case], args)
     orders = ["abc", "bca", "cab", "abc"]
     expected = [(n, c, backends[c]) for n, order in enumerate(orders) for c in order]
     assert turns == [turn for turn in expected for _ in range(steps)]
@@ -111,25 +111,25 @@ def test_measure_rotates_the_contestants(modules, monkeypatch, settles):
 
 
 def test_summary_takes_the_median_ratio(modules):
-    _, paired = modules
+    _, measurement = modules
     seconds = {"a": [1.0, 10.0, 4.0], "b": [2.0, 30.0, 2.0]}
     rounds = {name: [{"seconds": s} for s in column] for name, column in seconds.items()}
-    case = paired.Case("toy", 0, {}, ["a"], ["seconds"])
-    found = paired.summary(case, rounds, {"a": {}, "b": {}}, {})["contestants"]["b"]["seconds"]
+    case = measurement.Case("toy", 0, {}, ["a"], ["seconds"])
+    found = measurement.summary(case, rounds, {"a": {}, "b": {}}, {})["contestants"]["b"]["seconds"]
     assert found["median"] == statistics.median(seconds["b"])
     assert found["ratios"]["a"] == {"median": 2.0, "lower": 1.25, "upper": 2.5}
 
 
 @pytest.mark.parametrize("quantity, best", [("seconds", "b"), ("tokens/s", "a")])
 def test_summary_finds_the_best_baseline(modules, quantity, best):
-    _, paired = modules
+    _, measurement = modules
     seconds = {"a": [4.0, 4.0, 1.0], "b": [2.0, 2.0, 9.0], "ours": [1.0, 1.0, 1.0]}
     tokens = {"a": 9, "b": 1, "ours": 1}
     rounds = {n: [{"seconds": s, "tokens": tokens[n]} for s in each] for n, each in seconds.items()}
-    case = paired.Case("toy", 0, {}, [paired.BEST], [quantity], ["a", "b"])
-    found = paired.summary(case, rounds, dict.fromkeys(seconds, {}), {})
-    assert found[paired.BEST] == best
-    entry = found["contestants"][best][quantity]["ratios"][paired.BEST]
+    case = measurement.Case("toy", 0, {}, [measurement.BEST], [quantity], ["a", "b"])
+    found = measurement.summary(case, rounds, dict.fromkeys(seconds, {}), {})
+    assert found[measurement.BEST] == best
+    entry = found["contestants"][best][quantity]["ratios"][measurement.BEST]
     assert entry == {"median": 1.0, "lower": 1.0, "upper": 1.0}
 
 
@@ -212,11 +212,12 @@ def test_attention_products_are_those_of_attention(modules, is_causal):
     inputs = [torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(4)]
     query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
     rows, columns = torch.arange(length)[:, None], torch.arange(length)
-    block = sys.modules["baselines"].BLOCK
+    baselines = sys.modules["benchmarks.baselines"]
+    block = baselines.BLOCK
     kept = (columns // block <= rows // block) if is_causal else columns >= 0
     output = ((query @ key.mT) * kept) @ value
     wanted = [output, *torch.autograd.grad(output, [query, key, value], inputs[3])]
-    found = modules[0].baselines.attention_products(inputs, is_causal)
+    found = baselines.attention_products(inputs, is_causal)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.view_as(theirs), theirs.detach())
 
@@ -245,8 +246,9 @@ def test_output_sweeps_vocabularies(benchmark, smoothing):
 
 
 def test_compare_refuses_different_results(modules, benchmark, monkeypatch):
-    honest = modules[0].expression
-    monkeypatch.setattr(modules[0], "expression", lambda x, modulator: honest(1.5 * x, modulator))
+    operators = sys.modules["benchmarks.operators"]
+    honest = operators.expression
+    monkeypatch.setattr(operators, "expression", lambda x, modulator: honest(1.5 * x, modulator))
     with pytest.raises(SystemExit) as refusal:
         benchmark("output", "--tokens", "9", "--width", "8", "--vocabulary", "20", *SHORT)
     assert str(refusal.value).startswith(

@@ -1,4 +1,4 @@
-"""Training steps of whole models, for scripts/benchmark.py."""
+"""Training steps of whole models."""
 
 import argparse
 import itertools
@@ -12,10 +12,10 @@ from fairseq.data.data_utils import infer_language_pair
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
-from paired import AUTO, PLAIN, Case, Contestant, Ready
 from torch import Tensor
 
 import multimax_fairseq.models  # noqa: F401
+from benchmarks.measurement import AUTO, PLAIN, Case, Contestant, Ready
 
 OPTIMISER = ["--optimizer", "adam", "--lr", "0.0005", "--clip-norm", "0.1", "--max-tokens", "1024"]
 # {task: (options, (architecture, criterion) for softmax, the same for MultiMax)}

@@ -1,4 +1,4 @@
-"""Measures contestants against each other and reports the result, for scripts/benchmark.py.
+"""Measures contestants against each other.
 
 Every contestant runs once in each round, and a different one starts each round. A ratio is the
 median over the rounds of the ratio within a round, so a temporary slow-down affects both sides.
@@ -6,11 +6,9 @@ median over the rounds of the ratio within a round, so a temporary slow-down aff
 
 import contextlib
 import gc
-import itertools
 import logging
 import math
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -23,17 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import lib
 import numpy as np
 import torch
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
-from multimax_fairseq.signature import processor, signature
 
 BEST = "best baseline"
 PLAIN, AUTO = "MultiMax (plain)", "MultiMax (auto)"
-MARKERS = "os^DvP*X<>"
 # On a GPU, launch and synchronisation would dominate the time of a single step.
 STEPS_ON_GPU = 20
 # Largest difference between equivalent contestants, relative to the largest entry.
@@ -289,121 +283,3 @@ def summary(
         **{"case": case.label, "x": case.x, "references": case.references, BEST: best},
         **{"quantities": case.quantities, "agreement": agreement, "contestants": contestants},
     }
-
-
-# --- the report --------------------------------------------------------------------------------
-
-
-def conditions(args: Any) -> dict[str, Any]:
-    """Everything that is needed to repeat the measurement."""
-    if args.device == "cuda":
-        device = torch.cuda.get_device_name()
-    else:
-        device = processor()
-    return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "dtype": args.dtype,
-        "rounds": args.rounds,
-        **signature(),
-    }
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def spread(value: dict[str, float], unit: float = 1) -> str:
-    """The median, and the quartiles in brackets."""
-    median, lower, upper = (number(value[key] * unit) for key in ("median", "lower", "upper"))
-    return f"{median} ({lower}-{upper})"
-
-
-def table(case: dict[str, Any]) -> str:
-    entries = case["contestants"]
-    with_peaks = any("peak_memory" in entry for entry in entries.values())
-    with_gradients = any(entry.get("gradients") for entry in entries.values())
-    head = ["contestant"]
-    for quantity in case["quantities"]:
-        head += ["ms" if quantity == "seconds" else quantity]
-        head += [f"x {other}" for other in case["references"]]
-    head += ["peak MB"] * with_peaks + ["less gradients"] * (with_peaks and with_gradients)
-    rows = []
-    for name, entry in entries.items():
-        cells = [name]
-        for quantity in case["quantities"]:
-            cells.append(spread(entry[quantity], 1e3 if quantity == "seconds" else 1))
-            ratios = entry[quantity]["ratios"]
-            cells += [f"{ratios[other]['median']:.2f}" for other in case["references"]]
-        if with_peaks:
-            cells.append(number(entry["peak_memory"] / 1e6))
-            if with_gradients:
-                cells.append(number(max(entry["peak_memory"] - entry["gradients"], 0) / 1e6))
-        rows.append(cells)
-    best = f"; {BEST}: {case[BEST]}" if case[BEST] else ""
-    return f"{case['case']}{best}\n{lib.markdown(head, rows, align=True)}"
-
-
-def show(cases: list[dict[str, Any]], signed: dict[str, Any]) -> None:
-    """Print the tables and the conditions."""
-    for case in cases:
-        print(table(case))
-        for name, agreed in case["agreement"].items():
-            print(f"{name} against {agreed['with']}: {agreed['words']}")
-        print()
-    versions = ", ".join(f"{name} {version}" for name, version in signed["versions"].items())
-    print(
-        f"Medians and quartiles of {signed['rounds']} rounds, in {signed['dtype']}, on "
-        f"{signed['device']}, {signed['threads']} threads.\n{versions}, commit {signed['commit']}"
-    )
-
-
-def plot(cases: list[dict[str, Any]], sweep: str, title: str, files: list[Path]) -> None:
-    """Draw time and peak memory over the values of a sweep."""
-    import matplotlib
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
-    # A palette for colour-blind readers; text stays text in SVG.
-    style.use("tableau-colorblind10")
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    x = [case["x"] for case in cases]
-    names = list(cases[0]["contestants"])
-    with_peaks = "peak_memory" in cases[0]["contestants"][names[0]]
-    figure = Figure(figsize=(6 * (1 + with_peaks), 4.5), layout="constrained")
-    figure.suptitle(title, fontsize=9)
-    axes = figure.subplots(1, 1 + with_peaks, squeeze=False)[0]
-    for marker, name in zip(itertools.cycle(MARKERS), names, strict=False):
-        entries = [case["contestants"][name] for case in cases]
-        times = {
-            key: [entry["seconds"][key] * 1e3 for entry in entries]
-            for key in ("median", "lower", "upper")
-        }
-        axes[0].plot(x, times["median"], marker=marker, label=name)
-        axes[0].fill_between(x, times["lower"], times["upper"], alpha=0.2)
-        if with_peaks:
-            axes[1].plot(x, [entry["peak_memory"] / 1e6 for entry in entries], marker=marker)
-    for axis, label in zip(axes, ("ms", "peak memory, MB"), strict=False):
-        axis.set(xscale="log", yscale="log", xlabel=sweep, ylabel=label)
-        axis.set_xticks(x, labels=[f"{value:,}" for value in x])
-        axis.minorticks_off()
-    axes[0].legend(fontsize="small")
-    for file in files:
-        with whole(file) as aside:
-            figure.savefig(aside, format=file.suffix[1:], dpi=150)
-
-
-def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> None:
-    """Print the tables; with --out, write the data, and the figure of a sweep."""
-    show(cases, signed)
-    if args.out is None:
-        return
-    args.out.mkdir(parents=True, exist_ok=True)
-    base = args.out / f"benchmark-{args.command}"
-    lib.write_json(base.with_suffix(".json"), {**signed, "cases": cases})
-    if getattr(args, "sweep", None):
-        x = {"attention": "length", "output": "vocabulary"}[args.command]
-        files = [base.with_suffix(ending) for ending in (".png", ".svg")]
-        plot(cases, x, signed["command"], files)
-    print(f"Written to {args.out}")

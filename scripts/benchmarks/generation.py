@@ -1,4 +1,4 @@
-"""Beam search for scripts/benchmark.py.
+"""Beam search.
 
 Contestants: MultiMax and a softmax model of the same weights, with fairseq's search and with ours,
 in int8, and in CTranslate2 if it is installed.
@@ -17,9 +17,9 @@ from fairseq import checkpoint_utils, utils
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
-from paired import Case, Contestant, Ready
 
 import multimax_fairseq.models  # noqa: F401
+from benchmarks.measurement import Case, Contestant, Ready
 from multimax_fairseq.errors import CheckpointError, UsageError
 from multimax_fairseq.models.config import as_namespace
 from multimax_fairseq.models.loading import task_of

@@ -1,0 +1,276 @@
+"""Attention, and the output layer with its loss."""
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import baselines
+from benchmarks.measurement import AUTO, BEST, PLAIN, Case, Contestant, Ready
+from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+
+EXPRESSION = "MultiMax (torch expression)"
+PRODUCTS = "matrix products"
+# Other mappings with fused kernels, and their learned parameters per head.
+RIVALS = {"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}}
+
+
+def expression(x: Tensor, modulator: Modulator) -> Tensor:
+    """sigma(x) in plain PyTorch operations."""
+    out = x
+    for n in (1, 2):
+        low = (modulator.low_threshold[n - 1] - x).relu() ** n
+        high = (x - modulator.high_threshold[n - 1]).relu() ** n
+        out = out + modulator.low_coefficient[n - 1] * low
+        out = out + modulator.high_coefficient[n - 1] * high
+    return out
+
+
+def random(seed: int, args: argparse.Namespace, *shape: int, scale: float = 1.0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return values.to(args.device, getattr(torch, args.dtype))
+
+
+def some_modulator(args: argparse.Namespace) -> Modulator:
+    """A modulator about as far from softmax as a trained one, in the dtype of the model."""
+    torch.manual_seed(1)
+    return Modulator(init_std=0.1).to(args.device, getattr(torch, args.dtype))
+
+
+def gradients_of(
+    outputs: Callable[[], tuple[Tensor, Tensor | None]], learned: dict[str, Tensor]
+) -> Ready:
+    """Forward and backward pass; `outputs` returns the output and its gradient."""
+
+    def result() -> dict[str, Tensor]:
+        output, grad = outputs()
+        grads = torch.autograd.grad(output, list(learned.values()), grad)
+        names = [f"gradient of {name}" for name in learned]
+        return {"output": output.detach(), **dict(zip(names, grads, strict=True))}
+
+    def step(_: int) -> dict[str, int]:
+        result()
+        return {}
+
+    return Ready(step, result, sum(t.numel() * t.element_size() for t in learned.values()))
+
+
+def with_graphs(contestants: dict[str, Contestant], args: argparse.Namespace, *names: str) -> None:
+    """Add these contestants as CUDA graphs, which exclude the time of the host."""
+    for name in names if args.device == "cuda" else ():
+        plain = contestants[name]
+
+        def make(plain: Contestant = plain) -> Ready:
+            ready, stream = plain.make(), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                ready.step(0)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                ready.step(0)
+
+            def step(_: int) -> dict[str, int]:
+                graph.replay()
+                return {}
+
+            return ready._replace(step=step)
+
+        contestants[f"{name}, CUDA graph"] = plain._replace(make=make)
+
+
+def products(work: Callable[[], list[Tensor]], learned: dict[str, Tensor]) -> Ready:
+    """The matrix products that every implementation needs: a lower bound."""
+
+    def step(_: int) -> dict[str, int]:
+        work()
+        return {}
+
+    return Ready(step, work, sum(t.numel() * t.element_size() for t in learned.values()))
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def attention(args: argparse.Namespace) -> list[Case]:
+    if args.sweep is None:
+        shapes = args.shape
+    else:
+        batch, heads, _, size = args.shape[0]
+        shapes = [(batch, heads, length, size) for length in args.sweep]
+    return [attention_case(args, shape) for shape in shapes]
+
+
+def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
+    batch, _, length, _ = shape
+
+    @functools.cache
+    def inputs() -> tuple[dict[str, Tensor], Modulator, Tensor | None, Tensor]:
+        names = ("query", "key", "value")
+        parts = {n: random(i, args, *shape).requires_grad_() for i, n in enumerate(names)}
+        allowed = None
+        if args.mask in ("padding", "both"):
+            # Sentence lengths from the full length down to half of it.
+            kept = length - torch.arange(batch) * length // (2 * batch)
+            allowed = (torch.arange(length) < kept[:, None])[:, None, None].to(args.device)
+        return parts, some_modulator(args), allowed, random(3, args, *shape)
+
+    is_causal = args.mask in ("causal", "both")
+
+    def whole_mask(allowed: Tensor | None) -> Tensor | None:
+        """Causal and padding mask combined, (B or 1, 1, T or 1, S); True = may attend."""
+        if not is_causal:
+            return allowed
+        causal = torch.ones(length, length, dtype=torch.bool, device=args.device).tril()
+        return causal[None, None] if allowed is None else allowed & causal
+
+    def contestant(name: str, make_attend: Callable, backend: str = "auto") -> Contestant:
+        def make() -> Ready:
+            parts, modulator, allowed, grad = inputs()
+            attend = make_attend(modulator, allowed)
+            learned = dict(parts)
+            if name.startswith("MultiMax"):
+                learned |= dict(modulator.named_parameters())
+            learned |= {n: attend.keywords[n] for n in RIVALS.get(name.split()[0], {})}
+            return gradients_of(lambda: (attend(*parts.values()), grad), learned)
+
+        return Contestant(make, name.split()[0], backend)
+
+    def torchs(_: Modulator, allowed: Tensor | None) -> Callable:
+        # Without padding, torch's is_causal is faster than a mask; torch refuses both together.
+        mask = whole_mask(allowed) if allowed is not None else None
+        flag = is_causal and allowed is None
+        return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=flag)
+
+    def ours(normalizer: str) -> Callable:
+        def make_attend(modulator: Modulator, allowed: Tensor | None) -> Callable:
+            given: dict[str, Any] = {"modulator": modulator} if normalizer == "multimax" else {}
+            for n, value in RIVALS.get(normalizer, {}).items():
+                given[n] = torch.full((shape[1], 1, 1), value, device=args.device).requires_grad_()
+            given |= {"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal}
+            return functools.partial(scaled_dot_product_attention, **given)
+
+        return make_attend
+
+    def written_out(modulator: Modulator, allowed: Tensor | None) -> Callable:
+        mask = whole_mask(allowed)
+        excluded = None if mask is None else ~mask
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            scores = (query / query.shape[-1] ** 0.5) @ key.transpose(-2, -1)
+            scores = expression(scores.float(), modulator)
+            if excluded is not None:
+                scores = scores.masked_fill(excluded, -torch.inf)
+            return scores.softmax(-1).to(value.dtype) @ value
+
+        return attend
+
+    def floor() -> Ready:
+        parts, _, _, grad = inputs()
+        given = [*(part.detach() for part in parts.values()), grad]
+        return products(lambda: baselines.attention_products(given, is_causal), parts)
+
+    label = f"attention {'x'.join(map(str, shape))}, mask: {args.mask}"
+    contestants = {
+        "softmax (torch)": contestant("softmax (torch)", torchs),
+        "softmax (plain)": contestant("softmax (plain)", ours("softmax"), "plain"),
+        EXPRESSION: contestant(EXPRESSION, written_out),
+        PLAIN: contestant(PLAIN, ours("multimax"), "plain"),
+        AUTO: contestant(AUTO, ours("multimax")),
+    }
+    for name, kind in itertools.product(RIVALS if args.rivals else (), ("plain", "auto")):
+        contestants[f"{name} ({kind})"] = contestant(f"{name} ({kind})", ours(name), kind)
+    others = {"softmax (compiled)": baselines.compiled_attention}
+    if args.device == "cuda":
+        others["softmax (FlexAttention)"] = baselines.flex_attention
+    for name, make_attend in others.items() if args.compile else ():
+        contestants[name] = contestant(name, lambda _, a, make=make_attend: make(whole_mask(a)))
+    with_graphs(contestants, args, "softmax (torch)", AUTO)
+    contestants[PRODUCTS] = Contestant(floor, PRODUCTS)
+    references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
+    rivals = ["softmax (torch)", *(others if args.compile else ())]
+    return Case(label, length, contestants, references, ["seconds"], rivals, settles=True)
+
+
+# --- the output layer --------------------------------------------------------------------------
+
+
+def output(args: argparse.Namespace) -> list[Case]:
+    return [output_case(args, size) for size in args.sweep or [args.vocabulary]]
+
+
+def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
+    stock = "softmax (log_softmax)"
+
+    @functools.cache
+    def inputs() -> tuple[dict[str, Tensor], Modulator, Tensor]:
+        features = random(0, args, args.tokens, args.width)
+        weight = random(1, args, vocabulary, args.width, scale=args.width**-0.5)
+        generator = torch.Generator().manual_seed(2)
+        target = torch.randint(vocabulary, (args.tokens,), generator=generator).to(args.device)
+        parts = {"features": features.requires_grad_(), "weight": weight.requires_grad_()}
+        return parts, some_modulator(args), target
+
+    def fused(features: Tensor, weight: Tensor, target: Tensor, modulator: Modulator | None):
+        return linear_cross_entropy(
+            features, weight, target, modulator=modulator, label_smoothing=args.label_smoothing
+        )[0]
+
+    def unfused(features: Tensor, weight: Tensor, target: Tensor, modulator: Modulator | None):
+        logits = F.linear(features, weight)
+        if modulator is not None:
+            logits = expression(logits.float(), modulator)
+        return baselines.loss_of_logits(logits, target, args.label_smoothing)
+
+    def contestant(loss: Callable, modulated: bool) -> Contestant:
+        def make() -> Ready:
+            parts, modulator, target = inputs()
+            learned = dict(parts) | (dict(modulator.named_parameters()) if modulated else {})
+            used = modulator if modulated else None
+            return gradients_of(lambda: (loss(*parts.values(), target, used), None), learned)
+
+        return Contestant(make, "MultiMax" if modulated else "softmax")
+
+    def torchs(name: str) -> Contestant:
+        def make() -> Ready:
+            parts, _, target = inputs()
+            loss = losses()[name]
+            return gradients_of(lambda: (loss(*parts.values(), target), None), parts)
+
+        return Contestant(make, "softmax")
+
+    def losses() -> dict[str, baselines.Loss]:
+        found = baselines.losses(args.label_smoothing)
+        if args.compile:
+            found["softmax (compiled)"] = baselines.compiled_loss(args.label_smoothing)
+        return found
+
+    def floor() -> Ready:
+        parts, *_ = inputs()
+        features, weight = (part.detach() for part in parts.values())
+
+        def work() -> list[Tensor]:
+            logits = features @ weight.T
+            return [logits @ weight, logits.T @ features]
+
+        return products(work, parts)
+
+    smoothing = f", label smoothing {args.label_smoothing}" if args.label_smoothing else ""
+    label = f"output layer, {args.tokens:,} x {vocabulary:,} x {args.width}{smoothing}"
+    contestants = {
+        stock: contestant(unfused, False),
+        **{name: torchs(name) for name in losses()},
+        PRODUCTS: Contestant(floor, PRODUCTS),
+        EXPRESSION: contestant(unfused, True),
+        "softmax (fused)": contestant(fused, False),
+        "MultiMax (fused)": contestant(fused, True),
+    }
+    with_graphs(contestants, args, "softmax (F.cross_entropy)", "MultiMax (fused)")
+    references = [BEST, PRODUCTS, stock, EXPRESSION]
+    rivals = [stock, *losses()]
+    return Case(label, vocabulary, contestants, references, ["seconds"], rivals, settles=True)
