@@ -178,7 +178,7 @@ def test_only_a_known_attention_is_watched(build, dictionary):
 def test_a_long_sentence_keeps_its_positions(build, dictionary, translation_batch):
     words = WordBoundaries(dictionary)
     model = build(*MODELS["transformer_multimax, sparsemax"]).eval()
-    recorder = Recorder(model, words, words, {0}, longest=5)
+    recorder = Recorder(model, words, words, {0}, max_tokens=5)
     recorder.run(translation_batch(((9, 7),)))
     (layer, _) = recorder.examples[0]["densities"]["cross"]
     np.testing.assert_allclose(layer["positions"], np.arange(1, 6) / 10)

@@ -37,7 +37,7 @@ def test_observer_passes_each_attention_once(model, translation_batch):
         normalizer = attention.normalizer or Normalizer("softmax")
         expected = normalizer(attention.scores, -1, attention.excluded)
         torch.testing.assert_close(attention.probs, expected)
-        assert attention.kept.shape == attention.scores.shape
+        assert attention.valid.shape == attention.scores.shape
     ((output, is_logits),) = lists.outputs
     padding = sample["net_input"]["prev_output_tokens"] == model.decoder.dictionary.pad()
     assert is_logits and output.equal(logits[~padding])

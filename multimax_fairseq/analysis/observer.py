@@ -48,12 +48,12 @@ class Attention:
         return getattr(self.normalizer, "modulator", None)
 
     @property
-    def kept(self) -> Tensor:
-        """(B, H, T, S): True where the query is no padding and the key not excluded."""
-        kept = ~self.padding[:, None, :, None]
+    def valid(self) -> Tensor:
+        """(B, H, T, S): True where the query is not padding and the key is not excluded."""
+        valid = ~self.padding[:, None, :, None]
         if self.excluded is not None:
-            kept = kept & ~self.excluded
-        return kept.expand(self.scores.shape)
+            valid = valid & ~self.excluded
+        return valid.expand(self.scores.shape)
 
     def parts(self) -> Iterator["Attention"]:
         """Split the rows so that each part fits in memory; convert to float32 or wider."""
@@ -116,7 +116,7 @@ class Observer:
     # --- which layer calls a module ---
 
     def follow(self, module: nn.Module, place: str, layer: int) -> bool:
-        """Note that a layer calls this module; return whether it is the module's first layer."""
+        """Record that a layer calls this module; return whether it is the module's first layer."""
         is_first = module not in self.places
         if is_first:
             self.places[module] = []
@@ -189,15 +189,15 @@ class Observer:
     @torch.no_grad()
     def _on_softmax(self, module: Any, args: Any, kwargs: Any, _: Any) -> None:
         """Receive the inputs of fairseq's own attention."""
-        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        key = given["query"] if module.self_attention else given["key"]
+        inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        key = inputs["query"] if module.self_attention else inputs["key"]
         query, key = (
             F.linear(x, projection.weight, projection.bias)
             .unflatten(-1, (module.num_heads, -1))
             .permute(1, 2, 0, 3)  # (T, B, H D) to (B, H, T, D)
-            for x, projection in ((given["query"], module.q_proj), (key, module.k_proj))
+            for x, projection in ((inputs["query"], module.q_proj), (key, module.k_proj))
         )
-        mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+        mask, padding = inputs.get("attn_mask"), inputs.get("key_padding_mask")
         if mask is not None and not mask.is_floating_point():
             mask = mask.bool()
         if padding is not None:
@@ -268,7 +268,7 @@ def _normalizers(module: Any) -> Iterator[Normalizer]:
 
 @contextlib.contextmanager
 def evaluated(module: nn.Module | None) -> Iterator[None]:
-    """Put a module into evaluation mode for a while."""
+    """Put a module into evaluation mode inside the `with` block."""
     if module is None:
         yield
         return

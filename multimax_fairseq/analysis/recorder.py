@@ -37,8 +37,8 @@ class Recorder(AttentionListener):
         model: changed in place; a Transformer of fairseq, or a model of this package.
         source: words of the source; None for a language model.
         target: words of the target.
-        wanted: numbers of the sentences to keep as examples.
-        longest: number of tokens to keep of an example.
+        example_ids: indices of the sentences to keep as examples.
+        max_tokens: number of tokens to keep of an example.
 
     Raises:
         UsageError: another architecture.
@@ -49,30 +49,30 @@ class Recorder(AttentionListener):
         model: Any,
         source: WordBoundaries | None,
         target: WordBoundaries,
-        wanted: set[int],
-        longest: int = 32,
+        example_ids: set[int],
+        max_tokens: int = 32,
     ) -> None:
         self.model, self.source, self.target = model, source, target
-        self.wanted, self.longest = wanted, longest
+        self.example_ids, self.max_tokens = example_ids, max_tokens
         self.sums: dict[tuple[str, int], AttentionSums] = {}
         self.densities: dict[str, str] = {}
         self.examples: dict[int, dict[str, Any]] = {}
         self.output = OutputSums(target.dictionary)
-        followed: list[tuple[nn.Module, str, int]] = []
+        modules: list[tuple[nn.Module, str, int]] = []
         attention: Any = getattr(getattr(model, "decoder", None), "attention", None)
         if isinstance(attention, AdditiveAttention):  # the only one of a recurrent model
-            followed += self._add_sums("cross", 0, attention.normalizer, 1)
+            modules += self._add_sums("cross", 0, attention.normalizer, 1)
         else:
             for side, number, layer in _layers(model, source is not None):
-                followed.append((layer, side, number))
+                modules.append((layer, side, number))
                 for place, attention in _self_and_cross_attention(side, number, layer):
-                    followed += self._add_sums(
+                    modules += self._add_sums(
                         place, number, attention.normalizer, attention.num_heads
                     )
         if not _takes_features_only(model):
             raise _unknown(f"a {type(model).__name__} has no forward for the features only")
         self.observer = Observer(model, self)
-        for module, place, number in followed:
+        for module, place, number in modules:
             if self.observer.follow(module, place, number):
                 is_density = isinstance(module, Expectation)
                 module.register_forward_hook(self._on_density if is_density else self._on_features)
@@ -105,22 +105,22 @@ class Recorder(AttentionListener):
         self.steps: dict[nn.Module, list[tuple[Tensor, ...]]] = {m: [] for m in self.observer.calls}
         self.ids = sample["id"].tolist()
         for row, number in enumerate(self.ids):
-            if number in self.wanted:
-                shown = {
+            if number in self.example_ids:
+                texts = {
                     side: words.display(
-                        found[row][found[row] != words.dictionary.pad()][: self.longest]
+                        batch[row][batch[row] != words.dictionary.pad()][: self.max_tokens]
                     )
-                    for side, (words, found) in tokens.items()
+                    for side, (words, batch) in tokens.items()
                 }
                 self.examples[number] = {
-                    "source": shown.get("encoder", {"tokens": [], "words": []}),
-                    "target": shown["decoder"],
+                    "source": texts.get("encoder", {"tokens": [], "words": []}),
+                    "target": texts["decoder"],
                     "attention": {},
                     "rollout": {},
                     "densities": {},
                 }
         words = self.target.dictionary
-        # As fairseq-eval-lm counts: no beginning of a block, which --add-bos-token makes a target.
+        # fairseq-eval-lm does not count the BOS token that --add-bos-token makes a target.
         counted = (sample["target"] != words.pad()) & (sample["target"] != words.bos())
         with _plain_backend(), torch.no_grad():
             features = self.model(**inputs, features_only=True)[0]
@@ -128,19 +128,20 @@ class Recorder(AttentionListener):
         is_complete = all(self.observer.calls.values()) and not any(self.steps.values())
         assert is_complete, "the observer missed an attention"
 
-    def _all_queries(self, module: nn.Module, *shown: Tensor) -> tuple[Tensor, ...] | None:
-        """Return tensors, (B, heads, queries, ...), of all queries of a call, or None before the
-        last query: a recurrent decoder attends with one query after the other."""
+    def _all_queries(self, module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the tensors, (B, heads, queries, ...), for all queries of a call.
+
+        A recurrent decoder attends with one query at a time: return None before the last query.
+        """
         place, _ = self.observer.place_of(module)
         steps = self.steps[module]
-        steps.append(shown)
+        steps.append(tensors)
         if sum(step[0].shape[2] for step in steps) < self.pairs[place].query_padding.shape[1]:
             return None
-        joined = (
-            shown if len(steps) == 1 else tuple(torch.cat(s, 2) for s in zip(*steps, strict=True))
-        )
+        if len(steps) > 1:
+            tensors = tuple(torch.cat(parts, 2) for parts in zip(*steps, strict=True))
         steps.clear()
-        return joined
+        return tensors
 
     def on_attention(self, attention: Attention) -> None:
         place, number = attention.place, attention.layer
@@ -148,17 +149,17 @@ class Recorder(AttentionListener):
         excluded = pair.key_padding[:, None, None].expand(-1, 1, attention.scores.shape[-2], -1)
         if attention.excluded is not None:
             excluded = excluded | attention.excluded
-        shown = self._all_queries(attention.module, attention.scores, attention.probs, excluded)
-        if shown is None:
+        tensors = self._all_queries(attention.module, attention.scores, attention.probs, excluded)
+        if tensors is None:
             return
-        scores, probs, excluded = shown
+        scores, probs, excluded = tensors
         if (~scores.isfinite() & ~excluded & ~pair.query_padding[:, None, :, None]).any():
             raise UsageError(
                 f"the scores in layer {number + 1} of {place} attention are not finite, as after a "
                 "training that diverged: give an earlier checkpoint"
             )
         sums.add(scores, probs, excluded, pair)
-        self._show("attention", place, pair, probs)
+        self._keep("attention", place, pair, probs)
         self._roll_out(place, pair, sums, probs.mean(1), excluded)
 
     def _roll_out(
@@ -176,30 +177,30 @@ class Recorder(AttentionListener):
             mixed = mean @ self.rollouts["encoder"]
         else:  # an encoder without attention has no rollout
             return
-        unseen = excluded[:, 0] | pair.query_padding[..., None]
-        if pair.same:  # the diagonal holds the residual connection
-            unseen = unseen | (pair.offsets[:, 0] == 0)
-        sums.layer["rollout_similarity"].add(metrics.correlation(mixed, mean, unseen)[None])
-        self._show("rollout", place, pair, mixed)
+        ignored = excluded[:, 0] | pair.query_padding[..., None]
+        if pair.same:  # the diagonal contains the residual connection
+            ignored = ignored | (pair.offsets[:, 0] == 0)
+        sums.layer["rollout_similarity"].add(metrics.correlation(mixed, mean, ignored)[None])
+        self._keep("rollout", place, pair, mixed)
 
     def _on_density(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         place, number = self.observer.place_of(module)
         pair = self.pairs[place]
-        shown = self._all_queries(module, *(moment[..., None] for moment in inputs))
+        moments = self._all_queries(module, *(moment[..., None] for moment in inputs))
         self.observer.advance(module, inputs[0].shape[2])
-        if shown is None:
+        if moments is None:
             return
-        mean, variance = shown
+        mean, variance = moments
         kind: Any = module.density
         time = positions(~pair.key_padding)
         values, inside = metrics.density_at(kind, time[:, None, None], mean, variance)
         inside = inside & ~pair.key_padding[:, None, None]
         self.sums[place, number].add_density(kind, variance, inside, pair)
-        for row, queries, keys, example in self._wanted(pair):
-            found = inside[row][:, queries][..., keys]
+        for row, queries, keys, example in self._examples(pair):
+            support = inside[row][:, queries][..., keys]
             # The support is one interval of tokens.
-            first = found.long().argmax(-1)
-            ends = torch.stack([first, first + found.sum(-1)], -1)
+            first = support.long().argmax(-1)
+            ends = torch.stack([first, first + support.sum(-1)], -1)
             layer = {
                 "kind": kind,
                 "positions": _numbers(time[row, keys], 6),
@@ -210,18 +211,20 @@ class Recorder(AttentionListener):
             }
             example["densities"].setdefault(place, []).append(layer)
 
-    def _show(self, name: str, place: str, pair: QueriesAndKeys, values: Tensor) -> None:
+    def _keep(self, name: str, place: str, pair: QueriesAndKeys, values: Tensor) -> None:
         """Keep the weights, (B, ..., T, S), of this batch's examples."""
-        for row, queries, keys, example in self._wanted(pair):
-            shown = _numbers(values[row][..., queries, :][..., keys], 4)
-            example[name].setdefault(place, []).append(shown)
+        for row, queries, keys, example in self._examples(pair):
+            weights = _numbers(values[row][..., queries, :][..., keys], 4)
+            example[name].setdefault(place, []).append(weights)
 
-    def _wanted(self, pair: QueriesAndKeys) -> Iterator[tuple[int, Tensor, Tensor, dict[str, Any]]]:
+    def _examples(
+        self, pair: QueriesAndKeys
+    ) -> Iterator[tuple[int, Tensor, Tensor, dict[str, Any]]]:
         """Yield the rows of this batch that are examples, and their first queries and keys."""
         for row, number in enumerate(self.ids):
-            if number in self.wanted:
+            if number in self.example_ids:
                 queries, keys = (
-                    (~padding[row]).nonzero()[: self.longest, 0]
+                    (~padding[row]).nonzero()[: self.max_tokens, 0]
                     for padding in (pair.query_padding, pair.key_padding)
                 )
                 yield row, queries, keys, self.examples[number]
@@ -302,7 +305,7 @@ def _unknown(why: str) -> UsageError:
 
 @contextlib.contextmanager
 def _plain_backend() -> Iterator[None]:
-    """Compute attention in plain PyTorch, so that a collection does not depend on the kernels."""
+    """Compute attention in plain PyTorch: a collection must not depend on the kernels."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "plain"
     try:

@@ -87,22 +87,22 @@ class AttentionSums:
         """Add a batch: scores, probs and excluded, (B, heads, T, S)."""
         padding = pair.query_padding[:, None]
         self.queries += int((~padding).sum())
-        found = metrics.of_queries(scores, probs, excluded)
+        results = metrics.of_queries(scores, probs, excluded)
         others = ~excluded & (pair.offsets != 0) if pair.same else ~excluded
-        found["interrogation"] = metrics.weight_on(probs, others & pair.questions)
+        results["interrogation"] = metrics.weight_on(probs, others & pair.questions)
         if pair.same:
-            mates = pair.words[:, :, None] == pair.words[:, None, :]
-            found["bpe_merging"] = metrics.weight_on(probs, others & mates[:, None])
-        found = {name: values.masked_fill(padding, torch.nan) for name, values in found.items()}
+            in_word = pair.words[:, :, None] == pair.words[:, None, :]
+            results["bpe_merging"] = metrics.weight_on(probs, others & in_word[:, None])
+        results = {name: values.masked_fill(padding, torch.nan) for name, values in results.items()}
         if pair.same:
-            found["bpe_merging"] = metrics.largest_of_words(found["bpe_merging"], pair.words)
-        for name, values in found.items():
+            results["bpe_merging"] = metrics.largest_of_words(results["bpe_merging"], pair.words)
+        for name, values in results.items():
             self.heads[name].add(values.transpose(0, 1))
-        kept = (~excluded & ~padding[..., None]).expand(scores.shape)
-        self._turns(scores, kept)
-        self._positions(probs, kept, padding, pair.offsets)
-        self.scores += _score_counts(scores, kept)
-        self.probs += _prob_counts(probs, kept)
+        valid = (~excluded & ~padding[..., None]).expand(scores.shape)
+        self._turns(scores, valid)
+        self._positions(probs, valid, padding, pair.offsets)
+        self.scores += _score_counts(scores, valid)
+        self.probs += _prob_counts(probs, valid)
         epsilon = metrics.mean_score(scores, excluded)
         reference = metrics.uniform_probability(scores, excluded)
         softmaxes = metrics.over_temperatures(scores, TEMPERATURES, epsilon, reference, excluded)
@@ -117,21 +117,21 @@ class AttentionSums:
     ) -> None:
         """Add a batch of densities: variance (B, heads, T, 1), inside (B, heads, T, S)."""
         padding = pair.query_padding[:, None]
-        found = {"position_variance": variance[..., 0]}
+        results = {"position_variance": variance[..., 0]}
         if kind == "sparsemax":  # the support of a Gaussian holds every key
-            found["support_tokens"] = inside.sum(-1).double()
-        for name, values in found.items():
+            results["support_tokens"] = inside.sum(-1).double()
+        for name, values in results.items():
             self.heads[name].add(values.masked_fill(padding, torch.nan).transpose(0, 1))
 
-    def _turns(self, scores: Tensor, kept: Tensor) -> None:
+    def _turns(self, scores: Tensor, valid: Tensor) -> None:
         modulator = self.normalizer.modulator
         if not isinstance(modulator, Modulator):
             return
         share = self.heads["past_turning_point"]
-        share.count += kept.sum((0, 2, 3))
-        share.total += (metrics.past_turning_point(scores, modulator) & kept).sum((0, 2, 3))
+        share.count += valid.sum((0, 2, 3))
+        share.total += (metrics.past_turning_point(scores, modulator) & valid).sum((0, 2, 3))
 
-    def _positions(self, probs: Tensor, kept: Tensor, padding: Tensor, offsets: Tensor) -> None:
+    def _positions(self, probs: Tensor, valid: Tensor, padding: Tensor, offsets: Tensor) -> None:
         width = self.top_offsets.shape[1]
         head = torch.arange(self.size)
         top = metrics.top_offset(probs, offsets)
@@ -141,7 +141,7 @@ class AttentionSums:
         counts = torch.bincount(index[near], minlength=self.top_offsets.numel())
         self.top_offsets += counts.view_as(self.top_offsets)
         # Only nearby pairs, because a long text has too many others.
-        near = kept[:, 0] & (offsets[:, 0].abs() <= LARGEST_OFFSET)
+        near = valid[:, 0] & (offsets[:, 0].abs() <= LARGEST_OFFSET)
         row, query, key = near.nonzero(as_tuple=True)
         column = offsets[row, 0, query, key] + LARGEST_OFFSET
         self.at_offsets.index_add_(1, column, probs[row, :, query, key].T.double())
@@ -183,24 +183,24 @@ class AttentionSums:
         return [*rows, {"temperature": None, **own}]
 
 
-def _score_counts(scores: Tensor, kept: Tensor) -> Tensor:
+def _score_counts(scores: Tensor, valid: Tensor) -> Tensor:
     """Count scores in the bins (-inf, first edge], (first, second], ..., (last edge, inf)."""
     last = len(SCORE_EDGES)
     bins = ((scores - SCORE_EDGES[0]) / SCORE_STEP).ceil_().clamp_(0, last)
-    return _bin_counts(bins, kept, last + 1)
+    return _bin_counts(bins, valid, last + 1)
 
 
-def _prob_counts(probs: Tensor, kept: Tensor) -> Tensor:
+def _prob_counts(probs: Tensor, valid: Tensor) -> Tensor:
     """Count probabilities in the bins 0, (0, 1e-8], ..., (last edge but one, 1]."""
     last = len(PROBABILITY_EDGES) - 1
     steps = (probs.log10() - math.log10(PROBABILITY_EDGES[1])) * BINS_A_DECADE
     bins = steps.ceil_().add_(1).clamp_(1, last).masked_fill_(probs == 0, 0)
-    return _bin_counts(bins, kept, last + 1)
+    return _bin_counts(bins, valid, last + 1)
 
 
-def _bin_counts(bins: Tensor, kept: Tensor, size: int) -> Tensor:
+def _bin_counts(bins: Tensor, valid: Tensor, size: int) -> Tensor:
     """Count bin indices, given as floats. Excluded entries go into an extra bin, then dropped."""
-    bins = bins.masked_fill(~kept, size).flatten()
+    bins = bins.masked_fill(~valid, size).flatten()
     return torch.bincount(bins.int(), minlength=size + 1)[:size]
 
 
@@ -228,7 +228,7 @@ class OutputSums:
             handle = modulator.register_forward_hook(
                 lambda module, inputs, output: unmodulated.append(inputs[0])
             )
-        for rows, wanted in zip(features.split(at_once), targets.split(at_once), strict=True):
+        for rows, words in zip(features.split(at_once), targets.split(at_once), strict=True):
             unmodulated.clear()
             output = decoder.output_layer(rows[None])
             log_probs = decoder.get_normalized_probs((output, None), log_probs=True)[0]
@@ -236,14 +236,14 @@ class OutputSums:
             scores = output[0] if output.shape[-1] == log_probs.shape[-1] else log_probs
             if unmodulated:
                 scores = unmodulated[0][0]
-            self._add(scores, log_probs, wanted, bool(unmodulated))
+            self._add(scores, log_probs, words, bool(unmodulated))
         if handle is not None:
             handle.remove()
 
-    def _add(self, scores: Tensor, log_probs: Tensor, wanted: Tensor, modulated: bool) -> None:
+    def _add(self, scores: Tensor, log_probs: Tensor, targets: Tensor, modulated: bool) -> None:
         # log_probs, because a probability may underflow to 0 in float32.
-        chosen, probs = log_probs.gather(-1, wanted[:, None])[:, 0], log_probs.exp()
-        found = {
+        chosen, probs = log_probs.gather(-1, targets[:, None])[:, 0], log_probs.exp()
+        results = {
             "entropy": metrics.entropy(probs),
             "sparsity": metrics.sparsity(
                 scores, probs, metrics.mean_score(scores), 1 / probs.shape[-1]
@@ -252,15 +252,15 @@ class OutputSums:
             "probability": chosen.exp(),
         }
         if modulated:
-            chosen = scores.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
-            found["nll_without_modulator"] = -chosen
-            found["probability_without_modulator"] = chosen.exp()
+            chosen = scores.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+            results["nll_without_modulator"] = -chosen
+            results["probability_without_modulator"] = chosen.exp()
         # Special symbols come before the words; they count as the most frequent ones.
-        bucket = torch.bucketize(wanted - self.special + 1, self.ranks)
+        bucket = torch.bucketize(targets - self.special + 1, self.ranks)
         for number in range(len(self.tokens)):
             inside = bucket == number
             self.tokens[number] += inside.sum()
-            for name, values in found.items():
+            for name, values in results.items():
                 mean = self.means[name]
                 mean.total[number] += values[inside].double().sum()
                 mean.count[number] += inside.sum()

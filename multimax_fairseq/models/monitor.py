@@ -164,13 +164,13 @@ class Statistics(AttentionListener):
         for name, values in found.items():
             defined = ~(values.isnan() | part.padding[:, None])
             self._sum(place, name, values.double().masked_fill(~defined, 0.0), defined)
-        scores, kept, modulator = part.scores, part.kept, part.modulator
+        scores, valid, modulator = part.scores, part.valid, part.modulator
         if isinstance(modulator, Modulator):
             falls = metrics.past_turning_point(scores, modulator)
-            self._sum(place, "past_turning_point", falls & kept, kept)
+            self._sum(place, "past_turning_point", falls & valid, valid)
         if modulator is not None:
             scores = modulator(scores)
-        largest = scores.masked_fill(~kept, -torch.inf).amax()
+        largest = scores.masked_fill(~valid, -torch.inf).amax()
         before = self.largest.get(place)
         self.largest[place] = largest if before is None else torch.maximum(before, largest)
 

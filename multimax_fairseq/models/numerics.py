@@ -38,12 +38,12 @@ class LargestScores(AttentionListener):
     def on_attention(self, attention: Attention) -> None:
         place = f"{attention.place}.{attention.layer}"
         for part in attention.parts():
-            kept = part.kept
-            largest = _largest(part.scores[kept])
+            valid = part.valid
+            largest = _largest(part.scores[valid])
             if part.modulator is None:
                 self._note(place, f"the largest score is {largest:.4g}", largest)
                 continue
-            modulated = _largest(part.modulator(part.scores)[kept])
+            modulated = _largest(part.modulator(part.scores)[valid])
             words = f"the largest modulated score is {modulated:.4g}, of scores up to {largest:.4g}"
             self._note(place, words, modulated)
 
