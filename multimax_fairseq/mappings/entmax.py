@@ -18,7 +18,7 @@ from multimax_fairseq.ops.checks import check_whole, is_finite
 
 # The gradient by alpha is a difference of probabilities over (alpha - 1)^2. Closer to 1, rounding
 # errors of float32 would exceed it.
-LEAST_ALPHA = 1.01
+MIN_ALPHA = 1.01
 
 
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -191,7 +191,7 @@ class EntmaxAlpha(nn.Module):
         """Return alpha, (num_heads, 1, 1), in float32 or wider."""
         wide = self.logit.to(torch.promote_types(self.logit.dtype, torch.float32))
         alpha = 1 + wide.sigmoid()
-        alpha = alpha + (alpha.clamp(min=LEAST_ALPHA) - alpha).detach()
+        alpha = alpha + (alpha.clamp(min=MIN_ALPHA) - alpha).detach()
         return alpha[:, None, None]
 
     def extra_repr(self) -> str:

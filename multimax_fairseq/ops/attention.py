@@ -273,8 +273,8 @@ def fits_each_head(
     """
     for value, infinite in ((sink, -torch.inf), (length_scale, None)):
         if isinstance(value, Tensor):
-            given = value.shape[-3] if value.dim() > 2 else 1
-            fits = given in (1, heads) and value.numel() == given
+            count = value.shape[-3] if value.dim() > 2 else 1
+            fits = count in (1, heads) and value.numel() == count
             if not fits or not value.is_floating_point() or value.device != like.device:
                 return False
         elif value is not None and not is_finite(value) and value != infinite:

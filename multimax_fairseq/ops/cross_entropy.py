@@ -44,7 +44,7 @@ from multimax_fairseq.ops.registration import (
 # and a tile stays in the L2 cache.
 CHUNK_LOGITS, CHUNK_TOKENS = 70_000_000, 512
 # Floats of the widest vector; logits are stored in whole vectors.
-MOST_LANES = 16
+MAX_LANES = 16
 
 
 def linear_cross_entropy(
@@ -337,7 +337,7 @@ def _run_cpp(
     if chunk_size is None:
         most = max(16, min(CHUNK_TOKENS, CHUNK_LOGITS // classes))
         # The logits of so few tokens fit into the memory of the weight's gradient.
-        in_gradient = min(CHUNK_TOKENS, size // MOST_LANES * MOST_LANES)
+        in_gradient = min(CHUNK_TOKENS, size // MAX_LANES * MAX_LANES)
         if factors is not None and needed[1] and tokens <= in_gradient:
             most = in_gradient
         chunks = max(1, -(-tokens // most))

@@ -17,9 +17,9 @@ from multimax_fairseq.ops.registration import differentiable_once
 
 # Logits held at a time. On the CPU a chunk stays in the last-level cache through both passes. On a
 # GPU it fills the matrix units; each chunk reads the whole weight and its gradient there, so a
-# chunk has at least LEAST_ROWS rows unless that exceeds MAX_LOGITS.
+# chunk has at least MIN_ROWS rows unless that exceeds MAX_LOGITS.
 CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**27}
-LEAST_ROWS = {"cpu": 64, "cuda": 2048}
+MIN_ROWS = {"cpu": 64, "cuda": 2048}
 MAX_LOGITS = 2**30
 # Half-precision matrix products are fast if rows start at multiples of 16 bytes.
 ALIGNMENT = 64
@@ -188,7 +188,7 @@ def through_chunks(
 def chunk_rows(count: int, classes: int, device: str) -> int:
     """Return the chunk size at which all chunks are about equally large."""
     device = device if device in CHUNK_LOGITS else "cuda"
-    most = max(LEAST_ROWS[device], CHUNK_LOGITS[device] // classes)
+    most = max(MIN_ROWS[device], CHUNK_LOGITS[device] // classes)
     most = min(most, max(64, MAX_LOGITS // classes))
     chunks = max(1, -(-count // most))
     return max(1, -(-count // chunks))

@@ -76,14 +76,14 @@ def modulate(
             The order is 1 or 2.
         high_coefficient, high_threshold: the same for the high term.
         monotone: keep sigma from turning on either side of x = 0. Below the first point where it
-            would fall with rising x it goes on falling with slope one; above the first such point
-            on the other side it stays level. Equal to sigma between the two.
+            would fall with rising x it continues with slope one; above the first such point on the
+            other side it is constant. Between the two points it is sigma.
 
     Returns:
         The shape of x, in float32 or wider. Scores of -inf and +inf are kept.
 
     Raises:
-        TypeError: something that is no tensor; a monotone that is no bool.
+        TypeError: scores or a parameter is not a tensor; monotone is not a bool.
         ValueError: x is not floating; one of a pair is missing, shapes differ, an order is neither
             1 nor 2, x has no dimension for the heads, or is on another device.
     """
@@ -247,11 +247,11 @@ def pack(
         (1, 8) or (heads, 8), in float32 or wider: the four arguments in their order, each with its
         orders 1 and 2; absent terms have the coefficient 0. (..., 12) if monotone.
     """
-    given = low_coefficient if low_coefficient is not None else high_coefficient
-    assert given is not None
+    like = low_coefficient if low_coefficient is not None else high_coefficient
+    assert like is not None
     heads = max(_heads(low_coefficient), _heads(high_coefficient))
     columns = [
-        _columns(p, given, heads)
+        _columns(p, like, heads)
         for p in (low_coefficient, low_threshold, high_coefficient, high_threshold)
     ]
     table = torch.cat(columns, -1)

@@ -136,7 +136,7 @@ def call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
         ValueError: a tensor without memory.
         MemoryError: the kernel cannot allocate its buffers.
     """
-    given = structure()
+    argument = structure()
     for field, value in values.items():
         if isinstance(value, Tensor):
             address = value.data_ptr()
@@ -147,10 +147,10 @@ def call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
                 )
             value = (address, value.stride()[:3]) if field in _WITH_STRIDES else address
         if value is not None:
-            setattr(given, field, value)
+            setattr(argument, field, value)
     kernels = library()
     assert kernels is not None
-    status = int(getattr(kernels, name)(ctypes.byref(given)))
+    status = int(getattr(kernels, name)(ctypes.byref(argument)))
     if status == 0:
         raise MemoryError(f"{name}: not enough memory for its buffers; give smaller batches")
     return status
@@ -198,7 +198,7 @@ def linear_layer(
 def find_windows(
     mask: Mask, batch: int, queries: int, keys: int, is_causal: bool, starts: Tensor, ends: Tensor
 ) -> bool:
-    """Fill starts and ends with the window of each query; return whether windows say it all."""
+    """Fill in the window of each query in a mask; return whether they describe it."""
     kernels = library()
     assert kernels is not None
     return bool(

@@ -29,10 +29,10 @@ _SCHEMA_TYPES = {
 
 
 class Operator:
-    """A registered operator. Arguments are trusted: the caller has checked them.
+    """A registered operator, whose caller has checked the arguments.
 
     In plain eager mode the call bypasses the dispatcher, which costs more than one decoding step.
-    `torch.ops.multimax_fairseq` has the same operators for everybody else; these check arguments.
+    The same operators in `torch.ops.multimax_fairseq` check their arguments.
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], autograd: Callable[..., Any]) -> None:
@@ -50,13 +50,13 @@ def _needs_dispatcher(inputs: tuple[Any, ...]) -> bool:
     if torch.is_autocast_enabled(inputs[0].device.type):
         return True
     # A plain loop, because this runs in each decoding step.
-    for given in inputs:
-        kind = type(given)
+    for value in inputs:
+        kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
-            keys = torch._C._dispatch_keys(given).raw_repr()
-            if keys not in _ORDINARY and not _is_ordinary(given, keys):
+            keys = torch._C._dispatch_keys(value).raw_repr()
+            if keys not in _ORDINARY and not _is_ordinary(value, keys):
                 return True
-        elif kind not in _NOT_TENSORS and isinstance(given, Tensor):
+        elif kind not in _NOT_TENSORS and isinstance(value, Tensor):
             return True
     return False
 
@@ -176,14 +176,13 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = list(backward(ctx, *grads))
         sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
-        given = [i for i, t in enumerate(found) if t is not None]
-        parts = _Once.apply(len(sources), *sources, *(found[i] for i in given))
-        found = list(found)
-        for i, part in zip(given, parts, strict=True):
-            found[i] = part
-        return tuple(found)
+        indices = [i for i, t in enumerate(results) if t is not None]
+        tensors = _Once.apply(len(sources), *sources, *(results[i] for i in indices))
+        for i, tensor in zip(indices, tensors, strict=True):
+            results[i] = tensor
+        return tuple(results)
 
     return wrapper
 

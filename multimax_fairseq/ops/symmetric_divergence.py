@@ -60,7 +60,7 @@ def symmetric_divergence(
         weight: (V, D), of the dtype of features.
         bias: (V,), of the dtype of features.
         modulator: a `Modulator` with shared heads; None is softmax.
-        mask: the leading shape of features, bool: True counts for nothing.
+        mask: the leading shape of features, bool: True excludes a row.
         reduction: "sum", "mean" (over the rows that count; NaN if none does) or "none".
         chunk_size: rows of features taken at a time; None chooses.
 
@@ -84,10 +84,10 @@ def symmetric_divergence(
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
     table = table_or_none(modulator)
     call = LossCall(rows, weight, bias, table, mask.reshape(-1), 0.0, 1.0, -100, chunk_size)
-    found = _plain(call, reduction != "none")
+    divergence = _plain(call, reduction != "none")
     if reduction == "none":
-        return found.view(mask.shape)
-    return mean_of(found, (~mask).sum()) if reduction == "mean" else found
+        return divergence.view(mask.shape)
+    return mean_of(divergence, (~mask).sum()) if reduction == "mean" else divergence
 
 
 def _check_other(features: Tensor, other: Tensor) -> None:
@@ -119,18 +119,18 @@ def _plain(call: LossCall, summed: bool) -> Tensor:
     if recorded(*call.inputs, mask):  # torch differentiates it
         log_probs = logits_of(call).log_softmax(-1)
         p, q = _pairs(log_probs)
-        found = _divergences(p.exp(), q.exp(), p - q).masked_fill(mask, 0.0)
-        return found.sum() if summed else found
+        divergences = _divergences(p.exp(), q.exp(), p - q).masked_fill(mask, 0.0)
+        return divergences.sum() if summed else divergences
     # `LinearLoss` has one loss for each row: half of its pair's divergence.
     rows, classes = len(call.features), len(call.weight)
     pairs = call.chunk_size or -(-chunk_rows(rows, classes, mask.device.type) // 2)
     call = call._replace(target=mask.repeat_interleave(2), chunk_size=2 * pairs)
     if needs_gradient(*call.inputs):
-        found, _ = LinearLoss.apply(_plain_parts, summed, *call)
+        divergences, _ = LinearLoss.apply(_plain_parts, summed, *call)
     else:
-        found = _plain_parts(call, None, (False,) * 4)[0]
-        found = found.sum() if summed else found
-    return found if summed else found.view(-1, 2).sum(-1)
+        divergences = _plain_parts(call, None, (False,) * 4)[0]
+        divergences = divergences.sum() if summed else divergences
+    return divergences if summed else divergences.view(-1, 2).sum(-1)
 
 
 def _pairs(of_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def _divergences(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
 
 
 def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> tuple[Any, ...]:
-    """Return half of its pair's divergence for each row, zeros, and the gradients."""
+    """Return for each row half the divergence of its pair, and 0; and the gradients."""
     # In plain PyTorch, the modulator would take half of the time.
     fast = choose("", "auto", call.features, is_supported=call.table is not None) != "plain"
 
@@ -158,10 +158,10 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         log_p, log_q = _pairs(probs)
         gap = log_p - log_q
         p, q = _pairs(probs.exp_())
-        found = (_divergences(p, q, gap) / 2).repeat_interleave(2).masked_fill_(mask, 0.0)
-        nothing = torch.zeros_like(found)
+        divergences = (_divergences(p, q, gap) / 2).repeat_interleave(2).masked_fill_(mask, 0.0)
+        zeros = torch.zeros_like(divergences)
         if factors is None:
-            return found, nothing, None, None
+            return divergences, zeros, None, None
         # The gradient by the logits of p: (p (log p - log q - KL(p|q)) + p - q) / 2; q likewise.
         difference = p - q
         for probs_of, sign in ((p, 1), (q, -1)):
@@ -172,11 +172,12 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         grad = probs.mul_(factors.view(-1, 2).sum(-1).div_(4).repeat_interleave(2).unsqueeze(-1))
         grad.masked_fill_(mask.unsqueeze(-1), 0.0)
         if table is None:
-            return found, nothing, grad, None
+            return divergences, zeros, grad, None
         if fast:
-            return found, nothing, *modulate_backward(grad, scores, table)
-        return found, nothing, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
+            return divergences, zeros, *modulate_backward(grad, scores, table)
+        return divergences, zeros, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
 
-    found, nothing, grads = through_chunks(one_chunk, call, factors, needed)
+    divergences, zeros, grads = through_chunks(one_chunk, call, factors, needed)
     pairs = zip(grads, call.inputs, strict=True)
-    return found, nothing, *(None if g is None or t is None else g.to(t.dtype) for g, t in pairs)
+    grads = [None if g is None or t is None else g.to(t.dtype) for g, t in pairs]
+    return divergences, zeros, *grads

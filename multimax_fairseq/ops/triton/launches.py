@@ -117,14 +117,14 @@ _LARGE_HEAVY: dict[tuple[str, int], Launch] = {
     ("key_kernel", 64): Launch(16, 64, 4, 2),
     ("key_kernel", 128): Launch(16, 64, 4, 1),
 }
-_LEAST_MEMORY = 99 * 1024  # bytes
+_MIN_SHARED_MEMORY = 99 * 1024  # bytes
 # The results of autotuning in this process.
 _fastest: dict[Hashable, Launch] = {}
 
 
 def shared_memory(capability: int) -> int:
     """Return the shared memory of a program in bytes, for a compute capability of at least 80."""
-    return 227 * 1024 if capability // 10 in (9, 10) else _LEAST_MEMORY
+    return 227 * 1024 if capability // 10 in (9, 10) else _MIN_SHARED_MEMORY
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def candidates(call: Call, capability: int) -> list[Launch]:
     The first candidate is the default.
     """
     is_exact, place = call.dtype == torch.float32, (call.kernel, call.width)
-    if not is_exact and place in _LARGE and shared_memory(capability) > _LEAST_MEMORY:
+    if not is_exact and place in _LARGE and shared_memory(capability) > _MIN_SHARED_MEMORY:
         return [_LARGE_HEAVY.get(place, _LARGE[place]) if call.is_heavy else _LARGE[place]]
     return _CANDIDATES[call.kernel][is_exact, max(call.width, 32)]
 
