@@ -17,8 +17,8 @@ from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.ops.backend import is_autocast
 from multimax_fairseq.ops.masks import combine_masks
 
-# Live scores lie above this bound; lower scores are masks, such as -1e9, whose square would spoil
-# the gradient. The modulator sees them as this bound, and the rest is added after the modulator.
+# Scores below this bound are masks, such as -1e9, whose square would dominate the gradient. The
+# modulator receives this bound instead, and the rest is added after the modulator.
 LOWEST_SCORE = -1024.0
 
 
@@ -133,8 +133,8 @@ def _forward(*args: Any, replaced: Any = None, **kwargs: Any) -> Any:
     """Run the module's own forward inside the mode."""
     if not torch.compiler.is_dynamo_compiling():
         return _forward_eager()(*args, replaced=replaced, **kwargs)
-    # At a graph break, torch.compile gives up the function that enters the mode and runs it in
-    # eager mode, where it must take the branch above: so no helper enters the mode.
+    # At a graph break, torch.compile runs the function that enters the mode again, in eager mode.
+    # It must be this function, which then takes the branch above.
     mode = _SoftmaxMode(replaced)
     with mode:
         output = type(replaced).forward(replaced, *args, **kwargs)
@@ -311,7 +311,10 @@ class _SoftmaxMode(TorchFunctionMode):
 
 
 def _recording() -> Any:
-    """Return what torch.utils.checkpoint changes inside; None without gradients or if compiled."""
+    """Return the saved-tensor hooks, which torch.utils.checkpoint replaces.
+
+    None without gradients or under torch.compile.
+    """
     if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
         return None
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()

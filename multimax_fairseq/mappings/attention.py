@@ -49,10 +49,11 @@ def scaled_dot_product_attention(
         is_causal: query t attends to keys up to t; with attn_mask, both hold.
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
-        backend: "cpp" and "triton" do not hold the (T, S) probabilities; they serve multimax,
-            softmax without a temperature, ssmax, softmax1 and sink. "plain" holds them and serves
-            all mappings, twice differentiable outside of the modulator. "auto" takes the variable
-            MULTIMAX_BACKEND, or else the fastest backend that can do it.
+        backend: "cpp" and "triton" do not store the (T, S) probabilities; they support multimax,
+            softmax without a temperature, ssmax, softmax1 and sink. "plain" stores them and
+            supports all mappings, twice differentiable outside of the modulator. "auto" takes the
+            environment variable MULTIMAX_BACKEND, or else the fastest backend that supports the
+            call.
         options: other options of the normalizer, as in `normalize`.
 
     Returns:

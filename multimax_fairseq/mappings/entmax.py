@@ -179,7 +179,7 @@ class EntmaxAlpha(nn.Module):
     Parameter: `logit`, (num_heads,), drawn from the standard normal distribution.
 
     Raises:
-        ValueError: num_heads is no whole number of at least 1.
+        ValueError: num_heads is not a whole number of at least 1.
     """
 
     def __init__(self, num_heads: int = 1) -> None:

@@ -30,7 +30,7 @@ def evsoftmax(
         The shape of scores, in float32 or wider.
 
     Raises:
-        TypeError: training is no bool; as `softmax`.
+        TypeError: training is not a bool; as `softmax`.
         ValueError: as `softmax`.
     """
     check_flag("training", training)

@@ -99,7 +99,7 @@ class LengthScale(nn.Module):
     Parameter: `scale`, (num_heads,).
 
     Raises:
-        ValueError: num_heads is no whole number of at least 1; start is not finite.
+        ValueError: num_heads is not a whole number of at least 1; start is not finite.
     """
 
     def __init__(self, num_heads: int = 1, start: float = START.default) -> None:
@@ -130,7 +130,7 @@ class HiddenScale(nn.Module):
         deviation 0.02.
 
     Raises:
-        ValueError: an unknown name; a size that is no whole number of at least 1.
+        ValueError: an unknown name; a size that is not a whole number of at least 1.
     """
 
     def __init__(self, name: str, hidden_size: int, num_heads: int = 1) -> None:

@@ -86,7 +86,7 @@ class Sink(nn.Module):
     Parameter: `score`, (num_heads,), drawn from a normal distribution of standard deviation 0.02.
 
     Raises:
-        ValueError: num_heads is no whole number of at least 1.
+        ValueError: num_heads is not a whole number of at least 1.
     """
 
     def __init__(self, num_heads: int = 1) -> None:

@@ -76,7 +76,7 @@ class Temperature(nn.Module):
     Parameter: `log_temperature`, a scalar, or None if it is fixed.
 
     Raises:
-        ValueError: the temperature is not finite and above zero; `learned` is no bool.
+        ValueError: the temperature is not finite and above zero; `learned` is not a bool.
     """
 
     if TYPE_CHECKING:  # torch.jit.trace cannot read this annotation

@@ -24,7 +24,7 @@ def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -
         The shape of scores, in float32 or wider.
 
     Raises:
-        TypeError: k is no integer.
+        TypeError: k is not an integer.
         ValueError: k is below 1; as `softmax`.
     """
     check_integer("k", k)

@@ -1,9 +1,9 @@
-"""Attention that does not hold its (T, S) probabilities: MultiMax, softmax, sinks, length scales.
+"""Fused attention, without storing the (T, S) probabilities: softmax, MultiMax, sinks, SSMax.
 
     O = dropout(softmax(sigma(scale * Q K^T) + mask)) V
 
-`scaled_dot_product_attention` of `multimax_fairseq.mappings` is the public function. It calls
-`fused_attention`, or computes `attention_scores`, a mapping and `weighted_values` in plain PyTorch.
+The public function is `scaled_dot_product_attention` of `multimax_fairseq.mappings`. It calls
+`fused_attention`, or, in plain PyTorch, `attention_scores`, a mapping and `weighted_values`.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def fused_attention(
         sink: the score of an entry without a key, for all heads or per head.
         length_scale: as `ssmax`.
     """
-    # Kernels have one head size. Zeros fill up the smaller one; they change no score.
+    # The kernels need equal sizes of key and value. Zero padding changes no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
     is_supported = (
         query.dim() == 4
@@ -267,9 +267,9 @@ def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:
 def fits_each_head(
     like: Tensor, heads: int, sink: float | Tensor | None, length_scale: float | Tensor | None
 ) -> bool:
-    """Whether both are one number, or one per head, on the device of `like`.
+    """Whether both are None, one number, or one per head, on the device of `like`.
 
-    Otherwise plain PyTorch handles, or rejects, the value. A sink of -inf is no sink.
+    Plain PyTorch supports, or rejects, all other values. A sink of -inf has no effect.
     """
     for value, infinite in ((sink, -torch.inf), (length_scale, None)):
         if isinstance(value, Tensor):
@@ -355,7 +355,7 @@ def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scal
 
 
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the output, and statistics of each row for the backward pass if `keep`."""
+    """Return the output, and if `keep`, the statistics of each row for the backward pass."""
     *arguments, keep = inputs
     call = AttentionCall(*arguments)
     query = call.query
@@ -382,7 +382,7 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _statistics_shape(query: Tensor) -> tuple[int, ...]:
-    """In C++ the largest score and 1 / sum of each row; in Triton the logarithm of the sum."""
+    """C++ stores the maximum score and 1 / sum of each row, Triton the log-sum-exp."""
     batch, heads, queries, _ = query.shape
     return batch, heads, 1 if on_triton(query.device) else 2, queries
 

@@ -16,7 +16,7 @@ from multimax_fairseq.ops.linear_loss import check_linear, table_or_none
 from multimax_fairseq.ops.modulator import ModulatorParameters, modulate_operator
 from multimax_fairseq.ops.registration import Operator, define, without_gradient
 
-# The C++ kernels insert into a sorted list, which is fast while it is short.
+# The C++ kernels insert into a sorted list, which is fast only for a short list.
 MAX_COUNT = 256
 
 
@@ -59,9 +59,9 @@ def best_outputs(
     count: int,
     apart: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Return the largest modulated scores of an output layer, without holding all of them.
+    """Return the largest modulated scores of an output layer, without storing all of them.
 
-    Equivalent to: the largest of `fused_scores` without the columns `apart`; the log-sum-exp of all
+    Equivalent to: the top k of `fused_scores` without the columns `apart`; the log-sum-exp of all
     columns, NaN if one is inf; and the columns `apart`.
 
     Args:
@@ -75,8 +75,8 @@ def best_outputs(
         None if no kernel can compute them.
 
     Raises:
-        TypeError, ValueError: as `linear_cross_entropy`; features that are no matrix; a wrong count
-            or class.
+        TypeError, ValueError: as `linear_cross_entropy`; features that are not a matrix; a wrong
+            count or class.
     """
     check_linear(features, weight, bias, modulator)
     if features.dim() != 2:
@@ -108,7 +108,7 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         values, the largest first: (N, count). indices: (N, count), int64. log-sum-exp: (N,).
 
     Raises:
-        ValueError: scores that are no floating-point matrix; a wrong count.
+        ValueError: scores that are not a floating-point matrix; a wrong count.
     """
     check_tensor("scores", scores)
     if scores.dim() != 2 or not scores.is_floating_point():

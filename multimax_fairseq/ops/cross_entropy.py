@@ -40,10 +40,10 @@ from multimax_fairseq.ops.registration import (
     without_gradient,
 )
 
-# A chunk of the C++ kernel has at most this many logits and tokens. The weight is then read seldom,
-# and a tile stays in the L2 cache.
+# Limits of a chunk in the C++ kernel. Larger chunks read the weight less often, but with more
+# tokens a tile would not stay in the L2 cache.
 CHUNK_LOGITS, CHUNK_TOKENS = 70_000_000, 512
-# Floats of the widest vector; logits are stored in whole vectors.
+# Floats of the widest vector. A chunk is padded to a multiple of it.
 MAX_LANES = 16
 
 
@@ -66,8 +66,8 @@ def linear_cross_entropy(
     Equivalent to: F.cross_entropy(modulator(F.linear(features, weight, bias)), target) without
     label smoothing. With it, e is spread over the V - 1 other classes, as in fairseq.
 
-    Both passes run together on a chunk of rows, so that (N, V) is never held. With reduction "none"
-    and in float16, the backward pass computes the logits again.
+    Forward and backward pass run together on each chunk of rows, so the (N, V) logits are never
+    stored. With reduction "none" and in float16, the backward pass computes the logits again.
 
     Args:
         features: (N, D) or (..., D), floating.
@@ -76,7 +76,7 @@ def linear_cross_entropy(
         bias: (V,), of the dtype of features.
         modulator: a `Modulator` with shared heads; None is softmax.
         label_smoothing: in [0, 1).
-        ignore_index: targets of this value count for nothing.
+        ignore_index: targets of this value are ignored.
         reduction: "sum", "mean" (over the targets that count; NaN if none does) or "none".
         chunk_size: rows taken at a time; None chooses.
 
@@ -181,7 +181,7 @@ def _check_range(call: LossCall) -> None:
 
 
 def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return nll and smooth of each row of logits (N, V); NaN for a target that is no class."""
+    """Return nll and smooth of each row of logits (N, V); NaN for a target that is not a class."""
     classes = logits.shape[-1]
     log_total = logits.logsumexp(-1)
     logit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
@@ -336,7 +336,7 @@ def _run_cpp(
     chunk_size = call.chunk_size
     if chunk_size is None:
         most = max(16, min(CHUNK_TOKENS, CHUNK_LOGITS // classes))
-        # The logits of so few tokens fit into the memory of the weight's gradient.
+        # The logits of so few tokens fit into the buffer of the weight's gradient.
         in_gradient = min(CHUNK_TOKENS, size // MAX_LANES * MAX_LANES)
         if factors is not None and needed[1] and tokens <= in_gradient:
             most = in_gradient

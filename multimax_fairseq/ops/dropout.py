@@ -1,4 +1,4 @@
-"""Dropout whose random numbers are a hash, so that it costs no more than reading the tensor.
+"""Dropout with random numbers from a hash, which cost less than reading the tensor.
 
 On a CPU, torch's dropout spends nine tenths of its time on random numbers.
 """
@@ -19,7 +19,7 @@ from multimax_fairseq.ops.registration import Operator, define, needs_gradient
 
 
 def draw_seed() -> Tensor:
-    """Return a seed of torch's generator, on the CPU, so that no device is waited for."""
+    """Return a seed from torch's CPU generator, which needs no synchronisation."""
     return torch.randint(2**31 - 1, (), device="cpu")
 
 
@@ -33,7 +33,8 @@ def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
         p: in [0, 1].
         backend: "auto", or "plain" for torch's own.
 
-    The caller checks both. Inputs that the kernel does not take use torch's own dropout.
+    The caller has checked the arguments. Inputs that the kernel does not support use torch's own
+    dropout.
     """
     if p == 0:
         return input

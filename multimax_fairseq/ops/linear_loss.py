@@ -1,4 +1,4 @@
-"""A loss over the outputs of a linear layer, in chunks of rows, so that (N, V) is never held."""
+"""A loss over the outputs of a linear layer, in chunks of rows: (N, V) logits are never stored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from multimax_fairseq.ops.checks import check_device, check_integer, check_tenso
 from multimax_fairseq.ops.modulator import ModulatorParameters, is_known, modulated, table_of
 from multimax_fairseq.ops.registration import differentiable_once
 
-# Logits held at a time. On the CPU a chunk stays in the last-level cache through both passes. On a
-# GPU it fills the matrix units; each chunk reads the whole weight and its gradient there, so a
-# chunk has at least MIN_ROWS rows unless that exceeds MAX_LOGITS.
+# Logits of a chunk. On the CPU, a chunk stays in the last-level cache during both passes. On a GPU,
+# it fills the matrix units. Each chunk reads the whole weight and its gradient, so a chunk has at
+# least MIN_ROWS rows, unless that exceeds MAX_LOGITS.
 CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**27}
 MIN_ROWS = {"cpu": 64, "cuda": 2048}
 MAX_LOGITS = 2**30
@@ -37,7 +37,7 @@ class LossCall(NamedTuple):
         target: (N,) int64. `symmetric_divergence` has its mask here.
         smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient by z_k
             contains p_k once.
-        ignore_index: targets of this value count for nothing.
+        ignore_index: targets of this value are ignored.
         chunk_size: rows taken at a time; None chooses.
     """
 
@@ -104,8 +104,8 @@ class LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         call = LossCall(*ctx.saved_tensors, *ctx.numbers)
         needed = ctx.needs_input_grad[2:6]
-        # The gradients are handed over without a copy. A second backward pass through a retained
-        # graph computes them again.
+        # Return the gradients without a copy. A second backward pass through a retained graph
+        # computes them again.
         grads, ctx.grads = ctx.grads, None
         if not ctx.early or grads is None:
             factors = torch.ones_like(call.target, dtype=torch.float32) if ctx.early else grad
@@ -113,7 +113,7 @@ class LinearLoss(torch.autograd.Function):
             _, _, *grads = ctx.compute(call, factors, needed)
         if ctx.early and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched
             grads = [None if g is None else g * grad for g in grads]
-        # Reading `grad` on a GPU would wait for it.
+        # Reading the value of `grad` on a GPU would synchronise.
         elif ctx.early and (traced() or grad.device.type != "cpu" or grad != 1):
             grads = [None if g is None else g.mul_(grad) for g in grads]
         by_inputs = (g if n else None for g, n in zip(grads, needed, strict=True))
@@ -126,7 +126,7 @@ def through_chunks(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return nll and smooth of each row, and the gradients by features, weight, bias and table.
 
-    No step waits for the device.
+    No step synchronises with the device.
 
     Args:
         one_chunk: as `OneChunk`. It may overwrite the scores, which have the dtype of features and

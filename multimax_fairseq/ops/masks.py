@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Other libraries exclude a key by adding a large negative number: -1e4, or one further down.
-# `replace_softmax` counts up to 1024 of it as the score, so the bound lies above the rest.
+# Other libraries exclude a key by adding -1e4 or less to its score. `replace_softmax` takes down to
+# -1024 of the sum as the score and the rest as the mask, so the bound is higher than -1e4.
 EXCLUDES = -5e3
 
 

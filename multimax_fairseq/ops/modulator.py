@@ -42,7 +42,7 @@ from multimax_fairseq.ops.registration import (
 # Distances to a threshold are capped, far beyond any real score, so that their squares stay finite
 # in float32: a score of -inf then maps to -inf instead of NaN.
 MAX_DISTANCE = 1e18
-# Scores that a thread of the C++ kernel takes at a time if all heads share one modulator.
+# Scores per task of a thread in the C++ kernel, if all heads share one modulator.
 PIECE = 2**15
 
 
@@ -110,7 +110,7 @@ def modulate(
 
 
 class _PlainModulate(torch.autograd.Function):
-    """Saves the scores only; the backward pass computes the distances again."""
+    """Saves only the scores; the backward pass computes the distances again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
@@ -278,7 +278,7 @@ def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
 
 
 def _fused_tails(table: Tensor) -> Tensor:
-    # In plain PyTorch, these small operations together take longer than an attention.
+    # In plain PyTorch, these many small operations take longer than one attention.
     if choose("", "auto", table, is_supported=not traced()) == "plain":
         return tails(table)
     return tails_operator(table)[0]

@@ -1,7 +1,7 @@
-"""Defines operators with torch.library: registration, calls that bypass the dispatcher, gradients.
+"""Defines operators with torch.library, and calls them without the dispatcher.
 
-The lower level of torch.library is used. The Python wrappers of the higher level
-(`torch.library.custom_op`) cost more than one decoding step's attention.
+It does not use `torch.library.custom_op`, whose Python wrappers cost more than the attention of one
+decoding step.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def define(
             operator is called through the dispatcher.
         kernel: computes the result, on any device.
         fake: returns empty outputs of the right shape and dtype.
-        autograd: autograd(below, *inputs) returns below(*inputs) if no gradient is needed.
+        autograd: autograd(below, *inputs) computes the outputs and records the gradient. `below` is
+            the operator without autograd.
         autocast: autocast(*inputs) returns the inputs in the dtypes that autocast wants; None
             leaves them as they are.
     """

@@ -51,8 +51,8 @@ def symmetric_divergence(
     (F.kl_div(log_q, log_p, log_target=True, reduction="sum")
     + F.kl_div(log_p, log_q, log_target=True, reduction="sum")) / 2
 
-    Gradients go into both p and q. A chunk of rows is taken through both passes at once, as
-    `linear_cross_entropy` does, so that (N, V) is never held.
+    Both p and q get gradients. As in `linear_cross_entropy`, forward and backward pass run together
+    on each chunk of rows, so the (N, V) logits are never stored.
 
     Args:
         features: (N, D) or (..., D), floating.

@@ -109,7 +109,7 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, to
     with safe_open(file, "pt") as opened:
         made_with = json.loads(opened.metadata()[LAYERS])
         tensors: dict[str, dict[str, torch.Tensor]] = {name: {} for name in made_with}
-        for full in opened.keys():  # noqa: SIM118  it is no dict
+        for full in opened.keys():  # noqa: SIM118  it is not a dict
             name = max((n for n in made_with if full.startswith(f"{n}.")), key=len)
             tensors[name][full.removeprefix(f"{name}.")] = opened.get_tensor(full)
     return made_with, tensors
