@@ -10,7 +10,7 @@ import entmax
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.masking import below_top, check_row_values, over_allowed
+from multimax_fairseq.mappings.masking import apply_masked, check_row_values, subtract_max
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, Option, heads_option, register
 from multimax_fairseq.ops.backend import traced
@@ -29,7 +29,7 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 
     Args, Returns, Raises: as `softmax`.
     """
-    return over_allowed(lambda wide: _sorted(wide, 2.0, dim), scores, dim, mask)
+    return apply_masked(lambda wide: _sorted(wide, 2.0, dim), scores, dim, mask)
 
 
 def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -40,7 +40,7 @@ def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
 
     Args, Returns, Raises: as `softmax`.
     """
-    return over_allowed(lambda wide: _sorted(wide, 1.5, dim), scores, dim, mask)
+    return apply_masked(lambda wide: _sorted(wide, 1.5, dim), scores, dim, mask)
 
 
 def alpha_entmax(
@@ -69,7 +69,7 @@ def alpha_entmax(
     if isinstance(alpha, Tensor):
         _check_alpha(alpha, scores, dim)
         wide_alpha = alpha
-        return over_allowed(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
+        return apply_masked(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
     if not isinstance(alpha, Real) or isinstance(alpha, bool):
         raise TypeError(f"alpha must be a number or a tensor, got {alpha!r}")
     if not 1 <= alpha <= sys.float_info.max:
@@ -81,7 +81,7 @@ def alpha_entmax(
         return entmax15(scores, dim, mask)
     if alpha == 2:
         return sparsemax(scores, dim, mask)
-    return over_allowed(lambda wide: _bisect(wide, alpha, dim), scores, dim, mask)
+    return apply_masked(lambda wide: _bisect(wide, alpha, dim), scores, dim, mask)
 
 
 def _check_alpha(alpha: Tensor, scores: Tensor, dim: int) -> None:
@@ -165,7 +165,7 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
         alpha = min(alpha, limits.max)
     # Each step halves an interval of length one. More steps than mantissa bits change nothing.
     steps = 30 if wide.dtype == torch.float32 else 60
-    return _Entmax.apply(below_top(wide, dim), alpha, dim, steps)
+    return _Entmax.apply(subtract_max(wide, dim), alpha, dim, steps)
 
 
 class EntmaxAlpha(nn.Module):

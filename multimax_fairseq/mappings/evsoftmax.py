@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multimax_fairseq.mappings.masking import over_allowed
+from multimax_fairseq.mappings.masking import apply_masked
 from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.checks import check_flag
 from multimax_fairseq.ops.masks import excluded_keys
@@ -52,7 +52,7 @@ def evsoftmax(
         factor = kept.to(wide.dtype) + EV_TRAINING_FACTOR
         return (wide + factor.log()).softmax(dim)
 
-    return over_allowed(mapping, scores, dim, mask)
+    return apply_masked(mapping, scores, dim, mask)
 
 
 register(Mapping(name="evsoftmax", label="EvSoftmax", function=evsoftmax, training=True))

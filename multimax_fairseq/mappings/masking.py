@@ -1,4 +1,4 @@
-"""What the mappings share: checks of their arguments, and masks."""
+"""Checks of arguments, masks and shifts of scores that the mappings share."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def check_value(name: str, value: float | Tensor, scores: Tensor, dim: int) -> N
 def masked(
     scores: Tensor, dim: int, mask: Tensor | None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the masked scores at a temperature, in float32 or wider, and what the mask excludes.
+    """Return the masked scores at a temperature, in float32 or wider, and which are excluded.
 
-    Excluded scores are -inf. A fully masked row is 0 instead, so that no NaN arises, not even in
+    Excluded scores are -inf. A fully masked row is 0 instead, which avoids NaN in the forward and
     the backward pass; the caller sets its probabilities to 0 after normalising.
     """
     check_arguments(scores, dim, mask)
-    wide = widened(scores)
+    wide = at_least_float32(scores)
     if mask is None:
-        return _at(temperature, wide, dim), None
+        return _divide(wide, temperature, dim), None
     if mask.dtype != torch.bool:
         mask = mask.to(wide.dtype)  # a large float64 becomes infinite
     excluded = mask if mask.dtype == torch.bool else mask == -float("inf")
@@ -94,23 +94,28 @@ def masked(
     # A mask without this dimension excludes whole rows.
     empty = excluded.all(dim, keepdim=True) if mask.dim() >= -dim else excluded
     wide = wide.masked_fill(excluded, -float("inf")).masked_fill(empty, 0.0)
-    wide = _at(temperature, wide, dim)
+    wide = _divide(wide, temperature, dim)
     if mask.dtype != torch.bool:
         # Add 0 where -inf excludes: the sum would have a gradient.
         wide = wide + mask.masked_fill(excluded, 0.0)
     return wide, excluded
 
 
-def _at(temperature: float, wide: Tensor, dim: int) -> Tensor:
+def _divide(wide: Tensor, temperature: float, dim: int) -> Tensor:
+    """Return the scores, shifted by their maximum, at a temperature."""
     if temperature == 1 or wide.numel() == 0:
         return wide
-    return below_top(wide, dim) / temperature
+    return subtract_max(wide, dim) / temperature
 
 
-def over_allowed(
+def apply_masked(
     mapping: Callable[[Tensor], Tensor], scores: Tensor, dim: int, mask: Tensor | None
 ) -> Tensor:
-    """Apply a mapping that gives -inf the probability 0 to the scores that the mask allows."""
+    """Return the probabilities of a mapping, 0 where the mask excludes.
+
+    Args:
+        mapping: maps scores to probabilities, and -inf to 0.
+    """
     wide, excluded = masked(scores, dim, mask)
     if wide.numel() == 0:
         return wide
@@ -118,32 +123,32 @@ def over_allowed(
     return probs if excluded is None else probs.masked_fill(excluded, 0.0)
 
 
-def widened(scores: Tensor) -> Tensor:
+def at_least_float32(scores: Tensor) -> Tensor:
     """Return scores in float32 or wider."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def below_top(scores: Tensor, dim: int) -> Tensor:
-    """Return scores - largest, for mappings that ignore a shift.
+def subtract_max(scores: Tensor, dim: int) -> Tensor:
+    """Return scores - maximum, for mappings that are invariant to a shift.
 
-    A factor then overflows to -inf only, and a threshold of largest - 1 is exact.
+    A product with a positive factor can then overflow only to -inf, and a threshold of maximum - 1
+    is exact.
     """
     return scores - scores.detach().amax(dim, keepdim=True)
 
 
 def shift_and_scale(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -> Tensor:
-    """Return (scores - largest) * factor, in float32 or wider, where largest is a row's maximum.
+    """Return (scores - maximum) * factor, in float32 or wider; the maximum is that of the row.
 
-    Softmax and other mappings that ignore a shift give the same probabilities as for scores *
-    factor. For a factor of at least 0 the product can overflow only to -inf. Excluded scores
-    contribute no gradient to the factor.
+    Mappings that are invariant to a shift, such as softmax, give the same probabilities as for
+    scores * factor. If the factor is not negative, the product can overflow only to -inf.
     """
-    wide = widened(scores)
+    wide = at_least_float32(scores)
     if wide.numel() == 0:
         return wide
     lowest = wide.detach() == -torch.inf
     excluded = lowest if mask is None else lowest | excluded_keys(mask)
     top = wide.detach().masked_fill(excluded, -torch.inf).amax(dim, keepdim=True)
-    # Excluded scores must not enter the gradient of the factor.
+    # Excluded scores must not contribute to the gradient of the factor.
     product = (wide - top).masked_fill(excluded, 0.0) * factor
     return product.masked_fill(lowest, -torch.inf)

@@ -7,7 +7,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.masking import check_arguments, check_row_values, over_allowed
+from multimax_fairseq.mappings.masking import apply_masked, check_arguments, check_row_values
 from multimax_fairseq.mappings.table import SEPARATE, Mapping, Option, chosen_from, register
 from multimax_fairseq.ops.checks import check_number, check_whole
 
@@ -63,7 +63,7 @@ def softmax_with_sink(
         joined = torch.cat([wide, last], dim)
         return joined.softmax(dim).narrow(dim, 0, wide.shape[dim])
 
-    return over_allowed(mapping, scores, dim, mask)
+    return apply_masked(mapping, scores, dim, mask)
 
 
 def softmax1(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:

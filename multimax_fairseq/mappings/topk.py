@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multimax_fairseq.mappings.masking import over_allowed
+from multimax_fairseq.mappings.masking import apply_masked
 from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import check_integer, is_whole
 
@@ -38,7 +38,7 @@ def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -
         least = wide.detach().topk(k, dim, sorted=True).values.narrow(dim, k - 1, 1)
         return wide.masked_fill(wide < least, -torch.inf).softmax(dim)
 
-    return over_allowed(mapping, scores, dim, mask)
+    return apply_masked(mapping, scores, dim, mask)
 
 
 register(
