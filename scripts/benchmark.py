@@ -45,14 +45,14 @@ def sizes(text: str) -> list[int]:
     return [whole(part) for part in text.split(",")]
 
 
-def a_shape(text: str) -> tuple[int, ...]:
+def attention_shape(text: str) -> tuple[int, ...]:
     found = tuple(whole(part) for part in text.split("x"))
     if len(found) != 4:
         raise argparse.ArgumentTypeError(f"{text!r} must be BATCHxHEADSxLENGTHxSIZE, as 4x8x512x64")
     return found
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 0 and below 1")
@@ -85,8 +85,15 @@ def parse(words: list[str]) -> argparse.Namespace:
 
     compiled = {"action": "store_true", "help": "also measure softmax under torch.compile"}
     add = command("attention", "attention alone")
-    shapes = [a_shape(text) for text in SHAPES]
-    add("--shape", type=a_shape, nargs="+", metavar="BxHxTxD", default=shapes, help="query's shape")
+    shapes = [attention_shape(text) for text in SHAPES]
+    add(
+        "--shape",
+        type=attention_shape,
+        nargs="+",
+        metavar="BxHxTxD",
+        default=shapes,
+        help="query's shape",
+    )
     masks = ["none", "causal", "padding", "both"]
     add("--mask", choices=masks, default="causal", help="what is excluded")
     add("--sweep", type=sizes, metavar="T,T,...", help="the first shape with these lengths")
@@ -97,7 +104,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--tokens", type=whole, default=512, metavar="N", help="tokens per step")
     add("--vocabulary", type=whole, default=267_744, metavar="V", help="number of words")
     add("--width", type=whole, default=512, metavar="D", help="width of the features")
-    add("--label-smoothing", type=share, default=0.0, help="epsilon of the loss")
+    add("--label-smoothing", type=fraction, default=0.0, help="epsilon of the loss")
     add("--sweep", type=sizes, metavar="V,V,...", help="instead of --vocabulary")
     add("--compile", **compiled)
 

@@ -116,8 +116,8 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
         allowed = None
         if args.mask in ("padding", "both"):
             # Sentence lengths from the full length down to half of it.
-            kept = length - torch.arange(batch) * length // (2 * batch)
-            allowed = (torch.arange(length) < kept[:, None])[:, None, None].to(args.device)
+            lengths = length - torch.arange(batch) * length // (2 * batch)
+            allowed = (torch.arange(length) < lengths[:, None])[:, None, None].to(args.device)
         return parts, some_modulator(args), allowed, random(3, args, *shape)
 
     is_causal = args.mask in ("causal", "both")
@@ -141,23 +141,25 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
 
         return Contestant(make, name.split()[0], backend)
 
-    def torchs(_: Modulator, allowed: Tensor | None) -> Callable:
+    def torch_attention(_: Modulator, allowed: Tensor | None) -> Callable:
         # Without padding, torch's is_causal is faster than a mask; torch refuses both together.
         mask = whole_mask(allowed) if allowed is not None else None
         flag = is_causal and allowed is None
         return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=flag)
 
-    def ours(normalizer: str) -> Callable:
+    def our_attention(normalizer: str) -> Callable:
         def make_attend(modulator: Modulator, allowed: Tensor | None) -> Callable:
-            given: dict[str, Any] = {"modulator": modulator} if normalizer == "multimax" else {}
+            options: dict[str, Any] = {"modulator": modulator} if normalizer == "multimax" else {}
             for n, value in RIVALS.get(normalizer, {}).items():
-                given[n] = torch.full((shape[1], 1, 1), value, device=args.device).requires_grad_()
-            given |= {"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal}
-            return functools.partial(scaled_dot_product_attention, **given)
+                options[n] = torch.full(
+                    (shape[1], 1, 1), value, device=args.device
+                ).requires_grad_()
+            options |= {"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal}
+            return functools.partial(scaled_dot_product_attention, **options)
 
         return make_attend
 
-    def written_out(modulator: Modulator, allowed: Tensor | None) -> Callable:
+    def torch_expression(modulator: Modulator, allowed: Tensor | None) -> Callable:
         mask = whole_mask(allowed)
         excluded = None if mask is None else ~mask
 
@@ -170,28 +172,28 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
 
         return attend
 
-    def floor() -> Ready:
+    def lower_bound() -> Ready:
         parts, _, _, grad = inputs()
-        given = [*(part.detach() for part in parts.values()), grad]
-        return products(lambda: baselines.attention_products(given, is_causal), parts)
+        inputs_and_grad = [*(part.detach() for part in parts.values()), grad]
+        return products(lambda: baselines.attention_products(inputs_and_grad, is_causal), parts)
 
     label = f"attention {'x'.join(map(str, shape))}, mask: {args.mask}"
     contestants = {
-        "softmax (torch)": contestant("softmax (torch)", torchs),
-        "softmax (plain)": contestant("softmax (plain)", ours("softmax"), "plain"),
-        EXPRESSION: contestant(EXPRESSION, written_out),
-        PLAIN: contestant(PLAIN, ours("multimax"), "plain"),
-        AUTO: contestant(AUTO, ours("multimax")),
+        "softmax (torch)": contestant("softmax (torch)", torch_attention),
+        "softmax (plain)": contestant("softmax (plain)", our_attention("softmax"), "plain"),
+        EXPRESSION: contestant(EXPRESSION, torch_expression),
+        PLAIN: contestant(PLAIN, our_attention("multimax"), "plain"),
+        AUTO: contestant(AUTO, our_attention("multimax")),
     }
     for name, kind in itertools.product(RIVALS if args.rivals else (), ("plain", "auto")):
-        contestants[f"{name} ({kind})"] = contestant(f"{name} ({kind})", ours(name), kind)
+        contestants[f"{name} ({kind})"] = contestant(f"{name} ({kind})", our_attention(name), kind)
     others = {"softmax (compiled)": baselines.compiled_attention}
     if args.device == "cuda":
         others["softmax (FlexAttention)"] = baselines.flex_attention
     for name, make_attend in others.items() if args.compile else ():
         contestants[name] = contestant(name, lambda _, a, make=make_attend: make(whole_mask(a)))
     with_graphs(contestants, args, "softmax (torch)", AUTO)
-    contestants[PRODUCTS] = Contestant(floor, PRODUCTS)
+    contestants[PRODUCTS] = Contestant(lower_bound, PRODUCTS)
     references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
     rivals = ["softmax (torch)", *(others if args.compile else ())]
     return Case(label, length, contestants, references, ["seconds"], rivals, settles=True)
@@ -236,7 +238,7 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
 
         return Contestant(make, "MultiMax" if modulated else "softmax")
 
-    def torchs(name: str) -> Contestant:
+    def torch_loss(name: str) -> Contestant:
         def make() -> Ready:
             parts, _, target = inputs()
             loss = losses()[name]
@@ -245,12 +247,12 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
         return Contestant(make, "softmax")
 
     def losses() -> dict[str, baselines.Loss]:
-        found = baselines.losses(args.label_smoothing)
+        by_name = baselines.losses(args.label_smoothing)
         if args.compile:
-            found["softmax (compiled)"] = baselines.compiled_loss(args.label_smoothing)
-        return found
+            by_name["softmax (compiled)"] = baselines.compiled_loss(args.label_smoothing)
+        return by_name
 
-    def floor() -> Ready:
+    def lower_bound() -> Ready:
         parts, *_ = inputs()
         features, weight = (part.detach() for part in parts.values())
 
@@ -264,8 +266,8 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
     label = f"output layer, {args.tokens:,} x {vocabulary:,} x {args.width}{smoothing}"
     contestants = {
         stock: contestant(unfused, False),
-        **{name: torchs(name) for name in losses()},
-        PRODUCTS: Contestant(floor, PRODUCTS),
+        **{name: torch_loss(name) for name in losses()},
+        PRODUCTS: Contestant(lower_bound, PRODUCTS),
         EXPRESSION: contestant(unfused, True),
         "softmax (fused)": contestant(fused, False),
         "MultiMax (fused)": contestant(fused, True),
