@@ -54,7 +54,7 @@ def command(name: str, *arguments: object) -> list[str]:
     return [lib.program(name), *map(str, arguments)]
 
 
-def not_ours(described: Path, error: Exception) -> UsageError:
+def invalid_description(described: Path, error: Exception) -> UsageError:
     return UsageError(
         f"{described} is not what data-prep/ writes ({error}): prepare the data again, or remove "
         "that file"
@@ -76,7 +76,7 @@ def describe(data: Path, target: str) -> dict[str, Any]:
             )
             return text
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise not_ours(described, error) from None
+            raise invalid_description(described, error) from None
     file = data / f"dict.{target}.txt"
     if not file.is_file():
         raise UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
@@ -89,9 +89,9 @@ def describe(data: Path, target: str) -> dict[str, Any]:
     return {"remove_bpe": remove, "tokenizer": None, "lowercase": False, "pairs": ""}
 
 
-def last_line(said: str) -> str:
+def last_line(output: str) -> str:
     """The last line of a failed command's output: its error."""
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
 
 
@@ -104,8 +104,8 @@ def run(words: list[str], log: Path) -> str:
     output = f"{stderr}\n{done.stdout}"
     log.write_text(output, encoding="utf-8")
     if done.returncode:
-        said = last_line(stderr.strip() or done.stdout)
-        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {said}")
+        error = last_line(stderr.strip() or done.stdout)
+        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {error}")
     return output
 
 
@@ -128,28 +128,29 @@ def translation(
         *(("--remove-bpe", text["remove_bpe"]) if text["remove_bpe"] else ()),
     )
     output = run(words, log)
-    found, wanted = lib.sentences(output, "H"), lib.sentences(output, "T")
-    kept = data / f"{subset}.reference.{target}"
-    count = len(wanted)
-    if kept.is_file():
-        references = lib.read_lines(kept)
+    hypotheses, decoded = lib.sentences(output, "H"), lib.sentences(output, "T")
+    reference_file = data / f"{subset}.reference.{target}"
+    count = len(decoded)
+    if reference_file.is_file():
+        references = lib.read_lines(reference_file)
         count = len(references)
-    if not count or not set(found) == set(wanted) == set(range(count)):
+    if not count or not set(hypotheses) == set(decoded) == set(range(count)):
         raise UsageError(
-            f"fairseq-generate gave {len(found)} translations for {count} references: see {log}"
+            f"fairseq-generate gave {len(hypotheses)} translations for {count} references: see "
+            f"{log}"
         )
-    ordered = [found[i] for i in range(count)]
+    ordered = [hypotheses[i] for i in range(count)]
     # SacreBLEU would split fairseq's placeholder into tokens that match <unk> in a translation.
-    targets = [wanted[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
+    targets = [decoded[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
     detokenized = ordered
     if text["tokenizer"] == "moses":
         detokenize = MosesDetokenizer(lang=target).detokenize
         detokenized = [detokenize(line.split()) for line in ordered]
         tokens, target_tokens = ordered, targets
-        if not kept.is_file():
+        if not reference_file.is_file():
             references = [detokenize(line.split()) for line in targets]
     else:
-        if not kept.is_file():
+        if not reference_file.is_file():
             references = targets
         tokenize = MosesTokenizer(lang=target).tokenize
         tokens = [tokenize(line, return_str=True, escape=False) for line in ordered]
@@ -157,7 +158,7 @@ def translation(
     bleu = BLEU(lowercase=text["lowercase"])
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
     chrf = CHRF(lowercase=text["lowercase"])
-    unknown = 0 if kept.is_file() else sum(UNKNOWN_WORD in line for line in targets)
+    unknown = 0 if reference_file.is_file() else sum(UNKNOWN_WORD in line for line in targets)
     # In the format of SacreBLEU's signatures.
     differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""
     differing += f"|unknown:{unknown:,}" if unknown else ""
@@ -170,7 +171,7 @@ def translation(
         "tokenized_bleu": tokenized.corpus_score(tokens, [target_tokens]).score,
         "tokenized_signature": f"{tokenized.get_signature()}{differing}",
         "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
-        + ("raw text" if kept.is_file() else "read back from the binarised data")
+        + ("raw text" if reference_file.is_file() else "read back from the binarised data")
         + (f", {unknown:,} with unknown words" if unknown else ""),
         "hypotheses": hashlib.sha256("\n".join(detokenized).encode()).hexdigest(),
         "evaluation": lib.portable(words),
@@ -185,7 +186,7 @@ def words_of(data: Path, subset: str) -> int | None:
     try:
         return int(json.loads(described.read_text(encoding="utf-8"))["words"][subset])
     except (ValueError, LookupError, TypeError) as error:
-        raise not_ours(described, error) from None
+        raise invalid_description(described, error) from None
 
 
 def language_model(
@@ -204,9 +205,10 @@ def language_model(
     if not loss or not count:
         raise UsageError(f"fairseq-eval-lm printed no perplexity: see {log}")
     bits, tokens = float(loss[-1][0]), int(count[-1].replace(",", ""))
-    kept = words_of(data, subset)
-    # The same probability of the same text, normalised by words.
-    a_word = {} if kept is None else {"word_perplexity": 2 ** (bits * tokens / kept)}
+    count_of_words = words_of(data, subset)
+    a_word = {}
+    if count_of_words is not None:  # the same probability of the same text, normalised by words
+        a_word = {"word_perplexity": 2 ** (bits * tokens / count_of_words)}
     return {
         "metric": "perplexity",
         "value": 2**bits,
@@ -318,13 +320,13 @@ def main() -> None:
             folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
             checkpoint = folder / f"average{args.average}.pt"
             write(average(newest(folder, args.average)), checkpoint)
-        given = (checkpoint, args.data, args.subset, args.beam)
-        score = functools.partial(evaluate, *given, plugin=args.user_dir)
-        narrow = {}
+        arguments = (checkpoint, args.data, args.subset, args.beam)
+        score = functools.partial(evaluate, *arguments, plugin=args.user_dir)
+        int8_result = {}
         if args.quantize is not None:
             log = log_of(checkpoint, f"{args.subset}.int8")
-            narrow = {"int8": score(log=log, quantized=True)["value"]}
-        result = score() | narrow
+            int8_result = {"int8": score(log=log, quantized=True)["value"]}
+        result = score() | int8_result
         show(result)
         if args.json is not None:
             lib.write_json(args.json, result)

@@ -148,8 +148,8 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
         cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
     train = lib.program("fairseq-train")
     command = [train, str(args.data_bin), *options(cfg), *args.train]
-    given = options_of(command)
-    updates, plugin = given["--max-update"][0], given["--user-dir"][0]
+    final = options_of(command)
+    updates, plugin = final["--max-update"][0], final["--user-dir"][0]
     name = args.experiment.name
     return Run(name, row, seed, folder, args.data_bin, plugin, command, int(updates))
 
@@ -207,8 +207,8 @@ def train(run: Run, lock: int) -> None:
                 process.terminate()
                 process.wait()
         if process.returncode:
-            said = evaluate.last_line(log.read_text(encoding="utf-8", errors="replace"))
-            raise UsageError(f"fairseq-train failed, see {log}: {said}")
+            error = evaluate.last_line(log.read_text(encoding="utf-8", errors="replace"))
+            raise UsageError(f"fairseq-train failed, see {log}: {error}")
         file.write(f"{PEAK} {memory} bytes\n")
     (run.folder / "trained").touch()
 
@@ -286,7 +286,7 @@ def check(run: Run, data: str) -> None:
     command = run.folder / "command"
     if command.exists():
         before = shlex.split(command.read_text("utf-8"))
-        if options_of(before) != options_of(run.command):  # the order means nothing
+        if options_of(before) != options_of(run.command):  # the order does not matter
             raise UsageError(
                 f"'{run.folder}' was trained with another command (its file `command`): give "
                 "another --out, or remove that folder"
@@ -361,7 +361,7 @@ def work(runs: list[Run]) -> None:
                 os.close(lock)
 
 
-def own_data(experiment: str) -> Path:
+def default_data(experiment: str) -> Path:
     """Where data-prep/ writes an experiment's data by default."""
     folder = ROOT / "data" / experiment
     return folder / "lm" / "data-bin" if experiment == "speeches" else folder / "data-bin"
@@ -384,7 +384,7 @@ def parse(name: str) -> argparse.Namespace:
     experiment = Experiment.read(name)
     groups = "; ".join(f"{group}: {', '.join(rows)}" for group, rows in experiment.groups.items())
     seeds, first, gpus = experiment.seeds, next(iter(experiment.groups)), torch.cuda.device_count()
-    data, out = own_data(name), ROOT / "results" / name
+    data, out = default_data(name), ROOT / "results" / name
     parser = argparse.ArgumentParser(
         prog=f"{name}.sh",
         description=__doc__,
@@ -410,7 +410,7 @@ def parse(name: str) -> argparse.Namespace:
     if rest:
         raise UsageError(f"unrecognized {' '.join(rest)}: give fairseq-train's options after --")
     args.train = words[cut + 1 :]
-    # With these, a run's folder would name another run than the one it holds.
+    # With these options, a run's folder would have the wrong name.
     for flag, ours in (("--seed", "--seeds"), ("--save-dir", "--out")):
         if any(word.partition("=")[0] == flag for word in args.train):
             raise UsageError(f"{flag} after -- is not possible: give {ours} before --")
@@ -424,7 +424,7 @@ def parse(name: str) -> argparse.Namespace:
 def prepare(args: argparse.Namespace) -> None:
     """Prepare the data if --archive asks for it or the default folder is used."""
     name = args.experiment.name
-    if args.archive is not None or args.data_bin == own_data(name).resolve():
+    if args.archive is not None or args.data_bin == default_data(name).resolve():
         end = Path("lm/data-bin" if name == "speeches" else "data-bin")
         if not args.data_bin.match(str(end)):
             raise UsageError(f"--data-bin {args.data_bin} must end in {end} to be prepared")

@@ -74,9 +74,9 @@ def settings(line: Line) -> dict[str, tuple[str, ...]]:
     return {name: values for name, values in options.items() if name not in paths}
 
 
-def check(run: Path, line: Line, kept: list[Line]) -> None:
-    """Raise UsageError if a run's data, updates or settings differ from those of the lines."""
-    for other in kept:
+def check(run: Path, line: Line, stored: list[Line]) -> None:
+    """Raise UsageError if a run's data, updates or settings differ from those of stored lines."""
+    for other in stored:
         for name in ("data", "updates"):
             if line[name] != other[name]:
                 raise UsageError(
@@ -91,7 +91,7 @@ def check(run: Path, line: Line, kept: list[Line]) -> None:
             )
 
 
-def take_in(out: Path) -> None:
+def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the experiment's lines; a newer run replaces an older one."""
     files = sorted(out.glob("*/seed-*/result.json"))
     if not files:
@@ -192,14 +192,14 @@ def pairs(experiment: Experiment, lines: list[Line]) -> str:
         block, base = of_row(lines, one), of_row(lines, other)
         seeds = sorted({line["seed"] for line in block} & {line["seed"] for line in base})
         if seeds:
-            found = against(block, base, experiment.score["field"])
-            rows.append([f"{one} minus {other}", ", ".join(map(str, seeds)), *found])
+            cells = against(block, base, experiment.score["field"])
+            rows.append([f"{one} minus {other}", ", ".join(map(str, seeds)), *cells])
     head = ["rows", "seeds", experiment.score["name"], "p"]
     return lib.markdown(head, rows) if rows else ""
 
 
 def notes(lines: list[Line]) -> str:
-    found = {
+    values = {
         "Scores": [f"{line['signature']} ({line['protocol']})" for line in lines],
         "chrF": [line.get("chrf_signature", "") for line in lines],
         "Tokenised BLEU": [line.get("tokenized_signature", "") for line in lines],
@@ -208,13 +208,13 @@ def notes(lines: list[Line]) -> str:
         "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
         "Commits": [str(line["commit"])[:12] for line in lines],
     }
-    return "".join(f"- {n}: {'; '.join(sorted(set(x)))}\n" for n, x in found.items() if any(x))
+    return "".join(f"- {n}: {'; '.join(sorted(set(x)))}\n" for n, x in values.items() if any(x))
 
 
 def page(text: str) -> str:
     """docs/results.md with new tables below the mark."""
-    head, found, _ = text.partition(MARK)
-    if not found:
+    head, mark, _ = text.partition(MARK)
+    if not mark:
         raise UsageError(f"'{PAGE}' has no line '{MARK.strip()}', below which its tables go")
     text = head + MARK
     for name, title in EXPERIMENTS.items():
@@ -248,11 +248,11 @@ def front_page(text: str) -> str:
         "p": lambda block: against(block, softmax, "value")[1],
         f"paper, {experiment.paper_data}": lambda b: experiment.papers[b[0]["row"]],
     }
-    made = lib.summary([of_row(lines, row) for row in experiment.groups["paper"]], columns)
-    text, found = re.subn(r"(?m)^\| attention \| seeds \|.*\n(\|.*\n)+", lambda _: made, text)
-    if found != 1:
+    table = lib.summary([of_row(lines, row) for row in experiment.groups["paper"]], columns)
+    text, count = re.subn(r"(?m)^\| attention \| seeds \|.*\n(\|.*\n)+", lambda _: table, text)
+    if count != 1:
         raise UsageError(
-            f"'{README}' has {found} tables that begin with attention and seeds, not 1"
+            f"'{README}' has {count} tables that begin with attention and seeds, not 1"
         )
     return text
 
@@ -265,7 +265,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         for out in args.out:
-            take_in(out)
+            add_runs(out)
         for file, make in ((PAGE, page), (README, front_page)):
             lib.write(file, make(file.read_text(encoding="utf-8")))
     except (UsageError, OSError, ValueError, LookupError) as error:

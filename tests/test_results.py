@@ -67,7 +67,7 @@ def run_of(folder, row, seed, value, texts):
     (run / "result.json").write_text(json.dumps(line) + "\n")
 
 
-def test_take_in_compares_runs_once(results, tmp_path, monkeypatch):
+def test_add_runs_compares_runs_once(results, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "DATA", tmp_path / "kept")
     monkeypatch.setattr(results, "ROOT", tmp_path)
     right = [f"this is sentence number {n} of a text that is long enough" for n in range(40)]
@@ -81,7 +81,7 @@ def test_take_in_compares_runs_once(results, tmp_path, monkeypatch):
         for seed, value in enumerate(scores, 1):
             texts = right if row == "multimax" and seed < 3 else wrong
             run_of(out, row, seed, float(value), texts)
-    results.take_in(out)
+    results.add_runs(out)
     lines = results.lines_of("multi30k")
     order = [("softmax", 1), ("softmax", 2), ("softmax", 3), ("sparsemax", 1)]
     assert [results.key(line) for line in lines][:4] == order and len(lines) == 11
@@ -90,7 +90,7 @@ def test_take_in_compares_runs_once(results, tmp_path, monkeypatch):
     assert found["multimax", 1]["p"] < 0.05 and found["multimax", 3]["difference"] == 0
     before = (results.DATA / "multi30k.jsonl").read_text()
     monkeypatch.setattr(results, "bootstrap", None)  # which is not done again
-    results.take_in(out)
+    results.add_runs(out)
     assert (results.DATA / "multi30k.jsonl").read_text() == before
 
     page = results.page(f"head\n{results.MARK}old\n")
@@ -110,7 +110,7 @@ def test_take_in_compares_runs_once(results, tmp_path, monkeypatch):
     assert f"| multimax minus temperature | 1, 2 | +0.60 ± 0.14 | {p:.3f} |\n" in page
     assert " minus softmax_rdrop" not in page
     run_of(out, "softmax", results.NEW_SEEDS, 1.0, wrong)
-    results.take_in(out)
+    results.add_runs(out)
     before, _, new = results.page(results.MARK).partition("### New seeds")
     assert row in before and "| 6 | 1.00 |" in new and "| 6 |" not in before
     text = results.front_page("a\n| attention | seeds | of | old |\n| --- |\n| b |\n\nc\n")
@@ -127,29 +127,29 @@ def test_take_in_compares_runs_once(results, tmp_path, monkeypatch):
         ("--lr 1", "--lr 1 --fp16", "was not trained as row softmax of docs/results (--fp16)"),
     ],
 )
-def test_take_in_refuses_other_data_or_settings(
+def test_add_runs_refuses_other_data_or_settings(
     results, tmp_path, monkeypatch, before, after, said
 ):
     monkeypatch.setattr(results, "DATA", tmp_path / "kept")
     run_of(tmp_path / "first", "softmax", 1, 30.0, [])
-    results.take_in(tmp_path / "first")
+    results.add_runs(tmp_path / "first")
     kept = (results.DATA / "multi30k.jsonl").read_text()
     run_of(tmp_path / "second", "softmax", 2, 30.0, [])
     file = tmp_path / "second" / "softmax" / "seed-2" / "result.json"
     file.write_text(file.read_text().replace(before, after))
     with pytest.raises(UsageError) as error:
-        results.take_in(tmp_path / "second")
+        results.add_runs(tmp_path / "second")
     assert said in str(error.value) and (results.DATA / "multi30k.jsonl").read_text() == kept
 
 
-def test_take_in_refuses_other_experiments(results, tmp_path):
+def test_add_runs_refuses_other_experiments(results, tmp_path):
     with pytest.raises(UsageError, match="has no finished run"):
-        results.take_in(tmp_path)
+        results.add_runs(tmp_path)
     run_of(tmp_path, "softmax", 1, 1.0, [])
     file = tmp_path / "softmax" / "seed-1" / "result.json"
     file.write_text(file.read_text().replace("multi30k", "iwslt14"))
     with pytest.raises(UsageError, match="is of iwslt14: only multi30k, speeches are kept"):
-        results.take_in(tmp_path)
+        results.add_runs(tmp_path)
 
 
 def test_tabulate_shows_differing_updates(results, tmp_path):

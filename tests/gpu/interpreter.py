@@ -14,14 +14,14 @@ from multimax_fairseq.ops.checks import DTYPES
 plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
 
-def at_least_float32(handle):
+def to_float32(handle):
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def create_dot(self, a, b, *rest):
-    return plain_dot(self, at_least_float32(a), at_least_float32(b), *rest)
+    return plain_dot(self, to_float32(a), to_float32(b), *rest)
 
 
 def cast_impl(self, source, destination):
