@@ -361,7 +361,7 @@ def work(runs: list[Run]) -> None:
                 os.close(lock)
 
 
-def default_data(experiment: str) -> Path:
+def own_data(experiment: str) -> Path:
     """Where data-prep/ writes an experiment's data by default."""
     folder = ROOT / "data" / experiment
     return folder / "lm" / "data-bin" if experiment == "speeches" else folder / "data-bin"
@@ -384,7 +384,7 @@ def parse(name: str) -> argparse.Namespace:
     experiment = Experiment.read(name)
     groups = "; ".join(f"{group}: {', '.join(rows)}" for group, rows in experiment.groups.items())
     seeds, first, gpus = experiment.seeds, next(iter(experiment.groups)), torch.cuda.device_count()
-    data, out = default_data(name), ROOT / "results" / name
+    data, out = own_data(name), ROOT / "results" / name
     parser = argparse.ArgumentParser(
         prog=f"{name}.sh",
         description=__doc__,
@@ -424,7 +424,7 @@ def parse(name: str) -> argparse.Namespace:
 def prepare(args: argparse.Namespace) -> None:
     """Prepare the data if --archive asks for it or the default folder is used."""
     name = args.experiment.name
-    if args.archive is not None or args.data_bin == default_data(name).resolve():
+    if args.archive is not None or args.data_bin == own_data(name).resolve():
         end = Path("lm/data-bin" if name == "speeches" else "data-bin")
         if not args.data_bin.match(str(end)):
             raise UsageError(f"--data-bin {args.data_bin} must end in {end} to be prepared")
