@@ -1,12 +1,11 @@
 """Fixes for fairseq 0.12.3, and one sentence for each common mistake of a user.
 
-A fix is here for one of four reasons: fairseq does not run with a current torch or numpy
-(running.py); it returns a wrong result without an error (silent.py, text.py); it loses data
-(saving.py); a file can run code or is taken for a checkpoint (untrusted.py). Each fix is one
-function, with its cause and the condition under which it can go. mistakes.py is the table of
-mistakes.
+A fix has one of four reasons: fairseq does not run with a current torch or numpy (running.py); it
+returns a wrong result without an error (silent.py, text.py); it loses data (saving.py); a file can
+run code or is not a checkpoint (untrusted.py). Each fix is one function. Its docstring says what
+the fix does, the cause, and when to remove it. mistakes.py is the table of mistakes.
 
-`apply()` runs all of them; a second call changes nothing. models/__init__.py calls it under
+`apply()` applies all of them; a second call changes nothing. models/__init__.py calls it under
 --user-dir. `python -m multimax_fairseq COMMAND` does so for a command without --user-dir.
 """
 
@@ -77,7 +76,7 @@ FIXES = (
 
 
 def apply():
-    """Make fairseq, as installed, work with the torch and numpy that are installed."""
+    """Apply all fixes; in a fairseq command, also print mistakes as one sentence."""
     for fix in FIXES:
         fix()
     if command():

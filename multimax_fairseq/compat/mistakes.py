@@ -1,7 +1,7 @@
-"""The common mistakes of a user, each with the sentence that ends the command.
+"""Common mistakes of users, each with the sentence that ends the command.
 
-SETTINGS and ERRORS are the table. A row of SETTINGS is checked before the command starts, a row of
-ERRORS matches an error that fairseq raises. Any other error keeps its traceback.
+SETTINGS is checked before the command starts. ERRORS matches errors that fairseq raises. Any other
+error keeps its traceback.
 """
 
 import argparse
@@ -236,7 +236,7 @@ _given = defaultdict(lambda: None)
 
 
 def check_settings(settings):
-    """Raise UsageError for mistaken settings, {name: value}."""
+    """Raise UsageError for the first row of SETTINGS that matches {name: value}."""
     given = defaultdict(lambda: None, settings)
     _given.update(settings)
     for is_mistaken, sentence in SETTINGS:
@@ -245,10 +245,10 @@ def check_settings(settings):
 
 
 def explain(error):
-    """Return the sentence for a user's mistake; None if the error is not one.
+    """Return the sentence for a user's mistake; None for any other error.
 
-    It is the message of the first exception behind `error` that has `user_error`, or the sentence
-    of the first row of ERRORS that matches an error of fairseq's.
+    It is the message of the first exception in the chain of causes that has `user_error`. Otherwise
+    it is the sentence of the first row of ERRORS that matches, if fairseq raised the error.
     """
     behind, seen = error, []
     while behind is not None and behind not in seen:
@@ -273,7 +273,7 @@ _STANDARD = (sysconfig.get_path("stdlib"), "<frozen")
 
 
 def is_raised_by_fairseq(error):
-    """Whether fairseq or this package raised an error, or called the library that did."""
+    """Whether fairseq or this package raised an error, or called a library that did."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package in ("fairseq", "fairseq_cli", "multimax_fairseq"):
@@ -298,7 +298,7 @@ def error_message(program, text):
 def _end(text, status=1):
     """End the process at once; the sentence is the last line of its output.
 
-    The interpreter's own exit kills threads that still read data in C++, which aborts. In a
+    A normal exit can abort, because it kills threads of torch that still read data in C++. In a
     process group torch replaces sys.stderr while the hook runs.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -312,7 +312,7 @@ def _end(text, status=1):
 
 
 def parser_message(message):
-    """Return a short sentence for an error of argparse; None if argparse's own is good."""
+    """Return a short sentence for an error of argparse; None to keep argparse's own form."""
     is_loaded = "multimax_fairseq.models" in sys.modules
     choice = re.fullmatch(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
     if choice:
@@ -334,9 +334,10 @@ def parser_message(message):
 
 
 def plain_errors():
-    """A user's mistake ends in one sentence; MULTIMAX_TRACEBACK=1 keeps every traceback.
+    """Print a user's mistake as one sentence, without a traceback.
 
-    fairseq prints a traceback for everything. Can go when it does not.
+    Cause: fairseq prints a traceback for every error. MULTIMAX_TRACEBACK=1 keeps them.
+    Remove when fairseq prints one sentence.
     """
     if wants_traceback():
         return
@@ -376,9 +377,10 @@ def plain_errors():
 
 
 def unknown_model():
-    """fairseq fails in its own message where no plugin defines a model.
+    """Name a model that no loaded plugin defines.
 
-    Can go when the message names the model.
+    Cause: fairseq's own error message fails.
+    Remove when it names the model.
     """
     from fairseq import models
 
@@ -391,10 +393,12 @@ def unknown_model():
 
 
 def criterion_and_model():
-    """A criterion meets its model at the first step; what it refuses there leaves a crash.pt.
+    """Refuse a criterion that cannot train the model, before training starts.
 
-    Here a criterion with `check_model(model)` is asked before training, and a stock criterion is
-    refused for a sparse output layer. Can go when fairseq asks the criterion.
+    Cause: fairseq calls the criterion for the first time in the first update, and an error there
+    writes a crash.pt. The fix calls the criterion's `check_model(model)`, and refuses stock
+    criteria for a sparse output layer.
+    Remove when fairseq asks the criterion before it trains.
     """
     from fairseq.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""Wraps a function of fairseq, and names the fairseq command of this process."""
+"""Wraps functions of fairseq, and names the fairseq command of this process."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ def command():
 
 
 def wrap(owner, name, make):
-    """Replace owner.name by make(owner.name); a function is wrapped once, by one `make`."""
+    """Replace owner.name by make(owner.name). Only one `make` may wrap a function."""
     original = getattr(owner, name)
     if hasattr(original, "_wrapped_by"):
         assert original._wrapped_by == make.__qualname__, f"{name} is wrapped twice"
@@ -37,7 +37,7 @@ def wrap(owner, name, make):
 
 
 def replace(owner, name):
-    """Decorate f(original, *args, **kwargs), which takes the place of owner.name."""
+    """Decorate f(original, *args, **kwargs), which replaces owner.name."""
 
     def decorate(function):
         def make(original):

@@ -1,4 +1,4 @@
-"""What fairseq 0.12.3 cannot do under a current torch, numpy, sacrebleu and hydra."""
+"""Fixes that let fairseq 0.12.3 run with a current torch, numpy, sacrebleu and hydra."""
 
 import os
 import socket
@@ -32,10 +32,11 @@ GROUPS = ("common", "dataset", "optimization", "checkpoint", "task", "lr_schedul
 
 
 def numpy_compat():
-    """numpy 2 has no np.compat, and np.percentile no `interpolation`.
+    """Restore what fairseq uses of numpy 1: np.compat, and `interpolation` of np.percentile.
 
-    TokenBlockDataset and LanguagePairDataset use np.compat.long, --num-batch-buckets the other.
-    Can go when fairseq writes np.int64 and `method`.
+    Cause: TokenBlockDataset and LanguagePairDataset use np.compat.long; --num-batch-buckets uses
+    `interpolation`. numpy 2 has neither.
+    Remove when fairseq writes np.int64 and `method`.
     """
     if not hasattr(np, "compat"):
         np.compat = types.SimpleNamespace(long=int)
@@ -48,19 +49,21 @@ def numpy_compat():
 
 
 def hydra_warnings():
-    """Each command prints 22 lines of warnings, because fairseq uses hydra's interface of 1.0.
+    """Silence the 22 lines of warnings that each command prints.
 
-    Can go when fairseq uses the present one.
+    Cause: fairseq uses the interface of hydra 1.0.
+    Remove when fairseq uses the current one.
     """
     for message in HYDRA_WARNINGS:
         warnings.filterwarnings("ignore", message, UserWarning)
 
 
 def score_command():
-    """fairseq-score gives open files to sacrebleu, and three numbers to its own Scorer.
+    """Give sacrebleu 2 and fairseq's Scorer the arguments that they accept.
 
-    sacrebleu 2 takes lists of lines (--sacrebleu); the Scorer takes a BleuConfig
-    (--sentence-bleu). Can go when fairseq-score passes those.
+    Cause: fairseq-score passes open files to sacrebleu (--sacrebleu), which takes lists of lines,
+    and three numbers to its own Scorer (--sentence-bleu), which takes a BleuConfig.
+    Remove when fairseq-score passes those.
     """
     import sacrebleu
     from fairseq.scoring import bleu
@@ -78,10 +81,10 @@ def score_command():
 
 
 def command_line():
-    """--bf16 means a TPU to fairseq's command line, so training looks for torch_xla.
+    """Let --bf16 train on a GPU or CPU; check the settings against mistakes.SETTINGS.
 
-    The settings are checked here too, against mistakes.SETTINGS. Can go when fairseq reads --bf16
-    as it reads common.bf16.
+    Cause: fairseq's command line sets `tpu` for --bf16, so training looks for torch_xla.
+    Remove when fairseq reads --bf16 as it reads common.bf16.
     """
     from fairseq import options
 
@@ -103,11 +106,11 @@ def command_line():
 
 
 def user_dir():
-    """fairseq takes a package that is imported already for a plugin whose models are registered.
+    """Import this package's models for --user-dir multimax_fairseq, from any folder.
 
-    Here --user-dir multimax_fairseq imports this package's models, from any folder.
-    fairseq-preprocess, which begins with this function, has its text checked. Can go when fairseq
-    imports the models.
+    Cause: fairseq assumes that a package that is already imported has registered its models. The
+    fix also checks the text of fairseq-preprocess, which calls this function first.
+    Remove when fairseq imports the models.
     """
     from fairseq import utils
     from fairseq.models import import_models
@@ -125,18 +128,22 @@ def user_dir():
 
 
 def resolve(path):
-    """Return the --user-dir that a path means: this package for its name, unless the current
-    folder has a package of that name."""
+    """Return the path of a --user-dir.
+
+    The name multimax_fairseq means this package, unless the current folder has a package of that
+    name.
+    """
     if path == os.path.basename(PACKAGE) and not os.path.isfile(f"{path}/__init__.py"):
         return PACKAGE
     return path
 
 
 def progress_lines():
-    """fairseq prints every logged value in every line of text, and null in JSON once it is shown.
+    """Leave the values of --monitor-interval out of text lines, and write them to JSON lines once.
 
-    Hundreds of values of --monitor-interval would hide the loss. Text leaves them out, and JSON
-    has them in the lines that follow their update. Can go when fairseq selects values by line.
+    Cause: fairseq prints every logged value in every line of text, so hundreds of values would hide
+    the loss. In JSON it prints null for a value that it has already shown.
+    Remove when fairseq selects values by line.
     """
     from fairseq.logging import progress_bar
 
@@ -156,10 +163,10 @@ def progress_lines():
 
 
 def data_in_parts():
-    """The default --upsample-primary -1 gives train a negative number of copies beside train1.
+    """Read the default --upsample-primary -1 as 1 copy of `train` beside `train1`.
 
-    Here -1 means 1, as in fairseq's multilingual_translation. Can go when translation has this
-    default too.
+    Cause: fairseq uses -1 as the number of copies. Only multilingual_translation reads it as 1.
+    Remove when translation does too.
     """
     from fairseq.data import ConcatDataset
 
@@ -171,11 +178,12 @@ def data_in_parts():
 
 
 def impossible_words():
-    """Generation fails an assertion where a forced end of sentence has probability 0.
+    """Let generation end a hypothesis whose forced word has probability 0.
 
-    A sparse output layer gives most words the score -inf. In a search such words get a finite
-    score below all others. Sampling takes the exponential of the score, so the scores start at 0
-    where no other word is left. Can go when fairseq ends such hypotheses.
+    Cause: a sparse output layer gives most words the score -inf, and an assertion fails if no other
+    score is left. In a search these words get a finite score below all others. Sampling takes the
+    exponential of the score, so the scores are shifted to start at 0 where no other word is left.
+    Remove when fairseq ends such hypotheses.
     """
     from fairseq.search import Sampling
     from fairseq.sequence_generator import SequenceGenerator
@@ -203,10 +211,11 @@ def impossible_words():
 
 
 def adaptive_softmax_checkpoints():
-    """fairseq loads shared embeddings into an `output_projection`, which a decoder with an
-    adaptive softmax does not have: its checkpoints cannot be loaded.
+    """Load checkpoints of a decoder with an adaptive softmax and shared embeddings.
 
-    Can go when fairseq asks whether there is one.
+    Cause: fairseq copies shared embeddings to `output_projection`, which such a decoder does not
+    have.
+    Remove when fairseq checks that the decoder has one.
     """
     from fairseq.models.transformer import TransformerDecoderBase
 
@@ -219,10 +228,12 @@ def adaptive_softmax_checkpoints():
 
 
 def checkpoint_to_workers():
-    """The first worker reads a checkpoint and sends it on; torch 2.6 refuses what it sends.
+    """Send a checkpoint to the other workers with torch's own broadcast of objects.
 
-    Here torch's own broadcast of objects is used: the processes of a run trust each other, and the
-    first worker has read the file under torch's protection. Can go when fairseq uses it too.
+    Cause: fairseq pickles the checkpoint with torch.save, and torch 2.6 refuses to load it in the
+    other workers. The processes of a run trust each other, and the first one has read the file
+    safely.
+    Remove when fairseq uses torch's broadcast.
     """
     from fairseq.distributed import utils
 
@@ -234,11 +245,12 @@ def checkpoint_to_workers():
 
 
 def processes():
-    """fairseq counts processes by the GPUs that it sees, and only then reads torchrun's number.
+    """Train with several processes on a CPU, started by torchrun or by fairseq.
 
-    Without GPUs, torchrun's processes are separate trainings that write into one folder, and
-    --distributed-world-size fails an assertion. Can go when fairseq asks torchrun first, and
-    starts processes without GPUs.
+    Cause: fairseq counts processes by GPUs before it reads torchrun's variables. Without GPUs,
+    torchrun's processes are separate trainings that write into one folder, and
+    --distributed-world-size fails an assertion.
+    Remove when fairseq reads torchrun's variables first, and starts processes without GPUs.
     """
     from fairseq.distributed import utils
 
@@ -268,7 +280,7 @@ def processes():
 
 
 def _settings(cfg):
-    """Return {name: value} of a training's configuration and of the file that it is read from."""
+    """Return a training's settings, and the path of its YAML file as config_file."""
     from hydra.utils import to_absolute_path
 
     found = {}
@@ -284,7 +296,7 @@ def _settings(cfg):
 
 
 def _spawn(cfg, main, kwargs):
-    """Start the processes on a CPU, as fairseq starts one a GPU; return when all have ended."""
+    """Start the processes of a run on a CPU; return when all have ended."""
     wanted = cfg.distributed_training
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > 1:  # they would write into one folder
@@ -307,7 +319,7 @@ def _spawn(cfg, main, kwargs):
 
 
 def _process(index, main, cfg, kwargs):
-    """Run one spawned process; it connects before it reads --user-dir."""
+    """Run one spawned process. It connects before it reads --user-dir, so it applies the fixes."""
     from fairseq.distributed import utils
 
     from multimax_fairseq import compat
@@ -324,9 +336,10 @@ def _process(index, main, cfg, kwargs):
 
 
 def ddp():
-    """fairseq names a GPU to torch's DDP on a CPU too, which refuses it.
+    """Name no GPU to torch's DDP for a model on a CPU.
 
-    Can go when fairseq names no GPU.
+    Cause: fairseq always names one, which DDP refuses for a CPU model.
+    Remove when fairseq names none.
     """
     from fairseq.models import distributed_fairseq_model
 
@@ -338,9 +351,11 @@ def ddp():
 
 
 def gathered_lists():
-    """all_gather_list, by which criteria whose metrics cannot be summed are logged, needs a GPU.
+    """Gather lists on a CPU.
 
-    Can go when its buffers are where the process group is.
+    Cause: fairseq's all_gather_list, which logs criteria whose metrics cannot be summed, needs a
+    GPU.
+    Remove when its buffers are on the device of the process group.
     """
     from fairseq import utils
     from fairseq.distributed import utils as distributed_utils
@@ -356,11 +371,12 @@ def gathered_lists():
 
 
 def not_finite():
-    """fairseq's search for a NaN ends in a StopIteration.
+    """Name the layer in which an update stops being finite.
 
-    Its hooks on the gradients of modules look for a tensor in what a module returns, and an
-    encoder returns lists. Here they are left out. A model that has `why_not_finite` names the
-    layer, on the same batches with the same dropout. Can go when fairseq finds the layer.
+    Cause: fairseq's search for a NaN ends in a StopIteration. Its hooks on gradients expect
+    tensors, and an encoder returns lists. The fix leaves these hooks out. It asks the model's
+    `why_not_finite`, which repeats the batches with the same dropout.
+    Remove when fairseq finds the layer.
     """
     from fairseq.nan_detector import NanDetector
     from fairseq.trainer import Trainer

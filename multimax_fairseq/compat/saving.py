@@ -1,4 +1,4 @@
-"""What fairseq 0.12.3 loses: half-written checkpoints and results, runs that cannot go on."""
+"""Fixes for lost data: half-written checkpoints and results, runs that cannot resume."""
 
 import contextlib
 import errno
@@ -61,7 +61,7 @@ def _noting(file):
 def _write_aside(path, write):
     """Write a file beside `path`, and rename it once it is on the disk.
 
-    Its name is fairseq's own, so that the next save writes over what a killed run leaves.
+    Its name is fairseq's own, so the next save overwrites the remains of a killed run.
     """
     aside = f"{path}.tmp"
     try:
@@ -83,7 +83,7 @@ def _write_aside(path, write):
 
 
 def save(state, path):
-    """Write a checkpoint whole or not at all; UsageError where it cannot be written."""
+    """Write a checkpoint atomically; UsageError if it cannot be written."""
     try:
         with whole(path) as aside, open(aside, "wb") as file, _noting(file) as noting:
             torch.save(state, noting)
@@ -115,10 +115,11 @@ def _save(path, write):
 
 
 def whole_checkpoints():
-    """fairseq copies a checkpoint onto checkpoint_last.pt, so a killed run leaves half of it.
+    """Write each checkpoint atomically, and give one reason if it cannot be written.
 
-    On a full disk it tries three times, prints three tracebacks and leaves its `.tmp`. Can go when
-    fairseq writes aside, waits for the disk and gives one reason.
+    Cause: fairseq copies a checkpoint onto checkpoint_last.pt, so a killed run leaves half a file.
+    On a full disk it tries three times, prints three tracebacks and leaves its `.tmp`.
+    Remove when fairseq writes another file, waits for the disk and renames the file.
     """
     from fairseq import checkpoint_utils
     from fairseq.file_io import PathManager
@@ -152,22 +153,24 @@ def whole_checkpoints():
 
 
 def _beside(path):
-    """Return the paths of the checkpoints beside one."""
+    """Return the paths of the numbered checkpoints in the folder of a path."""
     folder = os.path.dirname(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
     return [os.path.join(folder, name) for name in sorted(names) if NUMBERED.fullmatch(name)]
 
 
 def updates(path):
-    """Return the number of updates behind a checkpoint; None if it cannot be read."""
+    """Return the number of updates of a checkpoint; None if it cannot be read."""
     return glance(path, lambda state: state["optimizer_history"][-1]["num_updates"])
 
 
 def resumed_runs():
-    """A run stops at a damaged checkpoint_last.pt, though a whole checkpoint lies beside it.
+    """Resume from the newest intact checkpoint; warn if a run starts again at update 0.
 
-    A run without that file, or without that of --restore-file, starts again at update 0 and writes
-    over the checkpoints. Can go when fairseq looks for another one. See also `_resume`.
+    Cause: a run stops at a damaged checkpoint_last.pt, though other checkpoints lie beside it.
+    Without that file, or without the one of --restore-file, it starts at update 0 and overwrites
+    the others.
+    Remove when fairseq looks for another checkpoint. See also `_resume`.
     """
     from fairseq.file_io import PathManager
     from fairseq.trainer import Trainer
@@ -215,12 +218,13 @@ def resumed_runs():
 
 
 def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
-    """Load a checkpoint into a trainer; CheckpointError where the run cannot go on from it.
+    """Load a checkpoint into a trainer; CheckpointError if the run cannot resume from it.
 
-    fairseq goes on with other settings if the parameters fit: a model that has
-    `check_resumed(settings, before)` is asked. fairseq deletes the parameters before it starts an
-    average (--store-ema) from them: here the average starts from the loaded model. fairseq does not
-    check the shapes of an optimizer's state.
+    Cause: fairseq does not compare a model's settings, or the shapes of an optimizer's state, with
+    the checkpoint's. It deletes the parameters before it starts an average (--store-ema) from them;
+    here the average starts from the loaded model. A model's `check_resumed(settings, before)`
+    compares the settings.
+    Remove when fairseq compares both, and starts an average from the loaded model.
     """
     check = getattr(trainer.get_model(), "check_resumed", None)
     if check is not None and not reset_optimizer and trainer.data_parallel_rank == 0:
@@ -264,11 +268,13 @@ def _check_moments(optimizer):
 
 
 def saved_checkpoints():
-    """--save-interval-updates saves nothing at the end of an epoch whose checkpoint
-    --no-epoch-checkpoints or --save-interval omits; a validation of NaN becomes the best so far.
+    """Save at the end of each epoch with --save-interval-updates; never compare NaN with the best
+    value.
 
-    Nothing later compares as better than NaN, and a worse checkpoint then replaces the best. Can go
-    when fairseq saves one of the two, and compares finite numbers only.
+    Cause: fairseq saves nothing at the end of an epoch whose checkpoint --no-epoch-checkpoints or
+    --save-interval leaves out. A validation loss of NaN becomes the best value. No later value
+    compares as better, so worse checkpoints replace the best one.
+    Remove when fairseq saves there, and compares only finite values.
     """
     from fairseq import checkpoint_utils
 
@@ -290,9 +296,10 @@ def saved_checkpoints():
 
 
 def finished_run():
-    """A run that --max-update has ended does one update more each time it is started again.
+    """Do not train a run beyond --max-update when it is started again.
 
-    Can go when fairseq looks at --max-update before it trains.
+    Cause: fairseq checks --max-update only after an update.
+    Remove when fairseq checks it before it trains.
     """
     from fairseq import checkpoint_utils
 
@@ -307,10 +314,11 @@ def finished_run():
 
 
 def results():
-    """fairseq-generate empties the earlier file of --results-path before it checks anything, and
-    leaves half a file where it stops.
+    """Write the file of --results-path atomically.
 
-    Can go when fairseq-generate writes it aside.
+    Cause: fairseq-generate empties the existing file before it checks its arguments, and leaves
+    half a file if it stops.
+    Remove when fairseq-generate renames a complete file.
     """
     from fairseq_cli import generate
 

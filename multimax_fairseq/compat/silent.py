@@ -1,4 +1,4 @@
-"""What fairseq 0.12.3 computes wrongly without an error: batches, averages, searches, scores."""
+"""Fixes for wrong results without an error: batches, averages, searches, scores."""
 
 import argparse
 import ast
@@ -24,12 +24,13 @@ PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-p
 
 
 def token_blocks():
-    """TokenBlockDataset keeps its indices in the smallest unsigned type that seems to fit.
+    """Keep the indices of token blocks in int64, and cut past targets to the block's length.
 
-    numpy 2 computes in that type, so a block's `end - 2` wraps around when the end is 1; and the
-    sizes of blocks of 65,536 tokens or more wrap under any numpy. Where the end is 1, a signed
-    `end - 2` counts from the buffer's other end, so past targets come out too long. Can go when
-    fairseq keeps int64 and cuts past targets.
+    Cause: TokenBlockDataset stores its indices in the smallest unsigned type that seems to fit.
+    numpy 2 computes in that type, so `end - 2` wraps around for a block that ends at 1. Sizes of
+    65,536 tokens or more wrap around under any numpy. A signed `end - 2` of -1 counts from the end
+    of the buffer, so past targets are too long.
+    Remove when fairseq keeps int64 and cuts past targets.
     """
     from fairseq.data.token_block_dataset import TokenBlockDataset
 
@@ -50,11 +51,12 @@ def token_blocks():
 
 
 def last_batch():
-    """fairseq drops the last batch unless --required-batch-size-multiple (8) divides its size.
+    """Keep the last batch in generation and validation.
 
-    The batch holds the longest sentences; generation and validation lose them (fairseq issue
-    5036). Training keeps fairseq's batches unless it has no other: one batch more would change the
-    order of all of them. Can go when fairseq keeps the batch.
+    Cause: fairseq drops the last batch unless --required-batch-size-multiple (8) divides its size.
+    This batch holds the longest sentences (fairseq issue 5036). In training, fairseq's batches stay
+    unless there would be none: one more batch would change the order of all others.
+    Remove when fairseq keeps the batch.
     """
     from fairseq.data import data_utils
     from fairseq.trainer import Trainer
@@ -87,10 +89,12 @@ def last_batch():
 
 
 def same_batches():
-    """A run that is resumed in a later epoch orders the sentences of one length anew.
+    """Train a resumed run on the same batches as an uninterrupted run.
 
-    An uninterrupted run keeps the batches of its first epoch, drawn by that epoch's seed; a resumed
-    one draws its own, and trains otherwise. Can go when fairseq keeps to the first epoch's.
+    Cause: an uninterrupted run keeps the batches of its first epoch, which that epoch's seed
+    shuffles. A run that is resumed in a later epoch makes new batches with the later epoch's seed,
+    so sentences of equal length are in another order.
+    Remove when fairseq uses the seed of the first epoch.
     """
     from fairseq.tasks import FairseqTask
 
@@ -107,10 +111,11 @@ def same_batches():
 
 
 def validation_on_training_data():
-    """Validation exhausts the batches of a subset that is also trained.
+    """Train on every epoch of a subset that is also a validation subset.
 
-    The task caches one iterator for each data set, so training sees a finished epoch and skips it.
-    Can go when fairseq caches the iterators of training and validation separately.
+    Cause: the task caches one iterator per data set. Validation exhausts it, so training takes the
+    epoch for finished and skips it.
+    Remove when fairseq caches the iterators of training and validation separately.
     """
     from fairseq.trainer import Trainer
 
@@ -121,10 +126,11 @@ def validation_on_training_data():
 
 
 def end_of_curriculum():
-    """--curriculum N never ends: a later epoch reuses the data loader that does not shuffle.
+    """Shuffle the batches after the first N epochs of --curriculum N.
 
-    A run that is resumed after N epochs makes a new one, which does. Can go when fairseq tells the
-    data loader that it reuses whether to shuffle.
+    Cause: a later epoch reuses the first data loader, which does not shuffle. A run that is resumed
+    after N epochs makes a new data loader, which does.
+    Remove when fairseq tells a reused data loader whether to shuffle.
     """
     from fairseq.data.iterators import EpochBatchIterator
 
@@ -136,11 +142,12 @@ def end_of_curriculum():
 
 
 def older_format():
-    """Data of fairseq's older format is read through an open file or a cache, and both fail.
+    """Read each sentence of fairseq's older data format at its own offset.
 
-    Workers share the position of the file that the main process opened, so they read wrong
-    sentences; training reads its first batch before the cache is filled. Here each sentence is
-    read at its own offset. Can go when fairseq does so.
+    Cause: fairseq reads this format through an open file (lazy) or a cache (cached). Workers share
+    the position of the file that the main process opened, so they read wrong sentences. Training
+    reads its first batch before the cache is filled.
+    Remove when fairseq reads at the sentence's offset.
     """
     from fairseq.data import indexed_dataset
 
@@ -156,9 +163,10 @@ def older_format():
 
 
 def indexed_data():
-    """fairseq does not check an index, and reads a word past the dictionary as another word.
+    """Refuse an index that does not fit its data, and words that are not in the dictionary.
 
-    Can go when fairseq checks what it opens.
+    Cause: fairseq does not check an index, and reads an unknown word number as another word.
+    Remove when fairseq checks the files that it opens.
     """
     from fairseq.data import indexed_dataset
 
@@ -206,12 +214,12 @@ def _check_index(indexed_dataset, path, header, dictionary):
 
 
 def ema_step():
-    """Tied embeddings decay once per name, and a pre-norm model's last layer norm is lost.
+    """Decay each averaged tensor once, in place.
 
-    The state dict has an entry for each name of a tied parameter, and fairseq decays every entry.
-    It then loads a state dict without version entries, so the decoder takes it for an old
-    checkpoint and removes its last layer norm. Can go when fairseq decays each tensor once, in
-    place.
+    Cause: the state dict has one entry for each name of a tied parameter, and fairseq decays every
+    entry. It then loads a state dict without version entries, so the decoder of a pre-norm model
+    takes it for an old checkpoint and removes its last layer norm.
+    Remove when fairseq decays each tensor once, in place.
     """
     from fairseq.models.ema import EMA
 
@@ -231,10 +239,10 @@ def ema_step():
 
 
 def ema_frequency():
-    """--ema-update-freq counts from the start of the process, so a resumed run averages at other
-    updates.
+    """Count --ema-update-freq from the start of the training.
 
-    Can go when fairseq saves its count, or takes the number of updates, as here.
+    Cause: fairseq counts from the start of the process, so a resumed run averages at other updates.
+    Remove when fairseq saves its count, or derives it from the number of updates.
     """
     from fairseq.models.ema import EMA
 
@@ -246,10 +254,11 @@ def ema_frequency():
 
 
 def adaptive_tails():
-    """An adaptive softmax's loss takes a word of each tail for padding, by its place in the tail.
+    """Train and count every word of an adaptive softmax's tails.
 
-    The word is neither trained there nor counted. Padding is in the head alone. Here a class of
-    probability 0 takes its place in the tails. Can go when fairseq looks for padding in the head.
+    Cause: the loss ignores the class with the index of padding in each cluster. Padding is in the
+    head, so each tail loses a real word. The fix inserts a class of probability 0 at that index.
+    Remove when fairseq ignores padding in the head only.
     """
     from fairseq.criterions.adaptive_loss import AdaptiveLoss
 
@@ -269,7 +278,7 @@ def adaptive_tails():
 
 
 def _skip_class(index, logits, target):
-    """Insert a class of probability 0 at an index, and shift the targets behind it."""
+    """Insert a class of probability 0 at an index, and shift the targets at and after it."""
     if target is None:
         return logits, target
     nothing = logits.new_full((len(logits), 1), -math.inf)
@@ -278,11 +287,11 @@ def _skip_class(index, logits, target):
 
 
 def unknown_words_in_references():
-    """fairseq-generate gives scorers of text (--scoring sacrebleu, chrf, wer) `<<unk>>` for an
-    unknown word of a reference. SacreBLEU splits it into tokens that match a translation's `<unk>`.
+    """Count an unknown word of a reference as a mismatch, and warn of it.
 
-    Here such a word matches nothing, and a warning gives the number of these references. Can go
-    when fairseq-generate reads references from raw text.
+    Cause: fairseq-generate writes an unknown word of a reference as `<<unk>>` for --scoring
+    sacrebleu, chrf and wer. SacreBLEU splits it into tokens that match a translation's `<unk>`.
+    Remove when fairseq-generate reads references from raw text.
     """
     from fairseq import scoring
 
@@ -315,10 +324,11 @@ def _replace_placeholders(scorer):
 
 
 def diverse_beams():
-    """--diverse-beam-groups finds a sentence's row by its number in the data, not in the batch.
+    """Look up a sentence of --diverse-beam-groups by its row in the batch.
 
-    So it takes another sentence's row, or stops at a number past the batch's size. Can go when
-    fairseq passes the position in the batch.
+    Cause: fairseq uses a sentence's number in the data set as its row in the batch. It reads
+    another sentence's row, or fails for a number past the size of the batch.
+    Remove when fairseq passes the position in the batch.
     """
     from fairseq.search import DiverseBeamSearch
 
@@ -335,10 +345,11 @@ def diverse_beams():
 
 
 def repeated_ngrams():
-    """--no-repeat-ngram-size does nothing without fairseq's own CUDA extension.
+    """Block repeated n-grams on a CPU too; a forced word, as in a prefix, stays.
 
-    The plain form compares the end of a buffer that is padded to the greatest length, and knows no
-    n of 1. A forced word, as in a prefix, stays. Can go when fairseq cuts the buffer at the step.
+    Cause: without fairseq's CUDA extension, --no-repeat-ngram-size has no effect. fairseq compares
+    the end of a buffer that is padded to the greatest length. It also does not support n = 1.
+    Remove when fairseq cuts the buffer at the current step.
     """
     from fairseq import sequence_generator
     from fairseq.ngram_repeat_block import NGramRepeatBlock
@@ -363,10 +374,11 @@ def repeated_ngrams():
 
 
 def perplexity_of_a_part():
-    """fairseq-eval-lm leaves out blocks that are too long for the model, and words of probability
-    0; where it leaves out all blocks, it prints a perplexity of 1.
+    """Refuse a perplexity that would leave out blocks or words.
 
-    Can go when fairseq-eval-lm ends in an error there.
+    Cause: fairseq-eval-lm leaves out blocks that are too long for the model, and words of
+    probability 0. If it leaves out all blocks, it prints a perplexity of 1.
+    Remove when fairseq-eval-lm ends in an error instead.
     """
     from fairseq.sequence_scorer import SequenceScorer
     from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -397,9 +409,10 @@ def perplexity_of_a_part():
 
 
 def overrides():
-    """fairseq ignores a key of --model-overrides that is misspelt.
+    """Refuse an unknown key of --model-overrides.
 
-    Can go when fairseq names it.
+    Cause: fairseq ignores a misspelt key.
+    Remove when fairseq names it.
     """
     from fairseq import checkpoint_utils
 
@@ -419,7 +432,7 @@ def overrides():
 
 
 def _setting_names(cfg, overrides):
-    """Return the names of a checkpoint's settings; a namespace holds only those that were given."""
+    """Return the names of a checkpoint's settings, for a namespace also those with defaults."""
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     known = set()

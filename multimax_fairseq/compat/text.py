@@ -1,4 +1,4 @@
-"""What fairseq 0.12.3 reads from text otherwise than it stands there."""
+"""Fixes for text that fairseq 0.12.3 reads differently from how it is written."""
 
 import codecs
 import fileinput
@@ -18,12 +18,13 @@ SYMBOLS = frozenset(("<s>", "</s>", "<pad>"))
 
 
 def text_lines():
-    """fairseq-preprocess takes the position in the decoded text, by tell(), for that in the file.
+    """Split text at line feeds, at positions counted in bytes.
 
-    The two can differ in a file with CR LF. A worker then reads on through the lines of another:
-    they are there twice, and source and target no longer belong together. A carriage return within
-    a line ends it, and a byte order mark is part of the first word. Can go when fairseq reads
-    bytes.
+    Cause: fairseq-preprocess uses tell() of the decoded text as the position in the file. The two
+    can differ in a file with CR LF. A worker then reads lines of the next worker again, so source
+    and target no longer match. A carriage return within a line ends the line, and a byte order mark
+    becomes part of the first word.
+    Remove when fairseq reads bytes.
     """
     from fairseq import file_chunker_utils
 
@@ -42,10 +43,11 @@ def text_lines():
 
 
 def check_files(args):
-    """Raise UsageError for text that fairseq-preprocess would read otherwise.
+    """Raise UsageError for text that fairseq-preprocess would read wrongly.
 
-    It takes UTF-16 for words, a word "</s>" for the end of a sentence, a word "<pad>" for padding,
-    and source and target of unequal length. Can go when fairseq checks its files.
+    Cause: fairseq-preprocess reads UTF-16 as words, the word "</s>" as the end of a sentence and
+    "<pad>" as padding. It accepts source and target of unequal length.
+    Remove when fairseq checks its files.
     """
     languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
     given = [args.trainpref, *(args.validpref or "").split(","), *(args.testpref or "").split(",")]
@@ -61,7 +63,7 @@ def check_files(args):
 
 
 def count_lines(path):
-    """Return the number of lines of a text; UsageError for the first line that is not text."""
+    """Return the number of lines of a text; UsageError names the first line that is not text."""
     number, line = 0, b""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -76,7 +78,7 @@ def count_lines(path):
 
 
 def what_is_wrong(line):
-    """Return (what, remedy) for a line, as bytes, that is not text to fairseq; None if it is."""
+    """Return (fault, remedy) of a line in bytes that fairseq cannot read; None if it can."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -100,9 +102,10 @@ def what_is_wrong(line):
 
 
 def dictionaries():
-    """fairseq does not name the dictionary that it cannot read.
+    """Name the dictionary that cannot be read.
 
-    Can go when fairseq does.
+    Cause: fairseq's error for a damaged dictionary does not name the file.
+    Remove when it does.
     """
     from fairseq.data import Dictionary
     from fairseq.file_io import PathManager
@@ -124,10 +127,11 @@ def dictionaries():
 
 
 def interactive_lines():
-    """fairseq-interactive ends a line at a carriage return within it, so all lines that follow get
-    other numbers; and a byte order mark is part of the first word.
+    """Split the input of fairseq-interactive at line feeds, and skip a byte order mark.
 
-    Can go when fairseq reads utf-8-sig with newline="\\n".
+    Cause: fairseq-interactive also ends a line at a carriage return, so all later lines get wrong
+    numbers. A byte order mark becomes part of the first word.
+    Remove when fairseq reads utf-8-sig with newline="\\n".
     """
     if command() != "fairseq-interactive":
         return
@@ -143,9 +147,10 @@ def interactive_lines():
 
 
 def symbols_in_input():
-    """A word "<pad>" of fairseq-interactive's input is padding to the model, and "</s>" an end.
+    """Read "<pad>", "<s>" and "</s>" in the input of fairseq-interactive as unknown words.
 
-    Here they are unknown words. Can go when fairseq does the same.
+    Cause: fairseq reads them as padding and as the start or end of the sentence.
+    Remove when fairseq reads them as words.
     """
     from fairseq.tasks import FairseqTask
 
@@ -160,10 +165,12 @@ def symbols_in_input():
 
 
 def scored_lines():
-    """fairseq-score leaves out the lines that one file has more than the other, takes a byte order
-    mark for part of a word, and ignores --ignore-case and --order with --sacrebleu.
+    """Refuse files of unequal length in fairseq-score, and flags that --sacrebleu ignores.
 
-    Can go when fairseq-score compares the numbers, skips the mark and refuses the flags.
+    Cause: fairseq-score leaves out the extra lines of the longer file. With --sacrebleu it ignores
+    --ignore-case, --sentence-bleu and --order. It reads a byte order mark as part of a word, which
+    the fix skips.
+    Remove when fairseq-score compares the lengths, refuses the flags and skips the mark.
     """
     from fairseq_cli import score
 

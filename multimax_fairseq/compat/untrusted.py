@@ -1,8 +1,7 @@
-"""Files that fairseq 0.12.3 and torch trust: checkpoints that run code, or hold no checkpoint.
+"""Fixes for checkpoints that run code, or do not hold what fairseq-train writes.
 
-torch's protection keeps a checkpoint from naming code. It does not check whether the contents are a
-checkpoint: parameters that are not finite numbers, settings without end, sizes that take forever to
-build, altered bytes.
+torch refuses code in a checkpoint. It does not check the contents: parameters that are not finite
+numbers, deeply nested settings, sizes that take forever to build, altered bytes.
 """
 
 import argparse
@@ -35,10 +34,10 @@ SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
 
 
 def literal(text):
-    """Return the value of a Python literal; takes the place of eval() in fairseq.
+    """Return the value of a Python literal; replaces eval() in fairseq.
 
     Lists may be added and repeated, as in "[(512, 3)] * 20", the layers of a stock model. Raises
-    TypeError, as eval() does, for what is not a string.
+    TypeError, as eval() does, for anything but a string.
     """
     if not isinstance(text, str):
         raise TypeError(f"expected a string, got {text!r}")
@@ -61,10 +60,11 @@ def _value(node):
 
 
 def evaluate_literals():
-    """fairseq runs eval() on settings of a checkpoint or a command line, such as adam_betas.
+    """Read settings such as adam_betas as literals, in each loaded module of fairseq.
 
-    Each loaded module of fairseq gets `literal` under the name eval. Can go when fairseq calls
-    ast.literal_eval.
+    Cause: fairseq calls eval() on settings of a checkpoint or a command line. `literal` replaces it
+    in each module under the name eval.
+    Remove when fairseq calls ast.literal_eval.
     """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("fairseq", "fairseq_cli"):
@@ -72,7 +72,7 @@ def evaluate_literals():
 
 
 class _PickledDtype:
-    """Stands in for numpy.dtype in a checkpoint: a plain number type and nothing else."""
+    """Stands in for numpy.dtype in a checkpoint; accepts plain number types only."""
 
     def __init__(self, code, align=False, copy=True):
         if not re.fullmatch(r"[biufc]\d\d?", code):
@@ -87,7 +87,7 @@ class _PickledDtype:
 
 
 class _PickledArray(np.ndarray):
-    """Stands in for numpy.ndarray in a checkpoint: plain numbers whose bytes fill its shape."""
+    """Stands in for numpy.ndarray in a checkpoint; its bytes must fill its shape."""
 
     def __new__(cls):
         return np.ndarray.__new__(cls, (0,), np.uint8)
@@ -126,9 +126,10 @@ SAFE_GLOBALS = {
 
 
 def checkpoint_classes():
-    """torch 2.6 loads tensors and plain values only; fairseq's checkpoints hold a little more.
+    """Let torch load the few classes of fairseq's checkpoints; torch's protection stays on.
 
-    Can go when fairseq's checkpoints hold plain values only. torch's protection stays on.
+    Cause: since torch 2.6, torch.load accepts tensors and plain values only.
+    Remove when fairseq's checkpoints hold nothing else.
     """
     known = {
         entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
@@ -140,7 +141,7 @@ def checkpoint_classes():
 
 
 def _refused(error, path):
-    """Return the name of what torch refuses to load; None if it is not code."""
+    """Return the name of the code that torch refuses to load; None for another error."""
     known = re.search(r"GLOBAL (\S+)|function (\S+)|but got (<[^>]*>)|(numpy\.\S+)", str(error))
     if known:
         return next(filter(None, known.groups()))
@@ -180,7 +181,7 @@ def _damaged(path):
 def _is_altered(path):
     """Whether a file of torch's zip format fails its checksums; other formats have none.
 
-    torch compresses nothing, so the members are never larger than the file.
+    torch does not compress, so larger members mean a forged file.
     """
     with open(path, "rb") as file:
         if file.read(2) != b"PK":
@@ -196,7 +197,7 @@ def _is_altered(path):
 
 
 def _check_file(path, local):
-    """Raise CheckpointError for a file that is altered, names code, or holds no checkpoint."""
+    """Raise CheckpointError for a file that is altered, holds code, or is no checkpoint."""
     if _is_altered(local):
         raise _damaged(path)
     load = functools.partial(torch.load, local, map_location="cpu", weights_only=True)
@@ -222,10 +223,12 @@ def _check_file(path, local):
 
 
 def checkpoint_files():
-    """torch names neither the file nor the remedy where it refuses code in a checkpoint.
+    """Refuse a checkpoint that holds code, is altered, or is no checkpoint; name the file and the
+    remedy.
 
-    torch does not compare the checksums that it writes, so altered numbers load. Neither torch nor
-    fairseq checks that the contents are a checkpoint. Can go when fairseq does all of it.
+    Cause: torch's error for code names neither. torch does not compare the checksums that it
+    writes, so altered numbers load. Neither torch nor fairseq checks the contents.
+    Remove when fairseq does all of it.
     """
     from fairseq import checkpoint_utils
     from fairseq.file_io import PathManager
@@ -252,7 +255,7 @@ def unwrapped(parameters):
 
 
 def _check_contents(state):
-    """Raise ValueError with the reason for a state that is no checkpoint."""
+    """Raise ValueError with the reason if a state is not a checkpoint's."""
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError("it has no parameters of a model")
     for name in ("cfg", "args", "extra_state", "task_state"):
@@ -300,7 +303,7 @@ def _check_parameter(name, value):
 
 
 def _check_values(values):
-    """Raise ValueError for values without end, or that OmegaConf would resolve."""
+    """Raise ValueError for values that are too many or that OmegaConf would resolve."""
     left, waiting = MOST_VALUES, [("", values, 0)]
     while waiting:
         name, value, depth = waiting.pop()
@@ -322,7 +325,7 @@ def _check_values(values):
 
 
 def _check_sizes(options, model):
-    """Raise ValueError for sizes that no parameter has: to build such a model takes forever."""
+    """Raise ValueError for sizes far above those of the parameters: the model takes forever."""
     settings = getattr(options, "model", options.get("model") if isinstance(options, dict) else ())
     if isinstance(options, argparse.Namespace):
         settings = options
@@ -340,9 +343,10 @@ def _check_sizes(options, model):
 
 
 def checkpoint_numbers():
-    """torch copies whole numbers into parameters of floats.
+    """Refuse to load integers into floating-point parameters, or the reverse.
 
-    Can go when torch or fairseq compares the kinds.
+    Cause: torch converts them without an error.
+    Remove when torch or fairseq compares the kinds.
     """
     from fairseq.models import BaseFairseqModel
 
@@ -362,16 +366,16 @@ _building = contextvars.ContextVar("building_from_checkpoint", default=False)
 
 
 def building_from_checkpoint():
-    """Whether fairseq is loading a checkpoint's model."""
+    """Whether fairseq is loading the model of a checkpoint."""
     return _building.get()
 
 
 def checkpoint_models():
-    """fairseq does not name the file whose settings give no model.
+    """Name the checkpoint from which no model can be built; tell models that they are being loaded.
 
-    It does not tell a model either whether it is built from a checkpoint, so a model could not
-    refuse a setting in training alone: see building_from_checkpoint(). Can go when fairseq gives
-    `from_checkpoint`, which its tasks get, to the models, and names the file.
+    Cause: fairseq's error does not name the file. fairseq passes `from_checkpoint` to its tasks,
+    but not to models, which check settings differently in training: see building_from_checkpoint().
+    Remove when fairseq passes it to the models and names the file.
     """
     from fairseq import checkpoint_utils
 
