@@ -23,7 +23,7 @@ from steps import alone, fail, say, warn
 LABELS = {"md5": "MD5", "sha256": "SHA-256"}
 BLOCK = 1 << 18
 # Limits of an archive: unpacked bytes and members, over three times those of any official one.
-LARGEST, MOST = 1 << 31, 100_000
+MAX_BYTES, MAX_MEMBERS = 1 << 31, 100_000
 TOLERANCE = 0.005  # relative, for counts that depend on the tokenizer
 
 
@@ -244,15 +244,15 @@ def check_member(archive: Path, name: str, plain: bool) -> None:
 
 
 def check_size(archive: Path, size: int, members: int) -> None:
-    if size > LARGEST or members > MOST:
+    if size > MAX_BYTES or members > MAX_MEMBERS:
         fail(
-            f"{archive} unpacks to more than {LARGEST >> 30} GiB, or to more than {MOST:,} files:"
-            " nothing was unpacked; give one with only the files that are needed."
+            f"{archive} unpacks to more than {MAX_BYTES >> 30} GiB, or to more than {MAX_MEMBERS:,}"
+            " files: nothing was unpacked; give one with only the files that are needed."
         )
 
 
 class Bounded:
-    """Reads an archive of any compression, up to LARGEST unpacked bytes."""
+    """Reads an archive of any compression, up to MAX_BYTES unpacked bytes."""
 
     def __init__(self, archive: Path, packed: BinaryIO) -> None:
         start = packed.read(6)

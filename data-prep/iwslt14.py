@@ -45,7 +45,7 @@ TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst20
 NOT_SPOKEN = ("<url>", "<talkid>", "<keywords>")
 TAGS = re.compile(r"</?(?:title|description)>")
 
-MOST_TOKENS, MOST_LETTERS, RATIO = 175, 1000, 1.5
+MAX_TOKENS, MAX_LETTERS, RATIO = 175, 1000, 1.5
 VALID_EVERY = 23
 MERGES = PIECES = 10_000
 
@@ -85,9 +85,9 @@ def is_clean(german: str, english: str) -> bool:
     lengths = sorted(map(len, sides))
     return (
         0 < lengths[0]
-        and lengths[1] <= MOST_TOKENS
+        and lengths[1] <= MAX_TOKENS
         and lengths[1] / lengths[0] <= RATIO
-        and all(len(word) <= MOST_LETTERS for side in sides for word in side)
+        and all(len(word) <= MAX_LETTERS for side in sides for word in side)
     )
 
 

@@ -53,7 +53,7 @@ PAIRS = {"train": 206_112, "valid": 8_967}
 VALID = ("dev2010", "tst2010", "tst2011", "tst2012", "tst2013", "tst2014", "tst2015")
 TEST = ("tst2016", "tst2017")
 MERGES = 32_000
-MOST_SUBWORDS = 62  # per side, in training, as in the configuration that the paper started from
+MAX_SUBWORDS = 62  # per side, in training, as in the configuration that the paper started from
 
 
 Names = list[tuple[str, str]]  # of files, (German, English)
@@ -111,10 +111,10 @@ def read_pairs(archives: list[Archive]) -> dict[str, Sides]:
 def leave_out_long(folder: Path) -> None:
     files = [folder / f"train.bpe.{language}" for language in LANGUAGES]
     pairs = list(zip(*map(read, files), strict=True))
-    kept = [pair for pair in pairs if all(0 < len(side.split()) <= MOST_SUBWORDS for side in pair)]
+    kept = [pair for pair in pairs if all(0 < len(side.split()) <= MAX_SUBWORDS for side in pair)]
     if not kept:
-        fail(f"no training pair has 1 to {MOST_SUBWORDS} subwords a side: get other archives.")
-    say(f"  with 1 to {MOST_SUBWORDS} subwords a side: {len(kept):,} of {len(pairs):,} train")
+        fail(f"no training pair has 1 to {MAX_SUBWORDS} subwords a side: get other archives.")
+    say(f"  with 1 to {MAX_SUBWORDS} subwords a side: {len(kept):,} of {len(pairs):,} train")
     for file, lines in zip(files, zip(*kept, strict=True), strict=True):
         write(file, lines)
 

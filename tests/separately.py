@@ -14,7 +14,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 HANGS_AFTER = 60  # seconds
-MOST_PROCESSES = 10
+MAX_PROCESSES = 10
 BACKENDS = ("auto", "plain", "cpp")
 
 
@@ -47,7 +47,7 @@ def outcomes(module):
     done, gone, start = {}, {}, 0
     paths = [str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    for _ in range(MOST_PROCESSES):
+    for _ in range(MAX_PROCESSES):
         process = subprocess.run(
             [sys.executable, module, str(start)], env=environment, capture_output=True, text=True
         )

@@ -22,7 +22,7 @@ from multimax_fairseq.continuous.densities import (
     TRIWEIGHT,
     TRUNCATED_PARABOLA,
 )
-from multimax_fairseq.continuous.expectation import LEAST_VARIANCE, NARROW, gaussian_basis
+from multimax_fairseq.continuous.expectation import MIN_VARIANCE, NARROW, gaussian_basis
 from multimax_fairseq.continuous.value_function import positions, ridge_regression
 
 ONE_DIMENSION = {
@@ -82,7 +82,7 @@ def test_gradients_of_any_order(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_ends_of_the_range_are_finite(function, dtype):
     mean = torch.tensor([-3.0, 0.0, 0.5, 1.0, 6e4], dtype=dtype)[:, None].requires_grad_()
-    values = [0.0, 1e-7, LEAST_VARIANCE, 1e-3, 1.0, 6e4]
+    values = [0.0, 1e-7, MIN_VARIANCE, 1e-3, 1.0, 6e4]
     variance = torch.tensor(values, dtype=dtype).requires_grad_()
     centers, widths = torch.linspace(0, 1, 3).to(dtype), torch.tensor([0.03, 0.1, 10.0]).to(dtype)
     found = function(mean, variance, centers, widths)

@@ -82,8 +82,8 @@ TARS = {
 
 @pytest.mark.parametrize("kind", TARS)
 def test_read_tar_refuses_hostile_archives(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "LARGEST", 1 << 24)
-    monkeypatch.setattr(archives, "MOST", 2500)
+    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 24)
+    monkeypatch.setattr(archives, "MAX_MEMBERS", 2500)
     path = tmp_path / "a.tar"
     path.write_bytes(TARS[kind][0]())
     refuses(lambda path: archives.read_tar(path, ["a.txt"]), path, TARS[kind][1])
@@ -141,8 +141,8 @@ def read_zip(path):
 @pytest.mark.parametrize("kind", ZIPS)
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_zip_members_refuses_hostile_archives(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "LARGEST", 1 << 24)
-    monkeypatch.setattr(archives, "MOST", 2500)
+    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 24)
+    monkeypatch.setattr(archives, "MAX_MEMBERS", 2500)
     members, how, words = ZIPS[kind]
     path = tmp_path / "wiki.zip"
     path.write_bytes(zipped(*members, **how))
@@ -150,7 +150,7 @@ def test_zip_members_refuses_hostile_archives(kind, tmp_path, monkeypatch):
 
 
 def test_parquet_lines_limits_the_unpacked_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "LARGEST", 1 << 26)
+    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 26)
     path = tmp_path / "train.parquet"
     lines = pyarrow.DictionaryArray.from_arrays(np.zeros(1 << 20, np.int32), ["x" * (1 << 16)])
     table = pyarrow.table({"text": lines})

@@ -131,7 +131,7 @@ def test_foreach_adam_equals_adam_bitwise(build, dtype, monkeypatch):
     optimizers = [multimax_adam(model.parameters(), *flags) for model in models]
     many = optimizers[1].optimizer
     monkeypatch.setattr(many, "is_fast", lambda parameter: True)
-    monkeypatch.setattr(many, "MOST", 20_000)
+    monkeypatch.setattr(many, "MAX_ELEMENTS", 20_000)
     taken = []
 
     def updated(parameters, group):

@@ -19,7 +19,7 @@ def test_faster_layers_compute_the_same(
     task, build, dictionary, translation_batch, monkeypatch, narrow
 ):
     monkeypatch.setattr(search_layers, "torch_is_narrow", lambda: narrow)
-    monkeypatch.setattr(search_layers, "LEAST_PRODUCTS", 0)
+    monkeypatch.setattr(search_layers, "MIN_PRODUCTS", 0)
     sample = translation_batch(SIZES)
     for model in (scatter_modulators(build(ARCH)).eval(), stock_model(task)):
         wanted = model(**sample["net_input"])[0]
@@ -72,7 +72,7 @@ def test_faster_layers_leave_others_alone(monkeypatch, narrow):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_kernel_linear_equals_torch_without_a_kernel(monkeypatch, dtype):
-    monkeypatch.setattr(search_layers, "LEAST_PRODUCTS", 0)
+    monkeypatch.setattr(search_layers, "MIN_PRODUCTS", 0)
     x, layer = torch.randn(5, 4, dtype=dtype), torch.nn.Linear(4, 3, dtype=dtype)
     expected = layer(x)
     monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
@@ -81,7 +81,7 @@ def test_kernel_linear_equals_torch_without_a_kernel(monkeypatch, dtype):
 
 
 def test_kernel_linear_has_the_gradient_of_torch(monkeypatch):
-    monkeypatch.setattr(search_layers, "LEAST_PRODUCTS", 0)
+    monkeypatch.setattr(search_layers, "MIN_PRODUCTS", 0)
     x, layer = torch.randn(5, 4), torch.nn.Linear(4, 3)
     layer = KernelLinear(layer)
     layer(x).sum().backward()

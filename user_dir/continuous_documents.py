@@ -20,7 +20,7 @@ from multimax_fairseq.continuous.value_function import positions, ridge_regressi
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 ATTENTIONS = ("discrete", "continuous", "combined")
-WIDTHS, RIDGE, LEAST_VARIANCE = (0.1, 0.5), 0.1, 1e-6
+WIDTHS, RIDGE, MIN_VARIANCE = (0.1, 0.5), 0.1, 1e-6
 # The words of the documents that are drawn: each class has five of its own.
 PAD, OPEN, CLOSE, FILLER, CLASS_WORD, CLASSES = 0, 1, 2, 3, 20, 4
 WORDS = CLASS_WORD + 5 * CLASSES
@@ -97,7 +97,7 @@ class DocumentClassifier(nn.Module):
             time = positions(tokens)
             mean = (probs * time).sum(-1)
             variance = (probs * (time - mean[:, None]) ** 2).sum(-1)
-        variance = variance.clamp(min=LEAST_VARIANCE)
+        variance = variance.clamp(min=MIN_VARIANCE)
         if self.attention != "discrete":
             # The expectation of the regression through the values is itself a sum of values.
             weights = DENSITIES[self.density](mean, variance, self.centers, self.widths)

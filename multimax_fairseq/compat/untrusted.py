@@ -29,7 +29,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Far above what a run of fairseq has: values and letters beside its parameters; their depth;
 # layers, where the parameters are fewer than that; widths and lengths.
-MOST_VALUES, DEEPEST, MOST_LAYERS, WIDEST = 500_000, 30, 1000, 1 << 20
+MAX_VALUES, MAX_DEPTH, MAX_LAYERS, MAX_WIDTH = 500_000, 30, 1000, 1 << 20
 SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
 
 
@@ -54,7 +54,7 @@ def _value(node):
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Add):
             return left + right
-        if isinstance(left, list) and isinstance(right, int) and len(left) * right <= MOST_LAYERS:
+        if isinstance(left, list) and isinstance(right, int) and len(left) * right <= MAX_LAYERS:
             return left * right
     return ast.literal_eval(node)
 
@@ -304,7 +304,7 @@ def _check_parameter(name, value):
 
 def _check_values(values):
     """Raise ValueError for values that are too many or that OmegaConf would resolve."""
-    left, waiting = MOST_VALUES, [("", values, 0)]
+    left, waiting = MAX_VALUES, [("", values, 0)]
     while waiting:
         name, value, depth = waiting.pop()
         if isinstance(value, argparse.Namespace):
@@ -317,7 +317,7 @@ def _check_values(values):
             inner = ()
             left -= len(value) if isinstance(value, str) else 1
         left -= 1
-        if left < 0 or depth > DEEPEST:
+        if left < 0 or depth > MAX_DEPTH:
             raise ValueError("its values are nested without end, or too many")
         if isinstance(value, str) and re.search(r"\$\{[^}]*:", value):  # ${oc.env:HOME}
             raise ValueError(f"its option {name} calls a resolver, {reprlib.repr(value)}")
@@ -336,7 +336,7 @@ def _check_sizes(options, model):
         kind = SIZES.fullmatch(name) if isinstance(name, str) else None
         if kind is None or not isinstance(value, int):
             continue
-        if value > (max(len(model), MOST_LAYERS) if kind[1] == "layers" else max(widest, WIDEST)):
+        if value > (max(len(model), MAX_LAYERS) if kind[1] == "layers" else max(widest, MAX_WIDTH)):
             raise ValueError(
                 f"its setting {name} is {reprlib.repr(value)}, far more than its parameters"
             )

@@ -28,7 +28,7 @@ ROOT_HALF = math.sqrt(0.5)
 CACHED_ROWS = 1024
 
 # The parabola's gradient by its variance is unbounded at 0: the variance is clamped here.
-LEAST_VARIANCE = 1e-9
+MIN_VARIANCE = 1e-9
 
 
 def continuous_softmax(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def continuous_sparsemax(mean: Tensor, variance: Tensor, centers: Tensor, widths
     which is (3/2 variance)^(2/3) / 5.
 
     Args, Returns, Raises: as `continuous_softmax`. The true gradient by the variance grows without
-        bound as the variance falls to 0; below `LEAST_VARIANCE` it is the one there.
+        bound as the variance falls to 0; below `MIN_VARIANCE` it is the one there.
     """
     # Its closed form would lose most digits of a float32 to cancellation.
     inputs = (mean, variance, centers, widths)
@@ -141,7 +141,7 @@ def _parabola(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -
 def _parabola_slopes(
     mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    half, inverse = (1.5 * variance.clamp(min=LEAST_VARIANCE)) ** (1 / 3), 1 / widths
+    half, inverse = (1.5 * variance.clamp(min=MIN_VARIANCE)) ** (1 / 3), 1 / widths
     _, first, spread = moments_on_support(half * inverse, (centers - mean) * inverse)
     return first * (1.5 / half * inverse), spread * (1.125 / half**3 * inverse)
 

@@ -13,7 +13,7 @@ from multimax_fairseq.signature import processor
 # Names of the linear layers in fairseq's attention and feed-forward blocks.
 LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 # Multiplications above which the kernel's speed outweighs the cost of its call.
-LEAST_PRODUCTS = 2**22
+MIN_PRODUCTS = 2**22
 
 
 class KernelLinear(nn.Linear):
@@ -29,7 +29,7 @@ class KernelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the same as `nn.Linear`."""
-        if not torch.is_grad_enabled() and input.numel() * len(self.weight) >= LEAST_PRODUCTS:
+        if not torch.is_grad_enabled() and input.numel() * len(self.weight) >= MIN_PRODUCTS:
             found = fused_scores(input, self.weight, self.bias, None)
             if found is not None:
                 return found

@@ -21,7 +21,7 @@ CONTEXTS = ("combined", "continuous")
 _ALL_KEYS = "continuous attention needs all keys of a sentence from the start"
 
 # Too narrow for any basis to resolve; at 0 the gradient is unbounded.
-LEAST_VARIANCE = 1e-6
+MIN_VARIANCE = 1e-6
 
 
 class ContinuousAttention(nn.Module):
@@ -180,7 +180,7 @@ class ContinuousAttention(nn.Module):
         self, mean: Tensor, variance: Tensor, coefficients: Tensor, discrete: Tensor | None
     ) -> Tensor:
         """Return the expectation under the density, plus the discrete context if combined."""
-        weights = self.expectation(mean, variance.clamp(min=LEAST_VARIANCE))
+        weights = self.expectation(mean, variance.clamp(min=MIN_VARIANCE))
         context = weights.to(coefficients.dtype) @ coefficients
         if self.context == "combined":
             assert discrete is not None

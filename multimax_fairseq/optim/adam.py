@@ -83,7 +83,7 @@ class ForeachAdam(Adam):
     """
 
     # Elements per group. The update needs a few float32 buffers of this size.
-    MOST = 2**24
+    MAX_ELEMENTS = 2**24
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -117,7 +117,7 @@ class ForeachAdam(Adam):
                     state[name] = torch.zeros_like(parameter, dtype=wide)
             state["step"] = state.get("step", 0) + 1
             kind = parameter.device, parameter.dtype, parameter.grad.dtype, state["step"]
-            if kind in alike and sizes[kind] + parameter.numel() > self.MOST:
+            if kind in alike and sizes[kind] + parameter.numel() > self.MAX_ELEMENTS:
                 yield alike.pop(kind)
                 del sizes[kind]
             alike.setdefault(kind, []).append(parameter)
