@@ -188,7 +188,7 @@ def test_a_learned_temperature_before_a_modulator_and_in_the_output_layer(folder
         ),
         (
             Mapping("other", "of some heads", NORMALIZERS["topk"].function, heads="some"),
-            "must be an Option, SEPARATE or None, got 'some'",
+            "must be an Option, SEPARATE_HEADS or None, got 'some'",
         ),
     ],
 )

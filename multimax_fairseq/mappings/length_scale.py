@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from multimax_fairseq.mappings.entmax import entmax15
 from multimax_fairseq.mappings.masking import check_arguments, check_value, shift_and_scale
 from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import SEPARATE, Mapping, Option, register
+from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, register
 from multimax_fairseq.ops.attention import length_factor
 from multimax_fairseq.ops.checks import check_whole, is_finite
 from multimax_fairseq.ops.masks import key_counts
@@ -19,8 +19,8 @@ START = Option(
     "start",
     0.3,
     float,
-    must="a finite number",
-    is_right=is_finite,
+    requirement="a finite number",
+    is_valid=is_finite,
     help="scale of ssmax at the start; 1 / log(n) is softmax over n keys, and 0.3 that over 28",
     setting="ssmax_start",
 )
@@ -163,7 +163,7 @@ register(
         label="Scalable-Softmax",
         function=ssmax,
         options=(START,),
-        heads=SEPARATE,
+        heads=SEPARATE_HEADS,
         build=lambda num_heads, start: {"length_scale": LengthScale(num_heads or 1, start)},
         kernel=lambda length_scale: {"length_scale": length_scale},
     )
@@ -173,7 +173,7 @@ register(
         name="asentmax",
         label="ASEntmax",
         function=asentmax,
-        heads=SEPARATE,
+        heads=SEPARATE_HEADS,
         build=_build_hidden,
         hidden=True,
     )

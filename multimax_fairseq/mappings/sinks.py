@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.mappings.masking import apply_masked, check_arguments, check_row_values
-from multimax_fairseq.mappings.table import SEPARATE, Mapping, Option, chosen_from, register
+from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, chosen_from, register
 from multimax_fairseq.ops.checks import check_number, check_whole
 
 SINKS = ("none", "zero", "learned")
@@ -120,7 +120,7 @@ register(
         name="sink",
         label="softmax with learned sinks",
         function=softmax_with_sink,
-        heads=SEPARATE,
+        heads=SEPARATE_HEADS,
         build=lambda num_heads: {"sink": Sink(num_heads or 1)},
         sums_to_one=False,
         kernel=lambda sink: {"sink": sink},

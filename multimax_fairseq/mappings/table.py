@@ -19,10 +19,10 @@ class Option:
         name: the keyword.
         default: the default value; None if there is none.
         kind: int, float or bool; or a tuple of words to choose from.
-        must: describes a right value: "a finite number above 0".
-        is_right: whether a value is right.
+        requirement: describes the valid values: "a finite number above 0".
+        is_valid: returns whether a value is valid.
         help: one line for --help.
-        remark: added to the error for a wrong value: "1 is softmax".
+        remark: added to the error for an invalid value: "1 is softmax".
         setting: its name in a model's settings, which is also the flag: multimax_order is
             --multimax-order. The default is the mapping's name, an underscore and the option's
             name.
@@ -31,37 +31,41 @@ class Option:
     name: str
     default: Any
     kind: type | tuple[str, ...]
-    must: str
-    is_right: Callable[[Any], bool]
+    requirement: str
+    is_valid: Callable[[Any], bool]
     help: str
     remark: str = ""
     setting: str = ""
 
-    def fits(self, value: Any) -> bool:
-        """Whether a value of any type is right."""
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value of any type is valid."""
         try:
-            return bool(self.is_right(value))
+            return bool(self.is_valid(value))
         except TypeError:  # "abc" > 0
             return False
 
-    def check(self, value: Any, called: str = "") -> None:
-        """Raise ValueError for a wrong value; `called` replaces the option's name."""
-        if not self.fits(value):
-            raise ValueError(f"{called or self.name} must be {self.must}, got {value!r}")
+    def check(self, value: Any, label: str = "") -> None:
+        """Raise ValueError for an invalid value; `label` replaces the option's name."""
+        if not self.accepts(value):
+            raise ValueError(f"{label or self.name} must be {self.requirement}, got {value!r}")
 
 
 def chosen_from(words: tuple[str, ...]) -> dict[str, Any]:
-    """Return kind, must and is_right of an option with these words to choose from."""
-    return {"kind": words, "must": f"one of {', '.join(words)}", "is_right": words.__contains__}
+    """Return kind, requirement and is_valid of an option with these words to choose from."""
+    return {
+        "kind": words,
+        "requirement": f"one of {', '.join(words)}",
+        "is_valid": words.__contains__,
+    }
 
 
 def yes_or_no() -> dict[str, Any]:
-    """Return kind, must and is_right of an option that is true or false."""
+    """Return kind, requirement and is_valid of an option that is true or false."""
     # Not bool(value): a YAML file may contain the text "false", which is true in Python.
     return {
         "kind": bool,
-        "must": "true or false",
-        "is_right": lambda value: isinstance(value, bool),
+        "requirement": "true or false",
+        "is_valid": lambda value: isinstance(value, bool),
     }
 
 
@@ -70,11 +74,11 @@ def heads_option(default: str, help: str, **more: Any) -> Option:
     return Option("heads", default, help=help, **chosen_from(("shared", "separate")), **more)
 
 
-# For `Mapping.heads`.
-SEPARATE = "separate"
+# Value of `Mapping.heads`: each head has its own parameters.
+SEPARATE_HEADS = "separate"
 
 
-def _as_given(num_heads: int | None, **options: Any) -> dict[str, Any]:
+def _options_as_arguments(num_heads: int | None, **options: Any) -> dict[str, Any]:
     return options
 
 
@@ -87,8 +91,8 @@ class Mapping:
         label: its name in figures.
         function: function(scores, dim, mask, **arguments) returns probabilities, as `softmax`.
         options: options of `Normalizer`, which become flags.
-        heads: the option that lets heads share parameters; SEPARATE if each head has its own; None
-            if nothing is learned per head.
+        heads: the option that lets heads share parameters; SEPARATE_HEADS if each head has its own;
+            None if nothing is learned per head.
         build: build(num_heads, **options) returns the function's arguments by name. `num_heads` is
             None if heads share. A module among the arguments becomes a submodule of the normalizer
             with that name; the normalizer calls it, without arguments, to get the argument. A
@@ -114,7 +118,7 @@ class Mapping:
     function: Callable[..., Tensor]
     options: tuple[Option, ...] = ()
     heads: Option | str | None = None
-    build: Callable[..., dict[str, Any]] = _as_given
+    build: Callable[..., dict[str, Any]] = _options_as_arguments
     hidden: bool = False
     training: bool = False
     sums_to_one: bool = True
@@ -213,10 +217,10 @@ def register(mapping: Mapping) -> None:
             f"the kernel of the mapping {mapping.name!r} must be a function of its arguments, got "
             f"{mapping.kernel!r}: leave it out"
         )
-    if isinstance(mapping.heads, str) and mapping.heads != SEPARATE:
+    if isinstance(mapping.heads, str) and mapping.heads != SEPARATE_HEADS:
         raise ValueError(
-            f"the heads of the mapping {mapping.name!r} must be an Option, SEPARATE or None, got "
-            f"{mapping.heads!r}"
+            f"the heads of the mapping {mapping.name!r} must be an Option, SEPARATE_HEADS or None, "
+            f"got {mapping.heads!r}"
         )
     _ = mapping.kernel_parameters  # torch.compile can read this property, but not compute it
     NORMALIZERS[mapping.name] = mapping

@@ -22,7 +22,7 @@ from multimax_fairseq.compat import building_from_checkpoint
 from multimax_fairseq.errors import UsageError, remedy_for
 from multimax_fairseq.mappings.table import (
     NORMALIZERS,
-    SEPARATE,
+    SEPARATE_HEADS,
     Mapping,
     Option,
     chosen_from,
@@ -59,9 +59,9 @@ CONTINUOUS = {f"continuous_{density}": density for density in DENSITIES}
 
 def share_option(name: str, default: float = 0.0, help: str = "") -> Option:
     """Return an option that is a probability of dropping."""
-    must = "a number of at least 0 and below 1"
+    requirement = "a number of at least 0 and below 1"
     return Option(
-        name, default, float, must, lambda value: is_finite(value) and 0 <= value < 1, help
+        name, default, float, requirement, lambda value: is_finite(value) and 0 <= value < 1, help
     )
 
 
@@ -383,12 +383,12 @@ def check_heads(args: Any) -> None:
 def check_option(args: Any, name: str, option: Option) -> None:
     """Raise UsageError for a setting that is not what its option must be."""
     value = getattr(args, name, option.default)
-    if option.fits(value):
+    if option.accepts(value):
         return
     if value is None and name in mapping_options():
-        raise UsageError(f"{_owner(name)[1]} needs {flag(name)}: give {option.must}")
+        raise UsageError(f"{_owner(name)[1]} needs {flag(name)}: give {option.requirement}")
     remark = f": {option.remark}" if option.remark else ""
-    raise UsageError(f"{flag(name)} {value} must be {option.must}{remark}")
+    raise UsageError(f"{flag(name)} {value} must be {option.requirement}{remark}")
 
 
 def _options(args: Any, mapping: Mapping, *, of_output: bool = False) -> dict[str, Any]:
@@ -450,7 +450,9 @@ def build_normalizer(
         heads = getattr(args, mapping.setting_of(heads))
     with torch.random.fork_rng(devices=[]):
         options = _options(args, mapping, of_output=of_output)
-        return Normalizer(name, num_heads if heads == SEPARATE else None, hidden_size, **options)
+        return Normalizer(
+            name, num_heads if heads == SEPARATE_HEADS else None, hidden_size, **options
+        )
 
 
 def build_attention(
