@@ -619,8 +619,8 @@ def test_hydra_settings_reach_the_model_and_slips_are_named(task):
     assert model.decoder.output_modulator is not None
     for slip, hint in (
         ({"attention_normaliser": "softmax"}, "'attention_normalizer'"),
-        ({"attention_normalizer": "sofmax"}, "choose one of .*multimax, .*topk"),
-        ({"attention_normalizer_at": ["encoder", "cross"]}, "write .* with commas"),
+        ({"attention_normalizer": "sofmax"}, "must be one of .*multimax, .*topk"),
+        ({"attention_normalizer_at": ["encoder", "cross"]}, "one text with commas"),
         ({"topk": 3}, "--topk 3 belongs to topk attention"),
         ({"attention_normalizer": "topk", "topk": 2.5}, "--topk 2.5 must be a whole number"),
         ({"attention_normalizer": "topk", "topk": True}, "--topk True must be a whole number"),

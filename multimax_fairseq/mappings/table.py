@@ -155,6 +155,11 @@ class Mapping:
         parameters = inspect.signature(self.kernel).parameters.values()
         return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
 
+    @property
+    def attention_options(self) -> tuple[Option, ...]:
+        """The options in attention: `options`, and `heads` if it is an option."""
+        return (*self.options, *((self.heads,) if isinstance(self.heads, Option) else ()))
+
     def setting_of(self, option: Option) -> str:
         """Return the name of an option in a model's settings."""
         return option.setting or f"{self.name}_{option.name}"
@@ -230,8 +235,7 @@ def register(mapping: Mapping) -> None:
 
 def settings_of(mapping: Mapping) -> dict[str, Option]:
     """Return the options of a mapping by their names in a model's settings."""
-    heads = (mapping.heads,) if isinstance(mapping.heads, Option) else ()
-    options = (*mapping.options, *heads, *(mapping.output_options or ()))
+    options = (*mapping.attention_options, *(mapping.output_options or ()))
     return {mapping.setting_of(option): option for option in options}
 
 

@@ -36,6 +36,7 @@ from multimax_fairseq.ops.checks import is_finite, is_whole
 logger = logging.getLogger(__name__)
 
 PLACES = ("encoder", "decoder", "cross")
+PLUGIN_REMARK = "for another one give the --user-dir that adds it"
 
 
 def output_names() -> tuple[str, ...]:
@@ -57,16 +58,16 @@ DENSITY_AT = {"cross": "cross_attention", "encoder": "encoder_self_attention"}
 CONTINUOUS = {f"continuous_{density}": density for density in DENSITIES}
 
 
-def share_option(name: str, default: float = 0.0, help: str = "") -> Option:
-    """Return an option that is a probability of dropping."""
+def dropout_option(name: str, default: float = 0.0, help: str = "") -> Option:
+    """Return the option of a dropout probability."""
     requirement = "a number of at least 0 and below 1"
     return Option(
         name, default, float, requirement, lambda value: is_finite(value) and 0 <= value < 1, help
     )
 
 
-def _widths(text: Any) -> tuple[float, ...]:
-    """Return the widths that a text lists; () for any other text."""
+def _parse_widths(text: Any) -> tuple[float, ...]:
+    """Return the numbers of a text such as "0.03,0.1"; () if one is not a finite number above 0."""
     try:
         widths = tuple(float(word) for word in text.split(","))
     except (AttributeError, ValueError):
@@ -109,7 +110,7 @@ CONTINUOUS_OPTIONS = {
             "0.03,0.1,0.3",
             str,
             "finite numbers above 0 with commas between them, such as 0.03,0.1,0.3",
-            lambda value: bool(_widths(value)),
+            lambda value: bool(_parse_widths(value)),
             help="their standard deviations, for a sentence of length 1; each has the same number "
             "of functions, evenly spaced",
         ),
@@ -132,13 +133,14 @@ def shared_options() -> dict[str, Option]:
             "attention_normalizer",
             "multimax",
             help="mapping from attention scores to probabilities",
+            remark=PLUGIN_REMARK,
             **chosen_from(tuple(NORMALIZERS)),
         ),
         Option(
             "attention_normalizer_at",
             ",".join(PLACES),
             str,
-            "attentions with commas between them",
+            "one text with commas between the attentions, as encoder,cross",
             lambda value: isinstance(value, str),
             help="comma-separated attentions that use it: encoder and decoder self-attention, "
             "cross-attention; cross=sparsemax gives one of them a normalizer of its own; the "
@@ -156,6 +158,7 @@ def shared_options() -> dict[str, Option]:
             "multimax",
             help="mapping from logits to word probabilities; the sparse ones train with "
             "--criterion entmax_loss",
+            remark=PLUGIN_REMARK,
             **chosen_from(output_names()),
         ),
         Option(
@@ -183,7 +186,7 @@ def shared_options() -> dict[str, Option]:
     return {option.name: option for option in options}
 
 
-def of_table(make: Callable[[], Any]) -> Callable[[], Any]:
+def cached_per_table(make: Callable[[], Any]) -> Callable[[], Any]:
     """Cache the result of a function of the table of mappings until the table changes."""
     cached = functools.lru_cache(lambda names: make())
     return functools.wraps(make)(lambda: cached(tuple(NORMALIZERS)))
@@ -211,34 +214,34 @@ def settings_class(
     return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=namespace)
 
 
-@of_table
+@cached_per_table
 def normalizer_config() -> Any:
     """Return the dataclass of the flags that all models of this package have."""
     options = {**shared_options(), **mapping_options()}
     return settings_class("NormalizerConfig", "The flags of all models.", options, FairseqDataclass)
 
 
-@of_table
+@cached_per_table
 def translation_config() -> Any:
     """Return the dataclass of the flags of encoder-decoder models."""
     doc = "The flags of encoder-decoder models."
     return settings_class("TranslationConfig", doc, CONTINUOUS_OPTIONS, normalizer_config())
 
 
-@of_table
+@cached_per_table
 def settings() -> list[Any]:
     """Return the dataclass fields of all flags."""
     return [s for s in dataclasses.fields(translation_config()) if not s.name.startswith("_")]
 
 
 # Settings that change training, but not the function of a trained model.
-OF_TRAINING = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
+TRAINING_ONLY = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
 
 
 def mapping_settings(args: Any) -> dict[str, Any]:
     """Return the settings, in any form, that decide how a model maps its scores."""
     given = args if isinstance(args, dict) else vars(as_namespace(args))
-    names = (s.name for s in settings() if s.name in given and s.name not in OF_TRAINING)
+    names = (s.name for s in settings() if s.name in given and s.name not in TRAINING_ONLY)
     return {name: given[name] for name in names}
 
 
@@ -259,28 +262,15 @@ def set_defaults(args: Any, **defaults: Any) -> None:
 
 
 def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
-    """Raise UsageError for an option that is wrong, or that no mapping of the model reads.
+    """Raise UsageError for an option that is invalid, or that no mapping of the model reads.
 
     Earlier versions saved checkpoints with options that nothing reads: they load, with a warning.
 
     Args:
         attentions: those of `PLACES` that the model has.
     """
-    for name, choices in (
-        ("attention_normalizer", tuple(NORMALIZERS)),
-        ("output_normalizer", output_names()),
-    ):
-        value = getattr(args, name)
-        if value not in choices:
-            raise UsageError(
-                f"{flag(name)} {value} is not known: choose one of {', '.join(choices)}, or give "
-                "the --user-dir that adds it"
-            )
-    if not isinstance(args.attention_gate, bool):  # any text of a YAML file is true
-        raise UsageError(f"attention_gate {args.attention_gate!r} must be true or false")
-    shared = shared_options()
-    for name in ("scalar_gradient_scale", "monitor_interval"):
-        check_option(args, name, shared[name])
+    for name, option in shared_options().items():
+        check_option(args, name, option)
     if args.output_normalizer != "softmax" and getattr(args, "adaptive_softmax_cutoff", None):
         raise UsageError(
             f"--output-normalizer {args.output_normalizer} cannot act inside the adaptive softmax "
@@ -290,11 +280,6 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
     options = {**mapping_options(), **CONTINUOUS_OPTIONS}
     for name in sorted(read):
         check_option(args, name, options[name])
-    if "continuous_bases" in read and args.continuous_bases % len(_widths(args.continuous_widths)):
-        raise UsageError(
-            f"--continuous-bases {args.continuous_bases} must be a multiple of the number of "
-            f"--continuous-widths {args.continuous_widths}"
-        )
     for fact, remedy in _without_effect(args, read, attentions):
         if not building_from_checkpoint():
             raise UsageError(f"{fact}: {remedy}")
@@ -306,10 +291,9 @@ def _read_settings(args: Any, attentions: Sequence[str]) -> set[str]:
     read = {name for place, name in DENSITY_AT.items() if place in attentions}
     if any(getattr(args, name) != "discrete" for name in read):
         read |= CONTINUOUS_OPTIONS.keys() - DENSITY_AT.values()
-    chosen = places(args)
-    for mapping in (NORMALIZERS[chosen[place]] for place in attentions):
-        heads = (mapping.heads,) if isinstance(mapping.heads, Option) else ()
-        read |= {mapping.setting_of(option) for option in (*mapping.options, *heads)}
+    by_place = normalizer_names(args)
+    for mapping in (NORMALIZERS[by_place[place]] for place in attentions):
+        read |= {mapping.setting_of(option) for option in mapping.attention_options}
     output = NORMALIZERS[args.output_normalizer]
     return read | {output.setting_of(option) for option in output.output_options or ()}
 
@@ -317,25 +301,24 @@ def _read_settings(args: Any, attentions: Sequence[str]) -> set[str]:
 def _without_effect(
     args: Any, read: set[str], attentions: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (fact, remedy) for each given setting that has no effect."""
-    given = _given(args)
-    named, at = _named(args), f"--attention-normalizer-at {args.attention_normalizer_at!r}"
-    used = {places(args)[place] for place in attentions}
-    if "attention_normalizer" in given and args.attention_normalizer not in used:
+    """Yield (fact, remedy) for each setting of the user that has no effect."""
+    changed = _changed_settings(args)
+    at = f"--attention-normalizer-at {args.attention_normalizer_at!r}"
+    by_place = normalizer_names(args)
+    used = {by_place[place] for place in attentions}
+    if "attention_normalizer" in changed and args.attention_normalizer not in used:
         fact = f"--attention-normalizer {args.attention_normalizer} acts nowhere, as {at}"
         yield fact, f"name some of {', '.join(attentions)} there"
-    for name in sorted(given & (mapping_options().keys() | CONTINUOUS_OPTIONS.keys()) - read):
+    for name in sorted(changed & (mapping_options().keys() | CONTINUOUS_OPTIONS.keys()) - read):
         owner, remedy = _owner(name)
         value = getattr(args, name)
         shown = flag(name) if value is True else f"{flag(name)} {value}"
         fact = f"{shown} belongs to {owner}, which this model does not have"
         yield fact, f"leave it out, or give {remedy}"
-    if "attention_normalizer_at" in given:
-        remedy = f"name some of {', '.join(attentions)}, or leave it out"
-        for place in sorted(named.keys() - set(attentions)):
-            yield f"{at} names {place}, which this model does not have", remedy
-        if not named:
-            yield f"{at} names no attention", remedy
+    if "attention_normalizer_at" in changed:
+        for place in sorted(_named_normalizers(args).keys() - set(attentions)):
+            fact = f"{at} names {place}, which this model does not have"
+            yield fact, f"name some of {', '.join(attentions)}, or leave it out"
 
 
 def _owner(name: str) -> tuple[str, str]:
@@ -345,15 +328,13 @@ def _owner(name: str) -> tuple[str, str]:
     if name in CONTINUOUS_OPTIONS:
         return "continuous attention", "--cross-attention continuous_sparsemax"
     mapping = next(mapping for mapping in NORMALIZERS.values() if name in settings_of(mapping))
-    outputs = {mapping.setting_of(option) for option in mapping.output_options or ()}
-    if name in outputs and name not in map(mapping.setting_of, mapping.options):
-        return f"{mapping.name} output layer", f"--output-normalizer {mapping.name}"
-    layers = "attention or output layer" if name in outputs else "attention"
-    return f"{mapping.name} {layers}", f"--attention-normalizer {mapping.name}"
+    if name in map(mapping.setting_of, mapping.attention_options):
+        return f"{mapping.name} attention", f"--attention-normalizer {mapping.name}"
+    return f"{mapping.name} output layer", f"--output-normalizer {mapping.name}"
 
 
-def _given(args: Any) -> set[str]:
-    """Return the settings that differ from the default, and from those of the architecture."""
+def _changed_settings(args: Any) -> set[str]:
+    """Return the settings that differ both from the defaults and from the architecture's."""
     names = [setting.name for setting in settings()]
     usual = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in names})
     arch = getattr(args, "_name", None) or getattr(args, "arch", None)
@@ -381,7 +362,7 @@ def check_heads(args: Any) -> None:
 
 
 def check_option(args: Any, name: str, option: Option) -> None:
-    """Raise UsageError for a setting that is not what its option must be."""
+    """Raise UsageError for a setting with an invalid value."""
     value = getattr(args, name, option.default)
     if option.accepts(value):
         return
@@ -404,31 +385,24 @@ def check_keys(args: DictConfig, known: set[str]) -> None:
             raise UsageError(f"the model has no setting {key!r}: {remedy_for(str(key), known)}")
 
 
-def places(args: Any) -> dict[str, str]:
-    """Return the normalizer of each attention."""
-    return {**dict.fromkeys(PLACES, "softmax"), **_named(args)}
+def normalizer_names(args: Any) -> dict[str, str]:
+    """Return {place: name of its normalizer} for all of `PLACES`."""
+    return {**dict.fromkeys(PLACES, "softmax"), **_named_normalizers(args)}
 
 
-def _named(args: Any) -> dict[str, str]:
-    """Return the normalizer of each attention that --attention-normalizer-at names."""
-    chosen: dict[str, str] = {}
-    if not isinstance(args.attention_normalizer_at, str):  # a YAML file's list
-        raise UsageError(
-            f"--attention-normalizer-at {args.attention_normalizer_at} must be one text: write the "
-            "attentions with commas between them, as encoder,cross"
-        )
-    for part in args.attention_normalizer_at.split(","):
+def _named_normalizers(args: Any) -> dict[str, str]:
+    """Return {place: name of its normalizer} for the places in --attention-normalizer-at."""
+    names: dict[str, str] = {}
+    for part in filter(str.strip, args.attention_normalizer_at.split(",")):
         place, equals, own = (word.strip() for word in part.partition("="))
-        if not part.strip():
-            continue
         for word, known in ((place, PLACES), (own if equals else "softmax", tuple(NORMALIZERS))):
             if word not in known:
                 raise UsageError(
                     f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
                     f"{word!r}: choose from {', '.join(known)}"
                 )
-        chosen[place] = own or args.attention_normalizer
-    return chosen
+        names[place] = own or args.attention_normalizer
+    return names
 
 
 def build_normalizer(
@@ -465,17 +439,17 @@ def build_attention(
         head_size: size of each head's context.
     """
     attention: nn.Module
-    normalizer = build_normalizer(args, places(args)[place], num_heads, hidden_size)
-    chosen = getattr(args, DENSITY_AT.get(place, ""), "discrete")
-    if chosen == "discrete":
+    normalizer = build_normalizer(args, normalizer_names(args)[place], num_heads, hidden_size)
+    density = getattr(args, DENSITY_AT.get(place, ""), "discrete")
+    if density == "discrete":
         attention = normalizer
     else:
         attention = ContinuousAttention(
             normalizer,
-            CONTINUOUS[chosen],
+            CONTINUOUS[density],
             args.continuous_context,
             num_bases=args.continuous_bases,
-            widths=_widths(args.continuous_widths),
+            widths=_parse_widths(args.continuous_widths),
             ridge=args.continuous_ridge,
         )
     if args.attention_gate:

@@ -21,13 +21,13 @@ from multimax_fairseq.mappings.table import Option, chosen_from, yes_or_no
 from multimax_fairseq.models.config import (
     as_namespace,
     build_attention,
+    cached_per_table,
     check_keys,
     check_option,
     check_settings,
-    of_table,
+    dropout_option,
     set_defaults,
     settings_class,
-    share_option,
     translation_config,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
@@ -61,8 +61,8 @@ RECURRENT_OPTIONS = {
         _size("encoder_layers", 1, "number of the encoder's layers"),
         _size("decoder_embed_dim", 512, "size of the target's word embeddings"),
         _size("decoder_hidden_size", 512, "size of the decoder's state and features"),
-        share_option("dropout", 0.1, "dropout of embeddings, and between the encoder's layers"),
-        share_option("hidden_dropout", 0.2, "dropout of the decoder's state and context"),
+        dropout_option("dropout", 0.1, "dropout of embeddings, and between the encoder's layers"),
+        dropout_option("hidden_dropout", 0.2, "dropout of the decoder's state and context"),
         Option(
             "share_decoder_input_output_embed",
             False,
@@ -79,7 +79,7 @@ RECURRENT_OPTIONS = {
 }
 
 
-@of_table
+@cached_per_table
 def recurrent_config() -> Any:
     """Return the dataclass of the flags of the recurrent model."""
     doc = "The flags of the recurrent model."

@@ -20,10 +20,10 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.table import listeners
 from multimax_fairseq.models.config import (
     as_namespace,
+    cached_per_table,
     check_heads,
     check_settings,
     normalizer_config,
-    of_table,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
 from multimax_fairseq.models.monitor import Monitored, set_monitor
@@ -33,7 +33,7 @@ from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 NAME = "transformer_lm_multimax"
 
 
-@of_table
+@cached_per_table
 def language_model_config() -> Any:
     """Return the dataclass of the stock model's flags and of those of this package."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.integrations.convert import checkpoint, vectors
 from multimax_fairseq.integrations.convert.checkpoint import State
-from multimax_fairseq.models.config import normalizer_config, places, translation_config
+from multimax_fairseq.models.config import normalizer_config, normalizer_names, translation_config
 
 # Key of our settings in a checkpoint for the authors' code, for the conversion back. Their code
 # drops it when it trains the model further.
@@ -164,7 +164,7 @@ def _acting(options: dict[str, Any]) -> tuple[str, ...]:
 def _chosen(settings: dict[str, Any]) -> dict[str, str]:
     """Return the mapping of each attention and of the output layer."""
     at = argparse.Namespace(**settings)
-    return {**places(at), "output": at.output_normalizer}
+    return {**normalizer_names(at), "output": at.output_normalizer}
 
 
 def _hold(settings: dict[str, Any], found: list[tuple[vectors.Vectors, str]]) -> bool:
@@ -181,7 +181,7 @@ def _hold(settings: dict[str, Any], found: list[tuple[vectors.Vectors, str]]) ->
 
 def _refuse(state: State, settings: argparse.Namespace) -> None:
     """Raise UsageError if their code cannot represent the model."""
-    chosen = places(settings)
+    chosen = normalizer_names(settings)
     for place in checkpoint.attentions(state):
         where = "cross-attention" if place == "cross" else f"the {place}'s self-attention"
         known, remedy = ["softmax", "multimax"], "--attention-normalizer multimax"

@@ -15,8 +15,8 @@ from multimax_fairseq.compat import saving, untrusted
 from multimax_fairseq.errors import CheckpointError, UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import (
-    OF_TRAINING,
     PLACES,
+    TRAINING_ONLY,
     flag,
     set_defaults,
     translation_config,
@@ -27,7 +27,7 @@ from multimax_fairseq.models.transformer_multimax import MultimaxTransformerMode
 State = dict[str, Any]
 
 # Settings that the two vectors can represent, or that matter only in training.
-REPRESENTED = OF_TRAINING | {
+REPRESENTED = TRAINING_ONLY | {
     *("attention_normalizer", "attention_normalizer_at", "output_normalizer"),
     *("multimax_order", "multimax_terms"),
 }
