@@ -114,12 +114,12 @@ STATES = {
     ),
     "settings in settings": (
         lambda state: state["cfg"].update(x=nested([], 500, lambda x: [x])),
-        "nested without end",
+        "nested too deeply",
     ),
-    "settings of themselves": (cyclic, "nested without end"),
+    "settings of themselves": (cyclic, "nested too deeply"),
     "settings ten billion times": (
         lambda state: state["cfg"].update(x=nested([0], 10, lambda x: [x] * 10)),
-        "nested without end",
+        "nested too deeply",
     ),
     "a deep state of the iterator": (put(extra_state=nested({}, 500, lambda x: {1: x})), "nested"),
     "a billion layers": (option("model", decoder_layers=10**9), "decoder_layers is 1000000000"),

@@ -15,7 +15,7 @@ import torch
 
 from multimax_fairseq.compat.mistakes import explain, is_raised_by_fairseq
 from multimax_fairseq.compat.patch import replace
-from multimax_fairseq.compat.untrusted import DamagedCheckpointError, glance
+from multimax_fairseq.compat.untrusted import DamagedCheckpointError, read_metadata
 from multimax_fairseq.errors import CheckpointError, UsageError, first_line
 from multimax_fairseq.files import whole
 
@@ -161,7 +161,7 @@ def _beside(path):
 
 def updates(path):
     """Return the number of updates of a checkpoint; None if it cannot be read."""
-    return glance(path, lambda state: state["optimizer_history"][-1]["num_updates"])
+    return read_metadata(path, lambda state: state["optimizer_history"][-1]["num_updates"])
 
 
 def resumed_runs():
@@ -228,12 +228,12 @@ def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
     """
     check = getattr(trainer.get_model(), "check_resumed", None)
     if check is not None and not reset_optimizer and trainer.data_parallel_rank == 0:
-        before = glance(filename, lambda state: state["cfg"]["model"])
+        before = read_metadata(filename, lambda state: state["cfg"]["model"])
         if before is not None:
             check(trainer.cfg.model, before)
     ema = trainer.cfg.ema
     stores_ema = ema.store_ema
-    if stores_ema and glance(filename, lambda state: "ema" not in state["extra_state"]):
+    if stores_ema and read_metadata(filename, lambda state: "ema" not in state["extra_state"]):
         ema.store_ema = False
     try:
         loaded = load(trainer, filename, reset_optimizer, *args, **kwargs)
@@ -268,8 +268,7 @@ def _check_moments(optimizer):
 
 
 def saved_checkpoints():
-    """Save at the end of each epoch with --save-interval-updates; never compare NaN with the best
-    value.
+    """Save at the end of an epoch with --save-interval-updates; never take NaN as the best value.
 
     Cause: fairseq saves nothing at the end of an epoch whose checkpoint --no-epoch-checkpoints or
     --save-interval leaves out. A validation loss of NaN becomes the best value. No later value

@@ -11,7 +11,6 @@ import functools
 import math
 import numbers
 import os
-import pickletools
 import re
 import reprlib
 import sys
@@ -26,9 +25,9 @@ from multimax_fairseq.compat.patch import replace
 from multimax_fairseq.errors import CheckpointError, UsageError, first_line
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# Far above what a run of fairseq has: values and letters beside its parameters; their depth;
-# layers, where the parameters are fewer than that; widths and lengths.
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Limits far above a run of fairseq: values and letters beside the parameters, their nesting,
+# layers, widths and lengths. A model with more parameters may have as many layers.
 MAX_VALUES, MAX_DEPTH, MAX_LAYERS, MAX_WIDTH = 500_000, 30, 1000, 1 << 20
 SIZES = re.compile(r"\w*_(layers|dim|size|positions|heads)")
 
@@ -111,9 +110,9 @@ def _pickled_scalar(dtype, data):
     return np.frombuffer(data, dtype.dtype, count=1)[0]
 
 
-# Namespace: keeps attributes, runs nothing. numpy: arrays of counts (--eval-bleu) and single
-# numbers. numpy's own classes are not harmless: a forged dtype makes numpy read wherever a
-# checkpoint says, objects included. So the stand-ins above are allowed under numpy's names.
+# argparse.Namespace only keeps attributes. --eval-bleu saves numpy arrays of counts, and numbers.
+# numpy's own classes are unsafe, because a forged dtype makes numpy read any address. The classes
+# above replace them under numpy's names.
 SAFE_GLOBALS = {
     "argparse.Namespace": argparse.Namespace,
     "numpy.dtype": _PickledDtype,
@@ -140,31 +139,13 @@ def checkpoint_classes():
     )
 
 
-def _refused(error, path):
-    """Return the name of the code that torch refuses to load; None for another error."""
-    known = re.search(r"GLOBAL (\S+)|function (\S+)|but got (<[^>]*>)|(numpy\.\S+)", str(error))
-    if known:
-        return next(filter(None, known.groups()))
-    # torch does not read all pickle protocols: list the opcodes, which runs none of them.
-    strings = []
-    try:
-        with open(path, "rb") as file:
-            if zipfile.is_zipfile(file):
-                archive = zipfile.ZipFile(file)
-                member = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-                file = archive.open(member)
-            else:
-                file.seek(0)
-            for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name in ("GLOBAL", "STACK_GLOBAL"):
-                    words = argument.split() if opcode.name == "GLOBAL" else strings[-2:]
-                    if words[:1] not in (["torch"], ["collections"]):
-                        return ".".join(words)
-                elif isinstance(argument, str):
-                    strings.append(argument)
-    except Exception:  # zipfile and pickletools raise any kind for a damaged file
-        pass
-    return None
+def _refused_content(error):
+    """Return what torch refuses to load, by its error; None if the file is damaged."""
+    text = str(error)
+    if "Unsupported operand 149" in text:  # FRAME, with which protocol 4 begins
+        return "a pickle of protocol 4 or newer"
+    name = re.search(r"GLOBAL (\S+)|function (\S+)|but got (<[^>]*>)|(numpy\.\S+)", text)
+    return next(filter(None, name.groups())) if name else None
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -207,11 +188,11 @@ def _check_file(path, local):
         except Exception:  # a file of old torch cannot be mapped
             state = load()
     except Exception as error:  # torch and pickle raise any kind for a damaged file
-        refused = isinstance(error, UnpicklingError) and _refused(error, local)
-        if not refused:
+        content = _refused_content(error) if isinstance(error, UnpicklingError) else None
+        if content is None:
             raise _damaged(path) from error
         raise CheckpointError(
-            f"'{path}' is refused: it holds {refused}, which is no part of a fairseq checkpoint "
+            f"'{path}' is refused: it holds {content}, which is no part of a fairseq checkpoint "
             "and could run code; get a file from a source that you trust."
         ) from error
     try:
@@ -223,8 +204,7 @@ def _check_file(path, local):
 
 
 def checkpoint_files():
-    """Refuse a checkpoint that holds code, is altered, or is no checkpoint; name the file and the
-    remedy.
+    """Refuse a file that holds code, is altered or is no checkpoint; name it and the remedy.
 
     Cause: torch's error for code names neither. torch does not compare the checksums that it
     writes, so altered numbers load. Neither torch nor fairseq checks the contents.
@@ -266,9 +246,9 @@ def _check_contents(state):
     if not isinstance(history, list) or not history or not isinstance(history[-1], dict):
         raise ValueError("its optimizer_history is empty or no list")
     extra = state.get("extra_state") or {}
-    where = extra.get("train_iterator", {})
-    where = where if isinstance(where, dict) else {"epoch": where}
-    counts = {name: where.get(name, 0) for name in ("epoch", "iterations_in_epoch")}
+    iterator = extra.get("train_iterator", {})
+    iterator = iterator if isinstance(iterator, dict) else {"epoch": iterator}
+    counts = {name: iterator.get(name, 0) for name in ("epoch", "iterations_in_epoch")}
     counts["num_updates"] = history[-1].get("num_updates", 0)
     for name, count in counts.items():
         if not isinstance(count, int) or count < 0:
@@ -291,7 +271,7 @@ def _check_parameter(name, value):
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
         kind = "quantized" if value.is_quantized else f"{value.layout} on {value.device}"
         raise ValueError(f"its parameter {name} is {kind}")
-    if value.dtype not in FLOATS + WHOLE:
+    if value.dtype not in FLOATS + INTEGERS:
         raise ValueError(f"its parameter {name} has numbers of {value.dtype}")
     # A stride of 0 makes a tensor of any size out of one number.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
@@ -304,9 +284,9 @@ def _check_parameter(name, value):
 
 def _check_values(values):
     """Raise ValueError for values that are too many or that OmegaConf would resolve."""
-    left, waiting = MAX_VALUES, [("", values, 0)]
-    while waiting:
-        name, value, depth = waiting.pop()
+    remaining, stack = MAX_VALUES, [("", values, 0)]
+    while stack:
+        name, value, depth = stack.pop()
         if isinstance(value, argparse.Namespace):
             value = vars(value)
         if isinstance(value, dict):
@@ -315,13 +295,13 @@ def _check_values(values):
             inner = ((name, item) for item in value)
         else:
             inner = ()
-            left -= len(value) if isinstance(value, str) else 1
-        left -= 1
-        if left < 0 or depth > MAX_DEPTH:
-            raise ValueError("its values are nested without end, or too many")
+            remaining -= len(value) if isinstance(value, str) else 1
+        remaining -= 1
+        if remaining < 0 or depth > MAX_DEPTH:
+            raise ValueError("its values are nested too deeply, or too many")
         if isinstance(value, str) and re.search(r"\$\{[^}]*:", value):  # ${oc.env:HOME}
             raise ValueError(f"its option {name} calls a resolver, {reprlib.repr(value)}")
-        waiting += ((key, item, depth + 1) for key, item in inner)
+        stack += ((key, item, depth + 1) for key, item in inner)
 
 
 def _check_sizes(options, model):
@@ -353,10 +333,10 @@ def checkpoint_numbers():
     @replace(BaseFairseqModel, "load_state_dict")
     def load_state_dict(original, self, state_dict, *args, **kwargs):
         for name, value in self.state_dict().items():
-            found = getattr(state_dict.get(name), "dtype", value.dtype)
-            if found.is_floating_point != value.is_floating_point():
+            dtype = getattr(state_dict.get(name), "dtype", value.dtype)
+            if dtype.is_floating_point != value.is_floating_point():
                 raise CheckpointError(
-                    f"the checkpoint's {name} has numbers of {found}, where the model has "
+                    f"the checkpoint's {name} has numbers of {dtype}, where the model has "
                     f"{value.dtype}: give a checkpoint of this model"
                 )
         return original(self, state_dict, *args, **kwargs)
@@ -401,8 +381,8 @@ def checkpoint_models():
             _building.reset(token)
 
 
-def glance(path, read):
-    """Return read(state) of a checkpoint, whose parameters stay on the disk; None if it fails."""
+def read_metadata(path, read):
+    """Return read(state) of a checkpoint without loading its parameters; None if that fails."""
     try:
         return read(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except Exception:  # torch raises any kind for a damaged file
