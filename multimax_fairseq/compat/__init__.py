@@ -3,13 +3,19 @@
 A fix has one of four reasons: fairseq does not run with a current torch or numpy (running.py); it
 returns a wrong result without an error (silent.py, text.py); it loses data (saving.py); a file can
 run code or is not a checkpoint (untrusted.py). Each fix is one function. Its docstring says what
-the fix does, the cause, and when to remove it. mistakes.py is the table of mistakes.
+the fix does, the cause, and when to remove it. mistakes.py is the table of mistakes. hooks.py lets
+models/ run its own functions where fairseq offers no hook.
 
 `apply()` applies all of them; a second call changes nothing. models/__init__.py calls it under
 --user-dir. `python -m multimax_fairseq COMMAND` does so for a command without --user-dir.
 """
 
 from multimax_fairseq.compat import mistakes, running, saving, silent, text, untrusted
+from multimax_fairseq.compat.hooks import (
+    on_build_generator,
+    on_generation_flags,
+    on_prepare_for_inference,
+)
 from multimax_fairseq.compat.mistakes import error_message, explain, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
 from multimax_fairseq.compat.untrusted import building_from_checkpoint
@@ -22,6 +28,9 @@ __all__ = [
     "command",
     "error_message",
     "explain",
+    "on_build_generator",
+    "on_generation_flags",
+    "on_prepare_for_inference",
     "wants_traceback",
 ]
 

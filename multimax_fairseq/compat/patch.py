@@ -1,4 +1,4 @@
-"""Wraps functions of fairseq, and names the fairseq command of this process."""
+"""Replaces functions of fairseq, and names the fairseq command of this process."""
 
 import functools
 import inspect
@@ -23,28 +23,22 @@ def command():
     return name if name in COMMANDS else None
 
 
-def wrap(owner, name, make):
-    """Replace owner.name by make(owner.name). Only one `make` may wrap a function."""
-    original = getattr(owner, name)
-    if hasattr(original, "_wrapped_by"):
-        assert original._wrapped_by == make.__qualname__, f"{name} is wrapped twice"
-        return
-    wrapper = functools.wraps(original)(make(original))
-    wrapper._wrapped_by = make.__qualname__
-    if isinstance(inspect.getattr_static(owner, name), staticmethod):
-        wrapper = staticmethod(wrapper)
-    setattr(owner, name, wrapper)
-
-
 def replace(owner, name):
-    """Decorate f(original, *args, **kwargs), which replaces owner.name."""
+    """Decorate f(original, *args, **kwargs), which replaces owner.name. Only one f may do so."""
 
     def decorate(function):
-        def make(original):
-            return lambda *args, **kwargs: function(original, *args, **kwargs)
+        original = getattr(owner, name)
+        if hasattr(original, "_replaced_by"):
+            assert original._replaced_by == function.__qualname__, f"{name} is replaced twice"
+            return function
 
-        make.__qualname__ = function.__qualname__
-        wrap(owner, name, make)
+        @functools.wraps(original)
+        def replacement(*args, **kwargs):
+            return function(original, *args, **kwargs)
+
+        replacement._replaced_by = function.__qualname__
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(replacement) if is_static else replacement)
         return function
 
     return decorate

@@ -13,5 +13,6 @@ from multimax_fairseq.models import (  # noqa: E402, F401
     transformer_multimax,
 )
 
-beam_search.faster_generation()
-quantize.quantized_generation()
+compat.on_build_generator(beam_search.build_generator)
+compat.on_generation_flags(quantize.add_generation_args)
+compat.on_prepare_for_inference(quantize.prepare_for_inference)

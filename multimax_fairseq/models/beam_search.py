@@ -12,10 +12,9 @@ from fairseq.models.transformer import TransformerDecoder, TransformerDecoderBas
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.search import BeamSearch
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
-from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
-from multimax_fairseq.compat.patch import command, wrap
+from multimax_fairseq.compat import command
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.output_layer import plain_output
 from multimax_fairseq.models.search_layers import faster_layers
@@ -357,24 +356,14 @@ def log_search(reason: str | None) -> None:
     logger.info(f"beam search: {search}")
 
 
-def faster_generation() -> None:
-    """Make every task build `BeamGenerator` where it would build fairseq's plain generator.
-
-    Unnecessary once fairseq reads the generator class from a setting.
-    """
-
-    def make(original):
-        def build_generator(self, models, args, seq_gen_cls=None, *rest, **kwargs):
-            if seq_gen_cls is None and not getattr(args, "print_alignment", False):
-                seq_gen_cls = BeamGenerator
-            generator = original(self, models, args, seq_gen_cls, *rest, **kwargs)
-            if isinstance(generator, SequenceGeneratorWithAlignment):
-                log_search("--print-alignment is given")
-            is_fast = isinstance(generator, BeamGenerator)
-            if is_fast and command() in ("fairseq-generate", "fairseq-interactive"):
-                faster_layers(models)
-            return generator
-
-        return build_generator
-
-    wrap(FairseqTask, "build_generator", make)
+def build_generator(original, task, models, args, seq_gen_cls=None, *rest, **kwargs):
+    """Build a `BeamGenerator` where a task would build fairseq's plain generator."""
+    if seq_gen_cls is None and not getattr(args, "print_alignment", False):
+        seq_gen_cls = BeamGenerator
+    generator = original(task, models, args, seq_gen_cls, *rest, **kwargs)
+    if isinstance(generator, SequenceGeneratorWithAlignment):
+        log_search("--print-alignment is given")
+    is_fast = isinstance(generator, BeamGenerator)
+    if is_fast and command() in ("fairseq-generate", "fairseq-interactive"):
+        faster_layers(models)
+    return generator

@@ -6,13 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from fairseq import options
-from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention
 from torch import nn
 from torch.ao import quantization
 
-from multimax_fairseq.compat.patch import wrap
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.search_layers import LAYERS
 
@@ -64,33 +61,21 @@ class _Quantize(argparse.Action):
         type(self).chosen = True
 
 
-def quantized_generation() -> None:
-    """Add the flag `--quantize` to fairseq-generate and fairseq-interactive.
+def add_generation_args(original, parser):
+    """Add the flag `--quantize` to fairseq-generate and fairseq-interactive."""
+    group = original(parser)
+    _Quantize.chosen = False
+    group.add_argument(
+        "--quantize",
+        choices=["int8"],
+        action=_Quantize,
+        help="use int8 linear layers, on the CPU: faster, and nearly the same",
+    )
+    return group
 
-    Unnecessary once fairseq lets a plugin add flags to its generation settings.
-    """
 
-    def make_args(original):
-        def add_generation_args(parser):
-            group = original(parser)
-            _Quantize.chosen = False
-            group.add_argument(
-                "--quantize",
-                choices=["int8"],
-                action=_Quantize,
-                help="use int8 linear layers, on the CPU: faster, and nearly the same",
-            )
-            return group
-
-        return add_generation_args
-
-    def make_prepare(original):
-        def prepare_for_inference_(self, cfg):
-            original(self, cfg)
-            if _Quantize.chosen:
-                quantize([self])
-
-        return prepare_for_inference_
-
-    wrap(options, "add_generation_args", make_args)
-    wrap(BaseFairseqModel, "prepare_for_inference_", make_prepare)
+def prepare_for_inference(original, model, cfg):
+    """Prepare a model for generation, and quantise it if the flag is given."""
+    original(model, cfg)
+    if _Quantize.chosen:
+        quantize([model])
