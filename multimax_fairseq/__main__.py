@@ -13,29 +13,26 @@ from typing import Any
 from multimax_fairseq import compat
 from multimax_fairseq.compat import untrusted
 from multimax_fairseq.compat.patch import COMMANDS
+from multimax_fairseq.compat.program import missing_package
 
 
 def run(command: str) -> Any:
     """Run a fairseq command on sys.argv, and return what it returns."""
     module = command.removeprefix("fairseq-").replace("-", "_")
     try:
-        mend()
+        apply_fixes()
         program = importlib.import_module(f"fairseq_cli.{module}")
         untrusted.evaluate_literals()  # of the command's own module
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        sys.exit(
-            f"{command}: error: the package {package} is missing: pip install "
-            "'multimax-fairseq[fairseq]'"
-        )
+        sys.exit(f"{command}: error: {missing_package(error) or error}")
     return program.cli_main()
 
 
-def mend() -> None:
-    """Apply the fixes, which import fairseq.
+def apply_fixes() -> None:
+    """Apply the fixes of compat/, which import fairseq, and restore the logging setup.
 
-    Some modules of fairseq set up logging at import. That is undone here, because the command sets
-    up its own, and the first setup wins.
+    Some modules of fairseq set up logging when they are imported. The command would then ignore its
+    own setup, because the first one wins.
     """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -2,14 +2,14 @@
 
 import argparse
 import importlib
-import logging
-import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from multimax_fairseq import compat
+from multimax_fairseq.compat.program import program
 
 
 def main() -> None:
@@ -85,39 +85,8 @@ def main() -> None:
     )
     command.set_defaults(run=trajectories)
     args = parser.parse_args()
-    # fairseq logs missing packages for speech synthesis when it is imported.
-    for name in ("fairseq", "multimax_fairseq"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    from multimax_fairseq import compat
-
-    # On SIGTERM, temporary files are removed, as after Ctrl-C.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with program("multimax-analyze"):
         args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # such as after `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        text = compat.explain(error) or _explain(error)
-        if text is None or compat.wants_traceback():
-            raise
-        sys.exit(compat.error_message("multimax-analyze", text))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _explain(error: Exception) -> str | None:
-    """Return a sentence about a missing package or an unusable file; None for other errors."""
-    if isinstance(error, ModuleNotFoundError):
-        package = str(error.name).partition(".")[0]
-        if package == "multimax_fairseq":
-            return None
-        extra = "analysis" if package in ("jinja2", "matplotlib", "pandas") else "fairseq"
-        return f"the package {package} is missing: pip install 'multimax-fairseq[{extra}]'"
-    return str(error) if isinstance(error, OSError) else None
 
 
 def module(name: str) -> Any:
@@ -127,8 +96,6 @@ def module(name: str) -> Any:
 
 def with_fairseq(name: str, plugin: str | None = None) -> Any:
     """Import a module of the analysis that needs fairseq, after a --user-dir with mappings."""
-    from multimax_fairseq import compat
-
     compat.apply()
     if plugin is not None:
         from fairseq import utils

@@ -2,11 +2,11 @@
 
 import argparse
 import importlib
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
+from multimax_fairseq import compat
+from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 
 COMMANDS = {
@@ -33,29 +33,8 @@ def main() -> None:
         for file in files.split():
             command.add_argument(file.lower(), type=Path, metavar=file, help=FILES[file])
     args = parser.parse_args()
-    # fairseq logs missing packages for speech synthesis when it is imported.
-    for name in ("fairseq", "multimax_fairseq"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    from multimax_fairseq import compat
-
-    try:
-        written = convert(args)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        text = compat.explain(error) or _explain(error)
-        if text is None or compat.wants_traceback():
-            raise
-        sys.exit(compat.error_message("multimax-convert", text))
-    print(f"written: {written}")
-
-
-def _explain(error: Exception) -> str | None:
-    """Return a sentence about a missing package or an unusable file; None for other errors."""
-    if isinstance(error, ModuleNotFoundError):
-        package = str(error.name).partition(".")[0]
-        return f"the package {package} is missing: pip install 'multimax-fairseq[fairseq]'"
-    return str(error) if isinstance(error, OSError) else None
+    with program("multimax-convert"):
+        print(f"written: {convert(args)}")
 
 
 def convert(args: argparse.Namespace) -> Path:
@@ -63,7 +42,7 @@ def convert(args: argparse.Namespace) -> Path:
     out: Path = args.head if args.command == "to-paddlefleet" else args.new
     if out.exists():
         raise UsageError(f"'{out}' exists already: give another name, or remove it")
-    with_fairseq("compat").apply()
+    compat.apply()
     checkpoint = with_fairseq("integrations.convert.checkpoint")
     if args.command.endswith("authors"):
         state = checkpoint.read(args.old)
@@ -83,7 +62,7 @@ def convert(args: argparse.Namespace) -> Path:
 
 
 def with_fairseq(name: str) -> Any:
-    """Import a module that needs fairseq. `main` explains an ImportError."""
+    """Import a module that needs fairseq; `program` explains an ImportError."""
     return importlib.import_module(f"multimax_fairseq.{name}")
 
 

@@ -1,0 +1,53 @@
+"""Runs the package's own commands: a user's mistake ends in one sentence, as in fairseq's."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+from multimax_fairseq.compat.mistakes import error_message, explain, wants_traceback
+
+# Packages of the extra "analysis"; all others belong to "fairseq".
+ANALYSIS_PACKAGES = ("jinja2", "matplotlib", "pandas")
+
+
+@contextlib.contextmanager
+def program(name):
+    """Run the body of a command called `name`.
+
+    Exit status: 1 for a mistake; 128 + the signal's number for SIGINT, SIGTERM and a closed pipe.
+    """
+    # fairseq logs missing packages for speech synthesis when it is imported.
+    for package in ("fairseq", "multimax_fairseq"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    # On SIGTERM, temporary files are removed, as after Ctrl-C.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        text = explain(error) or missing_package(error)
+        if text is None and isinstance(error, OSError):
+            text = str(error)
+        if text is None or wants_traceback():
+            raise
+        sys.exit(error_message(name, text))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def missing_package(error):
+    """Return a sentence about a package that is not installed; None for any other error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    package = str(error.name).partition(".")[0]
+    if package == "multimax_fairseq":
+        return None
+    extra = "analysis" if package in ANALYSIS_PACKAGES else "fairseq"
+    return f"the package {package} is missing: pip install 'multimax-fairseq[{extra}]'"
