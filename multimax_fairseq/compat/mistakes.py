@@ -1,13 +1,14 @@
 """Common mistakes of users, each with the sentence that ends the command.
 
-SETTINGS is checked before the command starts. ERRORS matches errors that fairseq raises. Any other
-error keeps its traceback.
+_setting_mistake() lists mistaken settings, which are checked before the command starts. ERRORS
+lists errors that fairseq raises. Any other error keeps its traceback.
 """
 
 import argparse
 import atexit
 import contextlib
 import difflib
+import operator
 import os
 import re
 import string
@@ -23,93 +24,72 @@ from multimax_fairseq.errors import UsageError
 
 PREPARED = "fairseq-preprocess and the scripts of data-prep/ write such a folder"
 PLUGIN = f"load the plugin with --user-dir {PACKAGE} (common.user_dir in a YAML file)"
-METRIC = "--best-checkpoint-metric {best_checkpoint_metric}"
 
 
-def _has_no_gpu():
-    return not torch.cuda.is_available()
-
-
-def _is_other_pair(given):
-    """Whether one language alone is given, which fairseq ignores, and does not fit the data."""
-    source, target = given["source_lang"], given["target_lang"]
-    if given["task"] != "translation" or (source is None) == (target is None):
+def _infers_another_pair(settings):
+    """Whether one language is given alone, and fairseq, which ignores it, infers another pair."""
+    given = settings["source_lang"], settings["target_lang"]
+    if settings["task"] != "translation" or given.count(None) != 1:
         return False
-    folder = str(given["data"]).split(os.pathsep)[0]
-    names = os.listdir(folder) if os.path.isdir(folder) else ()
-    # train.de-en.de.idx
-    pairs = {part for name in names for part in name.split(".") if "-" in part}
-    return not all(p.startswith(f"{source}-") or p.endswith(f"-{target}") for p in pairs)
+    from fairseq.data.data_utils import infer_language_pair
+
+    pair = infer_language_pair(str(settings["data"]).split(os.pathsep)[0])
+    return not any(map(operator.eq, given, pair))
 
 
-# (whether the settings are mistaken, the sentence)
-SETTINGS = [
+def _setting_mistake(settings):
+    """Return the sentence for the first mistaken setting; None if there is none."""
     # Missing or foreign data, dictionary, checkpoint.
-    (
-        lambda given: (
-            "path" in given
-            and given["path"] is None
-            and command() in ("fairseq-eval-lm", "fairseq-interactive", "fairseq-validate")
-        ),
-        "--path is missing: give a checkpoint, such as checkpoints/checkpoint_best.pt",
-    ),
-    (
-        _is_other_pair,
-        "--source-lang {source_lang} and --target-lang {target_lang} do not fit the data in "
-        "'{data}': give both languages of it",
-    ),
-    # Names.
-    (
-        lambda given: given["config_file"] and not os.path.isfile(given["config_file"]),
-        "there is no '{config_file}': check --config-dir and --config-name",
-    ),
-    # Lengths, batch size, save folder.
-    (
-        lambda given: (
-            given["lr_scheduler"] == "polynomial_decay"
-            and str(given["total_num_update"]) in ("None", "0")
-        ),
-        "--lr-scheduler polynomial_decay needs --total-num-update, the update at which the "
-        "learning rate has decayed: add it",
-    ),
-    (
-        lambda given: given["best_checkpoint_metric"] == "bleu" and given["eval_bleu"] is False,
-        f"{METRIC} needs --eval-bleu: add it, or choose loss",
-    ),
-    (
-        lambda given: (
-            given["best_checkpoint_metric"] in ("accuracy", "bleu")
-            and given["maximize_best_checkpoint_metric"] is False
-        ),
-        f"{METRIC} keeps the worst checkpoint, as a high value is good: add "
-        "--maximize-best-checkpoint-metric",
-    ),
-    (
-        lambda given: (
-            given["best_checkpoint_metric"] in ("loss", "nll_loss", "ppl")
-            and given["maximize_best_checkpoint_metric"]
-        ),
-        f"{METRIC} with --maximize-best-checkpoint-metric keeps the worst checkpoint: leave "
-        "--maximize-best-checkpoint-metric out",
-    ),
-    (
-        lambda given: (given["context_window"] or 0) > 0 and (given["num_workers"] or 0) > 1,
-        "--context-window {context_window} takes the context from other text with --num-workers "
-        "{num_workers}: give --num-workers 1",
-    ),
-    # A GPU flag without a GPU. fairseq sets fp16 itself for --memory-efficient-fp16.
-    *(
-        (
-            lambda given, name=name: given[name] and _has_no_gpu(),
-            f"--{name.replace('_', '-')} needs a GPU, and torch finds none: leave it out",
+    needs_path = command() in ("fairseq-eval-lm", "fairseq-interactive", "fairseq-validate")
+    if needs_path and settings.get("path", "") is None:
+        return "--path is missing: give a checkpoint, such as checkpoints/checkpoint_best.pt"
+    if _infers_another_pair(settings):
+        return (
+            f"--source-lang {settings['source_lang']} and --target-lang {settings['target_lang']} "
+            f"do not fit the data in '{settings['data']}': give both languages of it"
         )
-        for name in ("memory_efficient_fp16", "fp16", "amp")
-    ),
-]
+    file = settings["config_file"]
+    if file and not os.path.isfile(file):
+        return f"there is no '{file}': check --config-dir and --config-name"
 
-# (regular expression for "Kind: message", the sentence); {0} is the expression's first group.
-ERRORS = [
-    # Missing or foreign data, dictionary, checkpoint.
+    # Lengths, batch size, save folder.
+    is_polynomial = settings["lr_scheduler"] == "polynomial_decay"
+    if is_polynomial and str(settings["total_num_update"]) in ("None", "0"):
+        return (
+            "--lr-scheduler polynomial_decay needs --total-num-update, the update at which the "
+            "learning rate has decayed: add it"
+        )
+    metric, maximize = settings["best_checkpoint_metric"], "--maximize-best-checkpoint-metric"
+    is_maximized = settings["maximize_best_checkpoint_metric"]
+    if metric == "bleu" and settings["eval_bleu"] is False:
+        return "--best-checkpoint-metric bleu needs --eval-bleu: add it, or choose loss"
+    if metric in ("accuracy", "bleu") and is_maximized is False:
+        return (
+            f"--best-checkpoint-metric {metric} keeps the worst checkpoint, as a high value is "
+            f"good: add {maximize}"
+        )
+    if metric in ("loss", "nll_loss", "ppl") and is_maximized:
+        return (
+            f"--best-checkpoint-metric {metric} with {maximize} keeps the worst checkpoint: leave "
+            f"{maximize} out"
+        )
+    window, workers = settings["context_window"] or 0, settings["num_workers"] or 0
+    if window > 0 and workers > 1:
+        return (
+            f"--context-window {window} takes the context from other text with --num-workers "
+            f"{workers}: give --num-workers 1"
+        )
+
+    # A GPU flag without a GPU. fairseq sets fp16 itself for --memory-efficient-fp16.
+    for name in ("memory_efficient_fp16", "fp16", "amp"):
+        if settings[name] and not torch.cuda.is_available():
+            return f"--{name.replace('_', '-')} needs a GPU, and torch finds none: leave it out"
+    return None
+
+
+# (regular expression for "Kind: message", the sentence); {0} is the expression's first group, a
+# name such as {data} a setting.
+DATA = [  # missing or foreign data, dictionary, checkpoint
     (
         r"FileNotFoundError: .*'(.*dict\.(?:\w+\.)?txt)'$",
         f"there is no dictionary '{{0}}': check the data folder, its languages, and --task "
@@ -151,7 +131,8 @@ ERRORS = [
         r"ValueError: cannot mmap an empty file",
         "a split in '{data}' has no line: leave it out, or prepare it from text with some",
     ),
-    # Unknown architecture, mapping or criterion, or no --user-dir.
+]
+NAMES = [  # unknown architecture, mapping or criterion, or no --user-dir
     (
         r"(?s)\w*Exception: .*?(?:'model/|'criterion/)(\w*multimax\w*)",
         "hydra looks '{0}' up before it loads common.user_dir: give it with ._name, as in "
@@ -177,7 +158,8 @@ ERRORS = [
         r"(?s)MissingConfigException: (.*?)\n",
         "{0}: check --config-dir and --config-name",
     ),
-    # Options that do not fit a checkpoint.
+]
+CHECKPOINTS = [  # options that do not fit a checkpoint
     (
         r"(?s)RuntimeError: Error\(s\) in loading state_dict[^\n]*\n\s*([^\n]{0,300})",
         "the checkpoint does not fit this data or model ({0}): use the dictionaries and options "
@@ -192,7 +174,8 @@ ERRORS = [
         r"AttributeError: '(\w+)' object has no attribute 'supported_targets'",
         "{0} is no language model: choose one, or use fairseq-generate or fairseq-validate",
     ),
-    # Lengths, batch size, save folder.
+]
+SIZES_AND_PLACES = [  # lengths, batch size, save folder
     (
         r"AssertionError: Sentences lengths should not exceed max_tokens=(\d+)",
         "a sentence has more than the {0} tokens of --max-tokens: give a larger number",
@@ -206,7 +189,8 @@ ERRORS = [
         r"(?:PermissionError|IsADirectoryError|NotADirectoryError|OSError): \[.*?\] (.*): '(.*)'",
         "cannot open '{1}' ({0}): check the path and its permissions; checkpoints go to --save-dir",
     ),
-    # Several processes: each says what is wrong, and the others lose their connection.
+]
+PROCESSES = [  # one of several processes fails, and the others lose their connection
     (
         r"(?s)ProcessRaisedException: .*\nmultimax_fairseq[\w.]*: ([^\n]*)\s*$",
         "{0}",
@@ -219,29 +203,30 @@ ERRORS = [
         r"RuntimeError: .*Connection closed by peer",
         "the connection to another rank is lost: its message says why",
     ),
-    # Messages of fairseq that name the option.
+]
+NAMED_OPTIONS = [  # fairseq's own message names the option
     (
         r"(?:AssertionError|Exception|ImportError|ValueError): (.*(?<![\w-])--[a-z].*)",
         "{0}",
     ),
 ]
+ERRORS = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_PLACES, *PROCESSES, *NAMED_OPTIONS]
 
 OUR_NAMES = re.compile(r"(--)?\w*multimax|--(attention|output)-normalizer|--(quantize|topk)\b")
 # The longest list of choices that an error prints in full.
 MAX_LISTED = 20
 INTERRUPTED = "interrupted; a training goes on from its last checkpoint by the same command"
 
-# The settings of this process's command, for the sentences.
-_given = defaultdict(lambda: None)
+# The settings of this process's command, for the sentences of ERRORS.
+_settings = defaultdict(lambda: None)
 
 
 def check_settings(settings):
-    """Raise UsageError for the first row of SETTINGS that matches {name: value}."""
-    given = defaultdict(lambda: None, settings)
-    _given.update(settings)
-    for is_mistaken, sentence in SETTINGS:
-        if is_mistaken(given):
-            raise UsageError(sentence.format_map(given))
+    """Raise UsageError for the first mistake in {name: value}."""
+    _settings.update(settings)
+    sentence = _setting_mistake(defaultdict(lambda: None, settings))
+    if sentence is not None:
+        raise UsageError(sentence)
 
 
 def explain(error):
@@ -250,18 +235,18 @@ def explain(error):
     It is the message of the first exception in the chain of causes that has `user_error`. Otherwise
     it is the sentence of the first row of ERRORS that matches, if fairseq raised the error.
     """
-    behind, seen = error, []
-    while behind is not None and behind not in seen:
-        if getattr(behind, "user_error", False):
-            return " ".join(str(behind).split())
-        seen.append(behind)
-        behind = behind.__cause__ or behind.__context__
+    cause, seen = error, []
+    while cause is not None and cause not in seen:
+        if getattr(cause, "user_error", False):
+            return " ".join(str(cause).split())
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
     if is_raised_by_fairseq(error):
         text = f"{type(error).__name__}: {error}"
         for pattern, sentence in ERRORS:
             if match := re.match(pattern, text):
-                filled = string.Formatter().vformat(sentence, match.groups(), _given)
-                return " ".join(filled.split())
+                text = string.Formatter().vformat(sentence, match.groups(), _settings)
+                return " ".join(text.split())
     return None
 
 
@@ -312,25 +297,25 @@ def _end(text, status=1):
 
 
 def parser_message(message):
-    """Return a short sentence for an error of argparse; None to keep argparse's own form."""
-    is_loaded = "multimax_fairseq.models" in sys.modules
-    choice = re.fullmatch(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
-    if choice:
-        if OUR_NAMES.search(choice[2]) and not is_loaded:
-            return f"'{choice[2]}' belongs to the multimax_fairseq plugin: {PLUGIN}"
-        known = choice[3].replace("'", "").split(", ")
-        if len(known) <= MAX_LISTED:
-            return message
-        near = difflib.get_close_matches(choice[2], known, n=3, cutoff=0.5)
-        nearest = f"did you mean {' or '.join(near)}? " if near else ""
-        return f"{choice[1]}: {nearest}MULTIMAX_TRACEBACK=1 lists all {len(known)}"
+    """Return a short sentence for an error of argparse."""
+    plugin = "" if "multimax_fairseq.models" in sys.modules else PLUGIN
     if message.startswith("unrecognized arguments"):
-        plugin = "" if is_loaded else f"; for multimax_fairseq {PLUGIN}"
+        hint = f"; for multimax_fairseq {plugin}" if plugin else ""
         return (
             f"{message}: check their spelling, and that --arch, --task, --criterion, --optimizer "
-            f"and --lr-scheduler know them{plugin}"
+            f"and --lr-scheduler know them{hint}"
         )
-    return message if message.startswith("argument -") else None
+    choice = re.fullmatch(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message)
+    if not choice:
+        return message
+    start, value, choices = choice[1], choice[2], choice[3].replace("'", "").split(", ")
+    if plugin and OUR_NAMES.search(value):
+        return f"'{value}' belongs to the multimax_fairseq plugin: {plugin}"
+    if len(choices) <= MAX_LISTED:
+        return message
+    near = difflib.get_close_matches(value, choices, n=3, cutoff=0.5)
+    nearest = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{start}: {nearest}MULTIMAX_TRACEBACK=1 lists all {len(choices)}"
 
 
 def plain_errors():
@@ -354,9 +339,7 @@ def plain_errors():
 
     @replace(argparse.ArgumentParser, "error")
     def error(original, self, message):
-        if text := parser_message(message):
-            self.exit(2, f"{command()}: error: {text}\n")
-        original(self, message)
+        self.exit(2, f"{command()}: error: {parser_message(message)}\n")
 
     if command() != "fairseq-hydra-train":
         return
