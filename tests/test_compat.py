@@ -184,7 +184,7 @@ def test_adaptive_tails_count_every_word(build, task, dictionary):
 @pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.9}])
 @pytest.mark.parametrize("prefix", [False, True])
 @torch.no_grad()
-def test_impossible_words_are_sampled_where_forced(
+def test_zero_probability_words_are_sampled_where_forced(
     build, dictionary, translation_batch, options, prefix
 ):
     model = build("transformer_multimax", "--output-normalizer", "entmax15").eval()
@@ -203,7 +203,7 @@ def test_impossible_words_are_sampled_where_forced(
 
 
 @pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.9}])
-def test_impossible_words_leaves_other_sampling_unchanged(dictionary, options):
+def test_zero_probability_words_leaves_other_sampling_unchanged(dictionary, options):
     sampling, found = Sampling(dictionary, **options), []
     scores = torch.zeros(3, 2, 1)
     log_probs = torch.randn(3, 2, len(dictionary)).log_softmax(-1)
@@ -477,7 +477,7 @@ def test_scored_lines_skips_a_byte_order_mark(toy, tmp_path):
     assert sentence.startswith("--sys empty has 0 lines")
 
 
-def test_results_keeps_the_earlier_file(toy, translation, tmp_path):
+def test_result_files_keeps_the_earlier_file(toy, translation, tmp_path):
     words = ("fairseq-generate", "mt", "--path", translation, "--max-len-b", "3")
     words += ("--results-path", tmp_path / "results")
     run(toy, *words)

@@ -82,7 +82,7 @@ def iterator_of(task, dataset, epoch, **options):
         ({"update_epoch_batch_itr": True}, True),
     ],
 )
-def test_same_batches_of_the_first_epoch_in_a_resumed_run(dictionary, options, is_kept):
+def test_resumed_batches_of_the_first_epoch_in_a_resumed_run(dictionary, options, is_kept):
     def batches(epoch):
         task = TranslationTask(TranslationConfig(), dictionary, dictionary)
         iterator = iterator_of(task, pairs(dictionary, is_kept), epoch, **options)
@@ -91,7 +91,7 @@ def test_same_batches_of_the_first_epoch_in_a_resumed_run(dictionary, options, i
     assert (batches(1) == batches(3)) == (is_kept and not options)
 
 
-def test_same_batches_count_epochs(dictionary):
+def test_resumed_batches_count_epochs(dictionary):
     task = TranslationTask(TranslationConfig(), dictionary, dictionary)
     dataset = pairs(dictionary)
     for epoch in (1, 2, 3):
@@ -168,7 +168,7 @@ def translation_task(folder):
     return TranslationTask(config, five_words(), five_words())
 
 
-def test_data_in_parts_counts_each_part_once(tmp_path):
+def test_sharded_data_counts_each_part_once(tmp_path):
     for split, words in (("train", [4, 2]), ("train1", [4, 4, 2])):
         for language in ("de", "en"):
             written(tmp_path, words, name=f"{split}.de-en.{language}")
@@ -182,7 +182,7 @@ def test_data_in_parts_counts_each_part_once(tmp_path):
 
 
 @pytest.mark.parametrize("impl", ["lazy", "cached", None])
-def test_older_format_is_read_without_an_open_file(impl, tmp_path):
+def test_older_data_format_is_read_without_an_open_file(impl, tmp_path):
     sentences = [[3, 1], [1, 2, 4, 0], [2]]
     builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "train.bin"))
     for sentence in sentences:

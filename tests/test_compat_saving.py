@@ -51,7 +51,7 @@ def test_save_synchronises_before_it_renames(can_synchronise_folders, tmp_path, 
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
-    saving._save(str(tmp_path / "checkpoint.pt"), lambda file: file.write(b"x" * 100))
+    saving._write_checkpoint(str(tmp_path / "checkpoint.pt"), lambda file: file.write(b"x" * 100))
     assert seen == [100, "replace", "folder"]
 
 
@@ -64,23 +64,23 @@ def test_save_does_not_retry_on_a_full_disk(number, tmp_path):
         raise OSError(number, "full")
 
     with pytest.raises(CheckpointError, match="keep fewer checkpoints"):
-        saving._save(str(tmp_path / "checkpoint.pt"), write)
+        saving._write_checkpoint(str(tmp_path / "checkpoint.pt"), write)
     assert len(tries) == 1
 
 
-def test_beside_lists_numbered_checkpoints(tmp_path):
+def test_numbered_checkpoints_omits_averages(tmp_path):
     names = ["checkpoint.best_bleu_27.1.pt", "checkpoint3.pt", "checkpoint_2_500.pt"]
     names += ["checkpoint_best.pt"]
     others = ["checkpoint_last.pt", "crash.pt", "average.pt", "checkpoint3.pt.tmp"]
     for name in (*names, *others):
         (tmp_path / name).touch()
-    found = saving._beside(str(tmp_path / "checkpoint_last.pt"))
+    found = saving._numbered_checkpoints(str(tmp_path / "checkpoint_last.pt"))
     assert found == [str(tmp_path / name) for name in names]
 
 
 @pytest.mark.parametrize("path, is_async", [("x.pt", True), ("s3://x.pt", False)])
 def test_whole_checkpoints_leaves_other_files_to_fairseq(path, is_async, mends, monkeypatch):
-    monkeypatch.setattr(saving, "_save", lambda *_: pytest.fail("saved here"))
+    monkeypatch.setattr(saving, "_write_checkpoint", lambda *_: pytest.fail("saved here"))
     monkeypatch.setattr(PathManager, "path_requires_pathmanager", lambda path: "://" in path)
     saving.whole_checkpoints()
     given = []

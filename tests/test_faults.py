@@ -30,7 +30,7 @@ import os, resource, signal
 import multimax_fairseq.models
 from multimax_fairseq.compat import saving
 
-write, done = saving._Noting.write, [0, 0]
+write, done = saving._CheckedFile.write, [0, 0]
 
 def faulty(self, data):
     done[0] += 1
@@ -44,7 +44,7 @@ def faulty(self, data):
         raise self.error
     return write(self, data)
 
-saving._Noting.write = faulty
+saving._CheckedFile.write = faulty
 if size := int(os.environ.get("LARGEST", 0)):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 if path := os.environ.get("NUMBER"):
@@ -191,8 +191,8 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(text, uninterrupted):
     newest.write_bytes(whole[:middle] + bytes(8) + whole[middle + 8 :])  # which torch would load
     log = train(text, "translation", folder)
     assert (
-        f"'{last}' is damaged or incomplete: this run goes on from '{older}' (update 12), the "
-        "newest whole checkpoint beside it" in log
+        f"'{last}' is damaged or incomplete: this run resumes from '{older}' (update 12), the "
+        "newest intact checkpoint beside it" in log
     )
     assert_same_end(uninterrupted("translation"), folder)
 
@@ -203,7 +203,7 @@ def test_without_a_whole_checkpoint_or_with_a_named_one_a_run_stops(text, uninte
     (folder / "checkpoint_last.pt").write_bytes(b"")
     command = ("fairseq-train", *TRANSLATE, *PLUGIN, "--save-dir", folder)
     assert refused(text, *command) == (
-        f"'{folder}/checkpoint_last.pt' is damaged or incomplete, and no whole checkpoint lies "
+        f"'{folder}/checkpoint_last.pt' is damaged or incomplete, and no intact checkpoint lies "
         "beside it; give one with --restore-file, or delete it to begin at update 0."
     )
     shutil.copy(uninterrupted("translation") / "checkpoint_1_3.pt", folder)
@@ -224,7 +224,7 @@ def test_a_full_disk_leaves_the_checkpoints_whole_and_says_how_to_go_on(text, un
     assert found == (
         f"'{folder}/checkpoint3.pt' could not be written (File too large); make room, or keep "
         "fewer checkpoints (--keep-interval-updates, --keep-last-epochs, --no-epoch-checkpoints), "
-        "and start the same command again: it goes on from the last whole checkpoint, if there is "
+        "and start the same command again: it resumes from the last intact checkpoint, if there is "
         "one."
     )
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -246,15 +246,15 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so(text, uninterrupted):
     shutil.copy(uninterrupted("language model") / "checkpoint_1_3.pt", folder)
     words = [*MODEL_LANGUAGE, *PLUGIN, "--save-dir", folder, "--max-update", "1"]
     assert (
-        f"there is no '{folder}/checkpoint_last.pt', so that this run begins at update 0, though "
-        f"'{folder}/checkpoint_1_3.pt' lies there" in run(text, "fairseq-train", *words)
+        f"there is no '{folder}/checkpoint_last.pt', so this run begins at update 0, although "
+        f"'{folder}/checkpoint_1_3.pt' exists" in run(text, "fairseq-train", *words)
     )
 
 
 def test_a_file_to_restore_that_is_missing_is_told(text):
     words = [*MODEL_LANGUAGE, *PLUGIN, "--save-dir", text / "nothing", "--max-update", "1"]
     output = run(text, "fairseq-train", *words, "--restore-file", "none.pt")
-    assert "there is no 'none.pt', so that this run begins at update 0" in output
+    assert "there is no 'none.pt', so this run begins at update 0" in output
 
 
 # --- a write, in this process -------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, put, where):
                 self.file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(saving._Noting if where == "write" else saving.os, where, killed)
+        setattr(saving._CheckedFile if where == "write" else saving.os, where, killed)
         put(path)
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -303,7 +303,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, put, where):
 # torch reports what fails late in a file as an error of its own.
 @pytest.mark.parametrize("put, at", [(save, 1), (save, 4), (save, 12), (copy, 1)])
 def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put, at, monkeypatch):
-    path, write, left, done = tmp_path / "checkpoint_last.pt", saving._Noting.write, [], {}
+    path, write, left, done = tmp_path / "checkpoint_last.pt", saving._CheckedFile.write, [], {}
 
     def failing(self, data):
         done[self] = done.get(self, 0) + 1
@@ -313,7 +313,7 @@ def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put
             raise self.error
         return write(self, data)
 
-    monkeypatch.setattr(saving._Noting, "write", failing)
+    monkeypatch.setattr(saving._CheckedFile, "write", failing)
     monkeypatch.setattr(saving, "PAUSE", 0)
     torch.save({"old": torch.zeros(3)}, path)
     before = path.read_bytes()
@@ -333,7 +333,7 @@ def test_a_crash_on_a_full_disk_is_what_is_told(tmp_path, monkeypatch, caplog):
         self.error = OSError(28, "No space left on device")
         raise self.error
 
-    monkeypatch.setattr(saving._Noting, "write", full)
+    monkeypatch.setattr(saving._CheckedFile, "write", full)
     save(tmp_path / "crash.pt")
     assert "crash.pt' could not be written (No space left on device)" in caplog.text
     assert not list(tmp_path.iterdir())

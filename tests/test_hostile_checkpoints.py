@@ -266,14 +266,14 @@ def moments(**values):
 RUNS = {
     "moments of another shape": (moments(exp_avg=torch.zeros(3)), "optimizer has exp_avg of shape"),
     "an optimizer's state as text": (lambda s: s.update(last_optimizer_state="x"), "cannot go on"),
-    "no state in it": (lambda s: s["last_optimizer_state"].pop("state"), "cannot go on from"),
+    "no state in it": (lambda s: s["last_optimizer_state"].pop("state"), "cannot resume from"),
     "a schedule that is a number": (
         lambda s: s["optimizer_history"][-1].update(lr_scheduler_state=3),
-        "cannot go on from",
+        "cannot resume from",
     ),
     "a meter of another kind": (
         lambda s: s["extra_state"].update(metrics={"default": [(0, "a", "deque", {})]}),
-        "cannot go on from",
+        "cannot resume from",
     ),
     "an epoch that is text": (
         lambda s: s["extra_state"]["train_iterator"].update(epoch="x"),

@@ -95,7 +95,7 @@ def test_script_checks_the_folder_of_its_output_first(tmp_path, script, words):
 
 
 @pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])
-def test_overrides_takes_settings_of_the_checkpoint_alone(places, folder, command):
+def test_model_overrides_takes_settings_of_the_checkpoint_alone(places, folder, command):
     words = f"{command} {{mt}} {{plugin}} --task translation --path {{MT}} --max-tokens 400"
     short = "--gen-subset valid --max-len-b 2" if command == "fairseq-generate" else ""
     words = [*shlex.split(f"{words} {short}".format(**places)), "--model-overrides"]
@@ -104,7 +104,7 @@ def test_overrides_takes_settings_of_the_checkpoint_alone(places, folder, comman
     assert "did you mean 'attention_normalizer'" in sentence
 
 
-def test_perplexity_of_a_part_is_an_error(places, folder):
+def test_partial_perplexity_is_an_error(places, folder):
     dataset = load_indexed_dataset(str(places["lm"] / "valid"), None)  # whose sizes end with it
     longest = int(dataset.sizes.sum()) - 5
     words = shlex.split(EVAL_LM.format(**places))
@@ -115,4 +115,4 @@ def test_perplexity_of_a_part_is_an_error(places, folder):
 def test_perplexity_of_impossible_words_is_an_error(places, checkpoint, folder):
     places = places | {"LM": checkpoint(LM, "--output-normalizer", "sparsemax")}
     words = shlex.split(f"{EVAL_LM} --tokens-per-sample 32".format(**places))
-    assert "the probability 0, so that the perplexity is infinite" in refused(folder, *words)
+    assert "the probability 0, so the perplexity is infinite" in refused(folder, *words)

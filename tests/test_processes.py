@@ -17,7 +17,6 @@ from test_commands import DECODER, ENCODER, losses, parameters, text  # noqa: F4
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import running
-from multimax_fairseq.errors import UsageError
 
 # A gradient that is 0 but for rounding, as a key's bias has, must not become a step of Adam's.
 TRAIN = [
@@ -263,7 +262,7 @@ def test_only_commands_that_share_their_work_ask_torchrun(monkeypatch):
 def started(monkeypatch):
     """The settings of each process that call_main starts, in a process without torchrun."""
     compat.apply()
-    for name in ("SLURM_STEP_NUM_TASKS", *running.TORCHRUN):
+    for name in running.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     found = []
 
@@ -296,13 +295,6 @@ def test_processes_started_by_hand_keep_their_address(started, is_torchruns, mon
 def test_processes_spawns_at_a_free_port(started, port):
     distributed_utils.call_main(settings(distributed_port=port), TRAINING)
     assert int(started[0].distributed_init_method.rpartition(":")[2]) > 0
-
-
-def test_processes_refuses_several_tasks_of_slurm(started, monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(UsageError, match="each of the 4 tasks of this SLURM step"):
-        distributed_utils.call_main(settings(), TRAINING)
-    assert started == []
 
 
 def test_processes_takes_the_number_of_torchrun(started, monkeypatch):

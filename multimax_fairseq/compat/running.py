@@ -16,7 +16,7 @@ from multimax_fairseq.errors import UsageError
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 # The commands whose processes share their work and add up their results.
 SHARED = ("fairseq_cli.train", "fairseq_cli.validate")
-# In a search, the log-probability of a word whose probability is 0.
+# Log-probability in a search of a word with probability 0.
 IMPOSSIBLE = -1e4
 # Regular expressions: how hydra's warnings about fairseq's use of it begin.
 HYDRA_WARNINGS = (
@@ -81,7 +81,7 @@ def score_command():
 
 
 def command_line():
-    """Let --bf16 train on a GPU or CPU; check the settings against mistakes.SETTINGS.
+    """Let --bf16 train on a GPU or CPU; refuse mistaken settings.
 
     Cause: fairseq's command line sets `tpu` for --bf16, so training looks for torch_xla.
     Remove when fairseq reads --bf16 as it reads common.bf16.
@@ -149,12 +149,12 @@ def progress_lines():
 
     def shows(is_shown):
         def _format_stats(original, self, stats, *args, **kwargs):
-            kept = {
+            shown = {
                 key: value
                 for key, value in stats.items()
                 if not key.removeprefix("train_").startswith(MONITOR) or is_shown(value)
             }
-            return original(self, kept, *args, **kwargs)
+            return original(self, shown, *args, **kwargs)
 
         return _format_stats
 
@@ -162,7 +162,7 @@ def progress_lines():
     replace(progress_bar.JsonProgressBar, "_format_stats")(shows(lambda value: value is not None))
 
 
-def data_in_parts():
+def sharded_data():
     """Read the default --upsample-primary -1 as 1 copy of `train` beside `train1`.
 
     Cause: fairseq uses -1 as the number of copies. Only multilingual_translation reads it as 1.
@@ -177,7 +177,7 @@ def data_in_parts():
         original(self, datasets, sample_ratios)
 
 
-def impossible_words():
+def zero_probability_words():
     """Let generation end a hypothesis whose forced word has probability 0.
 
     Cause: a sparse output layer gives most words the score -inf, and an assertion fails if no other
@@ -190,10 +190,10 @@ def impossible_words():
 
     @replace(Sampling, "step")
     def step(original, self, step, lprobs, scores, *rest, **kwargs):
-        most = lprobs.amax(-1, keepdim=True)
-        least = most.clamp(min=IMPOSSIBLE).masked_fill(most > IMPOSSIBLE / 100, 0.0)
-        found, words, beams = original(self, step, lprobs - least, scores, *rest, **kwargs)
-        return found + least[:, :, 0].gather(1, beams), words, beams
+        best = lprobs.amax(-1, keepdim=True)
+        shift = best.clamp(min=IMPOSSIBLE).masked_fill(best > IMPOSSIBLE / 100, 0.0)
+        sampled, words, beams = original(self, step, lprobs - shift, scores, *rest, **kwargs)
+        return sampled + shift[:, :, 0].gather(1, beams), words, beams
 
     @replace(SequenceGenerator, "__init__")
     def __init__(original, self, models, *args, **kwargs):
@@ -259,23 +259,23 @@ def processes():
         if command() == "fairseq-hydra-train":
             mistakes.check_settings(_settings(cfg))
         cfg.common.user_dir = resolve(cfg.common.user_dir)  # spawned processes read it
-        wanted = cfg.distributed_training
-        shared = getattr(main.__globals__.get("__spec__"), "name", None) in SHARED
-        is_torchruns = all(name in os.environ for name in TORCHRUN)
-        if shared and is_torchruns and wanted.distributed_init_method is None:
+        options = cfg.distributed_training
+        is_shared = getattr(main.__globals__.get("__spec__"), "name", None) in SHARED
+        has_torchrun = all(name in os.environ for name in TORCHRUN)
+        if is_shared and has_torchrun and options.distributed_init_method is None:
             world_size = int(os.environ["WORLD_SIZE"])
-            wanted.distributed_world_size = max(wanted.distributed_world_size, world_size)
+            options.distributed_world_size = max(options.distributed_world_size, world_size)
         on_cpu = cfg.common.cpu or not (torch.cuda.is_available() or cfg.common.tpu)
-        if on_cpu and shared and wanted.distributed_world_size > 1:
-            if wanted.distributed_backend == "nccl":  # fairseq's default, which is for GPUs
-                wanted.distributed_backend = "gloo"
-            if wanted.distributed_init_method is None and not is_torchruns:
+        if on_cpu and is_shared and options.distributed_world_size > 1:
+            if options.distributed_backend == "nccl":  # fairseq's default, which is for GPUs
+                options.distributed_backend = "gloo"
+            if options.distributed_init_method is None and not has_torchrun:
                 return _spawn(cfg, main, kwargs)
-            if wanted.distributed_init_method is None:
-                wanted.distributed_init_method = "env://"
-                wanted.distributed_world_size = int(os.environ["WORLD_SIZE"])
-                wanted.distributed_rank = int(os.environ["RANK"])
-                wanted.distributed_no_spawn = True
+            if options.distributed_init_method is None:
+                options.distributed_init_method = "env://"
+                options.distributed_world_size = int(os.environ["WORLD_SIZE"])
+                options.distributed_rank = int(os.environ["RANK"])
+                options.distributed_no_spawn = True
         return original(cfg, main, **kwargs)
 
 
@@ -283,36 +283,31 @@ def _settings(cfg):
     """Return a training's settings, and the path of its YAML file as config_file."""
     from hydra.utils import to_absolute_path
 
-    found = {}
+    settings = {}
     for group in GROUPS:
-        found |= dict(cfg[group]) if hasattr(cfg[group], "keys") else {}
-    found |= {name: getattr(cfg[name], "_name", None) for name in ("task", "lr_scheduler")}
+        settings |= dict(cfg[group]) if hasattr(cfg[group], "keys") else {}
+    settings |= {name: getattr(cfg[name], "_name", None) for name in ("task", "lr_scheduler")}
     words = dict(zip(sys.argv, sys.argv[1:], strict=False))
     if "--config-dir" in words and "--config-name" in words:
         # hydra falls back to fairseq's defaults if the file is missing.
         name = words["--config-name"].removesuffix(".yaml")
-        found["config_file"] = to_absolute_path(os.path.join(words["--config-dir"], f"{name}.yaml"))
-    return found
+        path = os.path.join(words["--config-dir"], f"{name}.yaml")
+        settings["config_file"] = to_absolute_path(path)
+    return settings
 
 
 def _spawn(cfg, main, kwargs):
     """Start the processes of a run on a CPU; return when all have ended."""
-    wanted = cfg.distributed_training
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1:  # they would write into one folder
-        raise UsageError(
-            f"each of the {tasks} tasks of this SLURM step would start its own training: start one "
-            "task a node, and in it torchrun"
-        )
-    port = wanted.distributed_port
+    options = cfg.distributed_training
+    port = options.distributed_port
     if port <= 0:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-    wanted.distributed_init_method = f"tcp://localhost:{port}"
-    kwargs["start_rank"], wanted.distributed_rank = wanted.distributed_rank, None
+    options.distributed_init_method = f"tcp://localhost:{port}"
+    kwargs["start_rank"], options.distributed_rank = options.distributed_rank, None
     context = torch.multiprocessing.spawn(
-        _process, (main, cfg, kwargs), wanted.distributed_world_size, join=False
+        _process, (main, cfg, kwargs), options.distributed_world_size, join=False
     )
     while not context.join(grace_period=5):  # so that each can print its message
         pass
@@ -365,12 +360,12 @@ def gathered_lists():
         group = group or distributed_utils.get_global_group()
         if torch.distributed.get_backend(group) != "gloo":
             return original(data, group, max_size)
-        found = [None] * distributed_utils.get_world_size(group)
-        torch.distributed.all_gather_object(found, utils.move_to_cpu(data), group)
-        return found
+        gathered = [None] * distributed_utils.get_world_size(group)
+        torch.distributed.all_gather_object(gathered, utils.move_to_cpu(data), group)
+        return gathered
 
 
-def not_finite():
+def non_finite_updates():
     """Name the layer in which an update stops being finite.
 
     Cause: fairseq's search for a NaN ends in a StopIteration. Its hooks on gradients expect
@@ -403,6 +398,6 @@ def not_finite():
             raise UsageError(
                 f"update {self.get_num_updates() + 1} is not finite ({reason}): "
                 f"{model.why_not_finite(forward)}; lower --lr, clip the gradient "
-                "(--clip-norm), or warm up for longer (--warmup-updates), and go on from a "
-                "checkpoint of before."
+                "(--clip-norm), or warm up for longer (--warmup-updates), and resume from an "
+                "earlier checkpoint."
             ) from error

@@ -24,17 +24,24 @@ logger = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Seconds before a write is tried again, unless the disk is full.
 PAUSE = 2.5
-# The checkpoints beside the last one that a run can go on from; averages and crash.pt are not.
+# Checkpoints from which a run can resume. Averages and crash.pt do not match.
 NUMBERED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
-# What an optimizer keeps of a parameter, number by number.
+# Tensors of an optimizer's state that have the shape of their parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
-class _Noting:
-    """A file for torch.save that keeps the OSError of a failed write, which torch hides."""
+class _CheckedFile:
+    """A file for torch.save. On exit it raises the OSError of a failed write, which torch hides."""
 
     def __init__(self, file):
         self.file, self.error = file, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.error is not None:
+            raise self.error from None
 
     def write(self, data):
         try:
@@ -47,33 +54,22 @@ class _Noting:
         self.file.flush()
 
 
-@contextlib.contextmanager
-def _noting(file):
-    """Yield a file for torch.save, and raise the first OSError of its writes."""
-    noting = _Noting(file)
-    try:
-        yield noting
-    finally:
-        if noting.error is not None:
-            raise noting.error from None
-
-
-def _write_aside(path, write):
-    """Write a file beside `path`, and rename it once it is on the disk.
+def _write_synchronised(path, write):
+    """Write a temporary file beside `path`, and rename it to `path` once it is on the disk.
 
     Its name is fairseq's own, so the next save overwrites the remains of a killed run.
     """
-    aside = f"{path}.tmp"
+    temporary = f"{path}.tmp"
     try:
-        with open(aside, "wb") as file:
-            with _noting(file) as noting:
-                write(noting)
+        with open(temporary, "wb") as file:
+            with _CheckedFile(file) as checked:
+                write(checked)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
-            os.remove(aside)
+            os.remove(temporary)
     folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # not every file system synchronises a folder
@@ -85,8 +81,8 @@ def _write_aside(path, write):
 def save(state, path):
     """Write a checkpoint atomically; UsageError if it cannot be written."""
     try:
-        with whole(path) as aside, open(aside, "wb") as file, _noting(file) as noting:
-            torch.save(state, noting)
+        with whole(path) as part, open(part, "wb") as file, _CheckedFile(file) as checked:
+            torch.save(state, checked)
     except OSError as error:
         raise UsageError(
             f"'{path}' could not be written ({error.strerror}): make room there, or name another "
@@ -94,15 +90,16 @@ def save(state, path):
         ) from error
 
 
-def _save(path, write):
+def _write_checkpoint(path, write):
+    """Write a file in up to three tries; CheckpointError names the reason and the remedy."""
     for last_try in (False, False, True):
         try:
-            return _write_aside(path, write)
+            return _write_synchronised(path, write)
         except OSError as error:
             if not last_try and error.errno not in FULL:
                 time.sleep(PAUSE)
                 continue
-            remedy = "see to that"
+            remedy = "remove the cause"
             if error.errno in FULL:
                 remedy = (
                     "make room, or keep fewer checkpoints (--keep-interval-updates, "
@@ -110,7 +107,7 @@ def _save(path, write):
                 )
             raise CheckpointError(
                 f"'{path}' could not be written ({error.strerror}); {remedy}, and start the same "
-                "command again: it goes on from the last whole checkpoint, if there is one."
+                "command again: it resumes from the last intact checkpoint, if there is one."
             ) from error
 
 
@@ -133,7 +130,7 @@ def whole_checkpoints():
         ):
             return original(obj, filename, async_write)
         try:
-            _save(filename, lambda file: torch.save(obj, file))
+            _write_checkpoint(filename, lambda file: torch.save(obj, file))
         except CheckpointError as error:
             if os.path.basename(filename) != "crash.pt":
                 raise
@@ -148,11 +145,11 @@ def whole_checkpoints():
             with open(src_path, "rb") as source:
                 shutil.copyfileobj(source, file, 1 << 20)
 
-        _save(dst_path, write)
+        _write_checkpoint(dst_path, write)
         return True
 
 
-def _beside(path):
+def _numbered_checkpoints(path):
     """Return the paths of the numbered checkpoints in the folder of a path."""
     folder = os.path.dirname(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
@@ -177,44 +174,48 @@ def resumed_runs():
 
     @replace(Trainer, "load_checkpoint")
     def load_checkpoint(original, self, filename, *args, **kwargs):
-        given = self.cfg.checkpoint
-        named = given.restore_file != "checkpoint_last.pt"
-        last = os.path.join(given.save_dir, f"checkpoint_last{self.checkpoint_suffix}.pt")
-        is_first = self.data_parallel_rank == 0
-        if named and is_first and not PathManager.exists(filename):
-            logger.warning(
-                f"there is no '{filename}', so that this run begins at update 0, with new "
-                "parameters: check the path of --restore-file"
-            )
-        elif not named and filename == last and is_first and not os.path.lexists(last):
-            if _beside(last):
-                logger.warning(
-                    f"there is no '{last}', so that this run begins at update 0, though "
-                    f"'{_beside(last)[-1]}' lies there; --restore-file goes on from such a file"
-                )
+        options = self.cfg.checkpoint
+        is_named = options.restore_file != "checkpoint_last.pt"
+        last = os.path.join(options.save_dir, f"checkpoint_last{self.checkpoint_suffix}.pt")
+        if self.data_parallel_rank == 0 and not PathManager.exists(filename):
+            _warn_of_restart(filename, is_named, last)
         # Only the first worker reads, and only readers see damage; the others get the state.
         try:
             return _resume(original, self, filename, *args, **kwargs)
         except DamagedCheckpointError as error:
             damaged = error
-        if named or filename != last or self.checkpoint_suffix:
+        if is_named or filename != last or self.checkpoint_suffix:
             raise CheckpointError(
                 f"'{filename}' is damaged or incomplete; give another checkpoint with "
                 "--restore-file."
             ) from damaged
-        found = [(made, path) for path in _beside(last) if (made := updates(path))]
-        for made, path in sorted(found, reverse=True):
+        others = [(count, path) for path in _numbered_checkpoints(last) if (count := updates(path))]
+        for count, path in sorted(others, reverse=True):
             with contextlib.suppress(DamagedCheckpointError):
                 state = _resume(original, self, path, *args, **kwargs)
                 logger.warning(
-                    f"'{last}' is damaged or incomplete: this run goes on from '{path}' "
-                    f"(update {made}), the newest whole checkpoint beside it"
+                    f"'{last}' is damaged or incomplete: this run resumes from '{path}' (update "
+                    f"{count}), the newest intact checkpoint beside it"
                 )
                 return state
         raise CheckpointError(
-            f"'{last}' is damaged or incomplete, and no whole checkpoint lies beside it; give "
+            f"'{last}' is damaged or incomplete, and no intact checkpoint lies beside it; give "
             "one with --restore-file, or delete it to begin at update 0."
         ) from damaged
+
+
+def _warn_of_restart(filename, is_named, last):
+    """Warn that a run starts at update 0, if a checkpoint is named or other ones exist."""
+    if is_named:
+        logger.warning(
+            f"there is no '{filename}', so this run begins at update 0, with new parameters: check "
+            "the path of --restore-file"
+        )
+    elif filename == last and (others := _numbered_checkpoints(last)):
+        logger.warning(
+            f"there is no '{last}', so this run begins at update 0, although '{others[-1]}' "
+            "exists: --restore-file resumes from such a file"
+        )
 
 
 def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
@@ -244,7 +245,7 @@ def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
         if not is_raised_by_fairseq(error):
             raise
         raise CheckpointError(
-            f"a run cannot go on from '{filename}' ({first_line(error)}); give another "
+            f"a run cannot resume from '{filename}' ({first_line(error)}); give another "
             "checkpoint with --restore-file, or take its parameters alone "
             "(--finetune-from-model)"
         ) from error
@@ -312,7 +313,7 @@ def finished_run():
         return loaded
 
 
-def results():
+def result_files():
     """Write the file of --results-path atomically.
 
     Cause: fairseq-generate empties the existing file before it checks its arguments, and leaves
@@ -328,7 +329,7 @@ def results():
             return original(args)
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as args.results_path:
-            found = original(args)
+            scorer = original(args)
             name = f"generate-{args.gen_subset}.txt"
             os.replace(os.path.join(args.results_path, name), os.path.join(folder, name))
-        return found
+        return scorer

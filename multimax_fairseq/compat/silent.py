@@ -19,7 +19,7 @@ UNKNOWN_IN_REFERENCE = "<<unk>>"
 # Replaces it, as in fairseq's --eval-bleu. Every tokenizer keeps it as one token, and no
 # translation contains it.
 UNKNOWN_WORD = "UNKNOWNTOKENINREF"
-HEADER = struct.Struct("<9sQBQ")  # of an index: magic, version, type of the numbers, how many
+HEADER = struct.Struct("<9sQBQ")  # of an index: magic, version, code of the dtype, sentences
 PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-prep/"
 
 
@@ -84,11 +84,11 @@ def last_batch():
         # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
         if (training and batches) or kwargs.get("fixed_shapes") is not None:
             return batches
-        kept = sum(map(len, batches))
-        return [*batches, indices[kept:]] if kept < len(indices) else batches
+        count = sum(map(len, batches))
+        return [*batches, indices[count:]] if count < len(indices) else batches
 
 
-def same_batches():
+def resumed_batches():
     """Train a resumed run on the same batches as an uninterrupted run.
 
     Cause: an uninterrupted run keeps the batches of its first epoch, which that epoch's seed
@@ -101,9 +101,9 @@ def same_batches():
     @replace(FairseqTask, "get_batch_iterator")
     def get_batch_iterator(original, self, dataset, *args, **kwargs):
         epoch = kwargs.get("epoch", 1)
-        anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
-        is_kept = not anew and self.can_reuse_epoch_itr(dataset)
-        if not is_kept or epoch == 1 or dataset in self.dataset_to_epoch_iter:
+        renews = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+        is_reused = not renews and self.can_reuse_epoch_itr(dataset)
+        if not is_reused or epoch == 1 or dataset in self.dataset_to_epoch_iter:
             return original(self, dataset, *args, **kwargs)
         iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
         iterator.epoch = epoch
@@ -141,7 +141,7 @@ def end_of_curriculum():
         return original(self, epoch, shuffle, *args, **kwargs)
 
 
-def older_format():
+def older_data_format():
     """Read each sentence of fairseq's older data format at its own offset.
 
     Cause: fairseq reads this format through an open file (lazy) or a cache (cached). Workers share
@@ -202,10 +202,10 @@ def _check_index(indexed_dataset, path, header, dictionary):
         refuse(data, "it is missing")
     numbers = np.memmap(index, np.uint8, "r", HEADER.size) if count else np.empty(0, np.uint8)
     sizes = numbers[: 4 * count].view(np.int32).astype(np.int64)
-    starts = numbers[4 * count :].view(np.int64)
-    if count and (sizes.min() < 0 or starts.min() < 0):
-        refuse(index, "sizes or places below 0")
-    if count and (starts > os.path.getsize(data) - sizes * dtype.itemsize).any():
+    offsets = numbers[4 * count :].view(np.int64)
+    if count and (sizes.min() < 0 or offsets.min() < 0):
+        refuse(index, "sizes or offsets below 0")
+    if count and (offsets > os.path.getsize(data) - sizes * dtype.itemsize).any():
         refuse(data, "it ends before its last sentence")
     if dictionary is not None and os.path.getsize(data) >= dtype.itemsize:
         words = np.memmap(data, dtype, "r", shape=os.path.getsize(data) // dtype.itemsize)
@@ -264,13 +264,13 @@ def adaptive_tails():
 
     @replace(AdaptiveLoss, "forward")
     def forward(original, self, model, sample, reduce=True):
-        def moved(module, inputs, found):
-            logits, targets = found
-            both = zip(logits[1:], targets[1:], strict=True)
-            tails = [_skip_class(self.padding_idx, *tail) for tail in both]
+        def shift_tails(module, inputs, output):
+            logits, targets = output
+            tails = zip(logits[1:], targets[1:], strict=True)
+            tails = [_skip_class(self.padding_idx, *tail) for tail in tails]
             return [logits[0], *(t[0] for t in tails)], [targets[0], *(t[1] for t in tails)]
 
-        handle = model.decoder.adaptive_softmax.register_forward_hook(moved)
+        handle = model.decoder.adaptive_softmax.register_forward_hook(shift_tails)
         try:
             return original(self, model, sample, reduce)
         finally:
@@ -281,8 +281,8 @@ def _skip_class(index, logits, target):
     """Insert a class of probability 0 at an index, and shift the targets at and after it."""
     if target is None:
         return logits, target
-    nothing = logits.new_full((len(logits), 1), -math.inf)
-    logits = torch.cat([logits[:, :index], nothing, logits[:, index:]], 1)
+    skipped = logits.new_full((len(logits), 1), -math.inf)
+    logits = torch.cat([logits[:, :index], skipped, logits[:, index:]], 1)
     return logits, target + target.ge(index)
 
 
@@ -373,7 +373,7 @@ def repeated_ngrams():
     sequence_generator.NGramRepeatBlock = RepeatBlock
 
 
-def perplexity_of_a_part():
+def partial_perplexity():
     """Refuse a perplexity that would leave out blocks or words.
 
     Cause: fairseq-eval-lm leaves out blocks that are too long for the model, and words of
@@ -397,18 +397,18 @@ def perplexity_of_a_part():
 
     @replace(SequenceScorer, "generate")
     def generate(original, self, models, sample, **kwargs):
-        found = original(self, models, sample, **kwargs)
+        hypotheses = original(self, models, sample, **kwargs)
         if command() == "fairseq-eval-lm" and any(
-            best["positional_scores"].isinf().any() for best, *_ in found
+            best["positional_scores"].isinf().any() for best, *_ in hypotheses
         ):
             raise UsageError(
-                "the model gives words of this text the probability 0, so that the perplexity "
-                "is infinite: compare such models by the loss that fairseq-validate prints"
+                "the model gives words of this text the probability 0, so the perplexity is "
+                "infinite: compare such models by the loss that fairseq-validate prints"
             )
-        return found
+        return hypotheses
 
 
-def overrides():
+def model_overrides():
     """Refuse an unknown key of --model-overrides.
 
     Cause: fairseq ignores a misspelt key.
@@ -418,11 +418,11 @@ def overrides():
 
     @replace(checkpoint_utils, "overwrite_args_by_name")
     def overwrite_args_by_name(original, cfg, overrides):
-        asked = overrides
-        if command() == "fairseq-validate":  # which overrides with its own flags too
-            asked = ast.literal_eval(overrides.get("model_overrides", "{}"))
-        known = _setting_names(cfg, asked)
-        for name in asked if command() else ():
+        given = overrides
+        if command() == "fairseq-validate":  # passes its own flags as overrides too
+            given = ast.literal_eval(overrides.get("model_overrides", "{}"))
+        known = _setting_names(cfg, given)
+        for name in given if command() else ():
             if name not in known and name not in cfg:
                 raise UsageError(
                     f"--model-overrides: the checkpoint has no setting {name!r} of model, task "

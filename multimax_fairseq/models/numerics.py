@@ -12,7 +12,7 @@ from multimax_fairseq.models.monitor import LOGITS_AT_ONCE, words_of
 
 
 class Examined:
-    """Mixin of a model that explains a step that is not finite: see running.not_finite."""
+    """Mixin of a model that explains a step that is not finite: see running.non_finite_updates."""
 
     def why_not_finite(self, forward: Callable[[], Any]) -> str:
         """Return where `forward`, which repeats a step's losses, first gives a non-finite number.
