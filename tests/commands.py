@@ -4,10 +4,10 @@ import os
 import subprocess
 from pathlib import Path
 
-import forks
+import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent
-BIN = forks.programs()
+BIN = fork_server.programs()
 TRACEBACK = "(MULTIMAX_TRACEBACK=1 prints the traceback.)"
 PLUGIN = ("--user-dir", str(ROOT / "multimax_fairseq"))
 

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 import browser
 import collection as made_up
-import forks
+import fork_server
 import numpy as np
 import pandas as pd
 import pytest
@@ -661,7 +661,7 @@ def test_commands_name_a_missing_package(folders, tmp_path):
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     # Not in a fork, where it may be imported already.
-    program = forks.REAL / "multimax-analyze"
+    program = fork_server.REAL / "multimax-analyze"
     words = run(tmp_path, program, "plot", folders["lm"], code=1, PYTHONPATH=path)
     assert "Traceback" not in words
     assert "multimax-analyze: error: the package pandas is missing" in words

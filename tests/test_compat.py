@@ -11,7 +11,7 @@ import types
 import warnings
 from pathlib import Path
 
-import forks
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -579,7 +579,7 @@ def test_installation_has_no_pth_file(tmp_path):
 
 def test_setup_applies_fixes_to_fairseq_commands_alone(tmp_path):
     for name in COMMANDS:
-        assert f"run('{name}')" in (forks.REAL / name).read_text(), "run scripts/setup.sh"
+        assert f"run('{name}')" in (fork_server.REAL / name).read_text(), "run scripts/setup.sh"
     check = "import sys, runpy; print(sum('multimax' in m or 'fairseq' in m for m in sys.modules))"
     assert run(tmp_path, sys.executable, "-c", check, "fairseq-train") == "0\n"
 

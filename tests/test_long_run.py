@@ -7,7 +7,7 @@ import statistics
 import subprocess
 from pathlib import Path
 
-import forks
+import fork_server
 import pytest
 import torch
 from commands import PLUGIN, programs_first, run
@@ -32,7 +32,7 @@ def memory(folder, data, task, updates):
     flags += " --no-save --disable-validation --save-dir none"
     seen = {}
     with subprocess.Popen(
-        [forks.REAL / "fairseq-train", data, *PLUGIN, *flags.split()],
+        [fork_server.REAL / "fairseq-train", data, *PLUGIN, *flags.split()],
         cwd=folder,
         env=programs_first(),
         stdout=subprocess.PIPE,

@@ -1,10 +1,10 @@
-"""Programs of this environment in forks of one process that has imported torch and fairseq.
+"""A fork server: runs the environment's programs in forks of one process that imported PyTorch.
 
-Such a program would take six seconds to start, and the tests start hundreds. A folder of stand-ins
-(`python`, `fairseq-train`, ...) takes the place of the environment's bin/: each sends arguments,
-folder, environment and open files to that process, and ends as the fork ends that runs them. What
-is tested is a process as any other, but for the time that its imports would take; scripts that
-start further programs find the stand-ins too. MULTIMAX_TEST_FORKS=0 starts each program by itself.
+The tests start hundreds of programs; importing PyTorch and fairseq takes each about six seconds.
+The server process imports both once. A folder of stand-ins (`python`, `fairseq-train`, ...) comes
+first in PATH. A stand-in sends its arguments, folder, environment and open files to the server,
+which runs the program in a fork; the stand-in ends with the fork's exit status. Scripts that start
+further programs find the stand-ins too. MULTIMAX_TEST_FORKS=0 starts each program normally.
 """
 
 import atexit
@@ -33,9 +33,9 @@ STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-order = json.dumps([sys.orig_argv[2:], os.getcwd(), dict(os.environ)]).encode()
-socket.send_fds(server, [len(order).to_bytes(8, "big")], [0, 1, 2])
-server.sendall(order)
+request = json.dumps([sys.orig_argv[2:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+server.sendall(request)
 for number in {signals}:
     signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
 status = server.recv(1)
@@ -44,10 +44,10 @@ os._exit(status[0] if status else 1)
 
 
 def programs():
-    """Return the folder of stand-ins for the environment's programs, which a server runs."""
+    """Start the server; return the folder of the stand-ins for the environment's programs."""
     if os.environ.get("MULTIMAX_TEST_FORKS") == "0" or not hasattr(os, "pidfd_open"):  # Linux
         return REAL
-    folder = Path(tempfile.mkdtemp(prefix="forks"))
+    folder = Path(tempfile.mkdtemp(prefix="fork-server"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = str(folder / "socket")
     (folder / "bin").mkdir()
@@ -58,16 +58,16 @@ def programs():
         )
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    # Orders wait in it until the server is there, which starts with the first of them.
+    # Requests wait in the socket until the server runs. Its imports begin at the first request.
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
         number = listener.fileno()
-        # Programs have sys.stdout of the server: of a pipe, it does not seek.
+        # Programs inherit the server's sys.stdout. A pipe cannot seek, as with a real program.
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         command = [sys.executable, __file__, str(number)]
         server = subprocess.Popen(command, pass_fds=[number], **pipes)
-    atexit.register(server.communicate)  # which ends it
+    atexit.register(server.communicate)  # closes its stdin, which ends it
     return folder / "bin"
 
 
@@ -75,55 +75,55 @@ def programs():
 
 
 def serve(listener):
-    """Accept orders until whoever started this process is gone."""
-    if not has_order(listener):
+    """Accept requests until the parent process ends."""
+    if not has_request(listener):
         return
     import_what_programs_need()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks below
-    while has_order(listener):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: the forks below are not awaited
+    while has_request(listener):
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            take(connection)
+            handle(connection)
         connection.close()
 
 
-def has_order(listener):
-    """Wait for an order, or for the end of whoever started this process."""
+def has_request(listener):
+    """Wait for a request or for the end of the parent; return whether there is a request."""
     ready, _, _ = select.select([listener, sys.stdin], [], [])
     return listener in ready
 
 
 def import_what_programs_need():
-    # Not fairseq_cli, whose modules set up logging, nor our models, which --user-dir imports.
+    # Not fairseq_cli, whose modules set up logging, and not our models, which --user-dir imports.
     names = "fairseq.models fairseq.tasks fairseq.trainer hydra.experimental sacrebleu"
-    # What torch's optimizers and fairseq's trainer import when they are first used.
+    # Modules that PyTorch's optimizers and fairseq's trainer import at their first use.
     names += " torch._dynamo fairseq.quantization_utils omegaconf._impl"
     for name in f"{names} multimax_fairseq.compat".split():
         importlib.import_module(name)
-    # A program sets up logging by itself, before it imports fairseq.
+    # Each program sets up logging itself, before it imports fairseq.
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
 
 
-def take(connection):
-    """Run one order in a fork, forward signals to it, and send its exit status back."""
+def handle(connection):
+    """Run one request in a fork, forward signals to it and send its exit status back."""
     size, files, _, _ = socket.recv_fds(connection, 8, 3)
-    order = b""
-    while len(order) < int.from_bytes(size, "big"):
-        order += connection.recv(1 << 16)
+    request = b""
+    while len(request) < int.from_bytes(size, "big"):
+        request += connection.recv(1 << 16)
     program = os.fork()
     if program == 0:
         os.setpgid(0, 0)
         connection.close()
-        become(*json.loads(order), files)
+        become(*json.loads(request), files)
     for file in files:
         os.close(file)
     ended = os.pidfd_open(program)
     while ended not in (ready := select.select([ended, connection], [], [])[0]):
         numbers = connection.recv(16) if connection in ready else b""
-        # A stand-in that was killed takes its program with it, and that its own stand-ins.
+        # The stand-in was killed: kill its program, and with it the program's own stand-ins.
         for number in numbers or [signal.SIGKILL]:
             os.killpg(program, number)
         if not numbers:
@@ -138,7 +138,7 @@ def take(connection):
 
 
 def become(arguments, folder, environment, files):
-    """Be the program that was asked for, from its start to its exit status."""
+    """Run the requested program in this process and exit with its status."""
     import numpy
     import torch
 
@@ -146,7 +146,7 @@ def become(arguments, folder, environment, files):
         os.dup2(file, number)
         os.close(file)
     sys.stdin = open(0, closefd=False)
-    # It is ignored if the tests run in a shell's background.
+    # SIGINT is ignored if the tests run in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if pattern := environment.get("MULTIMAX_TEST_WAITS"):
         wait_after(pattern)
@@ -182,7 +182,7 @@ def become(arguments, folder, environment, files):
 
 
 def wait_after(pattern):
-    """Have the program wait for a signal once it has put such a file in its place."""
+    """Make the program sleep after os.replace has moved a file to a path that matches."""
     replace = os.replace
 
     def waiting(source, target):
@@ -194,7 +194,7 @@ def wait_after(pattern):
 
 
 def run(arguments):
-    """Run a program's script, or what an interpreter is given."""
+    """Run a program's script, or the interpreter's -c, -m, file or standard input."""
     program, *rest = arguments
     if not Path(program).name.startswith("python"):
         script = REAL / Path(program).name
