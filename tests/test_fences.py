@@ -1,7 +1,8 @@
-"""That no kernel reads or writes beside a tensor: each lies next to memory that may not be touched.
+"""Kernels read and write only inside their tensors.
 
-A read beside a tensor mostly finds other memory of the process, and what it finds is mostly not
-used. Where a tensor ends with its page or its GPU's segment, the process ends.
+An out-of-bounds read usually finds other memory of the process and changes no result. It crashes
+the process only where a tensor ends with its page or its GPU segment. Here every tensor lies next
+to a page without access, so each such read crashes a subprocess.
 """
 
 import ctypes
@@ -15,7 +16,6 @@ import sys
 
 import pytest
 import torch
-from separately import run_functions
 
 import multimax_fairseq.ops.best_outputs  # noqa: F401
 
@@ -23,15 +23,25 @@ PAGE = mmap.PAGESIZE
 WITHOUT_ACCESS = 0
 
 
+def run_checks(tmp_path, **environment):
+    """Run this file's check_* functions with pytest in a subprocess."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), **environment}
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
+    command += ["-o", "python_functions=check_*", __file__]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_stay_within_their_tensors(tmp_path):
-    run_functions("check", tmp_path, __file__, TRITON_INTERPRET="1")
+    run_checks(tmp_path, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_cpp_kernels_stay_within_their_tensors(capability, tmp_path):
     chosen = {} if capability == "default" else {"ATEN_CPU_CAPABILITY": capability}
-    run_functions("check", tmp_path, __file__, MULTIMAX_BACKEND="cpp", **chosen)
+    run_checks(tmp_path, MULTIMAX_BACKEND="cpp", **chosen)
 
 
 def test_a_fence_ends_a_process_that_touches_it():
@@ -49,7 +59,7 @@ ctypes.string_at(found.data_ptr() + {{}}, 1)
         assert done.returncode < 0
 
 
-# --- in a process of their own -----------------------------------------------------------------
+# --- checks that run in a subprocess ------------------------------------------------------------
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter  # noqa: F401  (mends it)

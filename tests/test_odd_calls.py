@@ -9,9 +9,9 @@ import itertools
 import math
 import types
 
+import isolated_calls
 import numpy as np
 import pytest
-import separately
 import torch
 import torch.nn.functional as F
 from examples import EXAMPLES
@@ -568,7 +568,7 @@ CALLS = [
     (group, what, backend)
     for group, cases in CASES.items()
     for what in cases
-    for backend in (separately.BACKENDS if group in FUNCTIONS else ("auto",))
+    for backend in (isolated_calls.BACKENDS if group in FUNCTIONS else ("auto",))
 ]
 
 
@@ -581,7 +581,7 @@ def attempt(group, what):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return separately.outcomes(__file__)
+    return isolated_calls.outcomes(__file__)
 
 
 @pytest.mark.parametrize("group", CASES)
@@ -594,6 +594,6 @@ def test_odd_calls_are_right(outcomes, group):
 
 
 if __name__ == "__main__":
-    separately.child(
+    isolated_calls.child(
         (backend, functools.partial(attempt, group, what)) for group, what, backend in CALLS
     )

@@ -9,8 +9,8 @@ import math
 import re
 import types
 
+import isolated_calls
 import pytest
-import separately
 import torch
 from examples import EXAMPLES
 
@@ -631,7 +631,7 @@ def attempt(function, good, wrong):
 
 CALLS = [
     (name, wrong, backend)
-    for table, backends in ((WRONG, separately.BACKENDS), (KERNELS, ("kernels",)))
+    for table, backends in ((WRONG, isolated_calls.BACKENDS), (KERNELS, ("kernels",)))
     for name, (_, _, wrongs) in table.items()
     for wrong in wrongs
     for backend in backends
@@ -643,7 +643,7 @@ for index, (name, wrong, _) in enumerate(CALLS):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return separately.outcomes(__file__)
+    return isolated_calls.outcomes(__file__)
 
 
 @pytest.mark.parametrize("test", TESTS)
@@ -673,7 +673,7 @@ def test_no_list_of_wrong_calls_is_short():
 
 
 if __name__ == "__main__":
-    separately.child(
+    isolated_calls.child(
         (backend, functools.partial(attempt, *(WRONG | KERNELS)[name][:2], wrong))
         for name, wrong, backend in CALLS
     )

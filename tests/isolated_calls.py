@@ -1,7 +1,7 @@
-"""Makes a test module's calls in a process of their own, and says how each of them ended.
+"""Makes a test module's calls in a subprocess, so that a crash or a hang fails one call only.
 
-The process names a call before it makes it. One that ends the process, or does not end, is one call
-that failed; the next process begins behind it. A file's functions run in a fresh process as well.
+The subprocess prints the index of a call before the call begins. If the call crashes or hangs, the
+next subprocess continues with the call after it.
 """
 
 import faulthandler
@@ -19,10 +19,11 @@ BACKENDS = ("auto", "plain", "cpp")
 
 
 def child(calls):
-    """In that process: make calls, (backend, function) each, from the index in the command line on.
+    """In the subprocess: make the calls, from the index in the command line on.
 
-    A function returns what is to be said of its call: anything that JSON holds. Backend "kernels"
-    is for what only the compiled kernels have.
+    Args:
+        calls: (backend, function) pairs. The function's return value is the outcome; it must be
+            JSON serialisable. The backend "kernels" requires the compiled kernels.
     """
     from multimax_fairseq.ops import native
 
@@ -39,10 +40,10 @@ def child(calls):
 
 
 def outcomes(module):
-    """What `child` of a test module said: (done, gone), each by the index of a call.
+    """Run a test module's `child` in subprocesses; return (done, gone), two dicts by call index.
 
-    done: what the call's function returned, None where it needs kernels that this machine has not;
-    gone: the last words of the process that the call ended.
+    done: the outcome of a call; None if it needs compiled kernels and there are none.
+    gone: for a call that ended its process, the end of that process's standard error.
     """
     done, gone, start = {}, {}, 0
     paths = [str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
@@ -60,13 +61,3 @@ def outcomes(module):
         gone[start] = f"the process ended with {process.returncode}: {process.stderr[-1500:]}"
         start += 1
     return done, gone
-
-
-def run_functions(prefix, tmp_path, file, **environment):
-    """Collect a file's functions of that prefix in a fresh process."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), **environment}
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
-    command += ["-o", f"python_functions={prefix}_*", str(file)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
