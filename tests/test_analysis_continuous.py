@@ -5,15 +5,15 @@ import re
 import shutil
 import subprocess
 
-import browser
 import numpy as np
 import pytest
 import reference
 import torch
 from collection import write
+from figure_checks import check_figure
+from html_pages import Page, run_in_page
 from matplotlib.patches import Rectangle
 from test_analysis_collect import TRANSLATION, gather, table
-from test_analysis_figures import Page, check_figure
 from torch import nn
 
 from multimax_fairseq.analysis import collection, figures, parameters, report
@@ -438,7 +438,7 @@ document.title = JSON.stringify({ found });
 
 
 def test_the_page_in_a_browser(page, example, tmp_path):
-    cross, encoder, decoder = browser.driven(page, DRIVE, tmp_path)["found"]
+    cross, encoder, decoder = run_in_page(page, DRIVE, tmp_path)["found"]
     density = example["densities"]["cross"][1]
     start, end = density["support"][0][6]
     words = example["source"]["tokens"][start:end]

@@ -1,21 +1,20 @@
 """multimax-analyze plot, report and compare, on synthetic collections."""
 
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
-import browser
 import collection as made_up
 import fork_server
 import numpy as np
 import pandas as pd
 import pytest
 from commands import refused, run
+from figure_checks import check_figure
+from html_pages import Page, open_page, run_in_page
 from reference import sigma
 
 from multimax_fairseq.analysis import __main__, collection, figures, report
@@ -70,45 +69,6 @@ def drawn(folders):
         return kept[name]
 
     return draw
-
-
-def check_figure(entry):
-    """Check titles, labels and data of every panel, and that the image is not blank."""
-    figure = entry.figure
-    assert entry.title and entry.caption and figure.get_suptitle(), entry.name
-    panels = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
-    assert panels
-    labelled = 0
-    for axis in panels:
-        behind = not axis.get_xlabel() and any(
-            axis is not other and axis.get_shared_x_axes().joined(axis, other) for other in panels
-        )
-        if not behind:
-            assert axis.get_xlabel() and axis.get_ylabel(), (entry.name, axis)
-            assert axis.get_title() or len(panels) == 1 or entry.name == "output-layer", entry.name
-        assert has_data(axis), entry.name
-        labelled += len(axis.get_legend_handles_labels()[1])
-    if labelled > 1:
-        assert figure.legends or all(axis.get_legend() for axis in panels), entry.name
-    for axis in set(figure.axes) - set(panels):
-        assert axis.get_xlabel() or axis.get_ylabel(), entry.name  # a colour bar
-    held = io.BytesIO()
-    figure.set_layout_engine("none")  # half the time; the commands' tests lay out
-    figure.savefig(held, format="rgba", dpi=30)
-    pixels = np.frombuffer(held.getvalue(), np.uint8).reshape(-1, 4)[:, :3]
-    assert 0.01 < (pixels.min(1) < 200).mean() < 0.9, entry.name
-
-
-def has_data(axis):
-    if hasattr(axis, "get_zlim"):
-        lines = [np.asarray(line.get_data_3d()) for line in axis.lines]
-    else:
-        lines = [np.asarray(line.get_xydata(), dtype=float) for line in axis.lines]
-    return (
-        any(np.isfinite(line).any() for line in lines)
-        or any(np.isfinite(np.asarray(image.get_array())).any() for image in axis.images)
-        or any(patch.get_height() > 0 for patch in axis.patches if hasattr(patch, "get_height"))
-    )
 
 
 # --- the figures -------------------------------------------------------------------------------
@@ -339,35 +299,6 @@ def test_differences_name_other_measurements(folders, tmp_path):
 # --- the commands and their pages --------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """Collects a page's links, ids, images and text."""
-
-    def __init__(self, file):
-        super().__init__()
-        self.resources, self.links, self.ids, self.texts = [], [], [], []
-        self.source = file.read_text(encoding="utf-8")
-        self.feed(self.source)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        self.ids.append(attributes.get("id"))
-        if tag == "a":
-            self.links.append(attributes["href"])
-        for name in ("src", "data", "srcset", "action", "poster"):
-            if name in attributes:
-                self.resources.append(attributes[name])
-        assert tag not in ("link", "iframe", "object", "embed", "base")
-        assert tag != "img" or attributes["alt"]
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.texts).split())
-
-
 def check_page(file, figures):
     page = Page(file)
     images = [r for r in page.resources if r.startswith("data:image/png;base64,iVBOR")]
@@ -547,7 +478,7 @@ document.title = JSON.stringify({ found, images });
 
 
 def test_report_works_in_a_browser(pages, folders, tmp_path):
-    seen = browser.driven(pages[0], DRIVE, tmp_path)
+    seen = run_in_page(pages[0], DRIVE, tmp_path)
     assert seen["images"]
     examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
     told = [words for words, _, _ in seen["found"]]
@@ -615,7 +546,7 @@ def test_report_works_on_a_phone(pages, tmp_path, scheme):
         f"const inside = frame.contentDocument;{NARROW}}}; frame.srcdoc = {page};</script></body>",
         encoding="utf-8",
     )
-    seen = browser.titled(tmp_path / "frame.html", tmp_path, scheme)
+    seen = open_page(tmp_path / "frame.html", tmp_path, scheme)
     assert seen["dark"] == (scheme == "dark") and seen["tried"] > 10
     assert seen["wide"] <= 360 and not seen["faint"], seen
 

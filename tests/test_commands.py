@@ -8,7 +8,7 @@ import torch
 from commands import PLUGIN, ROOT, refused, run
 from corpus import ENGLISH, GERMAN
 from fairseq import checkpoint_utils
-from test_analysis_figures import check_figure
+from figure_checks import check_figure
 
 from multimax_fairseq import NORMALIZERS, Modulator
 from multimax_fairseq.analysis import collection, figures

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from commands import PLUGIN, refused, run
-from test_analysis_figures import check_figure
+from figure_checks import check_figure
 from test_commands import MODEL_LANGUAGE, TRANSLATE, text  # noqa: F401
 
 from multimax_fairseq.analysis import training_log
