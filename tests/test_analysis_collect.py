@@ -1,6 +1,5 @@
 """multimax-analyze collect on toy models: against numpy from the weights, and by what must hold."""
 
-import csv
 import errno
 import json
 import math
@@ -16,6 +15,7 @@ import torch
 from commands import ROOT, TRACEBACK, run
 from fairseq.data import Dictionary
 from numpy_transformer import HEADS, LAYERS, NumpyTransformer
+from toy_collection import TRANSLATION, VARIANTS, gather, table
 
 from multimax_fairseq.analysis import __main__ as command
 from multimax_fairseq.analysis import collect as collection
@@ -24,24 +24,8 @@ from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
 
-TRANSLATION, LANGUAGE_MODEL = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
-VARIANTS = {
-    "multimax": ["--output-normalizer", "multimax"],
-    "multimax-heads": ["--multimax-heads", "separate", "--multimax-order", "1"],
-    "softmax": ["--attention-normalizer", "softmax"],
-    "temperature": ["--attention-normalizer", "softmax", "--learn-temperature"],
-    "topk": ["--attention-normalizer", "topk", "--topk", "3"],
-    "sparsemax": ["--attention-normalizer", "sparsemax"],
-    "entmax15": ["--attention-normalizer", "entmax15", "--output-normalizer", "entmax15"],
-    "alpha_entmax": ["--attention-normalizer", "alpha_entmax"],
-    "evsoftmax": ["--attention-normalizer", "evsoftmax"],
-}
+LANGUAGE_MODEL = "transformer_lm_multimax"
 ATTENTIONS, TEMPERATURES = ("encoder", "decoder", "cross"), 9
-
-
-def gather(out, *checkpoints, data, sentences=1000, subset="valid"):
-    collection.collect(list(checkpoints), data, subset, sentences, out, ["a", "command"])
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +41,6 @@ def collected(data, checkpoint, tmp_path_factory):
         return out
 
     return make
-
-
-def table(folder, name):
-    with (folder / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
-        return [{key: number(cell) for key, cell in row.items()} for row in csv.DictReader(stream)]
-
-
-def number(cell):
-    try:
-        return float(cell) if cell else None
-    except ValueError:
-        return cell
 
 
 def assert_alike(one, other, tolerance=1e-4):

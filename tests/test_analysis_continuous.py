@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import reference
 import torch
-from collection import write
 from figure_checks import check_figure
 from html_pages import Page, run_in_page
 from matplotlib.patches import Rectangle
-from test_analysis_collect import TRANSLATION, gather, table
+from synthetic_collection import write
 from torch import nn
+from toy_collection import TRANSLATION, gather, table
 
 from multimax_fairseq.analysis import collection, figures, parameters, report
 from multimax_fairseq.analysis.recorder import Recorder

@@ -7,11 +7,11 @@ import shutil
 import subprocess
 import sys
 
-import collection as made_up
 import fork_server
 import numpy as np
 import pandas as pd
 import pytest
+import synthetic_collection
 from commands import refused, run
 from figure_checks import check_figure
 from html_pages import Page, open_page, run_in_page
@@ -48,12 +48,12 @@ def folders(tmp_path_factory):
     """{normalizer: collection}, and "lm": a language model with an output modulator."""
     root = tmp_path_factory.mktemp("collections")
     found = {
-        name: made_up.write(
+        name: synthetic_collection.write(
             root / name, name, language_model=name not in TRANSLATIONS, seed=seed, **SMALL
         )
         for seed, name in enumerate(NORMALIZERS)
     }
-    found["lm"] = made_up.write(root / "lm", language_model=True, **SMALL)
+    found["lm"] = synthetic_collection.write(root / "lm", language_model=True, **SMALL)
     return found
 
 
@@ -98,7 +98,7 @@ def test_draw_yields_exactly_the_figures_with_data(drawn, name):
 
 
 def test_draw_one_checkpoint_with_first_order_per_head(tmp_path):
-    folder = made_up.write(
+    folder = synthetic_collection.write(
         tmp_path / "one", order=1, separate=True, updates=(7,), layers=1, heads=2
     )
     found = {entry.name: entry for entry in figures.draw([collection.read(folder)])}
@@ -110,7 +110,9 @@ def test_draw_one_checkpoint_with_first_order_per_head(tmp_path):
 
 
 def test_draw_one_sided_modulators_and_temperatures(tmp_path):
-    folder = made_up.write(tmp_path / "low", language_model=True, updates=(7,), layers=1, heads=2)
+    folder = synthetic_collection.write(
+        tmp_path / "low", language_model=True, updates=(7,), layers=1, heads=2
+    )
     table = pd.read_csv(folder / "parameters.csv")
     table[table["name"].isin(["t_b1", "t_b2", "b1", "b2"])].to_csv(
         folder / "parameters.csv", index=False
@@ -118,7 +120,7 @@ def test_draw_one_sided_modulators_and_temperatures(tmp_path):
     found = {entry.name: entry for entry in figures.draw([collection.read(folder)])}
     check_figure(found["modulators-decoder"])
     check_figure(found["parameters"])
-    folder = made_up.write(tmp_path / "t", "softmax", temperature=True, **SMALL)
+    folder = synthetic_collection.write(tmp_path / "t", "softmax", temperature=True, **SMALL)
     found = {entry.name: entry for entry in figures.draw([collection.read(folder)])}
     for name in ("parameters", "parameter-trajectories-cross", "simplex-2d"):
         check_figure(found[name])
@@ -224,7 +226,9 @@ def test_distributions_run_from_the_share_of_zeros_to_one(drawn, folders):
 
 @pytest.mark.parametrize("labels", ["first and last bin open", "empty ends"])
 def test_bins_accept_open_ends(tmp_path, labels):
-    folder = made_up.write(tmp_path / "c", language_model=True, updates=(1,), layers=1, heads=1)
+    folder = synthetic_collection.write(
+        tmp_path / "c", language_model=True, updates=(1,), layers=1, heads=1
+    )
     if labels == "empty ends":
         table = pd.read_csv(folder / "histograms.csv")
         table.replace([np.inf, -np.inf], np.nan).to_csv(folder / "histograms.csv", index=False)

@@ -4,9 +4,9 @@ import io
 import json
 import shutil
 
-import collection as made_up
 import pandas as pd
 import pytest
+import synthetic_collection
 from commands import PLUGIN, run
 from matplotlib.cbook import is_math_text
 
@@ -20,7 +20,7 @@ TEXTS = ["$", r"$\frac{$", "_a$b$", "US$ 3 and $4"]
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("collections") / "found"
     sizes = {"layers": 1, "heads": 2, "updates": (10,)}
-    return made_up.write(found, "multimax", continuous={"encoder": "softmax"}, **sizes)
+    return synthetic_collection.write(found, "multimax", continuous={"encoder": "softmax"}, **sizes)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Writes a collection as `multimax-analyze collect` leaves it, of random but plausible numbers."""
+"""Writes the files of `multimax-analyze collect`, with random but plausible numbers."""
 
 import json
 
@@ -35,8 +35,12 @@ def write(
     continuous=None,
     seed=1,
 ):
-    """Fill a folder; `output` is the output normalizer, by default as the architectures have it;
-    `continuous` the kind of density at a place that has one."""
+    """Write a collection into a folder and return the folder.
+
+    Args:
+        output: the output normalizer; by default the architecture's.
+        continuous: {place: kind of density}.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     output = output or ("multimax" if language_model and normalizer == "multimax" else "softmax")
@@ -56,7 +60,7 @@ def write(
                     for name, values in learned.items()
                     for head, value in enumerate(values)
                 ]
-                # Cross-attention reaches far out, to where sigma falls again.
+                # Scores of cross-attention reach the range in which sigma decreases.
                 spread = (1.0 + trained + 0.3 * layer) * (3 if place == "cross" else 1)
                 scores = random.normal(0, spread, (heads, QUERIES, KEYS)) - 0.5
                 scores[:, np.arange(QUERIES), np.arange(QUERIES) % KEYS] += 2 + layer
@@ -115,7 +119,7 @@ def write(
 
 
 def learn(random, normalizer, layer, heads, trained, order, separate):
-    """{symbol: values}, one value or one a head, on the way from the identity to the paper's."""
+    """{symbol: values}, one value or one per head, between the identity and the paper's values."""
     if normalizer == "alpha_entmax":
         ends = random.uniform(1.05, 1.95, heads)
         return {"alpha": 1.5 + (ends - 1.5) * trained}
@@ -131,7 +135,7 @@ def learn(random, normalizer, layer, heads, trained, order, separate):
 
 
 def mapping(normalizer, learned, scores):
-    """Probabilities, and the slope of what modulates the scores."""
+    """Return the probabilities and the slope of sigma at each score."""
     scores = torch.from_numpy(scores)
     slope = np.ones(scores.shape)
     if normalizer == "multimax":
@@ -232,7 +236,7 @@ def output_rows(random, updates, output, normalizer):
 
 
 def example(random, places, layers, heads, normalizer):
-    """A sentence pair in subwords, each longer word in two, with attention and roll-out."""
+    """A sentence pair, long words split into two subwords, with attention and roll-out."""
     sides = {"source": subwords(GERMAN), "target": subwords(ENGLISH)}
     if places == ["decoder"]:
         sides["source"] = {"tokens": [], "words": []}
@@ -260,7 +264,7 @@ def example(random, places, layers, heads, normalizer):
 
 
 def densities(kind, probs):
-    """Of a layer, of the moments of its probabilities, (heads, queries, keys)."""
+    """The densities of a layer with the moments of its probabilities, (heads, queries, keys)."""
     keys = probs.shape[-1]
     time = np.arange(1, keys + 1) / keys
     probs = probs / probs.sum(-1, keepdims=True)
