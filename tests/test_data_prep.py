@@ -1,18 +1,12 @@
 """data-prep/ end to end, on archives in the official layouts that are made here."""
 
 import hashlib
-import io
 import json
-import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
-from pathlib import Path
 
 import archives
 import iwslt14
@@ -21,154 +15,13 @@ import pyarrow.parquet
 import pytest
 import steps
 import wikitext103
-from commands import ROOT
 from corpus import ENGLISH, GERMAN
 from iwslt import LANGUAGES, tokenize
+from prep_archives import ENTITIES, evaluation_pairs, layout, natural, pack, training_pairs
+from prep_scripts import PREP, contents, files_up_to, kill_at, refused, run, script, stamps
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
-PREP = ROOT / "data-prep"
-ENTITIES = """Er sagte : " Das ist ' s " & < > | [ ] ."""
-
-
-def environment():
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
-
-
-def script(name, *arguments, cpus=1):
-    """The command of a script on a machine with this number of CPUs."""
-    code = (
-        f"import os, runpy, sys; os.cpu_count = lambda: {cpus}; sys.path[0] = {str(PREP)!r};"
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    return [sys.executable, "-c", code, str(PREP / name), *map(str, arguments)]
-
-
-def run(command, cwd, code=0, **options):
-    done = subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, **options
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def refused(command, cwd, **options):
-    """The one-sentence error of the command."""
-    done = run(command, cwd, code=1, **options)
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
-
-
-def kill_at(wanted, command, cwd):
-    """Kill the script, not its children, once such a file exists."""
-    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL)
-    while not wanted.exists():
-        assert process.poll() is None, f"it ended before there was {wanted}"
-        time.sleep(0.004)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-
-
-def contents(folder):
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
-
-
-def stamps(folder):
-    return {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
-
-
 # --- IWSLT14 -----------------------------------------------------------------------------------
-
-
-def natural(text):
-    lines = text.rstrip("\n").split("\n")
-    return [line.replace(" .", ".").replace(" ,", ",").replace("- ,", "-,") for line in lines]
-
-
-def training_pairs():
-    """(German line, English line, the expected pair or None)."""
-    plain = list(zip(natural(GERMAN), natural(ENGLISH), strict=True))
-    rows = [(f"{de} Nummer {i}.", f"{en} Number {i}.") for i in range(12) for de, en in plain]
-    rows = [(de, en, (de, en)) for de, en in rows]
-
-    def both(text):
-        return text, text, (text, text)
-
-    odd = [
-        ("<url>http://localhost/1</url>", "<url>http://localhost/2</url>", None),
-        ("<keywords>Recht, Mensch</keywords>", "<keywords>right</keywords>", None),
-        ("<talkid>1</talkid>", "<talkid>1</talkid>", None),
-        ("vor <url>x</url> nach", "before <url>x</url> after", None),
-        ("<title>Die Rechte</title>", "<title>The rights</title>", ("Die Rechte", "The rights")),
-        (
-            "<description>Alle sind gleich.</description>",
-            "<description>All are equal.</description>",
-            ("Alle sind gleich.", "All are equal."),
-        ),
-        both('<reviewer href="http://localhost/a">Erika Muster</reviewer>'),
-        both('<translator href="http://localhost/b">Max Muster</translator>'),
-        both("<speaker>Jane Doe</speaker>"),
-        ("Mit CRLF.\r", "With CRLF.\r", ("Mit CRLF.", "With CRLF.")),
-        ("drei\xa0\xa0Worte hier", "three\xa0words here", ("drei Worte hier", "three words here")),
-        ("eine\u2028Zeile hier", "one\u2028line here", ("eine Zeile hier", "one line here")),
-        ("noch\x85eine Zeile", "another\x85line", ("noch eine Zeile", "another line")),
-        ("  \tRand ist weg  ", " margins gone ", ("Rand ist weg", "margins gone")),
-        ("", "An empty side.", None),
-        ("Eine leere Seite.", "\xa0 \r", None),
-        ("a " * 175, "b " * 175, ("a " * 174 + "a", "b " * 174 + "b")),
-        ("a " * 176, "b " * 176, None),
-        ("a " * 170, "b " * 176, None),
-        ("a b c", "a b", ("a b c", "a b")),  # a ratio of 1.5
-        ("a b", "a b c", ("a b", "a b c")),
-        ("a b c d e", "a b c", None),  # of 1.67
-        ("a b", "a b c d", None),
-        ("w" * 1000, "word", ("w" * 1000, "word")),
-        ("w" * 1001, "word", None),
-        both(ENTITIES),
-        both("Drittens: 3 &lt; 4 &amp; 5"),
-    ]
-    for i, row in enumerate(odd):
-        rows.insert(7 * i, row)
-    return rows
-
-
-def evaluation_pairs():
-    """(German lines, English lines, expected text) for each of the five files."""
-    for name in iwslt14.TESTS:
-        numbers = range(1 + len(name) % 3)
-        yield name, [(f"{name} sagt ’s {i}.", f"{name} says it’s {i}.") for i in numbers]
-
-
-def xml(lines):
-    segments = "".join(f'<seg id="{i}">  {line} </seg>\r\n' for i, line in enumerate(lines, 1))
-    return f'<?xml version="1.0"?>\n<doc docid="1">\n<url>x</url>\n{segments}</doc>\n'
-
-
-def layout(rows=None):
-    files = {}
-    rows = rows or training_pairs()
-    for side, language in enumerate(LANGUAGES):
-        # The last line has no line feed.
-        files[f"train.tags.de-en.{language}"] = "\n".join(row[side] for row in rows)
-        for name, pairs in evaluation_pairs():
-            text = xml(pair[side] for pair in pairs)
-            files[f"IWSLT14.{name}.de-en.{language}.xml"] = text
-    return {f"some-folder/{name}": text.encode() for name, text in files.items()}
-
-
-def pack(file, members):
-    """A tar of (name or TarInfo, bytes)."""
-    with tarfile.open(file, "w:gz") as tar:
-        for member, data in members:
-            info = member if isinstance(member, tarfile.TarInfo) else tarfile.TarInfo(member)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return file
 
 
 def expected_pairs():
@@ -547,16 +400,6 @@ def test_step_waits_for_another_run(tmp_path):
         assert other.stdout.readline().startswith("Waiting for another run")
         assert other.poll() is None
     assert other.communicate()[0] == "alone\n" and other.returncode == 0
-
-
-def files_up_to(size):
-    """Limits the size of files, so that writing fails as on a full disk."""
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-    return limit
 
 
 @pytest.mark.parametrize(("size", "step"), [(2000, "text"), (1500, "data-bin")])

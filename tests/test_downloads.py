@@ -10,7 +10,8 @@ import time
 import archives
 import iwslt14
 import pytest
-from test_data_prep import environment, files_up_to, layout, pack, refused, script
+from prep_archives import layout, pack
+from prep_scripts import environment, files_up_to, refused, script
 
 DATA = bytes(range(256)) * 4000
 SHA256 = f"sha256={hashlib.sha256(DATA).hexdigest()}"

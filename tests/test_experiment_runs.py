@@ -1,6 +1,5 @@
 """The experiment scripts end to end: from a tiny archive to the table, killed half-way."""
 
-import io
 import itertools
 import json
 import os
@@ -10,13 +9,13 @@ import shutil
 import signal
 import statistics
 import subprocess
-import tarfile
 import time
 from pathlib import Path
 
 import pytest
 from commands import ROOT, programs_first, run
 from corpus import ENGLISH, GERMAN
+from prep_archives import pack, xml
 
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
 TINY = {
@@ -36,17 +35,8 @@ KNOWN = {
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0"
 
 
-def pack(file: Path, texts: dict[str, str]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(file, "w:gz") as tar:
-        for name, text in texts.items():
-            member = tarfile.TarInfo(f"de-en/{name}")
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
-
-
-def segments(lines: list[str]) -> str:
-    return "<doc>\n" + "".join(f'<seg id="{i}"> {x} </seg>\n' for i, x in enumerate(lines, 1))
+def in_folder(files: dict[str, str]) -> list[tuple[str, str]]:
+    return [(f"de-en/{name}", text) for name, text in files.items()]
 
 
 def archive(experiment: str, folder: Path) -> Path:
@@ -64,21 +54,20 @@ def archive(experiment: str, folder: Path) -> Path:
         if experiment == "iwslt14":
             names = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
             for number, name in enumerate(names):
-                files[f"IWSLT14.{name}.de-en.{language}.xml"] = segments(lines[number::5])
+                files[f"IWSLT14.{name}.de-en.{language}.xml"] = xml(lines[number::5])
         else:
             for number, name in enumerate(("dev2010", *(f"tst201{year}" for year in range(6)))):
-                files[f"IWSLT17.TED.{name}.de-en.{language}.xml"] = segments(lines[number::7])
+                files[f"IWSLT17.TED.{name}.de-en.{language}.xml"] = xml(lines[number::7])
             source, other = ("de", "en") if language == "de" else ("en", "de")
             tests = {
-                f"IWSLT17.TED.tst201{year}.{source}-{other}.{source}.xml": segments(lines[year::9])
+                f"IWSLT17.TED.tst201{year}.{source}-{other}.{source}.xml": xml(lines[year::9])
                 for year in (6, 7)
             }
             place = f"2017-01-ted-test/texts/{source}/{other}/{source}-{other}.tgz"
-            pack(folder / place, tests)
+            pack(folder / place, in_folder(tests))
     if experiment == "iwslt14":
-        pack(folder / "de-en.tgz", files)
-        return folder / "de-en.tgz"
-    pack(folder / "2017-01-trnted/texts/de/en/de-en.tgz", files)
+        return pack(folder / "de-en.tgz", in_folder(files))
+    pack(folder / "2017-01-trnted/texts/de/en/de-en.tgz", in_folder(files))
     return folder
 
 

@@ -12,7 +12,8 @@ import pytest
 import steps
 from corpus import ENGLISH, GERMAN
 from iwslt import LANGUAGES, tokenize
-from test_data_prep import PREP, contents, kill_at, natural, pack, refused, run, script, stamps, xml
+from prep_archives import natural, pack, xml
+from prep_scripts import PREP, contents, kill_at, refused, run, script, stamps
 
 TRANSCRIPTS, TEST_DE, TEST_EN = (each.name for each in iwslt17.OFFICIAL)
 TRAIN_DE, TRAIN_EN = (f"train.tags.de-en.{language}" for language in LANGUAGES)

@@ -10,7 +10,8 @@ import multi30k
 import pytest
 import steps
 from commands import ROOT
-from test_data_prep import layout, pack, refused, script, training_pairs
+from prep_archives import layout, pack, training_pairs
+from prep_scripts import refused, script
 
 PREP = ROOT / "data-prep"
 

@@ -3,19 +3,17 @@
 import contextlib
 import hashlib
 import importlib.util
-import io
 import itertools
 import os
 import re
 import signal
 import subprocess
-import tarfile
 import time
 from pathlib import Path
 
 import pytest
 from commands import BIN, ROOT, programs_first
-from corpus import speeches_wheel, stated
+from prep_archives import pack, speeches_wheel, stated
 from test_scripts import alive
 
 NORMALIZERS = ("multimax", "softmax")
@@ -52,11 +50,8 @@ def pairs() -> list[tuple[str, str]]:
 def archives(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("archives")
     text = "".join(f"{en}\t{es}\tCC-BY (author {i})\n" for i, (en, es) in enumerate(pairs()))
-    member = tarfile.TarInfo("nmt-0.0.6/data/spa.txt")
-    member.size = len(text.encode())
-    with tarfile.open(folder / "nmt-0.0.6.tar.gz", "w:gz") as tar:
-        tar.addfile(member, io.BytesIO(text.encode()))
-    return folder / "nmt-0.0.6.tar.gz", speeches_wheel(folder)
+    tar = pack(folder / "nmt-0.0.6.tar.gz", [("nmt-0.0.6/data/spa.txt", text)])
+    return tar, speeches_wheel(folder)
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:

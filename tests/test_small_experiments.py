@@ -7,7 +7,8 @@ import shlex
 
 import pytest
 from commands import ROOT, run
-from corpus import ENGLISH, GERMAN, speeches_wheel, stated
+from corpus import ENGLISH, GERMAN
+from prep_archives import speeches_wheel, stated
 
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0 --max-tokens 400"
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32"
