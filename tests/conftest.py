@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from commands import run
 from corpus import ENGLISH, GERMAN
 from fairseq import options, tasks
 from fairseq.data import Dictionary
@@ -304,3 +305,18 @@ def checkpoint(data, tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder with mt/ and lm/, as fairseq-preprocess wrote them."""
+    folder = tmp_path_factory.mktemp("text")
+    for language, lines in (("de", GERMAN.splitlines()), ("en", ENGLISH.splitlines())):
+        for split, part in (("train", lines), ("valid", lines[::3]), ("test", lines[1::3])):
+            (folder / f"{split}.{language}").write_text("\n".join(part) + "\n")
+    pref = ["--trainpref", "train", "--validpref", "valid", "--testpref", "test"]
+    both = ["--source-lang", "de", "--target-lang", "en", "--joined-dictionary"]
+    run(folder, "fairseq-preprocess", *both, *pref, "--destdir", "mt")
+    pref = [f"{word}.en" if word in ("train", "valid", "test") else word for word in pref]
+    run(folder, "fairseq-preprocess", "--only-source", *pref, "--destdir", "lm")
+    return folder

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from prep_archives import layout, pack, xml
 from prep_scripts import contents
 from test_any_call import the_same_draws
-from test_commands import TRANSLATE
+from train_commands import TRANSLATE
 
 from multimax_fairseq.compat.text import SYMBOLS, check_files, count_lines
 from multimax_fairseq.errors import UsageError

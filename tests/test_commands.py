@@ -6,38 +6,26 @@ import re
 import pytest
 import torch
 from commands import PLUGIN, ROOT, refused, run
-from corpus import ENGLISH, GERMAN
-from fairseq import checkpoint_utils
 from figure_checks import check_figure
+from train_commands import (
+    ALL,
+    DECODER,
+    DIMS,
+    ENCODER,
+    FAR,
+    MODEL_LANGUAGE,
+    TRAIN,
+    TRANSLATE,
+    hypotheses,
+    losses,
+    numbered,
+    parameters,
+)
 
 from multimax_fairseq import NORMALIZERS, Modulator
 from multimax_fairseq.analysis import collection, figures
 from multimax_fairseq.compat.running import resolve
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
-
-DIMS = {"layers": 1, "embed-dim": 16, "ffn-embed-dim": 32, "attention-heads": 2}
-ENCODER, DECODER = (
-    [word for name, value in DIMS.items() for word in (f"--{side}-{name}", str(value))]
-    for side in ("encoder", "decoder")
-)
-# With fairseq's default of 8, so little text makes hardly a batch.
-ALL = ("--required-batch-size-multiple", "1")
-TRAIN = [
-    *("--optimizer", "adam", "--lr", "0.005", "--max-tokens", "120", "--max-update", "6", *ALL),
-    *("--save-interval-updates", "2", "--no-epoch-checkpoints", "--log-interval", "1"),
-    *("--log-format", "simple", "--seed", "3", "--num-workers", "0"),
-]
-FAR = ("--multimax-init-std", "0.3")
-TRANSLATE = [
-    *("--arch", "transformer_iwslt_de_en_multimax", *ENCODER, *DECODER, "--share-all-embeddings"),
-    *("--output-normalizer", "multimax", "--dropout", "0.1", *TRAIN),
-    *("--criterion", "label_smoothed_multimax_cross_entropy", "--label-smoothing", "0.1"),
-]
-MODEL_LANGUAGE = [
-    *("--task", "language_modeling", "--arch", "transformer_lm_multimax", *DECODER),
-    *("--decoder-input-dim", "16", "--decoder-output-dim", "16", "--tokens-per-sample", "32"),
-    *("--share-decoder-input-output-embed", *TRAIN, "--criterion", "multimax_cross_entropy"),
-]
 
 # A density over a modulated attention, in cells of two states: all that decoding has to keep.
 RECURRENT = [
@@ -47,40 +35,6 @@ RECURRENT = [
     *("--hidden-dropout", "0", "--criterion", "label_smoothed_multimax_cross_entropy"),
     *("--label-smoothing", "0.1"),
 ]
-
-
-def parameters(path):
-    return checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
-
-
-def numbered(folder):
-    """A run's numbered checkpoints, oldest first."""
-    return sorted(folder.glob("checkpoint_*_*.pt"), key=lambda file: int(file.stem.split("_")[2]))
-
-
-def losses(log):
-    return [float(loss) for loss in re.findall(r"train_inner.*? loss=([\d.]+)", log)]
-
-
-def hypotheses(output):
-    """{sentence: (score, text)} of fairseq-generate's best hypotheses."""
-    found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output, re.MULTILINE)
-    return {int(number): (float(score), text) for number, score, text in found}
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """A folder with mt/ and lm/, as fairseq-preprocess wrote them."""
-    folder = tmp_path_factory.mktemp("text")
-    for language, lines in (("de", GERMAN.splitlines()), ("en", ENGLISH.splitlines())):
-        for split, part in (("train", lines), ("valid", lines[::3]), ("test", lines[1::3])):
-            (folder / f"{split}.{language}").write_text("\n".join(part) + "\n")
-    pref = ["--trainpref", "train", "--validpref", "valid", "--testpref", "test"]
-    both = ["--source-lang", "de", "--target-lang", "en", "--joined-dictionary"]
-    run(folder, "fairseq-preprocess", *both, *pref, "--destdir", "mt")
-    pref = [f"{word}.en" if word in ("train", "valid", "test") else word for word in pref]
-    run(folder, "fairseq-preprocess", "--only-source", *pref, "--destdir", "lm")
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ from fairseq.data import Dictionary
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
 from fairseq.logging import metrics
 from numpy_transformer import NumpyTransformer
-from test_commands import MODEL_LANGUAGE, TRANSLATE, parameters, text  # noqa: F401
 from torch.nn.parallel import DistributedDataParallel
 from toy_collection import TRANSLATION, VARIANTS, gather, table
+from train_commands import MODEL_LANGUAGE, TRANSLATE, parameters
 
 from multimax_fairseq.analysis import observer
 from multimax_fairseq.criterions.cross_entropy import MultimaxCrossEntropyCriterion

@@ -13,7 +13,7 @@ import torch
 from commands import PLUGIN, ROOT, refused, run
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
-from test_commands import DECODER, ENCODER, losses, parameters, text  # noqa: F401
+from train_commands import DECODER, ENCODER, losses, parameters
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import running

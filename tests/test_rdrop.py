@@ -15,7 +15,7 @@ from fairseq.criterions.label_smoothed_cross_entropy_with_rdrop import (
     RdropLabelSmoothedCrossEntropyCriterion,
 )
 from fairseq.logging import metrics
-from test_commands import ALL, TRANSLATE, hypotheses, text  # noqa: F401
+from train_commands import ALL, TRANSLATE, hypotheses
 
 from multimax_fairseq.criterions.cross_entropy import (
     LabelSmoothedMultimaxCrossEntropyCriterion,

@@ -6,7 +6,7 @@ import sys
 import pytest
 from commands import PLUGIN, refused, run
 from figure_checks import check_figure
-from test_commands import MODEL_LANGUAGE, TRANSLATE, text  # noqa: F401
+from train_commands import MODEL_LANGUAGE, TRANSLATE
 
 from multimax_fairseq.analysis import training_log
 from multimax_fairseq.analysis.figures import trajectories
