@@ -3,9 +3,9 @@
 import math
 from types import SimpleNamespace
 
-import conftest
 import pytest
 import torch
+import toy_models
 
 from multimax_fairseq import normalize
 from multimax_fairseq.analysis.recorder import Recorder
@@ -74,7 +74,7 @@ def test_what_cannot_be_watched_is_refused(build, task, dictionary, monkeypatch,
     for name in ("dictionary", "output_dictionary"):
         monkeypatch.setattr(task, name, dictionary, raising=False)
     if arch != "transformer_align":  # they have no such flags
-        monkeypatch.setattr(conftest, "sizes_of", lambda arch: [])
+        monkeypatch.setattr(toy_models, "sizes_of", lambda arch: [])
     words = WordBoundaries(dictionary)
     with pytest.raises(UsageError, match=rf"cannot be analysed \({why}\): give one of a transf"):
         Recorder(build(arch), None if "_lm" in arch else words, words, set())

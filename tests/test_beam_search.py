@@ -5,20 +5,18 @@ import math
 
 import pytest
 import torch
-from conftest import scatter_modulators, settings_of_model
 from fairseq import search
 from fairseq.dataclass.configs import GenerationConfig
-from fairseq.models.transformer import TransformerModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
+from toy_models import scatter_modulators, stock_model
 
 from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models import beam_search
 from multimax_fairseq.models.beam_search import BeamGenerator
-from multimax_fairseq.models.config import as_namespace
 from multimax_fairseq.models.output_layer import plain_output
 from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
@@ -54,16 +52,6 @@ OPTIONS = {
     "long": {"max_len_b": 40},
     "no longer than a model can": {"max_len": 6},
 }
-
-
-def stock_model(task):
-    """Return fairseq's Transformer, prepared as its commands do."""
-    settings = settings_of_model(ARCH, "--attention-normalizer", "softmax")
-    torch.manual_seed(1)
-    model = TransformerModel.build_model(copy.deepcopy(as_namespace(settings)), task).eval()
-    for layer in model.decoder.layers:
-        layer.make_generation_fast_(need_attn=False)
-    return model
 
 
 def as_trained(model, seed=0):

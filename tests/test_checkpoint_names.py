@@ -5,7 +5,7 @@ They are written out, so that a renamed parameter shows here before a checkpoint
 
 import pytest
 import torch
-from conftest import scatter_modulators
+from toy_models import scatter_modulators
 
 STOCK = {
     "transformer_multimax": "transformer",

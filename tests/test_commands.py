@@ -37,19 +37,19 @@ RECURRENT = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def translation(text):
     """The log of a trained translation model, whose checkpoints lie in mt-model/."""
     return run(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *FAR, "--save-dir", "mt-model")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def language_model(text):
     command = ("fairseq-train", "lm", *PLUGIN, *MODEL_LANGUAGE, *FAR)
     return run(text, *command, "--save-dir", "lm-model")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def generated(text, translation):
     return run(
         *(text, "fairseq-generate", "mt", *PLUGIN, "--path", "mt-model/checkpoint_last.pt"),
@@ -322,7 +322,7 @@ def test_language_model_is_evaluated_as_it_was_validated(text, language_model):
     assert perplexity == pytest.approx(2**loss, rel=1e-2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def settings(text):
     """mt.yaml and lm.yaml: what the flags above say."""
     sides = {

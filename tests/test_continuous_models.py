@@ -2,26 +2,18 @@
 
 import pytest
 import torch
-from conftest import scatter_modulators
+from decoding import TOLERANCE, full_context, incremental, log_probs, score_of
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
-from test_models import (
-    TOLERANCE,
-    TRANSLATION,
-    attentions,
-    full_context,
-    incremental,
-    log_probs,
-    parameters_of,
-    score_of,
-)
 from torch._dynamo.testing import CompileCounterWithBackend
+from toy_models import attentions, parameters_of, scatter_modulators
 
 from multimax_fairseq import Normalizer
 from multimax_fairseq.criterions.cross_entropy import LabelSmoothedMultimaxCrossEntropyCriterion
 from multimax_fairseq.modules import ContinuousAttention
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
+TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
 PARABOLA = ("--cross-attention", "continuous_sparsemax")
 FLAGS = {
     "gaussian": ("--cross-attention", "continuous_softmax"),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import scatter_modulators
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy_with_alignment import (
@@ -17,6 +16,7 @@ from fairseq.criterions.label_smoothed_cross_entropy_with_alignment import (
 from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
 from fairseq.logging import metrics
 from torch.nn.parallel import DistributedDataParallel
+from toy_models import scatter_modulators
 
 from multimax_fairseq.criterions import cross_entropy
 from multimax_fairseq.criterions.cross_entropy import (

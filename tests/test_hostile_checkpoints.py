@@ -19,7 +19,6 @@ from commands import ROOT, refused
 from fairseq import checkpoint_utils
 from hostile import CODE, Called, bounded, main, refuses, zipped
 from test_hostile_archives import END, header
-from test_numerics import TRANSLATION, trainer_of  # noqa: F401  the fixture
 
 from multimax_fairseq.analysis import __main__ as analyze
 from multimax_fairseq.compat import untrusted
@@ -284,9 +283,9 @@ RUNS = {
 
 
 @pytest.fixture
-def started(trainer_of, tmp_path):  # noqa: F811
+def started(trainer_of, tmp_path):
     """A checkpoint after one update, and the trainer that wrote it."""
-    trainer, batches = trainer_of(TRANSLATION)
+    trainer, batches = trainer_of("transformer_multimax")
     trainer.train_step(batches[:1])
     path = tmp_path / "run.pt"
     trainer.consolidate_optimizer()

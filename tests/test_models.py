@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from conftest import scatter_modulators
+from decoding import TOLERANCE, full_context, incremental, log_probs, score_of
 from fairseq.modules import FairseqDropout, SinusoidalPositionalEmbedding
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
+from toy_models import attentions, parameters_of, scatter_modulators
 
 from multimax_fairseq import NORMALIZERS, Modulator
 from multimax_fairseq.errors import UsageError
@@ -37,23 +38,6 @@ FLAGS = {
     **{n: ("--attention-normalizer", n) for n in sorted(NORMALIZERS.keys() - STOCK)},
     "one each": ("--attention-normalizer-at", "encoder=entmax15,decoder,cross=sparsemax"),
 }
-TOLERANCE = {"rtol": 0, "atol": 1e-4}
-
-
-def log_probs(model, net_output):
-    return model.get_normalized_probs(net_output, log_probs=True)
-
-
-def full_context(model, sample):
-    return log_probs(model, model(**sample["net_input"]))
-
-
-def parameters_of(model):
-    return {name: p for name, p in model.named_parameters() if "modulator" not in name}
-
-
-def attentions(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, SoftmaxMultiheadAttention)}
 
 
 # --- which attentions are built ----------------------------------------------------------------
@@ -171,23 +155,6 @@ def test_stock_parameters_load_with_modulators_at_identity(
 # --- one model, one function -------------------------------------------------------------------
 
 
-def incremental(model, sample, beam=1):
-    """Decode the sample's own targets step by step, each sentence `beam` times."""
-    previous = sample["net_input"]["prev_output_tokens"].repeat_interleave(beam, 0)
-    encoder_out = model.encoder(
-        sample["net_input"]["src_tokens"], sample["net_input"]["src_lengths"]
-    )
-    order = torch.arange(sample["nsentences"]).repeat_interleave(beam)
-    encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
-    state, steps = {}, []
-    for t in range(previous.shape[1]):
-        output = model.decoder(
-            previous[:, : t + 1], encoder_out=encoder_out, incremental_state=state
-        )
-        steps.append(log_probs(model, output))
-    return torch.cat(steps, 1), state
-
-
 @pytest.mark.parametrize("left_pad_source", [True, False])
 @pytest.mark.parametrize("shared_cache", [False, True])
 @pytest.mark.parametrize("beam", [1, 5])
@@ -267,17 +234,6 @@ def test_padding_changes_nothing(build, translation_batch, padding):
         torch.testing.assert_close(
             alone[0, : target_length + 1], together[row, : target_length + 1], rtol=0, atol=1e-5
         )
-
-
-def score_of(model, sample, row, tokens):
-    """The teacher-forced log-probability of a hypothesis."""
-    previous = torch.cat([torch.tensor([2]), tokens[:-1]])[None]
-    inputs = {
-        "src_tokens": sample["net_input"]["src_tokens"][row : row + 1],
-        "src_lengths": sample["net_input"]["src_lengths"][row : row + 1],
-        "prev_output_tokens": previous,
-    }
-    return log_probs(model, model(**inputs))[0].gather(1, tokens[:, None]).sum()
 
 
 @pytest.mark.parametrize("prefix", [None, [[7, 8], [9, 10], [11, 1]]])

@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 from commands import PLUGIN, refused, run
-from conftest import scatter_modulators
 from fairseq import checkpoint_utils
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
@@ -20,6 +19,7 @@ from fairseq.logging import metrics
 from numpy_transformer import NumpyTransformer
 from torch.nn.parallel import DistributedDataParallel
 from toy_collection import TRANSLATION, VARIANTS, gather, table
+from toy_models import scatter_modulators
 from train_commands import MODEL_LANGUAGE, TRANSLATE, parameters
 
 from multimax_fairseq.analysis import observer
@@ -344,12 +344,12 @@ def lines(output, kind="train_inner"):
     return [json.loads(line) for line in found]
 
 
-def train(text, data, out, *words, **environment):  # noqa: F811
+def train(text, data, out, *words, **environment):
     return run(text, "fairseq-train", data, *PLUGIN, *words, "--save-dir", out, **environment)
 
 
 @pytest.mark.parametrize("data, words", [("mt", TRANSLATE), ("lm", MODEL_LANGUAGE)])
-def test_a_run_ends_the_same_and_its_lines_stay_short(text, tmp_path, data, words):  # noqa: F811
+def test_a_run_ends_the_same_and_its_lines_stay_short(text, tmp_path, data, words):
     plain, seen = tmp_path / "plain", tmp_path / "seen"
     silent = train(text, data, plain, *words)
     told = train(text, data, seen, *words, "--monitor-interval", "2")
@@ -363,7 +363,7 @@ def test_a_run_ends_the_same_and_its_lines_stay_short(text, tmp_path, data, word
     assert told.count("monitor") == silent.count("monitor") + 2  # the settings, and one remark
 
 
-def test_json_has_all_and_a_resumed_run_goes_on_counting(text, tmp_path):  # noqa: F811
+def test_json_has_all_and_a_resumed_run_goes_on_counting(text, tmp_path):
     words = [*TRANSLATE, "--log-format", "json", "--monitor-interval", "2", "--update-freq", "2"]
     first = train(text, "mt", tmp_path, *words)
     second = train(text, "mt", tmp_path, *words, "--max-update", "9")
@@ -384,7 +384,7 @@ def test_json_has_all_and_a_resumed_run_goes_on_counting(text, tmp_path):  # noq
     assert None not in [value for line in every for value in line.values()]
 
 
-def test_a_command_refuses_an_interval_below_one(text, tmp_path):  # noqa: F811
+def test_a_command_refuses_an_interval_below_one(text, tmp_path):
     words = [*TRANSLATE, "--monitor-interval", "0", "--save-dir", tmp_path]
     said = refused(text, "fairseq-train", "mt", *PLUGIN, *words)
     assert said.startswith("--monitor-interval 0 must be a whole number of at least 1")

@@ -5,52 +5,14 @@ import math
 
 import pytest
 import torch
-from conftest import sizes_of
-from fairseq import checkpoint_utils, options, tasks
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.logging import metrics
-from fairseq.trainer import Trainer
+from fairseq import checkpoint_utils
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.models.numerics import Examined
 
 TRANSLATION, LANGUAGE = "transformer_multimax", "transformer_lm_multimax"
-FUSED = {
-    TRANSLATION: ("--criterion", "label_smoothed_multimax_cross_entropy"),
-    LANGUAGE: ("--criterion", "multimax_cross_entropy"),
-}
 OUTPUT = ("--output-normalizer", "multimax")
-
-
-@pytest.fixture
-def trainer_of(data, tmp_path):
-    """trainer_of(arch, *flags) -> a trainer and its batches, all on the CPU.
-
-    fp16 is what --fp16 sets, which is refused on a CPU.
-    """
-
-    def make(arch, *flags, fp16=False):
-        is_lm = "_lm" in arch
-        task = "language_modeling" if is_lm else "translation"
-        words = [str(data / ("lm" if is_lm else "mt")), "--task", task, "--arch", arch, "--cpu"]
-        words += [*sizes_of(arch), "--optimizer", "adam", "--lr", "0.01", "--max-tokens", "200"]
-        words += ["--sample-break-mode", "eos"] if is_lm else ["--share-all-embeddings"]
-        words += ["--save-dir", str(tmp_path), "--multimax-init-std", "0.3", *FUSED[arch], *flags]
-        words += ["--required-batch-size-multiple", "1"]
-        args = options.parse_args_and_arch(options.get_training_parser(task), words)
-        cfg = convert_namespace_to_omegaconf(args)
-        cfg.common.fp16 = fp16
-        torch.manual_seed(1)
-        task = tasks.setup_task(cfg.task)
-        model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
-        trainer = Trainer(cfg, task, model, criterion)
-        batches = trainer.get_train_iterator(1).next_epoch_itr(shuffle=False)
-        return trainer, list(batches)
-
-    metrics.reset()
-    yield make
-    metrics.reset()
 
 
 def modulators(module):

@@ -111,7 +111,7 @@ def assert_same(found, expected):
 # --- as one process -------------------------------------------------------------------------------
 
 
-def test_torchruns_processes_train_as_one(text):  # noqa: F811
+def test_torchruns_processes_train_as_one(text):
     """With nothing more than --cpu, and the loss that uses parameters outside of the model."""
     assert_as_one(text, [*TRANSLATE, *PLUGIN, *OUTPUT, *FUSED["mt"]], [], "two")
 
@@ -146,7 +146,7 @@ OF_FOUR = ["fused", "entmax_loss", "layerdrop"]
     "model, processes", [*((m, 2) for m in MODELS), *((m, 4) for m in OF_FOUR)]
 )
 @pytest.mark.parametrize("kind", ["mt", "lm"])
-def test_any_number_of_processes_trains_as_one(text, kind, model, backend, processes):  # noqa: F811
+def test_any_number_of_processes_trains_as_one(text, kind, model, backend, processes):
     """Losses, backends, layers that are left out, mappings that are in some attentions only."""
     words = [*(TRANSLATE if kind == "mt" else MODEL_LANGUAGE), *seeded(text), *MODELS[model](kind)]
     name = f"{kind}-{model}-{backend}-{processes}"
@@ -160,7 +160,7 @@ def test_any_number_of_processes_trains_as_one(text, kind, model, backend, proce
 
 
 @pytest.fixture
-def script(text, tmp_path):  # noqa: F811
+def script(text, tmp_path):
     """fairseq-train as scripts/setup.sh writes it: processes that are spawned read it again."""
     (tmp_path / "bin").mkdir()
     file = tmp_path / "bin" / "fairseq-train"
@@ -171,7 +171,7 @@ def script(text, tmp_path):  # noqa: F811
     return file
 
 
-def test_processes_that_are_spawned_say_what_is_wrong(text, script):  # noqa: F811
+def test_processes_that_are_spawned_say_what_is_wrong(text, script):
     """A damaged checkpoint stops the one that reads it, and so the one that waits for it."""
     (text / "spawned").mkdir(exist_ok=True)
     (text / "spawned" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
@@ -183,7 +183,7 @@ def test_processes_that_are_spawned_say_what_is_wrong(text, script):  # noqa: F8
     assert re.search("error: process [01] terminated with exit code 1: its message", log)
 
 
-def test_torchruns_processes_say_what_is_wrong(text):  # noqa: F811
+def test_torchruns_processes_say_what_is_wrong(text):
     """torch keeps what is printed about an error, and the process ends before it is shown."""
     (text / "damaged").mkdir(exist_ok=True)
     (text / "damaged" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
@@ -194,7 +194,7 @@ def test_torchruns_processes_say_what_is_wrong(text):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_spawned_processes_train_as_one(text, script):  # noqa: F811
+def test_spawned_processes_train_as_one(text, script):
     words = [*TRANSLATE, *PLUGIN]
     flags = ("--distributed-world-size", "2", "--save-dir", "spawn")
     log = run(text, sys.executable, script, *words, *flags)
@@ -206,7 +206,7 @@ def test_spawned_processes_train_as_one(text, script):  # noqa: F811
 @pytest.mark.parametrize(
     "flags", [(), ("--distributed-world-size=2", "--distributed-backend=gloo")]
 )
-def test_torchrun_itself(text, script, flags):  # noqa: F811
+def test_torchrun_itself(text, script, flags):
     """Two nodes of one process each, which meet at an address."""
     words, name = [*TRANSLATE, *PLUGIN], f"nodes-{len(flags)}"
     port = free_port()
@@ -314,6 +314,6 @@ print(utils.all_gather_list({"rank": torch.tensor(int(os.environ["RANK"]))}))
 """
 
 
-def test_lists_are_gathered_on_a_cpu(text):  # noqa: F811
+def test_lists_are_gathered_on_a_cpu(text):
     said = side_by_side(text, 2, run, "python", "-c", GATHER)
     assert all("[{'rank': tensor(0)}, {'rank': tensor(1)}]" in line for line in said)

@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 from commands import PLUGIN, ROOT, refused, run
-from conftest import scatter_modulators, settings_of_model
 from fairseq import options
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
+from toy_models import scatter_modulators, settings_of_model
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.beam_search import BeamGenerator

@@ -10,11 +10,11 @@ import pytest
 import reference
 import torch
 from commands import PLUGIN, refused, run
-from conftest import scatter_modulators
 from fairseq.criterions.label_smoothed_cross_entropy_with_rdrop import (
     RdropLabelSmoothedCrossEntropyCriterion,
 )
 from fairseq.logging import metrics
+from toy_models import scatter_modulators
 from train_commands import ALL, TRANSLATE, hypotheses
 
 from multimax_fairseq.criterions.cross_entropy import (
@@ -317,7 +317,7 @@ def test_rdrop_refuses_an_invalid_weight(task, kind, alpha):
         cls(task, sentence_avg=False, rdrop_alpha=alpha, **options)
 
 
-def test_rdrop_trains_resumes_and_translates(text):  # noqa: F811
+def test_rdrop_trains_resumes_and_translates(text):
     command = ["fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--rdrop-alpha", "5"]
     command += ["--update-freq", "2", "--report-accuracy"]
     for alpha in ("-1", "nan", "inf"):

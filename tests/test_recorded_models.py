@@ -4,13 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import scatter_modulators
 from fairseq.sequence_generator import SequenceGenerator
 from recording import KEYS, NEEDS_KERNELS, QUERIES, Recorder, assert_plain, autocast, is_wide, ours
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from toy_models import scatter_modulators
 
 from multimax_fairseq.criterions.cross_entropy import LabelSmoothedMultimaxCrossEntropyCriterion
 from multimax_fairseq.ops import backend

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import scatter_modulators
 from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from recording import NEEDS_KERNELS
+from toy_models import scatter_modulators
 
 from multimax_fairseq import (
     NORMALIZERS,

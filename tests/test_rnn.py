@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import RECURRENT, scatter_modulators
+from decoding import full_context, incremental, log_probs, score_of
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
-from test_models import full_context, incremental, log_probs, score_of
 from torch import nn
+from toy_models import RECURRENT, scatter_modulators
 
 from multimax_fairseq import NORMALIZERS, Normalizer
 from multimax_fairseq.errors import UsageError

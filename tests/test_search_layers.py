@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import scatter_modulators
-from test_beam_search import ARCH, SIZES, stock_model
+from toy_models import scatter_modulators, stock_model
 
 from multimax_fairseq.models import search_layers
 from multimax_fairseq.models.search_layers import (
@@ -12,6 +11,10 @@ from multimax_fairseq.models.search_layers import (
     faster_layers,
     torch_is_narrow,
 )
+
+ARCH = "transformer_multimax"
+# (source length, target length)
+SIZES = ((9, 2), (4, 2), (1, 2), (6, 2), (6, 2))
 
 
 @pytest.mark.parametrize("narrow", [False, True])

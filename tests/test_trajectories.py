@@ -85,7 +85,7 @@ def test_read_refuses_a_log_without_the_monitor(tmp_path, content):
 
 
 @pytest.fixture(scope="module")
-def logs(text, tmp_path_factory):  # noqa: F811
+def logs(text, tmp_path_factory):
     """Logs of a translation model, of a language model, and of a run without monitor."""
     folder = tmp_path_factory.mktemp("logs")
     words = ["--log-format", "json", "--monitor-interval", "2", "--no-save"]
