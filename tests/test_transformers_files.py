@@ -219,7 +219,9 @@ def test_save_to_a_full_disk_keeps_the_earlier_model(saved):
     before = load(saved)
     other = made(llama)
     attach(other, init_std=0.5)
-    next(m for m in other.modules() if hasattr(m, "made_with")).made_with["init_std"] = object()
+    next(m for m in other.modules() if hasattr(m, "constructor_arguments")).constructor_arguments[
+        "init_std"
+    ] = object()
     with pytest.raises(TypeError, match="object is not JSON"):
         save(other, saved)
     same(before, load(saved))

@@ -15,7 +15,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.integrations.transformers.layers import attached, put, quiet, use
+from multimax_fairseq.integrations.transformers.layers import (
+    add_normalizer,
+    attached,
+    quiet,
+    set_implementation,
+)
 
 FILE, LAYERS = "multimax.safetensors", "layers"
 
@@ -37,7 +42,9 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         UsageError: the model has no normalizers from `attach`.
     """
     layers = attached(model)
-    if not layers or not all(hasattr(layer.normalizer, "made_with") for layer in layers.values()):
+    if not layers or not all(
+        hasattr(layer.normalizer, "constructor_arguments") for layer in layers.values()
+    ):
         raise UsageError(
             f"{type(model).__name__} has no normalizers from attach: call attach, or use "
             "save_pretrained"
@@ -48,17 +55,19 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         for name, layer in layers.items()
         for key, value in layer.normalizer.state_dict().items()
     }
-    made_with = json.dumps({name: layer.normalizer.made_with for name, layer in layers.items()})
+    arguments = json.dumps(
+        {name: layer.normalizer.constructor_arguments for name, layer in layers.items()}
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as written:
-        aside = Path(written)
-        model.save_pretrained(aside)
-        save_file(tensors, aside / FILE, {LAYERS: made_with})
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as name:
+        temporary = Path(name)
+        model.save_pretrained(temporary)
+        save_file(tensors, temporary / FILE, {LAYERS: arguments})
         # FILE is removed first and moved last, so that `load` refuses an interrupted save.
         (folder / FILE).unlink(missing_ok=True)
         for weights in folder.glob("model*.safetensors*"):
             weights.unlink()
-        for file in sorted(aside.iterdir(), key=lambda file: file.name == FILE):
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == FILE):
             file.replace(folder / file.name)
 
 
@@ -79,26 +88,26 @@ def load(
         UsageError: the folder is not from `save`, or its weights are not those of the class.
     """
     folder = Path(folder)
-    made_with, tensors = _read(folder / FILE)
+    arguments_by_layer, tensors = _read(folder / FILE)
     model_class = model_class or _class_of(folder)
     options.setdefault("use_safetensors", True)  # a pickle could run code
     with quiet():  # transformers reports the normalizers as unexpected keys
-        model, found = model_class.from_pretrained(folder, **options, output_loading_info=True)
-    known = tuple(f"{name}.normalizer." for name in made_with)
-    unknown = (name for name in found["unexpected_keys"] if not name.startswith(known))
-    lost = {*found["missing_keys"], *unknown}
-    if lost:
+        model, info = model_class.from_pretrained(folder, **options, output_loading_info=True)
+    known = tuple(f"{name}.normalizer." for name in arguments_by_layer)
+    unknown = (name for name in info["unexpected_keys"] if not name.startswith(known))
+    wrong = {*info["missing_keys"], *unknown}
+    if wrong:
         raise UsageError(
             f"the weights in '{folder}' are not those of {type(model).__name__} (such as "
-            f"{min(lost)!r}): give the model_class that was saved"
+            f"{min(wrong)!r}): give the model_class that was saved"
         )
-    for name, arguments in made_with.items():
+    for name, arguments in arguments_by_layer.items():
         layer: Any = model.get_submodule(name)
-        put(layer, arguments)
+        add_normalizer(layer, arguments)
         device = next((p.device for p in layer.normalizer.parameters()), None)
         state = {key: value.to(device) for key, value in tensors[name].items()}
         layer.normalizer.load_state_dict(state, assign=True)
-    use(model)
+    set_implementation(model)
     return model
 
 
@@ -107,19 +116,19 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, to
     if not file.is_file():
         raise UsageError(f"'{file}' does not exist: give a folder that save wrote")
     with safe_open(file, "pt") as opened:
-        made_with = json.loads(opened.metadata()[LAYERS])
-        tensors: dict[str, dict[str, torch.Tensor]] = {name: {} for name in made_with}
+        arguments_by_layer = json.loads(opened.metadata()[LAYERS])
+        tensors: dict[str, dict[str, torch.Tensor]] = {name: {} for name in arguments_by_layer}
         for full in opened.keys():  # noqa: SIM118  it is not a dict
-            name = max((n for n in made_with if full.startswith(f"{n}.")), key=len)
+            name = max((n for n in arguments_by_layer if full.startswith(f"{n}.")), key=len)
             tensors[name][full.removeprefix(f"{name}.")] = opened.get_tensor(full)
-    return made_with, tensors
+    return arguments_by_layer, tensors
 
 
 def _class_of(folder: Path) -> type[PreTrainedModel]:
     """Return the class that config.json names."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     name = (config.architectures or ["none"])[0]
-    found = getattr(transformers, name, None)
-    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+    model_class = getattr(transformers, name, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, PreTrainedModel):
         raise UsageError(f"transformers has no class {name!r}: pass it as model_class")
-    return found
+    return model_class

@@ -73,16 +73,16 @@ def export_translation(
             f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}, which neither FSMT "
             "nor M2M100 supports"
         )
-    theirs = _converted(model, task)
-    _check_equal(model, theirs, task)
+    exported = _converted(model, task)
+    _check_equal(model, exported, task)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as aside:
         whole = Path(aside, "model")
-        theirs.save_pretrained(whole)
+        exported.save_pretrained(whole)
         _tokenizer(task.source_dictionary).save_pretrained(whole)
         _tokenizer(task.target_dictionary).save_pretrained(whole / "target")
         whole.replace(out)
-    return theirs
+    return exported
 
 
 def _check_place(out: Path) -> None:

@@ -21,8 +21,8 @@ except ImportError:  # older versions pass output_attentions to the layers
 
 IMPLEMENTATION = "multimax"
 
-# Arguments that would be ignored in silence.
-REFUSED = {
+# Arguments that a normalizer would ignore.
+UNSUPPORTED = {
     "softcap": "soft-capping of the scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -32,7 +32,7 @@ REFUSED = {
     "cache": "a paged cache (continuous batching)",
 }
 
-# Set by `attach`: gives a layer its normalizer at its first call.
+# Set by `attach`: a function that adds the normalizer to a layer at its first call.
 equip: ContextVar[Callable[[nn.Module, int], None] | None] = ContextVar("equip", default=None)
 
 
@@ -82,7 +82,8 @@ def attention(
         dropout: probability of dropping an attention weight.
         scaling: factor on the scores. Default: 1 / sqrt(D).
         is_causal: without a mask, query t attends to keys up to t. None reads `module.is_causal`.
-        arguments: output_attentions requests the probabilities; those in `REFUSED` are refused.
+        arguments: output_attentions requests the probabilities; those in `UNSUPPORTED` raise an
+            error.
 
     Returns:
         (output (B, T, H, D), contiguous; probabilities (B, H, T, S), or None).
@@ -91,7 +92,7 @@ def attention(
         UsageError: the layer has no normalizer, or an argument is not supported.
     """
     layer = type(module).__name__
-    for name, what in REFUSED.items():
+    for name, what in UNSUPPORTED.items():
         if arguments.get(name) is not None:
             raise UsageError(
                 f"{layer} uses {what} ({name}), which normalizers do not support: keep the "
@@ -138,13 +139,13 @@ def _are_collected(module: Any) -> bool:
 
 
 def _equipped(module: Any, num_heads: int) -> Normalizer:
-    give = equip.get()
-    if give is None:
+    equip_layer = equip.get()
+    if equip_layer is None:
         raise UsageError(
             f"this {type(module).__name__} has no normalizer: call "
             "attach(model, inputs=...) with inputs that reach every attention layer"
         )
-    give(module, num_heads)
+    equip_layer(module, num_heads)
     return module.normalizer
 
 

@@ -68,23 +68,25 @@ def attach(
             f"{type(model).__name__} has normalizers already: attach once, to a softmax model"
         )
     names = {module: name for name, module in model.named_modules()}
-    given: dict[str, nn.Module] = {}
+    equipped: dict[str, nn.Module] = {}
 
-    def give(module: nn.Module, num_heads: int) -> None:
+    def equip(module: nn.Module, num_heads: int) -> None:
         name = names[module]
-        put(module, {"name": normalizer, "num_heads": num_heads if per_head else None, **settings})
-        given[name] = module
+        add_normalizer(
+            module, {"name": normalizer, "num_heads": num_heads if per_head else None, **settings}
+        )
+        equipped[name] = module
 
-    with _unchanged_on_error(model, given):
-        use(model)
-        token = interface.equip.set(give)
+    with _unchanged_on_error(model, equipped):
+        set_implementation(model)
+        token = interface.equip.set(equip)
         try:
-            _call(model, inputs)
+            _call_once(model, inputs)
         finally:
             interface.equip.reset(token)
-        if not given:
+        if not equipped:
             raise UsageError(_ignores_the_interface(model))
-    return [name for name in names.values() if name in given]
+    return [name for name in names.values() if name in equipped]
 
 
 def attached(model: nn.Module) -> dict[str, Any]:
@@ -96,17 +98,17 @@ def attached(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def put(module: Any, made_with: dict[str, Any]) -> None:
-    """Give a layer a `Normalizer` with these arguments."""
+def add_normalizer(module: Any, arguments: dict[str, Any]) -> None:
+    """Add a `Normalizer` with these arguments to a layer."""
     if hasattr(module, "normalizer"):
         raise UsageError(f"{type(module).__name__} has an attribute 'normalizer': rename it")
-    normalizer: Any = Normalizer(**made_with)
-    normalizer.made_with = made_with  # `save` writes it
+    normalizer: Any = Normalizer(**arguments)
+    normalizer.constructor_arguments = arguments  # `save` writes it
     device = next((parameter.device for parameter in module.parameters()), None)
     module.normalizer = normalizer.to(device=device).train(module.training)
 
 
-def use(model: Any) -> None:
+def set_implementation(model: Any) -> None:
     """Set the attention implementation of a model and its parts."""
     interface.register()
     model.set_attn_implementation(interface.IMPLEMENTATION)
@@ -131,7 +133,7 @@ def _ignores_the_interface(model: nn.Module) -> str:
     )
 
 
-def _call(model: Any, inputs: Mapping[str, Any] | None) -> None:
+def _call_once(model: Any, inputs: Mapping[str, Any] | None) -> None:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -166,13 +168,13 @@ def _call_with_dummies(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _unchanged_on_error(model: Any, given: dict[str, nn.Module]) -> Iterator[None]:
+def _unchanged_on_error(model: Any, equipped: dict[str, nn.Module]) -> Iterator[None]:
     # A config also sets the implementation of the configs inside it, so those are restored last.
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         yield
     except BaseException:
-        for module in given.values():
+        for module in equipped.values():
             del module.normalizer
         for config, implementation in before:
             config._attn_implementation = implementation
