@@ -45,7 +45,7 @@ def multimax(
         modulator: a `Modulator`, or any function from scores to scores of the same shape.
         dim: the dimension that sums to one.
         mask: as `softmax`; a float mask is added to the modulated scores.
-        sink: as `softmax_with_sink`, beside the modulated scores; None for none.
+        sink: as `softmax_with_sink`, beside the modulated scores; None for no sink.
 
     Returns:
         The shape of x, in float32 or wider.
@@ -71,7 +71,7 @@ def log_multimax(
     Args, Raises: as `multimax`, without a sink.
 
     Returns:
-        The shape of x, in float32 or wider; a row that is wholly excluded is -inf.
+        The shape of x, in float32 or wider; a fully masked row is -inf.
     """
     wide, excluded = masked(_modulated(x, modulator), dim, mask)
     log_probs = wide.log_softmax(dim)
@@ -86,8 +86,8 @@ def _modulated(x: Tensor, modulator: ScoreFunction) -> Tensor:
     check_scores(x)
     modulated = modulator(x)
     if not isinstance(modulated, Tensor) or modulated.shape != x.shape:
-        given = list(modulated.shape) if isinstance(modulated, Tensor) else modulated
-        raise ValueError(f"modulator must keep the shape {list(x.shape)} of scores, gave {given}")
+        got = list(modulated.shape) if isinstance(modulated, Tensor) else modulated
+        raise ValueError(f"modulator must keep the shape {list(x.shape)} of scores, gave {got}")
     return modulated
 
 

@@ -1,4 +1,4 @@
-"""Sigmoid attention: each key has a weight of its own (Ramapuram et al. 2025)."""
+"""Sigmoid attention: weights that are not normalised (Ramapuram et al. 2025)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multimax_fairseq.ops.masks import key_counts
 def sigmoid(
     scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, bias: float | None = None
 ) -> Tensor:
-    """Return sigmoid weights, one key independent of the others.
+    """Return sigmoid weights; the weight of a key does not depend on the other keys.
 
         p_i = 1 / (1 + exp(-x_i - b)), b = -log(n), n keys             (Ramapuram et al. 2025)
     Equivalent to: torch.sigmoid(scores - math.log(n)).masked_fill(mask, 0)

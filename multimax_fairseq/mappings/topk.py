@@ -1,4 +1,4 @@
-"""Top-k softmax: all but the k largest scores are left out (Gupta et al. 2021)."""
+"""Top-k softmax: softmax over the k largest scores (Gupta et al. 2021)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -
         length = wide.shape[dim]
         if k >= length:
             return wide.softmax(dim)
-        least = wide.detach().topk(k, dim, sorted=True).values.narrow(dim, k - 1, 1)
-        return wide.masked_fill(wide < least, -torch.inf).softmax(dim)
+        kth = wide.detach().topk(k, dim, sorted=True).values.narrow(dim, k - 1, 1)
+        return wide.masked_fill(wide < kth, -torch.inf).softmax(dim)
 
     return apply_masked(mapping, scores, dim, mask)
 
