@@ -60,11 +60,11 @@ def wrapped(count: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure
 def legend_below(figure: Figure, handles: list[Any] | None = None, columns: int = 4) -> None:
     """Add one legend for all panels below them."""
     if handles is None:
-        found: dict[str, Any] = {}
+        by_label: dict[str, Any] = {}
         for axis in figure.axes:
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-                found.setdefault(label, handle)
-        handles, labels = list(found.values()), list(found)
+                by_label.setdefault(label, handle)
+        handles, labels = list(by_label.values()), list(by_label)
     else:
         labels = [handle.get_label() for handle in handles]
     figure.legend(
@@ -104,10 +104,10 @@ class Series:
     collection: Collection
     updates: int
 
-    def of(self, table: str, **wanted: Any) -> pd.DataFrame:
+    def of(self, table: str, **columns: Any) -> pd.DataFrame:
         frame: pd.DataFrame = getattr(self.collection, table)
         frame = frame[frame["updates"] == self.updates]
-        for column, value in wanted.items():
+        for column, value in columns.items():
             frame = frame[frame[column] == value]
         return frame
 
@@ -116,12 +116,12 @@ def series(collections: list[Collection], all_updates: bool = False) -> list[Ser
     """Return the last checkpoint of each collection; of a single one also the first, or all."""
     if len(collections) > 1:
         return [Series(plain(c.label), c, c.updates()[-1]) for c in collections]
-    (found,) = collections
-    updates = found.updates()
+    (collection,) = collections
+    updates = collection.updates()
     if all_updates and len(updates) > 8:
         updates = [updates[i] for i in np.linspace(0, len(updates) - 1, 8).round().astype(int)]
     chosen = updates if all_updates else sorted({updates[0], updates[-1]})
-    return [Series(f"{update:,} updates", found, update) for update in chosen]
+    return [Series(f"{update:,} updates", collection, update) for update in chosen]
 
 
 def empty(frame: pd.DataFrame, *columns: str) -> bool:
@@ -186,8 +186,8 @@ def heatmaps(
         if low == high:
             low, high = low - 0.5, high + 0.5
         for axis, place in zip(axes[row], places, strict=True):
-            own = heads[heads["place"] == place]
-            table = own.pivot(index="layer", columns="head", values=quantity)
+            rows = heads[heads["place"] == place]
+            table = rows.pivot(index="layer", columns="head", values=quantity)
             image = axis.imshow(
                 table, cmap="cividis", vmin=low, vmax=high, aspect="auto", origin="upper"
             )
@@ -197,7 +197,7 @@ def heatmaps(
             axis.set_yticks(range(len(table.index)), [str(int(i) + 1) for i in table.index])
             if count > 16:
                 axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-            texts = own.pivot(index="layer", columns="head", values=written or quantity)
+            texts = rows.pivot(index="layer", columns="head", values=written or quantity)
             for (i, j), value in np.ndenumerate(texts.to_numpy(dtype=float)):
                 if np.isfinite(value) and count <= 16:
                     bright = (table.iloc[i, j] - low) / (high - low) > 0.55

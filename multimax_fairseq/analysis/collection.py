@@ -61,13 +61,13 @@ class Collection:
         checkpoint = self.checkpoint()
         labels = {name: mapping.label for name, mapping in NORMALIZERS.items()}
         labels |= checkpoint.get("labels", {})
-        found = checkpoint.get("normalizer", {})
-        return {place: labels.get(name, name) for place, name in found.items() if name}
+        names = checkpoint.get("normalizer", {})
+        return {place: labels.get(name, name) for place, name in names.items() if name}
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the last checkpoint's entry in collection.json."""
         return max(
-            self.signed.get("checkpoints") or [{}], key=lambda found: found.get("updates", 0)
+            self.signed.get("checkpoints") or [{}], key=lambda entry: entry.get("updates", 0)
         )
 
     def places(self) -> list[str]:
@@ -127,16 +127,16 @@ def _damaged(file: Path, error: Exception) -> UsageError:
 
 def read_all(folders: list[Path]) -> list[Collection]:
     """Return several collections with distinct labels."""
-    found = [read(folder) for folder in folders]
-    labels = [collection.label for collection in found]
-    for index, collection in enumerate(found):
+    collections = [read(folder) for folder in folders]
+    labels = [collection.label for collection in collections]
+    for index, collection in enumerate(collections):
         if labels.count(labels[index]) > 1:
             collection.label += f" ({collection.folder.resolve().name})"
-    labels = [collection.label for collection in found]
-    for index, collection in enumerate(found):
+    labels = [collection.label for collection in collections]
+    for index, collection in enumerate(collections):
         if labels.count(labels[index]) > 1:
             collection.label += f" {index + 1}"
-    return found
+    return collections
 
 
 def latest(frame: pd.DataFrame) -> pd.DataFrame:

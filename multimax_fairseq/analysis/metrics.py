@@ -144,15 +144,15 @@ def over_temperatures(
     below = scores - scores.gather(-1, top)
     if mask is not None:
         below = below.masked_fill(mask, -torch.inf)
-    found = []
+    results = []
     for temperature in temperatures:
         weights = (below / temperature).exp_()
         total = weights.sum(-1, keepdim=True)
         probs = weights.div_(total)
         mean = (probs * relevant).sum(-1) / counts[1]
         modal = 1 - (1 / total.squeeze(-1) - mean)  # the largest weight is 1
-        found.append((probs.div_(-reference).exp_().mul_(low).sum(-1) / counts[0], modal))
-    return found
+        results.append((probs.div_(-reference).exp_().mul_(low).sum(-1) / counts[0], modal))
+    return results
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -226,10 +226,10 @@ def largest_of_words(values: Tensor, words: Tensor) -> Tensor:
         NaN for a word without values.
     """
     batch, heads, _ = values.shape
-    found = values.new_full((batch, heads, int(words.max()) + 1), -torch.inf)
+    largest = values.new_full((batch, heads, int(words.max()) + 1), -torch.inf)
     index = words[:, None].expand(values.shape)
-    found.scatter_reduce_(-1, index, values.nan_to_num(nan=-torch.inf), "amax")
-    return found.masked_fill_(found == -torch.inf, torch.nan)
+    largest.scatter_reduce_(-1, index, values.nan_to_num(nan=-torch.inf), "amax")
+    return largest.masked_fill_(largest == -torch.inf, torch.nan)
 
 
 def patch_similarity(features: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -25,21 +25,21 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     if not checkpoint.is_file():
         raise no_file("checkpoint", checkpoint)
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))["model"]
-    found: dict[str, dict[str, Tensor]] = {}
+    parameters: dict[str, dict[str, Tensor]] = {}
     for name, value in unwrapped(state).items():
         if learned := symbols(name, value):
-            found.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
-    if not found and any(name.endswith(".ts") for name in state):
+            parameters.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
+    if not parameters and any(name.endswith(".ts") for name in state):
         raise UsageError(
             f"checkpoint '{checkpoint}' is of the authors' code: convert it first with "
             "multimax-convert from-authors"
         )
-    if not found:
+    if not parameters:
         raise UsageError(
             f"checkpoint '{checkpoint}' has no learned scalars: give one of a model with MultiMax "
             "or another normalizer that learns"
         )
-    return found
+    return parameters
 
 
 def place(module: str) -> str:
@@ -54,13 +54,13 @@ def place(module: str) -> str:
     return f"{match[1]} layer {int(match[2]) + 1}, {ATTENTIONS.get(match[3], match[3])}"
 
 
-def table(found: dict[str, dict[str, Tensor]]) -> str:
+def table(parameters: dict[str, dict[str, Tensor]]) -> str:
     """Return an aligned text table, with one line per head if parameters are per head."""
     papers = ("t_b1", "t_b2", "b1", "b2", "t_d1", "t_d2", "d1", "d2", "alpha", "temperature")
-    there = dict.fromkeys(symbol for values in found.values() for symbol in values)
-    symbols = [s for s in papers if s in there] + [s for s in there if s not in papers]
+    learned = dict.fromkeys(symbol for values in parameters.values() for symbol in values)
+    symbols = [s for s in papers if s in learned] + [s for s in learned if s not in papers]
     lines = [["", *symbols]]
-    for name, values in found.items():
+    for name, values in parameters.items():
         heads = max(len(value) for value in values.values())
         for head in range(heads):
             cells = [f"{values[s][head]:.4f}" if s in values else "" for s in symbols]

@@ -67,9 +67,9 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
     """Write report.html into a folder and yield the name of each figure that is drawn."""
     drawn = []
     for figure in figures.draw([collection]):
-        held = io.BytesIO()
-        figure.figure.savefig(held, format="png", dpi=110)
-        drawn.append(inline(figure, held.getvalue()))
+        buffer = io.BytesIO()
+        figure.figure.savefig(buffer, format="png", dpi=110)
+        drawn.append(inline(figure, buffer.getvalue()))
         yield figure.name
     signed = {k: v for k, v in collection.signed.items() if k != "checkpoints"}
     updates = collection.updates()
@@ -162,9 +162,9 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if abs(value) < 1e-3 else f"{value:,.4f}"
 
 
-def flat(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+def flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
     """Yield (name, value) for each of the nested settings."""
-    for key, value in found.items():
+    for key, value in values.items():
         name = f"{before}{key}".replace("_", " ")
         if isinstance(value, dict):
             yield from flat(value, f"{name}: ")
@@ -190,7 +190,7 @@ def tables(collection: Collection) -> list[Table]:
         "heads": "Heads",
         "output": "Output layer by dictionary rank of the correct word",
     }
-    found = []
+    result = []
     for name, title in titles.items():
         frame = latest(getattr(collection, name))
         if name == "parameters" and len(frame):
@@ -209,8 +209,8 @@ def tables(collection: Collection) -> list[Table]:
             if column in frame:
                 frame = frame.assign(**{column: pd.to_numeric(frame[column]) + 1})
         rows = [[number(cell) for cell in row] for row in frame.itertuples(index=False)]
-        found.append(Table(title, [column.replace("_", " ") for column in frame.columns], rows))
-    return [*found, *positional_heads(collection)]
+        result.append(Table(title, [column.replace("_", " ") for column in frame.columns], rows))
+    return [*result, *positional_heads(collection)]
 
 
 def positional_heads(collection: Collection) -> list[Table]:
@@ -231,7 +231,7 @@ def comparison(collections: list[Collection]) -> list[Table]:
     about = [dict(flat(collection.checkpoint())) for collection in collections]
     names = list(dict.fromkeys(name for column in about for name in column))
     rows = [[name, *(column.get(name, "") for column in about)] for name in names]
-    found = [Table("The models", ["", *labels], rows, settings=True)]
+    result = [Table("The models", ["", *labels], rows, settings=True)]
     for place in places_of(collections):
         rows = []
         for table, columns in MEANS.items():
@@ -243,7 +243,7 @@ def comparison(collections: list[Collection]) -> list[Table]:
                 if any(cells):
                     rows.append([column.replace("_", " "), *cells])
         title = f"{PLACES[place]}: mean over layers and heads"
-        found.append(Table(title[0].upper() + title[1:], ["", *labels], rows))
+        result.append(Table(title[0].upper() + title[1:], ["", *labels], rows))
     rows = []
     for column in ("entropy", "sparsity", "nll", "probability"):
         cells = []
@@ -254,5 +254,5 @@ def comparison(collections: list[Collection]) -> list[Table]:
         if any(cells):
             rows.append([column, *cells])
     if rows:
-        found.append(Table("Output layer: mean over tokens", ["", *labels], rows))
-    return found
+        result.append(Table("Output layer: mean over tokens", ["", *labels], rows))
+    return result

@@ -38,20 +38,20 @@ def read(file: Path) -> TrainingLog:
     """
     if not file.is_file():
         raise no_file("log", file)
-    found: dict[tuple[int, str], float] = {}
+    logged: dict[tuple[int, str], float] = {}
     for line in _lines(file):
         names = {name.removeprefix(EPOCH): value for name, value in line.items()}
         figures = {n.removeprefix(MONITOR): v for n, v in names.items() if n.startswith(MONITOR)}
         updates = figures.pop("updates", None)
         if updates is not None:
-            found |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
-    if not found:
+            logged |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
+    if not logged:
         raise UsageError(
             f"log '{file}' has no line of the monitor: train with --monitor-interval 100 "
             "--log-format json --log-file FILE, and give that file"
         )
     rows = []
-    for (updates, key), value in found.items():  # encoder.0/sparsity, decoder.1/alpha.3
+    for (updates, key), value in logged.items():  # encoder.0/sparsity, decoder.1/alpha.3
         at, _, name = key.partition("/")
         place, _, layer = at.partition(".")
         symbol, _, head = name.rpartition(".")
@@ -63,16 +63,16 @@ def read(file: Path) -> TrainingLog:
 
 def read_all(files: list[Path]) -> list[TrainingLog]:
     """Return the values of several runs with distinct labels."""
-    found = [read(file) for file in files]
-    labels = [log.label for log in found]
-    for index, (log, file) in enumerate(zip(found, files, strict=True)):
+    logs = [read(file) for file in files]
+    labels = [log.label for log in logs]
+    for index, (log, file) in enumerate(zip(logs, files, strict=True)):
         if labels.count(labels[index]) > 1:
             log.label = f"{file.resolve().parent.name}/{log.label}"
-    labels = [log.label for log in found]
-    for index, log in enumerate(found):
+    labels = [log.label for log in logs]
+    for index, log in enumerate(logs):
         if labels.count(labels[index]) > 1:
             log.label += f" {index + 1}"
-    return found
+    return logs
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

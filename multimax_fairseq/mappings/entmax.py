@@ -111,8 +111,8 @@ class _Entmax(torch.autograd.Function):
     def forward(wide: Tensor, alpha: float | Tensor, dim: int, steps: int) -> Tensor:
         if steps > 0:
             # entmax would create a CPU tensor from a Python number and force a synchronisation.
-            given = alpha if isinstance(alpha, Tensor) else wide.new_full((), alpha)
-            return entmax.entmax_bisect(wide, given, dim, steps)
+            alpha_tensor = alpha if isinstance(alpha, Tensor) else wide.new_full((), alpha)
+            return entmax.entmax_bisect(wide, alpha_tensor, dim, steps)
         return entmax.sparsemax(wide, dim) if alpha == 2 else entmax.entmax15(wide, dim)
 
     @staticmethod

@@ -46,10 +46,10 @@ def evsoftmax(
         total = scaled.masked_fill(~allowed, 0.0).sum(dim, keepdim=True)
         mean = total / allowed.sum(dim, keepdim=True).clamp(min=1)
         # Rounding may put the mean of equal scores above all of them.
-        kept = scaled >= torch.minimum(mean, scaled.amax(dim, keepdim=True))
+        selected = scaled >= torch.minimum(mean, scaled.amax(dim, keepdim=True))
         if not training:
-            return wide.masked_fill(~kept, -torch.inf).softmax(dim)
-        factor = kept.to(wide.dtype) + EV_TRAINING_FACTOR
+            return wide.masked_fill(~selected, -torch.inf).softmax(dim)
+        factor = selected.to(wide.dtype) + EV_TRAINING_FACTOR
         return (wide + factor.log()).softmax(dim)
 
     return apply_masked(mapping, scores, dim, mask)

@@ -147,8 +147,8 @@ def through_chunks(
     needed = [n and factors is not None for n in needed]
     if count == 0:
         nll, smooth = (torch.zeros(0, dtype=wide, device=device) for _ in range(2))
-        given = zip((features, weight, bias, table), needed, strict=True)
-        empty = [t.new_zeros(t.shape) if t is not None and n else None for t, n in given]
+        pairs = zip((features, weight, bias, table), needed, strict=True)
+        empty = [t.new_zeros(t.shape) if t is not None and n else None for t, n in pairs]
         return nll, smooth, empty
     by_features, by_weight, by_bias, by_table = [None] * 4
     if needed[0]:
@@ -166,8 +166,8 @@ def through_chunks(
             torch.mm(inputs, weight.T, out=scores)
         else:
             torch.addmm(bias, inputs, weight.T, out=scores)
-        some = None if factors is None else factors[rows].to(wide)
-        *both, grad_scores, grad_table = one_chunk(scores, table, target[rows], some)
+        chunk_factors = None if factors is None else factors[rows].to(wide)
+        *both, grad_scores, grad_table = one_chunk(scores, table, target[rows], chunk_factors)
         losses.append(both)
         if grad_scores is None:
             continue
@@ -226,10 +226,10 @@ def check_linear(
     features: Tensor, weight: Tensor, bias: Tensor | None, modulator: ModulatorParameters | None
 ) -> None:
     """Raise TypeError or ValueError unless these are a linear layer and its modulator."""
-    given = [("features", features), ("weight", weight)]
+    tensors = [("features", features), ("weight", weight)]
     if bias is not None:
-        given.append(("bias", bias))
-    for name, tensor in given:
+        tensors.append(("bias", bias))
+    for name, tensor in tensors:
         check_tensor(name, tensor)
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")

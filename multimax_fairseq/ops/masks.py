@@ -47,12 +47,12 @@ def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Ten
     length = scores.shape[dim] if scores.dim() > 0 else 1
     if mask is None or mask.dim() == 0:
         return torch.full((), max(length, 1), dtype=wide, device=scores.device)
-    kept = ~excluded_keys(mask)
+    allowed = ~excluded_keys(mask)
     behind = dim - scores.dim() if dim >= 0 else dim
     if mask.dim() < -behind:  # all keys or none
-        kept = kept[(None,) * (-behind - mask.dim())]
-    each = length if kept.shape[behind] == 1 else 1
-    return (kept.sum(behind, keepdim=True) * each).clamp(min=1).to(wide)
+        allowed = allowed[(None,) * (-behind - mask.dim())]
+    each = length if allowed.shape[behind] == 1 else 1
+    return (allowed.sum(behind, keepdim=True) * each).clamp(min=1).to(wide)
 
 
 def attention_key_counts(
@@ -69,6 +69,6 @@ def attention_key_counts(
     last = torch.arange(queries, device=query.device).clamp(max=keys - 1)
     if mask is None:
         return (last + 1).clamp(min=1).float()[:, None]
-    kept = (~excluded_keys(mask)).expand(*mask.shape[:-1], keys)
-    counts = kept.cumsum(-1).index_select(-1, last).clamp(min=1).float()
+    allowed = (~excluded_keys(mask)).expand(*mask.shape[:-1], keys)
+    counts = allowed.cumsum(-1).index_select(-1, last).clamp(min=1).float()
     return counts.unsqueeze(-1) if mask.dim() == 1 else counts.mT

@@ -39,7 +39,7 @@ def modulators_of(
     frame = frame[frame["updates"] == (frame["updates"].max() if updates is None else updates)]
     frame = frame.assign(layer=frame["layer"].fillna(0).astype(int), head=frame["head"].fillna(-1))
     monotone = bool(collection.checkpoint().get("settings", {}).get("multimax_monotone"))
-    found: dict[int, list[Modulator]] = {}
+    modulators: dict[int, list[Modulator]] = {}
     for (layer, _), rows in frame.groupby(["layer", "head"]):
         values = dict(zip(rows["name"], rows["value"], strict=True))
         terms = {
@@ -48,8 +48,8 @@ def modulators_of(
         }
         modulator = Modulator.from_values(**terms)
         modulator.monotone = monotone
-        found.setdefault(layer, []).append(modulator)
-    return found
+        modulators.setdefault(layer, []).append(modulator)
+    return modulators
 
 
 def modulated(modulator: Modulator, scores: np.ndarray) -> np.ndarray:

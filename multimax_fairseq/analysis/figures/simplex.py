@@ -39,8 +39,8 @@ Mapping = Callable[[np.ndarray], np.ndarray]
 def mapping(name: str, **options: Any) -> Mapping:
     def apply(scores: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            given = torch.from_numpy(np.asarray(scores, dtype=np.float64))
-            return normalize(name, given, **options).numpy()
+            values = torch.from_numpy(np.asarray(scores, dtype=np.float64))
+            return normalize(name, values, **options).numpy()
 
     return apply
 
@@ -67,15 +67,15 @@ def learned_mappings(collection: Collection, place: str) -> dict[int, Mapping]:
     frame = frame[frame["place"] == place]
     if not any(set(frame["name"]) <= own for own in ({*SYMBOLS}, {"alpha"}, {"temperature"})):
         return {}
-    found: dict[int, list[Mapping]] = {
+    mappings: dict[int, list[Mapping]] = {
         layer: [mapping("multimax", modulator=modulator) for modulator in own]
         for layer, own in modulators_of(collection, place).items()
     }
     for name, normalizer in (("alpha", "alpha_entmax"), ("temperature", "softmax")):
         for row in frame[frame["name"] == name].itertuples():
             options = {name: float(row.value)}
-            found.setdefault(int(row.layer), []).append(mapping(normalizer, **options))
-    return {layer: mean_of(own) for layer, own in sorted(found.items())}
+            mappings.setdefault(int(row.layer), []).append(mapping(normalizer, **options))
+    return {layer: mean_of(own) for layer, own in sorted(mappings.items())}
 
 
 def mean_of(mappings: list[Mapping]) -> Mapping:
@@ -83,8 +83,8 @@ def mean_of(mappings: list[Mapping]) -> Mapping:
 
 
 def learned_places(collection: Collection) -> dict[str, dict[int, Mapping]]:
-    found = {place: learned_mappings(collection, place) for place in collection.places()}
-    return {place: mappings for place, mappings in found.items() if mappings}
+    by_place = {place: learned_mappings(collection, place) for place in collection.places()}
+    return {place: mappings for place, mappings in by_place.items() if mappings}
 
 
 @picture("Mappings of two scores")

@@ -255,12 +255,12 @@ def _parameters_of(kernel: Any, arguments: dict[str, Any]) -> _Parameters:
     others = [p for p in kernel.params if not p.is_constexpr]
     tensors = [p for p in others if isinstance(arguments[p.name], (Tensor, NoneType))]
     numbers = [p for p in others if p not in tensors]
-    found = _Parameters(
+    parameters = _Parameters(
         all=_getter(kernel.arg_names),
         tensors=_getter([p.name for p in tensors]),
         numbers=_getter([p.name for p in numbers]),
         specialized=_getter([p.name for p in numbers if not p.do_not_specialize]),
         constants=_getter(constants),
     )
-    _parameters[kernel.fn] = found
-    return found
+    _parameters[kernel.fn] = parameters
+    return parameters
