@@ -48,8 +48,8 @@ void best_of_row(const Best& a, int64_t row) {
       maximum = vec_max(maximum, load(scores + i));
     if (!above(maximum, broadcast(values[a.count - 1]))) continue;
     for (int64_t i = v; i < v + BLOCK; i += LANES) {
-      uint32_t found = above(load(scores + i), broadcast(values[a.count - 1]));
-      for (; found; found &= found - 1) consider(i + __builtin_ctz(found));
+      uint32_t better = above(load(scores + i), broadcast(values[a.count - 1]));
+      for (; better; better &= better - 1) consider(i + __builtin_ctz(better));
     }
   }
   for (; v < a.classes; v++) consider(v);
@@ -147,25 +147,25 @@ struct Candidates {
   }
 };
 
-// Adds the scores of the tokens [n0, n0 + count) and the classes [v0, v0 + rows) to `found`.
+// Adds the scores of the tokens [n0, n0 + count) and the classes [v0, v0 + rows) to `candidates`.
 // `scores` is scratch memory for this tile.
 template <class Sigma>
 void scan_tile(const BestOutputs& a, int64_t n0, int64_t count, const float* features_t, int64_t v0,
-               int64_t rows, float* scores, Candidates& found) {
+               int64_t rows, float* scores, Candidates& candidates) {
   const Sigma sigma(a.table);
-  packed_product(rows, found.width, a.size, a.weight + v0 * a.size, a.size, features_t, scores,
-                 found.width, false);
+  packed_product(rows, candidates.width, a.size, a.weight + v0 * a.size, a.size, features_t, scores,
+                 candidates.width, false);
   Vec modulated[CLASSES];
-  for (int64_t q = 0; q < found.width; q += LANES) {
+  for (int64_t q = 0; q < candidates.width; q += LANES) {
     Vec top = broadcast(-INFINITE);
     for (int64_t v = 0; v < rows; v++) {
-      const Vec x = load(scores + v * found.width + q) + (a.bias ? a.bias[v0 + v] : 0);
+      const Vec x = load(scores + v * candidates.width + q) + (a.bias ? a.bias[v0 + v] : 0);
       top = vec_max(top, modulated[v] = sigma.value(x));
     }
     Vec sum{};
     const Vec base = exp_shift(top);
     for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
-    found.add_sum(q, top, sum);
+    candidates.add_sum(q, top, sum);
     const auto for_each_apart = [&](auto work) {
       for (int64_t i = 0; i < a.apart; i++) {
         const int64_t v = a.apart_classes[i] - v0;
@@ -178,8 +178,8 @@ void scan_tile(const BestOutputs& a, int64_t n0, int64_t count, const float* fea
     });
     for_each_apart([](int64_t, Vec& score) { score = broadcast(-INFINITE); });
     for (int64_t v = 0; v < rows; v++)
-      if (above(modulated[v], found.bounds(q)))
-        found.insert(q, modulated[v], IntVec{} + static_cast<int32_t>(v0 + v));
+      if (above(modulated[v], candidates.bounds(q)))
+        candidates.insert(q, modulated[v], IntVec{} + static_cast<int32_t>(v0 + v));
   }
 }
 
@@ -192,17 +192,18 @@ void best_outputs_block(const BestOutputs& a, int64_t n0, int64_t count) {
   for (int64_t q = 0; q < count; q += panel_width())
     transpose(a.features + (n0 + q) * a.size, a.size, std::min(panel_width(), count - q), a.size,
               features_t + q * a.size, std::min(panel_width(), width - q));
-  std::vector<Candidates> found;
-  for (int64_t i = 0; i < threads; i++) found.emplace_back(width, a.count);
+  std::vector<Candidates> candidates;
+  for (int64_t i = 0; i < threads; i++) candidates.emplace_back(width, a.count);
   for_each_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
-    scan_tile<Sigma>(a, n0, count, features_t, v0, rows, scores + i * CLASSES * width, found[i]);
+    scan_tile<Sigma>(a, n0, count, features_t, v0, rows, scores + i * CLASSES * width,
+                     candidates[i]);
   });
-  for (int64_t i = 1; i < threads; i++) found[0].merge(found[i]);
+  for (int64_t i = 1; i < threads; i++) candidates[0].merge(candidates[i]);
   for (int64_t q = 0; q < count; q++) {
-    a.totals[n0 + q] = found[0].tops[q] + std::log(found[0].sums[q]);
+    a.totals[n0 + q] = candidates[0].tops[q] + std::log(candidates[0].sums[q]);
     for (int64_t j = 0; j < a.count; j++) {
-      a.values[(n0 + q) * a.count + j] = found[0].values[j * width + q];
-      a.indices[(n0 + q) * a.count + j] = found[0].indices[j * width + q];
+      a.values[(n0 + q) * a.count + j] = candidates[0].values[j * width + q];
+      a.indices[(n0 + q) * a.count + j] = candidates[0].indices[j * width + q];
     }
   }
 }
