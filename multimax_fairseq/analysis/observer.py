@@ -20,7 +20,7 @@ from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules import AdditiveAttention, Normalizer, normalizer_chain
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.attention import attention_scores
-from multimax_fairseq.ops.masks import causal_mask, combine_masks, excluded_keys
+from multimax_fairseq.ops.masks import attention_mask, causal_mask, excluded_keys
 
 # Bounds the memory of scores that are computed again: a few tens of MB.
 SCORES_AT_ONCE = 1 << 22
@@ -130,7 +130,7 @@ class Observer:
         return places[self.calls[module] % len(places)]
 
     def advance(self, module: nn.Module, queries: int) -> None:
-        """Count queries: a recurrent decoder attends with one query after the other."""
+        """Count the queries of a call: a recurrent decoder attends with one query at a time."""
         place, _ = self.place_of(module)
         self.queries[module] += queries
         if self.queries[module] >= self.padding[place].shape[1]:
@@ -197,12 +197,7 @@ class Observer:
             .permute(1, 2, 0, 3)  # (T, B, H D) to (B, H, T, D)
             for x, projection in ((inputs["query"], module.q_proj), (key, module.k_proj))
         )
-        mask, padding = inputs.get("attn_mask"), inputs.get("key_padding_mask")
-        if mask is not None and not mask.is_floating_point():
-            mask = mask.bool()
-        if padding is not None:
-            padding = padding.bool()[:, None, None]
-            mask = padding if mask is None else combine_masks(mask, padding)
+        mask = attention_mask(inputs.get("attn_mask"), inputs.get("key_padding_mask"))
         self._compute_scores(module, softmax, query, key, mask, False, module.scaling)
 
     @torch.no_grad()

@@ -287,7 +287,7 @@ class _SoftmaxMode(TorchFunctionMode):
             mask = attn_mask.view(-1, num_heads if attn_mask.dim() == 3 else 1, queries, keys)
         if key_padding_mask is not None:
             padding = key_padding_mask.view(batch, 1, 1, keys)
-            mask = padding if mask is None else combine_masks(mask, padding)
+            mask = combine_masks(mask, padding)
         if mask is not None:
             mask = F.pad(mask, (0, extra))
         q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))

@@ -10,7 +10,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
 from multimax_fairseq.ops.backend import is_autocast
 from multimax_fairseq.ops.decoding import KVCache
-from multimax_fairseq.ops.masks import combine_masks
+from multimax_fairseq.ops.masks import attention_mask
 
 
 class MultiheadAttention(SoftmaxMultiheadAttention):
@@ -132,7 +132,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             q, hidden = self._join_beams(q, beam), self._join_beams(hidden, beam)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
         is_causal = self._is_future(attn_mask)
-        mask = self._mask(None if is_causal else attn_mask, key_padding_mask)
+        mask = attention_mask(None if is_causal else attn_mask, key_padding_mask)
         k, v, mask = self._with_extra_keys(k, v, mask)
         dropout = self.dropout_module
         drops = dropout.training or dropout.apply_during_inference
@@ -222,21 +222,12 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
     def _static_values(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         prepare = getattr(self.normalizer, "static_values", None)
-        return v if prepare is None else prepare(v, self._mask(None, key_padding_mask))
+        return v if prepare is None else prepare(v, attention_mask(None, key_padding_mask))
 
     def _is_future(self, attn_mask: Tensor | None) -> bool:
         """Whether this is the causal mask that the decoder marks, without extra keys."""
         extra = self.bias_k is not None or self.add_zero_attn
         return not extra and getattr(attn_mask, "is_future_mask", False)
-
-    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-        """Return both masks as one, broadcastable to (B, heads, T, S), bool or float."""
-        if attn_mask is not None and not attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(torch.bool)
-        if key_padding_mask is None:
-            return attn_mask
-        padding = key_padding_mask.to(torch.bool)[:, None, None]
-        return padding if attn_mask is None else combine_masks(attn_mask, padding)
 
     def _project(self, context: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, head size) to the layer's output (T, B beam, C)."""

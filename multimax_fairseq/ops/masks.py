@@ -15,8 +15,10 @@ def excluded_keys(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask <= EXCLUDES
 
 
-def combine_masks(mask: Tensor, other: Tensor) -> Tensor:
+def combine_masks(mask: Tensor | None, other: Tensor) -> Tensor:
     """Return one mask with the effect of both. Bool: True excludes. Float: added to the scores."""
+    if mask is None:
+        return other
     if mask.dtype == torch.bool:
         mask, other = other, mask
     if other.dtype != torch.bool:
@@ -27,7 +29,21 @@ def combine_masks(mask: Tensor, other: Tensor) -> Tensor:
 def causal_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """Return a mask, (..., T, S), that excludes later keys, and what `mask` excludes or adds."""
     later = torch.ones([queries, keys], dtype=torch.bool, device=device).triu(1)
-    return later if mask is None else combine_masks(mask, later)
+    return combine_masks(mask, later)
+
+
+def attention_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+    """Return fairseq's two masks as one, broadcastable to (B, H, T, S), bool or float.
+
+    Args:
+        attn_mask: (T, S). Bool or uint8: non-zero excludes. Float: added to the scores.
+        key_padding_mask: (B, S), non-zero excludes.
+    """
+    if attn_mask is not None and not attn_mask.is_floating_point():
+        attn_mask = attn_mask.to(torch.bool)
+    if key_padding_mask is None:
+        return attn_mask
+    return combine_masks(attn_mask, key_padding_mask.to(torch.bool)[:, None, None])
 
 
 def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
