@@ -63,13 +63,15 @@ def modulators(collection: Collection, place: str) -> Figure | None:
     the identity, which is softmax (dashed), and the distribution of the scores (grey). Hatched: the
     range past the turning point, where sigma decreases, with the share of scores there. After
     Figs. 3 and 10 of Zhou et al. 2024."""
-    found = modulators_of(collection, place)
-    own = collection.parameters[collection.parameters["place"] == place]
-    if not found or (own["name"] == "temperature").any():  # sigma then acts on scaled scores
+    by_layer = modulators_of(collection, place)
+    parameters = collection.parameters[collection.parameters["place"] == place]
+    if (
+        not by_layer or (parameters["name"] == "temperature").any()
+    ):  # sigma then acts on scaled scores
         return None
-    figure, panels = wrapped(len(found), 3.5, 2.9)
+    figure, panels = wrapped(len(by_layer), 3.5, 2.9)
     with_scores = falls = False
-    for axis, (layer, own) in zip(panels, found.items(), strict=True):
+    for axis, (layer, heads) in zip(panels, by_layer.items(), strict=True):
         frame = latest(collection.histograms)
         frame = frame[(frame["place"] == place) & (frame["quantity"] == "score")]
         left, right, share = bins(frame[frame["layer"] == layer])
@@ -79,22 +81,22 @@ def modulators(collection: Collection, place: str) -> Figure | None:
             with_scores = True
             under = axis.twinx()
             under.set_yticks([])
-            shown = np.isfinite(right - left)
-            widths = (right - left)[shown]
-            density = share[shown] / widths
-            under.bar(left[shown], density, widths, align="edge", color=PALE, linewidth=0)
+            finite = np.isfinite(right - left)
+            widths = (right - left)[finite]
+            density = share[finite] / widths
+            under.bar(left[finite], density, widths, align="edge", color=PALE, linewidth=0)
             under.set_ylim(0, 3.2 * density.max())
             # matplotlib would draw the bars, whose axes are newer, above the curves.
             axis.set_zorder(under.get_zorder() + 1)
             axis.patch.set_visible(False)
         axis.plot(x, x, "--", color="black", linewidth=1)
-        for index, modulator in enumerate(own):
-            look = style(0) if len(own) == 1 else ordered_style(index, len(own))
+        for index, modulator in enumerate(heads):
+            look = style(0) if len(heads) == 1 else ordered_style(index, len(heads))
             y = modulated(modulator, x)
             axis.plot(
                 x,
                 y,
-                **{**look, "marker": look["marker"] if len(own) > 1 else None},
+                **{**look, "marker": look["marker"] if len(heads) > 1 else None},
                 markevery=(20 + 17 * index, 120),
             )
             falling = np.diff(y, append=y[-1]) < 0
@@ -115,7 +117,7 @@ def modulators(collection: Collection, place: str) -> Figure | None:
             [],
             [],
             color=COLOURS[0],
-            label="σ" if all(len(o) == 1 for o in found.values()) else "σ, one line per head",
+            label="σ" if all(len(o) == 1 for o in by_layer.values()) else "σ, one line per head",
         ),
     ]
     if with_scores:

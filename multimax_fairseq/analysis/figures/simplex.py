@@ -101,10 +101,10 @@ def simplex_2d(collection: Collection) -> Figure | None:
         every = (index * 9, 60)
         panels[0].plot(x, apply(scores)[:, 0], label=label, markevery=every, **style(index))
     panels[0].set_title("known mappings", fontsize=10)
-    for axis, (place, found) in zip(panels[1:], places.items(), strict=True):
+    for axis, (place, mappings) in zip(panels[1:], places.items(), strict=True):
         axis.plot(x, mapping("softmax")(scores)[:, 0], "k--", linewidth=1, label="softmax")
-        for index, (layer, apply) in enumerate(found.items()):
-            look = {**ordered_style(index, len(found)), "markevery": (index * 9 % 60, 60)}
+        for index, (layer, apply) in enumerate(mappings.items()):
+            look = {**ordered_style(index, len(mappings)), "markevery": (index * 9 % 60, 60)}
             axis.plot(x, apply(scores)[:, 0], label=f"layer {layer + 1}", **look)
         axis.set_title(f"learned: {ATTENTIONS[place]}", fontsize=10)
     for axis in panels:
@@ -147,10 +147,10 @@ def simplex_3d(collection: Collection) -> Figure | None:
         axes[0].plot(*point, **only, zorder=10)
         axes[1].plot(*apply(sweep).T, **look, label=label)
     axes[1].set_title("scores 2, 0 to 2, 0", fontsize=10)
-    for axis, (place, found) in zip(axes[2:], places.items(), strict=True):
+    for axis, (place, mappings) in zip(axes[2:], places.items(), strict=True):
         axis.plot(*mapping("softmax")(sweep).T, "k--", linewidth=1.2, label="softmax, T = 1")
-        for index, (layer, apply) in enumerate(found.items()):
-            look = ordered_style(index, len(found))
+        for index, (layer, apply) in enumerate(mappings.items()):
+            look = ordered_style(index, len(mappings))
             axis.plot(*apply(sweep).T, **look, label=f"layer {layer + 1}")
         axis.set_title(f"learned: {ATTENTIONS[place]}", fontsize=10)
     legend_below(figure, columns=3)

@@ -18,18 +18,18 @@ def probability_panels(
     collections: list[Collection], place: str
 ) -> tuple[Figure, list[tuple[Axes, str, dict[str, Any], Any]]] | None:
     """Return a figure and, for each layer and series, its axis, label, style and bins."""
-    wanted = []
+    histograms = []
     for entry in series(collections):
         frame = entry.of("histograms", place=place, quantity="probability")
-        wanted += [
+        histograms += [
             (layer, entry, bins(frame[frame["layer"] == layer])) for layer in layers_of(frame)
         ]
-    layers = sorted({layer for layer, _, _ in wanted})
+    layers = sorted({layer for layer, _, _ in histograms})
     if not layers:
         return None
     figure, panels = wrapped(len(layers))
     axes = dict(zip(layers, panels, strict=True))
-    lowest = min(left[share > 0].min(initial=1) for _, _, (left, _, share) in wanted)
+    lowest = min(left[share > 0].min(initial=1) for _, _, (left, _, share) in histograms)
     for layer, axis in axes.items():
         axis.set_title(f"layer {layer + 1}", fontsize=10)
         axis.set_xscale("log")
@@ -41,8 +41,8 @@ def probability_panels(
         else:
             axis.set_xlim(lowest / 2, 1.5)
     return figure, [
-        (axes[layer], entry.label, look_of(collections, entry), found)
-        for layer, entry, found in wanted
+        (axes[layer], entry.label, look_of(collections, entry), histogram)
+        for layer, entry, histogram in histograms
     ]
 
 
@@ -57,14 +57,14 @@ def weight_histograms(collections: list[Collection], place: str) -> Figure | Non
     """The distribution of attention weights on logarithmic axes, one panel per layer (Fig. 5 of
     Zhou et al. 2024, which calls them attention scores). The marker on the left is the share of
     weights that are exactly zero; the first step holds all others below 1e-8."""
-    found = probability_panels(collections, place)
-    if found is None:
+    figure_and_panels = probability_panels(collections, place)
+    if figure_and_panels is None:
         return None
-    figure, panels = found
+    figure, panels = figure_and_panels
     for axis, label, look, (left, right, share) in panels:
-        shown = right > 0
-        sides = np.maximum(np.stack([left[shown], right[shown]], -1), SMALLEST)
-        heights = np.where(share > 0, share, np.nan)[shown] / np.diff(np.log10(sides))[:, 0]
+        positive = right > 0
+        sides = np.maximum(np.stack([left[positive], right[positive]], -1), SMALLEST)
+        heights = np.where(share > 0, share, np.nan)[positive] / np.diff(np.log10(sides))[:, 0]
         axis.plot(
             sides.ravel(),
             np.repeat(heights, 2),
@@ -86,10 +86,10 @@ def weight_histograms(collections: list[Collection], place: str) -> Figure | Non
 def weight_distributions(collections: list[Collection], place: str) -> Figure | None:
     """The cumulative distribution of attention weights, one panel per layer (Fig. 8 of Zhou et al.
     2024). A line starts at the share of weights that are exactly zero."""
-    found = probability_panels(collections, place)
-    if found is None:
+    figure_and_panels = probability_panels(collections, place)
+    if figure_and_panels is None:
         return None
-    figure, panels = found
+    figure, panels = figure_and_panels
     for axis, label, look, (_, right, share) in panels:
         axis.plot(
             np.maximum(right, ZERO),
