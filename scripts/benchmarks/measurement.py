@@ -76,12 +76,13 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def within(contestant: Contestant) -> contextlib.AbstractContextManager[None]:
+def using_backend(contestant: Contestant) -> contextlib.AbstractContextManager[None]:
+    """Set MULTIMAX_BACKEND to the contestant's backend inside the `with` block."""
     return mock.patch.dict(os.environ, MULTIMAX_BACKEND=contestant.backend)
 
 
-def built(contestant: Contestant) -> Ready:
-    with within(contestant):
+def prepare(contestant: Contestant) -> Ready:
+    with using_backend(contestant):
         return contestant.make()
 
 
@@ -106,13 +107,13 @@ def difference(ours: Any, theirs: Any) -> tuple[float, str]:
     if isinstance(ours, list):
         count = sum(a != b for a, b in zip(ours, theirs, strict=True))
         return count, f"{count:,} of {len(ours):,} hypotheses differ"
-    found = []
+    errors = []
     for name, their in theirs.items():
         their = their.float()
         # tiny avoids 0 / 0 if both are zero.
         scale = their.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-        found.append((((ours[name].float() - their).abs().max() / scale).item(), name))
-    worst, name = max(found, key=lambda pair: (math.isnan(pair[0]), pair[0]))
+        errors.append((((ours[name].float() - their).abs().max() / scale).item(), name))
+    worst, name = max(errors, key=lambda pair: (math.isnan(pair[0]), pair[0]))
     return worst, f"they differ by {worst:.2g} at most, in the {name}"
 
 
@@ -124,9 +125,9 @@ def compare(case: Case, ready: dict[str, Ready], dtype: torch.dtype) -> dict[str
         theirs = None
         for name in others:
             if theirs is None:
-                with within(case.contestants[first]):
+                with using_backend(case.contestants[first]):
                     theirs = ready[first].result()
-            with within(case.contestants[name]):
+            with using_backend(case.contestants[name]):
                 ours = ready[name].result()
             error, words = difference(ours, theirs)
             if not error <= (0 if isinstance(ours, list) else TOLERANCE[dtype]):
@@ -153,7 +154,7 @@ def peak_of_process(
     """The peak memory of a step, in a process that does nothing else."""
     quiet()
     contestant = cases(args)[index].contestants[name]
-    with within(contestant):
+    with using_backend(contestant):
         ready = contestant.make()
         start = status("VmRSS")
         ready.step(0)
@@ -166,7 +167,7 @@ def peak_of_process(
 
 
 def peak_of_gpu(contestant: Contestant, ready: Ready) -> dict[str, int]:
-    with within(contestant):
+    with using_backend(contestant):
         ready.step(0)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -202,13 +203,13 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
 
 def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any]]:
     """Run all cases and return their `summary`."""
-    found = []
+    results = []
     with_peaks = args.memory and (args.device == "cuda" or Path("/proc/self/clear_refs").exists())
     # The cases are built again for every index, so that only one case's inputs exist at a time.
     for index in range(len(cases(args))):
         case = cases(args)[index]
         print(f"{case.label}: {len(case.contestants)} contestants", file=sys.stderr)
-        ready = {name: built(contestant) for name, contestant in case.contestants.items()}
+        ready = {name: prepare(contestant) for name, contestant in case.contestants.items()}
         agreement = compare(case, ready, getattr(torch, args.dtype))
         rounds = run_rounds(case, ready, args)
         peaks = {name: {"gradients": each.gradients} for name, each in ready.items()}
@@ -220,8 +221,8 @@ def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any
         gc.collect()
         for name in rounds if with_peaks and args.device == "cpu" else ():
             peaks[name] |= peak_elsewhere(cases, args, index, name)
-        found.append(summary(case, rounds, peaks, agreement))
-    return found
+        results.append(summary(case, rounds, peaks, agreement))
+    return results
 
 
 def run_rounds(case: Case, ready: dict[str, Ready], args: Any) -> dict[str, list[dict[str, float]]]:
@@ -232,7 +233,7 @@ def run_rounds(case: Case, ready: dict[str, Ready], args: Any) -> dict[str, list
     for number in range(args.warmup + args.rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            with within(case.contestants[name]):
+            with using_backend(case.contestants[name]):
                 if case.settles:
                     ready[name].step(number)
                 turn = timed(ready[name].step, number, args.device, times)
