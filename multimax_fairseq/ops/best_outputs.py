@@ -84,7 +84,7 @@ def best_outputs(
     classes = weight.shape[0]
     _check_count(count, classes)
     is_listed = isinstance(apart, Sequence) and not isinstance(apart, str)
-    if not is_listed or not all(is_whole(k, least=0) and k < classes for k in apart):
+    if not is_listed or not all(is_whole(k, minimum=0) and k < classes for k in apart):
         raise ValueError(f"apart must be some of {classes} classes, got {apart!r}")
     table = table_or_none(modulator)
     is_short = count <= MAX_COUNT and classes < 2**31

@@ -15,11 +15,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DROPOUT = 1 - 2**-24
 
 
-def is_whole(value: object, least: int = 1) -> bool:
-    """Whether a value is an int64 of at least `least`. True and 2.0 are not."""
+def is_whole(value: object, minimum: int = 1) -> bool:
+    """Whether a value is an int64 of at least `minimum`. True and 2.0 are not."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         return False
-    return least <= int(value) < 2**63
+    return minimum <= int(value) < 2**63
 
 
 def check_whole(name: str, value: object) -> None:
@@ -51,7 +51,7 @@ def check_integer(name: str, value: Any) -> None:
     """Raise TypeError unless the value is an integer, ValueError unless it fits int64."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not is_whole(value, least=-(2**63)):
+    if not is_whole(value, minimum=-(2**63)):
         raise ValueError(f"{name} must be within int64, got {value}")
 
 
