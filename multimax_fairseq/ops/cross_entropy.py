@@ -214,8 +214,7 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         return nll, smooth, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
 
     nll, smooth, grads = through_chunks(one_chunk, call, factors, needed)
-    pairs = zip(grads, call.inputs, strict=True)
-    return nll, smooth, *(None if g is None or t is None else g.to(t.dtype) for g, t in pairs)
+    return nll, smooth, *grads
 
 
 # --- torch.ops.multimax_fairseq.output_loss_parts ----------------------------------------------

@@ -135,9 +135,8 @@ def through_chunks(
         needed: which of features, weight, bias and table need gradients.
 
     Returns:
-        nll and smooth, (N,), in the dtype of features but at least float32. Gradients, None if not
-        needed: by features in their dtype; by weight in its own dtype if one chunk computes it;
-        sums over chunks in the dtype of the losses.
+        nll and smooth, (N,), in the dtype of features but at least float32; gradients in the dtypes
+        of their inputs, None if not needed. Sums over chunks are computed in the dtype of nll.
     """
     features, weight, bias, table, target, *_, chunk_size = call
     count, classes, device = len(target), len(weight), features.device
@@ -182,7 +181,8 @@ def through_chunks(
         if grad_table is not None and needed[3]:
             by_table = grad_table if by_table is None else by_table.add_(grad_table)
     nll, smooth = losses[0] if len(losses) == 1 else map(torch.cat, zip(*losses, strict=True))
-    return nll, smooth, [by_features, by_weight, by_bias, by_table]
+    grads = zip((by_features, by_weight, by_bias, by_table), call.inputs, strict=True)
+    return nll, smooth, [None if g is None or t is None else g.to(t.dtype) for g, t in grads]
 
 
 def chunk_rows(count: int, classes: int, device: str) -> int:

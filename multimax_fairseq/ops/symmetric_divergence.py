@@ -178,6 +178,4 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         return divergences, zeros, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
 
     divergences, zeros, grads = through_chunks(one_chunk, call, factors, needed)
-    pairs = zip(grads, call.inputs, strict=True)
-    grads = [None if g is None or t is None else g.to(t.dtype) for g, t in pairs]
     return divergences, zeros, *grads
