@@ -9,7 +9,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.models.config import build_normalizer
 from multimax_fairseq.ops.best_outputs import fused_scores
-from multimax_fairseq.ops.modulator import is_known
+from multimax_fairseq.ops.modulator import has_parameters
 
 
 def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
@@ -19,7 +19,7 @@ def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
     modulator of another mapping.
     """
     projection, modulator = decoder.output_projection, getattr(decoder, "output_modulator", None)
-    if type(projection) is not nn.Linear or not (modulator is None or is_known(modulator)):
+    if type(projection) is not nn.Linear or not (modulator is None or has_parameters(modulator)):
         return None
     if projection._forward_hooks or projection._forward_pre_hooks:
         return None

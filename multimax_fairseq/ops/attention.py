@@ -32,7 +32,7 @@ from multimax_fairseq.ops.checks import (
 )
 from multimax_fairseq.ops.dropout import draw_seed, dropout
 from multimax_fairseq.ops.masks import attention_key_counts
-from multimax_fairseq.ops.modulator import fits_heads, is_known, table_of
+from multimax_fairseq.ops.modulator import fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import (
     Operator,
     define,
@@ -217,7 +217,7 @@ def fused_attention(
         and key.shape[2] < 2**31
         and dropout_p <= MAX_DROPOUT
         and supports_head_size(query.device, size)
-        and (modulator is None or is_known(modulator))
+        and (modulator is None or has_parameters(modulator))
         and fits_each_head(query, query.shape[1], sink, length_scale)
         # Kernels compute no gradient of a mask.
         and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())

@@ -179,6 +179,6 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def recorded(*tensors: Tensor | None) -> bool:
-    """Whether torch must see plain operations: it records them, or tensors wrap others."""
+def needs_plain_operations(*tensors: Tensor | None) -> bool:
+    """Whether to use plain operations because torch traces them, or a tensor wraps others."""
     return traced() or any(t is not None and is_wrapper(t) for t in tensors)

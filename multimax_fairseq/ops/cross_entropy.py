@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose, on_triton, recorded
+from multimax_fairseq.ops.backend import choose, needs_plain_operations, on_triton
 from multimax_fairseq.ops.checks import (
     DTYPES,
     check_device,
@@ -23,6 +23,7 @@ from multimax_fairseq.ops.linear_loss import (
     LinearLoss,
     LossCall,
     cast_for_plain,
+    cast_layer,
     check_linear,
     check_summing,
     logits_of,
@@ -158,7 +159,7 @@ def linear_backend(
 
 def _plain(call: LossCall, summed: bool) -> tuple[Tensor, Tensor]:
     call = cast_for_plain(call)
-    if recorded(*call.inputs, call.target):  # torch differentiates it
+    if needs_plain_operations(*call.inputs, call.target):  # torch differentiates it
         nll, smooth = _losses(logits_of(call), call.target, call.ignore_index)
     else:
         if call.target.device.type == "cpu":
@@ -420,10 +421,7 @@ def cast_output(
         dtype = torch.promote_types(features.dtype, weight.dtype)
     else:
         dtype = torch.get_autocast_dtype(device)
-    features, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (features, weight))
-    if bias is not None and bias.dtype != torch.float64:
-        bias = bias.to(dtype)
-    return features, weight, bias, *rest
+    return *cast_layer(features, weight, bias, dtype), *rest
 
 
 output_loss: Operator = define(

@@ -21,7 +21,7 @@ from multimax_fairseq.ops.attention import (
 )
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
-from multimax_fairseq.ops.modulator import fits_heads, is_known, table_of
+from multimax_fairseq.ops.modulator import fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
 
 # The head size must be a multiple of the kernel's widest vector, in floats.
@@ -125,7 +125,7 @@ def decoding_attention(
         size % HEAD_SIZE_MULTIPLE == 0
         and like.numel() > 0
         and not is_autocast(like.device.type)  # the projections are not float32 then
-        and (modulator is None or is_known(modulator))
+        and (modulator is None or has_parameters(modulator))
         and fits_each_head(like, heads, sink, length_scale)
     )
     table: Tensor | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multimax_fairseq.ops.backend import is_autocast, traced
 from multimax_fairseq.ops.checks import check_device, check_integer, check_tensor
-from multimax_fairseq.ops.modulator import ModulatorParameters, is_known, modulated, table_of
+from multimax_fairseq.ops.modulator import ModulatorParameters, has_parameters, modulated, table_of
 from multimax_fairseq.ops.registration import differentiable_once
 
 # Logits of a chunk. On the CPU, a chunk stays in the last-level cache during both passes. On a GPU,
@@ -249,7 +249,7 @@ def check_linear(
         raise ValueError(f"bias must be ({weight.shape[0]},), got {list(bias.shape)}")
     if modulator is None:
         return
-    if not is_known(modulator):
+    if not has_parameters(modulator):
         raise TypeError(f"modulator must be a Modulator or None, got {modulator!r}")
     for coefficient in (modulator.low_coefficient, modulator.high_coefficient):
         if not isinstance(coefficient, Tensor):
@@ -282,15 +282,20 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
     return (total / count.clamp(min=1)).masked_fill(count == 0, torch.nan)
 
 
+def cast_layer(
+    features: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Return a linear layer in this dtype; tensors in float64 stay as they are, as in autocast."""
+    layer = (features, weight, bias)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in layer)
+
+
 def cast_for_plain(call: LossCall) -> LossCall:
     """Return a call in the dtypes in which the plain form computes: those of F.linear."""
     features, weight, bias, table = call.inputs
     if is_autocast(features.device.type):
         dtype = torch.get_autocast_dtype(features.device.type)
-        features, weight = (
-            t if t.dtype == torch.float64 else t.to(dtype) for t in (features, weight)
-        )
-        bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
+        features, weight, bias = cast_layer(features, weight, bias, dtype)
     if table is not None:
         table = table.to(torch.promote_types(features.dtype, torch.float32))
     return call._replace(features=features, weight=weight, bias=bias, table=table)

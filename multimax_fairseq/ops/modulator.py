@@ -332,8 +332,8 @@ def _low_turn(table: Tensor) -> tuple[Tensor, Tensor]:
     return turn, value.masked_fill(turn.isinf(), 0)
 
 
-def is_known(modulator: Any) -> bool:
-    """Whether a modulator has parameters that the kernels can read; else it is only a function."""
+def has_parameters(modulator: Any) -> bool:
+    """Whether a modulator has the parameters that kernels read; else it is any function."""
     return hasattr(modulator, "low_coefficient") and hasattr(modulator, "monotone")
 
 

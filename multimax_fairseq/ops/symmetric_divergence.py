@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.ops.backend import choose, is_autocast, recorded
+from multimax_fairseq.ops.backend import choose, is_autocast, needs_plain_operations
 from multimax_fairseq.ops.checks import check_device, check_tensor
 from multimax_fairseq.ops.linear_loss import (
     LinearLoss,
@@ -116,7 +116,7 @@ def _plain(call: LossCall, summed: bool) -> Tensor:
     """Return the divergences of neighbouring rows (2 N, D), (N,) or their sum."""
     call = cast_for_plain(call)
     mask = call.target
-    if recorded(*call.inputs, mask):  # torch differentiates it
+    if needs_plain_operations(*call.inputs, mask):  # torch differentiates it
         log_probs = logits_of(call).log_softmax(-1)
         p, q = _pairs(log_probs)
         divergences = _divergences(p.exp(), q.exp(), p - q).masked_fill(mask, 0.0)
