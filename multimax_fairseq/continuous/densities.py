@@ -30,7 +30,7 @@ class Density:
         alpha: of alpha-entmax.
         degree, constant: half the width of the support is (constant * scale)^(1 / degree). f is
             -(t - mean)^2 / (2 scale); for the triangular density -|t - mean| / scale.
-        profile: density of (t - mean) / half, given on [0, 1]; it is symmetric.
+        profile: density of (t - mean) / half on [0, 1]; on [-1, 0] it is the mirror image.
     """
 
     name: str
@@ -56,9 +56,9 @@ class Density:
     def expectation(self, mean: Tensor, scale: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
         """Return the expectations of Gaussian basis functions, (..., N).
 
-        Gauss-Legendre quadrature over the part of each half of the support that a basis function
-        reaches. The gradients are the generalised covariances of Eq. 18; second-order gradients are
-        right too.
+        Gauss-Legendre quadrature on each half of the support, where a basis function is not
+        negligible. The gradients are the generalised covariances of Eq. 18; second-order gradients
+        are right too.
 
         Args, Raises: as `continuous_sparsemax`, with the scale as its variance; above 0.
         """
@@ -70,7 +70,7 @@ class Density:
         node, weight = NODES.to(mean.device), WEIGHTS.to(mean.device)
         total = torch.zeros((), dtype=torch.float64, device=mean.device)
         for side in (-1, 1):
-            # In (time - mean) / half the ends of the support are fixed, so that no derivative has a
+            # In (time - mean) / half the ends of the support are fixed, so no derivative has a
             # boundary term.
             with torch.no_grad():
                 low, high = (
@@ -78,9 +78,9 @@ class Density:
                     for end in (-1, 1)
                 )
                 span = (high - low) / 2
-                place = low + span * (1 + node)
-                measure = span * weight * self.profile(place.abs())
-            distance = (mean + half * place - at) / width
+                points = low + span * (1 + node)
+                measure = span * weight * self.profile(points.abs())
+            distance = (mean + half * points - at) / width
             basis = torch.exp(-(distance**2) / 2) / (math.sqrt(2 * math.pi) * width)
             total = total + (measure * basis).sum(-1)
         return total.to(dtype)

@@ -12,8 +12,8 @@ from torch import Tensor
 from multimax_fairseq.ops.backend import traced, transformed
 from multimax_fairseq.ops.checks import check_device, check_tensor
 
-# For supports below NARROW widths of a basis, the closed form cancels. There, SERIES_TERMS terms of
-# a Taylor series are exact to double precision.
+# For supports narrower than NARROW widths of a basis function, the closed form cancels. There,
+# SERIES_TERMS terms of a Taylor series are exact to double precision.
 NARROW = 0.2
 SERIES_TERMS = 11
 
@@ -24,10 +24,10 @@ FAR = 40.0
 
 ROOT_HALF = math.sqrt(0.5)
 
-# Means that are computed at a time on a CPU, so that intermediate results stay in the cache.
+# Rows computed at a time on a CPU, so that intermediate results stay in the cache.
 CACHED_ROWS = 1024
 
-# The parabola's gradient by its variance is unbounded at 0: the variance is clamped here.
+# The parabola's gradient with respect to its variance is unbounded at 0: clamp the variance here.
 MIN_VARIANCE = 1e-9
 
 
@@ -36,12 +36,12 @@ def continuous_softmax(mean: Tensor, variance: Tensor, centers: Tensor, widths: 
 
         r_j = E[N(t; center_j, width_j^2)], t ~ N(mean, variance)
             = N(mean; center_j, variance + width_j^2)          (Eq. 46, Martins et al. 2020)
-    Equivalent to: torch.distributions.Normal(centers, (variance + widths**2).sqrt())
-    .log_prob(mean).exp(), with mean and variance of one dimension more
+    Equivalent to: torch.distributions.Normal(centers, (variance[..., None] + widths**2).sqrt())
+    .log_prob(mean[..., None]).exp()
 
     Args:
         mean: (...,), floating; any number.
-        variance: broadcastable with mean; 0 is the density of one point.
+        variance: broadcastable with mean; 0 gives the density of one point.
         centers: (N,), of the basis functions; constants, which get no gradient.
         widths: (N,), their standard deviations; above 0.
 
@@ -49,9 +49,9 @@ def continuous_softmax(mean: Tensor, variance: Tensor, centers: Tensor, widths: 
         (..., N), in float32 or wider. Its gradients are covariances under the density (Eq. 18).
 
     Raises:
-        TypeError: something that is no tensor.
-        ValueError: shapes, dtypes or devices that do not fit; a basis that asks for a gradient; on
-            the CPU, a variance below 0 or a width that is not above 0.
+        TypeError: an argument is not a tensor.
+        ValueError: shapes, dtypes or devices do not match; the basis requires a gradient; on the
+            CPU, a variance is below 0 or a width is not above 0.
     """
     return _expectation(_gaussian, _gaussian_slopes, (mean, variance, centers, widths))
 
@@ -66,10 +66,10 @@ def continuous_sparsemax(mean: Tensor, variance: Tensor, centers: Tensor, widths
     `variance` is the scale of the score function, as in the paper, not the density's own variance,
     which is (3/2 variance)^(2/3) / 5.
 
-    Args, Returns, Raises: as `continuous_softmax`. The true gradient by the variance grows without
-        bound as the variance falls to 0; below `MIN_VARIANCE` it is the one there.
+    Args, Returns, Raises: as `continuous_softmax`. The gradient with respect to the variance is
+        unbounded at 0; below `MIN_VARIANCE` it is that at `MIN_VARIANCE`.
     """
-    # Its closed form would lose most digits of a float32 to cancellation.
+    # In float32 the closed form would lose most digits to cancellation.
     inputs = (mean, variance, centers, widths)
     return _expectation(_parabola, _parabola_slopes, inputs, torch.float64)
 
@@ -86,8 +86,8 @@ def gaussian_basis(positions: Tensor, centers: Tensor, widths: Tensor) -> Tensor
 
 
 def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    # Newton's method in plain Python: tensor operations at import would start torch's threads, for
-    # which a process that is forked later would wait forever.
+    # Newton's method in plain Python. Tensor operations at import would start torch's threads, and
+    # a process that is forked later would wait for them forever.
     nodes, weights = [], []
     for number in range(count):
         node = -math.cos(math.pi * (number + 0.75) / (count + 0.5))
@@ -99,8 +99,8 @@ def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
             node -= value / slope
         nodes.append(node)
         weights.append(2 / ((1 - node**2) * slope**2))
-    found = torch.tensor([nodes, weights], dtype=torch.float64, device="cpu")
-    return found[0], found[1]
+    table = torch.tensor([nodes, weights], dtype=torch.float64, device="cpu")
+    return table[0], table[1]
 
 
 # Nodes and weights of the quadrature on [-1, 1]: 14 digits for a Gaussian within REACH.
@@ -110,7 +110,7 @@ NODES, WEIGHTS = _gauss_legendre(64)
 # --- one dimension ----------------------------------------------------------------------------
 
 # core(mean (..., 1), variance (..., 1), centers (N,), widths (N,)) -> expectations (..., N);
-# slopes(the same) -> their derivatives by mean and by variance.
+# slopes(the same) -> derivatives with respect to mean and variance.
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Slopes = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -125,10 +125,10 @@ def _gaussian_slopes(
 ) -> tuple[Tensor, Tensor]:
     total = variance + widths**2
     # Where the square would overflow, the value is 0; clamp to avoid 0 * inf.
-    most = torch.finfo(total.dtype).max ** 0.5
-    pull = ((centers - mean) / total).clamp(-most, most)
+    limit = torch.finfo(total.dtype).max ** 0.5
+    slope = ((centers - mean) / total).clamp(-limit, limit)  # of the logarithm
     value = _gaussian(mean, variance, centers, widths)
-    return value * pull, value * (pull**2 - 1 / total) / 2
+    return value * slope, value * (slope**2 - 1 / total) / 2
 
 
 def _parabola(mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
@@ -147,14 +147,13 @@ def _parabola_slopes(
 
 
 def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the moments of a Gaussian on an interval; the second one less that of I_0 / 3.
+    """Return the moments of a Gaussian on an interval, the second one minus I_0 / 3.
 
         I_n = integral over [-1, 1] of x^n N(half x; offset, 1) dx
 
     Args:
         half: float64, at least 0: the interval's half-width in standard deviations of the Gaussian.
-        offset: float64, broadcastable with half: from the interval's centre to that of the
-            Gaussian.
+        offset: float64, broadcastable with half: the Gaussian's centre minus the interval's.
 
     Returns:
         (I_0, I_1, I_2 - I_0 / 3), each of the broadcast shape.
@@ -164,7 +163,7 @@ def moments_on_support(half: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Te
     offset = offset.clamp(-half - FAR, half + FAR)
     narrow = half < NARROW
     closed = _closed_moments(half.clamp(min=NARROW), offset)
-    if not looks(half):
+    if not can_read_values(half):
         series = _series_moments(half.clamp(max=NARROW), offset)
         mass, first, spread = (
             torch.where(narrow, a, b) for a, b in zip(series, closed, strict=True)
@@ -223,8 +222,8 @@ class _Expectation(torch.autograd.Function):
         core: Core, slopes: Slopes, mean: Tensor, variance: Tensor, centers: Tensor, widths: Tensor
     ) -> Tensor:
         rows = _in_parts(centers.dtype, mean, variance)
-        found = torch.cat([core(at, spread, centers, widths) for at, spread in rows])
-        return found.view(*torch.broadcast_shapes(mean.shape, variance.shape)[:-1], len(centers))
+        values = torch.cat([core(at, spread, centers, widths) for at, spread in rows])
+        return values.view(*torch.broadcast_shapes(mean.shape, variance.shape)[:-1], len(centers))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -238,11 +237,11 @@ class _Expectation(torch.autograd.Function):
         for at, spread, grads in _in_parts(centers.dtype, mean, variance, grad):
             slopes = ctx.slopes(at, spread, centers, widths)
             totals.append([(grads * slope).sum(-1, keepdim=True) for slope in slopes])
-        by_mean, by_variance = (
-            narrowed(torch.cat(total).view(*grad.shape[:-1], 1), like)
+        grad_mean, grad_variance = (
+            cast_gradient(torch.cat(total).view(*grad.shape[:-1], 1), like)
             for total, like in zip(zip(*totals, strict=True), (mean, variance), strict=True)
         )
-        return None, None, by_mean, by_variance, None, None
+        return None, None, grad_mean, grad_variance, None, None
 
 
 def _in_parts(dtype: torch.dtype, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -252,11 +251,11 @@ def _in_parts(dtype: torch.dtype, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         tensor.to(dtype).expand(*shape, -1).reshape(shape.numel(), tensor.shape[-1])
         for tensor in tensors
     ]
-    rows = CACHED_ROWS if looks(matrices[0]) else max(shape.numel(), 1)
+    rows = CACHED_ROWS if can_read_values(matrices[0]) else max(shape.numel(), 1)
     return list(zip(*(matrix.split(rows) for matrix in matrices), strict=True))
 
 
-def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
+def cast_gradient(gradient: Tensor, like: Tensor) -> Tensor:
     """Return a gradient in the shape and dtype of `like`, clamped to finite numbers."""
     limit = torch.finfo(like.dtype).max
     return gradient.sum_to_size(like.shape).clamp(-limit, limit).to(like.dtype)
@@ -269,10 +268,10 @@ def _expectation(
     mean, variance, centers, widths = checked_bases(*inputs)
     result = result_dtype(mean, variance)
     dtype = dtype or result
-    found = _Expectation.apply(
+    values = _Expectation.apply(
         core, slopes, mean[..., None], variance[..., None], centers.to(dtype), widths.to(dtype)
     )
-    return found.to(result)
+    return values.to(result)
 
 
 def checked_bases(
@@ -320,12 +319,12 @@ def result_dtype(first: Tensor, second: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
 
 
-def looks(tensor: Tensor) -> bool:
-    """Whether values can be read for free: not on a GPU, and not under tracing or transforms."""
+def can_read_values(tensor: Tensor) -> bool:
+    """Whether reading values is cheap: not on a GPU, and not under tracing or transforms."""
     return tensor.device.type == "cpu" and not traced() and not transformed()
 
 
 def check_values(name: str, tensor: Tensor, wrong: Tensor, remedy: str) -> None:
-    """Raise ValueError for the first wrong entry, if values can be read for free."""
-    if looks(tensor) and wrong.any():
+    """Raise ValueError for the first wrong entry, if reading values is cheap."""
+    if can_read_values(tensor) and wrong.any():
         raise ValueError(f"{name} must be {remedy}, got {tensor[wrong][0].tolist()}")

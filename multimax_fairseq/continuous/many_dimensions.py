@@ -12,18 +12,18 @@ from multimax_fairseq.continuous.expectation import (
     NODES,
     REACH,
     WEIGHTS,
+    can_read_values,
+    cast_gradient,
     check_constant,
     check_floating,
     check_values,
-    looks,
     moments_on_support,
-    narrowed,
     result_dtype,
 )
 from multimax_fairseq.ops.registration import differentiable_once
 
-# How far a covariance may be from symmetric and from semi-definite, by its largest entry: what
-# half precision leaves of one.
+# Tolerance for a covariance that half precision has rounded: its distance from a symmetric and
+# positive semi-definite matrix, relative to its largest entry.
 ROUNDING = 1e-3
 
 
@@ -34,24 +34,24 @@ def continuous_softmax_nd(
 
         r_j = E[N(t; center_j, covariance_j)], t ~ N(mean, covariance)
             = N(mean; center_j, covariance + covariance_j)     (Eq. 46, Martins et al. 2020)
-    Equivalent to: torch.distributions.MultivariateNormal(centers, covariance + covariances)
-    .log_prob(mean).exp(), with mean and covariance of one dimension more
+    Equivalent to: torch.distributions.MultivariateNormal(centers, covariance[..., None, :, :] +
+    covariances).log_prob(mean[..., None, :]).exp()
 
     Args:
         mean: (..., D), floating.
-        covariance: (..., D, D), symmetric, leading dimensions broadcastable with mean's; positive
-            semi-definite: zeros are the density of one point.
+        covariance: (..., D, D), symmetric and positive semi-definite, leading dimensions
+            broadcastable with mean's. Zeros give the density of one point.
         centers: (N, D), of the basis functions; constants, which get no gradient.
-        covariances: (N, D, D), theirs, positive definite.
+        covariances: (N, D, D), of the basis functions, positive definite.
 
     Returns:
-        (..., N), in float32 or wider. Its gradients are covariances under the density (Eq. 18), and
-        symmetric by the covariance.
+        (..., N), in float32 or wider. Its gradients are covariances under the density (Eq. 18). The
+        gradient with respect to the covariance is symmetric.
 
     Raises:
-        TypeError: something that is no tensor.
-        ValueError: shapes, dtypes or devices that do not fit; a basis that asks for a gradient; on
-            the CPU, a covariance that is not symmetric or not positive definite.
+        TypeError: an argument is not a tensor.
+        ValueError: shapes, dtypes or devices do not match; the basis requires a gradient; on the
+            CPU, a covariance is not symmetric or not positive definite.
     """
     inputs = _checked(mean, covariance, centers, covariances, singular=True)
     return _Gaussian.apply(*inputs).to(result_dtype(mean, covariance))
@@ -65,18 +65,18 @@ def continuous_sparsemax_2d(
         p(t) = [-lambda - (t - mean)^T covariance^-1 (t - mean) / 2]_+
         r_j = integral of p(t) N(t; center_j, covariance_j)    (Eq. 11 and App. G.3, Martins et al.)
 
-    On the unit disk that the ellipse of the support is mapped to, each basis function is turned to
-    its axes. The integral along the longer one is then known in closed form, that along the shorter
-    one is Gauss and Legendre's quadrature over what the function reaches. (The paper turns to polar
-    coordinates about the ellipse's centre instead, where a narrow function far from it is a sharp
-    peak in the angle.)
+    The support is an ellipse, which a linear map takes to the unit disk. There each basis function
+    is rotated to its principal axes. The integral along the longer axis has a closed form. The one
+    along the shorter axis is Gauss-Legendre quadrature where the function is not negligible. (The
+    paper uses polar coordinates around the centre of the ellipse. There a narrow function far from
+    the centre is a sharp peak in the angle.)
 
     Args:
         mean: (..., 2), floating.
-        covariance: (..., 2, 2), symmetric and positive definite: of the score function, as in the
-            paper; the density's own covariance is it times (pi^2 det(covariance))^(-1/4) / 3.
+        covariance: (..., 2, 2), symmetric and positive definite. It belongs to the score function,
+            as in the paper; that of the density is covariance (pi^2 det(covariance))^(-1/4) / 3.
         centers: (N, 2), of the basis functions; constants, which get no gradient.
-        covariances: (N, 2, 2), theirs, positive definite.
+        covariances: (N, 2, 2), of the basis functions, positive definite.
 
     Returns, Raises: as `continuous_softmax_nd`.
     """
@@ -95,16 +95,21 @@ class _Gaussian(torch.autograd.Function):
     def terms(
         mean: Tensor, covariance: Tensor, centers: Tensor, covariances: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The expectations, the factors of the total covariances, and the way to the centres in
-        units of them, (..., N, D, 1)."""
+        """Return the expectations and, for the gradient, two factors of the exponent.
+
+        These are the Cholesky factors L of the total covariances, (..., N, D, D), and
+        L^-1 (center - mean), (..., N, D, 1).
+        """
         mean, covariance, centers, covariances = (
             t.double() for t in (mean, covariance, centers, covariances)
         )
         factor = torch.linalg.cholesky(covariance[..., None, :, :] + covariances)
-        way = (centers - mean[..., None, :])[..., None]
-        way = torch.linalg.solve_triangular(factor, way, upper=False)
-        size = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + way.square().sum((-2, -1)) / 2
-        return torch.exp(-size - mean.shape[-1] / 2 * math.log(2 * math.pi)), factor, way
+        offset = (centers - mean[..., None, :])[..., None]
+        offset = torch.linalg.solve_triangular(factor, offset, upper=False)
+        exponent = (
+            factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + offset.square().sum((-2, -1)) / 2
+        )
+        return torch.exp(-exponent - mean.shape[-1] / 2 * math.log(2 * math.pi)), factor, offset
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -112,22 +117,23 @@ class _Gaussian(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        value, factor, way = _Gaussian.terms(*ctx.saved_tensors)
-        pull = torch.linalg.solve_triangular(factor.mT, way, upper=True)
-        share = (grad * value)[..., None]
-        by_mean = (share * pull.squeeze(-1)).sum(-2)
-        by_covariance = share[..., None] / 2 * (pull @ pull.mT - torch.cholesky_inverse(factor))
-        by_covariance = by_covariance.sum(-3)
-        return *map(narrowed, (by_mean, by_covariance), ctx.saved_tensors), None, None
+        value, factor, offset = _Gaussian.terms(*ctx.saved_tensors)
+        slope = torch.linalg.solve_triangular(factor.mT, offset, upper=True)
+        grad_log = (grad * value)[..., None]
+        grad_mean = (grad_log * slope.squeeze(-1)).sum(-2)
+        curvature = slope @ slope.mT - torch.cholesky_inverse(factor)
+        grad_covariance = (grad_log[..., None] / 2 * curvature).sum(-3)
+        return *map(cast_gradient, (grad_mean, grad_covariance), ctx.saved_tensors), None, None
 
 
 class _Paraboloid(torch.autograd.Function):
-    """With t = mean + reach L u, covariance = L L^T, the density of u is 2/pi (1 - |u|^2) on the
-    unit disk."""
+    """Expectations on the unit disk.
+
+    With covariance = L L^T and t = mean + radius L u, the density of u is 2/pi (1 - |u|^2) there.
+    """
 
     @staticmethod
     def forward(mean: Tensor, covariance: Tensor, centers: Tensor, covariances: Tensor) -> Tensor:
-        # The area of the ellipse relative to the disk, and the integrals over the disk.
         _, area, mass, _, square = _disk_moments(mean, covariance, centers, covariances)
         trace = square.diagonal(dim1=-2, dim2=-1).sum(-1)
         return 2 / math.pi * (mass - trace) / area[..., None]
@@ -139,40 +145,44 @@ class _Paraboloid(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        way, _, mass, first, square = _disk_moments(*ctx.saved_tensors)
-        by_mean = (grad[..., None] * first).sum(-2, keepdim=True).mT
-        # u u^T less its mean over the disk, which is a quarter of the identity.
-        spread = square - mass[..., None, None] * _one_like(mass) / 4
-        by_covariance = (grad[..., None, None] * spread).sum(-3)
-        by_covariance = way.mT @ by_covariance @ way / 2
-        by_mean = (way.mT @ by_mean).squeeze(-1)
-        return *map(narrowed, (by_mean, by_covariance), ctx.saved_tensors), None, None
+        scaled, _, mass, first, square = _disk_moments(*ctx.saved_tensors)
+        grad_mean = (grad[..., None] * first).sum(-2, keepdim=True).mT
+        # u u^T minus its mean over the disk, which is a quarter of the identity.
+        centered = square - mass[..., None, None] * _identity_like(mass) / 4
+        grad_covariance = (grad[..., None, None] * centered).sum(-3)
+        grad_covariance = scaled.mT @ grad_covariance @ scaled / 2
+        grad_mean = (scaled.mT @ grad_mean).squeeze(-1)
+        return *map(cast_gradient, (grad_mean, grad_covariance), ctx.saved_tensors), None, None
 
 
-def _one_like(tensor: Tensor) -> Tensor:
-    """The identity of the plane."""
+def _identity_like(tensor: Tensor) -> Tensor:
+    """Return the 2 x 2 identity in the dtype and on the device of a tensor."""
     return torch.eye(2, dtype=tensor.dtype, device=tensor.device)
 
 
 def _disk_moments(
     mean: Tensor, covariance: Tensor, centers: Tensor, covariances: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return reach L^-1, (..., 2, 2), the area of the support by that of the disk, (...), and the
-    integrals of 1, u and u u^T under each basis function over the disk, (..., N), (..., N, 2) and
-    (..., N, 2, 2)."""
+    """Return the moments of each basis function over the disk.
+
+    Returns:
+        radius L^-1, (..., 2, 2); the area of the support relative to that of the disk, (...); the
+        integrals of 1, u and u u^T times each basis function, (..., N), (..., N, 2) and
+        (..., N, 2, 2).
+    """
     mean, covariance, centers, covariances = (
         t.double() for t in (mean, covariance, centers, covariances)
     )
     factor = torch.linalg.cholesky(covariance)
-    size = factor.diagonal(dim1=-2, dim2=-1).prod(-1)  # the root of the determinant
-    reach = (2 / (math.pi * size).sqrt()).sqrt()  # -2 lambda is its square
-    inverse = torch.linalg.solve_triangular(factor, _one_like(factor), upper=False)
-    inverse = inverse / reach[..., None, None]
-    narrow = inverse[..., None, :, :]
-    spreads, axes = torch.linalg.eigh(narrow @ covariances @ narrow.mT)
-    center = axes.mT @ (narrow @ (centers - mean[..., None, :])[..., None])
-    (x0, y0), (dx, dy) = center.squeeze(-1).unbind(-1), spreads.sqrt().unbind(-1)
-    # x = sin(angle) along the shorter axis: the ends of the other, +- cos(angle), are then smooth.
+    root = factor.diagonal(dim1=-2, dim2=-1).prod(-1)  # square root of the determinant
+    radius = (2 / (math.pi * root).sqrt()).sqrt()  # its square is -2 lambda
+    inverse = torch.linalg.solve_triangular(factor, _identity_like(factor), upper=False)
+    inverse = inverse / radius[..., None, None]
+    to_disk = inverse[..., None, :, :]
+    variances, axes = torch.linalg.eigh(to_disk @ covariances @ to_disk.mT)
+    center = axes.mT @ (to_disk @ (centers - mean[..., None, :])[..., None])
+    (x0, y0), (dx, dy) = center.squeeze(-1).unbind(-1), variances.sqrt().unbind(-1)
+    # x = sin(angle) along the shorter axis, so the bounds of y, +- cos(angle), are smooth.
     low, high = (torch.asin((x0 + side * REACH * dx).clamp(-1, 1)) for side in (-1, 1))
     node, weight = NODES.to(dx.device), WEIGHTS.to(dx.device)
     angle = ((low + high)[..., None] + (high - low)[..., None] * node) / 2
@@ -193,7 +203,7 @@ def _disk_moments(
     rows = [total(x * x * mass), cross, cross, total(second)]
     square = axes @ torch.stack(rows, -1).unflatten(-1, (2, 2)) @ axes.mT
     first = vector.squeeze(-1)
-    return inverse * reach[..., None, None] ** 2, reach**2 * size, total(mass), first, square
+    return inverse * radius[..., None, None] ** 2, radius**2 * root, total(mass), first, square
 
 
 def _checked(
@@ -204,8 +214,10 @@ def _checked(
     size: int | None = None,
     singular: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments of an expectation on a plane or in a space, checked; the covariance may
-    be singular if so told."""
+    """Return the arguments of an expectation in several dimensions after checking them.
+
+    `size` is the number of dimensions, if it is fixed; `singular` allows a singular covariance.
+    """
     check_floating(mean=mean, covariance=covariance, centers=centers, covariances=covariances)
     if mean.dim() < 1 or size not in (None, mean.shape[-1]):
         raise ValueError(f"mean must be (..., {size or 'D'}), got {list(mean.shape)}")
@@ -227,15 +239,16 @@ def _checked(
         ) from None
     for name, tensor in (("centers", centers), ("covariances", covariances)):
         check_constant(name, tensor)
-    for name, tensor, flat in (
+    for name, tensor, may_be_singular in (
         ("covariance", covariance, singular),
         ("covariances", covariances, False),
     ):
         rounding = ROUNDING * tensor.abs().amax((-2, -1))
-        uneven = (tensor - tensor.mT).abs().amax((-2, -1)) > rounding
-        check_values(name, tensor, uneven, "symmetric")
-        if looks(tensor):
-            least = torch.linalg.eigvalsh(tensor.double()).amin(-1)
-            bent = least < -rounding if flat else least <= 0
-            check_values(name, tensor, bent, f"positive {'semi-' * flat}definite")
+        is_asymmetric = (tensor - tensor.mT).abs().amax((-2, -1)) > rounding
+        check_values(name, tensor, is_asymmetric, "symmetric")
+        if can_read_values(tensor):
+            smallest = torch.linalg.eigvalsh(tensor.double()).amin(-1)
+            is_indefinite = smallest < -rounding if may_be_singular else smallest <= 0
+            definite = f"positive {'semi-' * may_be_singular}definite"
+            check_values(name, tensor, is_indefinite, definite)
     return mean, covariance, centers, covariances

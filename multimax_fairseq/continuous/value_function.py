@@ -20,7 +20,7 @@ def positions(tokens: Tensor) -> Tensor:
 
     Raises:
         TypeError: tokens is not a tensor.
-        ValueError: tokens that are not bool, or have no dimension.
+        ValueError: tokens is not bool, or has no dimension.
     """
     check_tensor("tokens", tokens)
     if tokens.dim() < 1 or tokens.dtype != torch.bool:
@@ -40,7 +40,7 @@ def ridge_regression(tokens: Tensor, centers: Tensor, widths: Tensor, ridge: flo
     solved at once in float64; the result depends only on their lengths.
 
     Args:
-        tokens: (..., S), bool: True is a token, at the time given by `positions`.
+        tokens: (..., S), bool: True is a token; `positions` gives its time.
         centers, widths: (N,), of the basis functions, as `continuous_softmax`.
         ridge: above 0.
 
@@ -49,7 +49,7 @@ def ridge_regression(tokens: Tensor, centers: Tensor, widths: Tensor, ridge: flo
 
     Raises:
         TypeError: an argument is not a tensor, or the ridge not a number.
-        ValueError: shapes, dtypes or devices that do not fit; a ridge that is not above 0.
+        ValueError: shapes, dtypes or devices do not match; the ridge is not above 0.
     """
     check_number("ridge", ridge)
     if not ridge > 0:
