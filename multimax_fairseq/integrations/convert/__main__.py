@@ -10,8 +10,8 @@ from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 
 COMMANDS = {
-    "from-authors": ("convert a checkpoint of the authors' patched fairseq to ours", "OLD NEW"),
-    "to-authors": ("convert a checkpoint of ours to the authors' patched fairseq", "OLD NEW"),
+    "from-authors": ("convert a checkpoint from the authors' patched fairseq", "OLD NEW"),
+    "to-authors": ("convert a checkpoint for the authors' patched fairseq", "OLD NEW"),
     "to-paddlefleet": ("write our output layer's modulator for PaddleFleet", "OLD HEAD"),
     "from-paddlefleet": ("put PaddleFleet's modulator into our output layer", "HEAD OLD NEW"),
 }

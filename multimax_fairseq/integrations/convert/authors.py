@@ -1,7 +1,7 @@
-"""Checkpoints of the authors' patched fairseq, with `ts` and `ranges` as modulators.
+"""Checkpoints of the authors' patched fairseq, whose modulators are `ts` and `ranges`.
 
-Each attention and the decoder's output layer have them. Cross-attention and an adaptive softmax do
-not use theirs, so they are softmax.
+Each attention and the decoder's output layer have a modulator. Cross-attention and an adaptive
+softmax do not apply it, so they are softmax.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from multimax_fairseq.integrations.convert import checkpoint, vectors
 from multimax_fairseq.integrations.convert.checkpoint import State
 from multimax_fairseq.models.config import normalizer_config, normalizer_names, translation_config
 
-# Key of our settings in a checkpoint for the authors' code, for the conversion back. Their code
-# drops it when it trains the model further.
+# Key under which a converted checkpoint keeps our settings, for the conversion back. The authors'
+# code drops it when it trains the model further.
 RECORD = "multimax_fairseq"
 ATTENTION = re.compile(
     r"((encoder|decoder)\.layers\.\d+\.(self_attn|encoder_attn))\.q_proj\.weight"
@@ -37,7 +37,7 @@ STOCK_CRITERIA = {
 
 
 def from_authors(state: State) -> None:
-    """Convert a checkpoint of theirs to one of ours, in place.
+    """Convert a checkpoint of the authors' code to one of this package, in place.
 
     Raises:
         UsageError: the architecture is not a stock Transformer, or a modulator is missing.
@@ -54,7 +54,7 @@ def from_authors(state: State) -> None:
             "the checkpoint has no ts and ranges, so it is not of the authors' code: to use a "
             "softmax model of stock fairseq, give it to --finetune-from-model as it is"
         )
-    found = {at: (_take(model, at), place) for at, place in _everywhere(state)}
+    pairs = {at: (_pop_vectors(model, at), place) for at, place in _modulator_places(state)}
     ours = f"{theirs}{SUFFIX}"
     if ours not in ARCH_MODEL_REGISTRY:  # the same architecture in another size
         sizes = argparse.Namespace(**options)
@@ -62,34 +62,37 @@ def from_authors(state: State) -> None:
         options.update(vars(sizes))
         base = "transformer_lm" if checkpoint.is_language_model(state) else "transformer"
         ours = f"{base}{SUFFIX}"
-    record, plain = state.pop(RECORD, None), _settings(state)
-    acting = _acting(options)
+    record, own_settings = state.pop(RECORD, None), _settings(state)
+    modulated = _modulated_places(options)
     if record is not None:
-        recorded = {name: v for name, v in record["settings"].items() if name in plain}
+        recorded = {name: v for name, v in record["settings"].items() if name in own_settings}
         settings = vars(checkpoint.complete(ours, options | recorded))
         # The record does not fit a model whose modulators have changed since.
-        if _hold(settings, [pair for pair in found.values() if pair[1] in acting]):
-            plain = recorded
+        if _can_represent(settings, [pair for pair in pairs.values() if pair[1] in modulated]):
+            own_settings = recorded
             checkpoint.options(state, "criterion").update(record["criterion"])
-    options.update(plain)
+    options.update(own_settings)
     checkpoint.set_architecture(state, ours)
     settings = vars(checkpoint.our_settings(state))
-    chosen = _chosen(settings)
-    for at, (pair, place) in found.items():
-        if chosen[place] == "multimax":
-            own = vectors.split(pair, settings["multimax_order"], settings["multimax_terms"])
-            model.update({f"{_our_module(at)}.{name}": value for name, value in own.items()})
+    mappings = _mappings_by_place(settings)
+    for at, (pair, place) in pairs.items():
+        if mappings[place] == "multimax":
+            parameters = vectors.split(pair, settings["multimax_order"], settings["multimax_terms"])
+            prefix = _modulator_name(at)
+            model.update({f"{prefix}.{name}": value for name, value in parameters.items()})
 
 
 def to_authors(state: State) -> None:
-    """Convert a checkpoint of ours to one of theirs, in place. For softmax, `ts` is zero.
+    """Convert a checkpoint of this package to one of the authors' code, in place.
+
+    For softmax, `ts` is zero.
 
     Raises:
-        UsageError: the model has no modulator, or a part that their code cannot represent.
+        UsageError: the model has no modulator, or a part that the authors' code cannot represent.
     """
     settings = checkpoint.our_settings(state)
-    _refuse(state, settings)
-    chosen, model = _chosen(vars(settings)), state["model"]
+    _check_representable(state, settings)
+    mappings, model = _mappings_by_place(vars(settings)), state["model"]
     names = vectors.names(settings.multimax_terms)
     if not any(name.endswith(tuple(names)) for name in model):
         raise UsageError(
@@ -97,18 +100,18 @@ def to_authors(state: State) -> None:
             "decoder or output layer"
         )
     dtype = next(value.dtype for name, value in model.items() if ATTENTION.fullmatch(name))
-    for at, place in list(_everywhere(state)):
-        if chosen[place] == "multimax":
-            keys = {name: f"{_our_module(at)}.{name}" for name in names}
+    for at, place in list(_modulator_places(state)):
+        if mappings[place] == "multimax":
+            keys = {name: f"{_modulator_name(at)}.{name}" for name in names}
             ts, ranges = vectors.join({n: _pop(model, key) for n, key in keys.items()})
         else:
             ts, ranges = (torch.zeros(4, dtype=dtype) for _ in range(2))
         vectors.check((ts, ranges), at)
         model.update({f"{at}.ts": ts, f"{at}.ranges": ranges})
     options, criterion = checkpoint.options(state), checkpoint.options(state, "criterion")
-    kept = {name: options.pop(name) for name in _settings(state) if name in options}
+    settings_of_ours = {n: options.pop(n) for n in _settings(state) if n in options}
     name = criterion.get("_name")
-    state[RECORD] = {"settings": kept, "criterion": {}}
+    state[RECORD] = {"settings": settings_of_ours, "criterion": {}}
     if name in STOCK_CRITERIA:
         state[RECORD]["criterion"]["_name"] = name
         criterion["_name"] = STOCK_CRITERIA[name]
@@ -118,7 +121,7 @@ def to_authors(state: State) -> None:
 # --- modulators -----------------------------------------------------------------------------------
 
 
-def _everywhere(state: State) -> Iterator[tuple[str, str]]:
+def _modulator_places(state: State) -> Iterator[tuple[str, str]]:
     """Yield (module, place) of each attention and of the output layer."""
     for name in list(state["model"]):
         if match := ATTENTION.fullmatch(name):
@@ -126,12 +129,12 @@ def _everywhere(state: State) -> Iterator[tuple[str, str]]:
     yield OUTPUT, "output"
 
 
-def _our_module(at: str) -> str:
+def _modulator_name(at: str) -> str:
     return "decoder.output_modulator" if at == OUTPUT else f"{at}.normalizer.modulator"
 
 
-def _take(model: dict[str, Tensor], at: str) -> vectors.Vectors:
-    """Remove and return (ts, ranges) of one of their modules."""
+def _pop_vectors(model: dict[str, Tensor], at: str) -> vectors.Vectors:
+    """Remove and return (ts, ranges) of a module of the authors' model."""
     return vectors.check((_pop(model, f"{at}.ts"), _pop(model, f"{at}.ranges")), at)
 
 
@@ -145,50 +148,51 @@ def _pop(model: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """Return the settings that only our models have, with the values that describe theirs."""
-    is_lm, acting = checkpoint.is_language_model(state), _acting(checkpoint.options(state))
+    """Return the settings that stock models lack, with values that describe the authors' model."""
+    is_lm = checkpoint.is_language_model(state)
+    modulated = _modulated_places(checkpoint.options(state))
     defaults = (normalizer_config() if is_lm else translation_config())()
     names = [field.name for field in dataclasses.fields(defaults) if field.name[0] != "_"]
     return {name: getattr(defaults, name) for name in names} | {
         "attention_normalizer_at": "decoder" if is_lm else "encoder,decoder",
-        "output_normalizer": "multimax" if "output" in acting else "softmax",
+        "output_normalizer": "multimax" if "output" in modulated else "softmax",
     }
 
 
-def _acting(options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the places where their model uses its modulator."""
+def _modulated_places(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the places in which the authors' model applies its modulator."""
     is_adaptive = options.get("adaptive_softmax_cutoff")
     return ("encoder", "decoder") if is_adaptive else ("encoder", "decoder", "output")
 
 
-def _chosen(settings: dict[str, Any]) -> dict[str, str]:
+def _mappings_by_place(settings: dict[str, Any]) -> dict[str, str]:
     """Return the mapping of each attention and of the output layer."""
     at = argparse.Namespace(**settings)
     return {**normalizer_names(at), "output": at.output_normalizer}
 
 
-def _hold(settings: dict[str, Any], found: list[tuple[vectors.Vectors, str]]) -> bool:
+def _can_represent(settings: dict[str, Any], pairs: list[tuple[vectors.Vectors, str]]) -> bool:
     """Whether a model with these settings can represent all (vectors, place) pairs."""
-    chosen = _chosen(settings)
+    mappings = _mappings_by_place(settings)
     order, terms = settings["multimax_order"], settings["multimax_terms"]
     return all(
         vectors.fits(pair, order, terms)
-        if chosen[place] == "multimax"
+        if mappings[place] == "multimax"
         else not any(vector.any() for vector in pair)
-        for pair, place in found
+        for pair, place in pairs
     )
 
 
-def _refuse(state: State, settings: argparse.Namespace) -> None:
-    """Raise UsageError if their code cannot represent the model."""
-    chosen = normalizer_names(settings)
+def _check_representable(state: State, settings: argparse.Namespace) -> None:
+    """Raise UsageError if the authors' code cannot represent the model."""
+    mappings = normalizer_names(settings)
     for place in checkpoint.attentions(state):
         where = "cross-attention" if place == "cross" else f"the {place}'s self-attention"
         known, remedy = ["softmax", "multimax"], "--attention-normalizer multimax"
         if place == "cross":
             known, remedy = ["softmax"], "--attention-normalizer-at encoder,decoder"
-        if chosen[place] not in known:
-            labels = [checkpoint.label_of(name) for name in (chosen[place], *known)]
+        if mappings[place] not in known:
+            labels = [checkpoint.label_of(name) for name in (mappings[place], *known)]
             raise UsageError(
                 f"{labels[0]} in {where} cannot be represented, because the authors' code has "
                 f"{' or '.join(labels[1:])} there: train with {remedy}"

@@ -25,13 +25,13 @@ def to_paddlefleet(state: State) -> vectors.Vectors:
     settings = checkpoint.our_settings(state)
     checkpoint.refuse_output(settings)
     model = state["model"]
-    own = {k.removeprefix(OURS): value for k, value in model.items() if k.startswith(OURS)}
-    if not own:
+    parameters = {k.removeprefix(OURS): v for k, v in model.items() if k.startswith(OURS)}
+    if not parameters:
         raise UsageError(
             "the output layer has no MultiMax: give a checkpoint of a model trained with "
             "--output-normalizer multimax"
         )
-    return vectors.check(vectors.join(own), "the output layer")
+    return vectors.check(vectors.join(parameters), "the output layer")
 
 
 def from_paddlefleet(head: vectors.Vectors, state: State) -> None:
@@ -51,8 +51,8 @@ def from_paddlefleet(head: vectors.Vectors, state: State) -> None:
             "a checkpoint of order 2 with both terms"
         )
     checkpoint.options(state)["output_normalizer"] = "multimax"
-    own = vectors.split(head, order, terms)
-    state["model"].update({f"{OURS}{name}": value for name, value in own.items()})
+    parameters = vectors.split(head, order, terms)
+    state["model"].update({f"{OURS}{name}": value for name, value in parameters.items()})
 
 
 def read(path: Path) -> vectors.Vectors:

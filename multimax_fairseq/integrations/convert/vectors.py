@@ -3,8 +3,8 @@
     sigma(x) = x + ts[0] max(ranges[0] - x, 0)   + ts[1] max(x - ranges[1], 0)
                  + ts[2] max(ranges[2] - x, 0)^2 + ts[3] max(x - ranges[3], 0)^2
 
-`ts` are our coefficients (offsets from the identity) and `ranges` our thresholds, low and high in
-turn. A term that our modulator lacks (`order` 1, `terms` low or high) is zero in theirs.
+`ts` are our coefficients (offsets from the identity) and `ranges` our thresholds; low and high ones
+alternate. A term that our modulator lacks (`order` 1, `terms` low or high) is zero there.
 """
 
 from collections.abc import Mapping
