@@ -11,10 +11,10 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
 from multimax_fairseq.compat.mistakes import check_criterion
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.models.checks import check_settings
 from multimax_fairseq.models.config import (
     DENSITY_AT,
     PLACES,
-    check_settings,
     flag,
     set_defaults,
     settings,

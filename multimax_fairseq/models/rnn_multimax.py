@@ -18,13 +18,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.table import Option, chosen_from, yes_or_no
+from multimax_fairseq.models.checks import check_keys, check_option, check_settings
 from multimax_fairseq.models.config import (
     as_namespace,
     build_attention,
     cached_per_table,
-    check_keys,
-    check_option,
-    check_settings,
     dropout_option,
     set_defaults,
     settings_class,
@@ -219,8 +217,8 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
         (padding,) = encoder_out["encoder_padding_mask"]
         if incremental_state is not None:
             prev_output_tokens = prev_output_tokens[:, -1:]
-        kept = self.get_incremental_state(incremental_state, "kept") or self._start(encoder_out)
-        keys, values, fed, *state = kept.values()
+        cache = self.get_incremental_state(incremental_state, "cache") or self._start(encoder_out)
+        keys, values, fed, *state = cache.values()
         words = self.cell.words(self.dropout_module(self.embed_tokens(prev_output_tokens)))
         features, weights = [], []
         for word in words.unbind(1):
@@ -232,30 +230,30 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
             fed = self.feature_projection(self.hidden_dropout_module(both)).tanh()
             features.append(fed)
             weights.append(probs)
-        kept = dict(zip(kept, (keys, values, fed, *state), strict=True))
-        self.set_incremental_state(incremental_state, "kept", kept)
+        cache = dict(zip(cache, (keys, values, fed, *state), strict=True))
+        self.set_incremental_state(incremental_state, "cache", cache)
         extra: dict[str, list[Tensor | None]] = {"attn": [torch.cat(weights, 1)]}
         self._show_output_parameters(extra)
         return torch.stack(features, 1), extra
 
     def _start(self, encoder_out: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Return the keys, the values and the initial state of a sentence."""
+        """Return the keys, the values and the initial state of each sentence."""
         (encoded,), (padding,) = encoder_out["encoder_out"], encoder_out["encoder_padding_mask"]
         hidden = self.bridge(encoder_out["final_state"][0]).tanh()
-        kept = {
+        cache = {
             "keys": self.attention.keys(encoded),
             "values": self.attention.values(encoded, padding),
             "fed": torch.zeros_like(hidden),
             "hidden": hidden,
         }
-        return kept if self.cell.kind == "gru" else {**kept, "cell": hidden}
+        return cache if self.cell.kind == "gru" else {**cache, "cell": hidden}
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Reorder the state for the hypotheses that the search continues with."""
-        kept = self.get_incremental_state(incremental_state, "kept")
-        if kept is not None:
-            kept = {name: tensor.index_select(0, new_order) for name, tensor in kept.items()}
-            self.set_incremental_state(incremental_state, "kept", kept)
+        cache = self.get_incremental_state(incremental_state, "cache")
+        if cache is not None:
+            cache = {name: tensor.index_select(0, new_order) for name, tensor in cache.items()}
+            self.set_incremental_state(incremental_state, "cache", cache)
 
     def max_positions(self):
         """Return the greatest target length."""

@@ -18,11 +18,10 @@ from hydra.core.config_store import ConfigStore
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.table import listeners
+from multimax_fairseq.models.checks import check_heads, check_settings
 from multimax_fairseq.models.config import (
     as_namespace,
     cached_per_table,
-    check_heads,
-    check_settings,
     normalizer_config,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars

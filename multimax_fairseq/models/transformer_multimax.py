@@ -25,13 +25,11 @@ from fairseq.utils import make_positions
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from multimax_fairseq.models.checks import check_heads, check_keys, check_settings
 from multimax_fairseq.models.config import (
     PLACES,
     as_namespace,
     build_attention,
-    check_heads,
-    check_keys,
-    check_settings,
     set_defaults,
     translation_config,
 )
