@@ -1,4 +1,4 @@
-"""A beam search that finds fairseq's hypotheses in less time."""
+"""A faster beam search that finds the same hypotheses as fairseq's."""
 
 import functools
 import logging
@@ -23,13 +23,13 @@ from multimax_fairseq.ops.best_outputs import best_outputs, best_scores
 
 logger = logging.getLogger(__name__)
 
-# Scores computed at a time. Reusing a small buffer is faster than allocating a large one.
+# Limit of the scores computed at a time. Reusing a small buffer is faster than a large one.
 MAX_SCORES = 2**21
 DECODERS = (TransformerDecoder, TransformerDecoderBase, MultimaxDecoder)
 
 
 class BeamGenerator(SequenceGenerator):
-    """fairseq's generator with a faster beam search for Transformers.
+    """fairseq's generator with a faster beam search for Transformers; the hypotheses are the same.
 
     The search is faster because
 
@@ -105,11 +105,11 @@ class BeamGenerator(SequenceGenerator):
         source, beam, longest = net_input["src_tokens"], self.beam_size, self._longest(net_input)
         encoded = self.model.forward_encoder(net_input)
         states: list[dict[str, Any]] = [{} for _ in self.model.models]
-        found: list[list[Hypothesis]] = [[] for _ in source]
-        live = torch.arange(len(source), device=source.device)  # indices of unfinished sentences
+        finished: list[list[Hypothesis]] = [[] for _ in source]
+        active = torch.arange(len(source), device=source.device)  # indices of unfinished sentences
         tokens = source.new_full((len(source), 1), first)  # (rows, step + 1)
         scores = torch.zeros(len(source), 0, device=source.device)  # (rows, step), cumulative
-        rows = live
+        rows = active
         caches = [_caches(model.decoder) for model in self.model.models]
         self._share_keys(1)
         for step in range(longest + 1):
@@ -122,55 +122,57 @@ class BeamGenerator(SequenceGenerator):
             values, words = self._candidates(tokens, encoded, states, step, longest)
             if step > 0:
                 values = values + scores[:, -1:]
-            per_sentence, choices = len(tokens) // len(live), values.shape[1]
-            values, index = values.view(len(live), -1).topk(min(2 * beam, per_sentence * choices))
-            words = words.view(len(live), -1).gather(1, index)  # (sentences, 2 * beam)
-            places = torch.arange(len(live), device=source.device)[:, None]
-            rows = places * per_sentence + index.div(choices, rounding_mode="floor")
+            per_sentence, choices = len(tokens) // len(active), values.shape[1]
+            values, index = values.view(len(active), -1).topk(min(2 * beam, per_sentence * choices))
+            words = words.view(len(active), -1).gather(1, index)  # (sentences, 2 * beam)
+            sentences = torch.arange(len(active), device=source.device)[:, None]
+            rows = sentences * per_sentence + index.div(choices, rounding_mode="floor")
             ends = words.eq(self.eos) & values.gt(-math.inf)
-            chosen = ends[:, :beam]
-            if chosen.any():
+            best_ends = ends[:, :beam]
+            if best_ends.any():
                 self._finish(
-                    found,
-                    live[:, None].expand_as(chosen)[chosen].tolist(),
-                    tokens[rows[:, :beam][chosen]],
-                    scores[rows[:, :beam][chosen]],
-                    values[:, :beam][chosen],
+                    finished,
+                    active[:, None].expand_as(best_ends)[best_ends].tolist(),
+                    tokens[rows[:, :beam][best_ends]],
+                    scores[rows[:, :beam][best_ends]],
+                    values[:, :beam][best_ends],
                 )
-                open_ = [len(found[sentence]) < beam for sentence in live.tolist()]
-                if not any(open_):
+                is_active = [len(finished[sentence]) < beam for sentence in active.tolist()]
+                if not any(is_active):
                     break
-                if not all(open_):
-                    kept = torch.tensor(open_, device=source.device)
-                    live, ends, rows = live[kept], ends[kept], rows[kept]
-                    words, values = words[kept], values[kept]
+                if not all(is_active):
+                    mask = torch.tensor(is_active, device=source.device)
+                    active, ends, rows = active[mask], ends[mask], rows[mask]
+                    words, values = words[mask], values[mask]
             if step == longest:
                 break
             # At most `beam` of the 2 * beam candidates end, because each hypothesis has one end.
-            going = ends.byte().sort(dim=1, stable=True).indices[:, :beam]
-            rows, words, values = (x.gather(1, going).view(-1) for x in (rows, words, values))
+            order = ends.byte().sort(dim=1, stable=True).indices[:, :beam]  # those that go on first
+            rows, words, values = (x.gather(1, order).view(-1) for x in (rows, words, values))
             tokens = torch.cat([tokens[rows], words[:, None]], 1)
             scores = torch.cat([scores[rows], values[:, None]], 1)
-        if not all(found):
+        if not all(finished):
             raise UsageError(
                 "a sentence has no translation because the model's scores are not finite: train "
                 "with a lower learning rate, or give an earlier checkpoint"
             )
-        self._attach_attention(found, net_input, first)
-        return [sorted(each, key=lambda one: -float(one["score"])) for each in found]
+        self._attach_attention(finished, net_input, first)
+        return [
+            sorted(each, key=lambda hypothesis: -hypothesis["score"].item()) for each in finished
+        ]
 
     def _attach_attention(
-        self, found: list[list["Hypothesis"]], net_input: dict[str, Tensor], first: int
+        self, finished: list[list["Hypothesis"]], net_input: dict[str, Tensor], first: int
     ) -> None:
         """Let the first read of a hypothesis's attention compute that of the whole batch."""
-        hypotheses = [one for each in found for one in each]
-        sentences = [sentence for sentence, each in enumerate(found) for _ in each]
-        tokens = [one["tokens"] for one in hypotheses]
+        hypotheses = [hypothesis for each in finished for hypothesis in each]
+        sentences = [sentence for sentence, each in enumerate(finished) for _ in each]
+        tokens = [hypothesis["tokens"] for hypothesis in hypotheses]
         weights = functools.cache(
             functools.partial(self._attention, net_input, first, sentences, tokens)
         )
-        for row, one in enumerate(hypotheses):
-            one.weights, one.row = weights, row
+        for row, hypothesis in enumerate(hypotheses):
+            hypothesis.weights, hypothesis.row = weights, row
 
     @torch.no_grad()
     def _attention(
@@ -225,7 +227,7 @@ class BeamGenerator(SequenceGenerator):
         ends, unknown = special[:, :1], special[:, 1:2] - self.unk_penalty
         if step < self.min_len:
             ends = torch.full_like(ends, -math.inf)
-        special_words = _on(words.device, self.special[:2]).expand(len(words), 2)
+        special_words = _as_tensor(words.device, self.special[:2]).expand(len(words), 2)
         if step == longest:
             values, words = ends, special_words[:, :1]
         else:
@@ -247,10 +249,10 @@ class BeamGenerator(SequenceGenerator):
         The scores are those of the best words that are not special, (rows, choices).
         """
         count = 2 * self.beam_size + len(self.special)
-        special = _on(features[0].device, self.special)
-        most = max(64, MAX_SCORES // self.vocab_size)
+        special = _as_tensor(features[0].device, self.special)
+        rows = max(64, MAX_SCORES // self.vocab_size)
         parts = []
-        for part in zip(*(each.split(most) for each in features), strict=True):
+        for part in zip(*(each.split(rows) for each in features), strict=True):
             scores = self._scores(part)
             values, words, total = best_scores(scores, count)
             values = values.masked_fill(torch.isin(words, special), -math.inf)
@@ -259,34 +261,36 @@ class BeamGenerator(SequenceGenerator):
 
     def _scores(self, features: tuple[Tensor, ...]) -> Tensor:
         """Return log-probabilities up to a constant per row, (rows, V) in float32."""
-        found = []
+        outputs = []
         for model, each in zip(self.model.models, features, strict=True):
             logits = model.decoder.output_layer(each)[:, 0].float()
-            found.append(logits if self.temperature == 1 else logits / self.temperature)
-        if len(found) == 1:
-            return found[0]
-        return torch.stack([logits.log_softmax(1) for logits in found]).logsumexp(0)
+            outputs.append(logits if self.temperature == 1 else logits / self.temperature)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.stack([logits.log_softmax(1) for logits in outputs]).logsumexp(0)
 
     def _finish(
         self,
-        found: list[list["Hypothesis"]],
+        finished: list[list["Hypothesis"]],
         sentences: list[int],
         tokens: Tensor,
         scores: Tensor,
         values: Tensor,
     ) -> None:
-        """Append finished hypotheses, which are sorted by score, to those of their sentences."""
+        """Add hypotheses, sorted by score, to the finished ones of their sentences."""
         tokens = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], self.eos)], 1)
-        each = torch.cat([scores, values[:, None]], 1)
-        each[:, 1:] = each[:, 1:] - each[:, :-1]
+        positional = torch.cat([scores, values[:, None]], 1)  # cumulative
+        positional[:, 1:] = positional[:, 1:] - positional[:, :-1]
         if self.normalize_scores:
             values = values / tokens.shape[1] ** self.len_penalty
-        nothing = torch.empty(0)
-        for sentence, words, score, steps in zip(sentences, tokens, values, each, strict=True):
-            if len(found[sentence]) < self.beam_size:
-                found[sentence].append(
+        alignment = torch.empty(0)
+        for sentence, words, score, steps in zip(
+            sentences, tokens, values, positional, strict=True
+        ):
+            if len(finished[sentence]) < self.beam_size:
+                finished[sentence].append(
                     Hypothesis(
-                        tokens=words, score=score, alignment=nothing, positional_scores=steps
+                        tokens=words, score=score, alignment=alignment, positional_scores=steps
                     )
                 )
 
@@ -318,8 +322,8 @@ class Hypothesis(dict[str, Tensor]):
 
 
 @functools.lru_cache(maxsize=16)
-def _on(device: torch.device, words: tuple[int, ...]) -> Tensor:
-    """Return the words as a tensor. A GPU synchronises once for it, not at each step."""
+def _as_tensor(device: torch.device, words: tuple[int, ...]) -> Tensor:
+    """Return the words as a tensor, cached so that a GPU synchronises once, not at each step."""
     with torch.inference_mode(False):
         return torch.tensor(words, device=device)
 
@@ -332,8 +336,8 @@ def _caches(decoder: nn.Module) -> list[Any]:
 def _unsupported_model(model: Any) -> str | None:
     """Return why the fast search cannot decode with a model, or None.
 
-    The decoder has to accept one encoder row for several of its own rows, and its distribution has
-    to be the softmax of its logits.
+    The decoder must accept one encoder row for several of its own rows. Its distribution must be
+    the softmax of its logits.
     """
     decoder = getattr(model, "decoder", None)
     if type(decoder) not in DECODERS:

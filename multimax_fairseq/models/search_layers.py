@@ -12,14 +12,14 @@ from multimax_fairseq.signature import processor
 
 # Names of the linear layers in fairseq's attention and feed-forward blocks.
 LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-# Multiplications above which the kernel's speed outweighs the cost of its call.
+# Number of multiplications from which the kernel is faster, including the cost of its call.
 MIN_PRODUCTS = 2**22
 
 
 class KernelLinear(nn.Linear):
-    """A linear layer that computes large products with the output layer's kernel.
+    """A linear layer whose large matrix products run in the output layer's kernel.
 
-    It shares the parameters of the given layer.
+    It shares the parameters of the layer that it replaces.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -30,9 +30,9 @@ class KernelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the same as `nn.Linear`."""
         if not torch.is_grad_enabled() and input.numel() * len(self.weight) >= MIN_PRODUCTS:
-            found = fused_scores(input, self.weight, self.bias, None)
-            if found is not None:
-                return found
+            output = fused_scores(input, self.weight, self.bias, None)
+            if output is not None:
+                return output
         return super().forward(input)
 
 
@@ -51,7 +51,8 @@ def torch_is_narrow() -> bool:
 def faster_layers(models: Iterable[nn.Module]) -> None:
     """Speed up the attention and feed-forward layers of models that no longer train, on a CPU.
 
-    They get the kernel's products, or column-major weights, which are faster for small batches.
+    Where torch does not use the full vector width, our kernel computes the products. Elsewhere the
+    weights become column-major, which is faster for small batches.
     """
     for parent in [module for model in models for module in model.modules()]:
         for name, child in parent.named_children():
