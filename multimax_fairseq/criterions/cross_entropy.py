@@ -279,5 +279,5 @@ class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCross
         """Return the number of correct predictions; 256 rows of scores at a time save memory."""
         rows = zip(*(t.flatten(0, 1).split(256) for t in (output, target, counted)), strict=True)
         return sum(
-            (scores_of(part).argmax(-1).eq(wanted) & counts).sum() for part, wanted, counts in rows
+            (scores_of(part).argmax(-1).eq(words) & counts).sum() for part, words, counts in rows
         )

@@ -56,16 +56,17 @@ class EntmaxLossCriterion(FairseqCriterion):
         net_output = model(**sample["net_input"])
         target = model.get_targets(sample, net_output)
         counted = target.ne(self.padding_idx)
-        logits, wanted = net_output[0][counted], target[counted]
+        logits, classes = net_output[0][counted], target[counted]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss_of = NORMALIZERS[normalizer.name].output_loss
         assert loss_of is not None  # register() ensures it
-        # The package entmax computes indices from the logits, which are out of range for NaN.
-        is_broken = ~(logits < math.inf).all(-1, keepdim=True)
-        losses = loss_of(logits.masked_fill(is_broken, 0.0), wanted, **normalizer.fixed)
-        losses = losses + logits.masked_fill(~is_broken, 0.0).sum(-1)
+        # The package entmax computes indices from the logits, which are out of range for NaN. Such
+        # rows get the sum of their logits as loss, so the loss is not finite either.
+        is_invalid = ~(logits < math.inf).all(-1, keepdim=True)
+        losses = loss_of(logits.masked_fill(is_invalid, 0.0), classes, **normalizer.fixed)
+        losses = losses + logits.masked_fill(~is_invalid, 0.0).sum(-1)
         with torch.no_grad():
-            probs = normalizer(logits).gather(-1, wanted.unsqueeze(-1))
+            probs = normalizer(logits).gather(-1, classes.unsqueeze(-1))
         loss = (
             losses.sum()
             if reduce

@@ -1,4 +1,4 @@
-"""The scalars that normalizers learn: their names, gradients and start values."""
+"""The scalars that normalizers learn: their names, gradients and initial values."""
 
 import functools
 import logging
@@ -37,17 +37,17 @@ def learned_modules(model: Any, *, matrices: bool = True) -> list[tuple[str, nn.
         matrices: include modules that learn matrices: gates, and normalizers that read hidden
             states.
     """
-    found = []
+    modules = []
     for name, module in model.named_modules():
         if isinstance(module, Normalizer):
             if mapping_named(module.name).hidden and not matrices:
                 continue
-            found += [(f"{name}.{part}", learned) for part, learned in module.named_children()]
+            modules += [(f"{name}.{part}", learned) for part, learned in module.named_children()]
         elif isinstance(module, GatedAttention) and matrices:
-            found.append((f"{name}.gate", module.gate))
+            modules.append((f"{name}.gate", module.gate))
         elif name.endswith("output_modulator"):
-            found.append((name, module))
-    return found
+            modules.append((name, module))
+    return modules
 
 
 def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
@@ -57,8 +57,9 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
     temperature. For any other mapping the symbol is the parameter's name.
 
     Args:
-        parameter: its name in a state dict, at least from its normalizer or output modulator on.
-        value: its value there.
+        parameter: its name in a state dict. Prefixes before the normalizer or output modulator may
+            be missing.
+        value: its value in the state dict.
     """
     owner, _, name = parameter.rpartition(".")
     value = value.double()
@@ -100,8 +101,8 @@ def prepare_scalars(model: Any, args: Any) -> None:
 class LoadsSoftmaxCheckpoints:
     """Mixin of a model that loads checkpoints of softmax models.
 
-    Modulators then start at the identity, sinks at a negligible weight, and everything else as in a
-    new model. A resumed run has to keep its mappings.
+    The parameters that a softmax model lacks keep their initial values, but modulators start at the
+    identity and sinks at a negligible weight. A resumed run must keep its mappings.
     """
 
     @staticmethod
@@ -118,15 +119,15 @@ class LoadsSoftmaxCheckpoints:
     def upgrade_state_dict_named(self, state_dict, name):
         super().upgrade_state_dict_named(state_dict, name)
         prefix = f"{name}." if name else ""
-        start = {
+        initial = {
             f"{prefix}{place}.{parameter}": value.detach().clone()
             for place, module in learned_modules(self)
             for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
         # A checkpoint of another normalizer is refused when it is loaded.
-        if start and not any(re.search(LEARNED, key) for key in state_dict):
+        if initial and not any(re.search(LEARNED, key) for key in state_dict):
             logger.info(
                 "the checkpoint has no normalizer parameters: modulators start at the identity "
                 "(softmax), sinks at a negligible weight, all else as in a new model"
             )
-            state_dict.update(start)
+            state_dict.update(initial)

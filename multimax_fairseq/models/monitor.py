@@ -157,11 +157,11 @@ class Statistics(AttentionListener):
             self._add(place, part)
 
     def _add(self, place: str, part: Attention) -> None:
-        found = metrics.of_queries(part.scores, part.probs, part.excluded)
-        found["zeros"] = 1 - found.pop("density")
+        statistics = metrics.of_queries(part.scores, part.probs, part.excluded)
+        statistics["zeros"] = 1 - statistics.pop("density")
         if getattr(part.normalizer, "sums_to_one", True):
-            del found["mass"]
-        for name, values in found.items():
+            del statistics["mass"]
+        for name, values in statistics.items():
             defined = ~(values.isnan() | part.padding[:, None])
             self._sum(place, name, values.double().masked_fill(~defined, 0.0), defined)
         scores, valid, modulator = part.scores, part.valid, part.modulator
@@ -201,22 +201,22 @@ class Statistics(AttentionListener):
         self.finish(self._figures(means), self.falling)
 
     def _figures(self, output: dict[str, Tensor]) -> dict[str, float]:
-        found = {
+        statistics = {
             f"{place}/{name}": (total / count).mean()
             for (place, name), (total, count) in self.sums.items()
         }
-        found |= {f"{place}/largest_score": value for place, value in self.largest.items()}
-        found |= {f"output/{name}": value for name, value in output.items()}
+        statistics |= {f"{place}/largest_score": value for place, value in self.largest.items()}
+        statistics |= {f"output/{name}": value for name, value in output.items()}
         parameters = [
             (place, name, value)
             for place, learned in self.learned.items()
             for name, value in learned.items()
         ]
         # One transfer from the device.
-        parts = [*found.values(), *(value for *_, value in parameters)]
+        parts = [*statistics.values(), *(value for *_, value in parameters)]
         numbers = torch.cat([part.double().flatten() for part in parts]).cpu()
-        figures = dict(zip(found, numbers.tolist(), strict=False))
-        rest = numbers[len(found) :].split([value.numel() for *_, value in parameters])
+        figures = dict(zip(statistics, numbers.tolist(), strict=False))
+        rest = numbers[len(statistics) :].split([value.numel() for *_, value in parameters])
         for (place, name, value), part in zip(parameters, rest, strict=True):
             for symbol, heads in symbols(f"normalizer.{name}", part.view(value.shape)).items():
                 for head, number in enumerate(heads.tolist()):

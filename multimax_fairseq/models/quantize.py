@@ -52,9 +52,9 @@ def quantize(models: Iterable[nn.Module]) -> None:
 
 
 class _Quantize(argparse.Action):
-    """Remembers the flag, because fairseq drops flags that its dataclasses do not define."""
+    """Stores the flag in the class, because fairseq drops flags that its dataclasses lack."""
 
-    chosen = False  # in the command line that was parsed last
+    chosen = False  # whether the last parsed command line has the flag
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, values)

@@ -12,7 +12,7 @@ class AdditiveAttention(nn.Module):
 
         s_ti = v^T tanh(W q_t + U k_i)    (Bahdanau et al. 2015, Section A.1.2)
 
-    `keys` and `values` compute once per sentence what does not depend on the query.
+    Call `keys` and `values` once per sentence; their results do not depend on the query.
 
     Args:
         query_size, key_size, hidden_size: sizes of a query, of a key, and of the layer.
@@ -20,7 +20,7 @@ class AdditiveAttention(nn.Module):
             `static_values(value, mask)` is called once per sentence.
 
     Raises:
-        ValueError: a size that is no whole number of at least 1.
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AdditiveAttention(nn.Module):
 
         Args:
             encoded: (B, S, key_size).
-            padding: (B, S), bool: True is no token.
+            padding: (B, S), bool: True marks padding.
 
         Returns:
             (B, 1, S or more, key_size).
@@ -67,8 +67,8 @@ class AdditiveAttention(nn.Module):
 
         Args:
             query: (B, T, query_size).
-            keys, values: of `keys` and `values`.
-            padding: (B, S), bool: True is no token.
+            keys, values: results of the methods `keys` and `values`.
+            padding: (B, S), bool: True marks padding.
             need_probs: whether to return the probabilities.
 
         Returns:

@@ -14,7 +14,7 @@ class GatedAttention(nn.Module):
         context * sigmoid(W h)                                  (Qiu et al. 2025, elementwise gates)
 
     Args:
-        attention: any module with `attend` and `attend_by_scores`, of as many heads.
+        attention: any module with `attend` and `attend_by_scores`, with the same number of heads.
         hidden_size: size of h.
         num_heads, head_size: of the context.
 
@@ -22,7 +22,7 @@ class GatedAttention(nn.Module):
         0.5.
 
     Raises:
-        ValueError: a size that is no whole number of at least 1.
+        ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GatedAttention(nn.Module):
         Args, Returns: as `Normalizer.attend`.
 
         Raises:
-            ValueError: hidden is None; as the attention.
+            ValueError: hidden is None, or an error of the attention.
         """
         context, probs = self.normalizer.attend(
             query, key, value, mask, is_causal, dropout_p, scale, need_probs, hidden

@@ -18,9 +18,9 @@ from multimax_fairseq.ops.masks import excluded_keys
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 CONTEXTS = ("combined", "continuous")
 
-_ALL_KEYS = "continuous attention needs all keys of a sentence from the start"
+ALL_KEYS = "continuous attention needs all keys of a sentence from the start"
 
-# Too narrow for any basis to resolve; at 0 the gradient is unbounded.
+# Narrower than any basis function can resolve. At 0 the gradient is unbounded.
 MIN_VARIANCE = 1e-6
 
 
@@ -35,19 +35,20 @@ class ContinuousAttention(nn.Module):
     (3/2 variance)^(2/3) / 5.
 
     Args:
-        normalizer: the discrete attention. Its probabilities may sum to anything above 0.
+        normalizer: the discrete attention. Its probabilities need not sum to 1.
         density: "softmax", a Gaussian, or "sparsemax", a truncated parabola.
         context: "combined", the sum of the discrete and the continuous context, as in the paper's
             translation models, or "continuous" alone.
-        query_size: None takes mean = E_p[l / L] and variance = E_p[(l / L)^2] - mean^2. The size of
-            a query predicts mean = sigmoid and variance = softplus of a linear function of the
-            query, shared by the heads.
+        query_size: size of a query, from which a linear layer, shared by the heads, predicts the
+            density: mean = sigmoid and variance = softplus of its outputs. With None,
+            mean = E_p[l / L] and variance = E_p[(l / L)^2] - mean^2.
         num_bases: number of basis functions, a multiple of the number of widths.
-        widths: their standard deviations; each width has equally many centres, even on [0, 1].
+        widths: their standard deviations. Each width has the same number of centres, evenly spaced
+            on [0, 1].
         ridge: penalty of the regression, above 0.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -104,12 +105,12 @@ class ContinuousAttention(nn.Module):
             those of `static_values`.
 
         Raises:
-            ValueError: a mask that differs between queries or heads; is_causal; values of another
-                length.
+            ValueError: the mask differs between queries or heads; is_causal is True; the values
+                have another length.
         """
         if is_causal:
-            raise ValueError(f"{_ALL_KEYS}: leave is_causal out")
-        value, coefficients, tokens = self._parts(value, key.shape[2], mask)
+            raise ValueError(f"{ALL_KEYS}: leave is_causal out")
+        value, coefficients, tokens = self._split_values(value, key.shape[2], mask)
 
         def attend(value: Tensor) -> tuple[Tensor, Tensor | None]:
             return self.normalizer.attend(
@@ -146,21 +147,21 @@ class ContinuousAttention(nn.Module):
         Args, Returns: as `Normalizer.attend_by_scores`.
 
         Raises:
-            ValueError: as `attend`; a density that is predicted from the query.
+            ValueError: as `attend`, or the density is predicted from the query.
         """
         if self.predicted is not None:
             raise ValueError("query_size predicts a density from the query: use attend")
-        value, coefficients, tokens = self._parts(value, scores.shape[-1], mask)
+        value, coefficients, tokens = self._split_values(value, scores.shape[-1], mask)
         probs = self.normalizer(scores, -1, mask, hidden)
-        left = dropout(probs, dropout_p)
+        dropped = dropout(probs, dropout_p)
         # Not `_with_times`: a recurrent model calls this at each step and would copy the values.
-        time = positions(tokens)[:, None, None].to(left.dtype)
-        timed = left * time
-        mean, variance = _mean_and_variance(left.sum(-1), timed.sum(-1), (timed * time).sum(-1))
-        discrete = weighted_values(left, value, 0.0) if self.context == "combined" else None
+        time = positions(tokens)[:, None, None].to(dropped.dtype)
+        first = dropped * time
+        mean, variance = _mean_and_variance(dropped.sum(-1), first.sum(-1), (first * time).sum(-1))
+        discrete = weighted_values(dropped, value, 0.0) if self.context == "combined" else None
         return self._context(mean, variance, coefficients, discrete), probs if need_probs else None
 
-    def _parts(
+    def _split_values(
         self, value: Tensor, length: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the values, their coefficients, and which keys the mask allows, (B, S)."""
@@ -229,8 +230,8 @@ class Expectation(nn.Module):
 
     def bases(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the centres and the widths of the basis functions, (num_bases,), float64."""
-        kept = _bases.__wrapped__ if traced() else _bases  # no cache in a graph
-        return kept(self.num_bases, self.widths, device)
+        bases = _bases.__wrapped__ if traced() else _bases  # no cache in a graph
+        return bases(self.num_bases, self.widths, device)
 
 
 def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
@@ -240,10 +241,11 @@ def _tokens(value: Tensor, length: int, mask: Tensor | None) -> Tensor:
         return value.new_ones([batch, length], dtype=torch.bool)
     if max([1, *mask.shape[-3:-1]]) > 1:
         raise ValueError(
-            f"{_ALL_KEYS}: no mask may differ between queries or heads, got {list(mask.shape)}"
+            f"{ALL_KEYS}: no mask may differ between queries or heads, got {list(mask.shape)}"
         )
-    kept = ~excluded_keys(mask)
-    return kept.reshape(-1, kept.shape[-1] if kept.dim() > 0 else 1).expand(batch, length)
+    allowed = ~excluded_keys(mask)
+    length_of_mask = allowed.shape[-1] if allowed.dim() > 0 else 1
+    return allowed.reshape(-1, length_of_mask).expand(batch, length)
 
 
 def _with_times(value: Tensor, time: Tensor) -> Tensor:
@@ -267,8 +269,8 @@ def _mean_and_variance(mass: Tensor, first: Tensor, second: Tensor) -> tuple[Ten
 
 @functools.lru_cache(maxsize=16)
 def _bases(count: int, widths: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    each = count // len(widths)
+    per_width = count // len(widths)
     with torch.inference_mode(False):  # training may use the cached tensors later
-        ends = torch.linspace(0, 1, each, dtype=torch.float64, device=device)
-        wide = torch.tensor(widths, dtype=torch.float64, device=device)
-        return ends.repeat(len(widths)), wide.repeat_interleave(each)
+        centers = torch.linspace(0, 1, per_width, dtype=torch.float64, device=device)
+        deviations = torch.tensor(widths, dtype=torch.float64, device=device)
+        return centers.repeat(len(widths)), deviations.repeat_interleave(per_width)

@@ -48,7 +48,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
                 "continuous attention has no place for the extra keys of add_bias_kv and "
                 "add_zero_attn: leave them out"
             )
-        with torch.device("meta"):  # draws no initial weights: those of the stock layer stay
+        with torch.device("meta"):  # no random initialisation: the stock layer's weights follow
             super().__init__(
                 stock.embed_dim,
                 stock.num_heads,
@@ -82,7 +82,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
         Args:
             query: (T, B, C).
-            key, value: (S, B, C); cached ones are used instead where static_kv.
+            key, value: (S, B, C); with static_kv, the cached ones replace them.
             key_padding_mask: (B, S), non-zero excludes.
             incremental_state: fairseq's decoding state; self-attention appends to its cache.
             need_weights: return the probabilities, averaged over the heads.
@@ -110,7 +110,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             buffer = self._get_input_buffer(incremental_state)
         q = self._split_heads(self.q_proj(query))
         hidden = query.transpose(0, 1).unsqueeze(1)
-        # Decoding repeats a sentence for each hypothesis, in neighbouring rows.
+        # Beam search repeats a sentence for each hypothesis, in adjacent rows.
         beam = self.beam_size if incremental_state is not None else 1
         if static_kv and beam > 1 and key is not None and key.shape[1] == batch:
             key = key[:, ::beam]
@@ -118,20 +118,21 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask[::beam]
         is_new = static_kv and buffer.get("prev_key") is None
-        k, v, key_padding_mask = self._keys(query, key, value, key_padding_mask, buffer, static_kv)
+        k, v, key_padding_mask = self._project_keys(
+            query, key, value, key_padding_mask, buffer, static_kv
+        )
         if incremental_state is not None:
             if is_new:
                 v = self._static_values(v, key_padding_mask)
-            kept: dict[str, Tensor | None] = {"prev_key": k, "prev_value": v}
-            kept["prev_key_padding_mask"] = key_padding_mask
-            self._set_input_buffer(incremental_state, kept)
+            cache = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": key_padding_mask}
+            self._set_input_buffer(incremental_state, cache)
 
         # Hypotheses that share their keys become queries of one attention.
         beam = batch // k.shape[0]
         if beam > 1:
             q, hidden = self._join_beams(q, beam), self._join_beams(hidden, beam)
             attn_mask = attn_mask if attn_mask is None else attn_mask.repeat(beam, 1)
-        is_causal = self._is_future(attn_mask)
+        is_causal = self._is_causal(attn_mask)
         mask = attention_mask(None if is_causal else attn_mask, key_padding_mask)
         k, v, mask = self._with_extra_keys(k, v, mask)
         dropout = self.dropout_module
@@ -224,7 +225,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         prepare = getattr(self.normalizer, "static_values", None)
         return v if prepare is None else prepare(v, attention_mask(None, key_padding_mask))
 
-    def _is_future(self, attn_mask: Tensor | None) -> bool:
+    def _is_causal(self, attn_mask: Tensor | None) -> bool:
         """Whether this is the causal mask that the decoder marks, without extra keys."""
         extra = self.bias_k is not None or self.add_zero_attn
         return not extra and getattr(attn_mask, "is_future_mask", False)
@@ -236,9 +237,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         return self.out_proj(context.permute(2, 0, 1, 3).flatten(2))
 
     def _adaptive_prune_heads(self, reserve_head_index: list[tuple[int, int]]) -> None:
-        kept = [start // self.head_dim for start, _ in reserve_head_index]
+        heads = [start // self.head_dim for start, _ in reserve_head_index]
         super()._adaptive_prune_heads(reserve_head_index)
-        self.normalizer.keep_heads(kept)
+        self.normalizer.keep_heads(heads)
 
     def _join_beams(self, x: Tensor, beam: int) -> Tensor:
         """(B beam, heads, T, ...) to (B, heads, beam T, ...)."""
@@ -252,7 +253,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         """(T, B, C) to (B, heads, T, head size)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
 
-    def _keys(
+    def _project_keys(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -275,13 +276,13 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         assert key is not None and value is not None
         k, v = self._split_heads(self.k_proj(key)), self._split_heads(self.v_proj(value))
         if prev_k is not None and prev_v is not None:
-            k, v = self._grow(prev_k, k, order), self._grow(prev_v, v, order)
+            k, v = self._append(prev_k, k, order), self._append(prev_v, v, order)
             key_padding_mask = self._append_prev_key_padding_mask(
                 key_padding_mask, prev_padding, k.shape[0], k.shape[2], static_kv
             )
         return k, v, key_padding_mask
 
-    def _grow(self, cache: Tensor, new: Tensor, order: Tensor | None) -> Tensor:
+    def _append(self, cache: Tensor, new: Tensor, order: Tensor | None) -> Tensor:
         """Return the cached keys or values, reordered, followed by the new ones."""
         if order is None:
             return torch.cat([cache, new], 2)

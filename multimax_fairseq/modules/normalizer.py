@@ -1,4 +1,4 @@
-"""A named mapping as a module, with its learned parameters, and attention by it."""
+"""A named mapping as a module, with its learned parameters and its attention."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +37,7 @@ class Normalizer(nn.Module):
             k: topk.
             alpha: alpha_entmax with a fixed alpha; None learns it, as `EntmaxAlpha`.
             start: ssmax, as `LengthScale`.
-            bias: sigmoid; None is minus the logarithm of the number of keys.
+            bias: sigmoid; None stands for minus the logarithm of the number of keys.
 
     Submodules: the learned arguments of the mapping's function, by their names: `modulator`
     (multimax, and softmax with a temperature; None for other mappings), `alpha` (alpha_entmax),
@@ -45,8 +45,8 @@ class Normalizer(nn.Module):
 
     Raises:
         TypeError: an option that no mapping has.
-        ValueError: an unknown name; an option of another mapping, unless it has its default value;
-            an argument out of its range; asentmax without hidden_size.
+        ValueError: the name is unknown; an option of another mapping differs from its default; an
+            argument is out of range; hidden_size is missing for asentmax.
 
     Example:
         >>> normalizer = Normalizer("alpha_entmax", num_heads=8)
@@ -126,7 +126,7 @@ class Normalizer(nn.Module):
         need_probs: bool = False,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the context of each query, and the probabilities that it was formed by.
+        """Return the context of each query, and its attention probabilities.
 
             context = dropout(normalizer(scale * Q K^T, mask)) V
         `MultiheadAttention` takes any module with this method and `keep_heads`.
@@ -139,12 +139,12 @@ class Normalizer(nn.Module):
             is_causal: query t attends to keys up to t; with a mask, both hold.
             dropout_p: probability of dropping an attention probability.
             scale: default 1 / sqrt(D).
-            need_probs: whether to return the probabilities; the kernels do not hold them.
+            need_probs: whether to return the probabilities, which the fused kernels never store.
             hidden: (B, 1, T, hidden_size), the hidden states of the queries; for asentmax.
 
         Returns:
-            ((B, H, T, size of a value) in the dtype of value, or of autocast; None, or the
-            probabilities before dropout, (B, H, T, S) in float32 or wider).
+            The context, (B, H, T, size of a value), in the dtype of value or of autocast; and None
+            or the probabilities before dropout, (B, H, T, S), in float32 or wider.
 
         Raises:
             TypeError, ValueError: as `scaled_dot_product_attention`.

@@ -1,4 +1,4 @@
-"""A GRU or LSTM cell with two inputs: a word, known in advance, and a context that is fed back."""
+"""A GRU or LSTM cell with two inputs: a word, and the features of the previous step."""
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +9,18 @@ GATES = {"gru": 3, "lstm": 4}
 
 
 class RecurrentCell(nn.Module):
-    """One step of a GRU or LSTM over the concatenation of a word and a fed-back context.
+    """One step of a GRU or LSTM over a word and the fed-back features of the previous step.
 
     Equivalent to: nn.GRUCell or nn.LSTMCell(input_size + fed_size, hidden_size). `words` computes
     the product with the words for all steps at once.
 
     Args:
         kind: "gru" or "lstm".
-        input_size, fed_size, hidden_size: sizes of a word, of the fed-back context, and of the
+        input_size, fed_size, hidden_size: sizes of a word, of the fed-back features, and of the
             state.
 
     Raises:
-        ValueError: an unknown kind; a size that is no whole number of at least 1.
+        ValueError: the kind is unknown; a size is not a whole number of at least 1.
     """
 
     def __init__(self, kind: str, input_size: int, fed_size: int, hidden_size: int) -> None:
@@ -36,13 +36,13 @@ class RecurrentCell(nn.Module):
         self.fed_projection = nn.Linear(fed_size, gates, bias=False)
         self.hidden_projection = nn.Linear(hidden_size, gates)
         with torch.no_grad():
-            # Both are initialised as parts of one matrix.
-            whole = torch.empty(gates, input_size + fed_size)
-            for weight in (whole, self.hidden_projection.weight):
+            # Initialise both input projections as parts of one matrix.
+            joint = torch.empty(gates, input_size + fed_size)
+            for weight in (joint, self.hidden_projection.weight):
                 start_gates(weight, kind)
             for layer, part in zip(
                 (self.word_projection, self.fed_projection),
-                whole.split([input_size, fed_size], 1),
+                joint.split([input_size, fed_size], 1),
                 strict=True,
             ):
                 layer.weight.copy_(part)
@@ -56,25 +56,26 @@ class RecurrentCell(nn.Module):
         """Return the next state, (hidden,) or for an LSTM (hidden, cell), each (B, hidden_size).
 
         Args:
-            words: (B, gates * hidden_size), of `words`.
+            words: (B, gates * hidden_size), the result of the method `words`.
             fed: (B, fed_size).
             state: the previous one.
         """
-        given = words + self.fed_projection(fed)
-        kept = self.hidden_projection(state[0])
+        inputs = words + self.fed_projection(fed)
+        recurrent = self.hidden_projection(state[0])
         if self.kind == "lstm":
-            enter, forget, new, leave = (given + kept).chunk(4, -1)
-            cell = forget.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
-            return leave.sigmoid() * cell.tanh(), cell
+            input_gate, forget_gate, candidate, output_gate = (inputs + recurrent).chunk(4, -1)
+            cell = forget_gate.sigmoid() * state[1] + input_gate.sigmoid() * candidate.tanh()
+            return output_gate.sigmoid() * cell.tanh(), cell
         size = state[0].shape[-1]
-        reset, update = (given[:, : 2 * size] + kept[:, : 2 * size]).sigmoid().chunk(2, -1)
-        new = (given[:, 2 * size :] + reset * kept[:, 2 * size :]).tanh()
-        return (new + update * (state[0] - new),)
+        gates = (inputs[:, : 2 * size] + recurrent[:, : 2 * size]).sigmoid()
+        reset_gate, update_gate = gates.chunk(2, -1)
+        candidate = (inputs[:, 2 * size :] + reset_gate * recurrent[:, 2 * size :]).tanh()
+        return (candidate + update_gate * (state[0] - candidate),)
 
 
 @torch.no_grad()
 def start_gates(weight: Tensor, kind: str) -> None:
-    """Initialise each gate's matrix on its own; they are stacked as in torch's cells."""
+    """Initialise the matrix of each gate separately; they are stacked as in torch's cells."""
     for gate in weight.chunk(GATES[kind]):
         nn.init.xavier_uniform_(gate)
 

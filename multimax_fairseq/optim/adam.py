@@ -92,8 +92,8 @@ class ForeachAdam(Adam):
             return super().step(closure)
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            for some in self._batches(group["params"]):
-                self._update(some, group)
+            for batch in self._batches(group["params"]):
+                self._update(batch, group)
         return loss
 
     def is_fast(self, parameter: torch.Tensor) -> bool:
@@ -103,7 +103,7 @@ class ForeachAdam(Adam):
 
     def _batches(self, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield lists of parameters that have a gradient and agree in device, dtypes and step."""
-        alike: dict[Any, list[torch.Tensor]] = {}
+        batches: dict[Any, list[torch.Tensor]] = {}
         sizes: Counter = Counter()
         for parameter in parameters:
             if parameter.grad is None:
@@ -111,18 +111,18 @@ class ForeachAdam(Adam):
             state = self.state[parameter]
             wide = torch.promote_types(parameter.dtype, torch.float32)
             for name in ("exp_avg", "exp_avg_sq"):
-                if name in state:  # a checkpoint's may be on another device, or narrower
+                if name in state:  # after loading, it may be on another device, or narrower
                     state[name] = state[name].to(parameter.device, wide)
                 else:
                     state[name] = torch.zeros_like(parameter, dtype=wide)
             state["step"] = state.get("step", 0) + 1
             kind = parameter.device, parameter.dtype, parameter.grad.dtype, state["step"]
-            if kind in alike and sizes[kind] + parameter.numel() > self.MAX_ELEMENTS:
-                yield alike.pop(kind)
+            if kind in batches and sizes[kind] + parameter.numel() > self.MAX_ELEMENTS:
+                yield batches.pop(kind)
                 del sizes[kind]
-            alike.setdefault(kind, []).append(parameter)
+            batches.setdefault(kind, []).append(parameter)
             sizes[kind] += parameter.numel()
-        yield from alike.values()
+        yield from batches.values()
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in parameters]
@@ -149,6 +149,6 @@ def _as_wide_as(wide: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[t
     """Return the tensors in the dtype of `wide`, without a copy if they have it."""
     if tensors[0].dtype == wide[0].dtype:
         return tensors
-    found = [torch.empty_like(t) for t in wide]
-    torch._foreach_copy_(found, tensors)
-    return found
+    converted = [torch.empty_like(t) for t in wide]
+    torch._foreach_copy_(converted, tensors)
+    return converted
