@@ -450,7 +450,7 @@ def test_ctrl_c_is_one_sentence(text):
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     said = log.read_text()
-    assert "interrupted; a training goes on from its last checkpoint" in said
+    assert "interrupted; the same command resumes a training" in said
     assert "Traceback" not in said
 
 

@@ -215,7 +215,7 @@ ERRORS = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_PLACES, *PROCESSES, *NAMED_OPT
 OUR_NAMES = re.compile(r"(--)?\w*multimax|--(attention|output)-normalizer|--(quantize|topk)\b")
 # The longest list of choices that an error prints in full.
 MAX_LISTED = 20
-INTERRUPTED = "interrupted; a training goes on from its last checkpoint by the same command"
+INTERRUPTED = "interrupted; the same command resumes a training from its last checkpoint"
 
 # The settings of this process's command, for the sentences of ERRORS.
 _settings = defaultdict(lambda: None)
@@ -250,11 +250,9 @@ def explain(error):
     return None
 
 
-# Packages that fairseq calls for its work.
-_LIBRARIES = (
-    *("antlr4", "hydra", "numpy", "omegaconf", "sacrebleu", "sentencepiece", "torch", "yaml"),
-)
-_STANDARD = (sysconfig.get_path("stdlib"), "<frozen")
+# An error in one of these libraries counts as fairseq's, if fairseq called it.
+LIBRARIES = "antlr4 hydra numpy omegaconf sacrebleu sentencepiece torch yaml".split()
+STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen")
 
 
 def is_raised_by_fairseq(error):
@@ -264,8 +262,8 @@ def is_raised_by_fairseq(error):
         if package in ("fairseq", "fairseq_cli", "multimax_fairseq"):
             return True
         path = frame.f_code.co_filename
-        is_standard = path.startswith(_STANDARD) and "site-packages" not in path
-        if package not in _LIBRARIES and not is_standard:
+        is_standard = path.startswith(STANDARD_LIBRARY) and "site-packages" not in path
+        if package not in LIBRARIES and not is_standard:
             return False
     return False
 

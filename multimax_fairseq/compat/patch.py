@@ -6,7 +6,7 @@ import os
 import sys
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# The prefix of the names of --monitor-interval's values: see running.progress_lines().
+# Prefix of the values that --monitor-interval logs; see running.progress_lines().
 MONITOR = "monitor/"
 COMMANDS = tuple(
     f"fairseq-{name}"

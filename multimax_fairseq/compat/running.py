@@ -14,11 +14,11 @@ from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command, replace
 from multimax_fairseq.errors import UsageError
 
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-# The commands whose processes share their work and add up their results.
+# Commands whose processes share the work and sum the results.
 SHARED = ("fairseq_cli.train", "fairseq_cli.validate")
 # Log-probability in a search of a word with probability 0.
 IMPOSSIBLE = -1e4
-# Regular expressions: how hydra's warnings about fairseq's use of it begin.
+# Regular expressions for the beginnings of hydra's warnings about fairseq.
 HYDRA_WARNINGS = (
     r"hydra\.experimental\.\w+\(\) is no longer experimental",
     r"\nThe version_base parameter is not specified",
@@ -27,7 +27,7 @@ HYDRA_WARNINGS = (
     r"\nThe strict flag in the compose API is deprecated",
     r"Future Hydra versions will no longer change working directory",
 )
-# The groups of a training's configuration whose settings are checked.
+# Groups of a training's configuration that are checked for mistakes.
 GROUPS = ("common", "dataset", "optimization", "checkpoint", "task", "lr_scheduler")
 
 

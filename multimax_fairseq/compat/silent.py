@@ -192,10 +192,10 @@ def _check_index(indexed_dataset, path, header, dictionary):
         refuse(index, "it ends in its header")
     magic, version, code, count = HEADER.unpack(header)
     if magic != indexed_dataset.MMapIndexedDataset.Index._HDR_MAGIC or version != 1:
-        refuse(index, "another header")
+        refuse(index, "its header is not fairseq's")
     dtype = np.dtype(indexed_dataset._code_to_dtype.get(code, float))
     if dtype.kind not in "iu":
-        refuse(index, f"no integers: type {code}")
+        refuse(index, f"its numbers are no integers, but of type {code}")
     if os.path.getsize(index) != HEADER.size + 12 * count:
         refuse(index, f"it has {os.path.getsize(index):,} bytes for {count:,} sentences")
     if not os.path.isfile(data):

@@ -13,7 +13,7 @@ import torch
 from multimax_fairseq.compat.patch import command, replace
 from multimax_fairseq.errors import UsageError, first_line
 
-# fairseq puts these into sentences itself. <unk> is a word of many texts, and means the same.
+# Symbols that fairseq adds to sentences. <unk> is not here: it occurs in texts, with this meaning.
 SYMBOLS = frozenset(("<s>", "</s>", "<pad>"))
 
 
@@ -56,9 +56,8 @@ def check_files(args):
         counts = [count_lines(file) for file in files]
         if len(set(counts)) > 1:
             raise UsageError(
-                f"'{files[0]}' has {counts[0]:,} lines, but '{files[1]}' {counts[1]:,}: line N of "
-                "one must be the translation of line N of the other; mend them, or find the first "
-                "that is not"
+                f"'{files[0]}' has {counts[0]:,} lines, but '{files[1]}' {counts[1]:,}: correct "
+                "them, so that line N of one is the translation of line N of the other"
             )
 
 
@@ -71,7 +70,7 @@ def count_lines(path):
                 raise UsageError(f"line {number:,} of '{path}' {reason[0]}: {reason[1]}")
     if number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip():
         raise UsageError(
-            f"'{path}' has carriage returns and no line feed: convert its ends of lines, as "
+            f"'{path}' has carriage returns and no line feed: convert its line endings, as "
             "tr '\\r' '\\n' does"
         )
     return number
@@ -95,8 +94,8 @@ def what_is_wrong(line):
         )
     if "<" in text and (words := SYMBOLS.intersection(text.split())):
         return (
-            f"has the word '{min(words)}', which is a symbol of fairseq's own",
-            "write it otherwise, or leave the line out",
+            f"has the word '{min(words)}', which fairseq uses as a symbol",
+            "write it differently, or remove the line",
         )
     return None
 
@@ -192,8 +191,8 @@ def scored_lines():
             if counts[0] != counts[1] or counts[0] == 0:
                 raise UsageError(
                     f"--sys {args.sys} has {counts[0]:,} lines, but --ref {args.ref} "
-                    f"{counts[1]:,}: give the sentences of both in one order, each in a line "
-                    "(which a carriage return ends too)"
+                    f"{counts[1]:,}: give the same sentences in the same order, one a line (a "
+                    "carriage return also ends a line)"
                 )
         return original()
 
