@@ -264,7 +264,10 @@ def moments(**values):
 
 RUNS = {
     "moments of another shape": (moments(exp_avg=torch.zeros(3)), "optimizer has exp_avg of shape"),
-    "an optimizer's state as text": (lambda s: s.update(last_optimizer_state="x"), "cannot go on"),
+    "an optimizer's state as text": (
+        lambda s: s.update(last_optimizer_state="x"),
+        "cannot resume from",
+    ),
     "no state in it": (lambda s: s["last_optimizer_state"].pop("state"), "cannot resume from"),
     "a schedule that is a number": (
         lambda s: s["optimizer_history"][-1].update(lr_scheduler_state=3),
