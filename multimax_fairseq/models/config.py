@@ -1,8 +1,7 @@
-"""The flags of the models, for argparse and hydra alike, and what is built from them.
+"""The flags of the models, for argparse and hydra, and the modules that they choose.
 
-The options of a mapping are flags by the names of their settings: see `Option.setting`. The flags
-are made from the table of mappings when fairseq asks for them, so that a mapping may be registered
-before or after this module is imported.
+Each option of a mapping is a flag: see `Option.setting`. The flags are made from the table of
+mappings when fairseq asks for them, so a mapping can be registered before or after this import.
 """
 
 import argparse
@@ -30,6 +29,7 @@ from multimax_fairseq.modules import ContinuousAttention, GatedAttention, Normal
 from multimax_fairseq.modules.continuous_attention import CONTEXTS, DENSITIES
 from multimax_fairseq.ops.checks import is_finite, is_whole
 
+# Encoder self-attention, decoder self-attention, cross-attention.
 PLACES = ("encoder", "decoder", "cross")
 PLUGIN_REMARK = "for another one give the --user-dir that adds it"
 
@@ -53,7 +53,7 @@ DENSITY_AT = {"cross": "cross_attention", "encoder": "encoder_self_attention"}
 CONTINUOUS = {f"continuous_{density}": density for density in DENSITIES}
 
 
-def dropout_option(name: str, default: float = 0.0, help: str = "") -> Option:
+def dropout_option(name: str, default: float, help: str) -> Option:
     """Return the option of a dropout probability."""
     requirement = "a number of at least 0 and below 1"
     return Option(
@@ -196,7 +196,7 @@ def _type_of(option: Option) -> Any:
 def settings_class(
     name: str, doc: str, options: dict[str, Option], base: type, module: str = __name__
 ) -> Any:
-    """Return a dataclass with these settings besides those of its base."""
+    """Return a dataclass with these settings and those of its base."""
     fields = [
         (
             setting,
@@ -234,7 +234,7 @@ TRAINING_ONLY = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval
 
 
 def mapping_settings(args: Any) -> dict[str, Any]:
-    """Return the settings, in any form, that decide how a model maps its scores."""
+    """Return the settings that decide how a model maps its scores, from settings in any form."""
     given = args if isinstance(args, dict) else vars(as_namespace(args))
     names = (s.name for s in settings() if s.name in given and s.name not in TRAINING_ONLY)
     return {name: given[name] for name in names}
@@ -292,8 +292,8 @@ def build_normalizer(
 ) -> Normalizer:
     """Return the normalizer that the flags ask for; num_heads is None for the output layer.
 
-    Its parameters are drawn from a fork of the random generator, so all other parameters, and the
-    dropout after them, are those of the stock model.
+    Its parameters are drawn from a fork of the random generator, so the other parameters and the
+    dropout masks equal those of the stock model.
     """
     mapping = NORMALIZERS[name]
     heads = mapping.heads

@@ -16,7 +16,9 @@ def task_of(state: dict[str, Any], path: Path) -> Any:
     """
     settings = (state.get("cfg") or {}).get("task")
     if settings is None:
-        raise UsageError(f"checkpoint '{path}' says no task: give one that fairseq-train wrote")
+        raise UsageError(
+            f"checkpoint '{path}' has no task settings: give one that fairseq-train wrote"
+        )
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Finds where the numbers of a training step stop being finite."""
+"""Finds the layer in which a training step first computes a non-finite number."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from multimax_fairseq.models.monitor import LOGITS_AT_ONCE, words_of
 
 
 class Examined:
-    """Mixin of a model that explains a step that is not finite: see running.non_finite_updates."""
+    """Mixin of a model that names the layer of a NaN: see compat.running.non_finite_updates."""
 
     def why_not_finite(self, forward: Callable[[], Any]) -> str:
         """Return where `forward`, which repeats a step's losses, first gives a non-finite number.

@@ -1,4 +1,4 @@
-"""The decoders' output layer: logits, probabilities, and what the criteria need."""
+"""The decoders' output layer: logits, probabilities, and its parts for the fused loss."""
 
 from typing import Any
 
@@ -15,8 +15,7 @@ from multimax_fairseq.ops.modulator import has_parameters
 def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
     """Return the output layer's (weight, bias, modulator).
 
-    Return None if the layer computes anything else: if it is quantised, has hooks, or has the
-    modulator of another mapping.
+    Return None if the layer is quantised, has hooks, or has a modulator of another type.
     """
     projection, modulator = decoder.output_projection, getattr(decoder, "output_modulator", None)
     if type(projection) is not nn.Linear or not (modulator is None or has_parameters(modulator)):
@@ -69,7 +68,7 @@ class NormalizedOutput:
         Raises:
             UsageError: the output layer is sparse.
         """
-        self._refuse_logarithms()
+        self._refuse_sparse_output()
         return plain_output(self)
 
     def get_normalized_probs(
@@ -85,12 +84,13 @@ class NormalizedOutput:
         """
         if self.output_normalizer is not None:
             if self.training:
-                self._refuse_logarithms()
+                self._refuse_sparse_output()
             probs = self.output_normalizer(net_output[0])
             return probs.log() if log_probs else probs
         return self.get_normalized_probs_scriptable(net_output, log_probs, sample)
 
-    def _refuse_logarithms(self):
+    def _refuse_sparse_output(self):
+        """Raise UsageError for a sparse output layer, whose logarithms are -inf."""
         if self.output_normalizer is not None:
             raise UsageError(
                 f"--output-normalizer {self.output_normalizer.name} gives some words the "

@@ -44,10 +44,10 @@ from multimax_fairseq.ops.backend import traced
 
 
 def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
-    """Return fairseq's attention layer with the normalizer that the flags choose.
+    """Return an attention layer with the normalizer that the flags choose.
 
     Args:
-        attention: the layer that fairseq built. It stays for plain softmax.
+        attention: the layer that fairseq built; plain softmax keeps it.
         cfg: the model's settings.
         place: one of `PLACES`.
     """
@@ -59,10 +59,10 @@ def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
     return MultiheadAttention(attention, module)
 
 
-def own_dropout(module: nn.Module, stock_name: str) -> None:
+def replace_dropout(module: nn.Module, stock_name: str) -> None:
     """Replace a module's dropout by ours.
 
-    `stock_name` is the name of fairseq's class, which --retain-dropout-modules takes.
+    `stock_name` is the name of fairseq's class, as in --retain-dropout-modules.
     """
     for name, child in module.named_children():
         if isinstance(child, FairseqDropout) and child.module_name == type(module).__name__:
@@ -71,7 +71,7 @@ def own_dropout(module: nn.Module, stock_name: str) -> None:
 
 def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     """Apply activation checkpointing and FSDP to a layer as the flags ask."""
-    own_dropout(layer, type(layer).__base__.__name__)
+    replace_dropout(layer, type(layer).__base__.__name__)
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(
@@ -119,8 +119,8 @@ class SinusoidalPositions(SinusoidalPositionalEmbedding):
         return self.weights[last].expand(input.size(0), 1, -1)
 
 
-def traceable_positions(module: nn.Module) -> None:
-    """Replace an encoder's or decoder's positional embedding by one that torch can trace."""
+def replace_positions(module: nn.Module) -> None:
+    """Replace the sinusoidal positions of an encoder or decoder by ones that torch can trace."""
     stock = module.embed_positions
     if type(stock) is SinusoidalPositionalEmbedding:
         module.embed_positions = SinusoidalPositions(
@@ -131,8 +131,8 @@ def traceable_positions(module: nn.Module) -> None:
 class MultimaxEncoder(TransformerEncoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, return_fc=False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc)
-        own_dropout(self, "TransformerEncoder")
-        traceable_positions(self)
+        replace_dropout(self, "TransformerEncoder")
+        replace_positions(self)
 
     def build_encoder_layer(self, cfg):
         return wrap_layer(MultimaxEncoderLayer(cfg, return_fc=self.return_fc), cfg)
@@ -177,8 +177,8 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
-        own_dropout(self, "TransformerDecoder")
-        traceable_positions(self)
+        replace_dropout(self, "TransformerDecoder")
+        replace_positions(self)
         self.set_output_normalizer(cfg)
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
