@@ -418,11 +418,11 @@ def model_overrides():
 
     @replace(checkpoint_utils, "overwrite_args_by_name")
     def overwrite_args_by_name(original, cfg, overrides):
-        given = overrides
+        user_overrides = overrides
         if command() == "fairseq-validate":  # passes its own flags as overrides too
-            given = ast.literal_eval(overrides.get("model_overrides", "{}"))
-        known = _setting_names(cfg, given)
-        for name in given if command() else ():
+            user_overrides = ast.literal_eval(overrides.get("model_overrides", "{}"))
+        known = _setting_names(cfg, user_overrides)
+        for name in user_overrides if command() else ():
             if name not in known and name not in cfg:
                 raise UsageError(
                     f"--model-overrides: the checkpoint has no setting {name!r} of model, task "

@@ -50,8 +50,12 @@ def check_files(args):
     Remove when fairseq checks its files.
     """
     languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
-    given = [args.trainpref, *(args.validpref or "").split(","), *(args.testpref or "").split(",")]
-    for prefix in filter(None, given):
+    prefixes = [
+        args.trainpref,
+        *(args.validpref or "").split(","),
+        *(args.testpref or "").split(","),
+    ]
+    for prefix in filter(None, prefixes):
         files = [f"{prefix}.{language}" if language else prefix for language in languages]
         counts = [count_lines(file) for file in files]
         if len(set(counts)) > 1:

@@ -324,7 +324,7 @@ def can_read_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not traced() and not transformed()
 
 
-def check_values(name: str, tensor: Tensor, wrong: Tensor, remedy: str) -> None:
-    """Raise ValueError for the first wrong entry, if reading values is cheap."""
-    if can_read_values(tensor) and wrong.any():
-        raise ValueError(f"{name} must be {remedy}, got {tensor[wrong][0].tolist()}")
+def check_values(name: str, tensor: Tensor, invalid: Tensor, requirement: str) -> None:
+    """Raise ValueError for the first invalid entry, if reading values is cheap."""
+    if can_read_values(tensor) and invalid.any():
+        raise ValueError(f"{name} must be {requirement}, got {tensor[invalid][0].tolist()}")

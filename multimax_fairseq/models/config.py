@@ -235,16 +235,16 @@ TRAINING_ONLY = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval
 
 def mapping_settings(args: Any) -> dict[str, Any]:
     """Return the settings that decide how a model maps its scores, from settings in any form."""
-    given = args if isinstance(args, dict) else vars(as_namespace(args))
-    names = (s.name for s in settings() if s.name in given and s.name not in TRAINING_ONLY)
-    return {name: given[name] for name in names}
+    values = args if isinstance(args, dict) else vars(as_namespace(args))
+    names = (s.name for s in settings() if s.name in values and s.name not in TRAINING_ONLY)
+    return {name: values[name] for name in names}
 
 
 def as_namespace(args: Any) -> argparse.Namespace:
     """Return a model's settings as the flat namespace that fairseq's Transformers read."""
     if isinstance(args, DictConfig):
-        given: Any = OmegaConf.to_container(args, resolve=True, enum_to_str=True)
-        return argparse.Namespace(**given)
+        values: Any = OmegaConf.to_container(args, resolve=True, enum_to_str=True)
+        return argparse.Namespace(**values)
     return args
 
 

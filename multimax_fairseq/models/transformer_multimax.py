@@ -267,9 +267,9 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
         check_heads(args)
         for side in ("encoder", "decoder"):
             # The command line gives a list, but the stock model expects a string.
-            kept = getattr(args, f"{side}_layers_to_keep")
-            if isinstance(kept, list):
-                setattr(args, f"{side}_layers_to_keep", ",".join(map(str, kept)))
+            layers = getattr(args, f"{side}_layers_to_keep")
+            if isinstance(layers, list):
+                setattr(args, f"{side}_layers_to_keep", ",".join(map(str, layers)))
         model = super().build_model(args, task)
         prepare_scalars(model, args)
         set_monitor(model, args)

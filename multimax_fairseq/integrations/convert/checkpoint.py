@@ -99,9 +99,9 @@ def our_settings(state: State) -> argparse.Namespace:
     return complete(name, options(state))
 
 
-def complete(name: str, given: dict[str, Any]) -> argparse.Namespace:
-    """Return all settings of an architecture; a run from a YAML file saves only the given ones."""
-    settings = argparse.Namespace(**given)
+def complete(name: str, saved: dict[str, Any]) -> argparse.Namespace:
+    """Return all settings of an architecture; a run from a YAML file saves only its own."""
+    settings = argparse.Namespace(**saved)
     ARCH_CONFIG_REGISTRY[name](settings)
     set_defaults(settings)
     return settings
