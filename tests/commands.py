@@ -1,5 +1,6 @@
-"""Runs the commands as a user does, in processes of their own."""
+"""Runs commands in subprocesses, as a user does."""
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -13,13 +14,13 @@ PLUGIN = ("--user-dir", str(ROOT / "multimax_fairseq"))
 
 
 def programs_first():
-    """The environment, in which this environment's programs are found first."""
+    """Return the environment variables, with this environment's programs first in PATH."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run(folder, *command, code=0, stdin=None, **environment):
-    """What a command printed, on both streams; it must end with this exit status."""
+    """Run a command and return its output, both streams; it must exit with this status."""
     program = BIN / command[0]
     done = subprocess.run(
         [str(program if program.exists() else command[0]), *map(str, command[1:])],
@@ -29,16 +30,28 @@ def run(folder, *command, code=0, stdin=None, **environment):
         stderr=subprocess.STDOUT,
         input=stdin,
         text=True,
-        timeout=1800,  # of a hang: a shared machine may be slow
+        timeout=1800,  # generous, since a shared machine may be slow
     )
     assert done.returncode == code, done.stdout[-3000:]
     return done.stdout
 
 
 def refused(folder, *command, code=1, **environment):
-    """The one sentence in which a command that a user got wrong ends."""
+    """Return the one-sentence error of a command that must fail."""
     output = run(folder, *command, code=code, **environment)
     assert "Traceback" not in output
     last, start = output.splitlines()[-1], f"{command[0]}: error: "
     assert last.startswith(start), output[-2000:]
     return last.removeprefix(start)
+
+
+def alive(session):
+    """Return (id, state) of a session's processes, without zombies."""
+    found = []
+    for folder in os.listdir("/proc"):
+        with contextlib.suppress(ValueError, OSError):
+            if os.getsid(int(folder)) == session:
+                state = open(f"/proc/{folder}/stat").read().rpartition(")")[2].split()[0]
+                if state != "Z":
+                    found.append((int(folder), state))
+    return found

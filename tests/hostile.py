@@ -1,13 +1,11 @@
-"""What the tests of hostile files share: limits, refusals, and code that must not be run."""
+"""Builds malicious files; checks that a reader refuses them in bounded time and memory."""
 
 import contextlib
 import io
 import resource
-import runpy
 import signal
-import sys
+import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 from commands import TRACEBACK
@@ -20,7 +18,7 @@ CODE = "__import__('os').system('touch ran')"
 
 @contextlib.contextmanager
 def bounded():
-    """What takes more memory, or more time, ends in an error that no sentence explains."""
+    """Raise an error that compat does not explain beyond SECONDS or MEMORY bytes."""
 
     def late(*_):
         raise SystemError(f"more than {SECONDS} seconds")
@@ -40,7 +38,7 @@ def bounded():
 
 
 def refuses(read, path, words):
-    """Check that a reader's sentence names the file, and that nothing else has come of it."""
+    """Check that a reader's error names the file and a remedy, and that no file was written."""
     compat.apply()
     with contextlib.chdir(path.parent):
         before = sorted(path.parent.rglob("*"))
@@ -51,12 +49,12 @@ def refuses(read, path, words):
             text = compat.explain(caught.value)
             assert text, repr(caught.value)
         assert words in text and str(path) in text, text
-        assert ":" in text or ";" in text, text  # what to do
+        assert ":" in text or ";" in text, text  # a remedy follows
         assert len(text) < 800 and sorted(path.parent.rglob("*")) == before
 
 
 def zipped(*members, compression=zipfile.ZIP_DEFLATED, change=lambda data: data):
-    """The bytes of an archive of (name, content)."""
+    """Return the bytes of a zip archive of (name, content) pairs."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", compression) as file:
         for name, content in members:
@@ -65,6 +63,8 @@ def zipped(*members, compression=zipfile.ZIP_DEFLATED, change=lambda data: data)
 
 
 class Called:
+    """Unpickling calls the function."""
+
     def __init__(self, function, *arguments):
         self.function, self.arguments = function, arguments
 
@@ -72,12 +72,20 @@ class Called:
         return self.function, self.arguments
 
 
-def main(command, *words):
-    """A command of ours, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [*map(str, words)])
-        if callable(command):
-            command()
-            return
-        patch.syspath_prepend(str(Path(command).parent))  # as Python does
-        runpy.run_path(command, run_name="__main__")
+def header(name="a.txt", size=0, kind=tarfile.REGTYPE, data=b"", packed_size=None):
+    """Return a tar header and its data; tarfile itself would not write every `packed_size`."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    if packed_size is not None:
+        block[124:136] = packed_size.to_bytes(12, "big", signed=True)
+        block[124] |= 0x80
+        block[148:156] = b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block) + data + b"\0" * (-len(data) % 512)
+
+
+# The end of a tar archive
+END = b"\0" * 1024
+# The files of WikiText-103
+WIKI = [(f"wiki.{split}.tokens", f"{split} text\n" * 99) for split in ("train", "valid", "test")]

@@ -12,14 +12,14 @@ import types
 import pytest
 import torch
 from examples import EXAMPLES
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_odd_calls import (
+from hypothesis_settings import the_same_draws
+from plain_formulas import (
     LAYOUTS,
     PARAMETERS,
     beside_plain,
     distance,
-    drawn,
     mapped,
     ours_attention,
     ours_divergence,
@@ -33,6 +33,7 @@ from test_odd_calls import (
     plain_modulate,
     plain_multimax,
 )
+from random_inputs import drawn
 
 import multimax_fairseq as mm
 from multimax_fairseq.ops.modulator import modulate
@@ -299,18 +300,6 @@ def describe(call):
         for key, value in call.arguments.items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def the_same_draws(count):
-    """The settings of a function that hypothesis calls so often, each time with the same draws."""
-    return settings(
-        max_examples=count,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],  # the call is told as it is; to look for a smaller one takes long
-    )
 
 
 def tried(kind, name, count):

@@ -30,9 +30,9 @@ from fairseq.file_chunker_utils import Chunker, find_offsets
 from fairseq.tokenizer import tokenize_line
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_settings import the_same_draws
 from prep_archives import layout, pack, xml
 from prep_scripts import contents
-from test_any_call import the_same_draws
 from train_commands import TRANSLATE
 
 from multimax_fairseq.compat.text import SYMBOLS, check_files, count_lines

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from examples import EXAMPLES
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from random_inputs import drawn
 
 from multimax_fairseq import NORMALIZERS, Normalizer, continuous_softmax, continuous_sparsemax
 from multimax_fairseq.continuous.value_function import positions, ridge_regression
@@ -20,10 +21,6 @@ DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 CENTERS = torch.linspace(0, 1, 4, dtype=torch.float64).repeat(3)
 WIDTHS = torch.tensor([0.05, 0.1, 0.3], dtype=torch.float64).repeat_interleave(4)
 SIZES = {"num_bases": 12, "widths": (0.05, 0.1, 0.3)}
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs(dtype=torch.float32):

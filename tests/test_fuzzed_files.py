@@ -23,8 +23,7 @@ import wikitext103
 from corpus import ENGLISH
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, data_utils
-from hostile import bounded, zipped
-from test_hostile_archives import WIKI
+from hostile import WIKI, bounded, zipped
 
 from multimax_fairseq import compat
 

@@ -15,23 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import wikitext103
-from hostile import refuses, zipped
+from hostile import END, WIKI, header, refuses, zipped
 
-
-def header(name="a.txt", size=0, kind=tarfile.REGTYPE, data=b"", packed_size=None):
-    """A tar header; `packed_size` is a number that tarfile would not write."""
-    info = tarfile.TarInfo(name)
-    info.size, info.type = size, kind
-    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    if packed_size is not None:
-        block[124:136] = packed_size.to_bytes(12, "big", signed=True)
-        block[124] |= 0x80
-        block[148:156] = b" " * 8
-        block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block) + data + b"\0" * (-len(data) % 512)
-
-
-END = b"\0" * 1024
 PAX = {"size": 10, "kind": tarfile.XHDTYPE, "data": b"10 a=bcde\n"}
 
 
@@ -108,7 +93,6 @@ def unix(kind):
     return info
 
 
-WIKI = [(f"wiki.{split}.tokens", f"{split} text\n" * 99) for split in ("train", "valid", "test")]
 ZIPS = {
     "pipe": ([(unix(0o01), ""), *WIKI[1:]], {}, "nothing was unpacked"),
     "device": ([(unix(0o06), ""), *WIKI[1:]], {}, "nothing was unpacked"),

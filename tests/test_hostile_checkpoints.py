@@ -6,19 +6,20 @@ Forged types of numpy, and code in each form of pickle, are in test_compat.py.
 import io
 import os
 import pickle
+import runpy
 import struct
 import sys
 import threading
 import zipfile
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from commands import ROOT, refused
 from fairseq import checkpoint_utils
-from hostile import CODE, Called, bounded, main, refuses, zipped
-from test_hostile_archives import END, header
+from hostile import CODE, END, Called, bounded, header, refuses, zipped
 
 from multimax_fairseq.analysis import __main__ as analyze
 from multimax_fairseq.compat import untrusted
@@ -27,6 +28,17 @@ from multimax_fairseq.integrations.convert import __main__ as convert
 ARCH = "transformer_multimax"
 WEIGHT = "decoder.layers.0.fc1.weight"
 SCALAR = "decoder.layers.0.self_attn.normalizer.modulator.low_threshold"
+
+
+def main(command, *words):
+    """Run a command of this package in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*map(str, words)])
+        if callable(command):
+            command()
+            return
+        patch.syspath_prepend(str(Path(command).parent))  # as Python does
+        runpy.run_path(command, run_name="__main__")
 
 
 class Forged:

@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import BIN, ROOT, programs_first
+from commands import BIN, ROOT, alive, programs_first
 from prep_archives import pack, speeches_wheel, stated
-from test_scripts import alive
 
 NORMALIZERS = ("multimax", "softmax")
 

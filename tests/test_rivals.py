@@ -8,6 +8,7 @@ import reference
 import torch
 from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
+from random_inputs import drawn
 from recording import NEEDS_KERNELS
 from toy_models import scatter_modulators
 
@@ -31,10 +32,6 @@ from multimax_fairseq.ops.masks import key_counts
 
 B, H, T, S, D, C = 2, 3, 4, 6, 8, 5
 TRANSLATION = "transformer_multimax"
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def heads():

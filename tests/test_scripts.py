@@ -1,6 +1,5 @@
 """What the shell scripts do before and beside the work, by copies whose work is a stand-in."""
 
-import contextlib
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ import time
 
 import pytest
 import torch
-from commands import ROOT, run
+from commands import ROOT, alive, run
 
 EXPERIMENT = r"""import signal, subprocess, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -115,18 +114,6 @@ def test_quickstart_refuses_an_unusable_folder(checkout, out):
     assert sentence.startswith("quickstart.sh: --out ") and f"{out}'" in sentence
     assert sentence.endswith(" folder.") or "needs the name of a folder" in sentence
     assert not (root / "quickstart").exists()
-
-
-def alive(session):
-    """The processes of a session."""
-    found = []
-    for folder in os.listdir("/proc"):
-        with contextlib.suppress(ValueError, OSError):
-            if os.getsid(int(folder)) == session:
-                state = open(f"/proc/{folder}/stat").read().rpartition(")")[2].split()[0]
-                if state != "Z":
-                    found.append((int(folder), state))
-    return found
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="lists processes by /proc")

@@ -5,7 +5,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from test_functional import far_modulator, random_scores
+from random_inputs import far_modulator, random_scores
 from torch.autograd import gradcheck
 
 from multimax_fairseq import Modulator, symmetric_divergence

@@ -13,6 +13,7 @@ import isolated_calls
 import pytest
 import torch
 from examples import EXAMPLES
+from random_inputs import drawn
 
 from multimax_fairseq import (
     NORMALIZERS,
@@ -29,10 +30,6 @@ from multimax_fairseq.ops.modulator import modulate, table_of
 
 B, H, T, S, D, N, V = 3, 4, 5, 6, 8, 10, 300
 PARAMETERS = ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- what can be wrong: (argument, what is wrong, the value or a function of the good one) --------
