@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_modules import replaced
 from examples import EXAMPLES
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
@@ -245,20 +246,8 @@ def test_normalizer_refuses_arguments_by_name(name, arguments, part):
 # --- in place of a softmax ---------------------------------------------------------------------
 
 
-class Calls(torch.nn.Module):
-    """Calls a function in its forward, whose softmax is replaced."""
-
-    def __init__(self, function, normalizer="multimax", **settings):
-        super().__init__()
-        self.function = function
-        replace_softmax(self, normalizer, where=lambda name, _: name == "", **settings)
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
 def test_only_scores_past_any_live_models_are_cut():
-    module = Calls(lambda x: x.softmax(-1), monotone=False, init_std=0.1)
+    module = replaced(lambda x: x.softmax(-1), monotone=False, init_std=0.1)
     for lowest in (-10.0, -300.0, -1000.0):
         scores = torch.linspace(lowest, lowest + 5, 12)
         torch.testing.assert_close(module(scores), module.normalizer(scores))
@@ -272,7 +261,7 @@ def test_half_precision_stays_what_softmax_makes_of_it():
     for found, plain in zip(attention(x, x, x), expected, strict=True):
         torch.testing.assert_close(found, plain, rtol=0.02, atol=0.02)
     with torch.autocast("cpu", torch.bfloat16):
-        assert Calls(lambda x: x.softmax(-1))(x).dtype == x.softmax(-1).dtype
+        assert replaced(lambda x: x.softmax(-1))(x).dtype == x.softmax(-1).dtype
 
 
 # --- fairseq's attention, one word after another -------------------------------------------------

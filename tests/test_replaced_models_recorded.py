@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_replace_softmax import (
+from attention_modules import (
     ALL,
     HEADS,
     SETTINGS,

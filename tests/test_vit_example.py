@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from test_replace_softmax import EXAMPLE
+from commands import ROOT
 from torch import nn
 
 from multimax_fairseq import Modulator
@@ -56,7 +56,7 @@ class VisionTransformer(nn.Module):
 
 def run_example(monkeypatch, timm):
     monkeypatch.setitem(sys.modules, "timm", timm)
-    spec = importlib.util.spec_from_file_location("vit_multimax", EXAMPLE)
+    spec = importlib.util.spec_from_file_location("vit_multimax", ROOT / "user_dir/vit_multimax.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
