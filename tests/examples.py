@@ -6,8 +6,6 @@ from typing import Any
 
 import reference
 
-from multimax_fairseq import NORMALIZERS
-
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -51,12 +49,4 @@ EXAMPLES = {
     "sigmoid": Example(reference.sigmoid, options={"bias": -2.0}),
     "asentmax": Example(reference.asentmax, {"beta": 0.5, "gamma": 1.1}, needed={"hidden_size": 5}),
     "adaptive_temperature": Example(reference.adaptive_temperature),
-}
-
-# Of each option, by the name of its setting: its mapping, and its value in the example.
-SETTINGS = {
-    NORMALIZERS[name].setting_of(option): (name, example.options[option.name])
-    for name, example in EXAMPLES.items()
-    for option in NORMALIZERS[name].options
-    if option.name in example.options
 }

@@ -1,9 +1,7 @@
-"""Small models of Hugging Face's, made of their configs, and what is asked of them."""
+"""Builds small Hugging Face models and their inputs."""
 
 import torch
 import transformers as hf
-
-from multimax_fairseq import Modulator
 
 WORDS, PAD = 50, 1
 SPECIAL = {"bos_token_id": 0, "pad_token_id": PAD, "eos_token_id": 2}
@@ -53,23 +51,6 @@ def encoder_decoder(encoder, decoder, kind=hf.EncoderDecoderModel):
     return model
 
 
-def bert_config():
-    return hf.BertConfig(vocab_size=WORDS, pad_token_id=PAD, **LAYERS, **WIDTHS)
-
-
-def bert_bert():
-    return encoder_decoder(hf.BertModel(bert_config()), bert_config())
-
-
-def bert_gpt2():
-    return encoder_decoder(hf.BertModel(bert_config()), gpt2().config)
-
-
-def vit_gpt2():
-    config = hf.ViTConfig(image_size=8, patch_size=4, **LAYERS, **WIDTHS)
-    return encoder_decoder(hf.ViTModel(config), gpt2().config, hf.VisionEncoderDecoderModel)
-
-
 def made(make, **more):
     """A model whose attention matters: at its own initial scale all scores are near zero."""
     torch.manual_seed(0)
@@ -81,25 +62,8 @@ def made(make, **more):
     return model
 
 
-def scattered(model, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, Modulator):
-            for parameter in module.parameters():
-                parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
 def tokens(rows=3, length=9, seed=1):
     return torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(side):
-    """Ids, and the attention mask of sentences that are padded on this side."""
-    ids, mask = tokens(), torch.ones(3, 9, dtype=torch.long)
-    for row, length in enumerate((9, 6, 4)):
-        mask[row, slice(length, None) if side == "right" else slice(9 - length)] = 0
-    return ids.masked_fill(mask == 0, PAD), mask
 
 
 def logits(model, ids, mask=None, **inputs):

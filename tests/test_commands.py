@@ -12,13 +12,11 @@ from train_commands import (
     DECODER,
     DIMS,
     ENCODER,
-    FAR,
     MODEL_LANGUAGE,
     TRAIN,
     TRANSLATE,
     hypotheses,
     losses,
-    numbered,
     parameters,
 )
 
@@ -27,7 +25,8 @@ from multimax_fairseq.analysis import collection, figures
 from multimax_fairseq.compat.running import resolve
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
-# A density over a modulated attention, in cells of two states: all that decoding has to keep.
+FAR = ("--multimax-init-std", "0.3")
+# Continuous cross-attention in an LSTM: decoding must keep each kind of state.
 RECURRENT = [
     *("--arch", "rnn_multimax", "--cell-type", "lstm", "--cross-attention", "continuous_sparsemax"),
     *("--encoder-embed-dim", "16", "--encoder-hidden-size", "8", "--decoder-embed-dim", "16"),
@@ -35,6 +34,11 @@ RECURRENT = [
     *("--hidden-dropout", "0", "--criterion", "label_smoothed_multimax_cross_entropy"),
     *("--label-smoothing", "0.1"),
 ]
+
+
+def numbered(folder):
+    """Return a run's numbered checkpoints, oldest first."""
+    return sorted(folder.glob("checkpoint_*_*.pt"), key=lambda file: int(file.stem.split("_")[2]))
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+import reference
 import torch
 from commands import PLUGIN, ROOT, TRACEBACK, run
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
-from numpy_transformer import AuthorsTransformer
+from numpy_transformer import LAYERS, NumpyTransformer
 from omegaconf import OmegaConf
 
 from multimax_fairseq.analysis import parameters
@@ -42,6 +43,55 @@ HELD = [
     (LM, "--multimax-terms", "low", "--criterion", "multimax_cross_entropy"),
 ]
 HEAD = ["model.lm_head.multimax_ts", "model.lm_head.multimax_ranges"]
+
+
+class AuthorsTransformer(NumpyTransformer):
+    """The forward pass of a checkpoint in the layout of the authors' patched fairseq.
+
+    MultiMax by the authors' formula, in self-attention and in the output layer only.
+    """
+
+    def __init__(self, state):
+        super().__init__(state, "authors")
+
+    def selu(self, at, x):
+        ts, ranges = self.state[f"{at}.ts"], self.state[f"{at}.ranges"]
+        relus = [np.maximum(side * (ranges[i] - x), 0) for i, side in enumerate((1, -1, 1, -1))]
+        squares = ts[2] * relus[2] ** 2 + ts[3] * relus[3] ** 2
+        return x + ts[0] * relus[0] + ts[1] * relus[1] + squares
+
+    def probs(self, place, layer, scores, excluded):
+        side = "encoder" if place == "encoder" else "decoder"
+        if place != "cross":
+            scores = self.selu(f"{side}.layers.{layer}.self_attn", scores)
+        return reference.softmax(scores, excluded)
+
+    def logits(self, source, target):
+        """Return (target length, words) for a sentence pair, or for a text if source is None."""
+        if source is None:
+            x = self.language_features(target)
+        else:
+            self.run(source, target)
+            x = self.features["decoder", LAYERS - 1]
+        return self.selu("decoder", x @ self.state["decoder.output_projection.weight"].T)
+
+    def language_features(self, tokens):
+        """Return the features of a language model; it is pre-norm if it has a final norm."""
+        first = "decoder.layer_norm.weight" in self.state
+
+        def norm(name, x, when):
+            return self.norm(name, x) if when else x
+
+        x = self.embed(tokens)
+        future = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+        for layer in range(LAYERS):
+            at = f"decoder.layers.{layer}"
+            y = norm(f"{at}.self_attn_layer_norm", x, first)
+            x = x + self.attend("decoder", layer, f"{at}.self_attn", y, y, future)
+            x = norm(f"{at}.self_attn_layer_norm", x, not first)
+            x = x + self.feed_forward(at, norm(f"{at}.final_layer_norm", x, first))
+            x = norm(f"{at}.final_layer_norm", x, not first)
+        return norm("decoder.layer_norm", x, first)
 
 
 def convert(monkeypatch, *words):

@@ -1,4 +1,4 @@
-"""The common mistakes of a user: each ends its command in one sentence, and trains nothing."""
+"""Each common mistake of a new user ends the command with one sentence, and trains nothing."""
 
 import shlex
 import shutil
@@ -7,15 +7,120 @@ import pytest
 import torch
 from commands import PLUGIN, ROOT, refused, run
 from fairseq.data.data_utils import load_indexed_dataset
-from mistakes import EVAL_LM, LM, MISTAKES, MT, STOCK, TRANSLATE, WORDS
 
 from multimax_fairseq.compat import mistakes
 from multimax_fairseq.errors import UsageError
 
+# Each table has pairs of a command and the words that its error must contain. `places` makes what
+# the braces name: {mt} and {lm} are data of fairseq-preprocess, {other} has other dictionaries,
+# {as_lm} is {mt} under the names of {lm}; {MT}, {LM} and {ENTMAX} are checkpoints; {plugin} is
+# --user-dir with {package}. Other files are in the current folder.
+
+LM, MT = "transformer_lm_multimax", "transformer_multimax"
+SIZES = "--{0}-layers 2 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 4"
+BOTH = f"{SIZES.format('encoder')} {SIZES.format('decoder')} --share-all-embeddings"
+TRAIN = "--optimizer adam --max-tokens 200 --max-update 1 --save-dir model"
+TRANSLATE = f"fairseq-train {{mt}} {{plugin}} --arch {MT} {BOTH} {TRAIN}"
+OF_LM = f"--task language_modeling --tokens-per-sample 32 {SIZES.format('decoder')} {TRAIN}"
+MODEL = f"fairseq-train {{lm}} {{plugin}} --arch {LM} {OF_LM}"
+GENERATE = "fairseq-generate {mt} {plugin} --gen-subset valid --max-tokens 400 --path {MT}"
+EVAL_LM = "fairseq-eval-lm {lm} {plugin} --gen-subset valid --path {LM}"
+HYDRA = "fairseq-hydra-train common.user_dir={package} task=language_modeling task.data={lm}"
+STOCK = f"fairseq-train {{mt}} {BOTH} {TRAIN}"
+
+DATA = [
+    (f"fairseq-train nowhere {{plugin}} --arch {MT} {TRAIN}", "'nowhere' path"),
+    (f"fairseq-train nowhere {{plugin}} --arch {LM} {OF_LM}", "'nowhere/dict.txt' --task"),
+    (f"fairseq-train {{lm}} {{plugin}} --arch {MT} {BOTH} {TRAIN}", "--task language_modeling"),
+    (f"fairseq-train {{mt}} {{plugin}} --arch {LM} {OF_LM}", "dict.txt' --task"),
+    (f"{TRANSLATE} -s fr -t en", "dict.fr.txt' languages"),
+    (f"{TRANSLATE} -s en", "--source-lang en --target-lang"),
+    (f"{TRANSLATE} --valid-subset dev", "'dev' --valid-subset"),
+    (f"{GENERATE} --gen-subset dev", "'dev' --gen-subset"),
+    ("fairseq-generate {mt} {plugin} --path nothing.pt", "'nothing.pt' --path"),
+    ("fairseq-eval-lm {lm} {plugin} --path nothing.pt", "'nothing.pt' --path"),
+    ("fairseq-generate {mt} {plugin}", "--path"),
+    ("fairseq-eval-lm {lm} {plugin}", "--path checkpoint"),
+    ("fairseq-interactive {mt} {plugin}", "--path checkpoint"),
+    ("fairseq-generate {mt} {plugin} --path text", "'text' damaged"),
+    ("fairseq-generate {other} {plugin} --gen-subset valid --path {MT}", "dictionaries size"),
+    ("fairseq-interactive {mt} {plugin} --path {MT} --input latin", "UTF-8 0xfc iconv"),
+    ("fairseq-interactive {mt} {plugin} --path {MT} --input none", "'none' path"),
+    ("fairseq-interactive {mt} {plugin} --path {MT} --bpe sentencepiece", "sentencepiece_model"),
+    ("fairseq-preprocess {plugin} -s de -t en --trainpref none --destdir bin", "'none.de' path"),
+    ("fairseq-preprocess {plugin} -s de -t en --trainpref two --destdir bin", "'two.de' 2 3"),
+    ("fairseq-score --sys none --ref text", "none path"),
+    (f"{TRANSLATE} --finetune-from-model none.pt", "none.pt --finetune-from-model"),
+]
+# argparse reports these, with the exit status 2.
+WORDS = [
+    (f"{STOCK} {{plugin}} --arch transformer_multimaxx", "'transformer_multimaxx' mean"),
+    (f"{STOCK} --arch {MT}", f"'{MT}' --user-dir"),
+    (f"{STOCK} --arch transformer --criterion multimax_cross_entropy", "--user-dir"),
+    (f"{STOCK} --arch transformer --topk 3", "--topk --user-dir"),
+    (f"{STOCK} {{plugin}} --arch transformer --attention-normalizer topk", "--arch"),
+    (f"{TRANSLATE} --criterion multimax_crossentropy", "'multimax_crossentropy' mean"),
+    (f"{TRANSLATE} --task translat", "'translat' mean"),
+    (f"{TRANSLATE} --optimizer adan", "'adan' adam"),
+    (f"{TRANSLATE} --attention-normaliser topk", "--attention-normaliser spelling"),
+    (f"{TRANSLATE} --attention-normalizer sofmax", "'sofmax' softmax"),
+    (f"{TRANSLATE} --output-normalizer topk", "'topk' sparsemax"),
+]
+NAMES = [
+    (f"{STOCK} {{plugin}}", "--arch"),
+    (f"{STOCK} --arch {MT} --user-dir no-plugin", "no-plugin --user-dir"),
+    ("fairseq-generate {mt} --gen-subset valid --path {MT}", f"'{MT}' --user-dir"),
+    (f"{HYDRA} model={LM}", f"'{LM}' +model._name="),
+    (f"{HYDRA} model.attention_normalizer=topk", "+model.attention_normalizer"),
+    ("fairseq-hydra-train --config-dir . --config-name run1", "run1.yaml --config-name"),
+]
+CHECKPOINTS = [
+    (f"{TRANSLATE} --restore-file {{MT}} --encoder-embed-dim 8 --decoder-embed-dim 8", "options"),
+    (f"{TRANSLATE} --restore-file {{MT}} --attention-normalizer sparsemax", "multimax sparsemax"),
+    (f"{TRANSLATE} --restore-file {{ENTMAX}}", "EntmaxLossCriterion --reset-optimizer"),
+    (
+        f"{GENERATE} --model-overrides \"{{{{'multimax_ordr': 1}}}}\"",
+        "'multimax_order'",
+    ),
+    ("fairseq-eval-lm {as_lm} {plugin} --gen-subset valid --path {MT}", "language model"),
+]
+SIZES_AND_PLACES = [
+    (f"{TRANSLATE} --max-tokens 2", "--max-tokens 2"),
+    (f"{TRANSLATE} --max-source-positions 4 --max-target-positions 4", "positions"),
+    (f"{MODEL} --max-tokens 8", "--max-tokens 8"),
+    (f"{TRANSLATE} --encoder-attention-heads 3", "--encoder-attention-heads 3 16"),
+    (f"{TRANSLATE} --encoder-embed-dim 32", "--share-all-embeddings --encoder-embed-dim"),
+    (f"{TRANSLATE} --save-dir text/model", "text/model --save-dir"),
+    (f"{TRANSLATE} --lr-scheduler polynomial_decay", "--total-num-update"),
+    (f"{TRANSLATE} --best-checkpoint-metric bleu", "bleu --eval-bleu"),
+    (f"{TRANSLATE} --best-checkpoint-metric bleu --eval-bleu", "--maximize-best-checkpoint-metric"),
+    (f"{EVAL_LM} --tokens-per-sample 4000", "--tokens-per-sample"),
+]
+GPU = [
+    (f"{TRANSLATE} --fp16", "--fp16 GPU"),
+    (f"{TRANSLATE} --memory-efficient-fp16", "--memory-efficient-fp16 GPU"),
+    (f"{GENERATE} --fp16", "--fp16 GPU"),
+]
+MAPPINGS = [
+    (f"{TRANSLATE} --attention-normalizer topk", "topk --topk"),
+    (f"{TRANSLATE} --topk 3", "--topk 3 topk"),
+    (f"{TRANSLATE} --attention-normalizer topk --topk 0", "--topk 0"),
+    (f"{TRANSLATE} --multimax-order 3", "--multimax-order 3"),
+    (f"{TRANSLATE} --multimax-init-std nan", "--multimax-init-std nan"),
+    (f"{TRANSLATE} --attention-normalizer alpha_entmax --entmax-alpha 0.9", "--entmax-alpha 0.9"),
+    (f"{TRANSLATE} --attention-normalizer softmax --multimax-order 1", "--multimax-order 1"),
+    (f"{TRANSLATE} --attention-normalizer-at crosss", "'crosss' cross"),
+    (f"{MODEL} --attention-normalizer-at cross", "cross decoder"),
+    (f"{MODEL} --output-normalizer sparsemax", "sparsemax entmax_loss"),
+    (f"{TRANSLATE} --criterion entmax_loss", "entmax_loss --output-normalizer"),
+    (f"{TRANSLATE} --output-normalizer multimax --adaptive-softmax-cutoff 10,20", "cutoff softmax"),
+]
+MISTAKES = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_PLACES, *GPU, *MAPPINGS]
+
 
 @pytest.fixture(scope="module")
 def places(data, checkpoint, tmp_path_factory):
-    """What the words in braces of tests/mistakes.py stand for."""
+    """The values of the names in braces."""
     folder = tmp_path_factory.mktemp("places")
     # The data of mt/ under the names that a language model reads.
     shutil.copytree(data / "mt", folder / "as_lm")
@@ -42,7 +147,7 @@ def places(data, checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """The current folder of a command, with the files that tests/mistakes.py names."""
+    """The current folder of a command, with the files that the table names."""
     (tmp_path / "text").write_text("a b\n" * 3)
     (tmp_path / "latin").write_bytes("Würde\n".encode("latin-1"))
     (tmp_path / "two.de").write_text("a\nb\n")

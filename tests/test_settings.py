@@ -4,11 +4,12 @@ import argparse
 import math
 
 import pytest
-from examples import SETTINGS as GIVEN
+from examples import EXAMPLES
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 
+from multimax_fairseq import NORMALIZERS
 from multimax_fairseq.compat.mistakes import check_criterion
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.checks import check_settings
@@ -61,6 +62,13 @@ FOREIGN = [
     ((), "--continuous-widths 0.1", "continuous attention,", CONTINUOUS),
     ((), "--continuous-ridge 1.0", "continuous attention,", CONTINUOUS),
 ]
+# {setting of an option: (its mapping, its value in the example)}
+GIVEN = {
+    NORMALIZERS[name].setting_of(option): (name, example.options[option.name])
+    for name, example in EXAMPLES.items()
+    for option in NORMALIZERS[name].options
+    if option.name in example.options
+}
 FOREIGN += [
     ((), f"{flag(setting)} {value}", f"{name} attention,", ("--attention-normalizer", name))
     for setting, (name, value) in GIVEN.items()

@@ -10,6 +10,7 @@ import transformers as hf
 from hugging_face import (
     LAYERS,
     MODELS,
+    PAD,
     WIDTHS,
     bart,
     decoder,
@@ -18,14 +19,29 @@ from hugging_face import (
     llama,
     logits,
     made,
-    padded,
-    scattered,
     tokens,
 )
 from torch import nn
 
-from multimax_fairseq import Normalizer
+from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.integrations.transformers import attach, interface, register
+
+
+def scattered(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Modulator):
+            for parameter in module.parameters():
+                parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def padded(side):
+    """Ids, and the attention mask of sentences that are padded on this side."""
+    ids, mask = tokens(), torch.ones(3, 9, dtype=torch.long)
+    for row, length in enumerate((9, 6, 4)):
+        mask[row, slice(length, None) if side == "right" else slice(9 - length)] = 0
+    return ids.masked_fill(mask == 0, PAD), mask
 
 
 @pytest.mark.parametrize("per_head", [False, True])

@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from hugging_face import MODELS, bert_bert, bert_gpt2, gpt2, llama, logits, made, tokens, vit_gpt2
+from hugging_face import (
+    LAYERS,
+    MODELS,
+    PAD,
+    WIDTHS,
+    WORDS,
+    encoder_decoder,
+    gpt2,
+    llama,
+    logits,
+    made,
+    tokens,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +30,23 @@ from multimax_fairseq import replace_softmax
 from multimax_fairseq.integrations.transformers import attach, checkpoint, load, save
 
 FILE = "multimax.safetensors"
+
+
+def bert_config():
+    return hf.BertConfig(vocab_size=WORDS, pad_token_id=PAD, **LAYERS, **WIDTHS)
+
+
+def bert_bert():
+    return encoder_decoder(hf.BertModel(bert_config()), bert_config())
+
+
+def bert_gpt2():
+    return encoder_decoder(hf.BertModel(bert_config()), gpt2().config)
+
+
+def vit_gpt2():
+    config = hf.ViTConfig(image_size=8, patch_size=4, **LAYERS, **WIDTHS)
+    return encoder_decoder(hf.ViTModel(config), gpt2().config, hf.VisionEncoderDecoderModel)
 
 
 def same(model, other):

@@ -16,7 +16,6 @@ TRAIN = [
     *("--save-interval-updates", "2", "--no-epoch-checkpoints", "--log-interval", "1"),
     *("--log-format", "simple", "--seed", "3", "--num-workers", "0"),
 ]
-FAR = ("--multimax-init-std", "0.3")
 TRANSLATE = [
     *("--arch", "transformer_iwslt_de_en_multimax", *ENCODER, *DECODER, "--share-all-embeddings"),
     *("--output-normalizer", "multimax", "--dropout", "0.1", *TRAIN),
@@ -31,11 +30,6 @@ MODEL_LANGUAGE = [
 
 def parameters(path):
     return checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
-
-
-def numbered(folder):
-    """Return a run's numbered checkpoints, oldest first."""
-    return sorted(folder.glob("checkpoint_*_*.pt"), key=lambda file: int(file.stem.split("_")[2]))
 
 
 def losses(log):
