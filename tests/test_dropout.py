@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq.modules import FairseqDropout
-from recording import NEEDS_KERNELS, Recorder
+from recorded_programs import NEEDS_KERNELS, Recorder
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from recording import KEYS, NEEDS_KERNELS, QUERIES, Recorder, assert_plain, autocast, ours
+from recorded_programs import KEYS, NEEDS_KERNELS, QUERIES, Recorder, assert_plain, autocast, ours
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim

@@ -5,7 +5,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from recording import KEYS, NEEDS_KERNELS, QUERIES, Recorder, assert_plain, autocast, is_wide, ours
+from recorded_programs import (
+    KEYS,
+    NEEDS_KERNELS,
+    QUERIES,
+    Recorder,
+    assert_plain,
+    autocast,
+    is_wide,
+    ours,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call

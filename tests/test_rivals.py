@@ -9,7 +9,7 @@ import torch
 from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from random_inputs import drawn
-from recording import NEEDS_KERNELS
+from recorded_programs import NEEDS_KERNELS
 from toy_models import scatter_modulators
 
 from multimax_fairseq import (

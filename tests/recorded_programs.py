@@ -1,4 +1,4 @@
-"""What recorded programs hold, and what is called while a program runs."""
+"""Inspects programs recorded by torch.compile, torch.export or torch.jit, and calls at run time."""
 
 import pytest
 import torch
@@ -8,14 +8,15 @@ from multimax_fairseq.ops import build
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 NEEDS_KERNELS = pytest.mark.skipif(
-    CAPABILITY not in build.MARCH, reason=f"no CPU kernels for {CAPABILITY}: no operator serves"
+    CAPABILITY not in build.MARCH,
+    reason=f"no CPU kernels for {CAPABILITY}: the operators are not used",
 )
 
-QUERIES, KEYS = 37, 41  # sizes that nothing else has
+QUERIES, KEYS = 37, 41  # sizes that no other dimension has
 
 
 class Recorder(TorchDispatchMode):
-    """Notes which of our operators are called, and what is made of scores in float32."""
+    """Records the names of called operators, and float32 tensors of the size of the scores."""
 
     def __init__(self):
         super().__init__()
@@ -32,13 +33,13 @@ class Recorder(TorchDispatchMode):
 
 
 def is_wide(tensor):
-    """Whether this is a float32 number for each query and key of a head, or token and class."""
+    """Whether a float32 tensor has an entry for each query and key, or each token and class."""
     big = tensor.dim() > 1 and {*tensor.shape[-2:]} <= {QUERIES, KEYS}
     return big and tensor.dtype == torch.float32 and not is_future_mask(tensor)
 
 
 def is_future_mask(tensor):
-    """fairseq's decoder makes one for all of its heads; the kernels read none."""
+    """fairseq's decoder creates one mask for all of its heads; the kernels do not read it."""
     return tensor.shape == (QUERIES, QUERIES)
 
 
@@ -47,12 +48,13 @@ def autocast():
 
 
 def ours(graph):
-    """The names of this package's operators in a graph."""
+    """Return the names of this package's operators in a graph."""
     targets = (str(node.target) for node in graph.nodes)
     return {t.split(".")[1] for t in targets if t.startswith("multimax_fairseq.")}
 
 
 def assert_plain(traced):
+    """Check that a TorchScript trace contains PyTorch's own operators only."""
     kinds = {node.kind() for node in traced.inlined_graph.nodes()}
     assert {kind.partition("::")[0] for kind in kinds} <= {"aten", "prim"}
     assert "prim::PythonOp" not in kinds
