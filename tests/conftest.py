@@ -27,39 +27,18 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled.name
 collect_ignore = ["gpu"]
 
 
-def files(names):
-    return [f"test_{name}.py" for name in names.split()]
-
-
-# The files that take minutes come first, so that no process is left alone with one of them.
-LONGEST = files("experiment_runs commands gpu data_prep analysis_figures operators models")
-# What --fast leaves out: whole commands, figures, kernels in an interpreter, large or many models.
-LONG = LONGEST + files(
-    "added_mapping analysis_collect analysis_continuous any_call any_text beam_search benchmark "
-    "build checkpoint_names compat continuous_example continuous_models convert criterions docs "
-    "documents_example downloads experiments faults fuzzed_files hostile_archives "
-    "hostile_checkpoints hostile_files house iwslt17 long_run mistakes monitor numerics "
-    "odd_calls processes quantize quickstart rdrop recorded_models replaced_models_recorded "
-    "results small_experiments symmetric_divergence trajectories transformers "
-    "transformers_export transformers_files vit_example wrong_calls"
-)
-
-
 def pytest_addoption(parser):
-    parser.addoption("--fast", action="store_true", help="leave out the files that take long")
-    parser.addoption("--all", action="store_true", help="run what is marked slow too")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: minutes or more; run with --all")
+    parser.addoption("--fast", action="store_true", help="leave out the files marked long")
+    parser.addoption("--all", action="store_true", help="also run the tests marked slow")
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: [*LONGEST, item.path.name].index(item.path.name))
+    # Long files first: two processes then end at about the same time.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     left_out = [
         item
         for item in items
-        if (config.getoption("fast") and item.path.name in LONG)
+        if (config.getoption("fast") and item.get_closest_marker("long"))
         or (not config.getoption("all") and item.get_closest_marker("slow"))
     ]
     items[:] = [item for item in items if item not in left_out]

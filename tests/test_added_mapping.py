@@ -16,6 +16,8 @@ from multimax_fairseq.mappings.table import Option, yes_or_no
 from multimax_fairseq.models.learned_scalars import learned_modules, learned_scalars
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
+pytestmark = pytest.mark.long
+
 PLUGIN = ("--user-dir", ROOT / "user_dir/added_mapping")
 TINY = [
     *("--encoder-layers", "1", "--encoder-embed-dim", "8", "--encoder-attention-heads", "2"),

@@ -24,6 +24,8 @@ from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 LANGUAGE_MODEL = "transformer_lm_multimax"
 ATTENTIONS, TEMPERATURES = ("encoder", "decoder", "cross"), 9
 

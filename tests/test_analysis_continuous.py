@@ -22,6 +22,8 @@ from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.learned_scalars import symbols
 
+pytestmark = pytest.mark.long
+
 RECURRENT = "rnn_multimax"
 KINDS = ("softmax", "sparsemax")
 MODELS = {

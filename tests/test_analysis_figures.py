@@ -22,7 +22,10 @@ from multimax_fairseq.analysis.figures.modulators import percent
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.table import NORMALIZERS
 
-pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of what it cannot lay out
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("error"),  # matplotlib warns about labels that do not fit
+]
 
 SMALL = {"layers": 2, "heads": 3, "updates": (10, 40)}
 TRANSLATIONS = ("softmax", "multimax", "alpha_entmax")  # the others are language models

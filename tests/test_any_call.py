@@ -38,6 +38,8 @@ from random_inputs import drawn
 import multimax_fairseq as mm
 from multimax_fairseq.ops.modulator import modulate
 
+pytestmark = pytest.mark.long
+
 SIZE, HEADS = st.integers(0, 9), st.integers(1, 4)
 WIDE = st.sampled_from([0, 1, 3, 8, 16, 40])
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])

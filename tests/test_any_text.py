@@ -38,6 +38,8 @@ from train_commands import TRANSLATE
 from multimax_fairseq.compat.text import SYMBOLS, check_files, count_lines
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
 # Each is in a line of the corpus, too.
 KINDS = {

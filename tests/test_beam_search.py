@@ -23,6 +23,8 @@ from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.best_outputs import best_outputs_operator
 from multimax_fairseq.ops.decoding import KVCache, attention_step, decoding_attention
 
+pytestmark = pytest.mark.long
+
 ARCH = "transformer_multimax"
 END = 2  # of sentence, in fairseq's dictionaries
 # (source length, target length); the target is not read

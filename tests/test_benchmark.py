@@ -15,6 +15,8 @@ from commands import PLUGIN, ROOT, run
 from corpus import ENGLISH, GERMAN
 from fairseq.tasks.translation import TranslationTask
 
+pytestmark = pytest.mark.long
+
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
 LANGUAGE_MODEL = [
     *LAYER.format("decoder").split(),

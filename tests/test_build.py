@@ -15,10 +15,13 @@ from commands import run
 
 from multimax_fairseq.ops import build
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in build.MARCH,
-    reason="no CPU kernels for this machine",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in build.MARCH,
+        reason="no CPU kernels for this machine",
+    ),
+]
 
 FLAGS = ["-shared", "-fPIC"]
 COPY = 'cp "$made" "$out"'

@@ -7,6 +7,8 @@ import pytest
 import torch
 from toy_models import scatter_modulators
 
+pytestmark = pytest.mark.long
+
 STOCK = {
     "transformer_multimax": "transformer",
     "transformer_iwslt_de_en_multimax": "transformer_iwslt_de_en",

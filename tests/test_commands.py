@@ -25,6 +25,8 @@ from multimax_fairseq.analysis import collection, figures
 from multimax_fairseq.compat.running import resolve
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
+pytestmark = pytest.mark.long
+
 FAR = ("--multimax-init-std", "0.3")
 # Continuous cross-attention in an LSTM: decoding must keep each kind of state.
 RECURRENT = [

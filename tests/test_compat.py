@@ -30,6 +30,8 @@ from multimax_fairseq import compat
 from multimax_fairseq.compat import running, untrusted
 from multimax_fairseq.compat.patch import COMMANDS
 
+pytestmark = pytest.mark.long
+
 PACKAGE = Path(compat.PACKAGE)
 TINY = [
     *("--encoder-layers", "1", "--encoder-embed-dim", "8", "--encoder-ffn-embed-dim", "8"),

@@ -5,6 +5,8 @@ import importlib.util
 import pytest
 from commands import ROOT
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def grid():

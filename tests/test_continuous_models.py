@@ -13,6 +13,8 @@ from multimax_fairseq.criterions.cross_entropy import LabelSmoothedMultimaxCross
 from multimax_fairseq.modules import ContinuousAttention
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
+pytestmark = pytest.mark.long
+
 TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
 PARABOLA = ("--cross-attention", "continuous_sparsemax")
 FLAGS = {

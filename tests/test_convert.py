@@ -21,6 +21,8 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.integrations.convert import __main__ as command
 from multimax_fairseq.integrations.convert.checkpoint import refuse_output
 
+pytestmark = pytest.mark.long
+
 TRANSLATION, LM = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
 # What the authors' files can hold: theirs has nothing in cross-attention.
 AT = ("--attention-normalizer-at", "encoder,decoder")

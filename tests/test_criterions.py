@@ -26,6 +26,8 @@ from multimax_fairseq.criterions.cross_entropy import (
 from multimax_fairseq.criterions.entmax_loss import EntmaxLossCriterion
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 PAIRS = {
     "plain": (CrossEntropyCriterion, MultimaxCrossEntropyCriterion, {}),
     "smoothed": (

@@ -21,6 +21,8 @@ from prep_archives import ENTITIES, evaluation_pairs, layout, natural, pack, tra
 from prep_scripts import PREP, contents, files_up_to, kill_at, refused, run, script, stamps
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
+pytestmark = pytest.mark.long
+
 # --- IWSLT14 -----------------------------------------------------------------------------------
 
 

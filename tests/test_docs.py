@@ -10,6 +10,8 @@ import pytest
 from commands import BIN, ROOT, run
 from corpus import ENGLISH, GERMAN
 
+pytestmark = pytest.mark.long
+
 # Commands run in this order: docs/your-data.md creates the data that the other pages use.
 PAGES = ["docs/your-data.md", "README.md", "docs/analysis.md", "docs/fairseq.md", "docs/python.md"]
 PAGES += ["docs/flags.md", "docs/mappings.md", "docs/experiments.md", "docs/speed.md"]

@@ -9,6 +9,8 @@ from commands import ROOT
 
 from multimax_fairseq.modules import ContinuousAttention, Normalizer
 
+pytestmark = pytest.mark.long
+
 BOTH = ("softmax", "sparsemax")
 FOUND = (0.95, 0.9, 0.7)  # of the documents, of the means, of the densities
 

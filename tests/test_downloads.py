@@ -13,6 +13,8 @@ import pytest
 from prep_archives import layout, pack
 from prep_scripts import environment, files_up_to, refused, script
 
+pytestmark = pytest.mark.long
+
 DATA = bytes(range(256)) * 4000
 SHA256 = f"sha256={hashlib.sha256(DATA).hexdigest()}"
 

@@ -17,6 +17,8 @@ from commands import ROOT, programs_first, run
 from corpus import ENGLISH, GERMAN
 from prep_archives import pack, xml
 
+pytestmark = pytest.mark.long
+
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
 TINY = {
     "iwslt14": f"{LAYER.format('encoder')} {LAYER.format('decoder')} --max-tokens 400",

@@ -25,6 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 PAPER = {
     "iwslt14": ["softmax", "sparsemax", "entmax15", "evsoftmax", "multimax"],
     "wikitext103": ["softmax", "topk", "multimax_attention", "multimax"],

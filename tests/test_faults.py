@@ -23,6 +23,8 @@ from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import CheckpointError
 from multimax_fairseq.files import whole
 
+pytestmark = pytest.mark.long
+
 # A --user-dir of a run with a fault: killed in the middle of a write, a disk of so much room, a
 # greatest size of files; and its number, for whoever kills it.
 FAULTY = """

@@ -27,6 +27,8 @@ from hostile import WIKI, bounded, zipped
 
 from multimax_fairseq import compat
 
+pytestmark = pytest.mark.long
+
 ARCH = "transformer_multimax"
 NUMBERS = [
     *("-1", "0", "1e999", "-0.0", "NaN", "Infinity", "null", '"x"', "[]", "{}", "9" * 30, "1.5"),

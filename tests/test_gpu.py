@@ -8,6 +8,8 @@ import sys
 import pytest
 from commands import ROOT
 
+pytestmark = pytest.mark.long
+
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (it is published for Linux)", allow_module_level=True)
 

@@ -17,6 +17,8 @@ import pytest
 import wikitext103
 from hostile import END, WIKI, header, refuses, zipped
 
+pytestmark = pytest.mark.long
+
 PAX = {"size": 10, "kind": tarfile.XHDTYPE, "data": b"10 a=bcde\n"}
 
 

@@ -25,6 +25,8 @@ from multimax_fairseq.analysis import __main__ as analyze
 from multimax_fairseq.compat import untrusted
 from multimax_fairseq.integrations.convert import __main__ as convert
 
+pytestmark = pytest.mark.long
+
 ARCH = "transformer_multimax"
 WEIGHT = "decoder.layers.0.fc1.weight"
 SCALAR = "decoder.layers.0.self_attn.normalizer.modulator.low_threshold"

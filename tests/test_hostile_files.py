@@ -17,6 +17,8 @@ from hostile import CODE, Called, refuses
 
 from multimax_fairseq.integrations.convert import paddlefleet
 
+pytestmark = pytest.mark.long
+
 # --- arrays, tables and lines --------------------------------------------------------------------
 
 

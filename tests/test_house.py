@@ -16,6 +16,8 @@ from torch.torch_version import TorchVersion
 
 from multimax_fairseq import supported
 
+pytestmark = pytest.mark.long
+
 PACKAGE = ROOT / "multimax_fairseq"
 GROUND = ("errors", "files", "signature", "supported")
 MATHEMATICS = {"ops", "mappings", "continuous"}

@@ -15,6 +15,8 @@ from iwslt import LANGUAGES, tokenize
 from prep_archives import natural, pack, xml
 from prep_scripts import PREP, contents, kill_at, refused, run, script, stamps
 
+pytestmark = pytest.mark.long
+
 TRANSCRIPTS, TEST_DE, TEST_EN = (each.name for each in iwslt17.OFFICIAL)
 TRAIN_DE, TRAIN_EN = (f"train.tags.de-en.{language}" for language in LANGUAGES)
 

@@ -15,6 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import multimax_fairseq as mm
 
+pytestmark = pytest.mark.long
+
 SMALL = "--{0}-layers 2 --{0}-embed-dim 32 --{0}-ffn-embed-dim 64 --{0}-attention-heads 4"
 MODELS = {
     "translation": "--arch transformer_iwslt_de_en_multimax --share-all-embeddings "

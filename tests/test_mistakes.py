@@ -11,6 +11,8 @@ from fairseq.data.data_utils import load_indexed_dataset
 from multimax_fairseq.compat import mistakes
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 # Each table has pairs of a command and the words that its error must contain. `places` makes what
 # the braces name: {mt} and {lm} are data of fairseq-preprocess, {other} has other dictionaries,
 # {as_lm} is {mt} under the names of {lm}; {MT}, {LM} and {ENTMAX} are checkpoints; {plugin} is

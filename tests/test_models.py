@@ -18,6 +18,8 @@ from multimax_fairseq.models.transformer_multimax import MultimaxTransformerMode
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 
+pytestmark = pytest.mark.long
+
 TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
 SHARED = ("--share-all-embeddings",)
 SOFTMAX, ENTMAX = (("--attention-normalizer", name) for name in ("softmax", "alpha_entmax"))

@@ -29,6 +29,8 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models import monitor
 from multimax_fairseq.models.config import PLACES
 
+pytestmark = pytest.mark.long
+
 LANGUAGE_MODEL, RECURRENT = "transformer_lm_multimax", "rnn_multimax"
 EVERY = ("--monitor-interval", "8")
 SPARSE = ("--output-normalizer", "entmax15")

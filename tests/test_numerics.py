@@ -11,6 +11,8 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.models.numerics import Examined
 
+pytestmark = pytest.mark.long
+
 TRANSLATION, LANGUAGE = "transformer_multimax", "transformer_lm_multimax"
 OUTPUT = ("--output-normalizer", "multimax")
 

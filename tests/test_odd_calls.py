@@ -40,6 +40,8 @@ from multimax_fairseq import NORMALIZERS, linear_cross_entropy
 from multimax_fairseq.ops import cross_entropy
 from multimax_fairseq.ops.modulator import modulate
 
+pytestmark = pytest.mark.long
+
 B, H, T, S, D, N, V = 3, 4, 5, 6, 16, 10, 300
 
 

@@ -28,6 +28,7 @@ from multimax_fairseq.ops import attention, backend, best_outputs, cross_entropy
 from multimax_fairseq.ops.modulator import table_of
 
 pytestmark = [
+    pytest.mark.long,
     NEEDS_KERNELS,
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),

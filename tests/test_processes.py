@@ -18,6 +18,8 @@ from train_commands import DECODER, ENCODER, losses, parameters
 from multimax_fairseq import compat
 from multimax_fairseq.compat import running
 
+pytestmark = pytest.mark.long
+
 # A gradient that is 0 but for rounding, as a key's bias has, must not become a step of Adam's.
 TRAIN = [
     *("--optimizer", "adam", "--adam-eps", "1e-5", "--lr", "0.005", "--max-tokens", "90", "--cpu"),

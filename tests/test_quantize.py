@@ -18,6 +18,8 @@ from multimax_fairseq.models.beam_search import BeamGenerator
 from multimax_fairseq.models.config import as_namespace
 from multimax_fairseq.models.quantize import quantize
 
+pytestmark = pytest.mark.long
+
 ARCH = "transformer_multimax"
 SOFTMAX = ("--attention-normalizer", "softmax")
 

@@ -15,6 +15,8 @@ import pytest
 from commands import BIN, ROOT, alive, programs_first
 from prep_archives import pack, speeches_wheel, stated
 
+pytestmark = pytest.mark.long
+
 NORMALIZERS = ("multimax", "softmax")
 
 

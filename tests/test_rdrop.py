@@ -24,6 +24,8 @@ from multimax_fairseq.criterions.cross_entropy import (
 )
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 ALPHA = 5.0
 SENTENCES = 3  # of a batch; no other size is it or its double
 # (criterion, its options, label smoothing, ignored prefix)

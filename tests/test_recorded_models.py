@@ -25,6 +25,7 @@ from multimax_fairseq.criterions.cross_entropy import LabelSmoothedMultimaxCross
 from multimax_fairseq.ops import backend
 
 pytestmark = [
+    pytest.mark.long,
     NEEDS_KERNELS,
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from multimax_fairseq import replace_softmax
 
+pytestmark = pytest.mark.long
+
 
 def assert_same_numbers(function, model):
     """Compare outputs and all gradients on two batches."""

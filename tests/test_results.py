@@ -11,6 +11,8 @@ from scipy import stats
 
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 # The fields that are needed to reproduce a result.
 SIGNATURE = "experiment row seed metric value signature protocol evaluation validation parameters"
 SIGNATURE += " updates hardware data command versions commit date"

@@ -10,6 +10,8 @@ from commands import ROOT, run
 from corpus import ENGLISH, GERMAN
 from prep_archives import speeches_wheel, stated
 
+pytestmark = pytest.mark.long
+
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0 --max-tokens 400"
 LAYER = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32"
 COUNTS = {"train": 29_000, "val": 1_014, "test_2016_flickr": 1_000}

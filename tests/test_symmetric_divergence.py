@@ -10,6 +10,8 @@ from torch.autograd import gradcheck
 
 from multimax_fairseq import Modulator, symmetric_divergence
 
+pytestmark = pytest.mark.long
+
 MASK = torch.tensor([False, True, False, False, True, False, False])
 
 

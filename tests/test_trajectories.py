@@ -12,6 +12,8 @@ from multimax_fairseq.analysis import training_log
 from multimax_fairseq.analysis.figures import trajectories
 from multimax_fairseq.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 PREFIX = "2026-01-01 00:00:00 | INFO | train_inner | "
 
 

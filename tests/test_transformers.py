@@ -26,6 +26,8 @@ from torch import nn
 from multimax_fairseq import Modulator, Normalizer
 from multimax_fairseq.integrations.transformers import attach, interface, register
 
+pytestmark = pytest.mark.long
+
 
 def scattered(model, seed=0):
     generator = torch.Generator().manual_seed(seed)

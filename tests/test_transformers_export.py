@@ -11,6 +11,8 @@ from fairseq.sequence_generator import SequenceGenerator
 
 from multimax_fairseq.integrations.transformers import export, export_translation
 
+pytestmark = pytest.mark.long
+
 SOFTMAX = ("--attention-normalizer", "softmax")
 PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
 KINDS = {

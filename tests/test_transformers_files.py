@@ -29,6 +29,8 @@ from safetensors.torch import load_file, save_file
 from multimax_fairseq import replace_softmax
 from multimax_fairseq.integrations.transformers import attach, checkpoint, load, save
 
+pytestmark = pytest.mark.long
+
 FILE = "multimax.safetensors"
 
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from multimax_fairseq import Modulator
 
+pytestmark = pytest.mark.long
+
 
 class Attention(nn.Module):
     """As timm's, with its names."""

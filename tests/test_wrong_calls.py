@@ -28,6 +28,8 @@ from multimax_fairseq import (
 from multimax_fairseq.ops.best_outputs import best_outputs, fused_scores
 from multimax_fairseq.ops.modulator import modulate, table_of
 
+pytestmark = pytest.mark.long
+
 B, H, T, S, D, N, V = 3, 4, 5, 6, 8, 10, 300
 PARAMETERS = ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")
 
