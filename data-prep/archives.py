@@ -22,8 +22,8 @@ from steps import alone, fail, say, warn
 
 LABELS = {"md5": "MD5", "sha256": "SHA-256"}
 BLOCK = 1 << 18
-# Limits of an archive: unpacked bytes and members, over three times those of any official one.
-MAX_BYTES, MAX_MEMBERS = 1 << 31, 100_000
+# Limits of an archive: unpacked bytes and members, above those of any official one.
+MAX_BYTES, MAX_MEMBERS = 1 << 33, 150_000
 TOLERANCE = 0.005  # relative, for counts that depend on the tokenizer
 
 
@@ -31,12 +31,12 @@ TOLERANCE = 0.005  # relative, for counts that depend on the tokenizer
 
 
 class Official(NamedTuple):
-    """An archive as published by its authors."""
+    """An archive as published by its authors; checksum and size are None if they are unknown."""
 
     name: str
     urls: tuple[str, ...]
-    checksum: str  # "md5=HEX" or "sha256=HEX"
-    size: int | None = None
+    checksum: str | None = None  # "md5=HEX" or "sha256=HEX"
+    size: int | None = None  # in bytes
 
 
 class Archive(NamedTuple):
@@ -54,8 +54,11 @@ def digest(file: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(f, algorithm).hexdigest()
 
 
-def mismatch(file: Path, checksum: str) -> str | None:
-    """Why the file does not have this checksum; None if it has."""
+def mismatch(file: Path, checksum: str | None, size: int | None = None) -> str | None:
+    """Why the file does not have this checksum, or else this size; None if it has."""
+    if checksum is None:
+        found_size = file.stat().st_size
+        return None if size in (None, found_size) else f"has {found_size:,} bytes, not {size:,}"
     algorithm, _, expected = checksum.partition("=")
     found = digest(file, algorithm)
     if found == expected:
@@ -63,8 +66,8 @@ def mismatch(file: Path, checksum: str) -> str | None:
     return f"has the {LABELS[algorithm]} {found}, not {expected}"
 
 
-def check(file: Path, checksum: str) -> None:
-    if wrong := mismatch(file, checksum):
+def check(file: Path, checksum: str | None, size: int | None = None) -> None:
+    if wrong := mismatch(file, checksum, size):
         fail(f"{file} {wrong}: nothing was unpacked; remove it.")
 
 
@@ -103,7 +106,9 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
         path = folder / name
         size = official.size if checksum == official.checksum else None
         download((place,) if place else official.urls, path, checksum, size)
-    found = Archive(path, digest(path), mismatch(path, official.checksum) is None)
+    is_known = given is None or official.checksum or official.size
+    is_official = is_known and mismatch(path, official.checksum, official.size) is None
+    found = Archive(path, digest(path), bool(is_official))
     if not found.official:
         say(
             f"{path} is not the official archive (its SHA-256 is {found.identity}):"
@@ -112,19 +117,27 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
     return found
 
 
-def download(urls: Iterable[str], target: Path, checksum: str, size: int | None = None) -> None:
+def obtain_all(official: Iterable[Official], given: str | None, folder: Path) -> list[Archive]:
+    """Like `obtain` for several archives: --archive is a folder or an address that holds them."""
+    return [obtain(each, given and f"{given.rstrip('/')}/{each.name}", folder) for each in official]
+
+
+def download(
+    urls: Iterable[str], target: Path, checksum: str | None, size: int | None = None
+) -> None:
     """Download from the first host that has the right file.
 
     Data go to TARGET.part, from which the next host or the next run resumes. TARGET appears only
-    with the right checksum.
+    with the right checksum, or with the right size if no checksum is known.
     """
     part = target.with_name(f"{target.name}.part")
     hosts = []
     with alone(target):
         if target.exists():  # another run may have made it meanwhile
-            check(target, checksum)
+            check(target, checksum, size)
             return
-        if part.exists() and not mismatch(part, checksum):
+        is_known = checksum or size
+        if part.exists() and is_known and not mismatch(part, checksum, size):
             part.rename(target)
             return
         for url in urls:
@@ -134,7 +147,7 @@ def download(urls: Iterable[str], target: Path, checksum: str, size: int | None 
             try:
                 resumed = part.exists()
                 transfer(url, part)
-                if resumed and mismatch(part, checksum):
+                if resumed and mismatch(part, checksum, size):
                     say(
                         f"{host}: the partial file of an earlier run does not match; starting over."
                     )
@@ -143,13 +156,13 @@ def download(urls: Iterable[str], target: Path, checksum: str, size: int | None 
             except HostFailed as error:
                 say(f"{host}: {error}")
                 continue
-            wrong = mismatch(part, checksum)
+            wrong = mismatch(part, checksum, size)
             if not wrong:
                 part.rename(target)
                 return
             part.unlink()
             say(f"{host}: {target.name} {wrong}")
-    facts = f"{size:,} bytes, {checksum}" if size else checksum
+    facts = ", ".join(filter(None, (size and f"{size:,} bytes", checksum))) or "checksum unknown"
     fail(
         f"could not download {target.name} from {', '.join(hosts)}: get the file ({facts}) by hand"
         f" and put it at {target}, or see --archive in --help."
@@ -280,15 +293,15 @@ class Bounded:
 
 
 def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> object:
-    """The only member with this base name, in any folder."""
-    found = [member for path, member in members if PurePosixPath(path).name == name]
+    """The only member whose path ends in this name."""
+    found = [member for path, member in members if PurePosixPath(path).match(name)]
     if len(found) != 1:
         fail(f"{archive} holds {len(found) or 'no'} files {name}, where one is needed.")
     return found[0]
 
 
 def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, bytes]:
-    """The contents of the members with these base names, or whose base names match.
+    """The contents of the members whose paths end in these names, or whose base names match.
 
     Nothing is written to a path from the archive.
     """
@@ -311,6 +324,13 @@ def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str,
         # In the archive's order: going back would decompress from the start again.
         order = sorted(chosen, key=lambda name: chosen[name].offset)
         return {name: tar.extractfile(chosen[name]).read() for name in order}
+
+
+def read_zip(archive: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """The contents of the members whose paths end in these names."""
+    with readable(archive), zipfile.ZipFile(archive) as file:
+        members = zip_members(archive, file)
+        return {name: file.read(choose(archive, members, name)) for name in names}
 
 
 def zip_members(archive: Path, file: zipfile.ZipFile) -> list[tuple[str, zipfile.ZipInfo]]:

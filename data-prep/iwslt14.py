@@ -20,9 +20,9 @@ import re
 import shlex
 from pathlib import Path
 
-import iwslt
+import bitext
 from archives import Archive, Official, obtain
-from iwslt import LANGUAGES, Sides
+from bitext import Sides
 from steps import SPLITS, Options, check_free, fail, run, say, step
 from subwords import sentencepieces
 
@@ -35,6 +35,7 @@ OFFICIAL = Official(
     "md5=10936dfdf616504ddbd844e91b94ef4a",
     19_982_877,
 )
+LANGUAGES = ("de", "en")
 PAIRS = {"train": 160_239, "valid": 7_283, "test": 6_750}  # of the official archive
 # The recipe filters training and validation pairs by their numbers of Moses tokens, and sacremoses
 # differs from Moses in a few sentences. Test pairs are not filtered.
@@ -45,12 +46,12 @@ TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst20
 NOT_SPOKEN = ("<url>", "<talkid>", "<keywords>")
 TAGS = re.compile(r"</?(?:title|description)>")
 
-MAX_TOKENS, MAX_LETTERS, RATIO = 175, 1000, 1.5
+MAX_TOKENS = 175
 VALID_EVERY = 23
 MERGES = PIECES = 10_000
 
 EVALUATION = {
-    "moses-bpe": iwslt.MOSES_BPE,
+    "moses-bpe": bitext.LOWER_MOSES_BPE,
     "sentencepiece": {"remove_bpe": "sentencepiece", "tokenizer": None, "lowercase": False},
 }
 
@@ -71,24 +72,12 @@ def read_pairs(archive: Archive) -> dict[str, Sides]:
     """The pairs for training (validation included) and for test."""
     train = [both(f"{TRAIN}.{{}}")]
     tests = [both(f"IWSLT14.{name}.de-en.{{}}.xml") for name in TESTS]
-    files = iwslt.read_files(archive.path, [file for pair in train + tests for file in pair])
+    files = bitext.read_files(archive.path, [file for pair in train + tests for file in pair])
     archive_is = archive.path, archive.official
     return {
-        "train": iwslt.aligned(files, train, training_lines, *archive_is),
-        "test": iwslt.aligned(files, tests, iwslt.xml_lines, *archive_is),
+        "train": bitext.aligned(files, train, training_lines, *archive_is),
+        "test": bitext.aligned(files, tests, bitext.xml_lines, *archive_is),
     }
-
-
-def is_clean(german: str, english: str) -> bool:
-    """Whether Moses' clean-corpus-n keeps the pair, with ratio 1.5 and 1 to 175 tokens."""
-    sides = german.split(), english.split()
-    lengths = sorted(map(len, sides))
-    return (
-        0 < lengths[0]
-        and lengths[1] <= MAX_TOKENS
-        and lengths[1] / lengths[0] <= RATIO
-        and all(len(word) <= MAX_LETTERS for side in sides for word in side)
-    )
 
 
 # --- the two steps -----------------------------------------------------------------------------
@@ -96,11 +85,18 @@ def is_clean(german: str, english: str) -> bool:
 
 def make_text(archive: Archive, tokenization: str, folder: Path) -> None:
     raw = read_pairs(archive)
-    with iwslt.start_pool() as pool:
+    with bitext.start_pool() as pool:
         tokens = raw
         if tokenization == "moses-bpe":
-            tokens = {split: iwslt.moses_tokens(pool, sides, split) for split, sides in raw.items()}
-        clean = [i for i, pair in enumerate(zip(*tokens["train"], strict=True)) if is_clean(*pair)]
+            tokens = {
+                split: bitext.moses_tokens(pool, LANGUAGES, sides, split)
+                for split, sides in raw.items()
+            }
+        clean = [
+            i
+            for i, pair in enumerate(zip(*tokens["train"], strict=True))
+            if bitext.is_clean(*pair, MAX_TOKENS)
+        ]
         if len(clean) < VALID_EVERY:
             fail(
                 f"the archive is too small: training pairs of a usable length are {len(clean)}, but"
@@ -113,7 +109,7 @@ def make_text(archive: Archive, tokenization: str, folder: Path) -> None:
         }
         known = archive.official and tokenization == "moses-bpe"
         found = {split: len(chosen[split]) for split in SPLITS}
-        iwslt.check_counts(folder, found, PAIRS if known else {}, TOKENIZED)
+        bitext.check_counts(folder, found, PAIRS if known else {}, TOKENIZED)
         for split in SPLITS:
             source = "test" if split == "test" else "train"
             text, written = (
@@ -122,9 +118,9 @@ def make_text(archive: Archive, tokenization: str, folder: Path) -> None:
             )
             if EVALUATION[tokenization]["lowercase"]:
                 text = tuple(list(map(str.lower, side)) for side in text)
-            iwslt.write_split(folder, split, text, written)
+            bitext.write_split(folder, split, LANGUAGES, text, written)
         if tokenization == "moses-bpe":
-            iwslt.moses_bpe(pool, folder, MERGES)
+            bitext.joint_bpe(pool, folder, LANGUAGES, MERGES)
         else:
             sentencepieces(folder, LANGUAGES, PIECES)
 
@@ -132,10 +128,10 @@ def make_text(archive: Archive, tokenization: str, folder: Path) -> None:
 def make_data_bin(text: Path, tokenization: str, folder: Path) -> None:
     evaluation = EVALUATION[tokenization]
     if tokenization == "moses-bpe":
-        iwslt.make_data_bin(text, folder, "bpe", evaluation)
+        bitext.make_data_bin(text, folder, LANGUAGES, "bpe", evaluation)
     else:
         dictionary = ("--joined-dictionary", "--srcdict", text / "dict.txt")
-        iwslt.make_data_bin(text, folder, "sp", evaluation, *dictionary)
+        bitext.make_data_bin(text, folder, LANGUAGES, "sp", evaluation, *dictionary)
 
 
 def main() -> None:

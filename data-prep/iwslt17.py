@@ -24,15 +24,16 @@ sets, dev2010 and tst2010 to tst2015. A finished folder is not made again; an in
 resumes after the last finished folder.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-import iwslt
-from archives import Archive, Official, obtain
-from iwslt import LANGUAGES, Sides
-from steps import SPLITS, Options, check_free, fail, read, run, say, step, write
+import bitext
+from archives import Archive, Official, obtain, obtain_all
+from bitext import Sides
+from steps import SPLITS, Options, check_free, fail, run, say
 
 HOST = "https://raw.githubusercontent.com/hlt-mt/WIT3/master/archive"  # the authors' own
 
@@ -50,6 +51,7 @@ OFFICIAL = (
 # take a few lines for tags that are sentences here.
 PAIRS = {"train": 206_112, "valid": 8_967}
 
+LANGUAGES = ("de", "en")
 VALID = ("dev2010", "tst2010", "tst2011", "tst2012", "tst2013", "tst2014", "tst2015")
 TEST = ("tst2016", "tst2017")
 MERGES = 32_000
@@ -71,14 +73,14 @@ def read_three(archives: list[Archive]) -> tuple[dict[str, list[str]], Names, Na
     valid = xml_names(VALID)
     # Each language of these sets is the source of its own translation direction.
     test = [(de, en.replace("de-en", "en-de")) for de, en in xml_names(TEST)]
-    files = iwslt.read_files(both, [file for pair in [TRAIN, *valid] for file in pair])
-    files |= iwslt.read_files(german, [pair[0] for pair in test])
-    files |= iwslt.read_files(english, [pair[1] for pair in test])
+    files = bitext.read_files(both, [file for pair in [TRAIN, *valid] for file in pair])
+    files |= bitext.read_files(german, [pair[0] for pair in test])
+    files |= bitext.read_files(english, [pair[1] for pair in test])
     return files, valid, test
 
 
 def read_one(archive: Path) -> tuple[dict[str, list[str]], Names, Names]:
-    files = iwslt.read_files(archive, FILES)
+    files = bitext.read_files(archive, FILES)
     sets = sorted({name.split(".")[2] for name in files if name.startswith("IWSLT17.")})
     if len(sets) < 2:
         fail(
@@ -99,24 +101,13 @@ def read_pairs(archives: list[Archive]) -> dict[str, Sides]:
     is_one = len(archives) == 1
     files, valid, test = read_one(archives[0].path) if is_one else read_three(archives)
     archives_are = source, all(archive.official for archive in archives)
-    lines = zip(*iwslt.aligned(files, [TRAIN], list, *archives_are), strict=True)
+    lines = zip(*bitext.aligned(files, [TRAIN], list, *archives_are), strict=True)
     spoken = [pair for pair in lines if not pair[0].startswith("<")]
     return {
         "train": tuple([pair[side] for pair in spoken] for side in range(len(LANGUAGES))),
-        "valid": iwslt.aligned(files, valid, iwslt.xml_lines, *archives_are),
-        "test": iwslt.aligned(files, test, iwslt.xml_lines, *archives_are),
+        "valid": bitext.aligned(files, valid, bitext.xml_lines, *archives_are),
+        "test": bitext.aligned(files, test, bitext.xml_lines, *archives_are),
     }
-
-
-def leave_out_long(folder: Path) -> None:
-    files = [folder / f"train.bpe.{language}" for language in LANGUAGES]
-    pairs = list(zip(*map(read, files), strict=True))
-    kept = [pair for pair in pairs if all(0 < len(side.split()) <= MAX_SUBWORDS for side in pair)]
-    if not kept:
-        fail(f"no training pair has 1 to {MAX_SUBWORDS} subwords a side: get other archives.")
-    say(f"  with 1 to {MAX_SUBWORDS} subwords a side: {len(kept):,} of {len(pairs):,} train")
-    for file, lines in zip(files, zip(*kept, strict=True), strict=True):
-        write(file, lines)
 
 
 # --- the two steps -----------------------------------------------------------------------------
@@ -126,14 +117,14 @@ def make_text(archives: list[Archive], folder: Path) -> None:
     raw = read_pairs(archives)
     known = len(archives) == len(OFFICIAL) and all(archive.official for archive in archives)
     found = {split: len(raw[split][0]) for split in SPLITS}
-    iwslt.check_counts(folder, found, PAIRS if known else {}, PAIRS)
-    with iwslt.start_pool() as pool:
+    bitext.check_counts(folder, found, PAIRS if known else {}, PAIRS)
+    with bitext.start_pool() as pool:
         for split in SPLITS:
-            tokens = iwslt.moses_tokens(pool, raw[split], split)
+            tokens = bitext.moses_tokens(pool, LANGUAGES, raw[split], split)
             lower = tuple(list(map(str.lower, side)) for side in tokens)
-            iwslt.write_split(folder, split, lower, raw[split])
-        iwslt.moses_bpe(pool, folder, MERGES)
-    leave_out_long(folder)
+            bitext.write_split(folder, split, LANGUAGES, lower, raw[split])
+        bitext.joint_bpe(pool, folder, LANGUAGES, MERGES)
+    bitext.keep_clean(folder, LANGUAGES, MAX_SUBWORDS, math.inf)
 
 
 def main() -> None:
@@ -151,17 +142,8 @@ def main() -> None:
     if given and "://" not in given and not Path(given).is_dir():
         archives = [obtain(OFFICIAL[0], given, out / "archives")]
     else:
-        archives = [
-            obtain(each, given and f"{given.rstrip('/')}/{each.name}", out / "archives")
-            for each in OFFICIAL
-        ]
-    made_from = " ".join(archive.identity for archive in archives)
-    step(out / "text", made_from, lambda folder: make_text(archives, folder))
-    step(
-        out / "data-bin",
-        made_from,
-        lambda folder: iwslt.make_data_bin(out / "text", folder, "bpe", iwslt.MOSES_BPE),
-    )
+        archives = obtain_all(OFFICIAL, given, out / "archives")
+    bitext.prepare(out, archives, LANGUAGES, make_text, bitext.LOWER_MOSES_BPE)
     say(f"Next: scripts/iwslt17.sh --data-bin {shlex.quote(str(out / 'data-bin'))}")
 
 

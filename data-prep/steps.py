@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")
 # In a finished folder: the checksum of its inputs, then one line "SIZE NAME" per file.
 MARK = "prepared.sha256"
-SHARED = ("steps.py", "archives.py", "subwords.py", "iwslt.py")  # shared code
+SHARED = ("steps.py", "archives.py", "subwords.py", "bitext.py")  # shared code
 
 
 # --- messages -----------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def lacking(folder: Path) -> str | None:
     return None
 
 
-def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
-    """Have `make` fill a temporary folder, then rename it to `final`.
+def step(final: Path, made_from: str, make: Callable[..., None], *arguments: object) -> None:
+    """Call make(*arguments, folder) to fill a temporary folder, then rename it to `final`.
 
     Skipped if `final` exists, complete, from the same `made_from` and code.
     """
@@ -145,7 +145,7 @@ def step(final: Path, made_from: str, make: Callable[[Path], None]) -> None:
             shutil.rmtree(aside)
         aside.mkdir()
         try:
-            make(aside)
+            make(*arguments, aside)
         except SystemExit:  # fail(): the folder is useless
             shutil.rmtree(aside)
             raise

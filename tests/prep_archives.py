@@ -9,7 +9,7 @@ from pathlib import Path
 
 import iwslt14
 from corpus import ENGLISH, GERMAN
-from iwslt import LANGUAGES
+from iwslt14 import LANGUAGES
 
 ENTITIES = """Er sagte : " Das ist ' s " & < > | [ ] ."""
 

@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import bitext
 import demo
-import iwslt
 import iwslt14
 import pytest
 import steps
@@ -114,7 +114,7 @@ def codes(tmp_path_factory):
     from subword_nmt.learn_bpe import learn_bpe
 
     file = tmp_path_factory.mktemp("codes") / "codes"
-    text = [iwslt.tokenize("de", iwslt.spaced(x)) for x in [*KINDS.values(), *GERMAN.split("\n")]]
+    text = [bitext.tokenize("de", bitext.spaced(x)) for x in [*KINDS.values(), *GERMAN.split("\n")]]
     with file.open("w", encoding="utf-8", newline="\n") as out:
         learn_bpe(text, out, 80)
     return file
@@ -259,7 +259,7 @@ def talks(draw, folder):
     }
 
     def read(official=False):
-        return iwslt.aligned(files, [("a.de", "a.en")], iwslt.xml_lines, "it", official)
+        return bitext.aligned(files, [("a.de", "a.en")], bitext.xml_lines, "it", official)
 
     segments = [[row for row in side if row[0] is not None] for side in sides]
     whole = all(tag == "</seg>" and "</seg>" not in t for side in segments for _, t, tag in side)
@@ -272,11 +272,11 @@ def talks(draw, folder):
 
 def tokens_and_merges(draw, folder, codes):
     """One line a line, and the joined subwords are the tokens."""
-    line = iwslt.spaced(draw(LINE))
-    for language in iwslt.LANGUAGES:
-        tokens = iwslt.tokenize(language, line).lower()
+    line = bitext.spaced(draw(LINE))
+    for language in ("de", "en"):
+        tokens = bitext.tokenize(language, line).lower()
         assert tokens == " ".join(tokens.split())
-        assert iwslt.segment(codes, tokens).replace("@@ ", "") == tokens
+        assert bitext.segment(codes, tokens).replace("@@ ", "") == tokens
 
 
 def pieces(draw, folder, model):
@@ -469,7 +469,7 @@ def test_the_raw_references_are_what_is_evaluated(corpus, evaluate):
 def test_talks_of_every_kind(tokenization, tmp_path):
     members = layout(rows())
     for name, side in itertools.product(iwslt14.TESTS, (0, 1)):
-        path = f"some-folder/IWSLT14.{name}.de-en.{iwslt.LANGUAGES[side]}.xml"
+        path = f"some-folder/IWSLT14.{name}.de-en.{('de', 'en')[side]}.xml"
         members[path] = b"\xef\xbb\xbf" + xml(row[side] for row in rows()).encode()
     archive = Archive(pack(tmp_path / "a.tgz", members.items()), "", official=False)
     made = []
@@ -478,13 +478,13 @@ def test_talks_of_every_kind(tokenization, tmp_path):
         iwslt14.make_text(archive, tokenization, folder)
         made.append(contents(folder))
         for split in steps.SPLITS:
-            sides = [steps.read(folder / f"{split}.{language}") for language in iwslt.LANGUAGES]
+            sides = [steps.read(folder / f"{split}.{language}") for language in ("de", "en")]
             assert numbers(sides[0]) == numbers(sides[1]) and len(sides[0]) > 1
             if split != "train":
                 assert numbers(steps.read(folder / f"{split}.reference.en")) == numbers(sides[1])
     assert made[0] == made[1]
     raw = [row[1].replace("\u2019", "'") for row in rows()] * len(iwslt14.TESTS)
-    assert steps.read(tmp_path / "once" / "test.reference.en") == list(map(iwslt.spaced, raw))
+    assert steps.read(tmp_path / "once" / "test.reference.en") == list(map(bitext.spaced, raw))
 
 
 def test_pages_of_every_kind(tmp_path, fast_python):

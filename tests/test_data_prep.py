@@ -15,8 +15,9 @@ import pyarrow.parquet
 import pytest
 import steps
 import wikitext103
+from bitext import tokenize
 from corpus import ENGLISH, GERMAN
-from iwslt import LANGUAGES, tokenize
+from iwslt14 import LANGUAGES
 from prep_archives import ENTITIES, evaluation_pairs, layout, natural, pack, training_pairs
 from prep_scripts import PREP, contents, files_up_to, kill_at, refused, run, script, stamps
 from sacremoses import MosesDetokenizer, MosesTokenizer

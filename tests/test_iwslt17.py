@@ -3,15 +3,18 @@
 import functools
 import http.server
 import json
+import math
 import sys
 import threading
 
 import archives
+import bitext
 import iwslt17
 import pytest
 import steps
+from bitext import tokenize
 from corpus import ENGLISH, GERMAN
-from iwslt import LANGUAGES, tokenize
+from iwslt17 import LANGUAGES
 from prep_archives import natural, pack, xml
 from prep_scripts import PREP, contents, kill_at, refused, run, script, stamps
 
@@ -205,11 +208,11 @@ def test_iwslt17_refuses_wrong_contents(archive, file, change, said, tmp_path):
     assert not list(out.iterdir())
 
 
-def test_leave_out_long_refuses_an_empty_result(tmp_path):
+def test_keep_clean_refuses_an_empty_result(tmp_path):
     for language in LANGUAGES:
         (tmp_path / f"train.bpe.{language}").write_text("a " * 63 + "\n")
     with pytest.raises(SystemExit, match="no training pair has 1 to 62 subwords"):
-        iwslt17.leave_out_long(tmp_path)
+        bitext.keep_clean(tmp_path, LANGUAGES, 62, math.inf)
 
 
 def one_archive(file, sets, leave_out=()):

@@ -1,4 +1,4 @@
-"""What iwslt14.py and iwslt17.py share: sentence pairs, Moses tokens, BPE, counts, binarisation."""
+"""What the preparations of translation data share: sentence pairs, Moses tokens, BPE, counts."""
 
 import functools
 import io
@@ -9,22 +9,25 @@ import os
 import re
 import shutil
 import signal
+import unicodedata
 from collections.abc import Callable, Collection, Iterable
 from contextlib import redirect_stderr
 from pathlib import Path
 
-from archives import differing_counts, read_tar
-from steps import SPLITS, decode, fail, read, say, warn, write
+from archives import Archive, differing_counts, read_tar
+from steps import SPLITS, decode, fail, read, say, step, warn, write
 from subwords import binarize
 
-LANGUAGES = ("de", "en")
 WORKERS = min(8, os.cpu_count() or 1)
-Sides = tuple[list[str], ...]  # the lines of each of LANGUAGES
+Sides = tuple[list[str], ...]  # the lines of the source and of the target
+Languages = tuple[str, str]  # source and target
 
+MAX_LETTERS = 1000  # of a word
 LAST_STOP = re.compile(r"([^\s.])\.$")
 SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 WHOLE_SEGMENT = re.compile(r'\s*<seg id="([0-9]*)">((?!</seg>|<seg id).)*</seg>\s*')
-MOSES_BPE = {"remove_bpe": "@@ ", "tokenizer": "moses", "lowercase": True}
+MOSES_BPE = {"remove_bpe": "@@ ", "tokenizer": "moses", "lowercase": False}
+LOWER_MOSES_BPE = {**MOSES_BPE, "lowercase": True}
 DIFFERING = "differing-counts.json"  # in the text folder, if counts differ
 
 
@@ -34,6 +37,18 @@ DIFFERING = "differing-counts.json"  # in the text folder, if counts differ
 def spaced(line: str) -> str:
     """The line with single spaces for any whitespace."""
     return " ".join(line.split())
+
+
+def is_clean(source: str, target: str, most: int, ratio: float = 1.5) -> bool:
+    """Whether Moses' clean-corpus-n keeps the pair: 1 to `most` tokens, `ratio` of the lengths."""
+    sides = source.split(), target.split()
+    lengths = sorted(map(len, sides))
+    return (
+        0 < lengths[0]
+        and lengths[1] <= most
+        and lengths[1] / lengths[0] <= ratio
+        and all(len(word) <= MAX_LETTERS for side in sides for word in side)
+    )
 
 
 def xml_lines(lines: list[str]) -> list[str]:
@@ -75,7 +90,7 @@ def aligned(
     source: object,
     official: bool,
 ) -> Sides:
-    """Apply `extract` to the (German, English) files and concatenate the results."""
+    """Apply `extract` to the (source, target) files and concatenate the results."""
     sides: Sides = ([], [])
     for pair in pairs:
         found = [extract(files[name]) for name in pair]
@@ -108,6 +123,27 @@ def tokenize(language: str, line: str) -> str:
     return LAST_STOP.sub(r"\1 .", tokens)
 
 
+def normalize(language: str, line: str) -> str:
+    """The line after Moses' normalize-punctuation and remove-non-printing-char."""
+    return "".join(
+        " " if unicodedata.category(letter)[0] == "C" else letter
+        for letter in normalizer(language).normalize(line)
+    )
+
+
+@functools.cache
+def normalizer(language: str):
+    from sacremoses import MosesPunctNormalizer
+
+    return MosesPunctNormalizer(language)
+
+
+def tokenize_news(language: str, line: str) -> str:
+    """Moses tokens of the normalised line, with hyphens split, as in fairseq's WMT recipe."""
+    line = normalize(language, line)
+    return spaced(tokenizer(language).tokenize(line, aggressive_dash_splits=True, return_str=True))
+
+
 @functools.cache
 def merges(codes: Path):
     from subword_nmt.apply_bpe import BPE
@@ -134,28 +170,36 @@ def start_pool() -> multiprocessing.pool.Pool:
     return multiprocessing.Pool(WORKERS, signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 
-def moses_tokens(pool: multiprocessing.pool.Pool, sides: Sides, split: str) -> Sides:
+def moses_tokens(
+    pool: multiprocessing.pool.Pool,
+    languages: Languages,
+    sides: Sides,
+    split: str,
+    function: Callable[[str, str], str] = tokenize,
+) -> Sides:
     return tuple(
-        mapped(pool, functools.partial(tokenize, x), lines, f"tokens of {split}.{x}")
-        for x, lines in zip(LANGUAGES, sides, strict=True)
+        mapped(pool, functools.partial(function, x), lines, f"tokens of {split}.{x}")
+        for x, lines in zip(languages, sides, strict=True)
     )
 
 
-def moses_bpe(pool: multiprocessing.pool.Pool, folder: Path, size: int) -> None:
+def joint_bpe(
+    pool: multiprocessing.pool.Pool, folder: Path, languages: Languages, size: int
+) -> None:
     """Write codes (`size` merges of both languages) and SPLIT.bpe.LANGUAGE for each text."""
     from subword_nmt.learn_bpe import learn_bpe
 
     text = {
         f"{split}.{{}}.{language}": read(folder / f"{split}.{language}")
         for split in SPLITS
-        for language in LANGUAGES
+        for language in languages
     }
     codes = folder / "codes"
     say(f"  learning {size:,} merges")
     hidden = redirect_stderr(io.StringIO())  # learn_bpe's progress bar
     with codes.open("w", encoding="utf-8", newline="\n") as file, hidden:
         try:
-            learn_bpe(text["train.{}.de"] + text["train.{}.en"], file, size)
+            learn_bpe([line for x in languages for line in text[f"train.{{}}.{x}"]], file, size)
         except ValueError:  # no word has two characters
             fail("the archive is too small: its text has nothing to merge into subwords.")
     for name, lines in text.items():
@@ -163,15 +207,27 @@ def moses_bpe(pool: multiprocessing.pool.Pool, folder: Path, size: int) -> None:
         write(folder / name.format("bpe"), subwords)
 
 
+def keep_clean(folder: Path, languages: Languages, most: int, ratio: float) -> None:
+    """Leave pairs out of train.bpe.LANGUAGE that `is_clean` refuses."""
+    files = [folder / f"train.bpe.{language}" for language in languages]
+    pairs = list(zip(*map(read, files), strict=True))
+    kept = [pair for pair in pairs if is_clean(*pair, most, ratio)]
+    if not kept:
+        fail(f"no training pair has 1 to {most} subwords a side: get other archives.")
+    say(f"  with 1 to {most} subwords a side: {len(kept):,} of {len(pairs):,} train")
+    for file, lines in zip(files, zip(*kept, strict=True), strict=True):
+        write(file, lines)
+
+
 # --- the results of the two steps --------------------------------------------------------------
 
 
-def write_split(folder: Path, split: str, text: Sides, raw: Sides) -> None:
+def write_split(folder: Path, split: str, languages: Languages, text: Sides, raw: Sides) -> None:
     """Write SPLIT.LANGUAGE and, for evaluation, the raw references."""
-    for language, lines in zip(LANGUAGES, text, strict=True):
+    for language, lines in zip(languages, text, strict=True):
         write(folder / f"{split}.{language}", lines)
     if split != "train":
-        write(folder / f"{split}.reference.en", raw[1])
+        write(folder / f"{split}.reference.{languages[1]}", raw[1])
 
 
 def check_counts(
@@ -188,14 +244,39 @@ def check_counts(
 
 
 def make_data_bin(
-    text: Path, folder: Path, kind: str, evaluation: dict[str, object], *dictionary: object
+    text: Path,
+    folder: Path,
+    languages: Languages,
+    kind: str,
+    evaluation: dict[str, object],
+    *dictionary: object,
 ) -> None:
     """Binarise the subwords SPLIT.KIND.LANGUAGE; add the files for evaluation."""
     prefixes = [text / f"{split}.{kind}" for split in SPLITS]
-    binarize(prefixes, folder, WORKERS, "--source-lang", "de", "--target-lang", "en", *dictionary)
+    source, target = languages
+    pair = ("--source-lang", source, "--target-lang", target)
+    binarize(prefixes, folder, WORKERS, *pair, *dictionary)
     for split in ("valid", "test"):
-        shutil.copyfile(text / f"{split}.reference.en", folder / f"{split}.reference.en")
-    evaluation = {"source": "de", "target": "en", **evaluation}
+        name = f"{split}.reference.{target}"
+        shutil.copyfile(text / name, folder / name)
+    evaluation = {"source": source, "target": target, **evaluation}
     if (text / DIFFERING).exists():
         evaluation["differing_counts"] = json.loads((text / DIFFERING).read_text())
     (folder / "evaluation.json").write_text(json.dumps(evaluation) + "\n")
+
+
+def prepare(
+    out: Path,
+    archives: list[Archive],
+    languages: Languages,
+    make_text: Callable[[list[Archive], Path], None],
+    evaluation: dict[str, object],
+) -> None:
+    """Make OUT/text and OUT/data-bin, unless they are finished."""
+    made_from = " ".join(archive.identity for archive in archives)
+    step(out / "text", made_from, make_text, archives)
+    step(
+        out / "data-bin",
+        made_from,
+        lambda folder: make_data_bin(out / "text", folder, languages, "bpe", evaluation),
+    )
