@@ -4,6 +4,7 @@
     scripts/iwslt14.sh      [options] [-- fairseq-train options]
     scripts/wikitext103.sh  [options] [-- fairseq-train options]
     scripts/iwslt17.sh      [options] [-- fairseq-train options]
+    scripts/adaptively_sparse.sh --data NAME [options] [-- fairseq-train options]
     scripts/multi30k.sh     [options] [-- fairseq-train options]
     scripts/speeches.sh     [options] [-- fairseq-train options]
 
@@ -78,18 +79,20 @@ class Run(NamedTuple):
     plugin: str
     command: list[str]
     updates: int
+    data_set: str = ""  # that --data chose, if there is a choice
 
     @property
     def name(self) -> str:
-        return f"{self.experiment} {self.row}, seed {self.seed}"
+        of = f"{self.experiment} {self.data_set}".rstrip()
+        return f"{of} {self.row}, seed {self.seed}"
 
 
-def compose(experiment: Experiment, row: str) -> DictConfig:
-    """The config of a row, as fairseq-hydra-train reads it."""
+def compose(experiment: Experiment, row: str, data_set: str = "") -> DictConfig:
+    """The config of a row on a data set, as fairseq-hydra-train reads it."""
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.1"):  # fairseq's own version
         cfg = hydra.compose(experiment.name)
     OmegaConf.set_struct(cfg, False)
-    return OmegaConf.merge(cfg, experiment.changes[row])
+    return OmegaConf.merge(cfg, experiment.data.get(data_set, {}), experiment.changes[row])
 
 
 def fit(cfg: DictConfig, gpus: int) -> None:
@@ -134,7 +137,7 @@ def options(cfg: DictConfig) -> list[str]:
 
 
 def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
-    cfg = compose(args.experiment, row)
+    cfg = compose(args.experiment, row, args.data)
     folder = args.out / row / f"seed-{seed}"
     fit(cfg, args.gpus)
     cfg.common.user_dir = str(ROOT / cfg.common.user_dir)
@@ -151,7 +154,7 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     final = options_of(command)
     updates, plugin = final["--max-update"][0], final["--user-dir"][0]
     name = args.experiment.name
-    return Run(name, row, seed, folder, args.data_bin, plugin, command, int(updates))
+    return Run(name, row, seed, folder, args.data_bin, plugin, command, int(updates), args.data)
 
 
 # --- one run -----------------------------------------------------------------------------------
@@ -323,6 +326,7 @@ def finish(run: Run, lock: int) -> None:
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
     line = {
         **{"experiment": run.experiment, "row": run.row, "seed": run.seed},
+        **({"data_set": run.data_set} if run.data_set else {}),
         **result,
         **measured(log),
         "data": data,
@@ -384,12 +388,15 @@ def parse(name: str) -> argparse.Namespace:
     experiment = Experiment.read(name)
     groups = "; ".join(f"{group}: {', '.join(rows)}" for group, rows in experiment.groups.items())
     seeds, first, gpus = experiment.seeds, next(iter(experiment.groups)), torch.cuda.device_count()
-    data, out = own_data(name), ROOT / "results" / name
     parser = argparse.ArgumentParser(
         prog=f"{name}.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    sets = list(experiment.data)
+    if sets:
+        text = f"the data set: {', '.join(sets)}; default {sets[0]}"
+        parser.add_argument("--data", choices=sets, default=sets[0], metavar="NAME", help=text)
     parser.add_argument(
         "--rows", default=first, help=f"rows or whole groups ({groups}); default {first}"
     )
@@ -399,11 +406,11 @@ def parse(name: str) -> argparse.Namespace:
     )
     parser.add_argument("--gpus", type=int, default=gpus, help="GPUs per run; default all")
     parser.add_argument("--max-update", type=int, metavar="N", help="instead of the config's")
-    text = f"default {data.relative_to(ROOT)}, which data-prep/ makes if it is missing"
-    parser.add_argument("--data-bin", type=Path, default=data, metavar="DIR", help=text)
+    text = f"default {own_data('NAME' if sets else name).relative_to(ROOT)}, which data-prep/ makes"
+    parser.add_argument("--data-bin", type=Path, metavar="DIR", help=f"{text} if it is missing")
     parser.add_argument("--archive", metavar="FILE|DIR", help="what data-prep/ makes --data-bin of")
-    text = f"default results/{name}"
-    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=text)
+    text = f"default results/{name}{'/NAME' if sets else ''}"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
     words = sys.argv[2:]
     cut = words.index("--") if "--" in words else len(words)
     args, rest = parser.parse_known_args(words[:cut])
@@ -417,14 +424,17 @@ def parse(name: str) -> argparse.Namespace:
     if not 0 <= args.gpus <= gpus:
         raise UsageError(f"--gpus {args.gpus}: this machine has {gpus}")
     args.experiment, args.rows = experiment, choose_rows(experiment, args.rows)
-    args.data_bin, args.out = args.data_bin.resolve(), args.out.resolve()
+    args.data = args.data if sets else ""
+    args.prepared = own_data(args.data or name).resolve()
+    args.data_bin = (args.data_bin or args.prepared).resolve()
+    args.out = (args.out or ROOT / "results" / name / args.data).resolve()
     return args
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Prepare the data if --archive asks for it or the default folder is used."""
-    name = args.experiment.name
-    if args.archive is not None or args.data_bin == own_data(name).resolve():
+    name = args.data or args.experiment.name
+    if args.archive is not None or args.data_bin == args.prepared:
         end = Path("lm/data-bin" if name == "speeches" else "data-bin")
         if not args.data_bin.match(str(end)):
             raise UsageError(f"--data-bin {args.data_bin} must end in {end} to be prepared")

@@ -26,13 +26,15 @@ class Experiment:
     """The rows of an experiment: the file configs/rows/NAME.yaml.
 
     groups: {group: its rows}; changes: {row: {config group: {key: value}}}, on top of NAME.yaml;
-    labels, papers: {row: its name in tables, the paper's figure}; paper_data: the paper's data set;
-    score: name and field of what scripts/results.py compares, for the pairs of rows in `pairs`.
+    data: {data set: changes in the same form}, if --data chooses one; labels, papers: {row: its
+    name in tables, the paper's figure}; paper_data: the paper's data set; score: name and field of
+    what scripts/results.py compares, for the pairs of rows in `pairs`.
     """
 
     name: str
     groups: dict[str, list[str]]
     changes: dict[str, dict[str, dict[str, Any]]]
+    data: dict[str, dict[str, dict[str, Any]]]
     labels: dict[str, str]
     papers: dict[str, str]
     paper_data: str
@@ -54,6 +56,7 @@ class Experiment:
             labels={row: each.pop("label", row) for row, each in rows.items()},
             papers={row: each.pop("paper", "") for row, each in rows.items()},
             changes=rows,
+            data=found.get("data", {}),
             paper_data=found.get("paper_data", ""),
             seeds=found.get("seeds", [1]),
             score=found.get("score", {}),
@@ -191,9 +194,12 @@ def results_table(results: list[Line]) -> str:
         "tokens/s": values("tokens_per_second", 0),
         "minutes": values("seconds", 1, 60),
         "peak GB": values("peak_memory", 2, 1e9),
-        f"paper, {experiment.paper_data}": lambda b: experiment.papers.get(b[0]["row"], ""),
     }
+    if any(experiment.papers.values()):
+        paper = f"paper, {experiment.paper_data}"
+        columns[paper] = lambda block: experiment.papers.get(block[0]["row"], "")
     notes = {
+        "data set": [r.get("data_set", "") for r in results],
         metric: [f"{r['signature']} ({r['protocol']})" for r in results],
         "chrF": [r.get("chrf_signature", "") for r in results],
         "tokenised BLEU": [r.get("tokenized_signature", "") for r in results],

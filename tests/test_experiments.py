@@ -179,7 +179,13 @@ def test_rows_differ_from_each_other(lib):
 def test_plan_uses_the_plugin_of_the_row(experiment, tmp_path, name):
     found = experiment.Experiment.read(name)
     args = argparse.Namespace(
-        experiment=found, gpus=0, out=tmp_path, data_bin=tmp_path, max_update=None, train=[]
+        experiment=found,
+        gpus=0,
+        out=tmp_path,
+        data_bin=tmp_path,
+        max_update=None,
+        train=[],
+        data="",
     )
     for row, folder in (("tempered", "user_dir/tempered"), ("low", "multimax_fairseq")):
         command = experiment.plan(args, row, 1).command
@@ -209,6 +215,7 @@ def test_language_model_has_the_papers_parameters(experiment):
     [
         ("iwslt14", "max_tokens", 4096),
         ("iwslt17", "batch_size", 80),
+        ("adaptively_sparse", "max_tokens", 8192),
         ("wikitext103", "max_tokens", 131_072),
     ],
 )
