@@ -40,7 +40,8 @@ def test_a_query_without_any_weight_looks_at_no_key():
     offsets = (positions - positions[:, None])[None, None]
     nothing = torch.zeros(1, 4, dtype=torch.bool)
     words = positions[None]
-    pair = QueriesAndKeys(nothing, nothing, offsets, True, words, nothing[:, None, None])
+    unasked = nothing[:, None, None]
+    pair = QueriesAndKeys(nothing, nothing, offsets, True, words, unasked, nothing)
     probs = torch.zeros(1, 2, 4, 4)
     probs[0, 0, 1, 2] = 0.25
     sums = AttentionSums(Normalizer("softpick"), 2)

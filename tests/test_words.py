@@ -11,6 +11,8 @@ def test_display_joins_subwords():
         (["ein", "un@@", "be@@", "kannt", "?"], ["ein", "unbekannt", "?"]),
         (["▁ein", "▁un", "be", "kannt", "?"], ["ein", "unbekannt", "?"]),
         (["ein", "unbekannt"], ["ein", "unbekannt"]),
+        (["wohl", "@-@", "be@@", "kannt", "."], ["wohl-bekannt", "."]),
+        (["▁wohl", "-", "bekannt", "▁-", "▁ja", "."], ["wohl-bekannt", "-", "ja", "."]),
     ):
         dictionary = Dictionary()
         tokens = torch.tensor([dictionary.add_symbol(s) for s in symbols] + [dictionary.eos()])
@@ -28,3 +30,17 @@ def test_questions_marks_final_question_marks():
     tokens = torch.tensor([[a, mark, a, mark, eos], [eos, a, a, mark, pad], [mark, a, a, a, mark]])
     found = WordBoundaries(dictionary).questions(tokens)
     assert found.nonzero().tolist() == [[0, 3], [1, 3], [2, 4]]
+
+
+def test_interrogatives_marks_whole_words_of_the_language():
+    dictionary = Dictionary()
+    tokens = [dictionary.add_symbol(s) for s in ("Wer", "was@@", "sich", "was", "who", "wer@@")]
+    rows = torch.tensor([tokens])
+
+    german, english = (
+        WordBoundaries(dictionary, language).interrogatives(rows)[0].tolist()
+        for language in ("de", "en")
+    )
+
+    assert german == [True, False, False, True, False, False]
+    assert english == [False, False, False, False, True, False]

@@ -233,8 +233,8 @@ def _pass(
     short = [i for i in indices if dataset.num_tokens(i) <= LONGEST_EXAMPLE] or list(indices)
     recorder = Recorder(
         model,
-        WordBoundaries(task.source_dictionary) if is_translation else None,
-        WordBoundaries(task.target_dictionary),
+        WordBoundaries(task.source_dictionary, task.cfg.source_lang) if is_translation else None,
+        WordBoundaries(task.target_dictionary, getattr(task.cfg, "target_lang", None)),
         {int(i) for i in short[:EXAMPLES]},
         LONGEST_EXAMPLE,
     )

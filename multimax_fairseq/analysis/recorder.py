@@ -287,7 +287,8 @@ def _pair(
     offsets = metrics.relative_positions(*positions)[:, None]
     words, questions = keys.numbers(key_tokens), keys.questions(key_tokens)[:, None, None]
     same = query_tokens is key_tokens
-    return QueriesAndKeys(query_padding, key_padding, offsets, same, words, questions)
+    asking = queries.interrogatives(query_tokens)
+    return QueriesAndKeys(query_padding, key_padding, offsets, same, words, questions, asking)
 
 
 def _takes_features_only(model: nn.Module) -> bool:

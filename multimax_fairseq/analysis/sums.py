@@ -54,7 +54,8 @@ class QueriesAndKeys:
     offsets: Tensor  # (B, 1, T, S)
     same: bool  # queries and keys are the same tokens
     words: Tensor  # (B, S), the index of the word that a key belongs to
-    questions: Tensor  # (B, 1, 1, S)
+    questions: Tensor  # (B, 1, 1, S), True at a final question mark
+    interrogatives: Tensor  # (B, T), True at an interrogative word
 
 
 class AttentionSums:
@@ -89,7 +90,8 @@ class AttentionSums:
         self.queries += int((~padding).sum())
         results = metrics.of_queries(scores, probs, excluded)
         others = ~excluded & (pair.offsets != 0) if pair.same else ~excluded
-        results["interrogation"] = metrics.weight_on(probs, others & pair.questions)
+        asked = others & pair.questions & pair.interrogatives[:, None, :, None]
+        results["interrogation"] = metrics.weight_on(probs, asked)
         if pair.same:
             in_word = pair.words[:, :, None] == pair.words[:, None, :]
             results["bpe_merging"] = metrics.weight_on(probs, others & in_word[:, None])

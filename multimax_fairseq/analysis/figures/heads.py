@@ -137,13 +137,14 @@ def positional_heads(collection: Collection) -> Figure | None:
 
 @picture("Subword-merging heads")
 def bpe_merging_heads(collection: Collection) -> Figure | None:
-    """The largest weight that any subword of a word gives to the word's other subwords, averaged
-    over the words (Correia et al. 2019). It is high for a head that merges subwords."""
+    """The largest weight that any token of a word gives to the word's other tokens, averaged over
+    the words of several subwords and the hyphenated words (Correia et al. 2019). It is high for a
+    head that merges them."""
     return heatmaps(collection, {"bpe_merging": "weight on the own word (0 to 1)"})
 
 
 @picture("Interrogation heads")
 def interrogation_heads(collection: Collection) -> Figure | None:
-    """The mean weight that a head gives to a final question mark (Correia et al. 2019); over the
-    sentences that end with one."""
+    """The mean weight that interrogative words give to a final question mark (Correia et al. 2019)
+    in German, English, Spanish, French, Japanese or Romanian."""
     return heatmaps(collection, {"interrogation": "weight on the question mark (0 to 1)"})
