@@ -74,7 +74,8 @@ def continuous_sparsemax_2d(
     Args:
         mean: (..., 2), floating.
         covariance: (..., 2, 2), symmetric and positive definite. It belongs to the score function,
-            as in the paper; that of the density is covariance (pi^2 det(covariance))^(-1/4) / 3.
+            as in the paper; that of the density is covariance (pi^2 det(covariance))^(-1/4) / 3,
+            see `match_covariance`.
         centers: (N, 2), of the basis functions; constants, which get no gradient.
         covariances: (N, 2, 2), of the basis functions, positive definite.
 

@@ -32,7 +32,7 @@ class ContinuousAttention(nn.Module):
     functions, with token l of L at time l / L. Mean and variance are those of the positions under
     p, or a linear layer predicts them from the query. For a Gaussian, `variance` is its variance.
     For a truncated parabola it is a scale, as in the paper: the variance of that density is
-    (3/2 variance)^(2/3) / 5.
+    (3/2 variance)^(2/3) / 5 (see `match_variance`).
 
     Args:
         normalizer: the discrete attention. Its probabilities need not sum to 1.
