@@ -300,11 +300,11 @@ def choose(archive: Path, members: Iterable[tuple[str, object]], name: str) -> o
     return found[0]
 
 
-def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, bytes]:
-    """The contents of the members whose paths end in these names, or whose base names match.
-
-    Nothing is written to a path from the archive.
-    """
+@contextlib.contextmanager
+def opened_tar(
+    archive: Path,
+) -> Iterator[tuple[tarfile.TarFile, list[tuple[str, tarfile.TarInfo]]]]:
+    """Yield the archive and its files, checked; nothing is written to a path from it."""
     with archive.open("rb") as packed, readable(archive):
         unpacked = Bounded(archive, packed)
         tar = tarfile.open(fileobj=unpacked, mode="r:")
@@ -316,7 +316,22 @@ def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str,
             check_size(archive, member.size, len(members))  # a sparse file may claim any size
         while unpacked.read():  # to the end, where gzip has its checksum
             pass
-        files = [(member.name, member) for member in members if member.isfile()]
+        yield tar, [(member.name, member) for member in members if member.isfile()]
+
+
+def read_paths(archive: Path, pattern: re.Pattern[str]) -> dict[str, bytes]:
+    """The contents of the members whose whole paths match."""
+    with opened_tar(archive) as (tar, files):
+        return {
+            path: tar.extractfile(member).read()
+            for path, member in files
+            if pattern.fullmatch(path)
+        }
+
+
+def read_tar(archive: Path, names: Iterable[str] | re.Pattern[str]) -> dict[str, bytes]:
+    """The contents of the members whose paths end in these names, or whose base names match."""
+    with opened_tar(archive) as (tar, files):
         if isinstance(names, re.Pattern):
             bases = {PurePosixPath(path).name for path, _ in files}
             names = sorted(filter(names.fullmatch, bases))

@@ -123,7 +123,7 @@ def test_it_is_the_attention_of_the_module(example, context, density):
     else:
         key = kept["score"][1][:, None]
     module = ContinuousAttention(
-        Normalizer(density), density, context, size, 32, example.WIDTHS, example.RIDGE
+        Normalizer("softmax"), density, context, size, 32, example.WIDTHS, example.RIDGE
     )
     if size:
         module.predicted = model.moments

@@ -108,7 +108,9 @@ def test_quadrature_gives_the_expectations_of_basis_functions(dimensions, densit
 
     if dimensions == 1:
         function = continuous_softmax if density == "softmax" else continuous_sparsemax
-        found = function(mean[0], scale[0, 0], centers[:, 0], torch.full((2,), spread, dtype=torch.float64))
+        found = function(
+            mean[0], scale[0, 0], centers[:, 0], torch.full((2,), spread, dtype=torch.float64)
+        )
     else:
         function = continuous_softmax_nd if density == "softmax" else continuous_sparsemax_2d
         found = function(mean, scale, centers, spread**2 * torch.eye(2).double().expand(2, 2, 2))

@@ -6,8 +6,8 @@
 embeddings. Such states carry the class everywhere, so that a density anywhere classifies well. For
 a known answer, the values are the words themselves, and the encoder sees two marks but no class:
 the words between the marks are of the document's class, and as many elsewhere are of another one.
-A model that ignores the marks is right in half of the documents at most. fairseq has no part in
-this file, and does not import it.
+A model that ignores the marks is right in half of the documents at most. This file does not import
+fairseq. scripts/imdb.sh trains the same classifier on IMDB reviews, with the paper's settings.
 """
 
 import torch
@@ -30,8 +30,9 @@ class DocumentClassifier(nn.Module):
     """Logits of (B, S) words, 0 behind the end, with the mean and the variance of the attention.
 
     attention: "discrete", by an additive scorer; "continuous", by a density that a CNN over the
-        states predicts; "combined", the sum of the discrete context and that of a density with the
-        discrete attention's mean and variance.
+        states predicts; "combined", the sum of the context of softmax and that of a density with
+        softmax's mean and variance.
+    density: "softmax" or "sparsemax", also of the discrete attention alone.
     seen: None: the values are the states. A number: the values are the embeddings, and the encoder
         tells only the words below it apart.
     """
@@ -93,7 +94,8 @@ class DocumentClassifier(nn.Module):
             mean, variance = self.moments(features.amax(-1)).double().unbind(-1)
             probs, mean, variance = 0, mean.sigmoid(), F.softplus(variance)
         else:
-            probs = normalize(self.density, self.score(states).squeeze(-1), mask=~tokens).double()
+            discrete = self.density if self.attention == "discrete" else "softmax"
+            probs = normalize(discrete, self.score(states).squeeze(-1), mask=~tokens).double()
             time = positions(tokens)
             mean = (probs * time).sum(-1)
             variance = (probs * (time - mean[:, None]) ** 2).sum(-1)
