@@ -246,11 +246,13 @@ def test_simplex_figures_show_weights(drawn):
         for line in getattr(axis, "lines", []):
             if hasattr(line, "get_data_3d") and line.get_label()[0] != "_":
                 np.testing.assert_allclose(np.sum(line.get_data_3d(), 0), 1, atol=1e-6)
-    known = lines_of(drawn("softmax")["simplex-2d"].figure.axes[0])
-    x, weight = known["softmax"].T
-    np.testing.assert_allclose(weight, 1 / (1 + np.exp(-x)), atol=1e-9)
-    x, weight = known["sparsemax"].T
-    np.testing.assert_allclose(weight, np.clip((x + 1) / 2, 0, 1), atol=1e-9)
+    panels = drawn("softmax")["simplex-2d"].figure.axes
+    for axis, other in zip(panels, (-2, 2), strict=False):
+        known = lines_of(axis)
+        x, weight = known["softmax"].T
+        np.testing.assert_allclose(weight, 1 / (1 + np.exp(other - x)), atol=1e-9)
+        x, weight = known["sparsemax"].T
+        np.testing.assert_allclose(weight, np.clip((x - other + 1) / 2, 0, 1), atol=1e-9)
 
 
 # --- several collections -----------------------------------------------------------------------

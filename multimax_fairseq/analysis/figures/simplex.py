@@ -89,29 +89,33 @@ def learned_places(collection: Collection) -> dict[str, dict[int, Mapping]]:
 
 @picture("Mappings of two scores")
 def simplex_2d(collection: Collection) -> Figure | None:
-    """The weight of the first of two scores, x and 0, as a function of x (Fig. 2 of Zhou et al.
-    2024; softmax is the logistic function). First panel: known mappings, and MultiMax with the
-    paper's parameters. Other panels: the learned mappings of this model, one line per layer (the
-    mean over its heads), and softmax."""
+    """The weight of a score x beside a second score, -2 or 2, as a function of x (Fig. 2 of Zhou et
+    al. 2024; softmax is a shifted logistic function). First panels: known mappings, and MultiMax
+    with the paper's parameters. Other panels: the learned mappings of this model, one line per
+    layer (the mean over its heads), and softmax."""
     places = learned_places(collection)
-    figure, panels = wrapped(1 + len(places), 4.2, 3.8)
+    figure, panels = wrapped(2 * (1 + len(places)), 4.2, 3.8)
     x = np.linspace(-4, 4, 401)
-    scores = np.stack([x, np.zeros_like(x)], -1)
-    for index, (label, apply) in enumerate(known_mappings().items()):
-        every = (index * 9, 60)
-        panels[0].plot(x, apply(scores)[:, 0], label=label, markevery=every, **style(index))
-    panels[0].set_title("known mappings", fontsize=10)
-    for axis, (place, mappings) in zip(panels[1:], places.items(), strict=True):
-        axis.plot(x, mapping("softmax")(scores)[:, 0], "k--", linewidth=1, label="softmax")
-        for index, (layer, apply) in enumerate(mappings.items()):
-            look = {**ordered_style(index, len(mappings)), "markevery": (index * 9 % 60, 60)}
-            axis.plot(x, apply(scores)[:, 0], label=f"layer {layer + 1}", **look)
-        axis.set_title(f"learned: {ATTENTIONS[place]}", fontsize=10)
-    for axis in panels:
-        axis.set(xlabel="score x (the other is 0)", ylabel="weight of x", ylim=(-0.03, 1.03))
-        axis.legend(fontsize=7, loc="lower right" if axis is not panels[0] else "upper left")
-    # Leave space for the legend above the curves.
-    panels[0].set_ylim(-0.03, 1.45)
+    groups = {"known mappings": known_mappings()} | {
+        f"learned: {ATTENTIONS[place]}": {f"layer {n + 1}": apply for n, apply in found.items()}
+        for place, found in places.items()
+    }
+    axes = iter(panels)
+    for title, mappings in groups.items():
+        is_known = title == "known mappings"
+        for other in (-2.0, 2.0):
+            axis, scores = next(axes), np.stack([x, np.full_like(x, other)], -1)
+            if not is_known:
+                axis.plot(x, mapping("softmax")(scores)[:, 0], "k--", linewidth=1, label="softmax")
+            for index, (label, apply) in enumerate(mappings.items()):
+                look = style(index) if is_known else ordered_style(index, len(mappings))
+                look = {**look, "markevery": (index * 9 % 60, 60)}
+                axis.plot(x, apply(scores)[:, 0], label=label, **look)
+            axis.set_title(title, fontsize=10)
+            axis.set(xlabel=f"score x (the other is {other:.0f})", ylabel="weight of x")
+            # Leave space for the legend above the curves.
+            axis.set_ylim(-0.03, 1.45)
+            axis.legend(fontsize=7, loc="upper left", ncols=2)
     return figure
 
 
