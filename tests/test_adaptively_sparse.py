@@ -14,6 +14,8 @@ from archives import Archive
 from commands import ROOT, run
 from corpus import ENGLISH, GERMAN
 
+pytestmark = pytest.mark.long
+
 TINY = "--{0}-layers 1 --{0}-embed-dim 16 --{0}-ffn-embed-dim 32 --{0}-attention-heads 2"
 TRAIN = "--lr 0.005 --warmup-updates 2 --log-interval 1 --num-workers 0"
 PAIRS = [

@@ -12,6 +12,8 @@ import zipfile
 import pytest
 from commands import ROOT, programs_first, run
 
+pytestmark = pytest.mark.long
+
 WORDS = {0: ["awful", "dull", "bad", "weak"], 1: ["great", "fine", "good", "fun"]}
 FILLER = "the film was a story with some people in it and an end".split()
 SIZE = 6
