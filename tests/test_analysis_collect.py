@@ -554,7 +554,7 @@ def test_a_checkpoint_of_several_gpus_is_that_of_one(data, checkpoint, collected
 
 def test_a_signal_leaves_nothing_behind(data, checkpoint, monkeypatch, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(collection, "_pass", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(collection, "_record", lambda *_: signal.raise_signal(signal.SIGTERM))
     words = ("collect", checkpoint(TRANSLATION), data / "mt", "--out", tmp_path / "new")
     monkeypatch.setattr(sys, "argv", ["multimax-analyze", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:

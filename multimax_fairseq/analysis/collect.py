@@ -1,20 +1,20 @@
-"""Runs checkpoints over data and writes the tidy files from which figures and reports are made.
+"""Runs checkpoints on data and writes the tables that figures and reports read.
 
-    parameters.csv    what normalizers have learned, number by number
+    parameters.csv    the learned parameters of normalizers, one number per row
     heads.csv         metrics of each head
     layers.csv        metrics of each layer
-    histograms.csv    scores and probabilities of each layer, counted in bins
+    histograms.csv    histograms of the scores and probabilities of each layer
     temperatures.csv  sparsity and multi-modality of softmax over temperatures, on the same scores
     output.csv        the predicted distribution, by the rank of the target word
     examples.json     a few sentences with attention, roll-out and densities over positions
-    collection.json   what was collected from what, by which versions
+    collection.json   the checkpoints, their settings, the data, and the versions of all packages
 
 Places are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
 Patch similarity and the mean average distance compare the outputs of a layer of the encoder or the
 decoder: the mean absolute cosine between two tokens, and one minus the mean cosine. The roll-out of
-cross-attention goes on through the encoder to the source. The target of an example is the decoder's
-input. For continuous attention, scores and probabilities come from its discrete part, and the
-variance from the score function. The support, in tokens, is that of a truncated parabola. It is
+cross-attention continues through the encoder to the source. The target of an example is the
+decoder's input. For continuous attention, scores and probabilities come from its discrete part, and
+the variance from the score function. The support, in tokens, is that of a truncated parabola; it is
 empty for a Gaussian, which has unbounded support.
 """
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 SIGNATURE, EXAMPLE_FILE = "collection.json", "examples.json"
 FILES = {SIGNATURE, EXAMPLE_FILE, *(f"{name}.csv" for name in COLUMNS)}
 EXAMPLES, LONGEST_EXAMPLE = 4, 32
-# A batch's share of memory: a few hundred MB, whatever the lengths and the model.
+# Bounds the memory of a batch to a few hundred MB, for any lengths and model.
 TOKENS_AT_ONCE, SCORES_AT_ONCE = 4000, 1 << 22
 HASHED = 1 << 20
 
@@ -75,8 +75,8 @@ def collect(
         data: a folder of fairseq-preprocess.
         subset: the data set in it.
         max_sentences: how many of its sentences, or blocks of text, from the first on.
-        out: the folder; an earlier collection there is replaced, and what else is there stays.
-        command: what collection.json is to say of how it was made.
+        out: the folder; an earlier collection in it is replaced, and other files in it are kept.
+        command: the command line, for collection.json.
 
     Raises:
         UsageError: something is missing, empty, or does not fit.
@@ -106,7 +106,7 @@ def collect(
             del state
             for other in described:
                 _check_same_run(about, other)
-            recorder, seen = _pass(model, task, subset, max_sentences, path)
+            recorder, seen = _record(model, task, subset, max_sentences, path)
             described.append({**about, **_normalizers(about["settings"], model, recorder)})
             examples[about["updates"]] = [e for _, e in sorted(recorder.examples.items())]
             _add_rows(tables, about["updates"], model, recorder)
@@ -214,14 +214,14 @@ def _normalizers(settings: dict[str, Any], model: Any, recorder: Recorder) -> di
     }
 
 
-def _pass(
+def _record(
     model: Any, task: Any, subset: str, max_sentences: int, path: Path
 ) -> tuple[Recorder, dict[str, int]]:
     """Run the model over the data; return the recorder, and the amount of data seen."""
     dataset = task.dataset(subset)
     lengths = utils.resolve_max_positions(task.max_positions(), model.max_positions())
-    given = np.arange(min(max_sentences, len(dataset)))
-    indices, too_long = dataset.filter_indices_by_size(given, lengths)
+    first = np.arange(min(max_sentences, len(dataset)))
+    indices, too_long = dataset.filter_indices_by_size(first, lengths)
     if len(indices) == 0:
         raise UsageError(
             f"subset '{subset}' has no sentence that fits the model ({len(too_long):,} are longer "
@@ -313,7 +313,7 @@ def _cell(value: Any) -> Any:
 def _write_json(file: Path, value: Any) -> None:
     text = json.dumps(value, ensure_ascii=False) + "\n"
     # Escape the bytes of a path that are not UTF-8.
-    text = re.sub("[\udc80-\udcff]", lambda found: f"\\\\x{ord(found[0]) & 0xFF:02x}", text)
+    text = re.sub("[\udc80-\udcff]", lambda byte: f"\\\\x{ord(byte[0]) & 0xFF:02x}", text)
     file.write_text(text, encoding="utf-8")
 
 
@@ -327,13 +327,13 @@ def _hash_file(path: Path) -> str:
 
 def _hash_folder(folder: Path) -> str:
     """Return a hash of the names, sizes and first megabytes of the folder's files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file():
-            found.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
-                found.update(stream.read(HASHED))
-    return found.hexdigest()
+                digest.update(stream.read(HASHED))
+    return digest.hexdigest()
 
 
 # --- the folder -----------------------------------------------------------------------------------
