@@ -1,4 +1,4 @@
-"""An example of each mapping in the table, for the tests that run over the whole of it."""
+"""An example of each mapping, for the tests that iterate over all mappings."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import reference
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A mapping's reference, and values for what it takes.
+    """A mapping's reference and values for its arguments.
 
     Attributes:
-        reference: of (scores, excluded, **arguments), in numpy; None where an argument is a module.
-        arguments: of the mapping's function, beside scores and mask: numbers.
-        options: of `Normalizer`, each of the mapping's at another value than its default.
-        needed: of `Normalizer`, without which it cannot be built.
+        reference: NumPy function of (scores, excluded, **arguments); None if it takes a module.
+        arguments: numbers for the mapping's function, besides scores and mask.
+        options: of `Normalizer`, each with another value than its default.
+        needed: the options that `Normalizer` requires.
     """
 
     reference: Callable[..., Any] | None

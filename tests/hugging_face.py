@@ -13,7 +13,7 @@ def gpt2(**more):
 
 
 def decoder(kind, **more):
-    """A Llama, or a model that has its config's words: four heads on two of keys."""
+    """A Llama, or a model with the same config names; four query heads share two key heads."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = getattr(hf, f"{kind}Config")(vocab_size=WORDS, **sizes, **heads, **SPECIAL, **more)
@@ -44,7 +44,7 @@ WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
 
 
 def encoder_decoder(encoder, decoder, kind=hf.EncoderDecoderModel):
-    """An encoder with the decoder that has this config."""
+    """Combine an encoder with a decoder of this config."""
     decoder.is_decoder = decoder.add_cross_attention = True
     model = kind(encoder=encoder, decoder=hf.AutoModelForCausalLM.from_config(decoder))
     model.config.update({"decoder_start_token_id": 2, "pad_token_id": PAD})
@@ -52,7 +52,7 @@ def encoder_decoder(encoder, decoder, kind=hf.EncoderDecoderModel):
 
 
 def made(make, **more):
-    """A model whose attention matters: at its own initial scale all scores are near zero."""
+    """Build a model with large weights; at its initial scale all scores are near zero."""
     torch.manual_seed(0)
     model = make(**more).eval()
     with torch.no_grad():

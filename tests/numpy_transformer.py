@@ -1,11 +1,11 @@
-"""A Transformer in numpy, from the weights of a checkpoint: what analysis should find."""
+"""A Transformer in NumPy with the weights of a checkpoint, as a reference for the analysis."""
 
 import math
 
 import numpy as np
 import reference
 
-# Of every checkpoint in the tests of collecting.
+# Sizes of the toy checkpoints
 LAYERS, HEADS = 2, 4
 
 

@@ -1,4 +1,4 @@
-"""Independent float64 references, in numpy and loops; imports nothing of the package."""
+"""Independent float64 references in NumPy and loops; imports nothing from the package."""
 
 import math
 
@@ -55,7 +55,7 @@ def sigma(x, t_b, t_d, b, d):
 
 
 def softmax(scores, excluded=None):
-    """Over the last dimension; an excluded entry is 0, and so is a row with nothing left."""
+    """Softmax over the last dimension; excluded entries and fully masked rows are 0."""
     scores = np.asarray(scores, dtype=np.float64)
     excluded = (
         np.zeros(scores.shape, bool)
@@ -74,7 +74,7 @@ def softmax(scores, excluded=None):
 
 
 def _over_kept(mapping, scores, excluded):
-    """Apply a mapping of a list of scores to what each row keeps; zero elsewhere."""
+    """Apply a mapping to the unmasked scores of each row; zero elsewhere."""
     probs = np.zeros(scores.shape)
     for row in np.ndindex(scores.shape[:-1]):
         kept = ~np.broadcast_to(excluded, scores.shape)[row]
@@ -142,7 +142,7 @@ def asentmax(scores, excluded, beta, gamma):
 
 def softpick(scores, excluded):
     def mapping(x):
-        # exp(base) cancels: as in the definition, but that nothing overflows.
+        # exp(base) cancels; it prevents overflow.
         base = max(x.max(), 0.0)
         parts = np.where(
             x < 1, np.expm1(np.minimum(x, 1)) * np.exp(-base), np.exp(x - base) - np.exp(-base)
@@ -177,7 +177,7 @@ def attention(query, key, value, map_scores, excluded=None):
 
 
 def cross_entropy(logits, target, label_smoothing=0.0, ignore_index=-100):
-    """(loss, nll) summed: smoothing gives each of the V - 1 other words an equal share."""
+    """Return summed (loss, nll); smoothing spreads equally over the V - 1 other words."""
     loss = nll = 0.0
     for row, wanted in zip(logits, target, strict=True):
         if wanted == ignore_index:
@@ -190,7 +190,7 @@ def cross_entropy(logits, target, label_smoothing=0.0, ignore_index=-100):
 
 
 def symmetric_divergence(logits, other):
-    """(KL(p|q) + KL(q|p)) / 2, one for each two rows."""
+    """(KL(p|q) + KL(q|p)) / 2 for each pair of rows."""
     found = np.empty(len(logits))
     for n, rows in enumerate(zip(logits, other, strict=True)):
         log_p, log_q = (x - x.max() - math.log(np.exp(x - x.max()).sum()) for x in rows)
@@ -202,7 +202,7 @@ def symmetric_divergence(logits, other):
 
 
 def rdrop(logits, other, target, alpha, label_smoothing=0.0, ignore_index=-100):
-    """(loss, divergence) summed, of the logits of two passes: R-Drop (Liang et al. 2021)."""
+    """Return summed (loss, divergence) for the logits of two passes: R-Drop (Liang et al. 2021)."""
     loss = sum(
         cross_entropy(pass_, target, label_smoothing, ignore_index)[0] for pass_ in (logits, other)
     )
@@ -229,7 +229,7 @@ def gaussian(t, center, width):
 
 
 def integral(function, low, high, center, width):
-    """Of what a Gaussian of this center and width is a factor of, so that no peak is missed."""
+    """Integrate a function with a Gaussian factor; splits at the Gaussian, so no peak is missed."""
     marks = [center + side * width for side in (-9, -3, -1, 0, 1, 3, 9)]
     cuts = [low, *(mark for mark in marks if low < mark < high), high]
     ends = zip(cuts, cuts[1:], strict=False)
@@ -237,9 +237,12 @@ def integral(function, low, high, center, width):
 
 
 def continuous_attention(density, slopes, low, high, center, width):
-    """The expectation of a Gaussian basis function, and its derivatives: the integrals of it times
-    the density and times each of the density's derivatives. These integrate to nothing, so that a
-    constant may be taken off the function, without which large numbers would cancel."""
+    """Return the expectation of a Gaussian basis function and its derivatives.
+
+    They are integrals of the function times the density and times each derivative of the density.
+    The derivatives integrate to zero, so subtracting a constant from the function avoids
+    cancellation.
+    """
     middle = gaussian((low + high) / 2, center, width)
     parts = [(density, 0.0), *((slope, middle) for slope in slopes)]
     return [
@@ -251,7 +254,7 @@ def continuous_attention(density, slopes, low, high, center, width):
 
 
 def normal_density(mean, variance):
-    """(density, its derivatives by mean and variance, the ends of what is not negligible)."""
+    """Return (density, its derivatives by mean and variance, the ends of the integration)."""
     sigma = math.sqrt(variance)
 
     def density(t):
@@ -265,7 +268,7 @@ def normal_density(mean, variance):
 
 
 def truncated_parabola(mean, variance):
-    """The same of [-lambda - (t - mean)^2 / (2 variance)]_+ (Martins et al. 2020, Eq. 37)."""
+    """The same for [-lambda - (t - mean)^2 / (2 variance)]_+ (Martins et al. 2020, Eq. 37)."""
     level = (3 / (2 * math.sqrt(variance))) ** (2 / 3) / 2  # -lambda
     half = math.sqrt(2 * variance * level)
     slopes = (
@@ -277,9 +280,11 @@ def truncated_parabola(mean, variance):
 
 
 def paraboloid_expectation(mean, covariance, center, spread):
-    """The expectation under a truncated paraboloid on the plane of a Gaussian basis function, and
-    its derivatives by mean, (2,), and covariance, (2, 2), by adaptive cubature over the ellipse in
-    polar coordinates (Martins et al. 2020, Eq. 11 and Prop. 3.2)."""
+    """Return the expectation of a 2-D Gaussian basis function under a truncated paraboloid.
+
+    Also returns its derivatives by mean, (2,), and covariance, (2, 2). Adaptive cubature over the
+    ellipse in polar coordinates (Martins et al. 2020, Eq. 11 and Prop. 3.2).
+    """
     inverse, precise = np.linalg.inv(covariance), np.linalg.inv(spread)
     level = (math.gamma(3) / math.sqrt(np.linalg.det(2 * math.pi * covariance))) ** 0.5  # -lambda
     root = np.linalg.cholesky(covariance) * math.sqrt(2 * level)

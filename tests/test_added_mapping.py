@@ -1,4 +1,4 @@
-"""A mapping that a --user-dir adds, through every command, without an edit to the package."""
+"""A mapping added by a --user-dir works in every command without a change to the package."""
 
 import json
 import re
@@ -41,7 +41,7 @@ FACTORS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """data-bin/, and model/ trained on it."""
+    """A folder with data-bin/ and with model/, trained on it."""
     folder = tmp_path_factory.mktemp("added")
     for language, text in (("de", GERMAN), ("en", ENGLISH)):
         (folder / f"text.{language}").write_text(text, encoding="utf-8")
@@ -78,7 +78,7 @@ def test_sharpened_is_finite_in_half_precision(tmp_path):
 
 
 def test_it_trains_and_decodes_as_it_scores(folder):
-    """Step by step and with the whole target at once, hypotheses have the same scores."""
+    """Incremental decoding and teacher forcing give the same scores."""
     words = (*PLUGIN, "--path", "model/checkpoint_last.pt", "--beam", "3", "--max-len-b", "9")
     step = run(folder, "fairseq-generate", "data-bin", *words)
     pieces = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", step, re.MULTILINE)
@@ -119,7 +119,7 @@ def test_it_is_analysed_and_labelled(collected):
     assert len(heads) == 3 * 2 and heads["entropy"].gt(0).all()
     parameters = pd.read_csv(collected / "parameters.csv")
     assert set(parameters["name"]) == {"sharpness.factor"} and len(parameters) == 3
-    # The report knows nothing of the user_dir.
+    # The report does not import the user_dir.
     run(collected.parent, "multimax-analyze", "report", "collected")
     assert "sharpened softmax" in (collected / "report.html").read_text(encoding="utf-8")
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_without_it_starts_it_as_new(folder):
 
 
 def test_a_learned_temperature_before_a_modulator_and_in_the_output_layer(folder):
-    """Of the same seed they start as MultiMax and softmax; then the temperatures learn too."""
+    """With the same seed they start as MultiMax and softmax; training changes the temperatures."""
     losses = {}
     for name, plugin in (
         ("multimax", ROOT / "multimax_fairseq"),
@@ -219,7 +219,7 @@ def test_a_value_of_another_type_is_a_wrong_value():
 
 
 class OfHidden(torch.nn.Module):
-    """A number for each query, by a matrix of its own."""
+    """Computes one number per query with a learned matrix."""
 
     def __init__(self, size):
         super().__init__()
@@ -237,7 +237,7 @@ def test_what_reads_hidden_states_is_no_scalar(monkeypatch):
         lambda scores, dim=-1, mask=None, *, gain: softmax(scores * gain, dim, mask),
         build=lambda num_heads, hidden_size: {"gain": OfHidden(hidden_size)},
         hidden=True,
-        kernel=lambda gain: {},  # which is not asked for it
+        kernel=lambda gain: {},  # never called
     )
     monkeypatch.setitem(NORMALIZERS, mapping.name, mapping)
     model = torch.nn.ModuleDict(
@@ -257,7 +257,7 @@ def test_what_reads_hidden_states_is_no_scalar(monkeypatch):
 
 
 class Mean(torch.nn.Module):
-    """Attends to all keys alike, which no scores say."""
+    """Gives all keys the same probability, whatever the scores."""
 
     def attend(self, query, key, value, mask=None, need_probs=False, **_):
         assert mask is None

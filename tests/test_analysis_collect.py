@@ -1,4 +1,4 @@
-"""multimax-analyze collect on toy models: against numpy from the weights, and by what must hold."""
+"""multimax-analyze collect equals a NumPy forward pass from the weights of toy models."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def collected(data, checkpoint, tmp_path_factory):
 
 
 def assert_alike(one, other, tolerance=1e-4):
-    """Two collections say the same, up to rounding: a few values may fall into the next bin."""
+    """Check that two collections agree up to rounding, which moves a few values to the next bin."""
     for name in collection.COLUMNS:
         rows, others = table(one, name), table(other, name)
         assert len(rows) == len(others)
@@ -59,7 +59,7 @@ def assert_alike(one, other, tolerance=1e-4):
                 assert row[key] == pytest.approx(another[key], abs=tolerance), (name, key)
 
 
-# --- what every collection has --------------------------------------------------------------------
+# --- properties of every collection ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -75,7 +75,7 @@ def test_every_kind_layer_and_head_is_there(collected, variant):
         assert row["entropy"] >= 0 and 0 < row["density"] <= 1
         assert 0 <= row["confidence"] <= 1 and abs(row["offset"]) <= 32
         assert (row["bpe_merging"] is None) == (row["place"] == "cross")
-        # In the decoder, the mark is the last key: only it could attend to itself.
+        # In the decoder, the question mark is the last key: only its own query can attend to it.
         assert (row["interrogation"] is None) == (row["place"] == "decoder")
         assert (row["past_turning_point"] is None) == (not variant.startswith("multimax"))
     assert (variant != "multimax") or any(row["past_turning_point"] > 0 for row in heads)
@@ -190,7 +190,7 @@ def test_the_signature_says_what_was_collected_from_what(data, collected, checkp
     assert (settings["multimax_order"], settings["multimax_terms"]) == (2, "both")
 
 
-# --- against numpy, from the weights --------------------------------------------------------------
+# --- comparison with NumPy ------------------------------------------------------------------------
 
 
 def entropies(probs):
@@ -269,7 +269,7 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
                 )
                 values["entropy"].append(entropies(p))
                 values["density"].append((p > 0).mean())
-                # What is 0 in float32 may be little more in float64.
+                # A probability of 0 in float32 may be slightly above 0 in float64.
                 slack += (p > 0).mean() - (p > 1e-6).mean()
                 tops.append(int(probs[head, query].argmax()) - query)
                 if place != "cross":
@@ -351,7 +351,7 @@ def load(path, data):
     return model.eval(), task
 
 
-# --- what must not matter -------------------------------------------------------------------------
+# --- invariances ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -473,11 +473,11 @@ def test_the_first_sentences_are_taken(data, checkpoint, tmp_path):
     assert len(json.loads((few / "examples.json").read_text(encoding="utf-8"))) == 3
 
 
-# --- what a user gets wrong -----------------------------------------------------------------------
+# --- user errors ----------------------------------------------------------------------------------
 
 
 def told(monkeypatch, capsys, *words):
-    """The one sentence in which the command ends."""
+    """Return the one-sentence error of the command."""
     monkeypatch.setattr(sys, "argv", ["multimax-analyze", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
         command.main()
@@ -518,7 +518,7 @@ def test_mistakes_end_in_one_sentence(
     before = sorted(tmp_path.rglob("*"))
     given = {"checkpoint": checkpoint(TRANSLATION), "data": "mt", "subset": "valid", "out": "new"}
     given |= {"--max-sentences": "5", **change}
-    # In an empty folder where that is what is given.
+    # One case gives an empty folder.
     monkeypatch.chdir(tmp_path / "here" if given["out"].startswith(".") else tmp_path)
     sentence = told(
         *(monkeypatch, capsys, "collect", given["checkpoint"], data / given["data"]),
@@ -526,7 +526,7 @@ def test_mistakes_end_in_one_sentence(
         *("--max-sentences", given["--max-sentences"]),
     )
     assert all(part in sentence for part in parts), sentence
-    assert sorted(tmp_path.rglob("*")) == before  # nothing half-written
+    assert sorted(tmp_path.rglob("*")) == before  # no partial files
 
 
 def test_a_folder_that_cannot_be_written_is_named(data, checkpoint, monkeypatch, capsys, tmp_path):
@@ -534,7 +534,7 @@ def test_a_folder_that_cannot_be_written_is_named(data, checkpoint, monkeypatch,
         raise PermissionError(13, "Permission denied", str(self))
 
     path, words = checkpoint(TRANSLATION), ("--out", tmp_path / "locked" / "new")
-    monkeypatch.setattr(Path, "mkdir", refuse)  # a test may run as root, to whom nothing is locked
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root ignores permissions
     sentence = told(monkeypatch, capsys, "collect", path, data / "mt", *words)
     assert "locked/new" in sentence and "Permission denied" in sentence and "--out" in sentence
 
@@ -572,7 +572,7 @@ def test_a_reader_that_has_seen_enough(checkpoint, monkeypatch):
         patched.setattr(sys, "stdout", stream)
         with pytest.raises(SystemExit) as stopped:
             command.main()
-    assert stopped.value.code == 128 + signal.SIGPIPE  # a number: nothing is printed
+    assert stopped.value.code == 128 + signal.SIGPIPE  # an integer: Python prints nothing
 
 
 def test_a_missing_package_is_named_with_the_extra(data, checkpoint, monkeypatch, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""The analysis of continuous attention: densities over positions in files, figures and the page."""
+"""Analysis of continuous attention: densities in the files, the figures and the report."""
 
 import json
 import re
@@ -43,7 +43,7 @@ SENTENCES = ((9, 7), (4, 5), (6, 1))
 
 @pytest.fixture
 def record(build, dictionary):
-    """record(a key of MODELS, *batches) -> Recorder, of a model whose attention is sharp."""
+    """record(a key of MODELS, *batches) -> Recorder of a model with sharp attention."""
 
     def make(name, *batches):
         model = build(*MODELS[name]).eval()
@@ -61,7 +61,7 @@ def record(build, dictionary):
 
 
 def rows(example):
-    """(place, layer's densities, discrete probabilities, head, query) of all that is there."""
+    """Yield (place, densities of a layer, discrete probabilities, head, query) for each row."""
     for place, layers in example["densities"].items():
         for layer, probs in zip(layers, example["attention"][place], strict=True):
             for head, query in np.ndindex(np.shape(layer["mean"])):
@@ -80,7 +80,7 @@ def test_densities_have_the_moments_of_the_discrete_attention(record, translatio
             assert layer["kind"] == name.split()[-1]
             np.testing.assert_allclose(layer["positions"], time, atol=1e-6)
             mean, variance = (layer[key][head][query] for key in ("mean", "variance"))
-            probs = np.array(probs) / np.sum(probs)  # four digits have been kept
+            probs = np.array(probs) / np.sum(probs)  # stored with four digits
             assert mean == pytest.approx(probs @ time, abs=5e-4)
             assert variance == pytest.approx(max(probs @ time**2 - mean**2, 1e-6), abs=1e-3)
             form = reference.normal_density
@@ -159,7 +159,7 @@ def test_a_recurrent_decoders_steps_are_one_attention(record, translation_batch)
     recorder = record(name, batch, batch)
     assert set(recorder.sums) == {("cross", 0)} and recorder.densities == {"cross": "sparsemax"}
     (example, *_) = recorder.examples.values()
-    # Without attention in the encoder there is nothing to roll out.
+    # Without encoder attention there is no roll-out.
     assert example["rollout"] == {} and set(example["attention"]) == {"cross"}
     ((heads,),) = example["attention"].values()
     assert np.shape(heads) == (1, 8, 10)
@@ -193,7 +193,7 @@ def test_a_long_sentence_keeps_its_positions(build, dictionary, translation_batc
 
 @pytest.fixture(scope="module")
 def collected(data, checkpoint, tmp_path_factory):
-    """collected(arch, *flags) -> the folder of a collection of such a model."""
+    """collected(arch, *flags) -> the folder with the collection of a model."""
     folder, made = tmp_path_factory.mktemp("continuous"), {}
 
     def make(arch, *flags):
@@ -220,7 +220,7 @@ def test_the_discrete_part_is_collected_as_of_any_model(collected, checkpoint):
         assert (row["support_tokens"] is not None) == parabola
         assert other["support_tokens"] is other["position_variance"] is None
         for key in other:
-            # Nothing before the encoder's first attention differs.
+            # The input of the encoder's first attention is the same.
             if gaussian and row["layer"] == 0 and key != "position_variance":
                 assert row[key] == pytest.approx(other[key], abs=1e-5), key
         assert row["past_turning_point"] is not None
@@ -309,7 +309,7 @@ def test_the_map_is_beside_the_density_with_its_support(made, example):
         names = [label.get_text() for label in shown.get_yticklabels()]
         assert names == side["tokens"]
         assert [t.get_text() for t in shown.get_xticklabels()] == example["source"]["tokens"]
-        # The l-th token is drawn around l - 1, and lies at l / L.
+        # Token l has the position l / L and is drawn around l - 1.
         (means,) = shown.lines
         keys = len(example["source"]["tokens"])
         np.testing.assert_allclose((means.get_xdata() + 1) / keys, density["mean"][head], atol=1e-4)
@@ -322,7 +322,7 @@ def test_the_map_is_beside_the_density_with_its_support(made, example):
 
 @pytest.fixture(scope="module")
 def page(made, tmp_path_factory):
-    """A report whose figures are left out."""
+    """A report without figures."""
     out = tmp_path_factory.mktemp("page")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(figures, "draw", lambda _: iter(()))
@@ -396,7 +396,7 @@ console.log(JSON.stringify({json.dumps(asked)}.map((a) => {{
             columns = [(w["start"], w["end"]) for w in example["source"]["words"]]
         x, values = np.array(found["points"]).T
         assert x[0] == 0 and x[-1] == len(columns) and (np.diff(x) >= 0).all()
-        # Half a token before its own place, a token's share of its column begins.
+        # A token's part of the column begins half a token before its position.
         edges = [start for start, _ in columns] + [columns[-1][1]]
         times = (np.interp(x, range(len(edges)), edges) + 0.5) / tokens
         expected = expected_curve(example, place, layer, heads, queries, times)

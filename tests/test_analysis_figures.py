@@ -107,7 +107,7 @@ def test_draw_one_checkpoint_with_first_order_per_head(tmp_path):
     found = {entry.name: entry for entry in figures.draw([collection.read(folder)])}
     assert not [name for name in found if "trajectories" in name or name.endswith("updates")]
     (axis, _) = found["modulators-encoder"].figure.axes
-    assert len(axis.lines) == 3  # the identity, and two heads
+    assert len(axis.lines) == 3  # the identity and two heads
     for name in ("modulators-encoder", "parameters", "simplex-3d", "density"):
         check_figure(found[name])
 
@@ -129,7 +129,7 @@ def test_draw_one_sided_modulators_and_temperatures(tmp_path):
         check_figure(found[name])
 
 
-# --- what they show ----------------------------------------------------------------------------
+# --- content of the figures --------------------------------------------------------------------
 
 
 def lines_of(axis):
@@ -156,7 +156,7 @@ def test_modulators_follow_the_papers_equation(drawn, folders):
 
 
 def test_draw_follows_the_models_parts(folders):
-    """A monotone modulator is drawn as such; sinks and temperatures leave out some figures."""
+    """A monotone modulator has a monotone curve; sinks and temperatures omit some figures."""
     found = collection.read(folders["multimax"])
     found.checkpoint()["settings"]["multimax_monotone"] = True
     ((drawn,), *_) = figures.modulators.modulators_of(found, "cross").values()
@@ -508,7 +508,7 @@ def test_report_works_in_a_browser(pages, folders, tmp_path):
     assert told[2:5] == [said(0, 0), said(1, 2), said(2, 1)]
 
 
-# Every choice of every control, and what a page looks like on a telephone.
+# Uses every option of every control.
 NARROW = """
 const dark = matchMedia("(prefers-color-scheme: dark)").matches;
 const seen = { dark, wide: 0, faint: [], tried: 0 };
@@ -560,7 +560,7 @@ def test_report_works_on_a_phone(pages, tmp_path, scheme):
     assert seen["wide"] <= 360 and not seen["faint"], seen
 
 
-# --- what a user can get wrong -----------------------------------------------------------------
+# --- user errors -------------------------------------------------------------------------------
 
 
 def test_commands_explain_mistakes_in_one_sentence(folders, tmp_path, analyze):
@@ -600,7 +600,7 @@ def test_commands_name_a_missing_package(folders, tmp_path):
         "raise ModuleNotFoundError(\"No module named 'pandas'\", name='pandas')", encoding="utf-8"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    # Not in a fork, where it may be imported already.
+    # Not in a fork of the server, which may have imported it.
     program = fork_server.REAL / "multimax-analyze"
     words = run(tmp_path, program, "plot", folders["lm"], code=1, PYTHONPATH=path)
     assert "Traceback" not in words

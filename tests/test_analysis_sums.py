@@ -1,4 +1,4 @@
-"""What the analysis sums up, and what it refuses to watch, on models and numbers made for it."""
+"""analysis/sums.py: sums over queries and keys, and the models that the recorder refuses."""
 
 import math
 from types import SimpleNamespace

@@ -29,7 +29,7 @@ def copied(folder, tmp_path):
 
 
 def legend(figure):
-    figure.savefig(io.BytesIO(), format="svg")  # where a formula is read
+    figure.savefig(io.BytesIO(), format="svg")  # parses the formulas
     shown = [text.get_text() for found in figure.legends for text in found.texts]
     assert not any(map(is_math_text, shown))
     return [text.strip().replace(r"\$", "$") for text in shown]
@@ -95,7 +95,7 @@ def test_figures_draw_labels_as_plain_text(folder, name):
     assert legend(figure) == TEXTS
     found[0].label = TEXTS[1]
     drawn = next(iter(figures.draw(found[:1])))
-    drawn.figure.savefig(io.BytesIO(), format="svg")  # with the label above it
+    drawn.figure.savefig(io.BytesIO(), format="svg")  # including the label above it
 
 
 def test_trajectories_name_runs_by_their_files(tmp_path):
@@ -111,7 +111,7 @@ def test_trajectories_name_runs_by_their_files(tmp_path):
 
 
 def test_output_layer_sorts_buckets_by_rank(folder, copied):
-    """One collection has other buckets, in another order."""
+    """The second collection has other buckets in another order."""
     frame = pd.read_csv(copied / "output.csv")
     frame = frame.iloc[[3, 0, 1]].assign(bucket=["1001-", "1-50", "51-200"])
     frame.to_csv(copied / "output.csv", index=False)

@@ -1,8 +1,8 @@
-"""Calls that chance draws are as right as the plain line in float64, or refused in words.
+"""Random calls of the public functions equal the plain formula in float64, or raise an error.
 
-Shapes of no and of one row, every dtype, layouts in memory, masks of each kind, scores far from 0;
-and calls in which a tensor has any shape or dtype. `scripts/test.sh --all` draws a thousand of each
-kind for each function.
+Valid calls: empty and single rows, every dtype, memory layouts, all kinds of masks, scores far from
+0. Other calls: one tensor has any shape and dtype. `scripts/test.sh --all` draws a thousand calls
+of each kind for each function.
 """
 
 import math
@@ -58,19 +58,19 @@ REFUSALS = (ValueError, TypeError, RuntimeError)
 
 
 class Call(types.SimpleNamespace):
-    """One call: of `ours` and of the plain line, with the arguments of both."""
+    """A function, its plain formula and the arguments of both."""
 
     def outcome(self):
         return beside_plain(self.ours, self.plain, self.arguments, self.options)
 
 
 class Source:
-    """Draws the parts of a call."""
+    """Draws the arguments of a call."""
 
     def __init__(self, data):
         self.draw = data.draw
         self.dtype = self.draw(FLOATS)
-        # In half precision the products of larger numbers differ by more than the plain line's.
+        # In half precision, products of larger numbers exceed the tolerance.
         narrow = self.dtype in (torch.float16, torch.bfloat16)
         self.size = self.draw(st.sampled_from([0.0, 1.0] if narrow else [0.0, 1.0, 4.0]))
 
@@ -84,11 +84,11 @@ class Source:
             return tensor
         try:
             return LAYOUTS[layout](tensor)
-        except RuntimeError:  # so few numbers cannot lie so
+        except RuntimeError:  # too few numbers for this layout
             return tensor
 
     def mask(self, *shape, excludes=True, biases=True):
-        """None, or a mask of any kind that broadcasts to the shape; whole rows may be excluded."""
+        """Draw None or a mask that broadcasts to the shape; it may exclude whole rows."""
         kinds = ["none", "bool", "all"] + ["float", "infinite"] * biases
         kind = self.draw(st.sampled_from(kinds))
         if kind == "none":
@@ -103,7 +103,7 @@ class Source:
         return bias.to(self.dtype)
 
     def modulator(self, heads=None, sides=("", "low high")):
-        """The parameters of no side or of some, of one or two orders."""
+        """Draw modulator parameters: no side, one or both, of order 1 or 2."""
         sides = self.draw(st.sampled_from(sides)).split()
         order = self.draw(st.integers(1, 2))
         shape = (order,) if heads is None or self.draw(st.booleans()) else (heads, order)
@@ -216,7 +216,7 @@ def a_mapping(name):
 
 
 def an_expectation(function, dimensions):
-    """Of a density over positions: what it is in float64, but for the dtype's own error."""
+    """An expectation under a density over positions equals float64 up to the dtype's rounding."""
 
     def call(source):
         count, bases = source.draw(SIZE), source.draw(st.integers(1, 6))
@@ -267,14 +267,14 @@ CALLS = {
 
 
 def right(name, source):
-    """A call that is right by construction."""
+    """Make a valid call."""
     call = CALLS[name](source)
     off = call.outcome()
     assert not off, (off, describe(call))
 
 
 def strange(name, source):
-    """A call in which one tensor has any shape and dtype: as the plain line, or refused."""
+    """Make a call in which one tensor has any shape and dtype; it is right or raises an error."""
     call = CALLS[name](source)
     tensors = [key for key, value in call.arguments.items() if isinstance(value, torch.Tensor)]
     key = source.draw(st.sampled_from(tensors))
@@ -285,7 +285,7 @@ def strange(name, source):
     except REFUSALS as error:
         assert str(error).strip(), describe(call)
         return
-    if call.plain is None:  # there is no other line: it must at least be a number each
+    if call.plain is None:  # no formula: require numbers only
         assert found.isfinite().all() or not call.arguments[key].isfinite().all(), describe(call)
         return
     exact = {
@@ -305,7 +305,7 @@ def describe(call):
 
 
 def tried(kind, name, count):
-    """Draw so many calls; the same ones each time."""
+    """Make `count` drawn calls, the same ones in each run."""
     done = []
 
     @the_same_draws(count)

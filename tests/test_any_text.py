@@ -1,8 +1,8 @@
-"""Any text at all: what prepares it keeps the lines of both sides together, or names the file.
+"""Data preparation keeps the lines of any text aligned, or refuses the file by name.
 
-Chance draws lines with control characters, separators that end a line to some programs, marks of
-subword models, words that look like fairseq's symbols, emoji, right-to-left text; whole commands
-get a corpus of all kinds at once. `scripts/test.sh --all` draws a thousand texts for each function.
+Random lines have control characters, Unicode line separators, markers of subword models, words
+that look like fairseq's symbols, emoji and right-to-left text. Whole commands get one corpus with
+all of them. `scripts/test.sh --all` draws a thousand texts for each function.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from multimax_fairseq.errors import UsageError
 pytestmark = pytest.mark.long
 
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
-# Each is in a line of the corpus, too.
+# The corpus has a line with each of them.
 KINDS = {
     "carriage return": "a\rb",
     "form feed": "a\x0cb\x0bc",
@@ -98,7 +98,7 @@ def evaluate():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Subwords of all kinds, by sentencepiece."""
+    """A sentencepiece model trained on text of all kinds."""
     folder = tmp_path_factory.mktemp("pieces")
     for split, language in itertools.product(steps.SPLITS, ("de", "en")):
         steps.write(folder / f"{split}.{language}", [*KINDS.values(), *GERMAN.split("\n")] * 2)
@@ -110,7 +110,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def codes(tmp_path_factory):
-    """Joint merges of text and of all kinds."""
+    """Joint BPE merges of text of all kinds."""
     from subword_nmt.learn_bpe import learn_bpe
 
     file = tmp_path_factory.mktemp("codes") / "codes"
@@ -120,11 +120,11 @@ def codes(tmp_path_factory):
     return file
 
 
-# --- one function at a time: `draw` draws, the rest says what must hold; True if it was refused ---
+# --- one function at a time: returns True if the text was refused --------------------------------
 
 
 def fairseq_lines(file, workers):
-    """The lines of a text as so many of fairseq-preprocess's workers read them."""
+    """Return the lines of a text as this number of fairseq-preprocess workers reads them."""
     places = find_offsets(str(file), workers)
     lines = []
     for start, end in itertools.pairwise(places):
@@ -134,7 +134,7 @@ def fairseq_lines(file, workers):
 
 
 def any_file(draw, folder):
-    """Every worker's lines together are the file's, whatever ends a line in other eyes."""
+    """The workers' lines together are the lines of the file, split at line feeds only."""
     file = folder / "text"
     ends = draw(st.sampled_from([["\n"], ["\r\n"], ["\n", "\r\n"]]))
     lines = [line + draw(st.sampled_from(ends)) for line in draw(LINES)] * draw(st.integers(1, 9))
@@ -148,11 +148,11 @@ def any_file(draw, folder):
         return refuses(lambda: count_lines(file), file)
     for workers in (1, 2, 3, 7):
         assert fairseq_lines(file, workers) in (expected, expected or [""])
-    assert count_lines(file) in (len(expected), len(expected) or 1)  # 1: a mark of the order alone
+    assert count_lines(file) in (len(expected), len(expected) or 1)  # 1: only a byte order mark
 
 
 def any_bytes(draw, folder):
-    """What is no text is named, with its line; nothing else is."""
+    """Bytes that are no UTF-8 text are refused with their line; all others are read."""
     file, lines = folder / "text", draw(ANY_LINES)
     file.write_bytes(b"\n".join(lines) + b"\n")
     wrong = [n for n, line in enumerate(b"\n".join(lines).split(b"\n"), 1) if not is_text(line)]
@@ -178,7 +178,7 @@ def refuses(call, named):
 
 
 def pairs_of_files(draw, folder):
-    """Source and target of unequal length are refused, whichever split has them."""
+    """A source and a target of unequal length are refused in each split."""
     counts = [draw(st.integers(0, 3)) for _ in range(3) for _ in range(2)]
     if draw(st.booleans()):
         counts[1::2] = counts[::2]
@@ -195,7 +195,7 @@ def pairs_of_files(draw, folder):
 
 
 def a_dictionary(draw, folder):
-    """What fairseq makes of any text, it reads again, and gives the words back."""
+    """fairseq reads back the dictionary of any text, with the same words."""
     file, words = folder / "text", Dictionary()
     lines = [" ".join(w for w in line.split() if w not in SYMBOLS) for line in draw(LINES)]
     steps.write(file, lines)
@@ -209,7 +209,7 @@ def a_dictionary(draw, folder):
 
 
 def a_wrong_dictionary(draw, folder):
-    """A word twice, no count, or no UTF-8: refused by the name of the file."""
+    """A duplicate word, a missing count or invalid UTF-8 is refused with the file's name."""
     words = draw(st.lists(st.text("abc<\u2581", min_size=1), min_size=2, unique=True))
     rows = [f"{word} 1".encode() for word in words]
     wrong = {"twice": rows[0], "no count": b"word", "Latin-1": b"gr\xfcn 1", "own": b"</s> 1"}
@@ -219,7 +219,7 @@ def a_wrong_dictionary(draw, folder):
 
 
 def text_of_an_archive(draw, folder):
-    """Lines end in a line feed alone, in memory and as they are copied; and come back."""
+    """Only a line feed ends a line, in memory and in the copy."""
     lines, file = draw(ANY_LINES), folder / "text"
     data = draw(st.sampled_from([b"", b"\xef\xbb\xbf"])) + b"\n".join(lines)
     split = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -264,7 +264,7 @@ def talks(draw, folder):
     segments = [[row for row in side if row[0] is not None] for side in sides]
     whole = all(tag == "</seg>" and "</seg>" not in t for side in segments for _, t, tag in side)
     if not whole or [row[0] for row in segments[0]] != [row[0] for row in segments[1]]:
-        read(official=True)  # what its authors have made is used as it is
+        read(official=True)  # official archives are not checked
         return refuses(read, "it")
     for found, side in zip(read(), segments, strict=True):
         assert found == [" ".join(text.replace("\u2019", "'").split()) for _, text, _ in side]
@@ -280,7 +280,7 @@ def tokens_and_merges(draw, folder, codes):
 
 
 def pieces(draw, folder, model):
-    """The joined pieces are the line as sentencepiece normalises it, and fairseq reads as many."""
+    """The joined pieces are the normalized line, and fairseq reads as many."""
     lines = draw(LINES)
     split = [" ".join(model.encode(line, out_type=str)) for line in lines]
     for line, parts in zip(lines, split, strict=True):
@@ -291,7 +291,7 @@ def pieces(draw, folder, model):
 
 
 def demo_pairs(draw, folder):
-    """Pairs of the archive stay pairs through all splits; a row of other columns is refused."""
+    """The archive's pairs stay aligned in all splits; a row with other columns is refused."""
     rows = [[draw(LINE), draw(LINE), "author"] for _ in range(draw(st.integers(0, 8)))]
     text = "".join("\t".join(row) + "\n" for row in rows)
     archive = pack(folder / "a.tgz", [("nmt-0.0.6/data/spa.txt", text.encode())])
@@ -305,7 +305,7 @@ def demo_pairs(draw, folder):
 
 
 def references(draw, folder, evaluate):
-    """What is compared with is the raw text, line by line."""
+    """The references are the lines of the raw text."""
     lines = draw(LINES)
     steps.write(folder / "test.reference.en", lines)
     assert evaluate.lib.read_lines(folder / "test.reference.en") == lines
@@ -328,7 +328,7 @@ GIVEN = {"tokens_and_merges": "codes", "pieces": "model", "references": "evaluat
 
 
 def tried(name, count, request, capsys):
-    """Draw so many texts; the same ones each time."""
+    """Draw `count` texts, the same ones in each run."""
     done = []
     more = [request.getfixturevalue(GIVEN[name])] if name in GIVEN else []
 
@@ -342,7 +342,7 @@ def tried(name, count, request, capsys):
     with capsys.disabled():
         print(f" {name}: {len(done)} texts tried, {sum(done)} refused ", end="")
     assert len(done) >= count // 2
-    # Draws of one kind alone would say nothing of the other.
+    # The draws must include both outcomes.
     assert all(done) == (name == "a_wrong_dictionary")
     assert any(done) or name not in REFUSING
 
@@ -358,11 +358,11 @@ def test_a_thousand_texts_that_are_drawn(name, request, capsys):
     tried(name, 1000, request, capsys)
 
 
-# --- a corpus that has all kinds at once ---------------------------------------------------------
+# --- a corpus with all kinds of lines ------------------------------------------------------------
 
 
 def rows():
-    """Numbered pairs of every kind, between pairs of plain text."""
+    """Return numbered pairs of every kind between pairs of plain text."""
     plain = list(zip(GERMAN.split("\n")[:-1], ENGLISH.split("\n")[:-1], strict=True))
     odd = [(f"{kind} Satz", f"{kind} phrase") for kind in KINDS.values()]
     return [(f"nr{i}x {de}", f"nr{i}x {en}") for i, (de, en) in enumerate([*odd, *plain] * 2)]
@@ -370,7 +370,7 @@ def rows():
 
 @pytest.fixture
 def fast_python(monkeypatch):
-    """For scripts that start Python again."""
+    """Let scripts that start Python use the fork server."""
     monkeypatch.setattr(sys, "executable", str(BIN / "python"))
 
 
@@ -383,7 +383,7 @@ def numbers(lines):
 
 
 def binarised(folder, split, language, names="de-en"):
-    """The lines of a data-bin, as words."""
+    """Return the lines of a data-bin folder as words."""
     words = Dictionary.load(str(folder / f"dict.{language}.txt"))
     data = indexed_dataset.make_dataset(str(folder / f"{split}.{names}.{language}"), impl="mmap")
     return [words.string(sentence) for sentence in data]
@@ -391,7 +391,7 @@ def binarised(folder, split, language, names="de-en"):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Text with a byte order mark and ends of two sorts, the model's data and the model."""
+    """Text with a byte order mark and two kinds of line ends, the data and the trained model."""
     folder = tmp_path_factory.mktemp("corpus")
     for side, language in enumerate(("de", "en")):
         lines = [row[side] for row in rows()]
@@ -444,13 +444,13 @@ def test_each_line_of_input_has_its_own_number(corpus):
         known = Dictionary.load(str(corpus / "bin" / "dict.de.txt"))
         for number, line in enumerate(lines):
             words = [w if w in known and w not in SYMBOLS else "<unk>" for w in line.split()]
-            if len(words) < 1000:  # others are skipped
+            if len(words) < 1000:  # longer lines are skipped
                 assert found.pop(str(number)) == " ".join(words)
         assert not found
 
 
 def test_the_raw_references_are_what_is_evaluated(corpus, evaluate):
-    """Computed here from the log and the raw text; a line that no model can take is told."""
+    """BLEU equals the score of the log against the raw text; a too long line is an error."""
     command = ("bash", ROOT / "scripts" / "evaluate.sh", "model/checkpoint_last.pt", "bin")
     command += ("--beam", "1")
     run(corpus, *command, "--json", "result.json")
@@ -488,7 +488,7 @@ def test_talks_of_every_kind(tokenization, tmp_path):
 
 
 def test_pages_of_every_kind(tmp_path, fast_python):
-    """Of WikiText's layout: what is copied is the text, and fairseq reads its lines."""
+    """In the layout of WikiText, the copy equals the text, and fairseq reads its lines."""
     (source := tmp_path / "source").mkdir()
     (text := tmp_path / "text").mkdir()
     lines = [line for row in rows() for line in row]
@@ -553,7 +553,7 @@ def test_files_that_do_not_belong_together(tmp_path):
 
 
 def test_data_that_others_have_made(corpus, tmp_path):
-    """What stock fairseq-preprocess takes is told when it is met."""
+    """Data that stock fairseq-preprocess accepts is reported when it is read."""
     train = ("fairseq-train", "bin", *PLUGIN, *TRANSLATE, "--save-dir", tmp_path / "model")
     for name in ("unequal", "empty", "again"):
         shutil.copytree(corpus / "bin", tmp_path / name / "bin")

@@ -64,7 +64,7 @@ def as_trained(model, seed=0):
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.6)
         for embedding in (model.encoder.embed_tokens, model.decoder.embed_tokens):
             embedding.weight.copy_(torch.randn(embedding.weight.shape, generator=generator))
-        # An end is nearly as likely as one word or another.
+        # The end of sentence is about as likely as a word.
         weight[END] = 0.9 * weight[END + 2 :: 3].sum(0)
     return model
 
@@ -100,7 +100,7 @@ def test_beam_search_equals_fairseqs_for_every_model(build, dictionary, translat
     for left_pad in (True, False):
         sample = translation_batch(SIZES, left_pad_source=left_pad)
         found = compare([model], dictionary, sample)
-        if flags != "no cross-attention":  # which translates every sentence alike
+        if flags != "no cross-attention":  # it translates all sentences alike
             assert len({len(one["tokens"]) for hypotheses in found for one in hypotheses}) > 3
 
 
@@ -188,11 +188,11 @@ def test_shared_cache_expands_when_gradients_are_needed(build, translation_batch
     wanted = model.decoder(tokens, encoder_out=encoded)[0]
     state: dict = {}
     for step in range(9):
-        if step in (2, 5, 6):  # they change places
+        if step in (2, 5, 6):  # swap the hypotheses
             swap = torch.arange(len(twice)).view(-1, 2).flip(1).flatten()
             model.decoder.reorder_incremental_state_scripting(state, swap)
             tokens, wanted = tokens[swap], wanted[swap]
-        with torch.set_grad_enabled(step >= 6):  # the kernel of a step has none
+        with torch.set_grad_enabled(step >= 6):  # the decoding kernel has no gradient
             got = model.decoder(
                 tokens[:, : step + 1], encoder_out=encoded, incremental_state=state
             )[0]
@@ -475,7 +475,7 @@ def test_attention_step_takes_no_address_that_it_has_not_checked():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
-    """Their memory has room for those of one; past it, it grows."""
+    """The buffer has room for the steps of one branch; beyond it, it grows."""
     generator = torch.Generator().manual_seed(0)
 
     def some(rows):
@@ -497,7 +497,7 @@ def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
             both = zip(before, new, strict=True)
             expected.append([torch.cat([x, last[:, None]], 1) for x, last in both])
     memory = {steps.keys.data_ptr() for branch in branches for steps in branch}
-    assert len(memory) < 12  # so seldom is anything copied
+    assert len(memory) < 12  # the buffer is rarely copied
     for branch, expected in zip(branches, wanted, strict=True):
         for steps, tensors in zip(branch, expected, strict=True):
             assert all(map(torch.equal, own(steps), tensors))

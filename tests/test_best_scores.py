@@ -1,4 +1,4 @@
-"""What beam search chooses from: the best scores of each row, and of an output layer."""
+"""Top-k scores for beam search: of each row, and of an output layer."""
 
 import math
 
@@ -102,7 +102,7 @@ def test_what_has_no_best_scores(scores, count, said):
             OPERATORS.best_scores(scores, 9)
 
 
-# --- the best of an output layer, whose scores are never all there -------------------------------
+# --- top k of an output layer, without materializing all scores ----------------------------------
 
 
 def some_output(tokens, classes, size, seed=0):
@@ -113,7 +113,7 @@ def some_output(tokens, classes, size, seed=0):
 
 
 def exact(features, weight, bias, sigma):
-    """Scores in float64, and their log-sum-exp."""
+    """Return the scores and their log-sum-exp in float64."""
     scores = features.numpy().astype(np.float64) @ weight.numpy().astype(np.float64).T
     scores = scores if bias is None else scores + bias.numpy()
     scores = scores if sigma is None else reference.sigma(scores, *sigma)
@@ -166,12 +166,12 @@ def test_the_best_of_an_output_layer(tokens, classes, size, count, apart, thread
 def test_the_best_of_odd_scores():
     features = torch.eye(4, 8)
     weight = torch.zeros(300, 8)
-    weight[7, 0] = weight[200, 0] = weight[290, 0] = 3.0  # equal ones
+    weight[7, 0] = weight[200, 0] = weight[290, 0] = 3.0  # ties
     weight[150, 1], weight[151, 2] = math.nan, math.inf
     weight[:, 3] = -math.inf
     weight[:2, 3] = 2.0
     values, indices, totals, _ = best_outputs(features.clone(), weight, None, None, 3)
-    # A zero by an infinite number is NaN: each row by itself.
+    # 0 times infinity is NaN in some rows only.
     assert totals.isnan().all()
     for row, columns in enumerate(weight.T[:4]):
         alone = torch.zeros(300, 8)

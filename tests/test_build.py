@@ -25,7 +25,7 @@ pytestmark = [
 
 FLAGS = ["-shared", "-fPIC"]
 COPY = 'cp "$made" "$out"'
-# Imports build.py alone, without the package, which takes longer.
+# Imports only build.py, since importing the package takes longer.
 LOAD = """
 import sys
 from pathlib import Path
@@ -58,7 +58,7 @@ def cache(stand_in, tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(stand_in, tmp_path, monkeypatch):
-    """compiler(script) sets CXX to it; $out is the file to write, $made the compiled stand-in."""
+    """compiler(script) sets CXX to it; $out is its output file, $made the compiled stand-in."""
 
     def make(script):
         path = tmp_path / "compiler"
@@ -88,7 +88,7 @@ def fallback_reason(caplog):
 
 
 def assert_ended(process):
-    """Wait until a process, which may have been killed a moment ago, is gone."""
+    """Wait until a process has ended."""
     status = Path("/proc", str(process), "status")
     for _ in range(50):
         if not status.exists() or "State:\tZ" in status.read_text():
@@ -153,7 +153,7 @@ def test_load_hides_a_library_until_it_is_whole(cache, compiler, tmp_path):
 
 
 def test_load_keeps_the_first_of_two_concurrent_builds(cache, compiler, tmp_path, stand_in):
-    # Each compiler waits until the other runs as well.
+    # Each compiler waits until the other one has started.
     compiler(
         f"touch {tmp_path}/$$.started; "
         f"for i in $(seq 200); do [ $(ls {tmp_path} | grep -c started) = 2 ] && break; "

@@ -1,6 +1,6 @@
-"""What a checkpoint holds: the names and shapes of all that a model has beyond fairseq's own.
+"""Names and shapes of the parameters that this package adds to a checkpoint.
 
-They are written out, so that a renamed parameter shows here before a checkpoint fails to load.
+They are literals, so that a renamed parameter fails here before an old checkpoint fails to load.
 """
 
 import pytest
@@ -18,7 +18,7 @@ ENCODER = [f"encoder.layers.{i}.self_attn" for i in range(2)]
 DECODER = [f"decoder.layers.{i}.self_attn" for i in range(2)]
 CROSS = [f"decoder.layers.{i}.encoder_attn" for i in range(2)]
 TERMS = ["low_coefficient", "low_threshold", "high_coefficient", "high_threshold"]
-# Of each attention, whose models here have four heads.
+# For each attention, with four heads.
 NORMALIZER = {
     "": {f"modulator.{name}": (2,) for name in TERMS},
     "--multimax-heads separate": {f"modulator.{name}": (4, 2) for name in TERMS},
@@ -48,7 +48,7 @@ def shapes(model):
 
 @pytest.mark.parametrize(
     "arch, flags",
-    # The sizes of an architecture are all that it changes.
+    # An architecture changes only the sizes.
     [(arch, flags) for flags in NORMALIZER for arch in STOCK if not flags or "iwslt" not in arch],
 )
 def test_what_attentions_add_to_a_checkpoint(build, arch, flags):
@@ -75,7 +75,7 @@ def test_a_checkpoint_in_which_one_place_alone_has_learned_is_loaded_as_it_is(bu
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-# Words: 34; embeddings and the decoder's state: 16; the encoder's, in each direction: 12.
+# 34 words; embeddings and decoder states of 16; encoder states of 12 in each direction.
 RECURRENT = {
     "encoder.embed_tokens.weight": (34, 16),
     "decoder.embed_tokens.weight": (34, 16),

@@ -1,4 +1,4 @@
-"""The stock commands on a little real text: from preprocessing to scores, by argparse and hydra."""
+"""The stock commands on a small corpus, from preprocessing to scores, by argparse and hydra."""
 
 import math
 import re
@@ -45,7 +45,7 @@ def numbered(folder):
 
 @pytest.fixture(scope="module")
 def translation(text):
-    """The log of a trained translation model, whose checkpoints lie in mt-model/."""
+    """The log of a translation model's training; its checkpoints are in mt-model/."""
     return run(text, "fairseq-train", "mt", *PLUGIN, *TRANSLATE, *FAR, "--save-dir", "mt-model")
 
 
@@ -80,7 +80,7 @@ def test_logs_are_the_stock_commands_own(translation, generated):
 
 
 def assert_every_figure_is_drawn(text, folder, data):
-    """Of what training left, the first checkpoint and the last."""
+    """Collect from the first and the last checkpoint of a run and draw all figures."""
     first, *_, last = numbered(text / folder)
     out = text / f"{folder}-analysis"
     words = ("python", "-m", "multimax_fairseq.analysis", "collect", first, last, data)
@@ -98,7 +98,7 @@ FLAGS = {
     "ssmax": ["--ssmax-start", "0.5"],
     "adaptive_temperature": ["--attention-gate"],
 }
-# What of their parameters is printed, by its name there, a number a head or one for all of them.
+# {mapping: (name of its printed parameter, value from the stored one)}, one per head or shared.
 LEARNED = {
     "alpha_entmax": ("alpha", lambda value: 1 + value.sigmoid()),
     "softmax": ("log_temperature", lambda value: value.exp()),
@@ -154,7 +154,7 @@ def test_a_sparse_output_layer_trains_translates_and_refuses_label_smoothing(tex
 
 
 def test_a_refused_command_waits_for_no_thread(text):
-    """One that reads data would be killed by the interpreter's end, and abort the process."""
+    """The end of the interpreter would kill a data-loading thread and abort the process."""
     plugin = text / "threads"
     plugin.mkdir()
     (plugin / "__init__.py").write_text(
@@ -201,14 +201,14 @@ def test_the_learned_modulators_are_listed_in_the_papers_symbols(text, translati
 
 
 def test_a_stopped_run_goes_on_where_it_stopped(text):
-    """Up to rounding: after a resume, fairseq orders sentences of one length otherwise."""
+    """Equal up to rounding: a resumed fairseq run orders sentences of equal length differently."""
     command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, *FAR, "--dropout", "0", "--save-dir")
     whole = losses(run(text, *command, "mt-whole"))
     run(text, *command, "mt-resumed", "--max-update", "3")
     resumed = run(text, *command, "mt-resumed")
     assert "Loaded checkpoint mt-resumed/checkpoint_last.pt" in resumed
     assert losses(resumed) == pytest.approx(whole[3:], rel=1e-3) and len(whole) == 6
-    # Neither as another function nor, as all updates are done, at once as a run of it.
+    # Resuming with another function is an error; a new run from its weights is not.
     other = ("--attention-normalizer", "multimax", "--multimax-monotone")
     message = run(text, *command, "mt-resumed", *other, code=1)
     assert "--multimax-monotone is True, but was False in the run to resume" in message
@@ -236,7 +236,7 @@ def test_averaged_checkpoint_is_the_mean_and_translates(text, translation):
 
 
 def assert_scores_are_reference_scores(text, found, model):
-    """Of the test set's best hypotheses, decoded step by step."""
+    """Check the scores of the test set's best hypotheses."""
     assert len(found) == 8 and any(hypothesis for _, hypothesis in found.values())
     (text / "hypotheses.de").write_text((text / "test.de").read_text())
     (text / "hypotheses.en").write_text("".join(f"{found[i][1]}\n" for i in range(8)))
@@ -330,7 +330,7 @@ def test_language_model_is_evaluated_as_it_was_validated(text, language_model):
 
 @pytest.fixture(scope="module")
 def settings(text):
-    """mt.yaml and lm.yaml: what the flags above say."""
+    """mt.yaml and lm.yaml with the settings of the flags above."""
     sides = {
         side: ", ".join(f"{side}_{name.replace('-', '_')}: {value}" for name, value in DIMS.items())
         for side in ("encoder", "decoder")
@@ -411,7 +411,7 @@ def test_the_folder_that_holds_a_clone_is_not_taken_for_the_plugin(tmp_path, mon
     (tmp_path / "multimax_fairseq/multimax_fairseq").mkdir(parents=True)
     assert resolve("multimax_fairseq") == str(ROOT / "multimax_fairseq")
     assert resolve("other") == "other"
-    (tmp_path / "multimax_fairseq/__init__.py").touch()  # somebody's own
+    (tmp_path / "multimax_fairseq/__init__.py").touch()  # a user's own package
     assert resolve("multimax_fairseq") == "multimax_fairseq"
 
 
@@ -456,7 +456,7 @@ def test_a_key_of_another_mapping_is_refused_in_a_yaml(text, settings, kind):
 def test_an_earlier_checkpoint_with_a_setting_that_does_nothing_loads(
     text, translation, language_model
 ):
-    """What training refuses now, it once let pass and stored."""
+    """Earlier versions accepted and stored settings that training refuses now."""
     evaluation = ("--gen-subset", "valid", "--tokens-per-sample", "32", "--max-tokens", "120")
     for kind, command in (
         ("mt", ("fairseq-generate", "mt", "--max-len-b", "5")),
@@ -465,7 +465,7 @@ def test_an_earlier_checkpoint_with_a_setting_that_does_nothing_loads(
         state = torch.load(text / f"{kind}-model" / "checkpoint_last.pt")
         stored = state["cfg"]["model"]
         stored = stored if isinstance(stored, dict) else vars(stored)
-        # The second and the third did not even work, but nothing read them.
+        # The second and the third are invalid, but were never read.
         stored.update(topk=5, softmax_temperature=math.inf, entmax_alpha=0.5)
         path = text / f"{kind}-earlier.pt"
         torch.save(state, path)

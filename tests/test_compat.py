@@ -1,4 +1,4 @@
-"""compat/: each fix by a command or a call that fails without it."""
+"""compat/: for each fix, a command or a call that fails without it."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ MODEL_LANGUAGE += ["--decoder-attention-heads", "2"]
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """A folder with two toy data sets; mt/ and lm/ are what fairseq-preprocess wrote."""
+    """A folder with two toy data sets; fairseq-preprocess wrote mt/ and lm/."""
     folder = tmp_path_factory.mktemp("toy")
     draw = random.Random(0)
     words = [f"w{i}" for i in range(40)]
@@ -118,7 +118,7 @@ def test_checkpoint_classes_keep_numbers(tmp_path):
         "best": np.float64(2.5),
         "args": argparse.Namespace(lr=[0.1], name="x"),
     }
-    for round_trip in ("first.pt", "second.pt"):  # the second saves what the first loaded
+    for round_trip in ("first.pt", "second.pt"):  # the second is saved from the loaded first
         torch.save(state, tmp_path / round_trip)
         assert not foreign_globals(tmp_path / round_trip)
         loaded = torch.load(tmp_path / round_trip)
@@ -262,7 +262,7 @@ def test_resumed_run_starts_a_missing_average(toy, translation):
 
 
 def torch_names(path):
-    """Every global that a checkpoint's pickle names."""
+    """Return every global in a checkpoint's pickle."""
     import pickletools
     import zipfile
 
@@ -509,7 +509,7 @@ def test_fp16_needs_a_gpu(toy, translation):
             assert sentence.startswith("--fp16 needs a GPU") and "leave it out" in sentence
 
 
-# --- a user's mistakes ---------------------------------------------------------------------------
+# --- user errors ---------------------------------------------------------------------------------
 
 
 def test_plain_errors_prints_a_traceback_on_request(toy):

@@ -1,4 +1,4 @@
-"""compat/silent.py: batches, and data that fairseq-preprocess has not written."""
+"""compat/silent.py: batches, and files that fairseq-preprocess did not write."""
 
 import pickle
 import struct
@@ -50,7 +50,7 @@ def test_last_batch_takes_indices_of_any_type(form):
 
 
 class Sentences(torch.utils.data.Dataset):
-    """40 of one length, so that a seed decides about their order."""
+    """40 sentences of one length, so that only the seed determines their order."""
 
     sizes = np.full(40, 5)
 
@@ -191,7 +191,7 @@ def test_older_data_format_is_read_without_an_open_file(impl, tmp_path):
 
     data = data_utils.load_indexed_dataset(str(tmp_path / "train"), five_words(), impl)
     in_order = [data[index].tolist() for index in range(3)]
-    received = pickle.loads(pickle.dumps(data))  # what a worker gets holds no open file
+    received = pickle.loads(pickle.dumps(data))  # a pickled copy has no open file
 
     assert in_order == sentences
     assert [received[index].tolist() for index in (2, 0)] == [sentences[2], sentences[0]]

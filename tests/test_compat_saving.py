@@ -1,4 +1,4 @@
-"""compat/saving.py: how a checkpoint gets onto the disk, and where a run goes on from or ends."""
+"""compat/saving.py: writing checkpoints, and choosing the checkpoint to resume from."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ def without_a_pause(monkeypatch):
 
 @pytest.fixture
 def mends(monkeypatch):
-    """The functions that replace fairseq's, in their order."""
+    """Return the functions that replace fairseq's, in order."""
     made = []
     monkeypatch.setattr(saving, "replace", lambda owner, name: made.append)
     return made
@@ -153,7 +153,7 @@ def test_resumed_runs_falls_back_to_the_newest_checkpoint(load, tmp_path):
         (tmp_path / name).touch()
     assert load("checkpoint_last.pt") == "checkpoint2.pt"
     with pytest.raises(CheckpointError, match="give another checkpoint with --restore-file"):
-        load("checkpoint_last-shard0.pt", suffix="-shard0")  # whose parts belong together
+        load("checkpoint_last-shard0.pt", suffix="-shard0")  # shards must match
     with pytest.raises(CheckpointError, match="give another checkpoint with --restore-file"):
         load("checkpoint_last.pt", given=str(tmp_path / "checkpoint_last.pt"))
 

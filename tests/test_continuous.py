@@ -1,4 +1,4 @@
-"""Continuous attention, against numerical integration and at its limits."""
+"""Continuous attention equals numerical integration and has the right limits."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def drawn(*shape, seed=0):
 
 
 def covariances(count, scale, seed=0):
-    """Symmetric and positive definite, (count, 2, 2), of standard deviations about scale."""
+    """Return covariances, (count, 2, 2), with standard deviations of about `scale`."""
     root = drawn(count, 2, 2, seed=seed) - 0.5
     return scale**2 * (root @ root.mT + 0.3 * torch.eye(2, dtype=torch.float64))
 
@@ -62,7 +62,7 @@ def test_expectations_and_their_gradients_are_the_integrals(name, width):
         found = function(*inputs, *double([center], [width]))
         ours = [found.item(), *(g.item() for g in torch.autograd.grad(found, inputs))]
         exact = reference.continuous_attention(*density(mean, variance), center, width)
-        # Of each the size that it could have, so that what cancels is not asked for its digits.
+        # Relative to the largest possible size, since cancellation loses digits.
         largest = [1 / width, 1 / width**2, 1 / width**3]
         errors = [abs(a - b) / s for a, b, s in zip(ours, exact, largest, strict=True)]
         assert max(errors) < 1e-8, (mean, variance, center, ours, exact)
@@ -93,14 +93,14 @@ def test_the_ends_of_the_range_are_finite(function, dtype):
     ):
         assert gradient.dtype == dtype and gradient.shape == tensor.shape
         assert gradient.isfinite().all()
-    # Without variance, both are the density of one point.
+    # With zero variance, both densities are a point mass.
     point = gaussian_basis(mean[:, 0].detach(), centers, widths)
     torch.testing.assert_close(found[:, 0], point, rtol=1e-5, atol=1e-6)
     if dtype.itemsize >= 4:
         far = torch.tensor([-1e30, 1e30], dtype=dtype)[:, None].requires_grad_()
         nothing = function(far, variance.clamp(max=1), centers, widths)
         assert (nothing == 0).all() and (torch.autograd.grad(nothing.sum(), far)[0] == 0).all()
-    # In the inputs' own digits, the sums are those of float64.
+    # The sums are accurate to the inputs' precision.
     wide = function(mean.double(), variance.double(), centers.double(), widths.double())
     torch.testing.assert_close(found.double(), wide, rtol=1e-6, atol=1e-6)
 
@@ -318,7 +318,7 @@ def test_sentences_of_one_word_and_of_none():
     assert one.isfinite().all() and one[0, 1] > 0 and (none == 0).all()
 
 
-# --- other ways to call, and wrong ones ---------------------------------------------------------
+# --- other calls, and errors --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", [continuous_softmax, continuous_sparsemax])
@@ -400,7 +400,7 @@ def test_wrong_calls_are_refused_in_words(function, place, wrong, told):
 
 
 def test_a_second_derivative_is_right_or_refused():
-    """Where the gradient's graph reaches the mean in another way as well."""
+    """The gradient's graph also depends on the mean through another path."""
     mean, spread = drawn(2).double().requires_grad_(), torch.eye(2).double()
     for function, covers in ((continuous_softmax_nd, True), (continuous_sparsemax_2d, False)):
         found = function(mean, spread, drawn(3, 2).double(), spread.expand(3, 2, 2)).sum()

@@ -1,4 +1,4 @@
-"""The module of continuous attention: its plain formula, its masks, and where it stands."""
+"""The ContinuousAttention module: its formula, its masks and its place in models."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_training_goes_on_after_inference_mode(density):
 
 
 def plain(module, query, key, value, padding):
-    """(context, probabilities) as the paper has them, sentence by sentence and in float64."""
+    """Return (context, probabilities) by the paper's formula in float64, one sentence at a time."""
     query, key, value = (t.detach().double() for t in (query, key, value))
     scores = query @ key.mT / math.sqrt(D)
     probs = module.normalizer(scores, -1, padding, HIDDEN).double()
@@ -225,7 +225,7 @@ def test_a_predicted_density():
 
 
 def test_values_of_another_size_go_through_the_kernel(monkeypatch):
-    """The moments are two more columns of the values, and one for the probabilities' sum."""
+    """The kernel computes the moments as extra columns of the values."""
     from multimax_fairseq.ops import attention
 
     sizes = []
@@ -257,7 +257,7 @@ def test_values_of_another_size_go_through_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_drops_from_both_contexts_alike(dtype):
-    """The density is that of the probabilities that are left."""
+    """The density has the moments of the probabilities that dropout keeps."""
     *tensors, padding = inputs(dtype)
     combined = build("sparsemax").train()
     alone = build("sparsemax", context="continuous").train()

@@ -1,4 +1,4 @@
-"""user_dir/continuous_grid.py: the marked region has to be found."""
+"""user_dir/continuous_grid.py: the model finds the marked region."""
 
 import importlib.util
 
@@ -35,7 +35,7 @@ def test_a_marked_region_is_found(grid, monkeypatch, capsys):
         assert accuracy > 0.95 and distance < 0.05  # of a disk of radius 0.15
         assert line.startswith(f"continuous {density}: accuracy {accuracy:.2f}, ")
         assert f"within {distance:.3f} of" in line
-    # Untrained, it attends to the whole grid.
+    # The untrained model attends to the whole grid.
     attention = grid.GridAttention(1 + grid.CLASSES)
     accuracy, distance = plain(attention, grid.nn.Linear(1 + grid.CLASSES, grid.CLASSES))
     assert accuracy < 0.6 and distance.quantile(0.9) > 0.2

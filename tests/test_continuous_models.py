@@ -1,4 +1,4 @@
-"""Translation models with continuous attention: one function in every path."""
+"""Translation models with continuous attention compute one function in every path."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_an_ensemble_with_a_discrete_model_scores_as_both(build, dictionary, tra
 
 @torch.no_grad()
 def test_a_sentence_is_solved_once(build, dictionary, translation_batch, monkeypatch):
-    """The regression of a layer, in however many steps and with however many hypotheses."""
+    """Each layer solves its regression once, for any number of steps and hypotheses."""
     solved = []
     coefficients = ContinuousAttention._coefficients
 

@@ -24,7 +24,7 @@ from multimax_fairseq.integrations.convert.checkpoint import refuse_output
 pytestmark = pytest.mark.long
 
 TRANSLATION, LM = "transformer_iwslt_de_en_multimax", "transformer_lm_multimax"
-# What the authors' files can hold: theirs has nothing in cross-attention.
+# The authors' format has no modulator in cross-attention.
 AT = ("--attention-normalizer-at", "encoder,decoder")
 BOTH = ("--output-normalizer", "multimax")
 CRITERION = ("--criterion", "label_smoothed_multimax_cross_entropy")
@@ -198,7 +198,7 @@ def test_to_authors_and_back_is_the_identity(checkpoint, tmp_path, monkeypatch, 
     (model, settings, rest), again = read(path), read(ours)
     assert_same_bits(model, again[0])
     assert again[1:] == (settings, rest)
-    # Theirs is stock fairseq and their parameters: what is left without them loads strictly.
+    # Without the authors' parameters, the file loads into stock fairseq strictly.
     state = torch.load(theirs, weights_only=False)
     added = {n: state["model"].pop(n) for n in list(state["model"]) if n.endswith(("ts", "ranges"))}
     attentions = sum(".q_proj.weight" in name for name in model)
@@ -266,7 +266,7 @@ def test_conversion_keeps_sparse_yaml_settings(checkpoint, tmp_path, monkeypatch
 
 
 def test_from_authors_ignores_an_outdated_record(checkpoint, tmp_path, monkeypatch):
-    """The record of our settings does not fit the modulators any more."""
+    """The stored settings no longer match the modulators."""
     path, theirs, ours = checkpoint(TRANSLATION, *AT), tmp_path / "theirs.pt", tmp_path / "ours.pt"
     convert(monkeypatch, "to-authors", path, theirs)
     state = torch.load(theirs, weights_only=False)
@@ -313,7 +313,7 @@ def test_to_paddlefleet_and_back_is_the_identity(checkpoint, tmp_path, monkeypat
             value = model.get(f"decoder.output_modulator.{side}_{kind}", torch.zeros(0))
             expected = [*value.tolist(), 0, 0][:2]
             assert arrays[name].dtype == np.float32 and arrays[name][start::2].tolist() == expected
-    # Into a model whose own is another one.
+    # Load into a model with another normalizer.
     state = torch.load(path, weights_only=False)
     for name, value in state["model"].items():
         if "output_modulator" in name:
@@ -342,7 +342,7 @@ def test_from_paddlefleet_keeps_the_logits(checkpoint, tmp_path, monkeypatch):
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
-# --- what a user gets wrong -----------------------------------------------------------------------
+# --- user errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -586,7 +586,7 @@ def test_from_authors_keeps_the_authors_settings(checkpoint, tmp_path, monkeypat
 
 
 def test_from_authors_reads_old_checkpoints(authors, tmp_path, monkeypatch):
-    """An old checkpoint has args, which fairseq would prefer to cfg."""
+    """Old checkpoints have args, which fairseq prefers to cfg."""
     path, new = authors("transformer_iwslt_de_en", "--activation-fn", "relu"), tmp_path / "new.pt"
     state = torch.load(path, weights_only=False)  # our own file
     state["args"], state["cfg"] = state["cfg"]["model"], None

@@ -1,4 +1,4 @@
-"""The criteria: the stock criteria's losses, gradients and logged fields on the same model."""
+"""The criteria give the stock criteria's losses, gradients and logged fields."""
 
 import copy
 import gc
@@ -50,7 +50,7 @@ def model_and_batch(request, build, lm_batch, translation_batch):
         if normalizer == "alpha_entmax":
             flags += ("--output-entmax-alpha", alpha)
         model = scatter_modulators(build(request.param, *flags))
-        if request.param == "rnn_multimax":  # whose embeddings start small
+        if request.param == "rnn_multimax":  # its initial embeddings are small
             for side in (model.encoder, model.decoder):
                 side.embed_tokens.weight.data *= 100
         batch = lm_batch if "_lm" in request.param else translation_batch
@@ -107,7 +107,7 @@ def test_cross_entropy_equals_stock_losses_without_reduction(task, model_and_bat
         for cls in (stock, ours)
     )
     if options:
-        # The stock criterion keeps the two parts a token and weighs them.
+        # The stock criterion weighs two losses per token.
         assert expected.shape == loss.shape
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logged["loss"], stock_logged["loss"], rtol=1e-5, atol=1e-6)
@@ -203,7 +203,7 @@ def gradients_of_one(rank, folder):
     results = []
     for backend, find_unused in DDP:
         model = copy.deepcopy(start)
-        # As fairseq wraps them; its own function wants a GPU for torch's.
+        # As fairseq wraps them; its own function needs a GPU.
         if backend == "legacy_ddp":
             parallel = LegacyDistributedDataParallel(model, torch.distributed.group.WORLD)
         else:
@@ -214,7 +214,7 @@ def gradients_of_one(rank, folder):
         if backend == "legacy_ddp":
             parallel.all_reduce_grads()
         results.append({name: p.grad for name, p in model.named_parameters()})
-        del parallel, loss  # before their process group
+        del parallel, loss  # before the process group is destroyed
     torch.save(results, folder / f"{rank}.pt")
     torch.distributed.barrier()
     gc.collect()
@@ -298,7 +298,7 @@ def test_entmax_loss_without_reduction_or_targets(task, model_and_batch):
     assert values["zero"] == pytest.approx(int(logged["zero"]) / logged["ntokens"], abs=1e-4)
     assert values["zero"] > 0
     with metrics.aggregate(new_root=True) as meters:
-        EntmaxLossCriterion.reduce_metrics([{}])  # of a worker whose batch is a dummy
+        EntmaxLossCriterion.reduce_metrics([{}])  # from a worker with a dummy batch
     assert set(meters.get_smoothed_values().values()) == {0}
     sample["target"].fill_(task.target_dictionary.pad())
     sample["ntokens"] = 0

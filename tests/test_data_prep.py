@@ -1,4 +1,4 @@
-"""data-prep/ end to end, on archives in the official layouts that are made here."""
+"""data-prep/ end to end, on small archives in the official layouts."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 
 
 def expected_pairs():
-    """Raw and prepared pairs, by an independent implementation."""
+    """Return raw and prepared pairs by an independent implementation."""
     tokenizers = [MosesTokenizer(language) for language in LANGUAGES]
 
     def tokens(pair):
@@ -129,7 +129,7 @@ def test_iwslt14_skips_finished_folders(prepared, tgz):
 
 
 def test_iwslt14_killed_anywhere_gives_the_same_bytes(prepared, tgz, tmp_path):
-    """With any number of workers."""
+    """Holds for any number of workers."""
     out = tmp_path / "out"
     command = script("iwslt14.py", "--archive", tgz, "--out", out, cpus=2)
     for name in ("text.part", "text.part/train.de", "text.part/codes"):
@@ -167,7 +167,7 @@ def test_iwslt14_remakes_for_another_tokenization(tgz, prepared, tmp_path):
     evaluation = json.loads((out / "data-bin" / "evaluation.json").read_text())
     assert evaluation["remove_bpe"] == "sentencepiece"
     assert evaluation["tokenizer"] is None and evaluation["lowercase"] is False
-    for file in contents(out).values():  # nothing that names where it was made
+    for file in contents(out).values():  # no path of the machine
         assert str(tmp_path).encode() not in file
 
 
@@ -257,7 +257,7 @@ def nearly_official(tmp_path_factory):
 
 
 def prepare_official(archive, pairs, out, monkeypatch):
-    """iwslt14.py with an archive whose checksum counts as official."""
+    """Run iwslt14.py as if the archive's checksum were official."""
     own = iwslt14.Official("de-en.tgz", (), f"md5={archives.digest(archive, 'md5')}")
     monkeypatch.setattr(iwslt14, "OFFICIAL", own)
     monkeypatch.setattr(iwslt14, "PAIRS", pairs)

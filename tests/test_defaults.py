@@ -1,6 +1,6 @@
-"""Nothing depends on torch's default device and dtype: tensors are where and what their inputs are.
+"""Results do not depend on PyTorch's default device and dtype.
 
-A default device of "meta" stands for any other than the inputs': it has no memory at all.
+The default device "meta" stands for any device other than the inputs' device.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ if decoding_attention(WORDS, H, D) is not None:  # there is no plain form of it
 
 
 def results(call):
-    """What a call returns, and its gradients."""
+    """Return the outputs of a call and its gradients."""
     torch.manual_seed(1)
     found = call()
     if not found.requires_grad:

@@ -1,4 +1,4 @@
-"""user_dir/continuous_documents.py: the interval between the marks has to be found."""
+"""user_dir/continuous_documents.py: the model finds the interval between the markers."""
 
 import importlib.util
 import itertools
@@ -69,7 +69,7 @@ def test_the_marked_interval_is_found(example, monkeypatch, capsys):
     "attention, density", [("continuous", "softmax"), ("combined", "sparsemax")]
 )
 def test_without_the_marks_no_more_than_half_is_right(example, attention, density):
-    """The interval is needed: to an encoder that sees no marks, either is as likely."""
+    """Without the markers, both classes are equally likely, so the interval is necessary."""
     model = example.train(attention, density, steps=100, seen=example.OPEN)
     accuracy, found, mass = shares(*example.evaluate(model, count=500))
     assert 0.4 < accuracy < 0.6 and found < 0.5 and mass < 0.5
@@ -80,7 +80,7 @@ def test_without_the_marks_no_more_than_half_is_right(example, attention, densit
     [("discrete", "sparsemax"), ("continuous", "sparsemax"), ("combined", "softmax")],
 )
 def test_the_papers_models_learn(example, attention, density):
-    """States carry the class anywhere: of where the density is, nothing can be asked."""
+    """Any state can carry the class, so the test does not check where the density is."""
     model = example.train(attention, density, steps=60, seen=None)
     assert example.evaluate(model)[0] > 0.9
 

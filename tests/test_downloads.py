@@ -1,4 +1,4 @@
-"""Downloads of data-prep/: resumed, checked, from several hosts."""
+"""Downloads of data-prep/ resume, verify checksums and try several hosts."""
 
 import hashlib
 import http.server

@@ -1,4 +1,4 @@
-"""Dropout by the kernel: the share that it drops, and the same entries of the gradient."""
+"""The dropout kernel: the dropped fraction, and the same mask in the gradient."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_as_many_are_dropped_as_asked_for(p):
 
 @pytest.mark.parametrize("apart", [1, 2, 8, 16, 100, 4096, 4097, 8192])
 def test_whether_one_is_dropped_says_nothing_of_another(apart):
-    """Of neighbours, of entries of other blocks, and of the same place under another seed."""
+    """Neighbours, entries of other blocks and the same entry under another seed are independent."""
     n, p = 2**20, 0.3
     one = kept(n, p, 3)
     for other in (one.roll(apart), kept(n, p, 3 + apart)):
@@ -55,7 +55,7 @@ def test_each_entry_of_a_short_row_is_dropped_as_often():
 
 
 def test_the_last_entries_are_not_dropped_with_the_first():
-    """They are fewer than are drawn at a time."""
+    """The last block has fewer entries than the kernel draws at once."""
     n = 4000
     rows = torch.stack([kept(19, 0.5, seed) for seed in range(n)])
     both = (rows[:, :3] & rows[:, 16:]).sum(0) / n
@@ -64,7 +64,7 @@ def test_the_last_entries_are_not_dropped_with_the_first():
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (16,), (3, 0), (4096,), (2, 3, 4111), (5, 8193)])
 def test_the_gradient_drops_what_the_output_drops(shape):
-    """And the rest is divided by 1 - p, in whatever order the entries lie in memory."""
+    """Kept entries are divided by 1 - p in both, for any memory layout."""
     p = 0.3
     turned = tuple(reversed(range(len(shape))))
     for x in (torch.randn(shape), torch.randn(shape[::-1]).permute(turned)):
@@ -116,7 +116,7 @@ def test_half_precision_rounds_once(dtype, cast):
 
 
 def test_not_a_number_stays_one():
-    """As torch's: what is dropped is multiplied by 0."""
+    """As in PyTorch, dropped entries are multiplied by 0, so NaN stays NaN."""
     assert dropout(torch.full([100], torch.nan), 0.5).isnan().all()
     infinite = torch.full([100], torch.inf)
     keep = kept(100, 0.5, 3)
@@ -138,7 +138,7 @@ def test_what_records_or_checkpoints_it():
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_the_rest_is_torchs(p, monkeypatch):
-    """Other dtypes, a certain end, torch.func, what is asked for by name or by the environment."""
+    """Other dtypes, p of 0 or 1, torch.func and the plain backend use PyTorch's dropout."""
 
     def assert_torchs(x, call=dropout):
         torch.manual_seed(3)
@@ -159,7 +159,7 @@ def test_the_rest_is_torchs(p, monkeypatch):
 
 @pytest.mark.parametrize("name, kernel", [("softmax", "attention"), ("entmax15", "dropout")])
 def test_attention_in_plain_pytorch_has_its_dropout(name, kernel):
-    """Kept probabilities may be dropped by the kernel, but not where plain PyTorch is asked for."""
+    """Returned probabilities may use the dropout kernel, except with the plain backend."""
     query, key, value = torch.randn(3, 2, 4, 5, 8)
     for backend, expected in (("auto", {kernel}), ("plain", set())):
         with Recorder() as recorder:
@@ -171,7 +171,7 @@ def test_attention_in_plain_pytorch_has_its_dropout(name, kernel):
 @torch.no_grad()
 @pytest.mark.parametrize("queries", [1, 8])
 def test_attention_of_few_queries_drops(queries):
-    """There is a kernel for few queries, which drops nothing."""
+    """The kernel for few queries has no dropout, so another path serves the call."""
     query, key, value = (torch.randn(1, 2, n, 16) for n in (queries, 6, 6))
     options = {"normalizer": "softmax", "backend": "cpp"}
     dropped, whole = (

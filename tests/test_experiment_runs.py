@@ -1,4 +1,4 @@
-"""The experiment scripts end to end: from a tiny archive to the table, killed half-way."""
+"""The experiment scripts end to end, from a tiny archive to the table, with a kill in between."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def in_folder(files: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def archive(experiment: str, folder: Path) -> Path:
-    """An archive in the official layout, with other text."""
+    """Write an archive in the official layout; return its path."""
     if experiment == "wikitext103":
         for split, lines in (("train", ENGLISH * 4), ("valid", ENGLISH), ("test", ENGLISH)):
             (folder / f"wiki.{split}.tokens").write_text(" \n = Rights = \n" + lines)

@@ -64,13 +64,13 @@ def pretend_gpu(monkeypatch):
 
 
 def parsed(words):
-    """The settings that fairseq-train parses; it exits at an unknown option."""
+    """Return the settings as fairseq-train parses them; an unknown option exits."""
     parser = options.get_training_parser()
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
 
 
 def as_hydra_train(experiment, name, row):
-    """A config with fairseq's defaults, as fairseq-hydra-train composes it."""
+    """Return a config with fairseq's defaults, as fairseq-hydra-train composes it."""
     hydra_init(name)
     try:
         cfg = compose(experiment, name, row)
@@ -358,7 +358,7 @@ def test_last_checkpoint_restores_a_missing_name(experiment, tmp_path):
     assert last.read_text() == "its own" and len(list(tmp_path.iterdir())) == 4
 
 
-# Of the fields of hydra-submitit-launcher 1.2, which the tests do without.
+# The fields of hydra-submitit-launcher 1.2, which is not installed for the tests.
 OF_SLURM = "_target_ submitit_folder name nodes tasks_per_node gpus_per_node cpus_per_task mem_gb"
 OF_SLURM += " timeout_min partition max_num_timeout stderr_to_stdout"
 

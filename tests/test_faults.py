@@ -1,4 +1,4 @@
-"""Runs that are killed, and disks that are full: what is started again ends as if nothing was."""
+"""A run that is killed or meets a full disk ends bit for bit like an uninterrupted run."""
 
 import contextlib
 import itertools
@@ -25,8 +25,8 @@ from multimax_fairseq.files import whole
 
 pytestmark = pytest.mark.long
 
-# A --user-dir of a run with a fault: killed in the middle of a write, a disk of so much room, a
-# greatest size of files; and its number, for whoever kills it.
+# A --user-dir that injects a fault: a kill in the middle of a write, a full disk or a maximum file
+# size. It can also write its process id to a file.
 FAULTY = """
 import os, resource, signal
 import multimax_fairseq.models
@@ -59,7 +59,7 @@ ENCODER, DECODER = (
     [word for name, value in SIZES.items() for word in (f"--{side}-{name}", str(value))]
     for side in ("encoder", "decoder")
 )
-# Ragged batches, some four epochs, checkpoints in the middle of them and at their ends.
+# Ragged batches, about four epochs, checkpoints within epochs and at their ends.
 TRAIN = [
     *("--optimizer", "adam", "--lr", "0.005", "--max-tokens", "60", "--dropout", "0.1", "--cpu"),
     *("--required-batch-size-multiple", "1", "--multimax-init-std", "0.3", "--seed", "3"),
@@ -119,7 +119,7 @@ def uninterrupted(text):
 
 
 def numbers(value, at=""):
-    """Yield all that a checkpoint holds, each with its place in it."""
+    """Yield each value of a checkpoint with its path."""
     if isinstance(value, dict):
         for key in value:
             yield from numbers(value[key], f"{at}/{key}")
@@ -131,7 +131,7 @@ def numbers(value, at=""):
 
 
 def assert_same_end(first, second):
-    """Both runs ended with the same bits: parameters, optimiser, schedule, place in the data."""
+    """Check that two runs end bitwise equal: parameters, optimizer, schedule, data iterator."""
     states = []
     for folder in (first, second):
         state = checkpoint_utils.load_checkpoint_to_cpu(str(folder / "checkpoint_last.pt"))
@@ -157,7 +157,7 @@ def updates(path):
 
 
 def resumable(whole, folder, at):
-    """Copy what a run had written when it was killed after this update."""
+    """Copy the files of a run that was killed after this update."""
     shutil.copytree(whole, folder)
     for path in folder.glob("checkpoint*"):
         if updates(path) > at:
@@ -169,7 +169,7 @@ def resumable(whole, folder, at):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_killed_while_it_writes_a_checkpoint_ends_as_if_it_was_not(text, uninterrupted, name):
-    """In its third epoch, in which a stock run orders sentences of one length anew."""
+    """The kill is in the third epoch, where stock fairseq reorders sentences of equal length."""
     folder = text / f"{name}-killed"
     resumable(uninterrupted(name), folder, at=15)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -190,7 +190,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(text, uninterrupted):
     (folder / "crash.pt").write_bytes(whole)
     last.write_bytes(whole[: len(whole) // 2])
     middle = len(whole) // 2
-    newest.write_bytes(whole[:middle] + bytes(8) + whole[middle + 8 :])  # which torch would load
+    newest.write_bytes(whole[:middle] + bytes(8) + whole[middle + 8 :])  # PyTorch would load it
     log = train(text, "translation", folder)
     assert (
         f"'{last}' is damaged or incomplete: this run resumes from '{older}' (update 12), the "
@@ -262,7 +262,7 @@ def test_a_file_to_restore_that_is_missing_is_told(text):
 # --- a write, in this process -------------------------------------------------------------------
 
 
-# Made before any fork: a child would wait for ever for this process's OpenMP threads.
+# Before any fork: a child would wait forever for this process's OpenMP threads.
 NEW = {"new": torch.ones(50_000)}
 
 
@@ -302,7 +302,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, put, where):
     assert not path.with_name("checkpoint_last.pt.tmp").exists()
 
 
-# torch reports what fails late in a file as an error of its own.
+# PyTorch reports a late write failure as its own error type.
 @pytest.mark.parametrize("put, at", [(save, 1), (save, 4), (save, 12), (copy, 1)])
 def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put, at, monkeypatch):
     path, write, left, done = tmp_path / "checkpoint_last.pt", saving._CheckedFile.write, [], {}
@@ -369,7 +369,7 @@ def test_every_worker_gets_the_checkpoint_that_the_first_one_reads(tmp_path):
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Of one length, so that their order is drawn."""
+    """Sentences of one length, so that only the seed determines their order."""
 
     sizes = np.full(40, 5)
 
@@ -381,7 +381,7 @@ class Sentences(torch.utils.data.Dataset):
 
 
 def batches(task, dataset, dictionary, epoch, shuffled, drawn):
-    """The sentences of the next `drawn` epochs, of a run that is started in one of them."""
+    """Return the sentences of the next `drawn` epochs of a run."""
     iterator = task.get_batch_iterator(dataset, max_sentences=4, seed=1, epoch=epoch)
     iterator.load_state_dict({"epoch": epoch, "iterations_in_epoch": 0})
     assert iterator.next_epoch_idx == epoch
@@ -443,7 +443,7 @@ def test_ctrl_c_is_one_sentence(text):
             env=programs_first(),
             stdout=file,
             stderr=file,
-            # Tests that run in a shell's background ignore it, and children would inherit that.
+            # Tests in the background of a shell ignore SIGINT, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     while "Start iterating over samples" not in log.read_text():
@@ -480,7 +480,7 @@ def test_fifty_kills_and_ten_full_disks_change_nothing(text, uninterrupted):
                 assert status in (0, -signal.SIGKILL, 128 + signal.SIGKILL), log[-2000:]
                 halves += bool(list(folder.glob("*.tmp")))
             if (folder / "checkpoint_last.pt").exists() and draw.random() < 0.5:
-                if updates(folder / "checkpoint_last.pt") == 20:  # there is nothing left to kill
+                if updates(folder / "checkpoint_last.pt") == 20:  # the run is complete
                     assert_same_end(whole, folder)
                     shutil.rmtree(folder)
         assert ended(text, name, folder)[0] == 0

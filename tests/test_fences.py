@@ -66,7 +66,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def fenced(tensor, side):
-    """A tensor of these numbers and strides that begins or ends beside memory without access."""
+    """Return a copy with the same strides that begins or ends next to memory without access."""
     if tensor is None or tensor.numel() == 0:
         return tensor
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -85,7 +85,7 @@ def fenced(tensor, side):
 
 
 def fence_results(monkeypatch, side):
-    """Have the memory for what a kernel returns be fenced too, and hold nothing that can pass."""
+    """Allocate kernel outputs next to memory without access too, filled with invalid values."""
 
     def fenced_result(make):
         def made(*args, **options):
@@ -100,7 +100,7 @@ def fence_results(monkeypatch, side):
 
 
 def assert_stays_within(side, operator, *given):
-    """Return what an operator gives, which between fences gives the same."""
+    """Check that an operator returns the same with fenced tensors; return its outputs."""
     expected = operator(*given)
     beside = [fenced(x, side) if isinstance(x, torch.Tensor) else x for x in given]
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +114,7 @@ def assert_stays_within(side, operator, *given):
 
 
 def masks(batch, heads, queries, keys):
-    """Of every form and order in memory: none, bool and added, for keys, rows, and both."""
+    """Return masks of each kind and layout: none, bool and float; for keys, rows and both."""
     lengths = torch.tensor([keys, keys // 2 + 1])[:batch, None, None, None]
     padding = torch.arange(keys).expand(batch, 1, 1, keys) >= lengths
     full = torch.rand(batch, heads, queries, keys) < 0.3

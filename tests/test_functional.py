@@ -1,4 +1,4 @@
-"""The mathematics, against the float64 reference and its own limits."""
+"""Mappings, modulator and attention equal the float64 reference and have the right limits."""
 
 import math
 import subprocess
@@ -83,7 +83,7 @@ def test_modulator_gradients(heads, terms):
     assert gradcheck(lambda x, *_: module(x), (x, *parameters))
 
 
-# Turn on both sides; at a threshold instead of a stationary point; at 0 itself; already there.
+# Turning points on both sides; at a threshold; at 0; already passed at 0.
 TURNING = [
     ([0.7, 0.9], [1.2, 0.8], [0.3, -0.2], [0.5, 0.6]),
     ([-0.5], [-0.3], [-1.0], [2.0]),
@@ -101,12 +101,12 @@ def test_monotone_modulator_keeps_on_falling_below_its_turn_and_level_above_it(v
     module.monotone = True
     ours = module(x).detach()
     assert (ours.diff() >= -1e-12).all()
-    # Where the curve falls first, going down and going up from 0; ends where it never does.
+    # The first points left and right of 0 where the curve decreases; the ends if it never does.
     falls = plain.diff() < -1e-12
     below, above = falls[:middle].nonzero(), falls[middle:].nonzero()
     low = int(below[-1]) + 1 if len(below) else 0
     high = middle + int(above[0]) if len(above) else 120000
-    # The turn lies between two points of the grid.
+    # The turning point lies between two grid points.
     between = slice(low + 1 if low else 0, high)
     torch.testing.assert_close(ours[between], plain[between], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours[:low], plain[low] + x[:low] - x[low], rtol=0, atol=4e-3)
@@ -204,7 +204,7 @@ def test_identity_modulator_is_softmax():
 
 
 def battery():
-    """Arguments of each mapping, of which gradients can be asked for."""
+    """Return differentiable arguments for each mapping."""
 
     def argument(value):
         whole = isinstance(value, int)
@@ -214,13 +214,13 @@ def battery():
         name: {key: argument(value) for key, value in example.arguments.items()}
         for name, example in EXAMPLES.items()
     }
-    found["softmax"] = EXAMPLES["softmax"].arguments  # a temperature is a number
+    found["softmax"] = EXAMPLES["softmax"].arguments  # the temperature is a number
     found["multimax"] = {"modulator": far_modulator()}
     return found
 
 
 def learned_by(options):
-    """What a normalizer's options learn."""
+    """Return the parameters that a normalizer's options learn."""
     if "modulator" in options:
         return list(options["modulator"].parameters())
     return [value for value in options.values() if isinstance(value, torch.Tensor)]
@@ -259,7 +259,7 @@ class TestEveryNormalizer:
     def test_nothing_left_of_infinite_scores_has_no_gradient_and_no_part_in_what_is_learned(
         self, name
     ):
-        """As where the scores are masked already."""
+        """Same as with scores that are masked already."""
         x = random_scores(2, 5)
         x[1] = -torch.inf
         mask = torch.tensor([[False] * 5, [True] * 5])
@@ -381,7 +381,7 @@ def test_rivals_reach_their_limits():
     x = random_scores(4, 7)
     torch.testing.assert_close(normalize("topk", x, k=7), x.softmax(-1))
     assert torch.equal(normalize("topk", x, k=1), F.one_hot(x.argmax(-1), 7).double())
-    equal = torch.full((1, 3), 0.1)  # of which rounding puts the mean above each
+    equal = torch.full((1, 3), 0.1)  # rounding puts their mean above each
     for name, options in battery().items():
         probs = normalize(name, equal, **options).double()
         share = 1 / 3 if NORMALIZERS[name].sums_to_one else probs[0, 0].item()
@@ -414,7 +414,7 @@ def test_alpha_may_be_a_number_just_above_one(above):
     x = random_scores(20, 50, spread=2.0)
     found = normalize("alpha_entmax", x.float(), alpha=1 + above)
     assert found.dtype == torch.float32
-    # From softmax it is away by a share of what alpha lies above.
+    # The distance from softmax is proportional to alpha - 1.
     assert (found - x.softmax(-1)).abs().max() < 3 * above + 2e-7
     if above > 1e-3:
         excluded = np.zeros(x.shape, dtype=bool)
@@ -642,7 +642,7 @@ def test_attention_in_low_precision_is_as_good_as_softmax_attention(dtype):
         ours = scaled_dot_product_attention(*low, **options)
         assert ours.dtype == dtype
         errors.append((ours.double() - exact).abs().max().item())
-    # The far modulator is up to 1.9 times steeper, which carries over to the scores' rounding.
+    # The far modulator has a slope of up to 1.9, which amplifies the scores' rounding.
     assert errors[0] <= 2 * 1.9 * errors[1]
 
 
@@ -658,7 +658,7 @@ def test_attention_drops_probabilities_and_needs_a_modulator():
 
 
 class Nothing(torch.autograd.Function):
-    """Is 1 to its input, and has no gradient by it."""
+    """Returns 1 and has no gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -676,7 +676,7 @@ def test_attention_without_a_gradient_of_its_own_has_none_by_its_inputs():
     assert (query.grad == 2).all() and key.grad is None and value.grad is None
 
 
-# --- the room itself ---------------------------------------------------------------------------
+# --- the package -------------------------------------------------------------------------------
 
 
 def test_the_mathematics_imports_neither_fairseq_nor_what_torch_leaves_for_later():

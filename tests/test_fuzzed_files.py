@@ -1,7 +1,7 @@
-"""Small valid files, damaged by chance: read as they were, or refused in a sentence that we wrote.
+"""Randomly damaged files are read as before, or refused with one of this project's errors.
 
-Never another error, a crash, a file written, or more memory and time than the reader's own. How
-many were tried is printed; `scripts/test.sh --all` tries a thousand for each reader.
+Readers never raise another error, crash, write a file, or exceed limits of memory and time. The
+tests print the number of files. `scripts/test.sh --all` tries a thousand for each reader.
 """
 
 import argparse
@@ -46,7 +46,7 @@ EXTREMES = [
 
 
 def damage(draw, data):
-    """Bytes flipped, cut, doubled, exchanged, left out; numbers replaced by extremes."""
+    """Flip, cut, double, swap or remove bytes, or replace numbers by extreme ones."""
     data = bytearray(data)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         if not data:
@@ -77,7 +77,7 @@ def damage(draw, data):
 
 
 def damage_file(*names):
-    """A mutation of one of these files of a folder."""
+    """Return a function that damages one of these files in a folder."""
 
     def mutate(draw, folder):
         file = folder / draw.choice(names)
@@ -87,7 +87,7 @@ def damage_file(*names):
 
 
 def damage_member(*names):
-    """A mutation of what a zip archive holds, which has the right checksums again."""
+    """Return a function that swaps, removes or damages members of a zip; checksums stay right."""
 
     def mutate(draw, folder):
         file = folder / names[0]
@@ -110,7 +110,7 @@ def damage_member(*names):
 
 
 def inner(value):
-    """The places in a value where another may stand, as (container, key)."""
+    """Yield the places in a nested value as (container, key) pairs."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -121,7 +121,7 @@ def inner(value):
 
 
 def other_values(draw, folder):
-    """A checkpoint in which some values are others, of any type."""
+    """Replace some values of a checkpoint by values of any type."""
     file = folder / "file.pt"
     state = torch.load(file, weights_only=False)  # our own
     for _ in range(draw.choice([1, 1, 2, 5])):
@@ -203,8 +203,8 @@ def read_dictionary(folder):
     Dictionary.load(str(folder / "dict.txt"))
 
 
-# How a valid file is made, what damages it, what reads it, and whether an altered one is always
-# known: where nothing tells it, it is read as what it says.
+# {name: (maker of a valid file, mutation, reader, whether the reader detects every alteration)}.
+# Without a checksum, a reader returns the altered contents.
 READERS = {
     "tar": (tar_of(""), damage_file("file"), read_tar, False),
     "tar.gz": (tar_of("gz"), damage_file("file"), read_tar, True),
@@ -243,7 +243,7 @@ def valid(data, checkpoint, tmp_path):
 
 @pytest.fixture
 def tried(valid, tmp_path, monkeypatch, capsys):
-    """tried(reader, count): damage a file so many times, the same ways each time."""
+    """tried(reader, count): read a file damaged in `count` ways, the same in each run."""
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.chdir(empty)

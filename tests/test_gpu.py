@@ -1,4 +1,4 @@
-"""Runs tests/gpu without a GPU: in Triton's interpreter, or ahead of time."""
+"""Runs tests/gpu without a GPU: in Triton's interpreter, or with ahead-of-time compilation."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 
 
 def test_bfloat16_is_plain_in_the_interpreter():
-    """Triton's interpreter multiplies bfloat16 as integers; tests/gpu/interpreter.py mends it."""
+    """Triton's interpreter multiplies bfloat16 as integers; tests/gpu/interpreter.py fixes it."""
     program = """
 import torch
 from multimax_fairseq import scaled_dot_product_attention
@@ -41,7 +41,7 @@ for mode in (torch.autocast("cpu"), torch.autocast("cpu", enabled=False)):
 @pytest.mark.parametrize("name", sorted(file.name for file in GPU_TESTS.glob("test_*.py")))
 def test_gpu_tests_pass_without_a_gpu(name, tmp_path):
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
-    if name == "test_compiled.py":  # what is interpreted cannot be compiled
+    if name == "test_compiled.py":  # the interpreter cannot compile
         del env["TRITON_INTERPRET"]
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir", GPU_TESTS]
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""Archives that were made to do harm: refused in one sentence, with nothing unpacked.
+"""Malicious archives are refused with one sentence, and nothing is unpacked.
 
-Paths that leave the folder, links and what is damaged by accident are in test_data_prep.py.
+test_data_prep.py tests paths outside of the folder, links and accidental damage.
 """
 
 import bz2

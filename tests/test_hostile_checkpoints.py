@@ -1,6 +1,6 @@
-"""Checkpoints that were made to do harm: refused in one sentence, with nothing run or built.
+"""Malicious checkpoints are refused with one sentence, and none of their code runs.
 
-Forged types of numpy, and code in each form of pickle, are in test_compat.py.
+test_compat.py tests forged NumPy types and code in each form of pickle.
 """
 
 import io
@@ -44,7 +44,7 @@ def main(command, *words):
 
 
 class Forged:
-    """A tensor of any size, strides and place in a storage of four numbers."""
+    """Pickles as a tensor of any size, strides and offset in a storage of four numbers."""
 
     def __init__(self, size, stride, offset=0):
         self.layout = offset, size, stride
@@ -155,7 +155,7 @@ STATES = {
 
 
 def deep(call, *arguments):
-    """Calls a function with room for recursion, of which pickle needs much."""
+    """Call a function with a high recursion limit, which pickle needs."""
     limit, size = sys.getrecursionlimit(), threading.stack_size(1 << 28)
     sys.setrecursionlimit(10**6)
     thread = threading.Thread(target=call, args=arguments)
@@ -185,7 +185,7 @@ def test_checkpoint(kind, state, tmp_path):
 
 
 def repacked(checkpoint, change):
-    """A checkpoint's members, each changed by change(name, data) -> data, packed anew."""
+    """Return a checkpoint's bytes with each member replaced by change(name, data)."""
     stream = io.BytesIO()
     with zipfile.ZipFile(checkpoint) as old, zipfile.ZipFile(stream, "w") as new:
         for name in old.namelist():
@@ -201,7 +201,7 @@ def bomb(name, data):
 
 
 def overlapping(data):
-    """Every entry of the central directory is told to be as large as the file."""
+    """Set the size of every entry in the central directory to the size of the file."""
     data, at = bytearray(data), 0
     while (at := data.find(b"PK\1\2", at + 1)) > 0:
         data[at + 20 : at + 28] = struct.pack("<II", len(data) // 2, len(data) // 2)
@@ -226,14 +226,14 @@ def test_file_that_is_no_checkpoint(kind, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("shape", [(-2, -4), (-1,), (1 << 62, 4), (1 << 40, 0), ("x",), (2.0, 0.5)])
 def test_shape_of_an_array(shape):
-    """What torch calls for a pickled array, which numpy would call by itself."""
+    """PyTorch's unpickler calls __setstate__, as NumPy's own would."""
     array = untrusted._pickled_array(untrusted._PickledArray, (0,), b"b")
     kind = untrusted._PickledDtype("u1")
     with bounded(), pytest.raises((pickle.UnpicklingError, ValueError, TypeError)):
         array.__setstate__((1, shape, kind, False, b"12345678"))
 
 
-# --- commands, and code in what they read --------------------------------------------------------
+# --- commands that read files with code ----------------------------------------------------------
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_code_is_not_run_by_fairseqs_commands(evil, data, tmp_path):
         assert not (tmp_path / "ran").exists()
 
 
-# --- going on from one ---------------------------------------------------------------------------
+# --- resuming ------------------------------------------------------------------------------------
 
 
 def moments(**values):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 def npz(**changes):
-    """An .npz file of a head, with members changed."""
+    """Return the bytes of an .npz file with changed members."""
     stream, plain = io.BytesIO(), io.BytesIO()
     np.save(plain, np.zeros(4, np.float32))
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
@@ -33,7 +33,7 @@ def npz(**changes):
 
 
 def numpy_header(text):
-    """An array's file with another header."""
+    """Return a function that replaces the header of an .npy file."""
     line = text.encode() + b"\n"
     return lambda data: data[:8] + struct.pack("<H", len(line)) + line + data[-16:]
 

@@ -1,4 +1,4 @@
-"""The structure of the package: which subpackage may import which."""
+"""Import rules of the package: which subpackage may import which."""
 
 import ast
 import graphlib
@@ -41,7 +41,7 @@ BARRED = {name: {"fairseq"} for name in MATHEMATICS}
 
 
 def modules():
-    """{dotted name: file}, of the whole package."""
+    """Return {dotted name: file} for the whole package."""
     found = {}
     for file in PACKAGE.rglob("*.py"):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -50,7 +50,7 @@ def modules():
 
 
 def imports(file, at_start=False):
-    """The names that a file imports; only those at its start, not within functions, if asked."""
+    """Return the names that a file imports; optionally only at module level."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     nodes = tree.body if at_start else ast.walk(tree)
     for node in nodes:
@@ -86,7 +86,7 @@ def test_no_circle():
             found
             for imported in imports(file, at_start=True)
             for found in (imported, imported.rpartition(".")[0])
-            # A part of a package may import another part of it: the package is then on its way.
+            # Modules of one package may import each other; the package itself is being imported.
             if found in known and not f"{name}.".startswith(f"{found}.")
         }
         for name, file in known.items()
@@ -139,7 +139,7 @@ def test_versions_that_are_too_old_are_named_at_import():
 
 
 def test_a_process_forked_after_the_import_computes():
-    """It would wait forever for threads that the import had started and that it does not have."""
+    """The import must start no threads: a forked child would wait for them forever."""
     program = """if True:
         import os
         import signal

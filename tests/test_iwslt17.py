@@ -1,4 +1,4 @@
-"""data-prep/iwslt17.sh end to end, on archives in the official layout that are made here."""
+"""data-prep/iwslt17.sh end to end, on small archives in the official layout."""
 
 import functools
 import http.server

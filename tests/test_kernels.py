@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: as accurate as plain PyTorch in every shape, mask and build."""
+"""The compiled CPU kernels are as accurate as plain PyTorch for each shape, mask and build."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=["as built", "MKL", "AVX2 and MKL"])
 def kernels(request, monkeypatch):
-    """The library that this machine gets, and those that others get."""
+    """The library for this machine's CPU, and those for other CPUs."""
     library = native.library
     built = library()
     assert built is not None, "the tests of the kernels need a C++ compiler"
@@ -39,7 +39,7 @@ def kernels(request, monkeypatch):
 
 
 def some_modulator(heads=None, **options):
-    """Far from the identity on scores of a few units; each head another."""
+    """Return a modulator far from the identity, with other values for each head."""
     torch.manual_seed(3)
     module = Modulator(num_heads=heads, init_std=0.2, **options)
     with torch.no_grad():
@@ -57,8 +57,7 @@ def attention_inputs(batch, heads, queries, keys, size, seed=0):
 
 
 def attend(dtype, parts, grad, modulator, **options):
-    """The output and the gradients by query, key, value, by a number a head (a sink, a scale of
-    lengths), and by all parameters."""
+    """Return the output and the gradients of query, key, value, per-head numbers and parameters."""
     parts = [part.detach().to(dtype).requires_grad_() for part in parts]
     wide = torch.promote_types(dtype, torch.float32)
     numbers = {n: t for n, t in options.items() if n in ("sink", "length_scale")}
@@ -74,9 +73,9 @@ def attend(dtype, parts, grad, modulator, **options):
 
 
 def assert_as_accurate(fast, plain, exact):
-    """At most twice the error of plain PyTorch in the same precision, against float64."""
+    """Check that the error is at most twice that of plain PyTorch in the same precision."""
     for index, (ours, theirs, true) in enumerate(zip(fast, plain, exact, strict=True)):
-        # A sum that comes out exact by chance is no measure of another.
+        # A sum that is exact by chance gives no tolerance.
         floor = 4 * torch.finfo(torch.float32).eps * true.norm()
         error, plain_error = (ours - true).norm(), (theirs - true).norm()
         assert error <= 2 * plain_error + floor, (index, error, plain_error, true.norm())
@@ -85,10 +84,10 @@ def assert_as_accurate(fast, plain, exact):
 def assert_attention_as_accurate(
     shape, modulator, factor=1.0, mask=None, allowed=None, dtype=torch.float32, **options
 ):
-    """Over several draws: eight parameters are too few to judge the rounding of one.
+    """Check accuracy over several draws, since eight parameters have noisy rounding errors.
 
-    `mask` is for the kernels, in a form that says the same as the bool `allowed`. Returns output
-    and gradients of the last draw.
+    `mask` is the kernels' form of the bool mask `allowed`. Returns output and gradients of the
+    last draw.
     """
     kinds = [(dtype, "cpp"), (dtype, "plain"), (torch.float64, "plain")]
     found = []
@@ -157,7 +156,7 @@ def test_sinks_and_scales_of_lengths_are_as_accurate_as_plain(kernels, name, sha
             shape, modulator, 1.0, mask, allowed, dtype, is_causal=causal, **options
         )
         assert all(part.isfinite().all() for part in found)
-        with torch.no_grad():  # a kernel of its own, where queries are few
+        with torch.no_grad():  # few queries have their own kernel
             (query, *rest), _ = attention_inputs(*shape)
             backends = {
                 kind: scaled_dot_product_attention(
@@ -345,7 +344,7 @@ def test_dropped_probabilities_are_those_of_the_gradients(kernels):
     kept = dropped(identity) != 0
     share = kept.float().mean().item()
     assert abs(share - 0.7) < 4 * (0.3 * 0.7 / kept.numel()) ** 0.5
-    # No row, column, head or sentence has another share.
+    # Each row, column, head and sentence has the same dropped fraction.
     for dims in ((0, 1, 2), (0, 1, 3)):
         assert (kept.float().mean(dims) - 0.7).abs().max() < 0.16
     assert not torch.equal(kept[0, 0], kept[0, 1]) and not torch.equal(kept[0, 0], kept[1, 0])
@@ -383,7 +382,7 @@ def loss_inputs(tokens, classes, size, bias=True):
 
 
 def losses(dtype, parts, modulator, kind, monkeypatch, **options):
-    """Loss and gradients by features, weight, bias and all parameters."""
+    """Return the loss and the gradients of features, weight, bias and all parameters."""
     *tensors, target = parts
     learned = [t.detach().to(dtype).requires_grad_() for t in tensors if t is not None]
     parameters = [] if modulator is None else list(modulator.to(dtype).parameters())
@@ -412,7 +411,7 @@ def losses(dtype, parts, modulator, kind, monkeypatch, **options):
         (7, 50, 20, 64, 0.1, False, None),
         (300, 2000, 128, None, 0.0, False, {"order": 1}),
         (50, 130, 33, 17, 0.2, True, {"terms": "high"}),
-        # All of them in the memory of the weight's gradient.
+        # All scores fit into the memory of the weight's gradient.
         (64, 300, 64, None, 0.1, True, {"monotone": True}),
         (500, 200, 512, None, 0.0, False, {}),
         (30, 1000, 32, 32, 0.2, True, None),
@@ -474,7 +473,7 @@ def test_only_the_gradients_that_are_needed_and_none_without_any_target(kernels,
 
 @pytest.mark.parametrize("bound, needs_weight", [(1.4, True), (0.2, False)])
 def test_few_tokens_hold_no_logits_beside_the_gradient(kernels, monkeypatch, bound, needs_weight):
-    """Where there are no more of them than the weight is wide, and where no gradient is wanted."""
+    """Holds with at most as many tokens as features, and without gradients."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("peak memory is read from Linux's /proc")
     monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
@@ -504,7 +503,7 @@ def test_classes_that_a_bias_of_minus_infinity_excludes_have_no_share(
 ):
     monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
     features, weight, bias, target = loss_inputs(20, 400, 16)
-    bias[128:256] = -torch.inf  # a whole tile of them
+    bias[128:256] = -torch.inf  # a whole tile
     target = target % 128
     for module in (None, some_modulator(), some_modulator(monotone=True)):
         parts = [t.clone().requires_grad_() for t in (features, weight, bias)]
@@ -545,7 +544,7 @@ def test_without_gradients_no_gradient_is_formed(monkeypatch):
 
 
 def test_what_is_kept_for_the_sizes_of_products_stays_bounded(tmp_path):
-    """oneDNN keeps code for every size: either the sizes are few, or the products are our own."""
+    """oneDNN caches code for each size, so the sizes must be few or the kernel our own."""
     script = """
 import resource, sys, torch
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
@@ -569,7 +568,7 @@ print(f"{max(map(compute, range(1, 1000, 9))) - start:.0f}")
 
 
 def test_what_is_not_a_number_is_not_lost(kernels, monkeypatch):
-    """So that training stops, or skips the batch, as it does with stock softmax."""
+    """Training then stops or skips the batch, as with stock softmax."""
     monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
     (query, key, value), _ = attention_inputs(1, 1, 20, 20, 16)
     for module in (None, some_modulator()):
@@ -592,7 +591,7 @@ def test_what_is_not_a_number_is_not_lost(kernels, monkeypatch):
 
 
 def test_the_loss_holds_no_more_than_its_chunks(tmp_path):
-    """In a process of its own, whose peak is that of this loss alone."""
+    """Runs in a subprocess, whose peak memory is that of the loss."""
     script = """
 import resource, torch
 from multimax_fairseq import Modulator, linear_cross_entropy
@@ -652,7 +651,7 @@ def test_scores_to_decode_with(kernels, monkeypatch, options, tokens, classes, s
     assert fused_scores(features[None], weight, offset, None) is None
 
 
-# ------------------------------------------------------------------------------ the choice
+# ------------------------------------------------------------------------------ kernel selection
 
 
 def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
@@ -682,7 +681,7 @@ def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
 def test_where_a_monotone_modulator_turns_and_how_that_depends_on_its_parameters():
     tables = torch.randn(1000, 8, generator=torch.Generator().manual_seed(2))
     tables[:, [1, 5]] *= 0.5
-    # Almost the identity; of the first order alone; with the same threshold twice.
+    # Nearly the identity; first order only; equal thresholds.
     tables[::4] *= 0.02
     tables[1::4, [1, 5]] = 0
     tables[2::4, 3] = tables[2::4, 2]

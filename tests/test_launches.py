@@ -1,5 +1,4 @@
-"""Which launch of a kernel is taken: the fastest, tried once, or the first without trying; and
-what a launch runs."""
+"""Autotuning and launches of the Triton kernels, with stand-ins for kernels and GPU."""
 
 import importlib.util
 from random import Random
@@ -25,7 +24,7 @@ TOO_LARGE = CHOICE[2]
 
 
 class Kernel:
-    """Notes what it was run with; a launch takes as long as it has keys."""
+    """Records its launches; a launch takes a time proportional to the number of keys."""
 
     def __init__(self):
         self.tried, self.ran = [], []
@@ -47,7 +46,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """As on a GPU that records no graph, with nothing tried yet."""
+    """A kernel on a GPU outside of graph capture, without tuned configurations."""
     monkeypatch.setattr(launches, "interpreted", lambda: False)
     monkeypatch.setattr(launches, "_fastest", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -125,7 +124,7 @@ def test_a_time_is_the_shortest_of_runs_that_are_compiled(monkeypatch):
             self.at = len(ran)
 
         def elapsed_time(self, end):
-            assert 1 <= self.at == end.at - 1  # of one run, and not of the first
+            assert 1 <= self.at == end.at - 1  # one run, and not the first
             return next(times)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -136,7 +135,7 @@ def test_a_time_is_the_shortest_of_runs_that_are_compiled(monkeypatch):
     "constants, found",
     [
         ({"CAUSAL": True, "LOW": 2}, False),
-        ({"MASKING": 1}, False),  # of padding, a row for all queries
+        ({"MASKING": 1}, False),  # a padding mask: one row for all queries
         *(({name: 2}, True) for name in ("MASKING", "DROPOUT", "MONOTONE")),
     ],
 )
@@ -164,7 +163,7 @@ def test_large_blocks_are_for_half_precision_and_much_shared_memory(dtype):
 
 
 class Compiled(launches.CompiledKernel):
-    """Stands for what Triton compiled for arguments that are alike to it; notes its launches."""
+    """A stand-in for a compiled Triton kernel; records its launches."""
 
     def __init__(self, alike):
         self.alike, self.launched, self.module = alike, [], None
@@ -174,7 +173,7 @@ class Compiled(launches.CompiledKernel):
 
 
 class Compiler:
-    """A kernel of ours on a GPU that is not there, told apart by Triton's own look at arguments."""
+    """A kernel without a GPU, specialized by Triton's own analysis of the arguments."""
 
     def __init__(self, kernel):
         self.fn, self.params, self.arg_names = kernel.fn, kernel.params, kernel.arg_names
@@ -196,7 +195,7 @@ class Compiler:
 
 @pytest.fixture
 def device(monkeypatch):
-    """As on a GPU: its number may be changed."""
+    """A stand-in for the current device, whose number can change."""
     there = SimpleNamespace(number=0)
     active = SimpleNamespace(get_current_device=lambda: there.number)
     monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
@@ -207,7 +206,7 @@ def device(monkeypatch):
 
 
 def some_arguments(random):
-    """Of the forward kernel: mostly the same, and now and then what else a caller may give."""
+    """Draw arguments of the forward kernel: mostly equal ones, sometimes other valid ones."""
 
     def some(usual, *others):
         return usual if random.random() < 0.9 else random.choice(others)
@@ -236,7 +235,7 @@ def test_a_launch_finds_what_triton_would(device):
         before = [len(made.launched) for made in kernel.made]
         launches.run_kernel(kernel, 7, arguments)
         new = [m for m, n in zip(kernel.made, before, strict=False) if len(m.launched) > n]
-        if not new:  # Triton's own way
+        if not new:  # Triton's own launcher
             continue
         (found,) = new
         assert found.alike == kernel.alike(arguments), number

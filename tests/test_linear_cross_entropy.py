@@ -1,4 +1,4 @@
-"""linear_cross_entropy: against formulas, in every dtype and layout; the memory it asks for."""
+"""linear_cross_entropy equals its formulas in each dtype and layout, within its memory limit."""
 
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def test_fused_loss_equals_torch_and_scales_its_gradients():
 
 @pytest.mark.parametrize("impossible", [128, 256])
 def test_classes_that_are_impossible_from_the_first_on_add_nothing(impossible):
-    """As many as the kernel takes at a time, once and twice."""
+    """One and two whole tiles of classes."""
     features, weight = random_scores(20, 16, spread=1.0), random_scores(400, 16, seed=1, spread=1.0)
     bias = random_scores(400, seed=2)
     bias[:impossible] = -torch.inf
@@ -103,7 +103,7 @@ def test_classes_that_are_impossible_from_the_first_on_add_nothing(impossible):
 
 
 def test_fewer_features_than_tokens_and_classes():
-    """The kernel keeps scores where the gradient of the weight will be, if that is wide enough."""
+    """The kernel stores scores in the weight's gradient if that is wide enough."""
     parts = [random_scores(5, 10, spread=1.0), random_scores(300, 10, seed=1, spread=1.0)]
     parts = [t.float().requires_grad_() for t in parts]
     target = torch.tensor([0, 299, 5, 128, 5])
@@ -191,7 +191,7 @@ def test_fused_loss_refuses_what_it_does_not_know():
 
 @pytest.fixture
 def mesh():
-    """Of this process alone."""
+    """A device mesh of one process."""
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -225,7 +225,7 @@ def test_tensors_that_are_shared_among_processes_are_left_to_torch(mesh, shard):
 @pytest.mark.skipif(native.library() is None, reason="needs the kernels in C++")
 @pytest.mark.parametrize("freed", ["features", "weight", "bias", "table"])
 def test_tensors_whose_memory_was_freed_are_refused_by_kernels(freed):
-    """As those of a layer that FSDP has sharded, outside of its forward pass."""
+    """FSDP frees the weights of a sharded layer outside of its forward pass."""
     features, weight, _, bias = loss_inputs(torch.float32)
     given = {"features": features, "weight": weight, "bias": bias, "table": torch.zeros(1, 8)}
     given[freed].untyped_storage().resize_(0)
@@ -235,7 +235,7 @@ def test_tensors_whose_memory_was_freed_are_refused_by_kernels(freed):
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 def test_gradients_of_several_losses_at_once(backend, monkeypatch):
-    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    """torch.autograd.functional.jacobian(vectorize=True) does this."""
     monkeypatch.setenv("MULTIMAX_BACKEND", backend)
     features, weight, target, _ = loss_inputs(torch.float32)
     module = far_modulator().float()
@@ -264,7 +264,7 @@ def test_gradients_of_several_losses_at_once(backend, monkeypatch):
 )
 @pytest.mark.parametrize("tokens", [1, 600])
 def test_the_memory_of_a_large_gradient_may_lie_in_huge_pages(tokens):
-    """By what the system says of it."""
+    """Reads the flag of the memory mapping from /proc."""
     weight = torch.zeros(2**14, 256, requires_grad=True)  # 16 MiB
     features, target = torch.zeros(tokens, 256), torch.zeros(tokens, dtype=torch.int64)
     (grad,) = torch.autograd.grad(linear_cross_entropy(features, weight, target)[0], weight)

@@ -23,7 +23,7 @@ def made(seed, length):
 
 
 def results(seed, length, modulator):
-    """What attention and the output loss give, and their gradients."""
+    """Return attention, the output loss and their gradients."""
     query, key, value, weight, target = made(seed, length)
     for tensor in (query, key, value, weight):
         tensor.requires_grad_()
@@ -72,7 +72,7 @@ def test_many_threads_at_once(modulator, threads):
 
 
 def test_forks_after_the_first_use(modulator, threads):
-    """As the workers of a data loader are: of one thread, whatever their parent has."""
+    """A data loader's workers have one thread, whatever their parent has."""
     wanted = results(3, 64, modulator)
     for _ in range(4):
         child = os.fork()
@@ -83,5 +83,5 @@ def test_forks_after_the_first_use(modulator, threads):
                 is_right = all(map(torch.equal, results(3, 64, modulator), wanted))
                 os._exit(0 if is_right else 1)
             finally:
-                os._exit(2)  # whatever it raised: it must not go on with the tests
+                os._exit(2)  # the child must not continue with the tests
         assert os.waitpid(child, 0)[1] == 0

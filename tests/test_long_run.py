@@ -1,4 +1,4 @@
-"""What must not grow in a run of days: memory, and the graphs that torch.compile keeps."""
+"""Memory and the number of torch.compile graphs stay bounded in long runs."""
 
 import os
 import random
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def memory(folder, data, task, updates):
-    """{update: resident bytes} of a training, every fifty updates."""
+    """Train; return {update: resident bytes} every fifty updates."""
     flags = f"--task {task} {MODELS[task]} {SMALL.format('decoder')} --max-tokens 800 --cpu"
     flags += f" --optimizer adam --lr 1e-3 --max-update {updates} --log-interval 50"
     flags += " --no-save --disable-validation --save-dir none"
@@ -50,7 +50,7 @@ def memory(folder, data, task, updates):
 
 
 def growth(seen):
-    """The last quarter's memory over that of the second quarter."""
+    """Return the memory of the last quarter relative to the second quarter."""
     numbers = [seen[update] for update in sorted(seen)]
     quarter = len(numbers) // 4
     return statistics.median(numbers[-quarter:]) / statistics.median(numbers[quarter : 2 * quarter])
@@ -58,8 +58,7 @@ def growth(seen):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Sentences of 1 to 60 words, so that hardly two batches have one shape; the frequent words are
-    the first ones."""
+    """Sentences of 1 to 60 words, so that batch shapes differ; word frequencies decrease."""
     folder = tmp_path_factory.mktemp("ragged")
     chance = random.Random(1)
     for split, count in (("train", 3000), ("valid", 20)):

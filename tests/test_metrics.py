@@ -1,4 +1,4 @@
-"""The metrics against values worked out by hand, loops over entries, and the propositions."""
+"""The metrics equal values computed by hand and loops over entries; the paper's propositions."""
 
 import math
 
@@ -23,7 +23,7 @@ def close(found, expected):
 
 
 def random_rows(rows=200, seed=0):
-    """Scores, what is excluded, softmax; at least one entry of each row is left."""
+    """Return scores, a mask that leaves an entry in each row, and softmax."""
     generator = np.random.default_rng(seed)
     scores = generator.normal(scale=2.0, size=(rows, 12))
     excluded = generator.random((rows, 12)) < 0.3
@@ -39,7 +39,7 @@ def test_multi_modality_by_hand():
     close(metrics.multi_modality(scores, probs, 0.0), 1 - (0.2 + 0.3) / 2)
     close(metrics.multi_modality(scores, probs, 1.5), 1 - 0.2)
     close(metrics.multi_modality(scores, probs, 2.5), NAN)
-    close(metrics.multi_modality(scores, probs, 2.0), NAN)  # relevant is what lies above epsilon
+    close(metrics.multi_modality(scores, probs, 2.0), NAN)  # scores above epsilon are relevant
     without = torch.tensor([False, True, False, False])
     close(metrics.multi_modality(scores, probs, 0.0, without), 1 - 0.3)
 
@@ -54,7 +54,7 @@ def test_sparsity_by_hand():
 
 
 def test_sparsity_falls_as_a_low_probability_rises():
-    """Lemma 3.4 of Zhou et al. 2024 prints the opposite."""
+    """Lemma 3.4 of Zhou et al. 2024 states the opposite."""
     scores = tensor([1.0, -1.0])
     low = torch.linspace(0, 0.5, 20, dtype=torch.float64)
     probs = torch.stack([1 - low, low], -1)
@@ -96,9 +96,9 @@ def test_head_diversity_by_hand():
     half = tensor([[[1.0, 0.0]], [[0.5, 0.5]]])
     mixed = -0.75 * math.log2(0.75) + 0.25 * 2
     close(metrics.head_diversity(half), [mixed - 0.5])
-    # Of shares, whatever a head's probabilities sum to.
+    # Computed from normalized shares, whatever the sum of a head's probabilities.
     close(metrics.head_diversity(half * tensor([[[0.1]], [[3.0]]])), [mixed - 0.5])
-    # To the base of the keys that may be attended to, not of the heads.
+    # Logarithm to the base of the number of unmasked keys, not of heads.
     close(metrics.head_diversity(apart[:2]), [math.log(2, 3)])
     mask = torch.tensor([[[False, False, True]]])
     close(metrics.head_diversity(apart[:2], mask), [1.0])
@@ -284,7 +284,7 @@ def test_proposition_3_5_softmax_trades_sparsity_for_multi_modality():
 
 
 def modulated(seed=2):
-    """Scores, thresholds and both mappings, with the signs that 4.2 and 4.3 ask for."""
+    """Return scores, thresholds and both mappings, with the signs that 4.2 and 4.3 require."""
     generator = np.random.default_rng(seed)
     for _ in range(200):
         x = tensor(generator.normal(scale=2.0, size=int(generator.integers(8, 40))))
@@ -313,6 +313,6 @@ def test_propositions_4_2_and_4_3_on_sparsity():
 
 
 def test_proposition_4_3_on_multi_modality():
-    """The high term adds multi-modality; what 4.2 says of it is false (see test_functional.py)."""
+    """The high term increases multi-modality; 4.2 is false about it (see test_functional.py)."""
     for x, (b, *_), (_, low, both) in modulated():
         assert metrics.multi_modality(x, both, b) > metrics.multi_modality(x, low, b)

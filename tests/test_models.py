@@ -1,4 +1,4 @@
-"""The models: one function in every path, and the stock model at the identity."""
+"""The models compute one function in every path, and the stock model's at the identity."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 TRANSLATION = ("transformer_multimax", "transformer_iwslt_de_en_multimax")
 SHARED = ("--share-all-embeddings",)
 SOFTMAX, ENTMAX = (("--attention-normalizer", name) for name in ("softmax", "alpha_entmax"))
-STOCK = {"softmax", "multimax", "topk"}  # which have flags of their own
+STOCK = {"softmax", "multimax", "topk"}  # have their own flags
 FLAGS = {
     "default": (),
     "output": ("--output-normalizer", "multimax"),
@@ -199,7 +199,7 @@ def test_language_model_steps_are_the_full_context_function(build, lm_batch, fla
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_reordered_hypotheses_keep_their_own_past(build, grad):
-    """Hypotheses swapped, repeated and dropped between steps, also twice before the next."""
+    """Hypotheses are swapped, repeated and dropped between steps, also twice before a step."""
     model = scatter_modulators(build("transformer_lm_multimax")).eval()
     tokens = torch.randint(4, 20, (6, 1), generator=torch.Generator().manual_seed(1))
     state = {}
@@ -268,7 +268,7 @@ def test_beam_search_over_a_sparse_output_layer_stays_finite(
 ):
     model = build(TRANSLATION[1], "--output-normalizer", normalizer).eval()
     model.decoder.output_projection.weight.mul_(30)
-    # The end of sentence is impossible, so that only force can bring it.
+    # The end of sentence has probability 0; only the length limit produces it.
     model.decoder.output_projection.weight[dictionary.eos()] = 0
     sample = translation_batch()
     output = model(**sample["net_input"])
@@ -286,7 +286,7 @@ def test_beam_search_over_a_sparse_output_layer_stays_finite(
     assert forced[-1] == -1e4 and (forced[:-1] > -100).all()
 
 
-# --- what stock Transformers offer -------------------------------------------------------------
+# --- options of stock Transformers -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
@@ -343,7 +343,7 @@ WIDE = [word for flag in WIDE for word in (flag, "64")]
 def test_compiled_and_plain_models_are_the_same_function(
     build, translation_batch, dictionary, monkeypatch, heads, output
 ):
-    """Heads of 16, for which decoding has a kernel of its own."""
+    """A head dimension of 16, for which decoding has its own kernel."""
     flags = [*WIDE, "--multimax-heads", heads, "--output-normalizer", output]
     model = scatter_modulators(build(TRANSLATION[0], *flags))
     sample = translation_batch()
@@ -460,7 +460,7 @@ def test_autocast_trains(build, translation_batch):
 
 
 def test_extra_learned_and_zero_keys(translation_batch):
-    """fairseq's learned and zero key (used by other models) may be attended to, never cached."""
+    """fairseq's learned and zero keys (in other models) get attention but are not cached."""
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(
         8, 2, add_bias_kv=True, add_zero_attn=True, self_attention=True

@@ -1,4 +1,4 @@
-"""The modules' arguments: which are taken, and by what name the others are refused."""
+"""The modules' arguments and parameters, and errors that name a wrong argument."""
 
 import itertools
 import math
@@ -243,7 +243,7 @@ def test_normalizer_refuses_arguments_by_name(name, arguments, part):
         Normalizer(name, **arguments)
 
 
-# --- in place of a softmax ---------------------------------------------------------------------
+# --- replace_softmax ---------------------------------------------------------------------------
 
 
 def test_only_scores_past_any_live_models_are_cut():
@@ -264,18 +264,18 @@ def test_half_precision_stays_what_softmax_makes_of_it():
         assert replaced(lambda x: x.softmax(-1))(x).dtype == x.softmax(-1).dtype
 
 
-# --- fairseq's attention, one word after another -------------------------------------------------
+# --- fairseq's attention, incrementally ----------------------------------------------------------
 
 
 def self_attention(**options):
-    """Heads of 16, which the kernel for a step serves."""
+    """A head dimension of 16, which the decoding kernel supports."""
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(32, 2, self_attention=True, **options)
     return MultiheadAttention(stock, Normalizer("multimax", init_std=0.3)).eval()
 
 
 def stepped(layer, x, read=(False,) * 5, padding=None):
-    """The outputs of steps; `read` says at which of them somebody reads the weights."""
+    """Return the outputs of steps; `read` gives the steps at which the weights are read."""
     state = {}
     given = [None] * 5 if padding is None else padding.split(1, 1)
     found = [
@@ -303,7 +303,7 @@ def test_the_weights_of_heads_alone_may_be_asked_for_at_a_step():
     x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
     options = {"need_weights": False, "need_head_weights": True}
     _, weights = self_attention()(x, x, x, incremental_state={}, **options)
-    assert torch.equal(weights, torch.ones(2, 3, 1, 1))  # of the one word that there is
+    assert torch.equal(weights, torch.ones(2, 3, 1, 1))  # there is only one word
 
 
 @torch.no_grad()

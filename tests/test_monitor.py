@@ -1,4 +1,4 @@
-"""--monitor-interval: figures as multimax-analyze finds them, and training as without it."""
+"""--monitor-interval logs the numbers of multimax-analyze and does not change training."""
 
 import copy
 import gc
@@ -73,7 +73,7 @@ def criterion_of(task, flags=(), fused=True):
 
 
 def step(model, criterion, sample, done=7):
-    """What a training step does before its update; the figures that were logged."""
+    """Run forward and backward pass of a training step; return the logged numbers."""
     with metrics.aggregate("train"), metrics.aggregate("train_inner") as logged:
         model.train()
         model.set_num_updates(done)
@@ -85,11 +85,11 @@ def step(model, criterion, sample, done=7):
     }
 
 
-# --- the figures ----------------------------------------------------------------------------------
+# --- logged numbers -------------------------------------------------------------------------------
 
 
 def loaded(path):
-    """A checkpoint's model, and the valid set in one batch."""
+    """Return a checkpoint's model, its task and the valid set in one batch."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     task.load_dataset("valid")
     dataset = task.dataset("valid")
@@ -142,7 +142,7 @@ def test_the_figures_are_those_of_a_collection(
 
 @pytest.mark.parametrize("variant", ["multimax", "multimax-heads", "softmax", "evsoftmax"])
 def test_the_largest_score_is_that_of_the_weights(data, checkpoint, variant):
-    """In float64, of each sentence by itself; and the figures of the output, by torch."""
+    """Compares with float64 for each sentence alone; the output's numbers with PyTorch."""
     path = checkpoint(TRANSLATION, *VARIANTS[variant], *EVERY)
     model, task, sample = loaded(path)
     found = step(model, criterion_of(task, VARIANTS[variant]), sample)
@@ -210,7 +210,7 @@ def test_the_first_batch_of_every_nth_update_is_seen(build, task, lm_batch):
 
 
 def test_what_is_undefined_is_left_out(build, task, lm_batch):
-    """Of a query with one key there is no lower score, nor one between."""
+    """A query with one key has no lower and no intermediate score."""
     model, criterion = build(LANGUAGE_MODEL, *EVERY), criterion_of(task)
     found = step(model, criterion, lm_batch((1, 1)))
     assert all(map(math.isfinite, found.values())) and found["decoder.0/entropy"] == 0
@@ -238,7 +238,7 @@ def test_the_largest_score_may_be_below_zero(build, task, lm_batch):
 
 
 def step_of_one(rank, folder):
-    """A worker's step under each kind of DDP: leaves what it has logged in the folder."""
+    """Run a worker's step under each kind of DDP; save the logged numbers in the folder."""
     store = (folder / "store").as_uri()
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     start, criterion, batches = torch.load(folder / "start.pt", weights_only=False)
@@ -341,7 +341,7 @@ def test_a_step_that_is_seen_leaves_what_any_other_leaves(
 
 
 def lines(output, kind="train_inner"):
-    """What progress lines in JSON say."""
+    """Parse the progress lines in JSON."""
     found = re.findall(rf"\| {kind} \| (\{{.*)", output)
     return [json.loads(line) for line in found]
 
@@ -362,7 +362,7 @@ def test_a_run_ends_the_same_and_its_lines_stay_short(text, tmp_path, data, word
     keys = [[re.findall(r"(\w+)[= ]\S+", line) for line in lines] for lines in shown]
     assert keys[0] == keys[1] and len(keys[0]) > 6
     assert max(map(len, shown[1])) <= max(map(len, shown[0])) + 10
-    assert told.count("monitor") == silent.count("monitor") + 2  # the settings, and one remark
+    assert told.count("monitor") == silent.count("monitor") + 2  # the settings and one message
 
 
 def test_json_has_all_and_a_resumed_run_goes_on_counting(text, tmp_path):
@@ -396,7 +396,7 @@ def test_a_command_refuses_an_interval_below_one(text, tmp_path):
 
 
 def turned(model, layer, low=2.0):
-    """A modulator whose low side turns near 0."""
+    """Return a modulator whose low side has a turning point near 0."""
     modulator = layer.normalizer.modulator
     with torch.no_grad():
         for parameter in model.decoder.parameters():
@@ -430,7 +430,7 @@ def test_one_warning_where_a_modulator_falls(build, task, translation_batch, cap
     "flags, low",
     [
         ((), 0.0),  # the identity
-        ((), -2.0),  # rises ever more
+        ((), -2.0),  # increases everywhere
         (("--multimax-monotone",), 2.0),
     ],
 )

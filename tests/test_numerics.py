@@ -1,4 +1,4 @@
-"""Numbers that are not finite: the sentence names where they begin, and fp16 recovers from them."""
+"""Errors name the layer where numbers stop being finite; fp16 training recovers from overflow."""
 
 import copy
 import math
@@ -77,7 +77,7 @@ def test_a_gradient_that_alone_is_not_finite_is_named(trainer_of):
 
 @pytest.mark.parametrize("arch", [TRANSLATION, LANGUAGE])
 def test_fp16_recovers_from_an_overflow_in_a_modulator(trainer_of, arch, monkeypatch):
-    """The loss scaler's part, on CPU tensors; fairseq puts a number onto a GPU meanwhile."""
+    """Tests the loss scaler on CPU tensors; fairseq would move a number to a GPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     scale = ("--fp16-init-scale", str(2**16), "--fp16-scale-window", "1000")
     trainer, batches = trainer_of(arch, *OUTPUT, "--fp16-no-flatten-grads", *scale, fp16=True)
@@ -112,7 +112,7 @@ def test_a_validation_that_is_not_finite_is_in_no_comparison(trainer_of, broken,
     epoch = trainer.get_train_iterator(1)
     epoch.next_epoch_itr(shuffle=False)
     save = checkpoint_utils.save_checkpoint
-    vars(save).pop("best", None)  # of another test's training
+    vars(save).pop("best", None)  # left by another test
 
     def kept():
         found = [*tmp_path.glob("checkpoint.best_loss_*.pt"), tmp_path / "checkpoint_best.pt"]
@@ -130,7 +130,7 @@ def test_a_validation_that_is_not_finite_is_in_no_comparison(trainer_of, broken,
 
 
 def test_a_place_that_was_not_finite_once_is_named(build, translation_batch):
-    """However many finite passes follow, as of the other batches of an update."""
+    """Finite passes of the other batches of an update may follow."""
     model, sample = build(TRANSLATION), translation_batch()["net_input"]
     projection = model.encoder.layers[1].self_attn.q_proj
     kept = projection.bias.detach().clone()
@@ -177,7 +177,7 @@ def test_what_was_seen_until_a_pass_stopped_is_the_answer(build, translation_bat
 
 
 def test_of_several_gradients_the_last_places_is_named(trainer_of):
-    """Where gradients, which come from the output, begin not to be finite."""
+    """Backpropagation runs from the output, so the last place is where the gradients fail first."""
     trainer, batches = trainer_of(TRANSLATION)
     for layer in trainer.get_model().decoder.layers:
         layer.fc1.weight.register_hook(lambda gradient: gradient * torch.inf)

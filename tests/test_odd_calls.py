@@ -1,7 +1,6 @@
-"""A call that is odd and yet not wrong is right: against the plain line in float64, gradients too.
+"""Unusual but valid calls equal the plain formula in float64, with their gradients.
 
-An odd call is an ordinary one in which a tensor, or some, lie oddly in memory or are of an odd
-dtype or shape. The plain line gets the same tensors in float64.
+In such a call, one or more tensors have an unusual memory layout, dtype or shape.
 """
 
 import functools
@@ -46,7 +45,7 @@ B, H, T, S, D, N, V = 3, 4, 5, 6, 16, 10, 300
 
 
 def offsets(*shape):
-    """The parameters of a modulator that does much to scores of a few units."""
+    """Return parameters of a modulator that is far from the identity for scores of a few units."""
     return {name: 0.2 * drawn(*shape, seed=n) for n, name in enumerate(PARAMETERS)}
 
 
@@ -90,7 +89,7 @@ FUNCTIONS = {
 
 
 def compared(name, changes=None, **options):
-    """What is not as in the plain line, of a good call with these changes."""
+    """Change a valid call and compare it with the formula; return {what differs: by how much}."""
     ours, plain, good = FUNCTIONS[name]
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in good.items()}
     for key, change in (changes or {}).items():
@@ -98,7 +97,7 @@ def compared(name, changes=None, **options):
     return beside_plain(ours, plain, arguments, options)
 
 
-# --- what is odd: CASES[what is tested][what is odd] = a function that says what is off ----------
+# --- CASES[function][what is unusual] = a function that returns the differences -------------------
 
 OF_FLOATS = {
     "negated in place of a copy": lambda t: torch.complex(torch.zeros_like(t), t).conj().imag,
@@ -108,7 +107,7 @@ OF_FLOATS = {
 DTYPES = (torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
 ALL = " ".join(PARAMETERS)
-# What is laid out oddly; what may be of another dtype than the rest.
+# Arguments with an unusual layout; arguments with another dtype than the rest.
 TENSORS = {
     "modulate": ["x", ALL],
     "multimax": ["x", "mask"],
@@ -146,7 +145,7 @@ for name, inputs in TENSORS.items():
             "attention",
             "attn_mask",
         )
-        # Of equal scores the gradients are sums that cancel.
+        # With equal scores, the gradients are sums that cancel.
         if (floats or what in LAYOUTS) and (arguments, what) != (
             "query key value",
             "one number for all",
@@ -176,7 +175,7 @@ for dim in (0, 1, 2, -4):
     odd("multimax", f"dim {dim}", {}, dim=dim)
     odd("log_multimax", f"dim {dim}", {}, dim=dim)
 
-# Sizes: (B, H, T, S, D), (N, V, D), and of what is over the last dimension.
+# Sizes: (B, H, T, S, D), (N, V, D), and shapes of elementwise calls.
 for b, h, t, s, d in (
     *((2, 2, t, s, 16) for t in (0, 1, 8, 9, 65) for s in (0, 1, 7, 64, 130)),
     *((1, 2, 3, 20, d) for d in (0, 1, 3, 15, 17, 33, 80, 256)),
@@ -253,7 +252,7 @@ odd("attention", "all dropped", {}, dropout_p=1)
 
 
 def near(alpha):
-    """What alpha_entmax is when alpha comes so near to 1 that it is softmax, or far above it."""
+    """Compare alpha_entmax with softmax for alpha near 1, and with argmax for a large alpha."""
     limit = SCORES.softmax(-1) if alpha < 2 else F.one_hot(SCORES.argmax(-1), 4)
     found = {t: NORMALIZERS["alpha_entmax"](SCORES.to(t), alpha=alpha) for t in DTYPES}
     off = {f"{t}": distance(probs, limit.double(), 0.01) for t, probs in found.items()}
@@ -261,7 +260,7 @@ def near(alpha):
 
 
 def lost(name, wrong, **options):
-    """Nothing where a row with a score that no softmax can be taken of is nan, and no other row."""
+    """Check that a row without a softmax is NaN, and no other row."""
     rows = SCORES.clone()
     rows[1] = wrong
     found = NORMALIZERS[name](rows, **options)
@@ -290,7 +289,7 @@ for name, example in EXAMPLES.items():
     for what, arguments in given_oddly.items():
         case(name, what, mapped, name, **arguments, **options)
     for wrong in (math.nan, math.inf, -math.inf):
-        # To those whose rows need not sum to one, scores of -inf are scores that get nothing.
+        # If rows need not sum to 1, a score of -inf is valid and has probability 0.
         if name == "sigmoid" or wrong < 0 and not NORMALIZERS[name].sums_to_one:
             continue
         case(
@@ -309,7 +308,7 @@ for alpha in (1, 1 + 1e-15, 1 + 1e-9, 1 + 1e-6, 1e4, 1e300):
 
 
 def no_gradients_without_need():
-    """Whether the gradients of the loss are formed where nobody can ask for them."""
+    """Check that the loss computes gradients only if they are needed."""
     formed = []
 
     def recording(function):
@@ -336,7 +335,7 @@ def no_gradients_without_need():
 
 
 def differentiable_graph(name):
-    """Whether the gradients are the same where a graph of them was asked for."""
+    """Check that create_graph=True does not change the gradients."""
     ours, _, good = FUNCTIONS[name]
     arguments = {k: v.clone() for k, v in good.items()}
     learned = [v.requires_grad_() for v in arguments.values() if v.is_floating_point()]
@@ -349,7 +348,7 @@ def differentiable_graph(name):
 
 
 def under(context, name, error):
-    """What is off under a context, from the plain line without it."""
+    """Compare a call under a context with the formula outside of it."""
     ours, plain, good = FUNCTIONS[name]
     with context():
         found = ours(**good)
@@ -359,7 +358,7 @@ def under(context, name, error):
 
 
 def thrice():
-    """Attention of a tensor to itself, with all gradients into one."""
+    """Compare attention with one tensor as query, key and value."""
     x = ATTENTION["query"].clone().requires_grad_()
     modulator = offsets(H, 2)
     pairs = []

@@ -1,5 +1,4 @@
-"""The kernels as operators of torch: its own checks of them, and that whatever records, casts or
-transforms a function gives eager's numbers."""
+"""The operators pass PyTorch's checks and work under recording, autocast and torch.func."""
 
 import logging
 from contextlib import nullcontext
@@ -47,7 +46,7 @@ def fresh():
 
 
 def some_modulator(**options):
-    """Far from the identity on scores of a few units, and each head another."""
+    """Return a modulator far from the identity, with other values for each head."""
     generator = torch.Generator().manual_seed(3)
     module = Modulator(**options)
     with torch.no_grad():
@@ -76,7 +75,7 @@ def some_mask(*shape, kind=torch.bool):
 
 
 def some_output(tokens=7, dtype=torch.float32, grad=True):
-    """Features, weight, bias and targets of an output layer, one of which counts for nothing."""
+    """Return features, weight, bias and targets of an output layer; one target is ignored."""
     shapes = (tokens, SIZE), (CLASSES, SIZE), (CLASSES,)
     target = torch.randint(CLASSES, (tokens,))
     target[torch.randint(tokens, ())] = -100
@@ -170,7 +169,7 @@ def test_the_output_layer_is_an_operator_to_torch(
 
 
 class Case(nn.Module):
-    """A public function as a module, and inputs for it of any length."""
+    """A public function as a module, and a function that makes inputs of any length."""
 
     def __init__(self, function, inputs, dynamic, **options):
         super().__init__()
@@ -227,7 +226,7 @@ def on_output(reduction, label_smoothing=0.0):
 
 
 def some_pair(tokens=7, dtype=torch.float32):
-    """Two features, weight, bias and mask of an output layer."""
+    """Return two features, weight, bias and mask of an output layer."""
     features, weight, bias, target = some_output(tokens, dtype)
     return features, random(tokens, SIZE, dtype=dtype), weight, bias, target < 0
 
@@ -240,7 +239,7 @@ def on_pair(reduction):
     return Case(divergence, lambda tokens, _: some_pair(tokens), [(0, 0), (1, 0), (4, 0)])
 
 
-# What stands in the graph besides torch's own operations.
+# {case: our operators in the graph}
 CASES = {
     **{
         f"modulator, {name}": (lambda o=options: on_scores(lambda m, x: m(x), **o), {"modulate"})
@@ -281,7 +280,7 @@ def case(request):
 
 
 def with_gradients(module):
-    """The module as a function of its parameters and inputs, to outputs and all gradients."""
+    """Return a function of parameters and inputs that gives outputs and all gradients."""
 
     def function(parameters, inputs):
         output = functional_call(module, parameters, tuple(inputs))
@@ -293,7 +292,7 @@ def with_gradients(module):
 
 
 def assert_same(module, recorded, inputs):
-    """Outputs and gradients of what was recorded of a module are the module's own."""
+    """Check that a recorded program has the module's outputs and gradients."""
     parameters = dict(module.named_parameters())
     expected = with_gradients(module)(parameters, inputs)
     output = recorded(*inputs)
@@ -317,7 +316,7 @@ def test_a_function_compiles_once_for_all_lengths(case, dynamic):
                 torch._dynamo.mark_dynamic(inputs[index], dim)
         assert_same(case, compiled, inputs)
     (compiled,) = (graph for graph in counter.graphs if len(graph.graph.nodes) > 0)
-    # What inductor can fuse by itself is left to it.
+    # Inductor fuses the rest itself.
     assert ours(compiled.graph) == case.names - {"modulate"}
 
 
@@ -384,7 +383,7 @@ def test_a_traced_function_is_torchs_own_operations_for_all_lengths(case):
 
 @pytest.mark.parametrize("options", MODULATORS.values(), ids=MODULATORS)
 def test_onnx_has_an_operation_for_all_that_is_traced(options):
-    """What torch.onnx.export(dynamo=False) does before it needs the package onnx."""
+    """Runs the part of torch.onnx.export(dynamo=False) that needs no onnx package."""
     case = on_heads((BATCH, 1, 1, 0), **options).eval()
     graph, *_ = torch.onnx.utils._model_to_graph(case, tuple(case.inputs(*LENGTHS[0])))
     kinds = {node.kind() for node in graph.nodes()}
@@ -447,7 +446,7 @@ def output_loss_as_torch(modulator, features, weight, bias, target):
 
 
 def cast_inputs(name, dtype):
-    """Parameters, and what the layer before gave, which autocast may have made narrower."""
+    """Return parameters and activations; autocast may have narrowed the activations."""
     if name == "attention":
         shapes = [(BATCH, HEADS, n, SIZE) for n in (QUERIES, KEYS, KEYS)]
         return [*(random(*s).to(dtype) for s in shapes), ~some_mask(BATCH, 1, 1, KEYS)]
@@ -507,7 +506,7 @@ def test_under_autocast_the_kernels_serve_as_exactly_as_plain_pytorch(name, dtyp
 
 
 def results_of(function, modulator, inputs, dtype, context):
-    """The output, the gradient by each input, and that by the modulator's parameters."""
+    """Return the output and the gradients of the inputs and the modulator's parameters."""
     inputs = [
         (t if dtype is None else t.to(dtype)).clone().requires_grad_()
         if t.is_floating_point()
@@ -532,7 +531,7 @@ def relative(got, exact):
 
 
 def test_the_kernels_for_the_cpu_make_no_scores_either():
-    """What is called inside of an operator, a recorder around it does not see."""
+    """A recorder around an operator does not see the calls inside it."""
     query, key, value, mask = cast_inputs("attention", torch.bfloat16)
     table = some_table().detach()
     rest = (torch.zeros(query.shape[1]), ~mask, None, False, 0.0, 0.3, 2, 2)
@@ -563,7 +562,7 @@ def test_autocast_and_compile_agree_with_autocast_alone(name):
         wanted = [*(t for t in inputs if t.requires_grad), *case.parameters()]
         weights = torch.randn(got.shape).to(got.dtype)
         results = [torch.autograd.grad((out * weights).sum(), wanted) for out in (got, expected)]
-        # One without a kernel is rounded to bfloat16 before its factor is known, or after.
+        # Without a kernel, rounding to bfloat16 may come before or after the scaling.
         close = 1e-2 if name == "divergence" else 1e-4
         torch.testing.assert_close(*results, rtol=close, atol=close)
     assert counter.frame_count == 1
@@ -601,7 +600,7 @@ def test_what_inference_mode_gives_is_as_usable_later_as_what_torch_gives(name):
 
 @pytest.fixture(params=CAST)
 def transformable(request):
-    """A function of one tensor, and that tensor."""
+    """Return a function of one tensor, and the tensor."""
     function, *_ = CAST[request.param]
     modulator = some_modulator()
     if request.param == "modulator":

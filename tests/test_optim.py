@@ -1,4 +1,4 @@
-"""The optimiser: what is special about the learned scalars."""
+"""The optimizer treats the learned scalars separately."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def test_adam_does_not_decay_learned_scalars(build, normalizer, resumed):
     assert {name for name in kept if before[name].abs().max() > 0} == {
         name for name in before if "normalizer" in name and before[name].abs().max() > 0
     }
-    flat = torch.nn.Parameter(torch.cat([p.flatten() for p in before.values()]))  # as --fp16 has it
+    flat = torch.nn.Parameter(torch.cat([p.flatten() for p in before.values()]))  # as with --fp16
     with pytest.raises(UsageError, match="--memory-efficient-fp16"):
         multimax_adam([flat])
 
@@ -66,7 +66,7 @@ def test_adam_refuses_an_invalid_learning_rate_scale(build, scale):
 
 @pytest.mark.parametrize("every_update", [True, False])
 def test_adam_freezes_learned_scalars_across_a_resume(build, every_update):
-    """Whether the schedule sets the learning rate at each update or, like reduce_lr_on_plateau, at
+    """The schedule sets the learning rate at each update or, like reduce_lr_on_plateau, at
     the start."""
     model = build(ARCH)
     flags = ("--scalar-freeze-updates", "3", "--scalar-lr-scale", "0.5")
@@ -91,7 +91,7 @@ def test_adam_freezes_learned_scalars_across_a_resume(build, every_update):
     assert moved[:3] == [0, 0, 0]
     assert moved[3:] == pytest.approx([0.05, 0.05], rel=1e-3)
     saved = optimizer.state_dict()
-    del saved["param_groups"][1]["updates"]  # as in an older checkpoint
+    del saved["param_groups"][1]["updates"]  # older checkpoints lack it
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[1]["updates"] == 0
 

@@ -1,4 +1,4 @@
-"""data-prep/steps.py: existing folders, and errors before any work."""
+"""data-prep/steps.py: existing folders, and errors that come before any work."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Several processes on a CPU train what one does, and a mistake in one of them is told."""
+"""Several CPU processes train the model of one process, and report an error in one of them."""
 
 import contextlib
 import random
@@ -62,7 +62,7 @@ FairseqTask.train_step = seeded
 
 
 def free_port():
-    """One below those that the system gives to connections, which could take it meanwhile."""
+    """Return a free port below the ephemeral ports, which the system could assign meanwhile."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("localhost", port))
@@ -71,7 +71,7 @@ def free_port():
 
 
 def side_by_side(folder, processes, start, *words, **environment):
-    """What `start` returns of each of torchrun's processes, which are forks here."""
+    """Run `start` in forks with torchrun's environment variables; return each result."""
     port = free_port()
 
     def of_rank(rank):
@@ -84,14 +84,14 @@ def side_by_side(folder, processes, start, *words, **environment):
 
 
 def one(folder, words, name, processes, **environment):
-    """Parameters and losses of one process that sees as many batches an update."""
+    """Return parameters and losses of one process with the same number of batches per update."""
     flags = ("--update-freq", str(processes), "--save-dir", f"{name}-one")
     log = run(folder, "fairseq-train", *words, *flags, **environment)
     return log, parameters(folder / f"{name}-one" / "checkpoint_last.pt")
 
 
 def assert_as_one(folder, words, flags, name, processes=2, zeros=False):
-    """Losses are printed to three places, and are told of training and of validation."""
+    """Check that parameters and printed losses, to three digits, equal those of one process."""
     several = side_by_side(
         folder, processes, run, "fairseq-train", *words, *flags, "--save-dir", name
     )
@@ -114,7 +114,7 @@ def assert_same(found, expected):
 
 
 def test_torchruns_processes_train_as_one(text):
-    """With nothing more than --cpu, and the loss that uses parameters outside of the model."""
+    """With only --cpu, and with the loss that uses parameters outside of the model."""
     assert_as_one(text, [*TRANSLATE, *PLUGIN, *OUTPUT, *FUSED["mt"]], [], "two")
 
 
@@ -149,7 +149,7 @@ OF_FOUR = ["fused", "entmax_loss", "layerdrop"]
 )
 @pytest.mark.parametrize("kind", ["mt", "lm"])
 def test_any_number_of_processes_trains_as_one(text, kind, model, backend, processes):
-    """Losses, backends, layers that are left out, mappings that are in some attentions only."""
+    """Covers losses, backends, LayerDrop, and mappings in some attentions only."""
     words = [*(TRANSLATE if kind == "mt" else MODEL_LANGUAGE), *seeded(text), *MODELS[model](kind)]
     name = f"{kind}-{model}-{backend}-{processes}"
     if (model, backend) == ("layerdrop", "torch"):
@@ -163,7 +163,7 @@ def test_any_number_of_processes_trains_as_one(text, kind, model, backend, proce
 
 @pytest.fixture
 def script(text, tmp_path):
-    """fairseq-train as scripts/setup.sh writes it: processes that are spawned read it again."""
+    """fairseq-train as scripts/setup.sh writes it; spawned processes import it again."""
     (tmp_path / "bin").mkdir()
     file = tmp_path / "bin" / "fairseq-train"
     file.touch()
@@ -174,7 +174,7 @@ def script(text, tmp_path):
 
 
 def test_processes_that_are_spawned_say_what_is_wrong(text, script):
-    """A damaged checkpoint stops the one that reads it, and so the one that waits for it."""
+    """A damaged checkpoint stops the process that reads it and the one that waits for it."""
     (text / "spawned").mkdir(exist_ok=True)
     (text / "spawned" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
     words = [*TRANSLATE, *PLUGIN, "--distributed-world-size", "2", "--save-dir", "spawned"]
@@ -186,7 +186,7 @@ def test_processes_that_are_spawned_say_what_is_wrong(text, script):
 
 
 def test_torchruns_processes_say_what_is_wrong(text):
-    """torch keeps what is printed about an error, and the process ends before it is shown."""
+    """PyTorch stores the error's text, and the process ends before it is shown."""
     (text / "damaged").mkdir(exist_ok=True)
     (text / "damaged" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
     words = ("fairseq-train", *TRANSLATE, *PLUGIN, "--save-dir", "damaged")
@@ -209,7 +209,7 @@ def test_spawned_processes_train_as_one(text, script):
     "flags", [(), ("--distributed-world-size=2", "--distributed-backend=gloo")]
 )
 def test_torchrun_itself(text, script, flags):
-    """Two nodes of one process each, which meet at an address."""
+    """Two nodes of one process each, with one rendezvous address."""
     words, name = [*TRANSLATE, *PLUGIN], f"nodes-{len(flags)}"
     port = free_port()
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1")
@@ -227,7 +227,7 @@ def test_torchrun_itself(text, script, flags):
 
 
 def settings(**given):
-    """What call_main reads of a training's settings."""
+    """Return the settings that call_main reads."""
     values = {
         "distributed_world_size": 2,
         "distributed_init_method": None,
@@ -246,7 +246,7 @@ def settings(**given):
 
 
 def test_only_commands_that_share_their_work_ask_torchrun(monkeypatch):
-    """fairseq-eval-lm in two processes would tell the perplexity of a half each."""
+    """fairseq-eval-lm in two processes would report the perplexity of one half each."""
     told = dict(zip(running.TORCHRUN, ("localhost", "1", "2", "0"), strict=True))
     for name, value in told.items():
         monkeypatch.setenv(name, value)
@@ -262,7 +262,7 @@ def test_only_commands_that_share_their_work_ask_torchrun(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The settings of each process that call_main starts, in a process without torchrun."""
+    """Return the settings of each process that call_main starts without torchrun."""
     compat.apply()
     for name in running.TORCHRUN:
         monkeypatch.delenv(name, raising=False)

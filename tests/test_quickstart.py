@@ -1,4 +1,4 @@
-"""scripts/quickstart.sh and data-prep/demo.py end to end, on small archives made here."""
+"""scripts/quickstart.sh and data-prep/demo.py end to end, on small archives."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ def demo():
 
 
 def pairs() -> list[tuple[str, str]]:
-    """English and Spanish; several translations of most sentences, in both directions."""
+    """Return English and Spanish pairs; most sentences have several translations."""
     who = [("I", "yo"), ("we", "nosotros"), ("you", "tú"), ("you", "usted"), ("Tom", "Tom")]
     does = [
         ("see", "veo"),
@@ -62,9 +62,9 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def run_and_stop_at(what: str, how: signal.Signals, out: Path, *command: str, cwd: Path) -> None:
-    """Send a signal once a file matches `what`; a training waits there.
+    """Send a signal once a file matches `what`; the training waits there.
 
-    SIGKILL goes to the run and all its children, any other only to the run, which passes it on.
+    SIGKILL goes to the run and all its children; others only to the run, which forwards them.
     """
     process = subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""R-Drop: the two passes' loss and gradients are the formula's, with the dropout masks stored."""
+"""R-Drop's loss and gradients equal the formula, with fixed dropout masks."""
 
 import contextlib
 import copy
@@ -60,7 +60,7 @@ class Masks:
 
     @contextlib.contextmanager
     def passes(self, *rows):
-        """Of a batch whose rows are these (pass, sentence)."""
+        """Set the (pass, sentence) pairs of the rows of the next batch."""
         self.rows, self.place = rows, 0
         yield
         assert self.place == len(self.stored) > 0

@@ -1,4 +1,4 @@
-"""Whole models in what records, compiles and casts programs: one graph, and eager's numbers."""
+"""Whole models give one graph and eager's numbers under torch.compile, export and autocast."""
 
 from contextlib import nullcontext
 
@@ -39,7 +39,7 @@ ONE_LAYER = ["--encoder-layers", "1", "--decoder-layers", "1"]
 
 
 def some_batches(arch, translation_batch, lm_batch):
-    """Two batches of one shape, the first without padding, and a third of another shape."""
+    """Return two batches of one shape, the first without padding, and one of another shape."""
     if "_lm" in arch:
         return [lm_batch((8, 8, 8)), lm_batch((8, 5, 3), seed=1), lm_batch((6, 4, 2))]
     return [
@@ -64,7 +64,7 @@ def training(request, build, translation_batch, lm_batch):
 
 
 class Scores(nn.Module):
-    """A model's scores alone, of tensors alone."""
+    """A model as a module from tensors to scores."""
 
     def __init__(self, model):
         super().__init__()

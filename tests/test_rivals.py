@@ -1,4 +1,4 @@
-"""What is particular to mappings of 2024 to 2026: counts of keys, sinks, hidden states, gates."""
+"""Properties of single mappings: key counts, sinks, hidden states and gates."""
 
 import math
 
@@ -93,7 +93,7 @@ def test_padding_and_causal_order_count_as_if_the_sentence_ended_there(normalize
 def test_keys_that_are_hidden_have_no_part_whatever_they_hold(
     allowed, queries, normalizer, options
 ):
-    """Few queries go another way than many."""
+    """Few and many queries use different kernels."""
     lengths = enumerate((queries, S, S))
     query, key, value = (drawn(B, H, n, 16, seed=seed) for seed, n in lengths)
     mask = torch.zeros(S).bool()
@@ -150,7 +150,7 @@ def test_ssmax_is_softmax_at_one_over_the_logarithm_of_the_number_of_keys():
 @pytest.mark.parametrize("name", ["ssmax", "asentmax", "adaptive_temperature"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_score_of_minus_infinity_has_no_part(name, masked):
-    """Beside it the probabilities are as beside a score that is far below, and so are gradients."""
+    """A score of -inf gives the probabilities and gradients of a very low score."""
     factors = {"ssmax": ("length_scale",), "asentmax": ("beta", "gamma")}.get(name, ())
     options = {factor: torch.full((1,), 0.7, requires_grad=True) for factor in factors}
     mask = torch.tensor([False, False, False, True]) if masked else None
@@ -347,7 +347,7 @@ def test_a_gate_multiplies_what_attention_found(continuous):
 
 @pytest.mark.parametrize("by_scores", [False, True])
 def test_a_gate_passes_on_what_attention_is_asked_for(by_scores):
-    """Dropout, a scale, probabilities; a gate halves at its start."""
+    """The gate forwards dropout, scale and probabilities; its initial factor is one half."""
     inner, (query, key, value), hidden = Normalizer("softmax"), heads(), drawn(B, 1, T, C, seed=3)
     found = []
     for attention in (inner, GatedAttention(inner, C, H, D)):

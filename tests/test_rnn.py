@@ -1,4 +1,4 @@
-"""The recurrent model: its plain equations, one function in every path, and what it refuses."""
+"""The recurrent model follows its equations, computes one function in every path, and validates."""
 
 import argparse
 import io

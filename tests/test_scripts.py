@@ -1,4 +1,4 @@
-"""What the shell scripts do before and beside the work, by copies whose work is a stand-in."""
+"""The shell scripts' setup, signals and errors, in a checkout with stand-ins for training."""
 
 import os
 import re
@@ -41,8 +41,10 @@ def python(more=""):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """checkout(*hangs) -> a checkout whose scripts are the real ones and whose trainings are not:
-    the experiments that are named do not end."""
+    """checkout(*hangs) -> a checkout with the real scripts and stand-ins for trainings.
+
+    The named experiments do not end.
+    """
 
     def make(*hangs):
         root = tmp_path / "checkout"
@@ -71,7 +73,7 @@ def quickstart(root, *options, **more):
 
 
 def experiments(done):
-    """The arguments of each call of experiment.py."""
+    """Return the arguments of each call of experiment.py."""
     assert done.returncode == 0, done.stdout + done.stderr
     words = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("experiment")]
     return sorted(words)

@@ -1,4 +1,4 @@
-"""The faster layers for translation compute the same function."""
+"""The faster layers for beam search compute the same function."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Settings that have no effect: refused by name before training."""
+"""Settings without effect are refused by name before training."""
 
 import argparse
 import math
@@ -77,7 +77,7 @@ FOREIGN += [
 
 
 def checked(*flags):
-    """Check these flags alone, as a model of all three attentions does."""
+    """Check flags as a model with all three attentions does."""
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)  # as fairseq's
     gen_parser_from_dataclass(parser, translation_config()(), delete_default=True)
     args = parser.parse_args(flags)

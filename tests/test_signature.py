@@ -1,4 +1,4 @@
-"""A result names the commit it was made at, and no other project's."""
+"""A result names the commit of this project that produced it."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""scripts/multi30k.sh and scripts/speeches.sh end to end, on archives made here."""
+"""scripts/multi30k.sh and scripts/speeches.sh end to end, on small archives."""
 
 import gzip
 import itertools

@@ -1,4 +1,4 @@
-"""symmetric_divergence: against its formula, in every dtype and layout, and what it holds."""
+"""symmetric_divergence equals its formula in each dtype and layout, within its memory limit."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def wide(scores):
 
 
 def written_out(features, other, weight, bias, modulator=None):
-    """The plain line of the docstring, without a mask."""
+    """Return the divergence by the docstring's formula, without a mask."""
     log_p, log_q = (
         (modulator or wide)(F.linear(h, weight, bias)).log_softmax(-1) for h in (features, other)
     )
@@ -113,7 +113,7 @@ def test_features_of_two_dtypes_fit_under_autocast():
 
 
 def test_it_is_nothing_of_equals_and_never_negative():
-    """However near the two are, where the difference of two sums would be noise."""
+    """Also for nearly equal inputs, where a difference of two sums would be rounding noise."""
     features, _, weight, bias = inputs(torch.float32)
     same = divergence(features, features, weight, bias)
     assert same == 0
@@ -143,7 +143,7 @@ def test_masked_rows_count_for_nothing():
 
 
 def test_far_apart_distributions_stay_finite():
-    """Words that only one of the two thinks possible, to the point where a probability is 0."""
+    """Words that are likely in one distribution and have probability 0 in the other."""
     features, other = torch.tensor([[200.0]]), torch.tensor([[-200.0]])
     weight = torch.tensor([[1.0], [-1.0]]).requires_grad_()
     ours = symmetric_divergence(features, other, weight)
@@ -163,7 +163,7 @@ def test_all_logits_are_never_held(modulated):
     options = {"chunk_size": 16, "modulator": module}
 
     def peak(function):
-        """The most bytes that forward and backward pass hold at a time."""
+        """Return the peak memory in bytes of forward and backward pass."""
         with torch.profiler.profile(profile_memory=True) as profiler:
             function().backward()
         events = profiler.profiler.kineto_results.events()

@@ -1,4 +1,4 @@
-"""multimax-analyze trajectories: reads and draws the monitor's logs."""
+"""multimax-analyze trajectories reads and draws the monitor's logs."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ def test_read_refuses_a_log_without_the_monitor(tmp_path, content):
 
 @pytest.fixture(scope="module")
 def logs(text, tmp_path_factory):
-    """Logs of a translation model, of a language model, and of a run without monitor."""
+    """Logs of a translation model, a language model, and a run without the monitor."""
     folder = tmp_path_factory.mktemp("logs")
     words = ["--log-format", "json", "--monitor-interval", "2", "--no-save"]
     for name, data, model, more in (

@@ -39,7 +39,7 @@ def scattered(model, seed=0):
 
 
 def padded(side):
-    """Ids, and the attention mask of sentences that are padded on this side."""
+    """Return ids and attention mask of sentences that are padded on this side."""
     ids, mask = tokens(), torch.ones(3, 9, dtype=torch.long)
     for row, length in enumerate((9, 6, 4)):
         mask[row, slice(length, None) if side == "right" else slice(9 - length)] = 0

@@ -1,4 +1,4 @@
-"""user_dir/vit_multimax.py, on a model that stands in for timm's."""
+"""user_dir/vit_multimax.py, on a stand-in for timm's model."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 
 class Attention(nn.Module):
-    """As timm's, with its names."""
+    """Attention with the attribute names of timm's."""
 
     def __init__(self, dim, num_heads):
         super().__init__()

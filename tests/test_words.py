@@ -1,4 +1,4 @@
-"""Words that subword tokens form."""
+"""analysis/words.py: word boundaries of subword tokens."""
 
 import torch
 from fairseq.data import Dictionary

@@ -1,7 +1,7 @@
-"""A call that is wrong is refused in words, by every function and on every backend.
+"""Invalid calls raise an error that names the argument, in each function and backend.
 
-A wrong call is a good one with an argument, or some, made wrong. It has to raise ValueError,
-TypeError or RuntimeError, and to name the argument, or what is wrong with it.
+An invalid call is a valid one with one or more wrong arguments. It must raise ValueError, TypeError
+or RuntimeError with the name of the argument or with what is wrong with it.
 """
 
 import functools
@@ -34,7 +34,7 @@ B, H, T, S, D, N, V = 3, 4, 5, 6, 8, 10, 300
 PARAMETERS = ("low_coefficient", "low_threshold", "high_coefficient", "high_threshold")
 
 
-# --- what can be wrong: (argument, what is wrong, the value or a function of the good one) --------
+# --- errors: (argument, what is wrong, the value or a function of the valid one) ------------------
 
 MISSING = object()
 KINDS = {
@@ -267,7 +267,7 @@ OF_LOSS = [
 
 
 def backward(function, **good):
-    """A function of what can be wrong then; it returns the gradients by the floating arguments."""
+    """Return a function of the wrong arguments that gives the gradients of the float arguments."""
 
     def first(found):
         return found[0] if isinstance(found, tuple) else found
@@ -610,7 +610,7 @@ KERNELS = {
 
 
 def attempt(function, good, wrong):
-    """Make a wrong call; what it was refused with, its kinds of error and its message, or []."""
+    """Make an invalid call; return the error's class names and its message."""
     arguments, _, value = wrong
     names = arguments.split()
     call = dict(good)

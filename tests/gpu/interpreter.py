@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended and made quick for these tests; importing this does it."""
+"""Fixes Triton's interpreter, and makes it faster, on import."""
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ def cast_impl(self, source, destination):
 InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 backend.INTERPRETED = DTYPES
 
-# It prepares the language again at each call of a function within a kernel, over what it
-# prepared before, and spends most of its time so.
+# The interpreter patches the language again at each call of a function within a kernel, which takes
+# most of its time.
 prepared = set()
 
 
@@ -49,8 +49,8 @@ def call(self, *args, **kwargs):
 interpreter.InterpretedFunction.__call__ = call
 
 
-# What follows changes no result: the types of the language, of which each operation makes several,
-# are remembered, and equal shapes are not compared entry by entry. It halves the time.
+# The rest changes no result and halves the time: it caches the language's types, of which each
+# operation makes several, and skips broadcasting between equal shapes.
 blocks, shapes, numpy_types = {}, {}, {}
 make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
 equal, broadcast = tl.dtype.__eq__, TritonSemantic.broadcast_impl_value
@@ -61,7 +61,7 @@ def block_init(self, element_ty, shape):
     key = id(element_ty), *shape
     if key not in blocks:
         make_block(self, element_ty, shape)
-        blocks[key] = element_ty, dict(vars(self))  # which keeps what has this id
+        blocks[key] = element_ty, dict(vars(self))  # keeps the element type alive, and so its id
     vars(self).update(blocks[key][1])
 
 

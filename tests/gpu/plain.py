@@ -37,14 +37,14 @@ FAR = (-0.9, -0.05, 0.3, -0.4, -0.6, -0.03, 0.6, 0.9)
 
 
 def far_table(rows, low=2, high=2):
-    """Parameters a head, all different; zeros for the orders that are not there."""
+    """Return different parameters per head; zeros for orders above `low` and `high`."""
     table = torch.tensor(FAR) + 0.05 * torch.arange(rows)[:, None]
     present = [order <= side for side in (low, low, high, high) for order in (1, 2)]
     return torch.where(torch.tensor(present), table, 0.0).to(DEVICE)
 
 
 def monotone_table(rows, low_turn=-2.0, high_turn=1.5):
-    """Return a table whose sigma is level above its high turn, with slope 1 below its low turn."""
+    """Return a table with a constant sigma above its high turn and slope 1 below its low turn."""
     table = far_table(rows).cpu()
     turns = torch.tensor([low_turn, high_turn]) + 0.05 * torch.arange(rows)[:, None]
     at_turns = modulated(turns[:, None].double(), table)[:, 0].float()
@@ -53,12 +53,12 @@ def monotone_table(rows, low_turn=-2.0, high_turn=1.5):
     return torch.cat([table, turns, offset, level], -1).to(DEVICE)
 
 
-# Scores and sums are formed in float32 in another order than the plain formula's.
+# The kernels sum in float32 in another order than the plain formula.
 ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 
 def assert_as_accurate(ours, plain, exact):
-    """At most twice the plain formula's error in the same type, and some roundings of float32."""
+    """Check for at most twice the plain formula's error in the same dtype plus rounding."""
     for number, (a, b, truth) in enumerate(zip(ours, plain, exact, strict=True)):
         error, plain_error = ((t.double() - truth).norm().item() for t in (a, b))
         limit = 2 * plain_error + ROUNDING * truth.norm().item()
@@ -81,7 +81,7 @@ def doubled(inputs, *others):
 
 
 def plain_attention(query, key, value, table, mask=None, causal=False, scale=None, sink=None):
-    """The plain formula, in the type of the inputs but for the softmax."""
+    """The plain formula, in the dtype of the inputs except for the softmax."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     z = modulated((query * scale) @ key.mT, table)
     if mask is not None and mask.dtype != torch.bool:
@@ -99,7 +99,7 @@ def plain_attention(query, key, value, table, mask=None, causal=False, scale=Non
 
 
 def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), **more):
-    """The kernels' [output, gradients by query, key, value and, if any, table and sink]."""
+    """Return the kernels' [output, gradients of query, key, value, table and sink if given]."""
     from multimax_fairseq.ops.attention import AttentionCall
     from multimax_fairseq.ops.triton import attention as kernels
 
@@ -146,7 +146,7 @@ def make_mask(kind, batch, heads, length, keys):
         mask = full
     elif kind == "added padding":
         mask = torch.where(padding, -1e9, 0.0)
-    elif kind == "added":  # a row of nothing but -1e4, another of nothing but -inf
+    elif kind == "added":  # one row of only -1e4, another of only -inf
         mask = torch.where(full, -1e4, 0.0)
         mask[:, :, 0] = -torch.inf
     elif kind == "bias":  # relative positions, one slope per head
