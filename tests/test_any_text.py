@@ -271,7 +271,7 @@ def talks(draw, folder):
 
 
 def tokens_and_merges(draw, folder, codes):
-    """One line a line, and the joined subwords are the tokens."""
+    """Each line stays one line, and the joined subwords are the tokens."""
     line = bitext.spaced(draw(LINE))
     for language in ("de", "en"):
         tokens = bitext.tokenize(language, line).lower()

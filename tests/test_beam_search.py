@@ -509,7 +509,7 @@ def test_attention_step_leaves_to_others_what_it_cannot_do():
     assert decoding_attention(query.double(), 2, 16) is None
     assert decoding_attention(query, 2, 16, modulator=torch.tanh) is None
     assert decoding_attention(query, 2, 16, sink=torch.zeros(3)) is None
-    with torch.autocast("cpu", torch.bfloat16):  # what it projects is narrower than it is
+    with torch.autocast("cpu", torch.bfloat16):  # the projections are bfloat16
         assert decoding_attention(query, 2, 16) is None
 
 

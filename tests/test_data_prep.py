@@ -207,7 +207,7 @@ def without(name):
 
 TRAIN_DE, TRAIN_EN = (f"train.tags.de-en.{language}" for language in LANGUAGES)
 XML = "IWSLT14.TEDX.dev2012.de-en.en.xml"
-TRAINING = sum(  # what the recipe keeps before it cleans
+TRAINING = sum(  # pairs that the recipe keeps before cleaning
     not any(tag in row[0] for tag in ("<url>", "<talkid>", "<keywords>"))
     for row in training_pairs()
 )
@@ -354,7 +354,7 @@ def test_scripts_refuse_damaged_archives(tgz, tmp_path):
     data = tgz.read_bytes()
     unsafe = pack(tmp_path / "unsafe.tgz", [*layout().items(), ("../outside", b"x")])
     broken = bytearray(data)
-    broken[-6] ^= 1  # in gzip's own checksum
+    broken[-6] ^= 1  # in the checksum of gzip
     for name, wrong, said in (
         ("cut.tgz", data[: len(data) // 2], "is truncated or corrupt"),
         ("end.tgz", data[:-9], "is truncated or corrupt"),

@@ -54,7 +54,7 @@ CALLS = {
     "best scores": lambda: best_scores(WEIGHT, 3)[2],
     "density": lambda: continuous_sparsemax_2d(MEAN, PLANE, PLANE, PLANE.expand(2, 2, 2)),
 }
-if decoding_attention(WORDS, H, D) is not None:  # there is no plain form of it
+if decoding_attention(WORDS, H, D) is not None:  # it has no plain fallback
     CALLS["steps"] = steps
 
 

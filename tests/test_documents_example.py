@@ -12,7 +12,7 @@ from multimax_fairseq.modules import ContinuousAttention, Normalizer
 pytestmark = pytest.mark.long
 
 BOTH = ("softmax", "sparsemax")
-FOUND = (0.95, 0.9, 0.7)  # of the documents, of the means, of the densities
+FOUND = (0.95, 0.9, 0.7)  # accuracy, means inside the interval, density mass inside it
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_marked_interval_is_found(example, monkeypatch, capsys):
         assert (model.attention, model.density) == (attention, density)
         assert line.startswith(f"{attention} {density}: accuracy {accuracy:.2f}, ")
         assert f"in {found:.0%} of" in line and line.endswith(f" {mass:.0%} of it")
-    # The parabola is zero beyond a part of the document.
+    # The parabola is zero outside of a part of the document.
     _, _, variance = trained[1](drawn(example, 100))
     assert ((1.5 * variance) ** (1 / 3) < 0.25).double().mean() > 0.9
 
@@ -129,7 +129,7 @@ def test_it_is_the_attention_of_the_module(example, context, density):
         module.predicted = model.moments
     mask = (documents == 0)[:, None, None]
     expected, _ = module.attend(query, key, states[:, None], mask, scale=1.0)
-    # The module forms the moments that it predicts in float32.
+    # The module computes predicted moments in float32.
     torch.testing.assert_close(kept["classifier"][0], expected[:, 0, 0], rtol=1e-5, atol=1e-6)
 
 

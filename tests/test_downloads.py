@@ -40,7 +40,7 @@ class Host(http.server.BaseHTTPRequestHandler):
         half = name == "cut" or (name == "slow" and not start)
         self.wfile.write(data[start : len(data) // 2 if half else None])
         if name == "slow" and not start:
-            self.rfile.read(1)  # until the other side is gone
+            self.rfile.read(1)  # until the client disconnects
 
     def log_message(self, *_):
         pass
@@ -83,7 +83,7 @@ def test_download_resumes_and_checks(left, names, ranges, host, tmp_path):
     assert [headers.get("Range") for _, headers in host.requests] == ranges
     assert not any("python" in headers["User-Agent"].lower() for _, headers in host.requests)
 
-    archives.download([f"{host.url}/missing"], target, SHA256)  # it is there
+    archives.download([f"{host.url}/missing"], target, SHA256)  # already downloaded
     target.write_bytes(b"damaged")
     with pytest.raises(SystemExit, match="nothing was unpacked; remove it"):
         archives.download([f"{host.url}/file"], target, SHA256)
@@ -146,7 +146,7 @@ def test_download_resumes_after_ctrl_c(host, tmp_path):
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
-        # Tests that run in a shell's background ignore it, and children would inherit that.
+        # Tests in the background of a shell ignore SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not part.exists() or not part.stat().st_size:
@@ -158,6 +158,6 @@ def test_download_resumes_after_ctrl_c(host, tmp_path):
     assert said.strip() == "Stopped; the same command resumes."
     have = part.stat().st_size
     assert 0 < have < len(DATA)
-    assert "is truncated or corrupt" in refused(command, tmp_path)  # whole, but no archive
+    assert "is truncated or corrupt" in refused(command, tmp_path)  # complete, but no archive
     assert host.requests[-1][1]["Range"] == f"bytes={have}-"
     assert part.with_suffix("").read_bytes() == DATA

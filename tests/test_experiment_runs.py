@@ -116,7 +116,7 @@ def experiment(request, tmp_path_factory):
     process.wait()
     assert known
     finished = {f: f.stat().st_mtime_ns for f in folder.glob("out/*/seed-*/result.json")}
-    # Two at once share the runs.
+    # Two scripts at once share the runs.
     processes = [start(command, folder) for _ in range(2)]
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
@@ -159,7 +159,7 @@ def test_experiment_records_what_reproduces_a_result(experiment):
         assert len(result["data"]) == 64
         assert result["parameters"] > 1000 and result["updates"] == 3
         assert result["tokens_per_second"] > 0
-        # Unknown where the one process was killed.
+        # Unknown if the only process was killed.
         assert result["peak_memory"] is None or result["peak_memory"] > 1e8
         assert result["seconds"] >= 0
         if name != "wikitext103":
@@ -185,7 +185,7 @@ def test_experiment_skips_finished_runs(experiment):
         file.read_text().splitlines() for file in folder.glob("out/*/seed-*/train.log")
     )
     starts = sum(line.startswith("=== fairseq-train starts") for line in logs)
-    assert starts in (runs, runs + 1)  # one was killed, and went on unless it had been through
+    assert starts in (runs, runs + 1)  # the killed run resumed, unless it was complete
 
 
 def test_experiment_does_not_train_past_the_last_checkpoint(experiment):
@@ -220,7 +220,7 @@ def test_evaluate_prints_the_score_of_the_run(experiment, tmp_path):
         output = run(folder, script, checkpoint, data, "--average", "2", "--subset", "valid")
         assert "perplexity" in output and (checkpoint.parent / "average2.pt").exists()
     else:
-        # As data-prep/ leaves it where the numbers of sentence pairs are not those expected.
+        # data-prep/ writes this if the numbers of sentence pairs differ from the expected ones.
         near = shutil.copytree(data, tmp_path / "near")
         described = json.loads((near / "evaluation.json").read_text())
         described["differing_counts"] = {"train": {"expected": 10_000, "found": 9_997}}

@@ -108,7 +108,10 @@ def test_options_equal_the_config(experiment, name, row):
     command = both_ways(experiment, name, row)[1]
     for group, settings in compose(experiment, name, row).items():
         for key, value in settings.items():
-            if (group, key) == ("model", "_name"):  # else an architecture of fairseq's old kind
+            if (group, key) == (
+                "model",
+                "_name",
+            ):  # otherwise an architecture in fairseq's old style
                 key = key if OmegaConf.is_config(command.model) else "arch"
             assert getattr(command[group], key) == value, (group, key)
 
@@ -285,7 +288,7 @@ def test_check_refuses_another_command(experiment, tmp_path, capsys):
     (folder / "command").write_text("fairseq-train --lr 1 --dropout 0.3 --clip-norm 0.1\n")
     with pytest.raises(UsageError, match="trained with another command"):
         experiment.finish(run, 0)
-    # The same in another order.
+    # The same settings in another order.
     (folder / "command").write_text("fairseq-train --clip-norm 0.3 --lr 1 --dropout 0.1\n")
     experiment.finish(run, 0)
     assert "Nothing to do: iwslt14 softmax, seed 1" in capsys.readouterr().out

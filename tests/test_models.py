@@ -216,7 +216,7 @@ def test_reordered_hypotheses_keep_their_own_past(build, grad):
                 model.decoder.reorder_incremental_state_scripting(state, order)
             new = torch.arange(len(tokens))[:, None] + 2 * step + 5
             if step == 0:
-                new[1] = 1  # the mask of what is padded goes with it
+                new[1] = 1  # with its padding mask
             tokens = torch.cat([tokens, new], 1)
 
 

@@ -20,7 +20,7 @@ from multimax_fairseq.compat import running
 
 pytestmark = pytest.mark.long
 
-# A gradient that is 0 but for rounding, as a key's bias has, must not become a step of Adam's.
+# A gradient that is 0 up to rounding, as of a key's bias, must not become a step of Adam.
 TRAIN = [
     *("--optimizer", "adam", "--adam-eps", "1e-5", "--lr", "0.005", "--max-tokens", "90", "--cpu"),
     *("--max-update", "6", "--required-batch-size-multiple", "1", "--no-epoch-checkpoints"),
@@ -39,8 +39,8 @@ FUSED = {
 }
 OUTPUT = ["--output-normalizer", "multimax"]
 LEGACY, TORCH = ["--ddp-backend", "legacy_ddp"], ["--ddp-backend", "pytorch_ddp"]
-# Each batch draws anew, so that a layer that one process leaves out of a batch is left out of it by
-# several too. legacy_ddp gives parameters without a gradient zeros, which move them by momentum.
+# Seed for each batch, so that one process and several drop the same layers of a batch. legacy_ddp
+# gives parameters without a gradient zeros, and momentum then moves them.
 SEEDED = """
 import os
 import torch

@@ -27,7 +27,7 @@ from multimax_fairseq.errors import UsageError
 pytestmark = pytest.mark.long
 
 ALPHA = 5.0
-SENTENCES = 3  # of a batch; no other size is it or its double
+SENTENCES = 3  # per batch; no other dimension has this size or twice this size
 # (criterion, its options, label smoothing, ignored prefix)
 CRITERIA = {
     "plain": (MultimaxCrossEntropyCriterion, {}, 0.0, 0),
@@ -47,7 +47,7 @@ MODELS = {
     "transformer_lm_multimax": (*MORE, *MODULATED),
     "transformer_multimax": (*MORE, *MODULATED),
     "rnn_multimax": (*DROPOUT, "--hidden-dropout", "0.2", *MODULATED),
-    # Without linear_output(): over all logits.
+    # Without linear_output(), over all logits.
     "transformer": STOCK,
 }
 
@@ -96,7 +96,7 @@ def model_and_batch(request, build, lm_batch, translation_batch):
 
 def training_model(arch, build, lm_batch, translation_batch):
     model = scatter_modulators(build(arch, *MODELS[arch])).double().train()
-    if arch == "rnn_multimax":  # whose embeddings start small
+    if arch == "rnn_multimax":  # its initial embeddings are small
         for side in (model.encoder, model.decoder):
             side.embed_tokens.weight.data *= 100
     if arch == "transformer_lm_multimax":
@@ -153,7 +153,7 @@ def test_rdrop_equals_the_formula_with_gradients(task, model_and_batch, masks, k
     two = list(two_logits(model, sample, masks, prefix))
     arrays = [x.detach().double().numpy() for x in two]
     expected, divergence = reference.rdrop(*arrays, target.numpy(), ALPHA, smoothing, pad)
-    # fairseq forms log-probabilities in float32, where there is no linear_output().
+    # Without linear_output(), fairseq computes log-probabilities in float32.
     fused = hasattr(model.decoder, "linear_output")
     close = 1e-10 if fused else 1e-5
     assert loss.item() == pytest.approx(expected, rel=close)
@@ -187,7 +187,7 @@ def test_rdrop_without_weight_sums_two_passes(task, model_and_batch, masks, kind
     theirs = gradients(model, found[0][0] + found[1][0])
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, msg=name)
-    # What is logged is the mean of the two passes.
+    # The log has the mean of the two passes.
     assert logged.keys() == found[0][2].keys() | {"rdrop"}
     for key in ("loss", "nll_loss"):
         if key in logged:
@@ -204,7 +204,7 @@ def test_rdrop_equals_fairseqs_rdrop(task, build, lm_batch, translation_batch, m
             model, sample
         )
     ours = gradients(model, loss)
-    with masks.passes(*FIRST, *SECOND):  # the copies stand after all sentences there
+    with masks.passes(*FIRST, *SECOND):  # the second copies follow all sentences
         found = RdropLabelSmoothedCrossEntropyCriterion(task, **options)(model, sample)
     torch.testing.assert_close(loss.float(), found[0].float())
     assert size == found[1]
@@ -230,7 +230,7 @@ def test_rdrop_logs_mean_loss_and_divergence(
     both = 2 * logged["loss"] + ALPHA * logged["rdrop"]
     torch.testing.assert_close(loss.detach(), both)
     if options:
-        # Accuracy is that of the first pass.
+        # The accuracy is of the first pass.
         counted = sample["target"][:, prefix:].ne(task.target_dictionary.pad())
         best = next(two_logits(model, sample, masks, prefix)).argmax(-1).view(counted.shape)
         assert logged["total"] == counted.sum()
@@ -241,13 +241,13 @@ def test_rdrop_logs_mean_loss_and_divergence(
     values = meters.get_smoothed_values()
     in_bits = logged["rdrop"].item() / tokens / math.log(2)
     assert values["rdrop"] == pytest.approx(in_bits, abs=1e-3) and values["rdrop"] > 0
-    with metrics.aggregate(new_root=True) as meters:  # of updates, by their tokens
+    with metrics.aggregate(new_root=True) as meters:  # means over updates, weighted by tokens
         for log in (logged, {**logged, "rdrop": 0.0, "ntokens": 3 * tokens}):
             cls.reduce_metrics([log])
     assert meters.get_smoothed_values()["rdrop"] == pytest.approx(in_bits / 4, abs=1e-3)
     mean = logged["loss"].item() / size / math.log(2)
     assert values["loss"] == pytest.approx(mean, abs=1e-3)
-    # Per token, where they are not summed.
+    # Per token if they are not summed.
     with masks.passes(*NEIGHBOURS):
         each, _, of_each = criterion(model, sample, reduce=False)
     assert each.shape == of_each["loss"].shape == of_each["rdrop"].shape

@@ -109,7 +109,7 @@ def test_a_training_step_compiles_to_one_graph(training, task):
         got[0].backward()
         assert_same_gradients(model, expected)
         model.zero_grad()
-    # torch 2.10 takes the first number of tokens for a constant, until there is another one.
+    # PyTorch 2.10 treats the first number of tokens as a constant until it changes.
     assert counter.frame_count == (2 if torch.__version__.startswith("2.10.") else 1)
     assert ours(counter.graphs[0].graph) >= {"attention", "output_loss"}
 
@@ -133,7 +133,7 @@ def test_a_model_exports(training, gradients):
     scores = Scores(model).eval()
     with nullcontext() if gradients else torch.no_grad():
         exported = torch.export.export(scores, scores.inputs(batches[0]))
-        # What is computed faster without gradients is in the graph only where none can be asked.
+        # Operators without gradients are in the graph only if no gradient is possible.
         assert ours(exported.graph) == (
             {"attention"} if gradients else {"attention", "output_scores"}
         )

@@ -53,7 +53,7 @@ def test_lines_hold_what_reproduces_them(results, experiment):
             assert ("bootstrap" in line) == (line["row"] != "softmax")
         else:
             assert line["word_perplexity"] > line["value"] > 1
-    assert len({line["data"] for line in lines}) == 1  # all rows have the same
+    assert len({line["data"] for line in lines}) == 1  # all rows have the same data
 
 
 def run_of(folder, row, seed, value, texts):
@@ -91,7 +91,7 @@ def test_add_runs_compares_runs_once(results, tmp_path, monkeypatch):
     assert found["softmax", 1] is None and found["multimax", 1]["difference"] > 5
     assert found["multimax", 1]["p"] < 0.05 and found["multimax", 3]["difference"] == 0
     before = (results.DATA / "multi30k.jsonl").read_text()
-    monkeypatch.setattr(results, "bootstrap", None)  # which is not done again
+    monkeypatch.setattr(results, "bootstrap", None)  # must not run again
     results.add_runs(out)
     assert (results.DATA / "multi30k.jsonl").read_text() == before
 
@@ -108,7 +108,7 @@ def test_add_runs_compares_runs_once(results, tmp_path, monkeypatch):
     assert cells[6] == "2, 0 of 3" and cells[-1] == "34.7 ± 0.07"
     sparsemax = next(line for line in page.splitlines() if line.startswith("| sparsemax |"))
     assert "| -22.00 ± 1.00 | < 0.001 |" in sparsemax
-    p = stats.ttest_1samp([0.5, 0.7], 0).pvalue  # of the seeds that both have
+    p = stats.ttest_1samp([0.5, 0.7], 0).pvalue  # of the common seeds
     assert f"| multimax minus temperature | 1, 2 | +0.60 ± 0.14 | {p:.3f} |\n" in page
     assert " minus softmax_rdrop" not in page
     run_of(out, "softmax", results.NEW_SEEDS, 1.0, wrong)

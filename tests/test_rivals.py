@@ -184,7 +184,7 @@ def test_adaptive_temperature_leaves_certain_rows_and_sharpens_the_others():
         probs, plain = normalize("adaptive_temperature", rows), rows.softmax(-1)
         assert torch.equal(probs, plain) == (rows is certain)
         assert metrics.entropy(probs) <= metrics.entropy(plain)
-    # Where the polynomial falls below 1, as at this entropy, nothing is flattened.
+    # At this entropy the polynomial is below 1, so the scores stay unchanged.
     many = torch.zeros(1, 500)
     assert np.polyval([-0.037, 0.481, -2.3, 4.917, -1.791], math.log(500)) < 1
     torch.testing.assert_close(normalize("adaptive_temperature", many), many.softmax(-1))
@@ -209,11 +209,11 @@ def test_softpick_gives_negative_scores_nothing_and_a_row_of_them_no_gradient():
     assert torch.equal(weights > 0, scores > 0)
     weights.pow(2).sum().backward()
     assert scores.grad[0].ne(0).all() and scores.grad[1].eq(0).all()
-    # Small scores keep their digits: exp(x) - 1 of them would not.
+    # Small scores keep their precision, unlike with exp(x) - 1.
     small = torch.tensor([[1e-7, 3e-7]])
     expected = reference.softpick(small.double().numpy(), np.zeros((1, 2), bool))
     np.testing.assert_allclose(normalize("softpick", small), expected, rtol=1e-5)
-    # What is hidden by a number has no share, whatever its score.
+    # A key masked by a large negative number has no share, for any score.
     mask = torch.tensor([0.0, -5000.0, 0.0])
     found = normalize("softpick", torch.tensor([1.0, 6000.0, 0.5]), mask=mask)
     torch.testing.assert_close(found[::2], normalize("softpick", torch.tensor([1.0, 0.5])))
@@ -233,7 +233,7 @@ def test_metrics_of_rows_that_do_not_sum_to_one(name):
         share = row[row > 0] / row.sum()
         expected = -(share * np.log(share)).sum() if len(share) else math.nan
         np.testing.assert_allclose(found["entropy"][part], expected, rtol=1e-5, atol=1e-6)
-    one = probs[:, :1].expand(B, H, T, S)  # heads alike, but for how much they give
+    one = probs[:, :1].expand(B, H, T, S)  # equal heads with different scales
     scaled = one * torch.tensor([1.0, 0.5, 0.1])[:, None, None]
     torch.testing.assert_close(
         metrics.head_diversity(scaled).nan_to_num(), torch.zeros(B, T), rtol=0, atol=1e-6

@@ -299,7 +299,7 @@ def test_attention_weights_are_a_distribution_over_tokens(
             torch.testing.assert_close(weights.sum(0), torch.ones(weights.shape[1]))
 
 
-# --- what is learned ---------------------------------------------------------------------------
+# --- learned parameters ------------------------------------------------------------------------
 
 
 def test_variants_share_initial_weights(build):

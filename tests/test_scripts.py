@@ -55,7 +55,7 @@ def checkout(tmp_path):
         program(root / "scripts" / "setup.sh", "#!/bin/sh\necho set up\n")
         program(root / "data-prep" / "demo.py", "")
         program(root / "bin" / "fairseq-train", "")
-        # What environment.sh asks of it takes seconds to import, and has a test of its own.
+        # Its real import in environment.sh takes seconds and has its own test.
         program(root / "bin" / "python", python('[ "$1" != -c ] || exit 0\n'))
         return root
 
@@ -198,12 +198,12 @@ def test_environment_falls_back_to_setup(checkout, tmp_path, lacks):
         program(site / "multimax_fairseq" / "__init__.py", "")
     elif lacks != "the package":
         (site / "multimax_fairseq").symlink_to(root / "multimax_fairseq")
-    # Without the packages of the environment that runs this.
+    # Without the packages of the current environment.
     more = f'export PYTHONPATH={shlex.quote(str(site))}\nset -- -S "$@"\n'
     program(root / "bin" / "python", python(more))
     done = subprocess.run(
         ["bash", "-euc", "source scripts/environment.sh; command -v python"],
-        cwd=root,  # where the package lies, but this is no environment that has it
+        cwd=root,  # the package is in this folder but is not installed
         env=environment(root, CDPATH=str(root)),
         capture_output=True,
         text=True,
@@ -212,7 +212,7 @@ def test_environment_falls_back_to_setup(checkout, tmp_path, lacks):
     assert ("set up" in done.stdout) == (lacks is not None)
 
 
-# An environment's python in which pip only writes down what it is to install.
+# A stand-in for an environment's python, in which pip only records its arguments.
 RECORDS = """case "$*" in
 *"pip install"*) echo "$*" >>"$ROOT/installs"; exit ;;
 *fairseq*) exit ;;

@@ -33,7 +33,7 @@ CONTINUOUS = ("--encoder-self-attention", "continuous_softmax")
 OUTPUT = ("--output-normalizer", "multimax")
 FIXED = (*ENTMAX, "--entmax-alpha", "1.5", "--output-normalizer", "sparsemax")
 MODULATED = "multimax attention,"
-# Beside some flags this one does nothing; what it belongs to; flags that it does something with.
+# (other flags, a flag without effect beside them, what it belongs to, flags that give it an effect)
 FOREIGN = [
     ((), "--topk 5", "topk attention,", TOPK),
     ((), "--topk 0", "topk attention,", None),
@@ -232,4 +232,4 @@ def test_check_resumed_refuses_another_mapping():
     with pytest.raises(UsageError, match="^--topk is 5, but was None"):
         check(before | {"topk": 5}, before)
     check(before | {"multimax_init_std": 0.0, "encoder_layers": 3}, before)
-    check(before, {})  # an older version saved none of them
+    check(before, {})  # an older version did not save them

@@ -55,7 +55,7 @@ def test_it_is_the_reference(chunk_size, modulated):
     for reduction, total in (("sum", kept.sum()), ("mean", kept.mean())):
         ours = divergence(*given, mask=MASK, reduction=reduction, **options)
         np.testing.assert_allclose(ours.item(), total, rtol=1e-12)
-        with torch.no_grad():  # by another way
+        with torch.no_grad():  # takes another path
             again = divergence(*given, mask=MASK, reduction=reduction, **options)
         torch.testing.assert_close(again, ours.detach())
     shaped = divergence(
@@ -147,7 +147,7 @@ def test_far_apart_distributions_stay_finite():
     features, other = torch.tensor([[200.0]]), torch.tensor([[-200.0]])
     weight = torch.tensor([[1.0], [-1.0]]).requires_grad_()
     ours = symmetric_divergence(features, other, weight)
-    # Each is sure of one word, and gives the other exp(-400).
+    # Each has one certain word and gives the other's word exp(-400).
     assert ours.item() == pytest.approx(400)
     ours.backward()
     assert weight.grad.isfinite().all()

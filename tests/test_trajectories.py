@@ -42,7 +42,7 @@ def test_file_commands_need_neither_fairseq_nor_hydra(tmp_path, command):
         f"sys.argv = ['multimax-analyze', '{command}', 'nothing', '--out', 'x']\n"
         "main()"
     )
-    said = run(tmp_path, sys.executable, "-c", program, code=1)  # which has imported nothing yet
+    said = run(tmp_path, sys.executable, "-c", program, code=1)  # a new process without imports
     assert "multimax-analyze: error: " in said and "'nothing" in said
 
 
@@ -52,7 +52,7 @@ def test_read_accepts_all_forms_of_log_lines(tmp_path):
         PREFIX + line(2, updates=2, encoder_at_1__entropy=0.5, output__top1=0.25),
         PREFIX + line(3),
         PREFIX + line(4, updates=4, encoder_at_1__entropy=0.625),
-        line(4, "train_", updates=4, encoder_at_1__entropy=0.625),  # of --log-file, an epoch's
+        line(4, "train_", updates=4, encoder_at_1__entropy=0.625),  # an epoch's line of --log-file
         PREFIX + line(6, updates=6, encoder_at_1__entropy=9),
         PREFIX + '{"num_updates": "7", "monitor/updates": "7", "monitor/enc',  # a crash
         PREFIX + line(6, updates=6, encoder_at_1__entropy=0.75, encoder_at_1__t_b1_at_3=2),

@@ -203,7 +203,7 @@ def test_output_attentions_has_the_form_of_eager_attention(make):
 
 
 def test_attention_calls_a_wrapped_normalizer():
-    class Wrapper(torch.nn.Module):  # as PEFT's for modules_to_save
+    class Wrapper(torch.nn.Module):  # like PEFT's for modules_to_save
         def __init__(self, inner):
             super().__init__()
             self.inner = inner

@@ -92,7 +92,7 @@ def test_export_keeps_the_translations(kind, beam, data, checkpoint, tmp_path):
     }
     expected = [hypotheses[0]["tokens"] for hypotheses in generator.generate([model], sample)]
     config = theirs.generation_config
-    # fairseq's --beam 5 --min-len 1 --max-len-b 200, which do not count the end.
+    # As fairseq's --beam 5 --min-len 1 --max-len-b 200, which exclude the end of sentence.
     lengths = (config.num_beams, config.min_new_tokens, config.max_new_tokens)
     assert lengths == (5, 1, 201)
     chosen = theirs.generate(

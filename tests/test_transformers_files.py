@@ -235,12 +235,14 @@ def test_failed_save_keeps_the_earlier_model(saved, monkeypatch):
     assert sorted(saved.iterdir()) == files
     same(before, load(saved))
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.Path, "replace", full)  # as the files get their places
+        patched.setattr(
+            checkpoint.Path, "replace", full
+        )  # fails when the files are moved into place
         with pytest.raises(OSError, match="no space"):
             save(other, saved)
     with pytest.raises(ValueError, match="does not exist"):
         load(saved)
-    (saved / "model.safetensors.index.json").write_text("{}")  # of an earlier model in parts
+    (saved / "model.safetensors.index.json").write_text("{}")  # of an earlier sharded model
     save(other, saved)
     assert sorted(saved.iterdir()) == files
     same(other, load(saved))

@@ -64,7 +64,7 @@ SHAPES = {
     "flat": lambda t: t.flatten(),
     "twice": lambda t: torch.stack([t, t], 1),
 }
-# How torch, or a message of ours that has a word of its own, tells what is wrong.
+# Other words with which PyTorch or this project names the error.
 WORDS = {
     "x": ("scores",),
     "on meta": ("meta",),
@@ -83,7 +83,7 @@ WORDS = {
     "num_heads": ("number of heads",),
     "'topk' without k": ("topk()",),
     "a scalar with a row of a mask": ("alpha",),
-    # The values of a modulator are told by the term that they are of, or by their shapes.
+    # Errors name a modulator's values by their term or their shapes.
     **dict.fromkeys(
         ("t_b", "t_d", "b", "d"),
         (
@@ -149,7 +149,7 @@ MODULATORS = [
     ("modulator", "giving integers", lambda _: lambda x: x.long()),
 ]
 MULTIMAX = [*OVER_X, *MODULATORS, *missing("modulator"), ("modulator", "a list", [PLAIN])]
-# What a user may have done to a modulator's parameters.
+# Changes that a user may make to a modulator's parameters.
 BROKEN = {
     "without a threshold": dict(low_threshold=None),
     "without a coefficient": dict(high_coefficient=None),
@@ -283,7 +283,7 @@ def backward(function, **good):
                 learned[0].zero_()
         grads = torch.autograd.grad(out, learned, grad, create_graph=second)
         if second:
-            # A graph that reaches the scores in another way as well.
+            # The graph also reaches the scores through another path.
             total = sum((g + t.pow(3)).sum() for g, t in zip(grads, learned, strict=True))
             return torch.autograd.grad(total, learned)
         return torch.autograd.grad(out, learned, grad) if again else grads
@@ -305,7 +305,7 @@ WORDS |= {
     "second": ("no derivative",),
 }
 
-# --- every function: (function, good arguments, wrong ones) ------------------------------------
+# --- every function: (function, valid arguments, wrong ones) -----------------------------------
 
 ALL = " ".join(PARAMETERS)
 OFFSETS = {name: 0.1 * drawn(H, 2, seed=n) for n, name in enumerate(PARAMETERS)}
