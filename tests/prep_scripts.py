@@ -1,28 +1,26 @@
 """Runs the scripts of data-prep/, kills them and compares what they wrote."""
 
-import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from commands import ROOT
+from commands import BIN, ROOT, programs_first
 
 PREP = ROOT / "data-prep"
 
 
 def environment():
-    """Return an environment that finds the real programs and uses no proxy."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
+    """Return an environment that finds the programs of the fork server and uses no proxy."""
+    return programs_first() | {"no_proxy": "*"}
 
 
-def script(name, *arguments, cpus=1):
-    """Return the command of a script that sees this number of CPUs."""
+def script(name, *arguments, cpus=1, python=BIN / "python"):
+    """Return the command of a script that sees this number of CPUs; `python` runs its children."""
     code = (
         f"import os, runpy, sys; os.cpu_count = lambda: {cpus}; sys.path[0] = {str(PREP)!r};"
+        f"sys.executable = {str(python)!r};"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     return [sys.executable, "-c", code, str(PREP / name), *map(str, arguments)]

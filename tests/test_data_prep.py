@@ -16,6 +16,7 @@ import pytest
 import steps
 import wikitext103
 from bitext import tokenize
+from commands import BIN
 from corpus import ENGLISH, GERMAN
 from iwslt14 import LANGUAGES
 from prep_archives import ENTITIES, evaluation_pairs, layout, natural, pack, training_pairs
@@ -262,6 +263,7 @@ def prepare_official(archive, pairs, out, monkeypatch):
     monkeypatch.setattr(iwslt14, "OFFICIAL", own)
     monkeypatch.setattr(iwslt14, "PAIRS", pairs)
     monkeypatch.setattr(sys, "argv", ["iwslt14.py", "--archive", str(archive), "--out", str(out)])
+    monkeypatch.setattr(sys, "executable", str(BIN / "python"))
     steps.run(iwslt14.main)
 
 
@@ -410,7 +412,8 @@ def test_iwslt14_reports_a_full_disk(size, step, tgz, prepared, tmp_path):
     out = tmp_path / "out"
     if step == "data-bin":
         shutil.copytree(prepared[0] / "text", out / "text")
-    command = script("iwslt14.py", "--archive", tgz, "--out", out)
+    # A limit does not reach a program that a fork of another process runs.
+    command = script("iwslt14.py", "--archive", tgz, "--out", out, python=sys.executable)
     assert "File too large" in refused(command, tmp_path, preexec_fn=files_up_to(size))
     assert not (out / step).exists()
 
@@ -506,6 +509,7 @@ def test_wikitext103_reads_all_formats(tmp_path):
 def test_wikitext103_refuses_wrong_official_counts(tmp_path, monkeypatch):
     text = make_folder(tmp_path / "text", "wiki.{}.tokens")
     monkeypatch.setitem(wikitext103.LINES, "train", wiki()["train"].count("\n"))
+    monkeypatch.setattr(sys, "executable", str(BIN / "python"))
     with pytest.raises(SystemExit, match="but 103,227,021 are expected"):
         wikitext103.make_data_bin(text, False, tmp_path / "data-bin")
 

@@ -13,6 +13,7 @@ import iwslt17
 import pytest
 import steps
 from bitext import tokenize
+from commands import BIN
 from corpus import ENGLISH, GERMAN
 from iwslt17 import LANGUAGES
 from prep_archives import natural, pack, xml
@@ -160,6 +161,7 @@ def test_iwslt17_downloads_three_archives(official, prepared, tmp_path, monkeypa
         monkeypatch.setattr(iwslt17, "OFFICIAL", own)
         monkeypatch.setattr(iwslt17, "PAIRS", found)
         monkeypatch.setattr(sys, "argv", ["iwslt17.py", "--out", str(tmp_path)])
+        monkeypatch.setattr(sys, "executable", str(BIN / "python"))
         steps.run(iwslt17.main)
         server.shutdown()
     assert "official" not in capsys.readouterr().out
