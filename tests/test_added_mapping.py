@@ -77,7 +77,7 @@ def test_sharpened_is_finite_in_half_precision(tmp_path):
     assert output.splitlines()[-2:] == ["[1.0, 0.0, 0.0] True"] * 2
 
 
-def test_it_trains_and_decodes_as_it_scores(folder):
+def test_generate_scores_equal_teacher_forced_scores(folder):
     """Incremental decoding and teacher forcing give the same scores."""
     words = (*PLUGIN, "--path", "model/checkpoint_last.pt", "--beam", "3", "--max-len-b", "9")
     step = run(folder, "fairseq-generate", "data-bin", *words)
@@ -98,7 +98,7 @@ def test_it_trains_and_decodes_as_it_scores(folder):
         assert float(scores[str(number)]) == pytest.approx(score, abs=1e-3)
 
 
-def test_what_it_learns_is_found_and_printed(folder):
+def test_parameters_command_prints_the_learned_sharpness(folder):
     state = torch.load(folder / "model/checkpoint_last.pt", weights_only=False)["model"]
     for name in FACTORS:
         assert state[name].shape == (1,) and state[name] != 1.5
@@ -110,7 +110,7 @@ def test_what_it_learns_is_found_and_printed(folder):
     assert values <= set(printed.split())
 
 
-def test_it_is_analysed_and_labelled(collected):
+def test_collect_and_report_label_the_added_mapping(collected):
     signed = json.loads((collected / "collection.json").read_text(encoding="utf-8"))
     (checkpoint,) = signed["checkpoints"]
     assert set(checkpoint["normalizer"].values()) == {"sharpened"}
@@ -124,13 +124,13 @@ def test_it_is_analysed_and_labelled(collected):
     assert "sharpened softmax" in (collected / "report.html").read_text(encoding="utf-8")
 
 
-def test_its_flag_is_its_own(folder):
+def test_train_refuses_flags_of_another_mapping(folder):
     words = ("--attention-normalizer", "multimax", "--sharpened-start", "2")
     sentence = refused(folder, "fairseq-train", "data-bin", *PLUGIN, *TRAIN, *words)
     assert sentence.startswith("--sharpened-start 2.0 belongs to sharpened attention,")
 
 
-def test_a_checkpoint_without_it_starts_it_as_new(folder):
+def test_finetune_initializes_missing_parameters(folder):
     state = torch.load(folder / "model/checkpoint_last.pt", weights_only=False)
     for name in FACTORS:
         del state["model"][name]
@@ -145,7 +145,7 @@ def test_a_checkpoint_without_it_starts_it_as_new(folder):
     assert all(tuned[name] == 1.25 for name in FACTORS)
 
 
-def test_a_learned_temperature_before_a_modulator_and_in_the_output_layer(folder):
+def test_tempered_mappings_learn_in_attention_and_output(folder):
     """With the same seed they start as MultiMax and softmax; training changes the temperatures."""
     losses = {}
     for name, plugin in (
@@ -194,7 +194,7 @@ def test_a_learned_temperature_before_a_modulator_and_in_the_output_layer(folder
         ),
     ],
 )
-def test_an_entry_that_cannot_be_is_refused(mapping, part, monkeypatch):
+def test_register_refuses_invalid_mappings(mapping, part, monkeypatch):
 
     before = dict(NORMALIZERS)
     with pytest.raises(ValueError, match=part):
@@ -204,7 +204,7 @@ def test_an_entry_that_cannot_be_is_refused(mapping, part, monkeypatch):
     assert before == NORMALIZERS
 
 
-def test_a_value_of_another_type_is_a_wrong_value():
+def test_complete_refuses_values_of_another_type():
     above_zero = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="")
     mapping = Mapping(
         "other",
@@ -229,7 +229,7 @@ class OfHidden(torch.nn.Module):
         return hidden @ self.weight.mT
 
 
-def test_what_reads_hidden_states_is_no_scalar(monkeypatch):
+def test_learned_scalars_excludes_hidden_state_modules(monkeypatch):
     softmax = NORMALIZERS["softmax"].function
     mapping = Mapping(
         "of_hidden",
@@ -264,7 +264,7 @@ class Mean(torch.nn.Module):
         return value.mean(-2, keepdim=True).expand(query.shape), None
 
 
-def test_what_forms_its_context_otherwise_stands_in_the_same_attention():
+def test_multihead_attention_accepts_a_custom_attend():
     torch.manual_seed(0)
     attention = SoftmaxMultiheadAttention(8, 2, self_attention=True)
     attention = MultiheadAttention(attention, Mean()).eval()

@@ -69,7 +69,7 @@ def rows(example):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_densities_have_the_moments_of_the_discrete_attention(record, translation_batch, name):
+def test_recorder_densities_have_the_discrete_moments(record, translation_batch, name):
     recorder = record(name, translation_batch(SENTENCES))
     seen, partial = set(), 0
     for number, example in recorder.examples.items():
@@ -104,7 +104,7 @@ def test_densities_have_the_moments_of_the_discrete_attention(record, translatio
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_tables_have_the_means_over_all_queries(record, translation_batch, name):
+def test_head_rows_average_over_all_queries(record, translation_batch, name):
     recorder = record(name, translation_batch(SENTENCES))
     for (place, layer), sums in recorder.sums.items():
         for head, row in enumerate(sums.head_rows()):
@@ -145,7 +145,7 @@ def assert_same(one, other, rel=2e-3):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_padding_does_not_matter_on_either_side(record, translation_batch, name):
+def test_recorder_ignores_padding_on_either_side(record, translation_batch, name):
     left = record(name, translation_batch(SENTENCES))
     right = record(name, translation_batch(SENTENCES, left_pad_source=False))
     assert_same(left.examples, right.examples)
@@ -153,7 +153,7 @@ def test_padding_does_not_matter_on_either_side(record, translation_batch, name)
         assert_same(sums.head_rows(), right.sums[place].head_rows())
 
 
-def test_a_recurrent_decoders_steps_are_one_attention(record, translation_batch):
+def test_recorder_joins_the_steps_of_a_recurrent_decoder(record, translation_batch):
     name = f"{RECURRENT}, sparsemax"
     batch = translation_batch(SENTENCES)
     recorder = record(name, batch, batch)
@@ -170,14 +170,14 @@ def test_a_recurrent_decoders_steps_are_one_attention(record, translation_batch)
     np.testing.assert_allclose(heads[0], extra["attn"][0][0], atol=1e-4)
 
 
-def test_only_a_known_attention_is_watched(build, dictionary):
+def test_recorder_refuses_unknown_normalizers(build, dictionary):
     model, words = build("transformer_multimax"), WordBoundaries(dictionary)
     model.decoder.layers[0].encoder_attn.normalizer = nn.Identity()
     with pytest.raises(UsageError, match="by a Identity.*rnn_multimax"):
         Recorder(model, words, words, set())
 
 
-def test_a_long_sentence_keeps_its_positions(build, dictionary, translation_batch):
+def test_recorder_max_tokens_keeps_the_positions(build, dictionary, translation_batch):
     words = WordBoundaries(dictionary)
     model = build(*MODELS["transformer_multimax, sparsemax"]).eval()
     recorder = Recorder(model, words, words, {0}, max_tokens=5)
@@ -211,7 +211,7 @@ BOTH = (
 )
 
 
-def test_the_discrete_part_is_collected_as_of_any_model(collected, checkpoint):
+def test_collect_discrete_columns_equal_discrete_attention(collected, checkpoint):
     folder, discrete = collected(TRANSLATION, *BOTH), collected(TRANSLATION)
     heads, others = table(folder, "heads"), table(discrete, "heads")
     for row, other in zip(heads, others, strict=True):
@@ -234,14 +234,14 @@ def test_the_discrete_part_is_collected_as_of_any_model(collected, checkpoint):
     assert list(added) == ["own.factor"]
 
 
-def test_a_collection_says_what_it_is_of(collected):
+def test_collection_label_names_the_densities(collected):
     found = collection.read(collected(TRANSLATION, *BOTH))
     assert found.checkpoint()["densities"] == {"encoder": "softmax", "cross": "sparsemax"}
     assert found.label == "MultiMax / continuous softmax / continuous sparsemax"
     assert collection.read(collected(TRANSLATION)).label == "MultiMax"
 
 
-def test_a_recurrent_model_has_its_whole_report(collected):
+def test_report_supports_recurrent_models(collected):
     flags = ("--cross-attention", "continuous_sparsemax", *SOFTMAX)
     folder = collected(RECURRENT, *flags)
     found = collection.read(folder)
@@ -260,7 +260,7 @@ def test_a_recurrent_model_has_its_whole_report(collected):
     assert [entry.name for entry in figures.draw([discrete, found])]
 
 
-def test_older_collections_are_read(tmp_path):
+def test_read_accepts_older_collections(tmp_path):
     write(tmp_path / "old", "softmax", layers=1, heads=2, updates=(3,))
     found = collection.read(tmp_path / "old")
     assert found.heads[["support_tokens", "position_variance"]].isna().all(axis=None)
@@ -284,7 +284,7 @@ def example(made):
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_map_is_beside_the_density_with_its_support(made, example):
+def test_draw_shows_attention_beside_densities(made, example):
     drawn = {entry.name: entry for entry in figures.draw([collection.read(made)])}
     assert {name for name in drawn if "densities" in name} == {
         "source-densities-encoder",
@@ -330,7 +330,7 @@ def page(made, tmp_path_factory):
     return out / "report.html"
 
 
-def test_the_report_tells_of_densities_only_where_there_are_some(page, tmp_path, monkeypatch):
+def test_report_describes_densities_only_if_collected(page, tmp_path, monkeypatch):
     words = "the density of the chosen query over the sentence"
     found = Page(page)
     assert words in found.text and "density" in found.ids
@@ -354,7 +354,7 @@ def expected_curve(example, place, layer, heads, queries, times):
     return total / (len(heads) * len(queries))
 
 
-def test_the_script_draws_densities_over_the_columns(example):
+def test_attention_script_maps_densities_to_columns(example):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node: the script's functions did not run")
@@ -439,7 +439,7 @@ document.title = JSON.stringify({ found });
 """
 
 
-def test_the_page_in_a_browser(page, example, tmp_path):
+def test_report_page_shows_densities_in_a_browser(page, example, tmp_path):
     cross, encoder, decoder = run_in_page(page, DRIVE, tmp_path)["found"]
     density = example["densities"]["cross"][1]
     start, end = density["support"][0][6]

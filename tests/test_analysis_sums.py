@@ -16,7 +16,7 @@ from multimax_fairseq.modules import Normalizer
 
 
 @pytest.mark.parametrize(("name", "loss"), [("softmax", 300.0), ("entmax15", math.inf)])
-def test_the_loss_is_infinite_only_where_a_mapping_gives_0(dictionary, name, loss):
+def test_output_sums_loss_is_infinite_only_at_exact_zeros(dictionary, name, loss):
     def probabilities(output, log_probs):
         if name == "softmax":
             return output[0].log_softmax(-1) if log_probs else output[0].softmax(-1)
@@ -35,7 +35,7 @@ def test_the_loss_is_infinite_only_where_a_mapping_gives_0(dictionary, name, los
     assert row["entropy"] == pytest.approx(0, abs=1e-6) and row["tokens"] == 2
 
 
-def test_a_query_without_any_weight_looks_at_no_key():
+def test_attention_sums_ignore_queries_without_weight():
     positions = torch.arange(4)
     offsets = (positions - positions[:, None])[None, None]
     nothing = torch.zeros(1, 4, dtype=torch.bool)
@@ -53,7 +53,7 @@ def test_a_query_without_any_weight_looks_at_no_key():
 
 
 @pytest.mark.parametrize("arch", ["transformer_lm", "transformer_lm_multimax"])
-def test_scores_that_are_not_finite_are_told_with_their_layer(build, dictionary, lm_batch, arch):
+def test_recorder_names_the_layer_of_non_finite_scores(build, dictionary, lm_batch, arch):
     model = build(arch).eval()
     with torch.no_grad():
         model.decoder.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
@@ -71,7 +71,7 @@ def test_scores_that_are_not_finite_are_told_with_their_layer(build, dictionary,
         ("transformer_align", "a TransformerAlignModel has no forward for the features only"),
     ],
 )
-def test_what_cannot_be_watched_is_refused(build, task, dictionary, monkeypatch, arch, why):
+def test_recorder_refuses_unsupported_models(build, task, dictionary, monkeypatch, arch, why):
     for name in ("dictionary", "output_dictionary"):
         monkeypatch.setattr(task, name, dictionary, raising=False)
     if arch != "transformer_align":  # they have no such flags
@@ -81,7 +81,7 @@ def test_what_cannot_be_watched_is_refused(build, task, dictionary, monkeypatch,
         Recorder(build(arch), None if "_lm" in arch else words, words, set())
 
 
-def test_a_beginning_that_is_a_target_does_not_count(build, dictionary, lm_batch):
+def test_recorder_ignores_beginning_of_sentence_targets(build, dictionary, lm_batch):
     recorder = Recorder(
         build("transformer_lm_multimax").eval(), None, WordBoundaries(dictionary), set()
     )

@@ -328,12 +328,12 @@ def tried(kind, name, count):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", [right, strange])
-def test_calls_that_are_drawn(kind, name):
+def test_functions_equal_plain_formulas_on_random_calls(kind, name):
     tried(kind, name, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", [right, strange])
-def test_a_thousand_calls_that_are_drawn(kind, name):
+def test_functions_equal_plain_formulas_on_1000_random_calls(kind, name):
     tried(kind, name, 1000)

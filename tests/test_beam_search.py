@@ -95,7 +95,7 @@ def compare(models, dictionary, sample, own=True, **given):
 
 
 @pytest.mark.parametrize("flags", MODELS)
-def test_beam_search_equals_fairseqs_for_every_model(build, dictionary, translation_batch, flags):
+def test_beam_search_equals_fairseq_for_every_model(build, dictionary, translation_batch, flags):
     model = as_trained(scatter_modulators(build(ARCH, *MODELS[flags]))).eval()
     for left_pad in (True, False):
         sample = translation_batch(SIZES, left_pad_source=left_pad)
@@ -105,9 +105,7 @@ def test_beam_search_equals_fairseqs_for_every_model(build, dictionary, translat
 
 
 @pytest.mark.parametrize("given", OPTIONS)
-def test_beam_search_equals_fairseqs_under_every_option(
-    build, dictionary, translation_batch, given
-):
+def test_beam_search_equals_fairseq_under_every_option(build, dictionary, translation_batch, given):
     for seed in range(3):
         model = as_trained(scatter_modulators(build(ARCH), seed), seed).eval()
         compare([model], dictionary, translation_batch(SIZES, seed=seed), **OPTIONS[given])
@@ -115,9 +113,7 @@ def test_beam_search_equals_fairseqs_under_every_option(
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_beam_search_equals_fairseqs_for_ensembles(
-    task, build, dictionary, translation_batch, beam
-):
+def test_beam_search_equals_fairseq_for_ensembles(task, build, dictionary, translation_batch, beam):
     ours = as_trained(scatter_modulators(build(ARCH))).eval()
     stock = as_trained(stock_model(task), 1)
     sample = translation_batch(SIZES)
@@ -300,7 +296,7 @@ def test_beam_search_leaves_invalid_lengths_to_fairseq(build, dictionary, transl
 
 
 @pytest.mark.parametrize("beam", [1, 2])
-def test_beam_search_with_likely_special_words_equals_fairseqs(
+def test_beam_search_with_likely_special_words_equals_fairseq(
     build, dictionary, translation_batch, beam
 ):
     model = as_trained(scatter_modulators(build(ARCH))).eval()
@@ -310,7 +306,7 @@ def test_beam_search_with_likely_special_words_equals_fairseqs(
     compare([model], dictionary, translation_batch(SIZES), beam_size=beam, unk_penalty=100.0)
 
 
-def test_beam_search_takes_as_many_steps_as_fairseqs(build, dictionary, translation_batch):
+def test_beam_search_takes_as_many_steps_as_fairseq(build, dictionary, translation_batch):
     model, steps, counts = as_trained(scatter_modulators(build(ARCH))).eval(), [], []
     bias = torch.zeros(len(dictionary))
     bias[END] = 4.0
@@ -416,7 +412,7 @@ def some_steps(hypotheses=5, heads=2, size=16, steps=7, seed=0):
 @pytest.mark.parametrize("each_head", [False, True])
 @pytest.mark.parametrize("size", [16, 48, 128])
 @pytest.mark.parametrize("hypotheses", [1, 5, 40])
-def test_attention_step(columns, each_head, size, hypotheses):
+def test_attention_step_equals_float64_attention(columns, each_head, size, hypotheses):
     query, keys, values, ancestors = some_steps(hypotheses, size=size, steps=37)
     scale = 1.5 * size**-0.5
     torch.manual_seed(size)
@@ -435,7 +431,7 @@ def test_attention_step(columns, each_head, size, hypotheses):
     torch.testing.assert_close(found.double(), (probs @ own[1])[:, :, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_attention_step_takes_no_address_that_it_has_not_checked():
+def test_attention_step_validates_its_arguments():
     query, keys, values, ancestors = some_steps()
     step = torch.ops.multimax_fairseq.attention_step
     for wrong in (-1, 42, 2**40):
@@ -474,7 +470,7 @@ def test_attention_step_takes_no_address_that_it_has_not_checked():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
+def test_kv_cache_branches_keep_their_contents(mode):
     """The buffer has room for the steps of one branch; beyond it, it grows."""
     generator = torch.Generator().manual_seed(0)
 
@@ -503,7 +499,7 @@ def test_steps_that_are_gone_on_from_twice_stay_what_they_are(mode):
             assert all(map(torch.equal, own(steps), tensors))
 
 
-def test_attention_step_leaves_to_others_what_it_cannot_do():
+def test_decoding_attention_returns_none_if_unsupported():
     query = some_steps()[0]
     assert decoding_attention(query, 2, 8) is None
     assert decoding_attention(query.double(), 2, 16) is None
@@ -514,7 +510,7 @@ def test_attention_step_leaves_to_others_what_it_cannot_do():
 
 
 @pytest.mark.parametrize("name", ["multimax", "softmax"])
-def test_steps_under_autocast_are_those_of_the_ordinary_way(name):
+def test_incremental_attention_under_autocast_equals_plain(name):
     attention = MultiheadAttention(
         SoftmaxMultiheadAttention(32, 2, self_attention=True), Normalizer(name)
     ).eval()
@@ -530,7 +526,7 @@ def test_steps_under_autocast_are_those_of_the_ordinary_way(name):
     torch.testing.assert_close(found[False], found[True], rtol=0.02, atol=0.02)
 
 
-def test_a_step_in_training_drops_what_is_to_be_dropped():
+def test_incremental_attention_applies_dropout_in_training():
     attention = MultiheadAttention(
         SoftmaxMultiheadAttention(32, 2, dropout=0.5, self_attention=True), Normalizer("multimax")
     )
@@ -549,7 +545,7 @@ def test_a_step_in_training_drops_what_is_to_be_dropped():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_beam_search_in_parts_equals_fairseqs(
+def test_beam_search_in_chunks_equals_fairseq(
     build, dictionary, translation_batch, monkeypatch, temperature
 ):
     """75 rows of scores are computed in parts of 64."""
@@ -570,13 +566,13 @@ def test_build_generator_speeds_up_layers_only_for_translation(task, build, monk
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_beam_search_in_half_precision_equals_fairseqs(build, dictionary, translation_batch, dtype):
+def test_beam_search_in_half_precision_equals_fairseq(build, dictionary, translation_batch, dtype):
     model = as_trained(scatter_modulators(build(ARCH))).eval().to(dtype)
     compare([model], dictionary, translation_batch(SIZES), beam_size=1)
 
 
 @pytest.mark.parametrize("change", ["pre-hook", "hook", "modulator", "layer"])
-def test_changed_output_layer_is_the_same_without_gradients(build, translation_batch, change):
+def test_plain_output_returns_none_for_changed_layers(build, translation_batch, change):
     """Without gradients a kernel computes the scores of a plain output layer."""
 
     class Halved(torch.nn.Linear):
@@ -631,7 +627,7 @@ def test_hypothesis_copies_hold_their_attention_weights(build, dictionary, trans
         found["attentions"]
 
 
-def test_beam_search_forms_no_attention_weights_until_they_are_read(
+def test_beam_search_computes_attention_weights_lazily(
     build, dictionary, translation_batch, monkeypatch
 ):
     calls, forward = [], MultiheadAttention.forward
@@ -669,7 +665,7 @@ def test_task_generator_gives_attention_weights_and_alignments(
                 assert "print_alignment" not in given or len(one["alignment"])
 
 
-def test_attention_step_is_of_as_many_heads_as_the_modulator():
+def test_decoding_attention_needs_matching_modulator_heads():
     query = some_steps()[0]
     for heads, is_able in ((None, True), (2, True), (3, False)):
         attend = decoding_attention(query, 2, 16, modulator=Modulator(num_heads=heads))

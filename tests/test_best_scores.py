@@ -17,7 +17,7 @@ needs_kernel = pytest.mark.skipif(native.library() is None, reason="no compiled 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 @pytest.mark.parametrize("rows, classes", [(1, 1), (3, 17), (7, 130), (2, 1000), (5, 6007)])
-def test_best_scores(rows, classes, backend, monkeypatch):
+def test_best_scores_equal_sorted_scores_and_logsumexp(rows, classes, backend, monkeypatch):
     monkeypatch.setenv("MULTIMAX_BACKEND", backend)
     random = np.random.default_rng(rows + classes)
     for scale in (1e-3, 1.0, 30.0, 1e30):
@@ -35,7 +35,7 @@ def test_best_scores(rows, classes, backend, monkeypatch):
                 assert np.allclose(totals.numpy(), total, rtol=3e-7, atol=3e-7)
 
 
-def test_best_scores_of_equal_and_infinite_ones():
+def test_best_scores_handles_ties_infinity_and_nan():
     infinite = math.inf
     scores = torch.full((5, 400), -infinite)
     scores[1] = 2.0
@@ -58,11 +58,11 @@ def test_best_scores_of_equal_and_infinite_ones():
 
 
 @needs_kernel
-def test_equal_scores_are_taken_in_their_order():
+def test_best_scores_orders_ties_by_index():
     assert best_scores(torch.full((1, 20), 2.0), 3)[1].tolist() == [[0, 1, 2]]
 
 
-def test_best_scores_of_other_tensors():
+def test_best_scores_accepts_other_layouts_and_dtypes():
     scores = torch.randn(6, 50)
     wanted = scores.topk(4)
     for given in (
@@ -94,7 +94,7 @@ def test_best_scores_of_other_tensors():
         (torch.zeros(3, 0), 1, "got 1"),
     ],
 )
-def test_what_has_no_best_scores(scores, count, said):
+def test_best_scores_refuses_invalid_arguments(scores, count, said):
     with pytest.raises(ValueError, match=said):
         best_scores(scores, count)
     if scores.dtype == torch.float32 and isinstance(count, int):
@@ -140,7 +140,9 @@ def at_threads():
         (5, 3000, 64, 256, (2999, 2999)),  # a class twice
     ],
 )
-def test_the_best_of_an_output_layer(tokens, classes, size, count, apart, threads, at_threads):
+def test_best_outputs_equal_float64_scores(
+    tokens, classes, size, count, apart, threads, at_threads
+):
     at_threads(threads)
     features, weight, bias = some_output(tokens, classes, size)
     sigma = ([0.4, 0.9], [1.5, 1.1], [-0.3, -1.0], [0.2, 0.7])
@@ -163,7 +165,7 @@ def test_the_best_of_an_output_layer(tokens, classes, size, count, apart, thread
 
 
 @needs_kernel
-def test_the_best_of_odd_scores():
+def test_best_outputs_handles_ties_infinity_and_nan():
     features = torch.eye(4, 8)
     weight = torch.zeros(300, 8)
     weight[7, 0] = weight[200, 0] = weight[290, 0] = 3.0  # ties
@@ -189,7 +191,7 @@ def test_the_best_of_odd_scores():
 
 
 @needs_kernel
-def test_the_best_outputs_of_other_tensors(monkeypatch):
+def test_best_outputs_accepts_layouts_and_checks_arguments(monkeypatch):
     features, weight, bias = some_output(6, 50, 8)
     modulator = Modulator()
     wanted = best_outputs(features, weight, bias, modulator, 4, (2, 1))

@@ -51,7 +51,7 @@ def shapes(model):
     # An architecture changes only the sizes.
     [(arch, flags) for flags in NORMALIZER for arch in STOCK if not flags or "iwslt" not in arch],
 )
-def test_what_attentions_add_to_a_checkpoint(build, arch, flags):
+def test_state_dict_adds_attention_parameters(build, arch, flags):
     places = DECODER if "_lm" in arch else [*ENCODER, *DECODER, *CROSS]
     own = NORMALIZER[flags].items()
     added = {f"{at}.normalizer.{name}": shape for at in places for name, shape in own}
@@ -61,13 +61,13 @@ def test_what_attentions_add_to_a_checkpoint(build, arch, flags):
 
 @pytest.mark.parametrize("arch", STOCK)
 @pytest.mark.parametrize("output", OUTPUT)
-def test_what_the_output_layer_adds_to_a_checkpoint(build, arch, output):
+def test_state_dict_adds_output_layer_parameters(build, arch, output):
     flags = ("--attention-normalizer", "softmax", "--output-normalizer", output)
     assert shapes(build(arch, *flags)) == shapes(build(STOCK[arch])) | OUTPUT[output]
 
 
 @pytest.mark.parametrize("flags", ["--output-normalizer multimax", "--attention-gate"])
-def test_a_checkpoint_in_which_one_place_alone_has_learned_is_loaded_as_it_is(build, flags):
+def test_load_state_dict_restores_a_single_learned_module(build, flags):
     given = ("transformer_multimax", "--attention-normalizer", "softmax", *flags.split())
     trained, loaded = scatter_modulators(build(*given)), build(*given, seed=2)
     loaded.load_state_dict(trained.state_dict())
@@ -95,7 +95,7 @@ RECURRENT = {
     "density, at",
     [("discrete", "normalizer"), ("continuous_sparsemax", "normalizer.normalizer")],
 )
-def test_what_a_recurrent_models_checkpoint_holds(build, kind, gates, density, at):
+def test_state_dict_of_rnn_has_expected_names_and_shapes(build, kind, gates, density, at):
     expected = dict(RECURRENT)
     for end in ("l0", "l0_reverse"):
         expected |= {f"encoder.rnn.weight_ih_{end}": (gates * 12, 16)}

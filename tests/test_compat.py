@@ -95,7 +95,7 @@ def foreign_globals(path):
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def test_checkpoint_classes_allows_these_names_alone():
+def test_checkpoint_classes_allows_only_safe_names():
     multiarrays = ("numpy.core.multiarray", "numpy._core.multiarray")
     numpy_names = {f"{m}.{name}" for m in multiarrays for name in ("_reconstruct", "scalar")}
     expected = {"argparse.Namespace", "numpy.dtype", "numpy.ndarray"} | numpy_names
@@ -218,7 +218,7 @@ def test_zero_probability_words_leaves_other_sampling_unchanged(dictionary, opti
 
 
 @pytest.mark.parametrize("code", ["O8", "V8", "S8", "U8", "M8", "m8", "i", "f16x"])
-def test_pickled_dtype_takes_plain_numbers_alone(code):
+def test_pickled_dtype_refuses_non_numeric_types(code):
     """Elements of type object are addresses that numpy would follow."""
     with pytest.raises(pickle.UnpicklingError, match="not a plain number type"):
         untrusted._PickledDtype(code)
@@ -231,7 +231,7 @@ def test_checkpoint_files_keeps_the_errors_of_open(tmp_path):
             fairseq_checkpoints.load_checkpoint_to_cpu(str(path))
 
 
-def test_pickled_array_must_fill_its_shape():
+def test_pickled_array_refuses_too_few_bytes():
     array = untrusted._pickled_array(untrusted._PickledArray, (0,), b"b")
     with pytest.raises(pickle.UnpicklingError):
         array.__setstate__((1, (1000,), untrusted._PickledDtype("i8"), False, b"12345678"))
@@ -251,7 +251,7 @@ def test_checkpoint_of_translation_loads_and_resumes(toy, translation):
     assert not any("Pickled" in name for name in torch_names(toy / "resumed/checkpoint_last.pt"))
 
 
-def test_resumed_run_starts_a_missing_average(toy, translation):
+def test_resumed_runs_starts_a_missing_ema(toy, translation):
     average = ["--store-ema", "--ema-decay", "0.5", "--max-update", "3", "--save-dir", "averaged"]
     run(toy, "fairseq-train", "mt", *TRANSLATE, *average, "--restore-file", translation)
 
@@ -301,7 +301,7 @@ def test_checkpoint_files_refuses_code(tmp_path, form):
         ("fairseq.models.fconv", "[0 for _ in ()]"),
     ],
 )
-def test_evaluate_literals_closes_eval_in_every_module(module, text):
+def test_evaluate_literals_replaces_eval_in_every_module(module, text):
     compat.apply()
     with pytest.raises(ValueError, match="is no Python literal"):
         sys.modules[module].eval(text)
@@ -312,7 +312,7 @@ def test_literal_equals_eval(text):
     assert untrusted.literal(text) == eval(text)
 
 
-def test_literal_takes_strings_alone():
+def test_literal_refuses_other_types():
     with pytest.raises(TypeError):
         untrusted.literal(True)
     assert utils.eval_bool(True) is False  # which fairseq makes of eval's TypeError
@@ -330,7 +330,7 @@ def test_checkpoint_files_names_a_damaged_file(translation, tmp_path, keep):
         checkpoint_utils.load_checkpoint_to_cpu(str(path))
 
 
-def test_checkpoint_files_end_commands_in_a_sentence(toy, translation, tmp_path):
+def test_checkpoint_files_errors_are_one_sentence(toy, translation, tmp_path):
     marker = tmp_path / "marker"
     torch.save({"model": Evil(marker)}, tmp_path / "evil.pt")
     cut = tmp_path / "cut.pt"
@@ -355,7 +355,7 @@ def blocks(sentences, **options):
 
 
 @pytest.mark.parametrize("mode", ["eos", "none", "complete"])
-def test_token_blocks_end_at_the_first_token(mode):
+def test_token_blocks_of_one_token_have_aligned_targets(mode):
     """end - 2 is below zero."""
     data = blocks([[2], [5, 2], [6, 7, 2]], block_size=1, break_mode=mode, include_targets=True)
     stream = torch.tensor([2, 5, 2, 6, 7, 2])
@@ -383,7 +383,7 @@ def test_token_blocks_of_one_sentence_train_and_evaluate(toy, language_model):
 
 @pytest.mark.parametrize("count", [1, 8, 12, 23])
 @pytest.mark.parametrize("limit", [{"max_sentences": 8}, {"max_tokens": 50}])
-def test_last_batch_is_kept(count, limit):
+def test_batch_by_size_keeps_the_last_batch(count, limit):
     from fairseq.data import data_utils
 
     compat.apply()
@@ -424,7 +424,7 @@ def search(dictionary, task):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_repeated_ngrams_blocks_them(build, search, translation_batch, size):
+def test_repeated_ngrams_blocks_repetitions(build, search, translation_batch, size):
     model, batch = build("transformer_multimax").eval(), translation_batch()
     free = search(model, batch)
     assert all(repeats(tokens, size) for tokens in free)
@@ -519,7 +519,7 @@ def test_plain_errors_prints_a_traceback_on_request(toy):
     assert "Traceback" in output and "Model file not found: nothing.pt" in output
 
 
-def test_hydra_warnings_prints_none(toy, tmp_path):
+def test_hydra_warnings_hides_hydra_deprecations(toy, tmp_path):
     assert "Warning" not in run(toy, "fairseq-generate", "mt", "--path", "nothing.pt", code=1)
     (tmp_path / "run.yaml").write_text("task: {_name: translation, data: nothing}\n")
     config = ["--config-dir", tmp_path, "--config-name", "run"]
@@ -547,13 +547,13 @@ raise errors.UsageError("--x is 3: give 2")
 """
 
 
-def test_plain_errors_prints_the_sentence_last(tmp_path):
+def test_plain_errors_prints_the_error_last(tmp_path):
     lines = run(tmp_path, "python", "-c", FAIL, code=1).splitlines()
     printed = ["in the buffer of stdout", "printed at exit", TRACEBACK]
     assert lines[-4:] == [*printed, "fairseq-train: error: --x is 3: give 2"]
 
 
-def test_explain_knows_a_users_errors_alone():
+def test_explain_handles_only_user_errors():
     class Mine(ValueError):
         user_error = True
 
@@ -579,7 +579,7 @@ def test_installation_has_no_pth_file(tmp_path):
     assert not [file for file in (tmp_path / "site").rglob("*.pth")]
 
 
-def test_setup_applies_fixes_to_fairseq_commands_alone(tmp_path):
+def test_setup_applies_fixes_only_to_fairseq_commands(tmp_path):
     for name in COMMANDS:
         assert f"run('{name}')" in (fork_server.REAL / name).read_text(), "run scripts/setup.sh"
     check = "import sys, runpy; print(sum('multimax' in m or 'fairseq' in m for m in sys.modules))"
@@ -615,7 +615,7 @@ def test_resolve_prefers_a_package_in_the_folder(tmp_path, monkeypatch):
     assert running.resolve(name) == name
 
 
-def test_explain_leaves_other_plugins_errors_alone(toy, tmp_path):
+def test_explain_ignores_errors_of_other_plugins(toy, tmp_path):
     """A missing file of another plugin is not a mistake of its user."""
     (tmp_path / "their_plugin").mkdir()
     (tmp_path / "their_plugin/__init__.py").write_text("open('their.file')\n")
@@ -670,7 +670,7 @@ def test_main_runs_a_command_without_a_user_dir(toy):
     assert "'fairseq-scor' is no command of fairseq: give one of fairseq-eval-lm," in output
 
 
-def test_apply_twice_changes_nothing():
+def test_apply_is_idempotent():
     from fairseq import checkpoint_utils, utils
 
     compat.apply()

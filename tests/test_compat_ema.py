@@ -45,7 +45,7 @@ def test_ema_step_decays_each_tensor_once(build, arch, flags, dtype, in_fp32):
 
 
 @pytest.mark.parametrize("stopped_at", [3, 4, 5])
-def test_ema_step_of_a_resumed_run_gives_the_same_bits(build, stopped_at):
+def test_ema_step_resumes_bitwise(build, stopped_at):
     config = EMAConfig(store_ema=True, ema_decay=DECAY, ema_update_freq=4)
     model = build("transformer_multimax")
     whole = EMA(model, config)

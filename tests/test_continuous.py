@@ -53,7 +53,7 @@ def covariances(count, scale, seed=0):
 
 @pytest.mark.parametrize("width", [0.01, 0.03, 0.3, 2.0])
 @pytest.mark.parametrize("name", ONE_DIMENSION)
-def test_expectations_and_their_gradients_are_the_integrals(name, width):
+def test_continuous_attention_equals_numerical_integration(name, width):
     function, density = ONE_DIMENSION[name]
     for mean, variance, center in itertools.product(
         (-0.4, 0.25, 1.0), (1e-6, 1e-4, 0.003, 0.05, 1.0, 20.0), (0.0, 0.5)
@@ -69,7 +69,7 @@ def test_expectations_and_their_gradients_are_the_integrals(name, width):
 
 
 @pytest.mark.parametrize("name", ONE_DIMENSION)
-def test_gradients_of_any_order(name):
+def test_continuous_attention_passes_first_and_second_gradcheck(name):
     function, _ = ONE_DIMENSION[name]
     mean, variance = 1.5 * drawn(3, 4) - 0.2, drawn(4, seed=1) ** 3 + 1e-3
     bases = double([0.0, 0.4, 1.0, 1.0], [0.05, 0.1, 0.3, 2.0])
@@ -80,7 +80,7 @@ def test_gradients_of_any_order(name):
 
 @pytest.mark.parametrize("function", [continuous_softmax, continuous_sparsemax])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_ends_of_the_range_are_finite(function, dtype):
+def test_continuous_attention_is_finite_at_extreme_inputs(function, dtype):
     mean = torch.tensor([-3.0, 0.0, 0.5, 1.0, 6e4], dtype=dtype)[:, None].requires_grad_()
     values = [0.0, 1e-7, MIN_VARIANCE, 1e-3, 1.0, 6e4]
     variance = torch.tensor(values, dtype=dtype).requires_grad_()
@@ -105,7 +105,7 @@ def test_the_ends_of_the_range_are_finite(function, dtype):
     torch.testing.assert_close(found.double(), wide, rtol=1e-6, atol=1e-6)
 
 
-def test_the_series_meets_the_closed_form():
+def test_continuous_sparsemax_series_meets_the_closed_form():
     width = 0.5
     half = width * NARROW * torch.tensor([1 - 1e-9, 1 + 1e-9], dtype=torch.float64)
     variance = (half**3 / 1.5).requires_grad_()
@@ -118,7 +118,7 @@ def test_the_series_meets_the_closed_form():
     torch.testing.assert_close(slopes[:, 0, 0], slopes[:, 1, 1], rtol=1e-6, atol=1e-9)
 
 
-def test_the_finite_case_gives_the_jacobians_of_softmax_and_sparsemax():
+def test_normalize_jacobians_equal_the_escort_covariance():
     # Prop. 3.2 with the counting measure and unit vectors as statistics is Eq. 14.
     scores = 2 * drawn(7)
     for name, power in (("softmax", 1), ("sparsemax", 0)):
@@ -130,7 +130,7 @@ def test_the_finite_case_gives_the_jacobians_of_softmax_and_sparsemax():
         torch.testing.assert_close(jacobian, covariance)
 
 
-def test_where_the_papers_formulas_have_a_slip():
+def test_paper_equation_52_is_wrong_and_64_is_right():
     mean, variance, center, width = 0.3, 0.02, 0.45, 0.2
     half = (1.5 * variance) ** (1 / 3)
     # The last line of Eq. 52 has the difference of two error functions where the line before it
@@ -159,7 +159,7 @@ def test_where_the_papers_formulas_have_a_slip():
 
 
 @pytest.mark.parametrize("density", DENSITIES, ids=lambda density: density.name)
-def test_a_density_is_the_entmax_of_its_function(density):
+def test_density_is_the_entmax_of_its_scores(density):
     for mean, scale in ((0.2, 0.003), (0.7, 0.4)):
         inputs = double(mean, scale)
         low, high = (end.item() for end in density.support(*inputs))
@@ -178,7 +178,7 @@ def test_a_density_is_the_entmax_of_its_function(density):
 
 
 @pytest.mark.parametrize("density", DENSITIES, ids=lambda density: density.name)
-def test_expectations_under_a_density(density):
+def test_density_expectation_equals_numerical_integration(density):
     mean, scale = drawn(5) * 1.4 - 0.2, drawn(5, seed=1) * 0.1 + 0.01
     centers, widths = double([0.0, 0.5, 0.5, 1.0], [0.02, 0.1, 0.5, 3.0])
     found = density.expectation(mean, scale, centers, widths)
@@ -198,7 +198,7 @@ def test_expectations_under_a_density(density):
     assert density.expectation(mean.half(), scale.half(), centers, widths).dtype == torch.float32
 
 
-def test_the_closed_form_is_the_truncated_parabolas_quadrature():
+def test_continuous_sparsemax_equals_parabola_quadrature():
     inputs = [t.requires_grad_() for t in (1.4 * drawn(9) - 0.2, drawn(9, seed=1) ** 4 + 1e-5)]
     bases = double([0.0, 0.5, 0.5, 1.0], [0.01, 0.1, 0.5, 3.0])
     outer = drawn(9, 4, seed=2)
@@ -213,7 +213,7 @@ def test_the_closed_form_is_the_truncated_parabolas_quadrature():
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_softmax_in_more_dimensions_is_torchs_density(dimensions):
+def test_continuous_softmax_nd_equals_torch_multivariate_normal(dimensions):
     root = drawn(4, dimensions, dimensions)
     unit = torch.eye(dimensions, dtype=torch.float64)
     covariance = 0.1 * (root @ root.mT) + 0.01 * unit
@@ -233,7 +233,7 @@ def test_softmax_in_more_dimensions_is_torchs_density(dimensions):
 
 
 @pytest.mark.parametrize("scale", [0.03, 0.2, 2.0])
-def test_sparsemax_on_the_plane_is_its_integral(scale):
+def test_continuous_sparsemax_2d_equals_numerical_integration(scale):
     for number, width in enumerate((0.02, 0.1, 1.0)):
         mean, center = drawn(2, seed=number), drawn(2, seed=9 + number)
         [covariance], [spread] = (covariances(1, s, seed=number) for s in (scale, width))
@@ -251,7 +251,7 @@ def test_sparsemax_on_the_plane_is_its_integral(scale):
 
 
 @pytest.mark.parametrize("function", [continuous_softmax_nd, continuous_sparsemax_2d])
-def test_gradients_on_the_plane(function):
+def test_continuous_attention_2d_passes_gradcheck(function):
     unit = torch.eye(2, dtype=torch.float64)
     inputs = [t.requires_grad_() for t in (drawn(3, 2), drawn(3, 2, 2, seed=1) - 0.5)]
     bases = drawn(4, 2, seed=2), covariances(4, 0.3, seed=3)
@@ -265,7 +265,7 @@ def test_gradients_on_the_plane(function):
 
 
 @pytest.mark.parametrize("function", [continuous_softmax_nd, continuous_sparsemax_2d])
-def test_a_turned_plane_has_the_same_expectations(function):
+def test_continuous_attention_2d_is_rotation_invariant(function):
     turn = torch.linalg.qr(drawn(2, 2)).Q
     mean, covariance = drawn(3, 2, seed=1), covariances(3, 0.2)
     centers, spread = drawn(4, 2, seed=2), covariances(4, 0.1, seed=3)
@@ -282,14 +282,14 @@ def test_a_turned_plane_has_the_same_expectations(function):
 # --- a sentence as a function of time -----------------------------------------------------------
 
 
-def test_positions_are_counted_from_the_mask():
+def test_positions_count_only_unmasked_tokens():
     tokens = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 1, 0, 1], [0] * 5]).bool()
     for row in positions(tokens[:3])[tokens[:3]].view(3, 3):
         torch.testing.assert_close(row, torch.tensor([1 / 3, 2 / 3, 1]).double())
     assert (positions(tokens)[3] == 0).all()
 
 
-def test_the_regression_is_ridge_regression_wherever_the_padding_is():
+def test_ridge_regression_ignores_padding_on_either_side():
     centers, widths = torch.linspace(0, 1, 5).repeat(2).double(), double([0.1] * 5 + [0.3] * 5)[0]
     length, ridge = 6, 0.1
     times = np.arange(1, length + 1) / length
@@ -312,7 +312,7 @@ def test_the_regression_is_ridge_regression_wherever_the_padding_is():
     torch.testing.assert_close(fitted, values, rtol=0, atol=1e-3)
 
 
-def test_sentences_of_one_word_and_of_none():
+def test_ridge_regression_handles_one_token_and_none():
     tokens = torch.tensor([[True, False], [False, False]])
     one, none = ridge_regression(tokens, *double([0.0, 1.0], [0.1, 0.1]), 0.5)
     assert one.isfinite().all() and one[0, 1] > 0 and (none == 0).all()
@@ -322,7 +322,7 @@ def test_sentences_of_one_word_and_of_none():
 
 
 @pytest.mark.parametrize("function", [continuous_softmax, continuous_sparsemax])
-def test_transformed_traced_and_compiled(function):
+def test_continuous_attention_supports_vmap_trace_and_compile(function):
     mean, variance = drawn(3, 2), drawn(3, 2, seed=1) * 0.1 + 1e-3
     bases = double([0.0, 0.5, 1.0], [0.1, 0.3, 3.0])
     expected = function(mean, variance, *bases)
@@ -390,7 +390,7 @@ GOOD = {
         (ridge_regression, 3, math.nan, "ridge must be finite"),
     ],
 )
-def test_wrong_calls_are_refused_in_words(function, place, wrong, told):
+def test_continuous_functions_refuse_invalid_arguments(function, place, wrong, told):
     arguments = list(GOOD[function])
     function(*arguments)
     arguments[place] = wrong
@@ -399,7 +399,7 @@ def test_wrong_calls_are_refused_in_words(function, place, wrong, told):
     assert told in str(refusal.value)
 
 
-def test_a_second_derivative_is_right_or_refused():
+def test_continuous_sparsemax_2d_refuses_second_derivatives():
     """The gradient's graph also depends on the mean through another path."""
     mean, spread = drawn(2).double().requires_grad_(), torch.eye(2).double()
     for function, covers in ((continuous_softmax_nd, True), (continuous_sparsemax_2d, False)):
@@ -415,7 +415,7 @@ def test_a_second_derivative_is_right_or_refused():
 @pytest.mark.parametrize("function", [continuous_softmax, continuous_sparsemax])
 @pytest.mark.parametrize("far", [1e10, 1e20, -1e36, 3e38])
 @pytest.mark.parametrize("variance", [0.0, 1e-6, 1.0])
-def test_far_from_everything_there_is_nothing(function, far, variance):
+def test_continuous_attention_is_zero_far_from_all_bases(function, far, variance):
     mean, spread = (torch.tensor(x, requires_grad=True) for x in (far, variance))
     found = function(mean, spread, torch.tensor([0.5]), torch.tensor([0.03]))
     grads = torch.autograd.grad(found.sum(), (mean, spread))

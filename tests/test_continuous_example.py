@@ -17,7 +17,7 @@ def grid():
     return module
 
 
-def test_a_marked_region_is_found(grid, monkeypatch, capsys):
+def test_main_finds_the_marked_region(grid, monkeypatch, capsys):
     found = []
 
     def evaluate(attention, classifier):

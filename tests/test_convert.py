@@ -218,7 +218,7 @@ def test_to_authors_ignores_the_monitor(checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ["transformer_lm", "transformer"])
-def test_parameters_of_the_authors_name_the_conversion(authors, arch):
+def test_parameters_read_names_multimax_convert(authors, arch):
     with pytest.raises(UsageError, match="of the authors' code: convert it first with multimax-c"):
         parameters.read(authors(arch))
 
@@ -279,7 +279,7 @@ def test_from_authors_ignores_an_outdated_record(checkpoint, tmp_path, monkeypat
     assert (low.tolist(), high.tolist()) == ([0, 2], [1, 3])
 
 
-def test_conversion_of_an_adaptive_softmax(authors, tmp_path, monkeypatch):
+def test_from_authors_converts_an_adaptive_softmax(authors, tmp_path, monkeypatch):
     flags = ("--adaptive-softmax-cutoff", "10,20", "--criterion", "adaptive_loss")
     ours = tmp_path / "ours.pt"
     convert(monkeypatch, "from-authors", authors("transformer_lm", *flags), ours)
@@ -518,7 +518,7 @@ def test_from_paddlefleet_refuses_other_files(checkpoint, tmp_path, monkeypatch)
 # --- the commands ---------------------------------------------------------------------------------
 
 
-def test_commands_of_the_docs_keep_the_probabilities(authors, checkpoint, data, tmp_path):
+def test_convert_commands_of_the_docs_keep_probabilities(authors, checkpoint, data, tmp_path):
     """Hypotheses of fairseq-generate have the probability of the authors' formula."""
     theirs = AuthorsTransformer(read(authors("transformer_iwslt_de_en"))[0])
     (tmp_path / "authors-transformer_iwslt_de_en.pt").rename(tmp_path / "authors.pt")

@@ -129,7 +129,7 @@ def test_iwslt14_skips_finished_folders(prepared, tgz):
     assert stamps(out) == before
 
 
-def test_iwslt14_killed_anywhere_gives_the_same_bytes(prepared, tgz, tmp_path):
+def test_iwslt14_killed_midway_resumes_bitwise(prepared, tgz, tmp_path):
     """Holds for any number of workers."""
     out = tmp_path / "out"
     command = script("iwslt14.py", "--archive", tgz, "--out", out, cpus=2)
@@ -388,7 +388,7 @@ def test_obtain_checks_the_checksum_of_a_file(tgz, tmp_path):
     assert archives.obtain(own, str(tgz), tmp_path).official
 
 
-def test_scripts_keep_another_folder(tgz, tmp_path):
+def test_scripts_refuse_to_overwrite_other_folders(tgz, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "letter").write_text("mine")
     assert "was not made by this script" in refused(

@@ -116,7 +116,7 @@ def test_pages_pin_the_torch_of_setup():
         assert set(re.findall(r"torch==([\d.]+\d)", read(page))) == set(pinned), page
 
 
-def test_training_commands_have_a_last_update():
+def test_training_commands_set_max_update():
     trainings = re.findall(r"^fairseq-train (?:.*\\\n)*.*", "".join(blocks("bash")), re.MULTILINE)
     assert len(trainings) >= 5
     assert [command for command in trainings if "--max-update" not in command] == []
@@ -129,7 +129,7 @@ def test_python_examples_run(folder):
         assert done.returncode == 0, done.stderr
 
 
-def test_mapping_example_is_the_tested_file():
+def test_mapping_example_equals_the_tested_file():
     (shown,) = blocks("python", "docs/mappings.md")
     tested = read("user_dir/added_mapping/__init__.py").partition('"""\n\n')[2]
     assert shown == tested.replace("# noqa: F401  ", "# ")

@@ -89,7 +89,7 @@ def test_download_resumes_and_checks(left, names, ranges, host, tmp_path):
         archives.download([f"{host.url}/file"], target, SHA256)
 
 
-def test_download_by_two_runs_happens_once(host, tmp_path):
+def test_download_runs_once_for_concurrent_calls(host, tmp_path):
     target = tmp_path / "file"
     runs = [
         threading.Thread(target=archives.download, args=([f"{host.url}/file"], target, SHA256))
@@ -116,7 +116,7 @@ def test_download_reports_failing_hosts(host, tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == [".file.lock"]
 
 
-def test_obtain_downloads_an_address(host, tmp_path):
+def test_obtain_downloads_from_a_url(host, tmp_path):
     tgz = pack(tmp_path / "made.tgz", layout().items())
     host.files["own.tgz"] = tgz.read_bytes()
     address = f"{host.url}/own.tgz"

@@ -154,7 +154,7 @@ def test_experiment_tabulates_all_rows_and_seeds(experiment):
     assert lines[0][0].endswith("softmax") and lines[0][-1].startswith(paper)
 
 
-def test_experiment_records_what_reproduces_a_result(experiment):
+def test_experiment_records_how_to_reproduce_a_result(experiment):
     name, _, folder, _, _ = experiment
     runs = 2 * KNOWN[name][0]
     assert sum(result["peak_memory"] is not None for result in results(folder)) >= runs - 1

@@ -168,7 +168,7 @@ def resumable(whole, folder, at):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_killed_while_it_writes_a_checkpoint_ends_as_if_it_was_not(text, uninterrupted, name):
+def test_train_killed_while_saving_resumes_bitwise(text, uninterrupted, name):
     """The kill is in the third epoch, where stock fairseq reorders sentences of equal length."""
     folder = text / f"{name}-killed"
     resumable(uninterrupted(name), folder, at=15)
@@ -182,7 +182,7 @@ def test_a_run_killed_while_it_writes_a_checkpoint_ends_as_if_it_was_not(text, u
     assert not list(folder.glob("*.tmp"))
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(text, uninterrupted):
+def test_train_resumes_from_the_newest_intact_checkpoint(text, uninterrupted):
     folder = text / "damaged"
     newest = resumable(uninterrupted("translation"), folder, at=15)
     last, older = folder / "checkpoint_last.pt", folder / "checkpoint2.pt"
@@ -199,7 +199,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(text, uninterrupted):
     assert_same_end(uninterrupted("translation"), folder)
 
 
-def test_without_a_whole_checkpoint_or_with_a_named_one_a_run_stops(text, uninterrupted):
+def test_train_stops_without_an_intact_checkpoint(text, uninterrupted):
     folder = text / "nothing"
     folder.mkdir()
     (folder / "checkpoint_last.pt").write_bytes(b"")
@@ -216,7 +216,7 @@ def test_without_a_whole_checkpoint_or_with_a_named_one_a_run_stops(text, uninte
     )
 
 
-def test_a_full_disk_leaves_the_checkpoints_whole_and_says_how_to_go_on(text, uninterrupted):
+def test_train_on_a_full_disk_keeps_checkpoints_and_resumes(text, uninterrupted):
     folder = text / "full"
     resumable(uninterrupted("translation"), folder, at=15)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -234,7 +234,7 @@ def test_a_full_disk_leaves_the_checkpoints_whole_and_says_how_to_go_on(text, un
     assert_same_end(uninterrupted("translation"), folder)
 
 
-def test_a_run_that_has_ended_does_nothing_more(text, uninterrupted):
+def test_train_leaves_a_finished_run_unchanged(text, uninterrupted):
     folder = text / "ended"
     shutil.copytree(uninterrupted("language model"), folder)
     before = (folder / "checkpoint_last.pt").read_bytes()
@@ -242,7 +242,7 @@ def test_a_run_that_has_ended_does_nothing_more(text, uninterrupted):
     assert (folder / "checkpoint_last.pt").read_bytes() == before
 
 
-def test_a_run_that_begins_anew_beside_checkpoints_says_so(text, uninterrupted):
+def test_train_reports_a_restart_beside_other_checkpoints(text, uninterrupted):
     folder = text / "anew"
     folder.mkdir()
     shutil.copy(uninterrupted("language model") / "checkpoint_1_3.pt", folder)
@@ -253,7 +253,7 @@ def test_a_run_that_begins_anew_beside_checkpoints_says_so(text, uninterrupted):
     )
 
 
-def test_a_file_to_restore_that_is_missing_is_told(text):
+def test_train_reports_a_missing_restore_file(text):
     words = [*MODEL_LANGUAGE, *PLUGIN, "--save-dir", text / "nothing", "--max-update", "1"]
     output = run(text, "fairseq-train", *words, "--restore-file", "none.pt")
     assert "there is no 'none.pt', so this run begins at update 0" in output
@@ -277,7 +277,7 @@ def copy(path):
 
 @pytest.mark.parametrize("where", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("put", [save, copy])
-def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, put, where):
+def test_save_killed_midway_keeps_the_old_checkpoint(tmp_path, put, where):
     path = tmp_path / "checkpoint_last.pt"
     torch.save({"old": torch.zeros(3)}, path)
     before = path.read_bytes()
@@ -304,7 +304,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, put, where):
 
 # PyTorch reports a late write failure as its own error type.
 @pytest.mark.parametrize("put, at", [(save, 1), (save, 4), (save, 12), (copy, 1)])
-def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put, at, monkeypatch):
+def test_save_retries_failed_writes_except_on_a_full_disk(tmp_path, put, at, monkeypatch):
     path, write, left, done = tmp_path / "checkpoint_last.pt", saving._CheckedFile.write, [], {}
 
     def failing(self, data):
@@ -330,7 +330,7 @@ def test_a_write_that_fails_is_tried_again_unless_the_disk_is_full(tmp_path, put
     assert left == [] and torch.load(path)["new"].sum() == 50_000
 
 
-def test_a_crash_on_a_full_disk_is_what_is_told(tmp_path, monkeypatch, caplog):
+def test_save_of_crash_checkpoint_logs_a_full_disk(tmp_path, monkeypatch, caplog):
     def full(self, data):
         self.error = OSError(28, "No space left on device")
         raise self.error
@@ -361,7 +361,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_every_worker_gets_the_checkpoint_that_the_first_one_reads(tmp_path):
+def test_broadcast_object_sends_the_checkpoint_to_all_ranks(tmp_path):
     run(tmp_path, "python", "-c", WORKERS, tmp_path / "meeting")
 
 
@@ -392,7 +392,7 @@ def batches(task, dataset, dictionary, epoch, shuffled, drawn):
 
 
 @pytest.mark.parametrize("curriculum", [0, 1, 2])
-def test_a_later_epoch_has_the_batches_that_the_uninterrupted_run_has(dictionary, curriculum):
+def test_batch_iterator_resumes_with_the_same_batches(dictionary, curriculum):
     def started(epoch, drawn):
         task = TranslationTask(TranslationConfig(), dictionary, dictionary)
         dataset = LanguagePairDataset(
@@ -434,7 +434,7 @@ def ended(text, name, folder, kill_after=None, **fault):
     return process.wait(300), log.read_text()
 
 
-def test_ctrl_c_is_one_sentence(text):
+def test_train_reports_ctrl_c_in_one_sentence(text):
     log = text / "interrupted.log"
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -457,7 +457,7 @@ def test_ctrl_c_is_one_sentence(text):
 
 
 @pytest.mark.slow
-def test_fifty_kills_and_ten_full_disks_change_nothing(text, uninterrupted):
+def test_train_survives_fifty_kills_and_ten_full_disks(text, uninterrupted):
     draw, kills, full, halves, names = random.Random(17), 0, 0, 0, list(RUNS | MORE)
     for name in itertools.cycle(names):
         if kills >= 50 and full >= 10:
@@ -488,7 +488,7 @@ def test_fifty_kills_and_ten_full_disks_change_nothing(text, uninterrupted):
     print(f"{kills} kills, {halves} of them in a write, {full} full disks: nothing lost")
 
 
-def test_two_who_write_one_file_do_not_meet(tmp_path):
+def test_whole_isolates_concurrent_writers(tmp_path):
     file = tmp_path / "file"
     with whole(file) as one, whole(file) as other:
         one.write_text("one")

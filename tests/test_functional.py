@@ -43,7 +43,7 @@ def test_modulator_equals_reference_with_the_papers_parameters(values):
 
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("terms", ["both", "low", "high"])
-def test_each_order_and_term_is_the_reference_with_the_rest_at_identity(order, terms):
+def test_modulator_of_each_order_and_term_equals_reference(order, terms):
     t_b, t_d, b, d = (values[:order] for values in FAR)
     low, high = (t_b, b) if terms != "high" else (None, None), (t_d, d)
     high = high if terms != "low" else (None, None)
@@ -57,7 +57,7 @@ def test_each_order_and_term_is_the_reference_with_the_rest_at_identity(order, t
     np.testing.assert_allclose(module(x).detach(), expected, rtol=1e-12)
 
 
-def test_parameters_a_head_act_on_their_head_alone():
+def test_modulator_per_head_acts_on_its_own_head():
     module = far_modulator(heads=3)
     x = random_scores(2, 3, 4, 5)
     for head in range(3):
@@ -67,7 +67,7 @@ def test_parameters_a_head_act_on_their_head_alone():
         )
 
 
-def test_zero_offsets_are_exactly_the_identity():
+def test_modulator_with_zero_offsets_is_the_identity():
     x = random_scores(4, 7)
     assert torch.equal(Modulator(init_std=0.0)(x), x)
     assert torch.equal(modulate(x), x)
@@ -75,7 +75,7 @@ def test_zero_offsets_are_exactly_the_identity():
 
 @pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.parametrize("terms", ["both", "low", "high"])
-def test_modulator_gradients(heads, terms):
+def test_modulator_gradients_pass_gradcheck(heads, terms):
     module = far_modulator(heads, terms)
     x = random_scores(2, 3, 4, 5).requires_grad_()
     parameters = list(module.parameters())
@@ -93,7 +93,7 @@ TURNING = [
 
 
 @pytest.mark.parametrize("values", [*TABLES, FAR, *TURNING])
-def test_monotone_modulator_keeps_on_falling_below_its_turn_and_level_above_it(values):
+def test_monotone_modulator_is_linear_below_and_constant_above(values):
     x = torch.linspace(-60, 60, 120001, dtype=torch.float64)
     middle = 60000
     module = Modulator.from_values(*values)
@@ -117,7 +117,7 @@ def test_monotone_modulator_keeps_on_falling_below_its_turn_and_level_above_it(v
 
 @pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.parametrize("terms", ["both", "low", "high"])
-def test_monotone_modulator_gradients(heads, terms):
+def test_monotone_modulator_gradients_pass_gradcheck(heads, terms):
     module = far_modulator(heads, terms)
     module.monotone = True
     x = random_scores(2, 3, 4, 5, spread=20.0).requires_grad_()
@@ -130,7 +130,7 @@ def test_monotone_modulator_gradients(heads, terms):
     assert torch.equal(identity(x), x)
 
 
-def test_fused_modulator_backward_equals_the_plain_line():
+def test_fused_modulator_backward_equals_plain_pytorch():
     module = far_modulator()
     x = random_scores(6, 9).requires_grad_()
     weight = random_scores(6, 9, seed=1)
@@ -148,7 +148,7 @@ def test_fused_modulator_backward_equals_the_plain_line():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_initial_values_are_small_truncated_and_random():
+def test_modulator_init_is_a_truncated_normal():
     torch.manual_seed(0)
     values = torch.cat([p.flatten() for p in Modulator(num_heads=500).parameters()]).detach()
     assert values.abs().max() <= 0.04
@@ -157,7 +157,7 @@ def test_initial_values_are_small_truncated_and_random():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_extreme_and_infinite_scores_stay_ordered_numbers(dtype):
+def test_modulator_handles_extreme_and_infinite_scores(dtype):
     limit = 1e4 if dtype == torch.float32 else torch.finfo(dtype).max
     x = torch.tensor([-torch.inf, -limit, -1.0, 0.0, 1.0, limit], dtype=dtype, requires_grad=True)
     module = Modulator(init_std=0.0).to(dtype)
@@ -170,7 +170,7 @@ def test_extreme_and_infinite_scores_stay_ordered_numbers(dtype):
     assert x.grad.isfinite().all()
 
 
-def test_modulator_refuses_halves_of_a_pair_and_missing_heads():
+def test_modulator_refuses_incomplete_terms_and_missing_heads():
     with pytest.raises(ValueError, match="low term needs both"):
         Modulator.from_values([1.0], [1.0], None, [0.0])
     with pytest.raises(ValueError, match="one shape"):
@@ -197,7 +197,7 @@ def test_multimax_equals_reference(values):
     np.testing.assert_allclose(log_multimax(x, module, mask=mask).detach(), logs, atol=1e-11)
 
 
-def test_identity_modulator_is_softmax():
+def test_multimax_with_identity_modulator_equals_softmax():
     x = random_scores(5, 11)
     assert torch.equal(multimax(x, Modulator(init_std=0.0)), x.softmax(-1))
     assert torch.equal(log_multimax(x, Modulator(init_std=0.0)), x.log_softmax(-1))
@@ -226,13 +226,13 @@ def learned_by(options):
     return [value for value in options.values() if isinstance(value, torch.Tensor)]
 
 
-def test_there_is_an_example_of_every_normalizer():
+def test_examples_cover_every_normalizer():
     assert EXAMPLES.keys() == NORMALIZERS.keys(), "tests/examples.py"
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 class TestEveryNormalizer:
-    def test_is_a_distribution_over_what_is_allowed(self, name):
+    def test_normalize_returns_a_distribution_over_unmasked_entries(self, name):
         x = random_scores(3, 4, 6)
         mask = torch.zeros(3, 1, 6, dtype=torch.bool)
         mask[0, :, 2:] = mask[1] = True
@@ -246,7 +246,7 @@ class TestEveryNormalizer:
             assert ((probs.sum(-1) - some).abs() > 1e-6)[some > 0].any()
             assert (probs.sum(-1)[some == 0] == 0).all()
 
-    def test_gradients_are_right_and_zero_where_excluded(self, name):
+    def test_normalize_gradients_are_zero_where_masked(self, name):
         x = random_scores(3, 5, spread=1.0).requires_grad_()
         mask = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 0, 1, 0], [1, 1, 1, 1, 1]]).bool()
         options = battery()[name]
@@ -256,9 +256,7 @@ class TestEveryNormalizer:
         grad = torch.autograd.grad(normalize(name, x, mask=mask, **options)[:, 0].sum(), x)[0]
         assert (grad[mask] == 0).all() and (grad[~mask] != 0).any()
 
-    def test_nothing_left_of_infinite_scores_has_no_gradient_and_no_part_in_what_is_learned(
-        self, name
-    ):
+    def test_normalize_ignores_masked_rows_of_infinite_scores(self, name):
         """Same as with scores that are masked already."""
         x = random_scores(2, 5)
         x[1] = -torch.inf
@@ -274,7 +272,7 @@ class TestEveryNormalizer:
             torch.testing.assert_close(one, other)
 
     @pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
-    def test_a_large_negative_number_that_is_added_excludes(self, name, number):
+    def test_normalize_excludes_entries_of_large_negative_masks(self, name, number):
         x, options = random_scores(3, 6), battery()[name]
         mask = torch.tensor([False, True, False, False, False, True])
         added = torch.zeros(6, dtype=x.dtype).masked_fill(mask, number)
@@ -282,7 +280,7 @@ class TestEveryNormalizer:
             normalize(name, x, mask=added, **options), normalize(name, x, mask=mask, **options)
         )
 
-    def test_permutation_equivariance_and_dim(self, name):
+    def test_normalize_is_permutation_equivariant_along_dim(self, name):
         x = random_scores(4, 6, 3)
         order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
         probs = normalize(name, x, dim=1, **battery()[name])
@@ -293,7 +291,7 @@ class TestEveryNormalizer:
             normalize(name, x.transpose(1, 2), **battery()[name]), probs.transpose(1, 2)
         )
 
-    def test_mask_that_lacks_the_dimension_blanks_whole_rows(self, name):
+    def test_normalize_broadcasts_masks_along_dim(self, name):
         x = random_scores(4, 3)
         for mask, dim in ((torch.tensor([True, False, False]), 0), (torch.tensor([[True]]), 1)):
             probs = normalize(name, x, dim=dim, mask=mask, **battery()[name])
@@ -302,7 +300,7 @@ class TestEveryNormalizer:
             assert (probs.masked_select(mask.expand(4, 3)) == 0).all()
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-    def test_odd_inputs(self, name, dtype):
+    def test_normalize_handles_empty_strided_and_extreme_inputs(self, name, dtype):
         options = battery()[name]
         wide = torch.promote_types(dtype, torch.float32)
         assert normalize(name, torch.zeros(2, 0, dtype=dtype), **options).shape == (2, 0)
@@ -349,7 +347,7 @@ class TestEveryNormalizer:
         ("adaptive_temperature", {"training": True}, lambda x, mask: reference.softmax(x, mask)),
     ],
 )
-def test_rivals_equal_their_references(name, options, expected):
+def test_normalize_equals_the_reference_of_each_mapping(name, options, expected):
     x = random_scores(6, 9)
     mask = torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.3
     mask[2] = True
@@ -377,7 +375,7 @@ def test_evsoftmax_keeps_scores_equal_to_the_mean(dtype, training):
     torch.testing.assert_close(probs, expected, rtol=0, atol=1e-4)
 
 
-def test_rivals_reach_their_limits():
+def test_normalize_limit_cases_equal_known_mappings():
     x = random_scores(4, 7)
     torch.testing.assert_close(normalize("topk", x, k=7), x.softmax(-1))
     assert torch.equal(normalize("topk", x, k=1), F.one_hot(x.argmax(-1), 7).double())
@@ -398,7 +396,7 @@ def test_rivals_reach_their_limits():
             normalize(name, x, **option)
 
 
-def test_the_fused_loss_with_a_monotone_modulator_is_the_plain_line():
+def test_linear_cross_entropy_with_monotone_equals_plain():
     module = far_modulator()
     module.monotone = True
     features, weight = (random_scores(5, 3), random_scores(7, 3, seed=1))
@@ -410,7 +408,7 @@ def test_the_fused_loss_with_a_monotone_modulator_is_the_plain_line():
 
 
 @pytest.mark.parametrize("above", [1e-9, 1e-7, 5e-7, 1e-6, 1e-4, 1e-2, 0.09])
-def test_alpha_may_be_a_number_just_above_one(above):
+def test_alpha_entmax_accepts_alpha_just_above_one(above):
     x = random_scores(20, 50, spread=2.0)
     found = normalize("alpha_entmax", x.float(), alpha=1 + above)
     assert found.dtype == torch.float32
@@ -422,7 +420,7 @@ def test_alpha_may_be_a_number_just_above_one(above):
         assert (found - exact).abs().max() < 3e-7
 
 
-def test_a_number_that_is_infinite_to_the_scores_excludes():
+def test_normalize_excludes_mask_values_that_overflow():
     lowest = torch.finfo(torch.float64).min
     mask = torch.tensor([[lowest, 0.0, lowest], [lowest] * 3], dtype=torch.float64)
     scores = random_scores(2, 3).abs().float().requires_grad_()
@@ -432,7 +430,7 @@ def test_a_number_that_is_infinite_to_the_scores_excludes():
         assert (probs[1] == 0).all() and probs[0, 1] > 0 and grad.isfinite().all(), name
 
 
-def test_alphas_a_head_act_on_their_head_alone():
+def test_entmax_alpha_per_head_acts_on_its_own_head():
     x = random_scores(2, 3, 4, 5)
     alpha = EntmaxAlpha(3).double()
     with torch.no_grad():
@@ -445,7 +443,7 @@ def test_alphas_a_head_act_on_their_head_alone():
     assert gradcheck(lambda x, _: normalize("alpha_entmax", x, alpha=alpha()), (x, alpha.logit))
 
 
-def test_alpha_keeps_off_one_and_can_come_back():
+def test_entmax_alpha_stays_above_one_and_keeps_a_gradient():
     alpha = EntmaxAlpha(2)
     with torch.no_grad():
         alpha.logit.copy_(torch.tensor([-40.0, -6.0]))
@@ -455,7 +453,7 @@ def test_alpha_keeps_off_one_and_can_come_back():
     assert alpha.logit.grad.isfinite().all() and alpha.logit.grad[1] != 0
 
 
-def test_temperature_is_that_of_softmax():
+def test_temperature_module_equals_softmax_temperature():
     x = random_scores(4, 7)
     for learned in (False, True):
         module = Temperature(0.3, learned).double()
@@ -466,7 +464,7 @@ def test_temperature_is_that_of_softmax():
     assert gradcheck(lambda x, _: multimax(x, module), (x.requires_grad_(), module.log_temperature))
 
 
-def test_unknown_normalizer_temperature_and_mask_are_refused():
+def test_normalize_refuses_invalid_arguments():
     with pytest.raises(ValueError, match="'sofmax'.*softmax, multimax"):
         normalize("sofmax", torch.zeros(2))
     with pytest.raises(ValueError, match="-1"):
@@ -475,7 +473,7 @@ def test_unknown_normalizer_temperature_and_mask_are_refused():
         normalize("softmax", torch.zeros(2), mask=torch.zeros(2, dtype=torch.int64))
 
 
-def test_a_float_mask_is_added_after_modulator_and_temperature_with_its_gradient():
+def test_normalize_adds_float_masks_after_the_modulator():
     scores = random_scores(2, 3, 5)
     mask = random_scores(3, 1, seed=2).expand(3, 5).clone()
     mask += random_scores(3, 5, seed=3)
@@ -531,7 +529,7 @@ def test_proposition_4_2_low_term_is_sparser_than_softmax():
     assert checked > 200
 
 
-def test_proposition_4_2_low_term_keeps_the_ratios_of_high_scores():
+def test_proposition_4_2_low_term_keeps_ratios_of_high_scores():
     """The second statement of 4.2 (multi-modality above softmax's) cannot hold as printed.
 
     Its proof applies Lemma A.2, which is for scores below the threshold, to the maximum. What is
@@ -632,7 +630,7 @@ def test_attention_gradients_reach_inputs_and_modulator():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_attention_in_low_precision_is_as_good_as_softmax_attention(dtype):
+def test_attention_in_half_precision_is_as_accurate_as_softmax(dtype):
     query, key, value = attention_inputs()
     module = far_modulator()
     errors = []
@@ -646,7 +644,7 @@ def test_attention_in_low_precision_is_as_good_as_softmax_attention(dtype):
     assert errors[0] <= 2 * 1.9 * errors[1]
 
 
-def test_attention_drops_probabilities_and_needs_a_modulator():
+def test_attention_applies_dropout_and_needs_a_modulator():
     query, key, value = attention_inputs()
     torch.manual_seed(0)
     dropped = scaled_dot_product_attention(
@@ -669,7 +667,7 @@ class Nothing(torch.autograd.Function):
         return None
 
 
-def test_attention_without_a_gradient_of_its_own_has_none_by_its_inputs():
+def test_attention_backward_accepts_an_undefined_gradient():
     query, key, value = (t.float().requires_grad_() for t in attention_inputs())
     context = scaled_dot_product_attention(query, key, value, modulator=far_modulator())
     (Nothing.apply(context) + 2 * query.sum()).backward()
@@ -679,7 +677,7 @@ def test_attention_without_a_gradient_of_its_own_has_none_by_its_inputs():
 # --- the package -------------------------------------------------------------------------------
 
 
-def test_the_mathematics_imports_neither_fairseq_nor_what_torch_leaves_for_later():
+def test_import_loads_neither_fairseq_nor_dynamo():
     code = (
         "import sys, torch; sys.modules['fairseq'] = None; known = set(sys.modules); "
         "import multimax_fairseq as m; assert set(m.__all__) <= set(dir(m)); "

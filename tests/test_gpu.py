@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
 GPU_TESTS = ROOT / "tests" / "gpu"
 
 
-def test_bfloat16_is_plain_in_the_interpreter():
+def test_attention_in_the_interpreter_supports_bfloat16():
     """Triton's interpreter multiplies bfloat16 as integers; tests/gpu/interpreter.py fixes it."""
     program = """
 import torch

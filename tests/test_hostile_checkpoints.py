@@ -176,7 +176,7 @@ def state(checkpoint):
 
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_checkpoint(kind, state, tmp_path):
+def test_load_refuses_hostile_states(kind, state, tmp_path):
     change, words = STATES[kind]
     path = tmp_path / "hostile.pt"
     changed = change(state)
@@ -218,14 +218,14 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_file_that_is_no_checkpoint(kind, checkpoint, tmp_path):
+def test_load_refuses_hostile_files(kind, checkpoint, tmp_path):
     path = tmp_path / "hostile.pt"
     path.write_bytes(FILES[kind](checkpoint(ARCH)))
     refuses(load, path, "damaged or incomplete")
 
 
 @pytest.mark.parametrize("shape", [(-2, -4), (-1,), (1 << 62, 4), (1 << 40, 0), ("x",), (2.0, 0.5)])
-def test_shape_of_an_array(shape):
+def test_pickled_array_refuses_invalid_shapes(shape):
     """PyTorch's unpickler calls __setstate__, as NumPy's own would."""
     array = untrusted._pickled_array(untrusted._PickledArray, (0,), b"b")
     kind = untrusted._PickledDtype("u1")
@@ -244,7 +244,7 @@ def evil(tmp_path):
     return path
 
 
-def test_code_is_not_run_by_our_commands(evil, checkpoint, data, tmp_path):
+def test_package_commands_refuse_code(evil, checkpoint, data, tmp_path):
     average = str(ROOT / "scripts" / "average_checkpoints.py")
     new, whole = tmp_path / "new", checkpoint(ARCH)
     for words in (
@@ -258,7 +258,7 @@ def test_code_is_not_run_by_our_commands(evil, checkpoint, data, tmp_path):
         refuses(lambda _, words=words: main(*words), evil, "could run code")
 
 
-def test_code_is_not_run_by_fairseqs_commands(evil, data, tmp_path):
+def test_fairseq_commands_refuse_code(evil, data, tmp_path):
     sizes = ["--arch", "transformer", "--optimizer", "adam", "--max-tokens", "400", "--no-save"]
     for command in (
         ["fairseq-train", data / "mt", *sizes, "--restore-file", evil],
@@ -312,7 +312,7 @@ def started(trainer_of, tmp_path):
     return path, trainer
 
 
-def test_a_run_goes_on_from_what_it_wrote(started):
+def test_load_checkpoint_resumes_its_own_run(started):
     path, trainer = started
     trainer.set_num_updates(7)
     trainer.load_checkpoint(str(path))
@@ -320,7 +320,7 @@ def test_a_run_goes_on_from_what_it_wrote(started):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_run(kind, started):
+def test_load_checkpoint_refuses_hostile_run_states(kind, started):
     change, words = RUNS[kind]
     path, trainer = started
     state = torch.load(path, weights_only=False)  # our own file

@@ -79,7 +79,7 @@ def test_subpackage_imports_only_from_below(name):
                 assert rest.split(".")[0] in allowed, f"{file} imports {imported}"
 
 
-def test_no_circle():
+def test_package_imports_have_no_cycle():
     known = modules()
     graph = {
         name: {
@@ -94,7 +94,7 @@ def test_no_circle():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_every_version_that_is_installed_has_its_hashes():
+def test_requirements_lock_has_hashes_for_every_package():
     scripts = ROOT / "scripts"
     asked = re.findall(r"^\S+==\S+", (scripts / "requirements.txt").read_text(), re.M)
     locked = (scripts / "requirements.lock").read_text()
@@ -111,7 +111,7 @@ def test_every_version_that_is_installed_has_its_hashes():
     assert found.stdout == f"scipy==1.17.1{blocks['scipy==1.17.1']}\n"
 
 
-def test_a_wheel_is_the_same_bytes_whenever_it_is_built(tmp_path):
+def test_wheel_build_is_reproducible(tmp_path):
     wheels = []
     for name in ("once", "again"):
         copy = shutil.copytree(ROOT / "multimax_fairseq", tmp_path / name / "multimax_fairseq")
@@ -128,7 +128,7 @@ def test_a_wheel_is_the_same_bytes_whenever_it_is_built(tmp_path):
     assert wheels[0] == wheels[1]
 
 
-def test_versions_that_are_too_old_are_named_at_import():
+def test_supported_check_names_old_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">={}.{}".format(*supported.PYTHON)
     assert "torch>={}.{}".format(*supported.TORCH) in project["dependencies"]
@@ -138,7 +138,7 @@ def test_versions_that_are_too_old_are_named_at_import():
             supported.check(python, TorchVersion(torch))
 
 
-def test_a_process_forked_after_the_import_computes():
+def test_import_of_models_is_fork_safe():
     """The import must start no threads: a forked child would wait for them forever."""
     program = """if True:
         import os

@@ -53,24 +53,24 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def test_the_fastest_is_remembered_and_what_cannot_be_launched_is_skipped(kernel):
+def test_run_fastest_remembers_the_fastest_launch(kernel):
     assert [kernel.launch("a call") for _ in range(3)] == [CHOICE[1]] * 3
     assert kernel.tried == CHOICE[:2]
     kernel.launch("another")
     assert kernel.tried == CHOICE[:2] * 2
 
 
-def test_without_a_choice_nothing_is_tried(kernel):
+def test_run_fastest_times_no_single_candidate(kernel):
     assert kernel.launch("a call", CHOICE[:1]) == CHOICE[0]
     assert kernel.tried == []
 
 
-def test_what_no_launch_can_do_says_why(kernel):
+def test_run_fastest_raises_if_no_launch_fits(kernel):
     with pytest.raises(OutOfResources):
         kernel.launch("a call", [TOO_LARGE, TOO_LARGE])
 
 
-def test_another_error_is_not_hidden(kernel):
+def test_run_fastest_raises_other_errors(kernel):
     def broken(launch):
         raise RuntimeError("an illegal memory access")
 
@@ -78,7 +78,7 @@ def test_another_error_is_not_hidden(kernel):
         run_fastest(CHOICE, "a call", broken, kernel.timer)
 
 
-def test_deterministic_algorithms_take_the_first(kernel):
+def test_run_fastest_takes_the_first_if_deterministic(kernel):
     assert kernel.launch("a call") == CHOICE[1]
     torch.use_deterministic_algorithms(True)
     try:
@@ -88,7 +88,7 @@ def test_deterministic_algorithms_take_the_first(kernel):
     assert kernel.tried == CHOICE[:2]
 
 
-def test_a_graph_that_is_recorded_takes_what_is_known_or_the_first(kernel, monkeypatch):
+def test_run_fastest_times_nothing_during_graph_capture(kernel, monkeypatch):
     kernel.launch("a call")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert kernel.launch("a call") == CHOICE[1] and kernel.launch("another") == CHOICE[0]
@@ -97,13 +97,13 @@ def test_a_graph_that_is_recorded_takes_what_is_known_or_the_first(kernel, monke
     assert kernel.tried == CHOICE[:2] * 2
 
 
-def test_the_interpreter_takes_the_first(kernel, monkeypatch):
+def test_run_fastest_takes_the_first_in_the_interpreter(kernel, monkeypatch):
     monkeypatch.setattr(launches, "interpreted", lambda: True)
     assert kernel.launch("a call") == CHOICE[0] and kernel.tried == []
 
 
 @pytest.mark.parametrize("error", [OutOfResources(2**18, 2**17, "shared memory"), PTXASError()])
-def test_what_this_gpu_cannot_launch_is_not_chosen(kernel, error):
+def test_run_fastest_skips_launches_that_fail(kernel, error):
     def run(launch):
         if launch == CHOICE[1]:
             raise error
@@ -112,7 +112,7 @@ def test_what_this_gpu_cannot_launch_is_not_chosen(kernel, error):
     assert run_fastest(CHOICE[:2], "a call", run, kernel.timer) == CHOICE[0]
 
 
-def test_a_time_is_the_shortest_of_runs_that_are_compiled(monkeypatch):
+def test_milliseconds_returns_the_shortest_warm_run(monkeypatch):
     ran, times = [], iter([5.0, 3.0, 4.0, 9.0, 8.0])
 
     class Event:
@@ -139,12 +139,12 @@ def test_a_time_is_the_shortest_of_runs_that_are_compiled(monkeypatch):
         *(({name: 2}, True) for name in ("MASKING", "DROPOUT", "MONOTONE")),
     ],
 )
-def test_which_calls_are_short_of_registers(constants, found):
+def test_is_heavy_detects_register_pressure(constants, found):
     assert bool(is_heavy(**constants)) == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_large_blocks_are_for_half_precision_and_much_shared_memory(dtype):
+def test_candidates_are_large_if_shared_memory_allows(dtype):
     for (name, width), large in launches._LARGE.items():
         light, heavy = (Call(name, dtype, width, is_heavy) for is_heavy in (False, True))
         usual = launches._CANDIDATES[name][dtype == torch.float32, width]
@@ -227,7 +227,7 @@ def some_arguments(random):
     return arguments | some(*CHOICE).arguments() | {"enable_fp_fusion": True}
 
 
-def test_a_launch_finds_what_triton_would(device):
+def test_run_kernel_finds_the_specialization_of_triton(device):
     kernel, random = Compiler(forward_kernel), Random(1)
     calls = 3000
     for number in range(calls):
@@ -260,7 +260,7 @@ def test_a_launch_finds_what_triton_would(device):
     ],
     ids=lambda kernel: kernel.fn.__name__,
 )
-def test_every_kernel_is_launched_again_from_what_was_compiled(device, kernel):
+def test_run_kernel_reuses_the_compiled_kernel(device, kernel):
     compiler, memory = Compiler(kernel), torch.zeros(64)
     is_tensor = {p.name for p in kernel.params if p.name.isupper() and not p.is_constexpr}
     arguments = {name: memory if name in is_tensor else 64 for name in kernel.arg_names}
@@ -270,7 +270,7 @@ def test_every_kernel_is_launched_again_from_what_was_compiled(device, kernel):
     assert compiled.launched == [((5, 1, 1), tuple(arguments.values()))]
 
 
-def test_another_device_has_a_kernel_of_its_own(device):
+def test_run_kernel_compiles_for_each_device(device):
     kernel, arguments = Compiler(forward_kernel), some_arguments(Random(2))
     for device.number in (0, 0, 1, 1, 0):
         launches.run_kernel(kernel, 3, arguments)

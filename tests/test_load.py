@@ -50,7 +50,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def test_many_threads_at_once(modulator, threads):
+def test_cpu_kernels_in_many_threads_equal_serial_results(modulator, threads):
     lengths = [1, 7, 33, 64, 130]
     alone = {length: results(length, length, modulator) for length in lengths}
     off = []
@@ -71,7 +71,7 @@ def test_many_threads_at_once(modulator, threads):
     assert not off
 
 
-def test_forks_after_the_first_use(modulator, threads):
+def test_cpu_kernels_work_in_forked_processes(modulator, threads):
     """A data loader's workers have one thread, whatever their parent has."""
     wanted = results(3, 64, modulator)
     for _ in range(4):

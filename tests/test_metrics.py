@@ -34,7 +34,7 @@ def random_rows(rows=200, seed=0):
 # --- by hand ------------------------------------------------------------------------------------
 
 
-def test_multi_modality_by_hand():
+def test_multi_modality_equals_hand_computation():
     scores, probs = tensor([3.0, 2.0, 1.0, -1.0]), tensor([0.5, 0.3, 0.2, 0.0])
     close(metrics.multi_modality(scores, probs, 0.0), 1 - (0.2 + 0.3) / 2)
     close(metrics.multi_modality(scores, probs, 1.5), 1 - 0.2)
@@ -44,7 +44,7 @@ def test_multi_modality_by_hand():
     close(metrics.multi_modality(scores, probs, 0.0, without), 1 - 0.3)
 
 
-def test_sparsity_by_hand():
+def test_sparsity_equals_hand_computation():
     scores, probs = tensor([3.0, 0.0, -1.0, -2.0]), tensor([0.7, 0.2, 0.1, 0.0])
     close(metrics.sparsity(scores, probs, 1.0, 0.1), (math.exp(-2) + math.exp(-1) + 1) / 3)
     close(metrics.sparsity(scores, probs, -1.5, 0.1), 1.0)
@@ -62,7 +62,7 @@ def test_sparsity_falls_as_a_low_probability_rises():
     assert (found.diff() < 0).all()
 
 
-def test_softmax_sparsity_falls_with_temperature_below_the_mean_score():
+def test_sparsity_of_softmax_falls_with_temperature():
     scores = torch.randn(200, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     epsilon = metrics.mean_score(scores)
     temperatures = (0.5, 1.0, 2.0, 4.0)
@@ -70,7 +70,7 @@ def test_softmax_sparsity_falls_with_temperature_below_the_mean_score():
     assert (torch.stack(found).diff(dim=0) < 0).all()
 
 
-def test_thresholds_count_what_is_not_excluded():
+def test_mean_score_and_uniform_probability_ignore_masked():
     scores = tensor([[1.0, 2.0, 30.0], [4.0, 5.0, 6.0]])
     mask = torch.tensor([[False, False, True], [False, False, False]])
     close(metrics.mean_score(scores, mask), [[1.5], [5.0]])
@@ -79,7 +79,7 @@ def test_thresholds_count_what_is_not_excluded():
     close(metrics.uniform_probability(scores), [[1 / 3], [1 / 3]])
 
 
-def test_entropy_and_density_by_hand():
+def test_entropy_and_density_equal_hand_computation():
     probs = tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25] * 4])
     close(metrics.entropy(probs), [math.log(2), 0.0, math.log(4)])
     close(metrics.density(probs), [0.5, 0.25, 1.0])
@@ -87,7 +87,7 @@ def test_entropy_and_density_by_hand():
     close(metrics.density(probs, mask), [2 / 3, 1 / 3, 1.0])
 
 
-def test_head_diversity_by_hand():
+def test_head_diversity_equals_hand_computation():
     apart = tensor([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]])
     close(metrics.head_diversity(apart), [1.0])
     close(metrics.head_diversity(apart[:1].expand(3, 1, 3)), [0.0])
@@ -105,27 +105,27 @@ def test_head_diversity_by_hand():
     close(metrics.head_diversity(apart[:2], ~mask), [NAN])
 
 
-def test_positions_by_hand():
+def test_top_offset_equals_hand_computation():
     offsets = metrics.relative_positions(torch.arange(2), torch.arange(3))
     assert offsets.tolist() == [[0, 1, 2], [-1, 0, 1]]
     probs = tensor([[[0.1, 0.7, 0.2], [0.6, 0.1, 0.3]]])
     assert metrics.top_offset(probs, offsets).tolist() == [[1, -1]]
 
 
-def test_largest_of_words_by_hand():
+def test_largest_of_words_equals_hand_computation():
     values = tensor([[[0.2, 0.5, 0.3, NAN, NAN]], [[0.1, NAN, 0.4, 0.6, 0.0]]])
     words = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 1, 1, 1]])
     found = metrics.largest_of_words(values, words)
     close(found, [[[0.5, 0.3, NAN]], [[0.1, 0.6, NAN]]])
 
 
-def test_weight_on_chosen_keys():
+def test_weight_on_sums_the_chosen_keys():
     probs = tensor([[0.1, 0.7, 0.2], [0.6, 0.1, 0.3]])
     chosen = torch.tensor([[True, False, True], [False, False, False]])
     close(metrics.weight_on(probs, chosen), [0.3, NAN])
 
 
-def test_patch_similarity_is_the_mean_absolute_cosine():
+def test_patch_similarity_equals_the_mean_absolute_cosine():
     features = tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 3.0]])
     close(metrics.patch_similarity(features), (0 + math.sqrt(0.5) * 2) / 3)
     close(metrics.mean_average_distance(features), 1.0)
@@ -146,7 +146,7 @@ def test_patch_similarity_is_the_mean_absolute_cosine():
         assert float(distance[index]) == pytest.approx(1 - np.mean(pairs))
 
 
-def test_rollout_by_hand():
+def test_rollout_equals_hand_computation():
     first, second = tensor([[1.0, 0.0], [0.5, 0.5]]), tensor([[0.0, 1.0], [1.0, 0.0]])
     below = metrics.rollout(first)
     close(below, [[1.0, 0.0], [0.25, 0.75]])
@@ -162,7 +162,7 @@ def test_rollout_by_hand():
     torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
 
 
-def test_correlation_is_numpys():
+def test_correlation_equals_numpy():
     x, y = torch.rand(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     mask = torch.zeros(3, 4, 5, dtype=torch.bool)
     mask[1, 2:] = True
@@ -177,7 +177,7 @@ def test_correlation_is_numpys():
     assert metrics.correlation(x, rounded).isnan().all()
 
 
-def test_correlation_of_float32_is_formed_in_float64():
+def test_correlation_of_float32_accumulates_in_float64():
     x, y = 1000 + torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(2))
     expected = metrics.correlation(x.double(), y.double())
     torch.testing.assert_close(metrics.correlation(x, y), expected, rtol=1e-9, atol=0)
@@ -185,7 +185,7 @@ def test_correlation_of_float32_is_formed_in_float64():
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 7), (5, 7), (7,), (5, 1), (2, 1, 5, 7)])
-def test_a_mask_counts_as_what_it_is_broadcast_to(shape):
+def test_metrics_broadcast_their_masks(shape):
     scores, other = torch.randn(2, 2, 3, 5, 7, dtype=torch.float64)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3
     mask[..., :1] = False
@@ -206,7 +206,7 @@ def test_a_mask_counts_as_what_it_is_broadcast_to(shape):
 # --- against loops over entries -----------------------------------------------------------------
 
 
-def test_sparsity_and_multi_modality_are_the_references():
+def test_sparsity_and_multi_modality_equal_reference():
     scores, excluded, probs = random_rows()
     given = tensor(scores), tensor(probs)
     mask = torch.tensor(excluded)
@@ -230,7 +230,7 @@ def test_sparsity_and_multi_modality_are_the_references():
     assert min(checked) > 300
 
 
-def test_head_diversity_is_the_mean_divergence_from_the_mean():
+def test_head_diversity_equals_mean_divergence_from_the_mean():
     """JS as the mean of the heads' Kullback-Leibler divergences from their mean."""
     probs = torch.rand(3, 4, 5, 7, dtype=torch.float64).mul(3).softmax(-1)
     mean = probs.mean(1, keepdim=True)
@@ -240,7 +240,7 @@ def test_head_diversity_is_the_mean_divergence_from_the_mean():
 
 @pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.parametrize("terms", ["both", "low", "high"])
-def test_modulator_slope_is_the_gradient(terms, heads):
+def test_modulator_slope_equals_the_gradient(terms, heads):
     torch.manual_seed(4)
     module = Modulator(2, terms, heads, init_std=0.3).double()
     for coefficient, sign in ((module.low_coefficient, 1), (module.high_coefficient, -1)):
@@ -265,7 +265,7 @@ def test_modulator_slope_is_the_gradient(terms, heads):
 # --- the paper's propositions -------------------------------------------------------------------
 
 
-def test_proposition_3_5_softmax_trades_sparsity_for_multi_modality():
+def test_proposition_3_5_softmax_trades_sparsity_for_modality():
     scores, excluded, _ = random_rows(seed=1)
     scores, mask = tensor(scores), torch.tensor(excluded)
     epsilon = metrics.mean_score(scores, mask)
@@ -299,7 +299,7 @@ def modulated(seed=2):
         yield x, (b, float(mean), bound), (x.softmax(-1), low, both)
 
 
-def test_propositions_4_2_and_4_3_on_sparsity():
+def test_propositions_4_2_and_4_3_terms_are_sparser_than_softmax():
     """The low term alone, and both terms, are sparser than softmax."""
     checked = [0, 0]
     for x, (_, mean, bound), (softmax, low, both) in modulated():
@@ -312,7 +312,7 @@ def test_propositions_4_2_and_4_3_on_sparsity():
     assert checked[0] > 100 and checked[1] > 30
 
 
-def test_proposition_4_3_on_multi_modality():
+def test_proposition_4_3_high_term_raises_multi_modality():
     """The high term increases multi-modality; 4.2 is false about it (see test_functional.py)."""
     for x, (b, *_), (_, low, both) in modulated():
         assert metrics.multi_modality(x, both, b) > metrics.multi_modality(x, low, b)

@@ -46,7 +46,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("places", ["encoder", "decoder", "cross", "encoder,cross"])
-def test_the_normalizer_acts_where_it_is_asked_to(build, places):
+def test_attention_normalizer_at_selects_the_attentions(build, places):
     model = build(TRANSLATION[0], "--attention-normalizer-at", places)
     kinds = {"encoder.": "encoder", "decoder.": "decoder"}
     for name, module in attentions(model).items():
@@ -55,7 +55,7 @@ def test_the_normalizer_acts_where_it_is_asked_to(build, places):
     assert len(attentions(model)) == 6
 
 
-def test_each_place_may_have_a_normalizer_of_its_own(build):
+def test_attention_normalizer_at_sets_a_mapping_per_place(build):
     model = build(TRANSLATION[0], *FLAGS["one each"])
     names = {name: module.normalizer.name for name, module in attentions(model).items()}
     assert names["encoder.layers.1.self_attn"] == "entmax15"
@@ -85,7 +85,7 @@ def test_temperature_and_alpha_reach_the_attention(build, translation_batch):
     assert [learned.count(4), [p.shape for p in shared.parameters()].count((1,))] == [6, 6]
 
 
-def test_parameter_counts_are_the_papers(build):
+def test_parameter_counts_equal_the_paper(build):
     stock = sum(p.numel() for p in build("transformer_lm").parameters())
     for flags, extra in (
         ((), 2 * 8 + 8),
@@ -99,7 +99,7 @@ def test_parameter_counts_are_the_papers(build):
         assert sum(p.numel() for p in model.parameters()) == stock + extra
 
 
-def test_modulators_differ_from_each_other_and_leave_the_shared_weights_alone(build):
+def test_build_model_keeps_the_initial_weights_of_stock(build):
     for ours, stock in (
         ("transformer_lm_multimax", "transformer_lm"),
         ("transformer_iwslt_de_en_multimax", "transformer_iwslt_de_en"),
@@ -118,7 +118,7 @@ def test_modulators_differ_from_each_other_and_leave_the_shared_weights_alone(bu
 
 @pytest.mark.parametrize("normalizer", ["softmax", "multimax"])
 @pytest.mark.parametrize("arch", ["transformer_lm", "transformer_iwslt_de_en"])
-def test_identity_gives_stock_loss_and_gradients(
+def test_identity_normalizer_keeps_stock_loss_and_gradients(
     build, arch, normalizer, translation_batch, lm_batch
 ):
     sample = lm_batch() if "_lm" in arch else translation_batch()
@@ -142,7 +142,7 @@ def test_identity_gives_stock_loss_and_gradients(
 
 
 @pytest.mark.parametrize("arch", ["transformer_lm", "transformer_iwslt_de_en"])
-def test_stock_parameters_load_with_modulators_at_identity(
+def test_load_state_dict_of_a_stock_model_starts_at_identity(
     build, arch, translation_batch, lm_batch
 ):
     sample = lm_batch() if "_lm" in arch else translation_batch()
@@ -162,7 +162,7 @@ def test_stock_parameters_load_with_modulators_at_identity(
 @pytest.mark.parametrize("beam", [1, 5])
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @torch.no_grad()
-def test_incremental_decoding_is_the_full_context_function(
+def test_incremental_decoding_equals_full_context(
     build, translation_batch, flags, beam, shared_cache, left_pad_source
 ):
     sample = translation_batch(left_pad_source=left_pad_source)
@@ -185,7 +185,7 @@ def test_incremental_decoding_is_the_full_context_function(
 
 @pytest.mark.parametrize("flags", [(), ("--output-normalizer", "softmax")])
 @torch.no_grad()
-def test_language_model_steps_are_the_full_context_function(build, lm_batch, flags):
+def test_language_model_steps_equal_full_context(build, lm_batch, flags):
     sample = lm_batch()
     model = scatter_modulators(build("transformer_lm_multimax", *flags)).eval()
     expected = full_context(model, sample)
@@ -198,7 +198,7 @@ def test_language_model_steps_are_the_full_context_function(build, lm_batch, fla
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_reordered_hypotheses_keep_their_own_past(build, grad):
+def test_reordered_hypotheses_keep_their_cache(build, grad):
     """Hypotheses are swapped, repeated and dropped between steps, also twice before a step."""
     model = scatter_modulators(build("transformer_lm_multimax")).eval()
     tokens = torch.randint(4, 20, (6, 1), generator=torch.Generator().manual_seed(1))
@@ -222,7 +222,7 @@ def test_reordered_hypotheses_keep_their_own_past(build, grad):
 
 @pytest.mark.parametrize("padding", ["source", "target"])
 @torch.no_grad()
-def test_padding_changes_nothing(build, translation_batch, padding):
+def test_padding_does_not_change_the_output(build, translation_batch, padding):
     model = scatter_modulators(build(TRANSLATION[1], "--output-normalizer", "multimax")).eval()
     sample = translation_batch()
     together = full_context(model, sample)
@@ -241,7 +241,7 @@ def test_padding_changes_nothing(build, translation_batch, padding):
 @pytest.mark.parametrize("prefix", [None, [[7, 8], [9, 10], [11, 1]]])
 @pytest.mark.parametrize("beam", [1, 5])
 @torch.no_grad()
-def test_beam_search_scores_are_teacher_forced_scores(
+def test_beam_search_scores_equal_teacher_forcing(
     build, dictionary, translation_batch, beam, prefix
 ):
     model = scatter_modulators(build(TRANSLATION[1], "--output-normalizer", "multimax")).eval()
@@ -263,7 +263,7 @@ def test_beam_search_scores_are_teacher_forced_scores(
 
 @pytest.mark.parametrize("normalizer", ["sparsemax", "entmax15", "alpha_entmax"])
 @torch.no_grad()
-def test_beam_search_over_a_sparse_output_layer_stays_finite(
+def test_beam_search_with_a_sparse_output_layer_stays_finite(
     build, dictionary, translation_batch, normalizer
 ):
     model = build(TRANSLATION[1], "--output-normalizer", normalizer).eval()
@@ -291,9 +291,7 @@ def test_beam_search_over_a_sparse_output_layer_stays_finite(
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @torch.no_grad()
-def test_returned_attention_weights_are_a_distribution_over_the_source(
-    build, translation_batch, normalizer
-):
+def test_attention_weights_are_a_distribution_over_the_source(build, translation_batch, normalizer):
     flags = ("--topk", "5") if normalizer == "topk" else ()
     model = build(TRANSLATION[1], "--attention-normalizer", normalizer, *flags)
     model = scatter_modulators(model).eval()
@@ -311,9 +309,7 @@ def test_returned_attention_weights_are_a_distribution_over_the_source(
     assert len({tuple(w.flatten().tolist()) for w in outputs.values()}) == 4
 
 
-def test_decoder_forms_attention_weights_unless_only_features_are_asked_for(
-    build, translation_batch, monkeypatch
-):
+def test_decoder_skips_attention_weights_if_features_only(build, translation_batch, monkeypatch):
     asked = []
     forward = MultiheadAttention.forward
 
@@ -340,7 +336,7 @@ WIDE = [word for flag in WIDE for word in (flag, "64")]
 
 @pytest.mark.parametrize("output", ["softmax", "multimax"])
 @pytest.mark.parametrize("heads", ["shared", "separate"])
-def test_compiled_and_plain_models_are_the_same_function(
+def test_cpp_backend_equals_plain_pytorch(
     build, translation_batch, dictionary, monkeypatch, heads, output
 ):
     """A head dimension of 16, for which decoding has its own kernel."""
@@ -366,7 +362,7 @@ def test_compiled_and_plain_models_are_the_same_function(
         torch.testing.assert_close(fast["positional_scores"], plain["positional_scores"])
 
 
-def test_checkpointed_activations_give_the_same_gradients(build, translation_batch):
+def test_checkpoint_activations_keeps_the_gradients(build, translation_batch):
     sample = translation_batch()
     gradients = []
     for flags in ((), ("--checkpoint-activations",)):
@@ -406,7 +402,7 @@ def test_layers_to_keep_prunes_a_trained_model(build, translation_batch):
     ],
 )
 @torch.no_grad()
-def test_pruned_heads_take_their_parameters_along(normalizer, settings):
+def test_prune_heads_also_prunes_normalizer_parameters(normalizer, settings):
     stock = SoftmaxMultiheadAttention(8, 4, self_attention=True)
     layer = MultiheadAttention(stock, Normalizer(normalizer, 4, **settings)).eval()
     x = torch.randn(5, 2, 8)
@@ -417,7 +413,7 @@ def test_pruned_heads_take_their_parameters_along(normalizer, settings):
     torch.testing.assert_close(after, before[[1, 3]])
 
 
-def test_adaptive_inputs_and_softmax(build, lm_batch):
+def test_adaptive_softmax_keeps_the_parameters_of_stock(build, lm_batch):
     flags = "--adaptive-input --adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20".split()
     flags += ["--tie-adaptive-weights", "--adaptive-input-factor", "2", "--adaptive-softmax-factor"]
     flags += ["2"]
@@ -434,7 +430,7 @@ def test_adaptive_inputs_and_softmax(build, lm_batch):
     assert [p.shape for p in parameters_of(model).values()] == [p.shape for p in stock.parameters()]
 
 
-def test_character_embeddings(build, lm_batch):
+def test_language_model_supports_character_embeddings(build, lm_batch):
     model = build(
         "transformer_lm_multimax", "--character-embeddings", "--character-filters", "[(1, 8)]"
     )
@@ -452,14 +448,14 @@ def test_half_precision_models_stay_close_and_finite(build, translation_batch, d
     assert (half - exact).abs().max() < 64 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-def test_autocast_trains(build, translation_batch):
+def test_autocast_gives_finite_gradients(build, translation_batch):
     model = scatter_modulators(build(TRANSLATION[0]))
     with torch.autocast("cpu", torch.bfloat16):
         full_context(model, translation_batch()).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_extra_learned_and_zero_keys(translation_batch):
+def test_attention_supports_bias_kv_and_zero_attn(translation_batch):
     """fairseq's learned and zero keys (in other models) get attention but are not cached."""
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(
@@ -483,7 +479,7 @@ def test_extra_learned_and_zero_keys(translation_batch):
 
 
 @pytest.mark.parametrize("kind", ["transformer", "transformer_lm"])
-def test_dropout_keeps_the_names_that_retain_dropout_modules_knows(build, kind):
+def test_dropout_modules_keep_their_stock_names(build, kind):
     stock, ours = (
         [m.module_name for m in build(arch).modules() if isinstance(m, FairseqDropout)]
         for arch in (kind, f"{kind}_multimax")
@@ -491,7 +487,7 @@ def test_dropout_keeps_the_names_that_retain_dropout_modules_knows(build, kind):
     assert ours == stock and len(set(ours)) > 2
 
 
-def test_hypotheses_that_share_keys_keep_their_masks():
+def test_attention_with_shared_keys_keeps_its_masks():
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(8, 2, encoder_decoder_attention=True)
     ours = MultiheadAttention(stock, Normalizer(init_std=0.5)).eval()
@@ -549,7 +545,7 @@ def test_hypotheses_that_share_keys_keep_their_masks():
         (("--attention-normalizer-at", "encoder,decodr"), ("decodr", "encoder, decoder, cross")),
     ],
 )
-def test_settings_that_cannot_work_are_refused_in_one_sentence(build, flags, parts):
+def test_build_model_refuses_invalid_flags(build, flags, parts):
     with pytest.raises(UsageError) as error:
         build(TRANSLATION[0], *flags)
     message = str(error.value)
@@ -557,7 +553,7 @@ def test_settings_that_cannot_work_are_refused_in_one_sentence(build, flags, par
     assert error.value.user_error
 
 
-def test_hydra_settings_reach_the_model_and_slips_are_named(task):
+def test_build_model_reads_and_checks_hydra_settings(task):
     settings = {
         "_name": "transformer_multimax",
         "encoder_layers": 1,
@@ -596,7 +592,7 @@ def test_hydra_settings_reach_the_model_and_slips_are_named(task):
 
 
 @pytest.mark.parametrize("arch", [TRANSLATION[1], "transformer_lm_multimax"])
-def test_gradients_of_the_learned_scalars_are_scaled(build, arch, translation_batch, lm_batch):
+def test_scalar_gradient_scale_scales_learned_scalars(build, arch, translation_batch, lm_batch):
     sample = lm_batch() if "_lm" in arch else translation_batch()
     gradients = []
     for flags in ((), ("--scalar-gradient-scale", "0.25")):
@@ -610,7 +606,7 @@ def test_gradients_of_the_learned_scalars_are_scaled(build, arch, translation_ba
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_sinusoidal_positions_grow_with_the_text(build, more):
+def test_sinusoidal_positions_equal_stock_beyond_the_table(build, more):
     positions = build("transformer_multimax").decoder.embed_positions
     stock = SinusoidalPositionalEmbedding(positions.embedding_dim, positions.padding_idx)
     words = positions.weights.size(0) - positions.padding_idx + more
@@ -621,7 +617,7 @@ def test_sinusoidal_positions_grow_with_the_text(build, more):
     assert torch.equal(positions(tokens), expected)
 
 
-def test_a_softmax_model_says_nothing_of_what_it_does_not_learn(build, caplog):
+def test_load_state_dict_of_softmax_logs_no_missing_parameters(build, caplog):
     caplog.set_level("INFO")
     model = build(TRANSLATION[1], "--attention-normalizer", "softmax")
     model.load_state_dict(model.state_dict())

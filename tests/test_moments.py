@@ -71,7 +71,7 @@ def gaussian(mean, covariance):
 
 @pytest.mark.parametrize("dimensions", [1, 2])
 @pytest.mark.parametrize("density", ["softmax", "sparsemax"])
-def test_density_has_the_moments_of_the_discrete_distribution(dimensions, density):
+def test_match_covariance_reproduces_the_discrete_moments(dimensions, density):
     mean, covariance = moments(*discrete(dimensions))
 
     if density == "softmax":
@@ -89,7 +89,7 @@ def test_density_has_the_moments_of_the_discrete_distribution(dimensions, densit
 
 @pytest.mark.parametrize("dimensions", [1, 2])
 @pytest.mark.parametrize("density", ["softmax", "sparsemax"])
-def test_quadrature_gives_the_expectations_of_basis_functions(dimensions, density):
+def test_continuous_attention_equals_quadrature(dimensions, density):
     mean, covariance = moments(*discrete(dimensions))
     centers = torch.tensor([[0.2] * dimensions, [0.5, 0.7][:dimensions]]).double()
     spread = 0.3

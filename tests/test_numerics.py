@@ -44,7 +44,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("place", BROKEN)
-def test_the_layer_is_named_in_which_a_step_stops_being_finite(trainer_of, place):
+def test_train_step_names_the_layer_of_non_finite_scores(trainer_of, place):
     trainer, batches = trainer_of(TRANSLATION, *OUTPUT)
     assert trainer.train_step(batches[:1]) is not None
     BROKEN[place](trainer.get_model())
@@ -63,7 +63,7 @@ def test_the_layer_is_named_in_which_a_step_stops_being_finite(trainer_of, place
     )
 
 
-def test_a_gradient_that_alone_is_not_finite_is_named(trainer_of):
+def test_train_step_names_a_non_finite_gradient(trainer_of):
     trainer, batches = trainer_of(TRANSLATION)
     weight = trainer.get_model().decoder.layers[1].fc1.weight
     weight.register_hook(lambda gradient: gradient * torch.inf)
@@ -96,7 +96,7 @@ def test_fp16_recovers_from_an_overflow_in_a_modulator(trainer_of, arch, monkeyp
     assert (modulator.high_coefficient != before).all()
 
 
-def test_fp16_that_cannot_recover_ends_in_the_sentence(trainer_of, monkeypatch):
+def test_fp16_overflow_at_minimum_scale_names_the_layer(trainer_of, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     trainer, batches = trainer_of(TRANSLATION, "--fp16-no-flatten-grads", fp16=True)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_fp16_that_cannot_recover_ends_in_the_sentence(trainer_of, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, torch.tensor(math.nan)])
-def test_a_validation_that_is_not_finite_is_in_no_comparison(trainer_of, broken, caplog, tmp_path):
+def test_save_checkpoint_ignores_non_finite_validation_loss(trainer_of, broken, caplog, tmp_path):
     trainer, _ = trainer_of(LANGUAGE, "--keep-best-checkpoints", "1")
     epoch = trainer.get_train_iterator(1)
     epoch.next_epoch_itr(shuffle=False)
@@ -129,7 +129,7 @@ def test_a_validation_that_is_not_finite_is_in_no_comparison(trainer_of, broken,
     assert warning.startswith(f"loss of the validation at update 0 is {float(broken)}: not ")
 
 
-def test_a_place_that_was_not_finite_once_is_named(build, translation_batch):
+def test_why_not_finite_remembers_earlier_batches(build, translation_batch):
     """Finite passes of the other batches of an update may follow."""
     model, sample = build(TRANSLATION), translation_batch()["net_input"]
     projection = model.encoder.layers[1].self_attn.q_proj
@@ -144,7 +144,7 @@ def test_a_place_that_was_not_finite_once_is_named(build, translation_batch):
     assert found.startswith("it begins in the self-attention of encoder layer 2, where ")
 
 
-def test_logits_of_paddings_are_nobodys_mistake(build, translation_batch):
+def test_why_not_finite_ignores_logits_of_padding(build, translation_batch):
     model, sample = build(TRANSLATION), translation_batch(((9, 7), (4, 2)))["net_input"]
     padding = sample["prev_output_tokens"].eq(model.decoder.padding_idx).T[:, :, None]
     assert padding.any()
@@ -154,7 +154,7 @@ def test_logits_of_paddings_are_nobodys_mistake(build, translation_batch):
     assert model.why_not_finite(lambda: model(**sample)).startswith("all scores are finite (in ")
 
 
-def test_scores_of_padding_keys_are_nobodys_mistake(build, translation_batch):
+def test_why_not_finite_ignores_scores_of_padding_keys(build, translation_batch):
     model, sample = build(TRANSLATION), translation_batch(((9, 4), (4, 4)))["net_input"]
     padding = sample["src_tokens"].eq(model.decoder.padding_idx).T[:, :, None]
     assert padding.any()
@@ -164,7 +164,7 @@ def test_scores_of_padding_keys_are_nobodys_mistake(build, translation_batch):
     assert model.why_not_finite(lambda: model(**sample)).startswith("all scores are finite (in ")
 
 
-def test_what_was_seen_until_a_pass_stopped_is_the_answer(build, translation_batch):
+def test_why_not_finite_names_the_layer_after_an_exception(build, translation_batch):
     model, sample = build(TRANSLATION), translation_batch()["net_input"]
 
     def forward():
@@ -176,7 +176,7 @@ def test_what_was_seen_until_a_pass_stopped_is_the_answer(build, translation_bat
     assert found.startswith("it begins in the self-attention of encoder layer 2, where ")
 
 
-def test_of_several_gradients_the_last_places_is_named(trainer_of):
+def test_train_step_names_the_last_non_finite_gradient(trainer_of):
     """Backpropagation runs from the output, so the last place is where the gradients fail first."""
     trainer, batches = trainer_of(TRANSLATION)
     for layer in trainer.get_model().decoder.layers:
@@ -185,7 +185,7 @@ def test_of_several_gradients_the_last_places_is_named(trainer_of):
         trainer.train_step(batches[:1])
 
 
-def test_all_batches_of_an_update_are_looked_at_with_its_dropout(trainer_of):
+def test_train_step_examines_all_batches_with_equal_dropout(trainer_of):
     trainer, batches = trainer_of(TRANSLATION, "--dropout", "0.3")
     model, drawn = trainer.get_model(), []
     model.register_forward_pre_hook(lambda *_: drawn.append(torch.get_rng_state()))
@@ -198,7 +198,7 @@ def test_all_batches_of_an_update_are_looked_at_with_its_dropout(trainer_of):
     assert torch.equal(drawn[0], drawn[-2])
 
 
-def test_of_other_models_fairseqs_own_error_stays(trainer_of, monkeypatch):
+def test_train_step_keeps_fairseqs_error_for_other_models(trainer_of, monkeypatch):
     trainer, batches = trainer_of(TRANSLATION)
     monkeypatch.delattr(Examined, "why_not_finite")
     break_first_layer(trainer.get_model())
@@ -206,7 +206,7 @@ def test_of_other_models_fairseqs_own_error_stays(trainer_of, monkeypatch):
         trainer.train_step(batches[:1])
 
 
-def test_a_checkpoint_without_a_validation_is_saved(trainer_of, caplog, tmp_path):
+def test_save_checkpoint_accepts_a_missing_validation_loss(trainer_of, caplog, tmp_path):
     trainer, _ = trainer_of(LANGUAGE)
     epoch = trainer.get_train_iterator(1)
     epoch.next_epoch_itr(shuffle=False)

@@ -402,7 +402,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("group", CASES)
-def test_odd_calls_are_right(outcomes, group):
+def test_functions_equal_plain_formulas_on_unusual_inputs(outcomes, group):
     done, gone = outcomes
     calls = {call[1:]: index for index, call in enumerate(CALLS) if call[0] == group}
     off = {call: gone.get(index) or done[index] for call, index in calls.items()}

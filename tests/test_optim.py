@@ -96,7 +96,7 @@ def test_adam_freezes_learned_scalars_across_a_resume(build, every_update):
     assert optimizer.param_groups[1]["updates"] == 0
 
 
-def test_adam_overrides_spare_learned_scalars(build):
+def test_adam_keeps_zero_scalar_weight_decay_under_overrides(build):
     optimizer = multimax_adam(build(ARCH).parameters(), "--weight-decay", "0.5")
     overrides = {"weight_decay": 0.4, "lr": 0.3}
     optimizer.load_state_dict(optimizer.state_dict(), overrides)

@@ -64,7 +64,7 @@ def test_step_remakes_for_another_archive(made, capsys):
     assert capsys.readouterr().out == f"Preparing {made} anew, as {why}\n"
 
 
-def test_step_keeps_other_content(tmp_path):
+def test_step_refuses_folders_of_other_origin(tmp_path):
     empty, own, file = (tmp_path / name for name in ("empty", "own", "file"))
     empty.mkdir(), own.mkdir(), file.touch()
     (own / "letter").write_text("mine")
@@ -77,7 +77,7 @@ def test_step_keeps_other_content(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["iwslt14", "iwslt17", "multi30k", "wikitext103"])
-def test_scripts_refuse_another_data_bin_first(name, tmp_path):
+def test_scripts_refuse_a_foreign_data_bin_first(name, tmp_path):
     (tmp_path / "data-bin").mkdir()
     (tmp_path / "data-bin" / "dict.txt").touch()
     command = script(f"{name}.py", "--archive", "none", "--out", tmp_path)

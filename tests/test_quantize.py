@@ -35,7 +35,7 @@ def model(request, build, task):
 
 
 @torch.no_grad()
-def test_quantize_changes_the_function_little(model, dictionary, translation_batch):
+def test_quantize_keeps_the_outputs_close(model, dictionary, translation_batch):
     inputs = translation_batch(((9, 7), (4, 5), (6, 1)))["net_input"]
     wanted = model(**inputs)[0].log_softmax(-1)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -90,7 +90,7 @@ def test_commands_translate_in_int8(data, checkpoint, tmp_path):
     assert "invalid choice: 'int4'" in refused(tmp_path, *generate, "--quantize", "int4", code=2)
 
 
-def test_evaluate_prints_the_difference(data, checkpoint, tmp_path):
+def test_evaluate_prints_the_int8_difference(data, checkpoint, tmp_path):
     path = checkpoint(ARCH, "--share-all-embeddings")
     evaluate = (ROOT / "scripts" / "evaluate.sh", path, data / "mt", "--subset", "valid")
     output = run(tmp_path, *evaluate, "--quantize", "int8", "--json", tmp_path / "found.json")

@@ -513,7 +513,7 @@ def test_autocast_keeps_dtypes(kind):
     torch.testing.assert_close(compiled, out)
 
 
-def test_every_public_softmax_is_replaced():
+def test_replace_softmax_covers_every_public_softmax():
     scores = torch.randn(2, 6)
     names = {
         "Tensor.softmax": lambda x: x.softmax(dim=-1),
@@ -564,7 +564,7 @@ def test_interrupt_in_forward_leaves_no_mode_active():
     assert attention(scores).tolist() == [0, 1] and scores.softmax(-1)[0] > 0
 
 
-def test_invalid_arguments_raise():
+def test_replace_softmax_refuses_invalid_arguments():
     with pytest.raises(TypeError, match="'heads'"):
         replace_softmax(two_layers("tensor"), heads=2)
     with pytest.raises(ValueError, match="no attention module in Linear: choose the modules"):

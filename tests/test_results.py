@@ -36,7 +36,7 @@ def test_page_equals_the_committed_file(results):
 
 
 @pytest.mark.parametrize("experiment", ["multi30k", "speeches"])
-def test_lines_hold_what_reproduces_them(results, experiment):
+def test_lines_of_have_all_reproduction_fields(results, experiment):
     lines = results.lines_of(experiment)
     known = results.Experiment.read(experiment).changes
     assert len({results.key(line) for line in lines}) == len(lines) > 0

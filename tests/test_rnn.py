@@ -174,7 +174,7 @@ def test_model_equals_its_equations(build, translation_batch, flags, attend, kin
 
 
 @pytest.mark.parametrize("kind, torchs", [("gru", nn.GRUCell), ("lstm", nn.LSTMCell)])
-def test_cell_equals_torchs_cell(kind, torchs):
+def test_recurrent_cell_equals_torch(kind, torchs):
     torch.manual_seed(0)
     cell, twin = RecurrentCell(kind, 5, 3, 4), torchs(8, 4)
     of_both = torch.cat([cell.word_projection.weight, cell.fed_projection.weight], 1)

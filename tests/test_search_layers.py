@@ -18,7 +18,7 @@ SIZES = ((9, 2), (4, 2), (1, 2), (6, 2), (6, 2))
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_faster_layers_compute_the_same(
+def test_faster_layers_keep_the_outputs(
     task, build, dictionary, translation_batch, monkeypatch, narrow
 ):
     monkeypatch.setattr(search_layers, "torch_is_narrow", lambda: narrow)
@@ -58,7 +58,7 @@ def test_torch_is_narrow_on_recent_amd_processors(monkeypatch, name, capability,
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_faster_layers_leave_others_alone(monkeypatch, narrow):
+def test_faster_layers_skip_unsupported_layers(monkeypatch, narrow):
     class Doubled(torch.nn.Linear):
         def forward(self, input):
             return 2 * super().forward(input)

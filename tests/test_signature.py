@@ -36,11 +36,11 @@ def commit_of(checkout, **options):
     return done.stdout.decode().strip()
 
 
-def test_a_copy_in_somebody_elses_checkout_has_no_commit(checkout):
+def test_commit_is_none_in_an_unrelated_checkout(checkout):
     assert commit_of(checkout) == "None"
 
 
-def test_the_commit_is_marked_where_files_differ_from_it(checkout):
+def test_commit_marks_modified_files_as_dirty(checkout):
     git(checkout, "add", "package")
     git(checkout, "commit", "--quiet", "--message", "second")
     head = git(checkout, "rev-parse", "HEAD")
@@ -51,6 +51,6 @@ def test_the_commit_is_marked_where_files_differ_from_it(checkout):
     assert commit_of(checkout) == f"{head}-dirty"
 
 
-def test_without_git_there_is_no_commit(checkout):
+def test_commit_is_none_without_git(checkout):
     git(checkout, "add", "package")
     assert commit_of(checkout, env={"PATH": str(checkout)}) == "None"

@@ -41,7 +41,7 @@ def written_out(features, other, weight, bias, modulator=None):
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100, None])
 @pytest.mark.parametrize("modulated", [False, True])
-def test_it_is_the_reference(chunk_size, modulated):
+def test_symmetric_divergence_equals_reference(chunk_size, modulated):
     features, other, weight, bias = inputs()
     module = far_modulator() if modulated else None
     logits = [h @ weight.T + bias for h in (features, other)]
@@ -66,7 +66,7 @@ def test_it_is_the_reference(chunk_size, modulated):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 @pytest.mark.parametrize("modulated", [False, True])
-def test_gradients_are_those_of_the_values(reduction, modulated):
+def test_symmetric_divergence_gradients_pass_gradcheck(reduction, modulated):
     module = far_modulator() if modulated else None
     learned = list(module.parameters()) if modulated else []
     options = {"mask": MASK, "modulator": module, "reduction": reduction, "chunk_size": 3}
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_values(reduction, modulated):
 
 
 @pytest.mark.parametrize("modulated", [False, True])
-def test_it_is_the_plain_line_and_scales_its_gradients(modulated):
+def test_symmetric_divergence_equals_plain_with_gradients(modulated):
     given, module = inputs(), far_modulator() if modulated else None
     wanted = [*given, *(module.parameters() if modulated else [])]
     plain, ours = written_out(*given, module), divergence(*given, modulator=module)
@@ -86,7 +86,7 @@ def test_it_is_the_plain_line_and_scales_its_gradients(modulated):
 
 @pytest.mark.parametrize("modulated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_each_dtype_is_as_good_as_the_plain_line(dtype, modulated):
+def test_symmetric_divergence_is_as_accurate_as_plain(dtype, modulated):
     module = far_modulator() if modulated else None
 
     def found(function, given, **options):
@@ -104,7 +104,7 @@ def test_each_dtype_is_as_good_as_the_plain_line(dtype, modulated):
         assert error <= 2 * plain_error + 4 * scale
 
 
-def test_features_of_two_dtypes_fit_under_autocast():
+def test_symmetric_divergence_accepts_mixed_dtypes_in_autocast():
     features, other, weight, bias = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         found = divergence(features, other.bfloat16(), weight, bias)
@@ -112,7 +112,7 @@ def test_features_of_two_dtypes_fit_under_autocast():
     torch.testing.assert_close(found, exact, rtol=0.1, atol=0)
 
 
-def test_it_is_nothing_of_equals_and_never_negative():
+def test_symmetric_divergence_is_zero_for_equal_inputs():
     """Also for nearly equal inputs, where a difference of two sums would be rounding noise."""
     features, _, weight, bias = inputs(torch.float32)
     same = divergence(features, features, weight, bias)
@@ -126,7 +126,7 @@ def test_it_is_nothing_of_equals_and_never_negative():
         torch.testing.assert_close(ours.double(), true, rtol=1e-6 / apart, atol=0)
 
 
-def test_masked_rows_count_for_nothing():
+def test_symmetric_divergence_ignores_masked_rows():
     features, other, weight, bias = inputs()
     kept = divergence(features[~MASK], other[~MASK], weight, bias)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_masked_rows_count_for_nothing():
     assert divergence(features[:0], other[:0], weight, bias) == 0
 
 
-def test_far_apart_distributions_stay_finite():
+def test_symmetric_divergence_is_finite_for_distant_inputs():
     """Words that are likely in one distribution and have probability 0 in the other."""
     features, other = torch.tensor([[200.0]]), torch.tensor([[-200.0]])
     weight = torch.tensor([[1.0], [-1.0]]).requires_grad_()
@@ -154,7 +154,7 @@ def test_far_apart_distributions_stay_finite():
 
 
 @pytest.mark.parametrize("modulated", [False, True])
-def test_all_logits_are_never_held(modulated):
+def test_symmetric_divergence_never_holds_all_logits(modulated):
     count, classes = 1024, 2000
     features, other, weight = (
         torch.randn(n, 8, requires_grad=True) for n in (count, count, classes)

@@ -185,7 +185,7 @@ def test_output_attentions_returns_probabilities():
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_output_attentions_has_the_form_of_eager_attention(make):
+def test_output_attentions_has_the_shapes_of_eager_attention(make):
     """Some models pass output_attentions to their layers; others collect the outputs."""
     model, eager = made(make), made(make)
     attach(model, init_std=0.0)
@@ -460,7 +460,7 @@ def test_register_without_attach_names_attach():
         logits(model, tokens())
 
 
-def test_attach_refuses_wrong_calls():
+def test_attach_refuses_invalid_arguments():
     model = made(llama)
     for wrong, kind, message in (
         ({"normalizer": "hardmax"}, ValueError, "hardmax"),

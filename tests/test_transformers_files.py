@@ -248,7 +248,7 @@ def test_failed_save_keeps_the_earlier_model(saved, monkeypatch):
     same(other, load(saved))
 
 
-def test_save_to_a_full_disk_keeps_the_earlier_model(saved):
+def test_save_of_unserializable_settings_keeps_earlier_model(saved):
     before = load(saved)
     other = made(llama)
     attach(other, init_std=0.5)
@@ -290,7 +290,7 @@ def test_import_names_the_missing_package():
     assert "During handling" not in error
 
 
-def test_only_export_needs_fairseq():
+def test_import_needs_fairseq_only_for_export():
     code, out, error = python(
         "import sys; sys.modules['fairseq'] = None\n"
         "import multimax_fairseq\n"
@@ -322,7 +322,7 @@ def test_load_reads_no_pickle(saved):
         load(saved)
 
 
-def test_load_keeps_narrow_normalizers(tmp_path):
+def test_load_keeps_bfloat16_normalizers(tmp_path):
     model = made(llama)
     attach(model, init_std=0.3)
     save(model.to(torch.bfloat16), tmp_path)

@@ -70,7 +70,9 @@ def count_spills(program):
         (80, "fp32", 32, (2, 2), 2, False, False, False),
     ],
 )
-def test_attention(capability, element, size, orders, masking, causal, dropout, monotone):
+def test_attention_kernels_fit_shared_memory(
+    capability, element, size, orders, masking, causal, dropout, monotone
+):
     import multimax_fairseq.ops.triton.attention_kernels as kernels
     from multimax_fairseq.ops.triton.launches import Call, candidates
 
@@ -97,7 +99,7 @@ def test_attention(capability, element, size, orders, masking, causal, dropout, 
 
 
 @pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
-def test_cross_entropy(capability, element):
+def test_cross_entropy_kernel_fits_shared_memory(capability, element):
     import multimax_fairseq.ops.triton.cross_entropy as kernels
 
     arguments = {"ORDER": 2, "BLOCK": kernels.BLOCK, "num_warps": kernels.WARPS, "num_stages": 3}
@@ -106,7 +108,7 @@ def test_cross_entropy(capability, element):
 
 
 @pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
-def test_modulator(capability, element):
+def test_modulator_kernels_fit_shared_memory(capability, element):
     import multimax_fairseq.ops.triton.modulator as kernels
 
     arguments = {"MONOTONE": True, "PIECE": kernels.PIECE, "BLOCK": kernels.BLOCK}

@@ -18,7 +18,7 @@ from plain import (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 3, 20, 30), (3, 100, 90), (3, 1, 1)])
 @pytest.mark.parametrize("kind", ["shared", "separate", "monotone"])
-def test_modulator(dtype, shape, kind):
+def test_modulate_is_as_accurate_as_plain_pytorch(dtype, shape, kind):
     from multimax_fairseq.ops.triton.modulator import modulate, modulate_backward
 
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ def test_modulator(dtype, shape, kind):
     assert torch.equal(modulate(turned, table), out)
 
 
-def test_modulator_infinite_and_empty_inputs():
+def test_modulate_handles_infinite_and_empty_inputs():
     from multimax_fairseq.ops import modulator
     from multimax_fairseq.ops.triton.modulator import (
         MAX_DISTANCE,

@@ -63,7 +63,7 @@ def relative_error(ours, exact):
 
 @attention_or_loss
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
-def test_autocast_is_as_accurate_as_plain_pytorch(kind, precision, monkeypatch):
+def test_step_under_autocast_is_as_accurate_as_plain_pytorch(kind, precision, monkeypatch):
     inputs, step = make_step(kind, torch.float32)
     exact = step_in_plain_pytorch(step, monkeypatch, inputs=[t.double() for t in inputs])
     with torch.autocast(DEVICE, precision):
@@ -74,7 +74,7 @@ def test_autocast_is_as_accurate_as_plain_pytorch(kind, precision, monkeypatch):
 
 @attention_or_loss
 @dtypes
-def test_two_runs_agree_to_the_bit(kind, dtype):
+def test_step_is_deterministic(kind, dtype):
     options = {"dropout_p": 0.1} if kind == "attention" else {}
     _, step = make_step(kind, dtype, **options)
     runs = []
@@ -98,7 +98,7 @@ def test_attention_of_any_size_equals_plain_pytorch(keys, queries, size, monkeyp
 @needs_gpu
 @attention_or_loss
 @dtypes
-def test_step_does_not_wait_for_the_gpu(kind, dtype):
+def test_step_runs_without_gpu_synchronization(kind, dtype):
     options = {"dropout_p": 0.1} if kind == "attention" else {"reduction": "mean"}
     _, step = make_step(kind, dtype, **options)
     step()
@@ -112,7 +112,7 @@ def test_step_does_not_wait_for_the_gpu(kind, dtype):
 
 @needs_gpu
 @attention_or_loss
-def test_step_holds_no_scores(kind):
+def test_step_never_materializes_all_scores(kind):
     length, classes = 8192, 2**22
     _, step = make_step(kind, torch.bfloat16, (1, 4, length, length, 64), classes)
     step()
@@ -130,7 +130,7 @@ def test_step_holds_no_scores(kind):
 @needs_gpu
 @attention_or_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_step_equals_eager(kind, dtype):
+def test_step_compiled_equals_eager(kind, dtype):
     _, step = make_step(kind, dtype)
     compiled = torch.compile(step.forward, fullgraph=True)
     for ours, eager in zip(step(compiled), step(), strict=True):
@@ -139,7 +139,7 @@ def test_compiled_step_equals_eager(kind, dtype):
 
 @needs_gpu
 @attention_or_loss
-def test_cuda_graph_replays_on_other_inputs(kind):
+def test_step_in_a_cuda_graph_replays_on_new_inputs(kind):
     inputs, step = make_step(kind, torch.bfloat16)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
