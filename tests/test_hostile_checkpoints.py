@@ -148,7 +148,7 @@ STATES = {
     "state of the task as a number": (put(task_state=3), "task_state is of the type int"),
     "numpy: bytes that do not fill the shape": (
         put(x=Called(np.ndarray.__new__, np.ndarray, (1 << 40,))),
-        "numpy",
+        "it holds getattr",
     ),
     "numpy: a trillion zeros": (put(x=Called(bytearray, 10**12)), "damaged"),
 }

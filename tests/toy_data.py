@@ -8,15 +8,9 @@ from fairseq_cli import preprocess
 PAIR = ("--source-lang", "de", "--target-lang", "en", "--joined-dictionary")
 
 
-QUESTIONS = {
-    "de": "Wer hat das Recht jedes Menschen ?",
-    "en": "Who has the rights of everybody ?",
-}
-
-
-def subwords(text, language):
+def subwords(text):
     """Return a question and eleven lines, with each long word as two subwords."""
-    lines = [QUESTIONS[language], *text.splitlines()[:11]]
+    lines = ["Ist das das Recht jedes Menschen ?", *text.splitlines()[:11]]
     return [
         " ".join(w if len(w) < 7 else f"{w[:4]}@@ {w[4:]}" for w in line.split()) for line in lines
     ]
@@ -33,8 +27,8 @@ def binarize(folder, out, *flags, **prefixes):
 def write_subwords(folder):
     """Write mt/ and lm/, and mt-other/ with a smaller dictionary; return the folder."""
     for language, text in (("de", GERMAN), ("en", ENGLISH)):
-        (folder / f"all.{language}").write_text("\n".join(subwords(text, language)) + "\n")
-        (folder / f"less.{language}").write_text("\n".join(subwords(text, language)[:3]) + "\n")
+        (folder / f"all.{language}").write_text("\n".join(subwords(text)) + "\n")
+        (folder / f"less.{language}").write_text("\n".join(subwords(text)[:3]) + "\n")
         (folder / f"none.{language}").write_text("")
     binarize(folder, "mt", *PAIR, train="all", valid="all", test="none")
     binarize(folder, "mt-other", *PAIR, train="less", valid="less")
