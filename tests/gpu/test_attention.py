@@ -80,9 +80,19 @@ def test_attention_and_every_gradient(dtype, shape, masking, causal, kind):
         assert_as_accurate(*found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("masking", ["none", "padding", "full", "added"])
-@pytest.mark.parametrize("modulated", [False, True])
+@pytest.mark.parametrize(
+    "dtype, masking, modulated",
+    [
+        ("float32", "none", False),
+        ("float32", "padding", True),
+        ("float32", "full", True),
+        ("float32", "added", False),
+        ("bfloat16", "none", True),
+        ("bfloat16", "padding", False),
+        ("bfloat16", "full", False),
+        ("bfloat16", "added", True),
+    ],
+)
 def test_sinks(dtype, masking, modulated):
     shape = (1, 6, 40, 45, 32)  # with fewer heads the error of a sink's gradient is noisy
     *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
