@@ -304,8 +304,16 @@ def assert_same(module, recorded, inputs):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+# The lengths are marked as dynamic; to take every size for dynamic makes compilation slower.
+ALL_DYNAMIC = ("modulator, shared", "attention, padding", "loss, mean")
+
+
 @pytest.mark.filterwarnings("error", "ignore:Guards may run slower on Python 3.13.0")
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "case, dynamic",
+    [*((name, None) for name in CASES), *((name, True) for name in ALL_DYNAMIC)],
+    indirect=["case"],
+)
 def test_a_function_compiles_once_for_all_lengths(case, dynamic):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(case, fullgraph=True, dynamic=dynamic, backend=counter)
