@@ -108,7 +108,7 @@ def experiment(request, tmp_path_factory):
     return request.param, folder, printed
 
 
-def test_adaptively_sparse_trains_from_an_archive_to_a_table(experiment):
+def test_adaptively_sparse_trains_and_writes_result_table(experiment):
     name, folder, printed = experiment
 
     (result,) = (json.loads(line) for line in (folder / "out" / "results.jsonl").open())

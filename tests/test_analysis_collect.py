@@ -71,7 +71,7 @@ def assert_alike(one, other, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kind_layer_and_head_is_there(collected, variant):
+def test_collect_writes_every_layer_and_head(collected, variant):
     folder = collected(variant)
     places = [(place, layer) for place in ATTENTIONS for layer in range(LAYERS)]
     heads = table(folder, "heads")
@@ -116,7 +116,7 @@ def test_every_kind_layer_and_head_is_there(collected, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_histograms_count_each_score_and_probability_once(data, collected, variant):
+def test_collect_histograms_count_each_value_once(data, collected, variant):
     lengths = [
         [len(line.split()) + 1 for line in (data / f"all.{side}").read_text().splitlines()]
         for side in ("de", "en")
@@ -155,7 +155,7 @@ def test_histograms_count_each_score_and_probability_once(data, collected, varia
         ("softmax", "", 0),
     ],
 )
-def test_parameters_are_the_checkpoints(collected, checkpoint, variant, names, rows):
+def test_collect_parameters_equal_checkpoint(collected, checkpoint, variant, names, rows):
     found = table(collected(variant), "parameters")
     assert len(found) == rows and {row["name"] for row in found} == set(names.split())
     places = {"encoder", "decoder", "cross"} | ({"output"} if variant == "multimax" else set())
@@ -182,7 +182,7 @@ def test_parameters_are_the_checkpoints(collected, checkpoint, variant, names, r
         assert row["value"] == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_the_signature_says_what_was_collected_from_what(data, collected, checkpoint):
+def test_collect_signature_describes_data_and_checkpoint(data, collected, checkpoint):
     signed = json.loads((collected("multimax") / "collection.json").read_text(encoding="utf-8"))
     assert signed["command"] == ["a", "command"] and signed["versions"]["torch"]
     assert signed["subset"] == "valid" and signed["sentences"] == 12
@@ -211,7 +211,7 @@ def defined(values):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
+def test_collect_attention_equals_numpy_forward_pass(data, checkpoint, collected, variant):
     folder = collected(variant, 1)
     words = Dictionary.load(str(data / "mt" / "dict.de.txt"))
     ids = [
@@ -312,7 +312,7 @@ def test_attention_is_that_of_the_weights(data, checkpoint, collected, variant):
             assert row["confidence"] == pytest.approx(np.mean(at_best), abs=1e-4)
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(data, checkpoint, tmp_path, monkeypatch):
+def test_collect_reports_full_disk_and_removes_output(data, checkpoint, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.EFBIG, "File too large")
 
@@ -322,7 +322,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(data, checkpoint, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_the_output_is_the_models_own_loss(data, checkpoint, collected):
+def test_collect_output_equals_model_loss(data, checkpoint, collected):
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     rows = table(collected("multimax"), "output")
     total = sum(row["tokens"] for row in rows)
@@ -363,14 +363,14 @@ def load(path, data):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_does_not_count(data, checkpoint, collected, variant, tmp_path, monkeypatch):
+def test_collect_ignores_padding(data, checkpoint, collected, variant, tmp_path, monkeypatch):
     monkeypatch.setattr(collection, "TOKENS_AT_ONCE", 1)
     path = checkpoint(TRANSLATION, *VARIANTS[variant])
     alone = gather(tmp_path / "alone", path, data=data / "mt")
     assert_alike(alone, collected(variant))
 
 
-def test_the_batches_of_the_test_above_are_padded(data, collected, monkeypatch, checkpoint):
+def test_collect_batches_contain_padding(data, collected, monkeypatch, checkpoint):
     sizes = []
     original = Recorder.run
 
@@ -384,7 +384,7 @@ def test_the_batches_of_the_test_above_are_padded(data, collected, monkeypatch, 
     assert len(sizes) == 1 and sizes[0][0] == 12 and sizes[0][1] > 10
 
 
-def test_a_stock_checkpoint_is_a_softmax_model(data, checkpoint, collected, tmp_path):
+def test_collect_treats_stock_checkpoint_as_softmax(data, checkpoint, collected, tmp_path):
     stock = checkpoint("transformer_iwslt_de_en")
     found = gather(tmp_path / "stock", stock, data=data / "mt")
     ours = torch.load(checkpoint(TRANSLATION, *VARIANTS["softmax"]))["model"]
@@ -397,7 +397,7 @@ def test_a_stock_checkpoint_is_a_softmax_model(data, checkpoint, collected, tmp_
 
 
 @pytest.mark.parametrize("arch", ["transformer_iwslt_de_en", TRANSLATION])
-def test_watching_does_not_change_the_model(data, checkpoint, arch):
+def test_recorder_leaves_model_output_unchanged(data, checkpoint, arch):
     model, task = load(checkpoint(arch), data / "mt")
     task.load_dataset("valid")
     sample = task.dataset("valid").collater([task.dataset("valid")[i] for i in range(4)])
@@ -412,7 +412,7 @@ def test_watching_does_not_change_the_model(data, checkpoint, arch):
 
 
 @pytest.mark.parametrize("arch", [LANGUAGE_MODEL, "transformer_lm"])
-def test_language_models_have_decoder_attention_alone(data, checkpoint, tmp_path, arch):
+def test_collect_language_model_has_decoder_attention_only(data, checkpoint, tmp_path, arch):
     found = gather(tmp_path / "lm", checkpoint(arch), data=data / "lm", sentences=10)
     heads = table(found, "heads")
     assert {(r["place"], r["layer"], r["head"]) for r in heads} == {
@@ -435,14 +435,14 @@ def test_language_models_have_decoder_attention_alone(data, checkpoint, tmp_path
                 np.testing.assert_allclose(head.sum(-1), 1, atol=1e-2)
 
 
-def test_layerdrop_drops_nothing(data, checkpoint, tmp_path):
+def test_collect_ignores_layerdrop(data, checkpoint, tmp_path):
     flags = ["--encoder-layerdrop", "0.9", "--decoder-layerdrop", "0.9"]
     found = gather(tmp_path / "drop", checkpoint(TRANSLATION, *flags), data=data / "mt")
     kept = gather(tmp_path / "keep", checkpoint(TRANSLATION), data=data / "mt")
     assert_alike(found, kept)
 
 
-def test_layers_that_are_one_module_are_told_apart(data, checkpoint):
+def test_recorder_separates_layers_that_share_a_module(data, checkpoint):
     model, task = load(checkpoint(TRANSLATION), data / "mt")
     for side in (model.encoder, model.decoder):
         side.layers[1] = side.layers[0]
@@ -459,7 +459,7 @@ def test_layers_that_are_one_module_are_told_apart(data, checkpoint):
         assert one.heads["entropy"][0] != other.heads["entropy"][0]
 
 
-def test_checkpoints_of_a_run_become_trajectories(data, checkpoint, collected, tmp_path):
+def test_collect_merges_checkpoints_of_one_run(data, checkpoint, collected, tmp_path):
     flags = VARIANTS["multimax"]
     later = checkpoint(TRANSLATION, *flags, updates=20, seed=2)
     both = gather(tmp_path / "both", later, checkpoint(TRANSLATION, *flags), data=data / "mt")
@@ -472,7 +472,7 @@ def test_checkpoints_of_a_run_become_trajectories(data, checkpoint, collected, t
     assert [about["updates"] for about in signed["checkpoints"]] == [7, 20]
 
 
-def test_the_first_sentences_are_taken(data, checkpoint, tmp_path):
+def test_collect_takes_first_sentences(data, checkpoint, tmp_path):
     path = checkpoint(TRANSLATION)
     few = gather(tmp_path / "few", path, data=data / "mt", sentences=3)
     signed = json.loads((few / "collection.json").read_text(encoding="utf-8"))
@@ -515,7 +515,7 @@ def told(monkeypatch, capsys, *words):
         ({"out": ".."}, ["--out '..' holds the current folder"]),
     ],
 )
-def test_mistakes_end_in_one_sentence(
+def test_collect_reports_user_errors_in_one_sentence(
     data, checkpoint, tmp_path, monkeypatch, capsys, change, parts
 ):
     (tmp_path / "text.pt").write_text("no checkpoint")
@@ -537,7 +537,7 @@ def test_mistakes_end_in_one_sentence(
     assert sorted(tmp_path.rglob("*")) == before  # no partial files
 
 
-def test_a_folder_that_cannot_be_written_is_named(data, checkpoint, monkeypatch, capsys, tmp_path):
+def test_collect_names_unwritable_folder(data, checkpoint, monkeypatch, capsys, tmp_path):
     def refuse(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -547,7 +547,7 @@ def test_a_folder_that_cannot_be_written_is_named(data, checkpoint, monkeypatch,
     assert "locked/new" in sentence and "Permission denied" in sentence and "--out" in sentence
 
 
-def test_a_checkpoint_of_several_gpus_is_that_of_one(data, checkpoint, collected, tmp_path):
+def test_collect_accepts_data_parallel_checkpoint(data, checkpoint, collected, tmp_path):
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     state = torch.load(path)
     state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
@@ -560,7 +560,7 @@ def test_a_checkpoint_of_several_gpus_is_that_of_one(data, checkpoint, collected
         parameters.read(tmp_path)
 
 
-def test_a_signal_leaves_nothing_behind(data, checkpoint, monkeypatch, tmp_path):
+def test_collect_removes_output_after_sigterm(data, checkpoint, monkeypatch, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(collection, "_record", lambda *_: signal.raise_signal(signal.SIGTERM))
     words = ("collect", checkpoint(TRANSLATION), data / "mt", "--out", tmp_path / "new")
@@ -571,7 +571,7 @@ def test_a_signal_leaves_nothing_behind(data, checkpoint, monkeypatch, tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_reader_that_has_seen_enough(checkpoint, monkeypatch):
+def test_parameters_exits_quietly_on_closed_pipe(checkpoint, monkeypatch):
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     monkeypatch.setattr(sys, "argv", ["multimax-analyze", "parameters", str(path)])
     reading, writing = os.pipe()
@@ -583,7 +583,7 @@ def test_a_reader_that_has_seen_enough(checkpoint, monkeypatch):
     assert stopped.value.code == 128 + signal.SIGPIPE  # an integer: Python prints nothing
 
 
-def test_a_missing_package_is_named_with_the_extra(data, checkpoint, monkeypatch, capsys, tmp_path):
+def test_collect_names_missing_package_and_extra(data, checkpoint, monkeypatch, capsys, tmp_path):
     monkeypatch.delitem(sys.modules, "multimax_fairseq.analysis.collect")
     monkeypatch.setitem(sys.modules, "tqdm", None)
     path, out = checkpoint(TRANSLATION), ("--out", tmp_path / "new")
@@ -591,7 +591,9 @@ def test_a_missing_package_is_named_with_the_extra(data, checkpoint, monkeypatch
     assert "package tqdm is missing" in sentence and "multimax-fairseq[fairseq]" in sentence
 
 
-def test_checkpoints_of_other_runs_are_refused(data, checkpoint, monkeypatch, capsys, tmp_path):
+def test_collect_refuses_checkpoints_of_different_runs(
+    data, checkpoint, monkeypatch, capsys, tmp_path
+):
     ours, out = checkpoint(TRANSLATION), ("--out", tmp_path / "new")
     same = checkpoint(TRANSLATION, seed=2)
     sentence = told(monkeypatch, capsys, "collect", ours, same, data / "mt", *out)
@@ -608,7 +610,7 @@ def test_checkpoints_of_other_runs_are_refused(data, checkpoint, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-def test_what_fails_half_way_leaves_the_earlier_collection(data, checkpoint, tmp_path, monkeypatch):
+def test_collect_keeps_previous_collection_after_failure(data, checkpoint, tmp_path, monkeypatch):
     path, backend = checkpoint(TRANSLATION), os.environ.get("MULTIMAX_BACKEND")
     out = gather(tmp_path / "out", path, data=data / "mt", sentences=2)
     (out / "note.txt").write_text("of the first")
@@ -628,7 +630,7 @@ def test_what_fails_half_way_leaves_the_earlier_collection(data, checkpoint, tmp
     assert signed["sentences"] == 3 and os.environ.get("MULTIMAX_BACKEND") == backend
 
 
-def test_what_cannot_be_put_in_place_leaves_the_earlier_collection(tmp_path, monkeypatch):
+def test_replace_collection_restores_previous_after_failure(tmp_path, monkeypatch):
     out, rename = tmp_path / "out", Path.rename
     out.mkdir()
     (out / "collection.json").write_text("the first")
@@ -645,14 +647,14 @@ def test_what_cannot_be_put_in_place_leaves_the_earlier_collection(tmp_path, mon
     assert (out / "collection.json").read_text() == "the first"
 
 
-def test_of_long_sentences_alone_the_first_are_shown(data, checkpoint, tmp_path, monkeypatch):
+def test_collect_truncates_long_examples(data, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(collection, "LONGEST_EXAMPLE", 2)
     out = gather(tmp_path / "out", checkpoint(TRANSLATION), data=data / "mt", sentences=2)
     shown = json.loads((out / "examples.json").read_text(encoding="utf-8"))
     assert [len(example["target"]["tokens"]) for example in shown] == [2, 2]
 
 
-def test_the_command_itself(data, checkpoint, collected, tmp_path):
+def test_collect_command_equals_function(data, checkpoint, collected, tmp_path):
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     words = ("python", "-m", "multimax_fairseq.analysis", "collect", path, data / "mt")
     output = run(

@@ -156,7 +156,7 @@ def test_modulators_follow_the_papers_equation(drawn, folders):
         assert axis.texts[0].get_text().endswith(percent(share))
 
 
-def test_draw_follows_the_models_parts(folders):
+def test_draw_adapts_to_monotone_sink_and_temperature(folders):
     """A monotone modulator has a monotone curve; sinks and temperatures omit some figures."""
     found = collection.read(folders["multimax"])
     found.checkpoint()["settings"]["multimax_monotone"] = True
@@ -209,7 +209,7 @@ def test_over_smoothing_shows_patch_similarity(drawn, folders):
         np.testing.assert_allclose(shown, expected)
 
 
-def test_distributions_run_from_the_share_of_zeros_to_one(drawn, folders):
+def test_weight_distributions_rise_from_zero_share_to_one(drawn, folders):
     table = pd.read_csv(folders["sparsemax"] / "histograms.csv")
     table = table[(table["quantity"] == "probability") & (table["updates"] == 40)]
     figure = drawn("sparsemax")["weight-distributions-decoder"].figure
@@ -269,7 +269,7 @@ def test_differences_ignore_the_path_of_the_data(folders):
     assert "differ in their data" in report.differences([one, other])[0]
 
 
-def test_compared_figures_show_every_model(folders):
+def test_draw_shows_every_compared_model(folders):
     found = collection.read_all([folders[name] for name in COMPARED])
     names = set()
     for entry in figures.draw(found):
@@ -284,7 +284,7 @@ def test_compared_figures_show_every_model(folders):
     }
 
 
-def test_compare_language_and_translation_model(folders):
+def test_draw_compares_language_and_translation_models(folders):
     for entry in figures.draw(collection.read_all([folders["lm"], folders["softmax"]])):
         check_figure(entry)
 
@@ -384,7 +384,7 @@ def test_report_contains_every_figure_and_table(pages, folders, drawn):
     assert (len(list(file.parent.iterdir()))) == 1
 
 
-def test_positional_heads_are_counted_by_position(folders):
+def test_positional_heads_counts_heads_by_offset(folders):
     found = collection.read(folders["multimax"])
     (table,) = report.positional_heads(found)
     heads = pd.read_csv(folders["multimax"] / "heads.csv")
@@ -396,7 +396,7 @@ def test_positional_heads_are_counted_by_position(folders):
         assert int(count) == len(own) and float(median) == pytest.approx(own.median(), abs=1e-4)
 
 
-def test_report_of_a_language_model_without_examples(folders, tmp_path, draw_only):
+def test_report_omits_attention_view_without_examples(folders, tmp_path, draw_only):
     draw_only("pareto", "rollout-example")
     folder = shutil.copytree(folders["sparsemax"], tmp_path / "c")
     (folder / "examples.json").write_text("[]", encoding="utf-8")
@@ -499,7 +499,7 @@ document.title = JSON.stringify({ found, images });
 """
 
 
-def test_report_works_in_a_browser(pages, folders, tmp_path):
+def test_report_attention_view_updates_in_a_browser(pages, folders, tmp_path):
     seen = run_in_page(pages[0], DRIVE, tmp_path)
     assert seen["images"]
     examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
@@ -560,7 +560,7 @@ document.title = JSON.stringify(seen);
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_report_works_on_a_phone(pages, tmp_path, scheme):
+def test_report_fits_a_phone_screen_with_readable_contrast(pages, tmp_path, scheme):
     page = json.dumps(pages[0].read_text(encoding="utf-8")).replace("</", "<\\/")
     (tmp_path / "frame.html").write_text(
         '<body><iframe style="width: 360px; height: 740px; border: 0"></iframe><script>'
@@ -576,7 +576,7 @@ def test_report_works_on_a_phone(pages, tmp_path, scheme):
 # --- user errors -------------------------------------------------------------------------------
 
 
-def test_commands_explain_mistakes_in_one_sentence(folders, tmp_path, analyze, draw_only):
+def test_analyze_reports_user_errors_in_one_sentence(folders, tmp_path, analyze, draw_only):
     draw_only("pareto")
     words = refused(tmp_path, "multimax-analyze", "plot", "nowhere")
     assert "nowhere/collection.json' does not exist" in words
@@ -609,7 +609,7 @@ def test_read_names_a_missing_or_damaged_file(folders, tmp_path, name):
         assert "\n" not in str(caught.value) and str(file) in str(caught.value)
 
 
-def test_commands_name_a_missing_package(folders, tmp_path):
+def test_analyze_names_missing_package_and_extra(folders, tmp_path):
     (tmp_path / "pandas.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'pandas'\", name='pandas')", encoding="utf-8"
     )
@@ -622,7 +622,7 @@ def test_commands_name_a_missing_package(folders, tmp_path):
     assert "multimax-fairseq[analysis]" in words
 
 
-def test_figures_need_no_fairseq(tmp_path):
+def test_figures_import_without_fairseq_and_pyplot(tmp_path):
     code = (
         "import sys; from multimax_fairseq.analysis import collection, figures, report; "
         "print('fairseq' in sys.modules, 'matplotlib.pyplot' in sys.modules)"

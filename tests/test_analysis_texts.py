@@ -71,7 +71,7 @@ def test_collect_names_the_missing_side_of_a_subset(data, checkpoint, tmp_path, 
     assert why in said and "make room" not in said and "Traceback" not in said
 
 
-def test_collect_counts_no_word_at_a_block_start(data, checkpoint, tmp_path):
+def test_collect_counts_tokens_like_eval_lm(data, checkpoint, tmp_path):
     path = checkpoint("transformer_lm_multimax", "--add-bos-token")
     words = ("collect", path, data / "lm", "--subset", "valid", "--out", tmp_path / "out")
     run(tmp_path, "python", "-m", "multimax_fairseq.analysis", *words)

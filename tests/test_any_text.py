@@ -348,13 +348,13 @@ def tried(name, count, request, capsys):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_text_that_is_drawn(name, request, capsys):
+def test_data_prep_handles_random_text(name, request, capsys):
     tried(name, 25, request, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_thousand_texts_that_are_drawn(name, request, capsys):
+def test_data_prep_handles_a_thousand_random_texts(name, request, capsys):
     tried(name, 1000, request, capsys)
 
 
@@ -412,7 +412,7 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def test_source_and_target_stay_together(corpus):
+def test_preprocess_keeps_source_and_target_aligned(corpus):
     for language in ("de", "en"):
         found, raw = (
             binarised(corpus / "bin", "train", language),
@@ -425,7 +425,7 @@ def test_source_and_target_stay_together(corpus):
         assert test == [" ".join(line.split()) for line in steps.read(corpus / f"test.{language}")]
 
 
-def test_each_line_of_input_has_its_own_number(corpus):
+def test_interactive_numbers_every_input_line(corpus):
     lines = [*steps.read(corpus / "valid.de"), "<pad> Satz", "</s> Satz", "Satz <s>"]
     (corpus / "input").write_bytes(b"\xef\xbb\xbf" + "".join(f"{x}\n" for x in lines).encode())
     command = ("fairseq-interactive", "bin", *PLUGIN, "--path", "model/checkpoint_last.pt")
@@ -449,7 +449,7 @@ def test_each_line_of_input_has_its_own_number(corpus):
         assert not found
 
 
-def test_the_raw_references_are_what_is_evaluated(corpus, evaluate):
+def test_evaluate_scores_against_raw_references(corpus, evaluate):
     """BLEU equals the score of the log against the raw text; a too long line is an error."""
     command = ("bash", ROOT / "scripts" / "evaluate.sh", "model/checkpoint_last.pt", "bin")
     command += ("--beam", "1")
@@ -466,7 +466,7 @@ def test_the_raw_references_are_what_is_evaluated(corpus, evaluate):
 
 
 @pytest.mark.parametrize("tokenization", ["moses-bpe", "sentencepiece"])
-def test_talks_of_every_kind(tokenization, tmp_path):
+def test_iwslt14_keeps_talks_aligned(tokenization, tmp_path):
     members = layout(rows())
     for name, side in itertools.product(iwslt14.TESTS, (0, 1)):
         path = f"some-folder/IWSLT14.{name}.de-en.{('de', 'en')[side]}.xml"
@@ -487,7 +487,7 @@ def test_talks_of_every_kind(tokenization, tmp_path):
     assert steps.read(tmp_path / "once" / "test.reference.en") == list(map(bitext.spaced, raw))
 
 
-def test_pages_of_every_kind(tmp_path, fast_python):
+def test_wikitext103_keeps_every_line(tmp_path, fast_python):
     """In the layout of WikiText, the copy equals the text, and fairseq reads its lines."""
     (source := tmp_path / "source").mkdir()
     (text := tmp_path / "text").mkdir()
@@ -502,7 +502,7 @@ def test_pages_of_every_kind(tmp_path, fast_python):
     assert [words.string(x) for x in data] == [" ".join(line.split()) for line in lines]
 
 
-def test_pairs_of_the_quickstart_of_every_kind(tmp_path, fast_python):
+def test_demo_keeps_translation_pairs_aligned(tmp_path, fast_python):
     given = [(en, de, "author") for de, en in rows() if "\t" not in de]
     more = [(f"nr{i}x plain {i}", f"nr{i}x klar {i}", "author") for i in range(1000, 1400)]
     text = "".join("\t".join(row) + "\n" for row in [*given, *more])
@@ -516,7 +516,7 @@ def test_pairs_of_the_quickstart_of_every_kind(tmp_path, fast_python):
             assert len(found) == len(side)
 
 
-def test_what_is_no_text_leaves_nothing(tmp_path, capsys):
+def test_check_files_refuses_invalid_text(tmp_path, capsys):
     pair = {"source_lang": "de", "target_lang": "en", "validpref": None, "testpref": None}
     args = argparse.Namespace(only_source=False, trainpref=str(tmp_path / "train"), **pair)
     steps.write(tmp_path / "train.de", [*GERMAN.split("\n")[:-1], "Satz"])
@@ -535,7 +535,7 @@ def test_what_is_no_text_leaves_nothing(tmp_path, capsys):
         print(f" {len(REFUSED)} kinds of files refused ", end="")
 
 
-def test_files_that_do_not_belong_together(tmp_path):
+def test_preprocess_and_score_refuse_mismatched_files(tmp_path):
     (tmp_path / "three").write_text("a b c d e\nf g h i j\nk\n")
     (tmp_path / "two").write_text("a b c d e\nf g h i j\n")
     (tmp_path / "old.de").write_bytes(b"a\rb\rc")
@@ -552,7 +552,7 @@ def test_files_that_do_not_belong_together(tmp_path):
     assert "-" in run(tmp_path, *score, stdin="a b c d e\n", code=1)
 
 
-def test_data_that_others_have_made(corpus, tmp_path):
+def test_train_refuses_inconsistent_binarized_data(corpus, tmp_path):
     """Data that stock fairseq-preprocess accepts is reported when it is read."""
     train = ("fairseq-train", "bin", *PLUGIN, *TRANSLATE, "--save-dir", tmp_path / "model")
     for name in ("unequal", "empty", "again"):

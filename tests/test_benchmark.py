@@ -208,7 +208,7 @@ def test_compile_adds_a_compiled_baseline(benchmark, part):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_attention_products_are_those_of_attention(modules, is_causal):
+def test_attention_products_equal_linear_attention(modules, is_causal):
     """In linear attention, scores are the probabilities."""
     length = 300
     inputs = [torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(4)]

@@ -107,7 +107,7 @@ def test_load_compiles_once(cache, compiler):
     assert first.start(1) == 1 and first._name == second._name == str(built)
 
 
-def test_load_announces_the_compilation_without_configured_logging(cache, tmp_path, stand_in):
+def test_load_announces_compilation_without_configured_logging(cache, tmp_path, stand_in):
     first, second = (load_elsewhere(tmp_path, stand_in).splitlines() for _ in range(2))
     assert first == [
         f"compiling multimax_fairseq's CPU kernels in {cache} (20 seconds)",

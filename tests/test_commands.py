@@ -63,7 +63,7 @@ def generated(text, translation):
     )
 
 
-def test_training_moves_the_modulators_and_lowers_the_loss(text, translation):
+def test_train_updates_modulators_and_lowers_loss(text, translation):
     model = text / "mt-model"
     first, last = (parameters(file) for file in (numbered(model)[0], model / "checkpoint_last.pt"))
     learned = [name for name in first if "modulator" in name]
@@ -72,7 +72,7 @@ def test_training_moves_the_modulators_and_lowers_the_loss(text, translation):
     assert losses(translation)[-1] < losses(translation)[0]
 
 
-def test_logs_are_the_stock_commands_own(translation, generated):
+def test_train_and_generate_keep_stock_log_format(translation, generated):
     for log, name in ((translation, "train_inner"), (generated, "fairseq_cli.generate")):
         stamp = rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \| INFO \| {name} \| "
         assert re.search(stamp, log, re.MULTILINE)
@@ -115,7 +115,7 @@ MATRICES = {"asentmax": ("beta", "gamma"), "adaptive_temperature": ("gate",)}
 
 
 @pytest.mark.parametrize("normalizer", [name for name in NORMALIZERS if name != "multimax"])
-def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
+def test_train_resumes_with_every_normalizer(text, normalizer):
     folder = f"mt-with-{normalizer}"
     flags = [*FLAGS.get(normalizer, []), "--attention-normalizer", normalizer]
     flags += ["--output-normalizer", "softmax", "--optimizer", "adam", "--save-dir", folder]
@@ -148,7 +148,7 @@ def test_every_normalizer_trains_resumes_and_translates(text, normalizer):
     assert values == {round(float(value), 4) for value in expected}
 
 
-def test_a_sparse_output_layer_trains_translates_and_refuses_label_smoothing(text):
+def test_train_with_sparse_output_needs_entmax_loss(text):
     flags = [*TRANSLATE, "--output-normalizer", "entmax15", "--save-dir", "mt-sparse"]
     command = ("fairseq-train", "mt", *PLUGIN, *flags)
     assert "label smoothing" in refused(text, *command, "--no-save")
@@ -161,7 +161,7 @@ def test_a_sparse_output_layer_trains_translates_and_refuses_label_smoothing(tex
     assert len(found) == 8 and all(math.isfinite(score) for score, _ in found.values())
 
 
-def test_a_refused_command_waits_for_no_thread(text):
+def test_train_exits_despite_running_threads_after_an_error(text):
     """The end of the interpreter would kill a data-loading thread and abort the process."""
     plugin = text / "threads"
     plugin.mkdir()
@@ -176,14 +176,14 @@ def test_a_refused_command_waits_for_no_thread(text):
     assert (text / "at-exit").exists()
 
 
-def test_every_figure_is_drawn_of_modulators(text, translation, language_model):
+def test_collect_and_draw_plot_trained_modulators(text, translation, language_model):
     drawn = assert_every_figure_is_drawn(text, "mt-model", "mt")
     assert {"modulators-encoder", "modulators-cross", "parameters"} <= drawn
     drawn = assert_every_figure_is_drawn(text, "lm-model", "lm")
     assert {"modulators-decoder", "modulators-output"} <= drawn
 
 
-def test_the_learned_modulators_are_listed_in_the_papers_symbols(text, translation):
+def test_parameters_lists_modulators_in_the_papers_symbols(text, translation):
     path = text / "mt-model" / "checkpoint_last.pt"
     listing = ("python", "-m", "multimax_fairseq.analysis", "parameters")
     head, *lines = run(text, *listing, path).splitlines()
@@ -208,7 +208,7 @@ def test_the_learned_modulators_are_listed_in_the_papers_symbols(text, translati
     assert "does not exist" in run(text, *listing, "none.pt", code=1)
 
 
-def test_a_stopped_run_goes_on_where_it_stopped(text):
+def test_train_resumes_with_the_same_losses(text):
     """Equal up to rounding: a resumed fairseq run orders sentences of equal length differently."""
     command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, *FAR, "--dropout", "0", "--save-dir")
     whole = losses(run(text, *command, "mt-whole"))
@@ -224,7 +224,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(text):
     run(text, *command, "mt-resumed", *new)
 
 
-def test_averaged_checkpoint_is_the_mean_and_translates(text, translation):
+def test_average_checkpoints_writes_the_mean(text, translation):
     script = str(ROOT / "scripts" / "average_checkpoints.py")
     output = ("--output", "mt-model/average.pt")
     run(text, "python", script, "mt-model", "--last", "2", *output)
@@ -263,11 +263,11 @@ def assert_scores_are_reference_scores(text, found, model):
         assert score == pytest.approx(found[number][0], abs=1e-3)
 
 
-def test_scores_of_hypotheses_are_their_reference_scores(text, generated):
+def test_generate_scores_equal_reference_scores(text, generated):
     assert_scores_are_reference_scores(text, hypotheses(generated), "mt-model")
 
 
-def test_a_recurrent_model_trains_resumes_and_translates(text):
+def test_rnn_trains_resumes_and_translates(text):
     command = ("fairseq-train", "mt", *PLUGIN, *RECURRENT, "--save-dir")
     whole = losses(run(text, *command, "rnn-whole"))
     run(text, *command, "rnn", "--max-update", "3")
@@ -287,7 +287,7 @@ def test_a_recurrent_model_trains_resumes_and_translates(text):
     assert len(lines) == 2 and lines[1].startswith("cross-attention  ")
 
 
-def test_hydra_trains_a_recurrent_model(text, settings):
+def test_hydra_train_trains_an_rnn(text, settings):
     config = (text / "mt.yaml").read_text()
     model = "model: {_name: rnn_iwslt_de_en_multimax, decoder_hidden_size: 16, hidden_dropout: 0}"
     config = re.sub(r"model: \{.*?\}", model, config, flags=re.DOTALL).replace("mt-hyd", "rnn-hyd")
@@ -299,7 +299,7 @@ def test_hydra_trains_a_recurrent_model(text, settings):
     assert found["decoder.bridge.weight"].shape == (16, 1000)
 
 
-def test_interactive_gives_what_generate_gives(text, generated):
+def test_interactive_equals_generate(text, generated):
     found = hypotheses(generated)
     output = run(
         *(text, "fairseq-interactive", "mt", *PLUGIN, "--path", "mt-model/checkpoint_last.pt"),
@@ -313,13 +313,13 @@ def test_interactive_gives_what_generate_gives(text, generated):
         assert score == pytest.approx(found[number][0], abs=1e-3)
 
 
-def test_score_of_the_references_themselves_is_perfect(text):
+def test_score_of_identical_files_is_100(text):
     for option, figure in (((), "BLEU4 = 100.00"), (("--sacrebleu",), "BLEU = 100.00")):
         output = run(text, "fairseq-score", "--sys", "test.en", "--ref", "test.en", *option)
         assert figure in output
 
 
-def test_language_model_is_evaluated_as_it_was_validated(text, language_model):
+def test_eval_lm_equals_validation_loss(text, language_model):
     path = ("--path", "lm-model/checkpoint_last.pt", "--gen-subset", "valid", *ALL)
     shape = ("--tokens-per-sample", "32", "--max-tokens", "120")
     command = ("fairseq-eval-lm", "lm", *PLUGIN, *path, *shape)
@@ -370,7 +370,7 @@ checkpoint: {{save_dir: {kind}-hydra, no_epoch_checkpoints: true}}
 
 
 @pytest.mark.parametrize("kind", ["mt", "lm"])
-def test_hydra_trains_the_same_model(text, settings, kind, translation, language_model):
+def test_hydra_train_equals_argparse_training(text, settings, kind, translation, language_model):
     run(text, "fairseq-hydra-train", "--config-dir", text, "--config-name", kind)
     argparse_model = parameters(text / f"{kind}-model" / "checkpoint_last.pt")
     hydra_model = parameters(text / f"{kind}-hydra" / "checkpoint_last.pt")
@@ -386,7 +386,7 @@ def test_hydra_trains_the_same_model(text, settings, kind, translation, language
     assert described[0] == described[1] and described[0]["settings"]["multimax_order"] == 2
 
 
-def test_a_stock_checkpoint_is_finetuned_from_the_identity(text):
+def test_train_finetunes_stock_checkpoint_from_the_identity(text):
     """README's command: the first loss is the stock model's on the same data."""
     softmax = ["--arch", "transformer_iwslt_de_en", *ENCODER, *DECODER, "--share-all-embeddings"]
     common = ["--dropout", "0", *TRAIN]
@@ -402,7 +402,7 @@ def test_a_stock_checkpoint_is_finetuned_from_the_identity(text):
     assert losses(our_log)[0] == losses(softmax_log)[0]
 
 
-def test_from_pretrained_translates_as_generate_does(text, generated):
+def test_from_pretrained_translates_like_generate(text, generated):
     model = MultimaxTransformerModel.from_pretrained(
         str(text / "mt-model"), "checkpoint_last.pt", str(text / "mt")
     )
@@ -414,7 +414,7 @@ def test_from_pretrained_translates_as_generate_does(text, generated):
     ]
 
 
-def test_the_folder_that_holds_a_clone_is_not_taken_for_the_plugin(tmp_path, monkeypatch):
+def test_resolve_finds_the_plugin_beside_a_clone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "multimax_fairseq/multimax_fairseq").mkdir(parents=True)
     assert resolve("multimax_fairseq") == str(ROOT / "multimax_fairseq")
@@ -423,7 +423,7 @@ def test_the_folder_that_holds_a_clone_is_not_taken_for_the_plugin(tmp_path, mon
     assert resolve("multimax_fairseq") == "multimax_fairseq"
 
 
-def test_a_user_dir_of_ones_own_trains(text):
+def test_train_accepts_custom_user_dir(text):
     small = ["--arch", "transformer_multimax_small", "--encoder-embed-dim", "16"]
     output = run(
         *(text, "fairseq-train", "mt", "--user-dir", ROOT / "user_dir", *small, *DECODER),
@@ -440,15 +440,13 @@ def test_a_user_dir_of_ones_own_trains(text):
 
 
 @pytest.mark.parametrize("kind", ["mt", "lm"])
-def test_a_key_of_another_mapping_is_refused_in_a_yaml(text, settings, kind):
+def test_hydra_train_refuses_option_of_another_mapping(text, settings, kind):
     config = ("--config-dir", text, "--config-name", kind)
     sentence = refused(text, "fairseq-hydra-train", *config, "+model.entmax_alpha=1.5")
     assert sentence.startswith("--entmax-alpha 1.5 belongs to alpha_entmax attention")
 
 
-def test_an_earlier_checkpoint_with_a_setting_that_does_nothing_loads(
-    text, translation, language_model
-):
+def test_generate_and_eval_lm_warn_of_unused_stored_settings(text, translation, language_model):
     """Earlier versions accepted and stored settings that training refuses now."""
     evaluation = ("--gen-subset", "valid", "--tokens-per-sample", "32", "--max-tokens", "120")
     for kind, command in (
@@ -477,7 +475,7 @@ def test_an_earlier_checkpoint_with_a_setting_that_does_nothing_loads(
 @pytest.mark.parametrize(
     "kind, slip", [("mt", "attention_normalizer=sofmax"), ("lm", "attention_normalyzer=softmax")]
 )
-def test_slips_in_a_yaml_are_named(text, settings, kind, slip):
+def test_hydra_train_names_typos_in_the_config(text, settings, kind, slip):
     config = ("--config-dir", text, "--config-name", kind)
     sentence = refused(text, "fairseq-hydra-train", *config, f"+model.{slip}")
     assert ("sofmax" if "sofmax" in slip else "attention_normalyzer") in sentence

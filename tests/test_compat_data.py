@@ -27,7 +27,7 @@ def mended():
 
 
 @pytest.mark.parametrize("count, kept", [(12, 8), (8, 8), (3, 3)])
-def test_last_batch_is_dropped_in_training_unless_alone(count, kept):
+def test_get_train_iterator_drops_incomplete_last_batch(count, kept):
     batches = []
 
     def get_batch_iterator(**_):
@@ -42,7 +42,7 @@ def test_last_batch_is_dropped_in_training_unless_alone(count, kept):
 
 
 @pytest.mark.parametrize("form", [list, iter])
-def test_last_batch_takes_indices_of_any_type(form):
+def test_batch_by_size_accepts_list_and_iterator(form):
     options = {"max_sentences": 8, "required_batch_size_multiple": 8}
     batches = data_utils.batch_by_size(form(range(12)), lambda _: 5, None, **options)
     assert all(isinstance(batch, np.ndarray) for batch in batches)
@@ -82,7 +82,7 @@ def iterator_of(task, dataset, epoch, **options):
         ({"update_epoch_batch_itr": True}, True),
     ],
 )
-def test_resumed_batches_of_the_first_epoch_in_a_resumed_run(dictionary, options, is_kept):
+def test_get_batch_iterator_reuses_first_epoch_batches(dictionary, options, is_kept):
     def batches(epoch):
         task = TranslationTask(TranslationConfig(), dictionary, dictionary)
         iterator = iterator_of(task, pairs(dictionary, is_kept), epoch, **options)
@@ -91,7 +91,7 @@ def test_resumed_batches_of_the_first_epoch_in_a_resumed_run(dictionary, options
     assert (batches(1) == batches(3)) == (is_kept and not options)
 
 
-def test_resumed_batches_count_epochs(dictionary):
+def test_get_batch_iterator_counts_epochs(dictionary):
     task = TranslationTask(TranslationConfig(), dictionary, dictionary)
     dataset = pairs(dictionary)
     for epoch in (1, 2, 3):
@@ -100,7 +100,7 @@ def test_resumed_batches_count_epochs(dictionary):
         list(iterator.next_epoch_itr())
 
 
-def test_validation_on_training_data_keeps_every_epoch(dictionary):
+def test_get_valid_iterator_on_training_data_keeps_epochs(dictionary):
     task = TranslationTask(TranslationConfig(), dictionary, dictionary)
     task.datasets["train"] = pairs(dictionary)
     trainer = MagicMock(task=task, data_parallel_world_size=1, data_parallel_rank=0)
@@ -145,7 +145,7 @@ def written(folder, words, dtype=np.uint16, name="train"):
 
 
 @pytest.mark.parametrize("dtype, word", [(np.uint16, 5), (np.int32, 5), (np.int32, -1)])
-def test_indexed_data_refuses_a_word_past_the_dictionary(dtype, word, tmp_path):
+def test_load_indexed_dataset_refuses_out_of_range_words(dtype, word, tmp_path):
     path = written(tmp_path, [4, 2], dtype)
     assert data_utils.load_indexed_dataset(path, five_words(), "mmap")[0].tolist() == [4, 2]
     path = written(tmp_path, [4, word], dtype)
@@ -153,7 +153,7 @@ def test_indexed_data_refuses_a_word_past_the_dictionary(dtype, word, tmp_path):
         data_utils.load_indexed_dataset(path, five_words(), "mmap")
 
 
-def test_indexed_data_refuses_a_size_past_int32(tmp_path):
+def test_load_indexed_dataset_refuses_sizes_beyond_the_data(tmp_path):
     path = written(tmp_path, [4, 2])
     index = bytearray((tmp_path / "train.idx").read_bytes())
     struct.pack_into("<i", index, HEADER.size, 3 << 29)
@@ -168,7 +168,7 @@ def translation_task(folder):
     return TranslationTask(config, five_words(), five_words())
 
 
-def test_sharded_data_counts_each_part_once(tmp_path):
+def test_load_dataset_combines_each_shard_once(tmp_path):
     for split, words in (("train", [4, 2]), ("train1", [4, 4, 2])):
         for language in ("de", "en"):
             written(tmp_path, words, name=f"{split}.de-en.{language}")
@@ -182,7 +182,7 @@ def test_sharded_data_counts_each_part_once(tmp_path):
 
 
 @pytest.mark.parametrize("impl", ["lazy", "cached", None])
-def test_older_data_format_is_read_without_an_open_file(impl, tmp_path):
+def test_load_indexed_dataset_reads_pickled_legacy_formats(impl, tmp_path):
     sentences = [[3, 1], [1, 2, 4, 0], [2]]
     builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "train.bin"))
     for sentence in sentences:

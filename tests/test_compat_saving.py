@@ -32,7 +32,7 @@ def mends(monkeypatch):
 
 
 @pytest.mark.parametrize("can_synchronise_folders", [True, False])
-def test_save_synchronises_before_it_renames(can_synchronise_folders, tmp_path, monkeypatch):
+def test_write_checkpoint_syncs_before_rename(can_synchronise_folders, tmp_path, monkeypatch):
     seen, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(number):
@@ -56,7 +56,7 @@ def test_save_synchronises_before_it_renames(can_synchronise_folders, tmp_path, 
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_save_does_not_retry_on_a_full_disk(number, tmp_path):
+def test_write_checkpoint_fails_at_once_on_a_full_disk(number, tmp_path):
     tries = []
 
     def write(file):
@@ -92,7 +92,7 @@ def test_whole_checkpoints_leaves_other_files_to_fairseq(path, is_async, mends, 
     "most, done, ends",
     [(5, 5, True), (5, 7, True), (5, 4, False), (0, 7, False), (None, 7, False)],
 )
-def test_finished_run_does_no_more_updates(most, done, ends, mends):
+def test_finished_run_stops_at_max_update(most, done, ends, mends):
     saving.finished_run()
     optimization = SimpleNamespace(max_update=most, max_epoch=0)
     settings = SimpleNamespace(optimization=optimization)
@@ -109,7 +109,7 @@ def test_finished_run_does_no_more_updates(most, done, ends, mends):
         ({}, "checkpoint3.pt"),
     ],
 )
-def test_saved_checkpoints_saves_at_the_end_of_an_epoch(omitted, saved, tmp_path):
+def test_save_checkpoint_saves_at_the_end_of_an_epoch(omitted, saved, tmp_path):
     compat.apply()
     cfg = CheckpointConfig(save_dir=str(tmp_path), save_interval_updates=2, **omitted)
     cfg.no_last_checkpoints = True

@@ -41,7 +41,7 @@ def build(name="softmax", num_heads=None, **options):
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-def test_training_goes_on_after_inference_mode(density):
+def test_attend_backpropagates_after_inference_mode(density):
     continuous_attention._bases.cache_clear()
     module, (query, key, value, padding) = build(density=density), inputs()
     with torch.inference_mode():
@@ -79,7 +79,7 @@ def plain(module, query, key, value, padding):
 @pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("context", ["combined", "continuous"])
 @pytest.mark.parametrize("density", DENSITIES)
-def test_the_context_is_the_papers(name, context, density):
+def test_attend_equals_the_papers_formula(name, context, density):
     module = build(name, density=density, context=context)
     *tensors, padding = inputs()
     expected, probs = plain(module, *tensors, padding)
@@ -91,7 +91,7 @@ def test_the_context_is_the_papers(name, context, density):
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-def test_gradients_reach_all_that_is_learned(density):
+def test_attend_passes_gradcheck(density):
     module = build("multimax", 2, density=density).double()
     *tensors, padding = inputs(torch.float64)
     tensors = [t.requires_grad_() for t in tensors]
@@ -103,7 +103,7 @@ def test_gradients_reach_all_that_is_learned(density):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_keeps_the_times_digits(dtype):
+def test_attend_is_accurate_in_half_precision(dtype):
     module = build("multimax")
     *tensors, padding = inputs(dtype)
     found, _ = module.attend(*tensors, padding)
@@ -118,7 +118,7 @@ def test_half_precision_keeps_the_times_digits(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_values_in_half_precision_leave_the_moments_as_they_are(dtype):
+def test_attend_by_scores_keeps_moments_with_half_values(dtype):
     module, moments = build(), []
     module.expectation.register_forward_hook(lambda _, given, __: moments.append(given))
     scores, value = drawn(B, H, T, S), drawn(B, H, S, D, seed=2)
@@ -127,7 +127,7 @@ def test_values_in_half_precision_leave_the_moments_as_they_are(dtype):
     torch.testing.assert_close(*moments, rtol=1e-6, atol=1e-7)
 
 
-def test_the_scale_of_scores_may_be_given():
+def test_attend_applies_given_scale():
     module = build()
     query, key, value, padding = inputs()
     found, _ = module.attend(query, key, value, padding, scale=1.0)
@@ -135,7 +135,7 @@ def test_the_scale_of_scores_may_be_given():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_mask_of_one_number_may_hide_nothing():
+def test_attend_accepts_scalar_mask():
     module = build()
     *tensors, _ = inputs()
     found, _ = module.attend(*tensors, torch.tensor(False))
@@ -143,7 +143,7 @@ def test_a_mask_of_one_number_may_hide_nothing():
 
 
 @pytest.mark.parametrize("name", ["multimax", "sparsemax"])
-def test_autocast_leaves_the_moments_as_they_are(name):
+def test_attend_keeps_float32_moments_under_autocast(name):
     *tensors, padding = inputs()
     moments = []
     for module in (build(name), build(name, query_size=D)):
@@ -157,7 +157,7 @@ def test_autocast_leaves_the_moments_as_they_are(name):
         torch.testing.assert_close(cast, exact, rtol=1e-6, atol=1e-7)
 
 
-def test_a_bias_hides_no_key():
+def test_attend_keeps_keys_with_finite_bias():
     module = build(context="continuous")
     *tensors, padding = inputs()
     expected, _ = module.attend(*tensors, padding)
@@ -165,7 +165,7 @@ def test_a_bias_hides_no_key():
     torch.testing.assert_close(module.attend(*tensors, added)[0], expected)
 
 
-def test_padding_has_no_part():
+def test_attend_ignores_padding():
     module = build("multimax")
     query, key, value, padding = inputs()
     found, _ = module.attend(query, key, value, padding)
@@ -179,7 +179,7 @@ def test_padding_has_no_part():
         torch.testing.assert_close(module.attend(query, key, value, added)[0], found)
 
 
-def test_a_sentence_without_tokens_has_no_context():
+def test_attend_returns_zeros_for_a_fully_padded_sentence():
     query, key, value, padding = inputs()
     padding = padding.clone()
     padding[1] = True
@@ -192,7 +192,7 @@ def test_a_sentence_without_tokens_has_no_context():
         )
 
 
-def test_attention_to_one_token_is_the_value_function_there():
+def test_attend_to_one_token_returns_the_value_function():
     module = build(context="continuous")
     query, key, value, padding = inputs()
     sharp = 1e4 * F.one_hot(torch.tensor([3, 5, 6]), S)[:, None, None, :].float()
@@ -207,7 +207,7 @@ def test_attention_to_one_token_is_the_value_function_there():
         torch.testing.assert_close(found[b, :, 0].double(), expected, rtol=0.02, atol=0.02)
 
 
-def test_a_predicted_density():
+def test_attend_uses_predicted_moments():
     module = build(density="softmax", context="continuous", query_size=D)
     query, key, value, padding = inputs()
     found, probs = module.attend(query, key, value, padding)
@@ -224,7 +224,7 @@ def test_a_predicted_density():
     )
 
 
-def test_values_of_another_size_go_through_the_kernel(monkeypatch):
+def test_attend_uses_the_kernel_for_other_value_sizes(monkeypatch):
     """The kernel computes the moments as extra columns of the values."""
     from multimax_fairseq.ops import attention
 
@@ -256,7 +256,7 @@ def test_values_of_another_size_go_through_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout_drops_from_both_contexts_alike(dtype):
+def test_attend_applies_one_dropout_mask_to_both_contexts(dtype):
     """The density has the moments of the probabilities that dropout keeps."""
     *tensors, padding = inputs(dtype)
     combined = build("sparsemax").train()
@@ -293,13 +293,13 @@ def test_dropout_drops_from_both_contexts_alike(dtype):
         (None, True),
     ],
 )
-def test_keys_that_differ_between_queries_are_refused(mask, is_causal):
+def test_attend_refuses_masks_that_differ_between_queries(mask, is_causal):
     query, key, value, _ = inputs()
     with pytest.raises(ValueError, match="needs all keys of a sentence from the start"):
         build().attend(query, key, value, mask, is_causal)
 
 
-def test_values_of_another_length_are_refused():
+def test_attend_refuses_values_of_another_length():
     query, key, value, padding = inputs()
     with pytest.raises(ValueError, match=r"value must have 7 rows as the keys, or 19 of static"):
         build().attend(query, key, value[:, :, :5], padding)
@@ -317,13 +317,13 @@ def test_values_of_another_length_are_refused():
         ({"ridge": 0.0}, "ridge must be above 0, got 0.0"),
     ],
 )
-def test_wrong_arguments_are_refused_in_words(options, told):
+def test_continuous_attention_refuses_wrong_arguments(options, told):
     with pytest.raises(ValueError) as refusal:
         ContinuousAttention(Normalizer("softmax"), **options)
     assert told in str(refusal.value)
 
 
-def test_heads_that_are_kept():
+def test_keep_heads_selects_modulator_rows():
     module = build("multimax", 4)
     module.keep_heads([0, 2])
     assert module.normalizer.modulator.low_coefficient.shape[0] == 2
@@ -332,7 +332,7 @@ def test_heads_that_are_kept():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("context", ["combined", "continuous"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_scores_of_ones_own_give_the_same(context, dropout_p, dtype):
+def test_attend_by_scores_equals_attend(context, dropout_p, dtype):
     module = build("sparsemax", context=context)
     query, key, value, padding = inputs(dtype)
     scores = query @ key.mT / math.sqrt(D)
@@ -357,7 +357,7 @@ def test_scores_of_ones_own_give_the_same(context, dropout_p, dtype):
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-def test_in_fairseqs_attention_step_by_step_is_all_at_once(density):
+def test_multihead_attention_steps_equal_full_sequence(density):
     size = H * D
     stock = SoftmaxMultiheadAttention(size, H, kdim=size, vdim=size, encoder_decoder_attention=True)
     layer = MultiheadAttention(stock, build("multimax", H, density=density)).eval()

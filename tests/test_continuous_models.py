@@ -38,7 +38,7 @@ def model(request, build):
 @pytest.mark.parametrize("shared_cache", [False, True])
 @pytest.mark.parametrize("beam", [1, 5])
 @torch.no_grad()
-def test_incremental_decoding_is_the_full_context_function(
+def test_decoder_incremental_steps_equal_full_context(
     model, translation_batch, beam, shared_cache, left_pad_source
 ):
     sample = translation_batch(left_pad_source=left_pad_source)
@@ -53,7 +53,7 @@ def test_incremental_decoding_is_the_full_context_function(
 
 
 @torch.no_grad()
-def test_padding_changes_nothing(model, translation_batch):
+def test_model_ignores_padding(model, translation_batch):
     sample = translation_batch()
     together = full_context(model, sample)
     for row, (source_length, target_length) in enumerate(((9, 7), (4, 5), (6, 1))):
@@ -64,7 +64,7 @@ def test_padding_changes_nothing(model, translation_batch):
 
 
 @torch.no_grad()
-def test_beam_search_scores_are_teacher_forced_scores(model, dictionary, translation_batch):
+def test_sequence_generator_scores_equal_teacher_forcing(model, dictionary, translation_batch):
     sample = translation_batch()
     generator = SequenceGenerator([model], dictionary, 5, max_len_b=12, normalize_scores=False)
     for row, hypotheses in enumerate(generator.generate([model], sample)):
@@ -74,7 +74,7 @@ def test_beam_search_scores_are_teacher_forced_scores(model, dictionary, transla
 
 
 @torch.no_grad()
-def test_an_ensemble_with_a_discrete_model_scores_as_both(build, dictionary, translation_batch):
+def test_sequence_generator_averages_mixed_ensemble(build, dictionary, translation_batch):
     sample = translation_batch()
     models = [build(TRANSLATION[1], *flags).eval() for flags in (PARABOLA, ())]
     generator = SequenceGenerator(models, dictionary, 5, max_len_b=12, normalize_scores=False)
@@ -88,7 +88,9 @@ def test_an_ensemble_with_a_discrete_model_scores_as_both(build, dictionary, tra
 
 
 @torch.no_grad()
-def test_a_sentence_is_solved_once(build, dictionary, translation_batch, monkeypatch):
+def test_sequence_generator_solves_each_regression_once(
+    build, dictionary, translation_batch, monkeypatch
+):
     """Each layer solves its regression once, for any number of steps and hypotheses."""
     solved = []
     coefficients = ContinuousAttention._coefficients
@@ -107,7 +109,7 @@ def test_a_sentence_is_solved_once(build, dictionary, translation_batch, monkeyp
     assert solved == [(layer, 3) for layer in layers]
 
 
-def test_no_parameter_more_and_the_same_start(build):
+def test_model_has_the_same_initial_parameters_as_discrete(build):
     discrete, continuous = (
         build(TRANSLATION[1], "--attention-normalizer", "softmax", *flags)
         for flags in ((), PARABOLA)
@@ -119,7 +121,7 @@ def test_no_parameter_more_and_the_same_start(build):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_half_precision_stays_close_and_finite(model, translation_batch, dtype):
+def test_model_is_accurate_in_half_precision(model, translation_batch, dtype):
     sample = translation_batch()
     expected = full_context(model, sample)
     found = full_context(model.to(dtype), sample).float()
@@ -127,14 +129,14 @@ def test_half_precision_stays_close_and_finite(model, translation_batch, dtype):
     torch.testing.assert_close(found, expected, rtol=0, atol=30 * torch.finfo(dtype).eps)
 
 
-def test_autocast_trains(build, translation_batch):
+def test_model_trains_under_autocast(build, translation_batch):
     model = scatter_modulators(build(TRANSLATION[1], *FLAGS["both"]))
     with torch.autocast("cpu", torch.bfloat16):
         full_context(model, translation_batch()).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_checkpointed_activations_give_the_same_gradients(build, translation_batch):
+def test_checkpoint_activations_keeps_gradients(build, translation_batch):
     gradients = []
     for flags in ((), ("--checkpoint-activations",)):
         model = scatter_modulators(build(TRANSLATION[1], *FLAGS["both"], *flags))
@@ -145,7 +147,7 @@ def test_checkpointed_activations_give_the_same_gradients(build, translation_bat
 
 
 @pytest.mark.parametrize("density", ["softmax", "sparsemax"])
-def test_a_training_step_compiles_to_one_graph(build, task, translation_batch, density):
+def test_criterion_compiles_to_one_graph(build, task, translation_batch, density):
     torch._dynamo.reset()
     name = f"continuous_{density}"
     flags = ("--cross-attention", name, "--encoder-self-attention", name)

@@ -127,7 +127,7 @@ def test_cross_entropy_equals_stock_metrics(task, model_and_batch, pair):
         assert reduced[1][key] == pytest.approx(value, rel=1e-3), key
 
 
-def test_cross_entropy_without_linear_output_is_stock(task, build, translation_batch, caplog):
+def test_cross_entropy_equals_stock_without_linear_output(task, build, translation_batch, caplog):
     model, sample = build("transformer"), translation_batch()
     cross_entropy._log_all_logits.cache_clear()
     expected = CrossEntropyCriterion(task, False)(model, sample)[0]
@@ -140,7 +140,7 @@ def test_cross_entropy_without_linear_output_is_stock(task, build, translation_b
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("more", ["a hook", "weight norm", "another class"])
-def test_cross_entropy_of_a_changed_output_layer_is_stock(task, model_and_batch, pair, more):
+def test_cross_entropy_equals_stock_with_changed_output_layer(task, model_and_batch, pair, more):
     class Doubled(torch.nn.Linear):
         def forward(self, features):
             return 2 * super().forward(features)
@@ -282,7 +282,7 @@ def test_entmax_loss_equals_the_reference(task, model_and_batch, normalizer):
     assert (net_output[0].grad[~counted] == 0).all()
 
 
-def test_entmax_loss_without_reduction_or_targets(task, model_and_batch):
+def test_entmax_loss_handles_no_reduction_and_no_targets(task, model_and_batch):
     model, sample = model_and_batch("entmax15")
     sparse(model)
     criterion = EntmaxLossCriterion(task, sentence_avg=True)

@@ -88,7 +88,7 @@ SURROUNDINGS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_a_call_is_the_same(name, surroundings):
+def test_operators_ignore_default_device_and_dtype(name, surroundings):
     wanted = results(CALLS[name])
     with SURROUNDINGS[surroundings]():
         found = results(CALLS[name])
@@ -97,7 +97,7 @@ def test_a_call_is_the_same(name, surroundings):
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
-def test_the_package_may_be_imported_under_another_default_device():
+def test_package_imports_under_another_default_device():
     program = """if True:
         import torch
         with torch.device("meta"):

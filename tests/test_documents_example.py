@@ -40,7 +40,7 @@ def small(example, attention, density, **options):
     ).double()
 
 
-def test_the_marked_interval_is_found(example, monkeypatch, capsys):
+def test_main_finds_the_marked_interval(example, monkeypatch, capsys):
     trained, plain = [], example.evaluate
     monkeypatch.setattr(example, "evaluate", lambda model: trained.append(model) or plain(model))
     example.main()
@@ -68,7 +68,7 @@ def test_the_marked_interval_is_found(example, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "attention, density", [("continuous", "softmax"), ("combined", "sparsemax")]
 )
-def test_without_the_marks_no_more_than_half_is_right(example, attention, density):
+def test_train_without_markers_stays_at_chance(example, attention, density):
     """Without the markers, both classes are equally likely, so the interval is necessary."""
     model = example.train(attention, density, steps=100, seen=example.OPEN)
     accuracy, found, mass = shares(*example.evaluate(model, count=500))
@@ -79,7 +79,7 @@ def test_without_the_marks_no_more_than_half_is_right(example, attention, densit
     "attention, density",
     [("discrete", "sparsemax"), ("continuous", "sparsemax"), ("combined", "softmax")],
 )
-def test_the_papers_models_learn(example, attention, density):
+def test_train_learns_the_papers_models(example, attention, density):
     """Any state can carry the class, so the test does not check where the density is."""
     model = example.train(attention, density, steps=60, seen=None)
     assert example.evaluate(model)[0] > 0.9
@@ -88,7 +88,7 @@ def test_the_papers_models_learn(example, attention, density):
 @pytest.mark.parametrize("seen", [None, 3])
 @pytest.mark.parametrize("density", BOTH)
 @pytest.mark.parametrize("attention", ["discrete", "continuous", "combined"])
-def test_padding_changes_nothing(example, attention, density, seen):
+def test_document_classifier_ignores_padding(example, attention, density, seen):
     model = small(example, attention, density, seen=seen)
     documents = drawn(example, 8)
     assert (documents == 0).any()
@@ -104,7 +104,7 @@ def test_padding_changes_nothing(example, attention, density, seen):
 
 @pytest.mark.parametrize("density", BOTH)
 @pytest.mark.parametrize("context", ["continuous", "combined"])
-def test_it_is_the_attention_of_the_module(example, context, density):
+def test_document_classifier_equals_continuous_attention(example, context, density):
     model = small(example, context, density)
     documents = drawn(example)
     kept = {}
@@ -133,7 +133,7 @@ def test_it_is_the_attention_of_the_module(example, context, density):
     torch.testing.assert_close(kept["classifier"][0], expected[:, 0, 0], rtol=1e-5, atol=1e-6)
 
 
-def test_the_sizes_are_the_papers(example):
+def test_document_classifier_has_the_papers_sizes(example):
     sizes = {}
     for attention in example.ATTENTIONS:
         model = example.DocumentClassifier(50, 2, attention)
@@ -143,7 +143,7 @@ def test_the_sizes_are_the_papers(example):
     assert sizes["continuous"] == states + 128 * (256 * 3 + 1) + 128 * 2 + 2
 
 
-def test_wrong_arguments(example):
+def test_document_classifier_refuses_wrong_arguments(example):
     for options, sentence in (
         ({"attention": "both"}, "unknown attention 'both': choose one of discrete, continuous"),
         ({"density": "entmax"}, "unknown density 'entmax': choose one of softmax, sparsemax"),

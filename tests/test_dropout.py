@@ -27,14 +27,14 @@ def kept(shape, p, seed):
 
 
 @pytest.mark.parametrize("p", [1e-3, 0.1, 0.3, 0.5, 0.9])
-def test_as_many_are_dropped_as_asked_for(p):
+def test_dropout_drops_the_given_fraction(p):
     n = 2**20 + 5
     dropped = n - kept(n, p, 7).sum().item()
     assert abs(dropped - n * p) < 5 * (n * p * (1 - p)) ** 0.5
 
 
 @pytest.mark.parametrize("apart", [1, 2, 8, 16, 100, 4096, 4097, 8192])
-def test_whether_one_is_dropped_says_nothing_of_another(apart):
+def test_dropout_draws_independent_entries(apart):
     """Neighbours, entries of other blocks and the same entry under another seed are independent."""
     n, p = 2**20, 0.3
     one = kept(n, p, 3)
@@ -44,17 +44,17 @@ def test_whether_one_is_dropped_says_nothing_of_another(apart):
         assert abs(both - n * q) < 5 * (n * q * (1 - q)) ** 0.5
 
 
-def test_seeds_differ():
+def test_draw_seed_returns_different_seeds():
     assert len({int(draw_seed()) for _ in range(2000)}) > 1990
 
 
-def test_each_entry_of_a_short_row_is_dropped_as_often():
+def test_dropout_drops_short_rows_uniformly():
     n, p = 2000, 0.3
     often = sum((~kept(19, p, seed)).int() for seed in range(n))
     assert ((often - n * p).abs() < 5 * (n * p * (1 - p)) ** 0.5).all()
 
 
-def test_the_last_entries_are_not_dropped_with_the_first():
+def test_dropout_of_the_last_block_is_independent():
     """The last block has fewer entries than the kernel draws at once."""
     n = 4000
     rows = torch.stack([kept(19, 0.5, seed) for seed in range(n)])
@@ -63,7 +63,7 @@ def test_the_last_entries_are_not_dropped_with_the_first():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (16,), (3, 0), (4096,), (2, 3, 4111), (5, 8193)])
-def test_the_gradient_drops_what_the_output_drops(shape):
+def test_dropout_gradient_uses_the_mask_of_the_output(shape):
     """Kept entries are divided by 1 - p in both, for any memory layout."""
     p = 0.3
     turned = tuple(reversed(range(len(shape))))
@@ -80,7 +80,7 @@ def test_the_gradient_drops_what_the_output_drops(shape):
         torch.testing.assert_close(second, output.detach())
 
 
-def test_the_same_entries_on_however_many_threads_and_on_every_processor(monkeypatch):
+def test_dropout_mask_is_independent_of_threads_and_processor(monkeypatch):
     found = [kept(100_001, 0.4, 11)]
     threads = torch.get_num_threads()
     try:
@@ -95,7 +95,7 @@ def test_the_same_entries_on_however_many_threads_and_on_every_processor(monkeyp
     assert all(map(found[0].equal, found))
 
 
-def test_the_seed_is_of_torchs_generator():
+def test_dropout_uses_the_torch_generator():
     x = torch.ones(1000)
     first, other = dropout(x, 0.5), dropout(x, 0.5)
     assert not first.equal(other)
@@ -105,7 +105,7 @@ def test_the_seed_is_of_torchs_generator():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", [False, True])
-def test_half_precision_rounds_once(dtype, cast):
+def test_dropout_rounds_once_in_half_precision(dtype, cast):
     x = torch.randn(500).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         output = dropout(x, 0.3)
@@ -115,7 +115,7 @@ def test_half_precision_rounds_once(dtype, cast):
     assert x.grad.dtype == dtype and (x.grad != 0).equal(output != 0)
 
 
-def test_not_a_number_stays_one():
+def test_dropout_propagates_nan_and_inf():
     """As in PyTorch, dropped entries are multiplied by 0, so NaN stays NaN."""
     assert dropout(torch.full([100], torch.nan), 0.5).isnan().all()
     infinite = torch.full([100], torch.inf)
@@ -124,7 +124,7 @@ def test_not_a_number_stays_one():
     assert found.isnan().equal(~keep) and found.isinf().equal(keep)
 
 
-def test_what_records_or_checkpoints_it():
+def test_dropout_supports_compile_and_checkpoint():
     x = torch.randn(7, 33, requires_grad=True)
     opcheck(torch.ops.multimax_fairseq.dropout, (x, torch.tensor(5), 0.3))
     compiled = torch.compile(lambda t: dropout(t.sin(), 0.3), fullgraph=True)
@@ -137,7 +137,7 @@ def test_what_records_or_checkpoints_it():
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_the_rest_is_torchs(p, monkeypatch):
+def test_dropout_falls_back_to_torch(p, monkeypatch):
     """Other dtypes, p of 0 or 1, torch.func and the plain backend use PyTorch's dropout."""
 
     def assert_torchs(x, call=dropout):
@@ -158,7 +158,7 @@ def test_the_rest_is_torchs(p, monkeypatch):
 
 
 @pytest.mark.parametrize("name, kernel", [("softmax", "attention"), ("entmax15", "dropout")])
-def test_attention_in_plain_pytorch_has_its_dropout(name, kernel):
+def test_attention_selects_dropout_kernel_by_backend(name, kernel):
     """Returned probabilities may use the dropout kernel, except with the plain backend."""
     query, key, value = torch.randn(3, 2, 4, 5, 8)
     for backend, expected in (("auto", {kernel}), ("plain", set())):
@@ -170,7 +170,7 @@ def test_attention_in_plain_pytorch_has_its_dropout(name, kernel):
 
 @torch.no_grad()
 @pytest.mark.parametrize("queries", [1, 8])
-def test_attention_of_few_queries_drops(queries):
+def test_attention_of_few_queries_applies_dropout(queries):
     """The kernel for few queries has no dropout, so another path serves the call."""
     query, key, value = (torch.randn(1, 2, n, 16) for n in (queries, 6, 6))
     options = {"normalizer": "softmax", "backend": "cpp"}
@@ -180,7 +180,7 @@ def test_attention_of_few_queries_drops(queries):
     assert not torch.equal(dropped, whole)
 
 
-def test_the_layer_follows_fairseqs():
+def test_dropout_layer_follows_fairseq():
     x = torch.randn(40, 50)
     layer = Dropout(0.5, "Name")
     assert 0.4 < (layer(x) == 0).float().mean() < 0.6
@@ -200,7 +200,7 @@ def test_the_layer_follows_fairseqs():
         ("rnn_multimax",),
     ],
 )
-def test_models_have_it_in_every_place_but_in_fairseqs_own_attention(build, flags):
+def test_models_use_dropout_layer_outside_stock_attention(build, flags):
     model = build(*flags)
     layers = {n: type(m) for n, m in model.named_modules() if isinstance(m, FairseqDropout)}
     ours = {name for name, kind in layers.items() if kind is Dropout}

@@ -117,7 +117,7 @@ def test_options_equal_the_config(experiment, name, row):
 
 
 @pytest.mark.parametrize("name, row", CONFIGS)
-def test_compose_is_not_hidden_by_fairseqs_defaults(experiment, name, row):
+def test_compose_overrides_fairseqs_defaults(experiment, name, row):
     through_hydra = both_ways(experiment, name, row)[0]
     for group, settings in compose(experiment, name, row).items():
         for key, value in settings.items():
@@ -273,7 +273,7 @@ def test_translation_marks_unknown_words_of_binarised_references(experiment, tmp
 # --- earlier runs ------------------------------------------------------------------------------
 
 
-def test_check_refuses_another_command(experiment, tmp_path, capsys):
+def test_finish_refuses_another_command(experiment, tmp_path, capsys):
     data, folder = tmp_path / "data" / "data-bin", tmp_path / "run"
     data.mkdir(parents=True)
     folder.mkdir()
@@ -297,7 +297,7 @@ def test_check_refuses_another_command(experiment, tmp_path, capsys):
     )
 
 
-def test_check_compares_the_bytes_of_the_data(experiment, tmp_path):
+def test_finish_compares_the_bytes_of_the_data(experiment, tmp_path):
     data, other = tmp_path / "data-bin", tmp_path / "other"
     folder = tmp_path / "out/softmax/seed-1"
     run = experiment.Run("iwslt14", "softmax", 1, folder, data, "plugin", ["fairseq-train"], 3)
@@ -313,7 +313,7 @@ def test_check_compares_the_bytes_of_the_data(experiment, tmp_path):
         experiment.finish(run._replace(data=other), 0)
 
 
-def test_check_refuses_rows_on_different_data(experiment, tmp_path):
+def test_finish_refuses_rows_on_different_data(experiment, tmp_path):
     data, beside = tmp_path / "data-bin", tmp_path / "out/softmax/seed-1"
     folder = tmp_path / "out/multimax/seed-1"
     for place in (data, beside, folder):

@@ -44,7 +44,7 @@ def test_cpp_kernels_stay_within_their_tensors(capability, tmp_path):
     run_checks(tmp_path, MULTIMAX_BACKEND="cpp", **chosen)
 
 
-def test_a_fence_ends_a_process_that_touches_it():
+def test_fenced_crashes_a_process_that_reads_outside():
     program = f"""
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})

@@ -279,12 +279,12 @@ def tried(valid, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_files(reader, tried):
+def test_readers_refuse_or_read_damaged_files(reader, tried):
     tried(reader, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.filterwarnings("ignore")
-def test_a_thousand_damaged_files(reader, tried):
+def test_readers_refuse_or_read_a_thousand_damaged_files(reader, tried):
     tried(reader, 1000)

@@ -96,7 +96,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("kind", INDICES)
-def test_binary_data(kind, data, tmp_path):
+def test_load_indexed_dataset_refuses_corrupt_files(kind, data, tmp_path):
     change, suffix = INDICES[kind]
     index = bytearray((data / "lm" / "train.idx").read_bytes())
     words = bytearray((data / "lm" / "train.bin").read_bytes())
@@ -124,7 +124,7 @@ DICTIONARIES = {
 
 
 @pytest.mark.parametrize("kind", DICTIONARIES)
-def test_dictionary(kind, tmp_path):
+def test_dictionary_load_refuses_corrupt_files(kind, tmp_path):
     path = tmp_path / "dict.txt"
     path.write_bytes(DICTIONARIES[kind])
     refuses(lambda path: Dictionary.load(str(path)), path, "prepare the data again")

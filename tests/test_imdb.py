@@ -76,7 +76,7 @@ def test_data_prep_splits_and_tokenizes_reviews(prepared):
     assert "awful" in known and not {"nowhere", "unseen"} & known
 
 
-def test_data_prep_refuses_vectors_that_are_missing(tmp_path):
+def test_data_prep_refuses_missing_vectors(tmp_path):
     words = (str(ROOT / "data-prep" / "imdb.sh"), "--vectors", "none.txt")
     assert "--vectors none.txt does not exist" in run(tmp_path, *words, code=1)
 

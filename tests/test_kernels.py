@@ -116,17 +116,17 @@ def assert_attention_as_accurate(
     ],
     ids=lambda shape: "x".join(map(str, shape)),
 )
-def test_attention_is_as_accurate_as_plain(kernels, shape, causal):
+def test_attention_is_as_accurate_as_plain_pytorch(kernels, shape, causal):
     assert_attention_as_accurate(shape, some_modulator(), is_causal=causal)
 
 
 @pytest.mark.parametrize("options", [{"order": 1}, {"terms": "low"}, {"terms": "high"}, None])
-def test_attention_with_fewer_terms_or_none(kernels, options):
+def test_attention_accepts_modulators_with_fewer_terms(kernels, options):
     modulator = None if options is None else some_modulator(**options)
     assert_attention_as_accurate((2, 2, 20, 30, 32), modulator)
 
 
-def test_each_head_has_its_own_modulator(kernels):
+def test_attention_applies_one_modulator_per_head(kernels):
     assert_attention_as_accurate((2, 3, 20, 30, 32), some_modulator(heads=3))
 
 
@@ -151,7 +151,7 @@ RIVALS = {
     ],
 )
 @pytest.mark.parametrize("name", RIVALS)
-def test_sinks_and_scales_of_lengths_are_as_accurate_as_plain(kernels, name, shape, dtype):
+def test_attention_with_sink_or_length_scale_is_as_accurate(kernels, name, shape, dtype):
     modulator = some_modulator(3) if name == "multimax" else None
     options = {"normalizer": name} | RIVALS[name]
     keys = torch.arange(shape[3])
@@ -176,7 +176,7 @@ def test_sinks_and_scales_of_lengths_are_as_accurate_as_plain(kernels, name, sha
         torch.testing.assert_close(backends["cpp"], backends["plain"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_sink_that_is_no_number_gives_none(kernels):
+def test_attention_propagates_nan_and_inf_sinks(kernels):
     parts, _ = attention_inputs(1, 3, 20, 30, 16)
     for wrong in (torch.nan, torch.inf):
         sink = torch.tensor([0.0, wrong, 0.0])[:, None, None]
@@ -234,7 +234,7 @@ FLOATS = {
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", FLOATS)
-def test_attention_adds_every_float_mask_after_the_modulator(kernels, name, causal):
+def test_attention_adds_float_masks_after_the_modulator(kernels, name, causal):
     mask = FLOATS[name](torch.arange(30), torch.arange(30)[:, None])
     fast = assert_attention_as_accurate(
         (3, 2, 30, 30, 16), some_modulator(), mask=mask, allowed=mask, is_causal=causal
@@ -244,7 +244,7 @@ def test_attention_adds_every_float_mask_after_the_modulator(kernels, name, caus
     assert (fast[0][nothing] == 0).all() and (fast[1][nothing] == 0).all()
 
 
-def test_a_float_mask_is_what_it_is_to_softmax_whatever_its_number():
+def test_attention_excludes_keys_with_large_negative_masks():
     parts, _ = attention_inputs(2, 2, 9, 9, 16)
     allowed = torch.ones(9, 9, dtype=torch.bool).tril()
     for seed in range(20):
@@ -259,7 +259,7 @@ def test_a_float_mask_is_what_it_is_to_softmax_whatever_its_number():
                 torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_windows_are_found_and_what_is_none_is_told():
+def test_windows_finds_ranges_and_reports_irregular_masks():
     future = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
     padding = torch.tensor([[False] * 4, [True, True, False, False]])[:, None, None]
     for kind in (future.expand(2, 1, 4, 4), future[None, None]):
@@ -278,7 +278,7 @@ def test_windows_are_found_and_what_is_none_is_told():
 
 
 @pytest.mark.parametrize("heads", [None, 3])
-def test_attention_of_a_monotone_modulator(kernels, heads):
+def test_attention_with_monotone_modulator_is_as_accurate(kernels, heads):
     module = some_modulator(heads, monotone=True)
     with torch.no_grad():
         module.low_coefficient[..., 1] = 0.2
@@ -294,7 +294,7 @@ def test_attention_of_a_monotone_modulator(kernels, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_in_half_precision_is_as_accurate_as_plain(kernels, dtype):
+def test_attention_is_as_accurate_in_half_precision(kernels, dtype):
     parts, grad = attention_inputs(2, 2, 40, 50, 32)
     found = []
     for kind, precision in (("cpp", dtype), ("plain", dtype), ("plain", torch.float64)):
@@ -309,7 +309,7 @@ def test_attention_in_half_precision_is_as_accurate_as_plain(kernels, dtype):
     assert_as_accurate(*found)
 
 
-def test_attention_of_any_layout_and_extreme_scores(kernels):
+def test_attention_accepts_any_layout_and_extreme_scores(kernels):
     parts, grad = attention_inputs(2, 3, 40, 40, 32)
     strided = [part.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for part in parts]
     strided[1] = parts[1].mT.contiguous().mT
@@ -322,7 +322,7 @@ def test_attention_of_any_layout_and_extreme_scores(kernels):
     assert_attention_as_accurate((2, 3, 40, 40, 32), None, factor=60.0)
 
 
-def test_attention_is_the_same_bit_for_bit_at_every_run_and_number_of_threads(kernels):
+def test_attention_is_deterministic_for_any_number_of_threads(kernels):
     parts, grad = attention_inputs(3, 3, 100, 100, 32)
     threads = torch.get_num_threads()
     found = []
@@ -336,7 +336,7 @@ def test_attention_is_the_same_bit_for_bit_at_every_run_and_number_of_threads(ke
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_dropped_probabilities_are_those_of_the_gradients(kernels):
+def test_attention_dropout_uses_one_mask_in_both_passes(kernels):
     size = 64
     parts, grad = attention_inputs(2, 2, 50, size, size)
     modulator, dropout = some_modulator(), 0.3
@@ -425,7 +425,7 @@ def losses(dtype, parts, modulator, kind, monkeypatch, **options):
         (30, 1000, 32, 32, 0.2, True, None),
     ],
 )
-def test_loss_is_as_accurate_as_plain(
+def test_linear_cross_entropy_is_as_accurate_as_plain(
     kernels, monkeypatch, tokens, classes, size, chunk, smoothing, bias, options, reduction
 ):
     parts = loss_inputs(tokens, classes, size, bias)
@@ -437,7 +437,7 @@ def test_loss_is_as_accurate_as_plain(
     )
 
 
-def test_chunks_threads_and_the_order_of_rows_change_nothing_but_rounding(kernels, monkeypatch):
+def test_linear_cross_entropy_ignores_chunks_threads_and_order(kernels, monkeypatch):
     parts = loss_inputs(200, 1000, 32)
     modulator = some_modulator()
     first = losses(torch.float32, parts, modulator, "cpp", monkeypatch)
@@ -461,7 +461,7 @@ def test_chunks_threads_and_the_order_of_rows_change_nothing_but_rounding(kernel
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max())
 
 
-def test_only_the_gradients_that_are_needed_and_none_without_any_target(kernels, monkeypatch):
+def test_linear_cross_entropy_computes_needed_gradients_only(kernels, monkeypatch):
     monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
     features, weight, bias, target = loss_inputs(20, 40, 16)
     features.requires_grad_()
@@ -480,7 +480,9 @@ def test_only_the_gradients_that_are_needed_and_none_without_any_target(kernels,
 
 
 @pytest.mark.parametrize("bound, needs_weight", [(1.4, True), (0.2, False)])
-def test_few_tokens_hold_no_logits_beside_the_gradient(kernels, monkeypatch, bound, needs_weight):
+def test_linear_cross_entropy_of_few_tokens_allocates_no_logits(
+    kernels, monkeypatch, bound, needs_weight
+):
     """Holds with at most as many tokens as features, and without gradients."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("peak memory is read from Linux's /proc")
@@ -506,9 +508,7 @@ def test_few_tokens_hold_no_logits_beside_the_gradient(kernels, monkeypatch, bou
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_classes_that_a_bias_of_minus_infinity_excludes_have_no_share(
-    kernels, monkeypatch, reduction
-):
+def test_linear_cross_entropy_ignores_classes_with_infinite_bias(kernels, monkeypatch, reduction):
     monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
     features, weight, bias, target = loss_inputs(20, 400, 16)
     bias[128:256] = -torch.inf  # a whole tile
@@ -526,7 +526,7 @@ def test_classes_that_a_bias_of_minus_infinity_excludes_have_no_share(
         assert (grads[1][128:256] == 0).all() and (grads[2][128:256] == 0).all()
 
 
-def test_without_gradients_no_gradient_is_formed(monkeypatch):
+def test_linear_cross_entropy_skips_gradients_under_no_grad(monkeypatch):
     features, weight, bias, target = loss_inputs(20, 40, 16)
     parameters = [torch.nn.Parameter(t) for t in (weight, bias)]
     formed = []
@@ -551,7 +551,7 @@ def test_without_gradients_no_gradient_is_formed(monkeypatch):
     assert formed == [False] * 4
 
 
-def test_what_is_kept_for_the_sizes_of_products_stays_bounded(tmp_path):
+def test_kernels_bound_memory_over_many_sizes(tmp_path):
     """oneDNN caches code for each size, so the sizes must be few or the kernel our own."""
     script = """
 import resource, sys, torch
@@ -575,7 +575,7 @@ print(f"{max(map(compute, range(1, 1000, 9))) - start:.0f}")
     assert float(used.split()[-1]) < 15
 
 
-def test_what_is_not_a_number_is_not_lost(kernels, monkeypatch):
+def test_kernels_propagate_nan(kernels, monkeypatch):
     """Training then stops or skips the batch, as with stock softmax."""
     monkeypatch.setenv("MULTIMAX_BACKEND", "cpp")
     (query, key, value), _ = attention_inputs(1, 1, 20, 20, 16)
@@ -598,7 +598,7 @@ def test_what_is_not_a_number_is_not_lost(kernels, monkeypatch):
             assert loss.isnan().all()
 
 
-def test_the_loss_holds_no_more_than_its_chunks(tmp_path):
+def test_linear_cross_entropy_bounds_memory_by_chunk_size(tmp_path):
     """Runs in a subprocess, whose peak memory is that of the loss."""
     script = """
 import resource, torch
@@ -623,7 +623,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 @pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("shape", [(3, 4, 50, 33), (2, 4, 1, 1), (0, 4, 5, 5), (4, 300, 301)])
-def test_modulator_is_as_accurate_as_plain(kernels, monkeypatch, heads, order, shape):
+def test_modulator_is_as_accurate_as_plain_pytorch(kernels, monkeypatch, heads, order, shape):
     generator = torch.Generator().manual_seed(0)
     scores, grad = (2 * torch.randn(shape, generator=generator) for _ in range(2))
     module = some_modulator(heads, order=order)
@@ -644,7 +644,9 @@ def test_modulator_is_as_accurate_as_plain(kernels, monkeypatch, heads, order, s
 
 @pytest.mark.parametrize("options", [None, {}, {"terms": "low"}])
 @pytest.mark.parametrize("tokens, classes, size, bias", [(1, 7, 5, True), (130, 300, 64, False)])
-def test_scores_to_decode_with(kernels, monkeypatch, options, tokens, classes, size, bias):
+def test_fused_scores_is_as_accurate_as_plain(
+    kernels, monkeypatch, options, tokens, classes, size, bias
+):
     features, weight, offset, _ = loss_inputs(tokens, classes, size, bias)
     module = None if options is None else some_modulator(**options)
     fast = fused_scores(features[None], weight, offset, module)
@@ -662,7 +664,7 @@ def test_scores_to_decode_with(kernels, monkeypatch, options, tokens, classes, s
 # ------------------------------------------------------------------------------ kernel selection
 
 
-def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
+def test_choose_selects_the_requested_backend(monkeypatch, caplog):
     parts, _ = attention_inputs(1, 1, 4, 4, 16)
     backend._log.cache_clear()
     monkeypatch.delenv("MULTIMAX_BACKEND", raising=False)
@@ -686,7 +688,7 @@ def test_the_backend_is_what_was_asked_for(monkeypatch, caplog):
         scaled_dot_product_attention(*parts, modulator=some_modulator(), backend="cuda")
 
 
-def test_where_a_monotone_modulator_turns_and_how_that_depends_on_its_parameters():
+def test_tails_equals_reference_values_and_jacobian():
     tables = torch.randn(1000, 8, generator=torch.Generator().manual_seed(2))
     tables[:, [1, 5]] *= 0.5
     # Nearly the identity; first order only; equal thresholds.

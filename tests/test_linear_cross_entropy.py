@@ -36,7 +36,7 @@ def loss_inputs(dtype=torch.float64, bias=True):
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100, None])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("modulated", [False, True])
-def test_fused_loss_equals_reference(chunk_size, label_smoothing, modulated):
+def test_linear_cross_entropy_equals_reference(chunk_size, label_smoothing, modulated):
     features, weight, target, bias = loss_inputs()
     module = far_modulator() if modulated else None
     logits = (features @ weight.T + bias).detach()
@@ -57,7 +57,7 @@ def test_fused_loss_equals_reference(chunk_size, label_smoothing, modulated):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 @pytest.mark.parametrize("modulated", [False, True])
-def test_fused_loss_gradients(reduction, modulated):
+def test_linear_cross_entropy_passes_gradcheck(reduction, modulated):
     features, weight, target, bias = loss_inputs()
     module = far_modulator() if modulated else None
     learned = list(module.parameters()) if modulated else []
@@ -78,7 +78,7 @@ def test_fused_loss_gradients(reduction, modulated):
     assert gradcheck(loss, (features, weight, bias, *learned))
 
 
-def test_fused_loss_equals_torch_and_scales_its_gradients():
+def test_linear_cross_entropy_equals_torch_with_scaled_gradients():
     features, weight, target, _ = loss_inputs()
     plain = F.cross_entropy(features @ weight.T, target, reduction="mean", ignore_index=1)
     fused = linear_cross_entropy(features, weight, target, reduction="mean", ignore_index=1)[0]
@@ -90,7 +90,7 @@ def test_fused_loss_equals_torch_and_scales_its_gradients():
 
 
 @pytest.mark.parametrize("impossible", [128, 256])
-def test_classes_that_are_impossible_from_the_first_on_add_nothing(impossible):
+def test_linear_cross_entropy_ignores_leading_excluded_classes(impossible):
     """One and two whole tiles of classes."""
     features, weight = random_scores(20, 16, spread=1.0), random_scores(400, 16, seed=1, spread=1.0)
     bias = random_scores(400, seed=2)
@@ -102,7 +102,7 @@ def test_classes_that_are_impossible_from_the_first_on_add_nothing(impossible):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_fewer_features_than_tokens_and_classes():
+def test_linear_cross_entropy_accepts_narrow_features():
     """The kernel stores scores in the weight's gradient if that is wide enough."""
     parts = [random_scores(5, 10, spread=1.0), random_scores(300, 10, seed=1, spread=1.0)]
     parts = [t.float().requires_grad_() for t in parts]
@@ -113,7 +113,7 @@ def test_fewer_features_than_tokens_and_classes():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_fused_loss_without_any_counted_target_is_zero_with_zero_gradients():
+def test_linear_cross_entropy_is_zero_if_no_target_counts():
     features, weight, target, bias = loss_inputs()
     loss, nll_loss = linear_cross_entropy(
         features,
@@ -131,7 +131,7 @@ def test_fused_loss_without_any_counted_target_is_zero_with_zero_gradients():
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
-def test_a_mean_of_nothing_is_nan_and_leaves_gradients_at_zero(backend, monkeypatch):
+def test_mean_reduction_is_nan_if_no_target_counts(backend, monkeypatch):
     monkeypatch.setenv("MULTIMAX_BACKEND", backend)
     features, weight, target, _ = loss_inputs(torch.float32)
     module = far_modulator().float()
@@ -153,7 +153,7 @@ def test_a_mean_of_nothing_is_nan_and_leaves_gradients_at_zero(backend, monkeypa
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_fused_loss_in_each_dtype_is_as_good_as_the_plain_line(dtype):
+def test_linear_cross_entropy_is_as_accurate_as_plain_per_dtype(dtype):
     exact = loss_inputs()
     module = far_modulator()
 
@@ -178,7 +178,7 @@ def test_fused_loss_in_each_dtype_is_as_good_as_the_plain_line(dtype):
         assert error <= 2 * plain_error + 4 * scale
 
 
-def test_fused_loss_refuses_what_it_does_not_know():
+def test_linear_cross_entropy_refuses_wrong_options():
     features, weight, target, _ = loss_inputs()
     for options, part in (
         ({"reduction": "product"}, "product"),
@@ -200,7 +200,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("shard", [Replicate(), Shard(0), Shard(1)])
-def test_tensors_that_are_shared_among_processes_are_left_to_torch(mesh, shard):
+def test_operators_accept_distributed_tensors(mesh, shard):
     features, weight, target, bias = loss_inputs(torch.float32)
     module, found = Modulator(), []
     for make in (lambda t, _: t, lambda t, placement: distribute_tensor(t, mesh, [placement])):
@@ -224,7 +224,7 @@ def test_tensors_that_are_shared_among_processes_are_left_to_torch(mesh, shard):
 
 @pytest.mark.skipif(native.library() is None, reason="needs the kernels in C++")
 @pytest.mark.parametrize("freed", ["features", "weight", "bias", "table"])
-def test_tensors_whose_memory_was_freed_are_refused_by_kernels(freed):
+def test_output_scores_refuses_tensors_with_freed_memory(freed):
     """FSDP frees the weights of a sharded layer outside of its forward pass."""
     features, weight, _, bias = loss_inputs(torch.float32)
     given = {"features": features, "weight": weight, "bias": bias, "table": torch.zeros(1, 8)}
@@ -234,7 +234,7 @@ def test_tensors_whose_memory_was_freed_are_refused_by_kernels(freed):
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
-def test_gradients_of_several_losses_at_once(backend, monkeypatch):
+def test_linear_cross_entropy_supports_batched_gradients(backend, monkeypatch):
     """torch.autograd.functional.jacobian(vectorize=True) does this."""
     monkeypatch.setenv("MULTIMAX_BACKEND", backend)
     features, weight, target, _ = loss_inputs(torch.float32)
@@ -263,7 +263,7 @@ def test_gradients_of_several_losses_at_once(backend, monkeypatch):
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this system"
 )
 @pytest.mark.parametrize("tokens", [1, 600])
-def test_the_memory_of_a_large_gradient_may_lie_in_huge_pages(tokens):
+def test_linear_cross_entropy_puts_large_gradients_in_huge_pages(tokens):
     """Reads the flag of the memory mapping from /proc."""
     weight = torch.zeros(2**14, 256, requires_grad=True)  # 16 MiB
     features, target = torch.zeros(tokens, 256), torch.zeros(tokens, dtype=torch.int64)

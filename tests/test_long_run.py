@@ -80,14 +80,14 @@ def data(tmp_path_factory):
     not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc"
 )
 @pytest.mark.parametrize("task", MODELS)
-def test_memory_is_flat(data, task):
+def test_train_keeps_memory_constant(data, task):
     seen = memory(data, data / ("mt" if task == "translation" else "lm"), task, 3000)
     print(f"{task}: {len(seen)} readings, {growth(seen):.4f}")
     assert len(seen) == 60
     assert growth(seen) < 1.02, seen
 
 
-def test_ragged_lengths_compile_few_graphs():
+def test_compile_limits_graphs_for_ragged_lengths():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     modulator = mm.Modulator(init_std=0.1)

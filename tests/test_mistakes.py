@@ -158,7 +158,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("command, named", [*WORDS, *MISTAKES])
-def test_mistake_ends_in_one_sentence(places, folder, command, named):
+def test_commands_report_mistakes_in_one_sentence(places, folder, command, named):
     words = shlex.split(command.format(**places))
     sentence = refused(folder, *words, code=2 if (command, named) in WORDS else 1)
     assert [word for word in named.split() if word not in sentence] == []
@@ -180,7 +180,7 @@ def test_parser_message_names_the_nearest_choices(places, folder):
     assert "(choose from " in run(folder, *words, code=2, MULTIMAX_TRACEBACK="1")
 
 
-def test_one_language_that_fits_the_data_is_enough(places, folder):
+def test_train_accepts_one_language_that_fits_the_data(places, folder):
     run(folder, *shlex.split(f"{TRANSLATE} --source-lang de --no-save".format(**places)))
 
 
@@ -191,7 +191,7 @@ def test_one_language_that_fits_the_data_is_enough(places, folder):
         ("average_checkpoints.py", ("x.pt", "--output", "none/a.pt")),
     ],
 )
-def test_script_checks_the_folder_of_its_output_first(tmp_path, script, words):
+def test_scripts_check_the_output_folder_first(tmp_path, script, words):
     output = run(tmp_path, "python", ROOT / "scripts" / script, *words, code=1)
     flag, path = words[-2:]
     assert f"error: {flag} '{path}' must be a file in a folder that can be written to" in output
@@ -202,7 +202,7 @@ def test_script_checks_the_folder_of_its_output_first(tmp_path, script, words):
 
 
 @pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])
-def test_model_overrides_takes_settings_of_the_checkpoint_alone(places, folder, command):
+def test_model_overrides_accepts_only_settings_of_the_checkpoint(places, folder, command):
     words = f"{command} {{mt}} {{plugin}} --task translation --path {{MT}} --max-tokens 400"
     short = "--gen-subset valid --max-len-b 2" if command == "fairseq-generate" else ""
     words = [*shlex.split(f"{words} {short}".format(**places)), "--model-overrides"]
@@ -211,7 +211,7 @@ def test_model_overrides_takes_settings_of_the_checkpoint_alone(places, folder, 
     assert "did you mean 'attention_normalizer'" in sentence
 
 
-def test_partial_perplexity_is_an_error(places, folder):
+def test_eval_lm_refuses_partial_perplexity(places, folder):
     dataset = load_indexed_dataset(str(places["lm"] / "valid"), None)  # whose sizes end with it
     longest = int(dataset.sizes.sum()) - 5
     words = shlex.split(EVAL_LM.format(**places))
@@ -219,7 +219,7 @@ def test_partial_perplexity_is_an_error(places, folder):
     assert sentence.startswith("1 of 2 blocks are longer than the ")
 
 
-def test_perplexity_of_impossible_words_is_an_error(places, checkpoint, folder):
+def test_eval_lm_refuses_infinite_perplexity(places, checkpoint, folder):
     places = places | {"LM": checkpoint(LM, "--output-normalizer", "sparsemax")}
     words = shlex.split(f"{EVAL_LM} --tokens-per-sample 32".format(**places))
     assert "the probability 0, so the perplexity is infinite" in refused(folder, *words)

@@ -65,7 +65,7 @@ def test_other_modules_refuse_arguments_by_name(build, part):
         build(Normalizer("softmax"))
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_modules_accept_numpy_scalars():
     module = Modulator(np.int64(1), num_heads=np.int32(3), init_std=np.float32(0.1))
     assert module.low_threshold.shape == (3, 1)
     assert Normalizer("topk", k=np.int64(2)).fixed == {"k": 2}
@@ -93,12 +93,12 @@ def test_numbers_of_numpy_are_numbers():
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], "order must be 1 or 2, got 3"),
     ],
 )
-def test_values_that_are_no_modulators_are_refused(low, high, part):
+def test_from_values_refuses_wrong_values(low, high, part):
     with pytest.raises(ValueError, match=part):
         Modulator.from_values(low, high, low, high)
 
 
-def test_values_may_be_integers_and_thresholds_are_numbers_too():
+def test_from_values_accepts_integers():
     ours, expected = (Modulator.from_values([a], [a], [b], [b]) for a, b in ((2, 1), (2.0, 1.0)))
     assert all(map(torch.equal, ours.parameters(), expected.parameters()))
     with pytest.raises(ValueError, match="high term's threshold .* got .*inf"):
@@ -106,19 +106,19 @@ def test_values_may_be_integers_and_thresholds_are_numbers_too():
 
 
 @pytest.mark.parametrize("heads", [0, 1.5, True, None])
-def test_the_heads_of_alpha_are_counted(heads):
+def test_entmax_alpha_refuses_wrong_number_of_heads(heads):
     with pytest.raises(ValueError, match=f"heads .* got {heads}"):
         EntmaxAlpha(heads)
 
 
 @pytest.mark.parametrize("temperature", [-2, 0, math.nan, math.inf, 10**400, True, "1", None])
-def test_a_temperature_is_a_number_above_zero(temperature):
+def test_temperature_refuses_wrong_values(temperature):
     for learned in (False, True):
         with pytest.raises(ValueError, match=f"above 0, got {temperature!r}"):
             Temperature(temperature, learned)
 
 
-def test_a_temperature_is_learned_or_not():
+def test_temperature_refuses_non_boolean_learned():
     with pytest.raises(ValueError, match="true or false, got 'no'"):
         Temperature(1.0, "no")
 
@@ -130,7 +130,7 @@ DEFAULTS = {name: {o.name: o.default for o in m.options} for name, m in NORMALIZ
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-def test_an_option_belongs_to_its_mapping(name):
+def test_normalizer_refuses_options_of_other_mappings(name):
     needed = EXAMPLES[name].needed
     assert EXAMPLES[name].options.keys() == OPTIONS[name], "tests/examples.py"
     for option, value in EXAMPLES[name].options.items():
@@ -150,7 +150,7 @@ def test_an_option_belongs_to_its_mapping(name):
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-def test_a_call_leaves_the_module_as_it_was(name):
+def test_normalizer_call_leaves_the_module_unchanged(name):
     module = Normalizer(name, 2, **EXAMPLES[name].needed)
     before = repr(module), dict(module.fixed)
     module(torch.randn(1, 2, 3, 4), hidden=torch.randn(1, 1, 3, 5))
@@ -158,7 +158,7 @@ def test_a_call_leaves_the_module_as_it_was(name):
 
 
 @pytest.mark.parametrize("name", [name for name, m in NORMALIZERS.items() if not m.hidden])
-def test_scores_without_heads_are_as_rows_of_one_head(name):
+def test_normalizer_accepts_scores_without_head_dimension(name):
     module = Normalizer(name, **EXAMPLES[name].needed).eval()
     scores = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
     expected = module(scores[None, None])[0, 0]
@@ -167,21 +167,21 @@ def test_scores_without_heads_are_as_rows_of_one_head(name):
         torch.testing.assert_close(module(row), probs)
 
 
-def test_a_sink_at_zero_learns_nothing():
+def test_normalizer_with_zero_sink_has_no_sink_parameter():
     module = Normalizer("multimax", sink="zero")
     assert module.fixed == {"sink": 0.0}
     assert all(name.startswith("modulator.") for name, _ in module.named_parameters())
 
 
 @pytest.mark.parametrize("need_probs", [False, True])
-def test_the_scale_of_scores_may_be_given(need_probs):
+def test_normalizer_attend_applies_given_scale(need_probs):
     query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     found, _ = Normalizer("softmax").attend(query, key, value, scale=1.0, need_probs=need_probs)
     torch.testing.assert_close(found, (query @ key.mT).softmax(-1) @ value)
 
 
 @pytest.mark.parametrize("name", ["evsoftmax", "adaptive_temperature"])
-def test_a_module_in_training_has_the_weights_for_training(name):
+def test_normalizer_follows_training_mode(name):
     # Scores so close that adaptive temperature sharpens every row.
     module, scores = Normalizer(name), torch.randn(5, 8)
     found = {training: module.train(training)(scores) for training in (True, False)}
@@ -201,7 +201,7 @@ def test_a_module_in_training_has_the_weights_for_training(name):
         ("sink", {}),
     ],
 )
-def test_attention_by_softmax_of_something_goes_through_the_kernel(monkeypatch, name, options):
+def test_normalizer_attend_uses_kernel_for_softmax_mappings(monkeypatch, name, options):
     calls, fused = [], attention.attention
     monkeypatch.setattr(attention, "attention", lambda *x: calls.append(x) or fused(*x))
     module = Normalizer(name, 3, **options)
@@ -246,14 +246,14 @@ def test_normalizer_refuses_arguments_by_name(name, arguments, part):
 # --- replace_softmax ---------------------------------------------------------------------------
 
 
-def test_only_scores_past_any_live_models_are_cut():
+def test_replace_softmax_keeps_large_negative_scores():
     module = replaced(lambda x: x.softmax(-1), monotone=False, init_std=0.1)
     for lowest in (-10.0, -300.0, -1000.0):
         scores = torch.linspace(lowest, lowest + 5, 12)
         torch.testing.assert_close(module(scores), module.normalizer(scores))
 
 
-def test_half_precision_stays_what_softmax_makes_of_it():
+def test_replace_softmax_keeps_half_precision_dtype():
     x = torch.randn(5, 3, 8, dtype=torch.bfloat16)
     attention = torch.nn.MultiheadAttention(8, 2, dtype=torch.bfloat16)
     expected = attention(x, x, x)
@@ -291,7 +291,7 @@ def all_at_once(layer, x, padding=None):
 
 
 @torch.no_grad()
-def test_weights_may_be_read_at_any_step():
+def test_attention_step_equals_full_pass_if_weights_are_read():
     layer, x = self_attention(), torch.randn(5, 3, 32)
     expected = all_at_once(layer, x)
     for read in itertools.product((False, True), repeat=5):
@@ -299,7 +299,7 @@ def test_weights_may_be_read_at_any_step():
 
 
 @torch.no_grad()
-def test_the_weights_of_heads_alone_may_be_asked_for_at_a_step():
+def test_attention_step_returns_head_weights():
     x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
     options = {"need_weights": False, "need_head_weights": True}
     _, weights = self_attention()(x, x, x, incremental_state={}, **options)
@@ -307,7 +307,7 @@ def test_the_weights_of_heads_alone_may_be_asked_for_at_a_step():
 
 
 @torch.no_grad()
-def test_padding_and_extra_keys_are_there_at_each_step():
+def test_attention_step_applies_padding_and_extra_keys():
     x, padding = torch.randn(5, 3, 32), torch.zeros(3, 5).bool()
     padding[1, 2], padding[2, 3:] = True, True
     for options in ({}, {"add_bias_kv": True}, {"add_zero_attn": True}):
@@ -317,7 +317,7 @@ def test_padding_and_extra_keys_are_there_at_each_step():
         torch.testing.assert_close(stepped(layer, x, padding=padding), expected)
 
 
-def test_steps_have_the_gradients_of_all_at_once():
+def test_attention_step_gradients_equal_full_pass():
     layer, x = self_attention(), torch.randn(5, 3, 32)
     expected, found = (
         torch.autograd.grad(call(layer, x).square().sum(), layer.parameters())
@@ -328,7 +328,7 @@ def test_steps_have_the_gradients_of_all_at_once():
 
 
 @torch.no_grad()
-def test_retained_dropout_drops_in_evaluation():
+def test_attention_applies_retained_dropout_in_evaluation():
     layer, x = self_attention(dropout=1.0), torch.randn(5, 3, 32)
     nothing = layer.out_proj.bias.expand(5, 3, 32)
     for is_retained in (False, True):
@@ -339,7 +339,7 @@ def test_retained_dropout_drops_in_evaluation():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["float", "bool"])
-def test_a_mask_is_there_at_each_step(kind):
+def test_attention_step_applies_mask(kind):
     layer, x = self_attention(), torch.randn(5, 3, 32)
     mask = torch.ones(5, 5).bool().triu(1)
     mask[3, :2] = mask[4, 1] = True
@@ -354,7 +354,7 @@ def test_a_mask_is_there_at_each_step(kind):
 
 
 @torch.no_grad()
-def test_several_words_may_come_at_a_step():
+def test_attention_step_accepts_several_tokens():
     layer, x = self_attention(), torch.randn(5, 3, 32)
     state = {}
     layer(x[:3], None, None, incremental_state=state, need_weights=False)
@@ -364,7 +364,7 @@ def test_several_words_may_come_at_a_step():
 
 
 @torch.no_grad()
-def test_a_mask_of_small_integers_is_one_of_truths():
+def test_attention_accepts_uint8_mask():
     layer, x = self_attention(), torch.randn(5, 3, 32)
     excluded = torch.ones(5, 5).triu(1)
     expected, found = (
@@ -373,14 +373,14 @@ def test_a_mask_of_small_integers_is_one_of_truths():
     assert torch.equal(found, expected)
 
 
-def test_a_layer_of_xformers_is_refused():
+def test_attention_refuses_xformers_layers():
     stock = SoftmaxMultiheadAttention(8, 2, self_attention=True)
     stock.use_xformers = True
     with pytest.raises(ValueError, match="leave out the xFormers option"):
         MultiheadAttention(stock, Normalizer())
 
 
-def test_scores_before_the_softmax_are_refused():
+def test_attention_refuses_before_softmax():
     layer, x = self_attention(), torch.randn(5, 3, 32)
     with pytest.raises(ValueError, match="before_softmax=True is not supported"):
         layer(x, x, x, before_softmax=True)
@@ -394,7 +394,7 @@ def test_scores_before_the_softmax_are_refused():
         ("softmax", {"temperature": 2.0, "learn_temperature": True}),
     ],
 )
-def test_what_all_heads_share_stays_when_heads_go(name, options):
+def test_keep_heads_keeps_shared_parameters(name, options):
     normalizer = Normalizer(name, **options)
     before = {key: value.clone() for key, value in normalizer.state_dict().items()}
     normalizer.keep_heads([1])
@@ -402,7 +402,7 @@ def test_what_all_heads_share_stays_when_heads_go(name, options):
     assert before and all(torch.equal(after[key], value) for key, value in before.items())
 
 
-def test_keys_that_are_there_once_a_sentence_are_taken_as_they_are():
+def test_cross_attention_accepts_one_key_per_sentence_with_beams():
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(8, 2, encoder_decoder_attention=True)
     ours = MultiheadAttention(stock, Normalizer(init_std=0.5)).eval()

@@ -98,9 +98,7 @@ def loaded(path):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused loss", "stock loss"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_figures_are_those_of_a_collection(
-    data, checkpoint, tmp_path, name, fused, monkeypatch
-):
+def test_monitor_metrics_equal_a_collection(data, checkpoint, tmp_path, name, fused, monkeypatch):
     monkeypatch.setattr(observer, "SCORES_AT_ONCE", 1500)  # several parts of a batch
     monkeypatch.setattr(monitor, "LOGITS_AT_ONCE", 500)
     arch, *flags = MODELS[name]
@@ -141,7 +139,7 @@ def test_the_figures_are_those_of_a_collection(
 
 
 @pytest.mark.parametrize("variant", ["multimax", "multimax-heads", "softmax", "evsoftmax"])
-def test_the_largest_score_is_that_of_the_weights(data, checkpoint, variant):
+def test_monitor_largest_score_and_output_equal_reference(data, checkpoint, variant):
     """Compares with float64 for each sentence alone; the output's numbers with PyTorch."""
     path = checkpoint(TRANSLATION, *VARIANTS[variant], *EVERY)
     model, task, sample = loaded(path)
@@ -167,7 +165,7 @@ def test_the_largest_score_is_that_of_the_weights(data, checkpoint, variant):
     assert found["output/top10"] == pytest.approx(float(best[:, :10].sum(-1).mean()), abs=1e-5)
 
 
-def test_layers_that_share_an_attention_have_figures_each(build, task, translation_batch):
+def test_monitor_separates_layers_that_share_an_attention(build, task, translation_batch):
     models = [build(TRANSLATION, *EVERY), build(TRANSLATION, *EVERY)]
     for model in models:
         scatter_modulators(model)
@@ -181,7 +179,7 @@ def test_layers_that_share_an_attention_have_figures_each(build, task, translati
 
 
 @pytest.mark.parametrize("normalizer", ["multimax", "softmax", "sparsemax"])
-def test_in_half_precision_the_figures_are_near(build, task, translation_batch, normalizer):
+def test_monitor_is_accurate_in_half_precision(build, task, translation_batch, normalizer):
     flags = ("--attention-normalizer", normalizer, *EVERY)
     exact, half = (scatter_modulators(build(TRANSLATION, *flags)) for _ in range(2))
     expected = step(exact, criterion_of(task), translation_batch())
@@ -197,7 +195,7 @@ def test_in_half_precision_the_figures_are_near(build, task, translation_batch, 
 # --- which passes are seen ------------------------------------------------------------------------
 
 
-def test_the_first_batch_of_every_nth_update_is_seen(build, task, lm_batch):
+def test_monitor_observes_first_batch_of_every_nth_update(build, task, lm_batch):
     model, criterion = build(LANGUAGE_MODEL, "--monitor-interval", "3"), criterion_of(task)
     batches = [lm_batch(seed=seed) for seed in range(2)]
     entropies = []
@@ -209,7 +207,7 @@ def test_the_first_batch_of_every_nth_update_is_seen(build, task, lm_batch):
     assert entropies[4] == step(model, criterion, batches[0], 8)["decoder.0/entropy"]
 
 
-def test_what_is_undefined_is_left_out(build, task, lm_batch):
+def test_monitor_omits_undefined_metrics(build, task, lm_batch):
     """A query with one key has no lower and no intermediate score."""
     model, criterion = build(LANGUAGE_MODEL, *EVERY), criterion_of(task)
     found = step(model, criterion, lm_batch((1, 1)))
@@ -218,7 +216,7 @@ def test_what_is_undefined_is_left_out(build, task, lm_batch):
     assert not names & found.keys() and names < step(model, criterion, lm_batch(), 15).keys()
 
 
-def test_a_batch_in_parts_has_the_figures_of_the_whole(build, task, translation_batch, monkeypatch):
+def test_monitor_ignores_the_split_of_a_batch(build, task, translation_batch, monkeypatch):
     model = scatter_modulators(build(TRANSLATION, *EVERY, "--attention-normalizer-at", "decoder"))
     whole = step(model, criterion_of(task), translation_batch())
     monkeypatch.setattr(observer, "SCORES_AT_ONCE", 1)
@@ -227,7 +225,7 @@ def test_a_batch_in_parts_has_the_figures_of_the_whole(build, task, translation_
     assert parts == pytest.approx({**whole, "updates": 16}, rel=1e-5, abs=1e-6)
 
 
-def test_the_largest_score_may_be_below_zero(build, task, lm_batch):
+def test_monitor_logs_negative_largest_score(build, task, lm_batch):
     model = build(LANGUAGE_MODEL, *EVERY, "--multimax-init-std", "0")
     attention = model.decoder.layers[0].self_attn
     for projection, value in ((attention.q_proj, 1.0), (attention.k_proj, -1.0)):
@@ -259,7 +257,7 @@ def step_of_one(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-def test_of_two_workers_the_first_logs_its_own_batch(build, task, lm_batch, tmp_path):
+def test_monitor_logs_on_the_first_worker_only(build, task, lm_batch, tmp_path):
     model, criterion = scatter_modulators(build(LANGUAGE_MODEL, *EVERY)), criterion_of(task)
     batches = [lm_batch(), lm_batch((6, 2), seed=1)]
     torch.save((model, criterion, batches), tmp_path / "start.pt")
@@ -276,7 +274,7 @@ def hooks(model):
     ]
 
 
-def test_nothing_but_a_training_step_is_seen_and_nothing_stays(build, task, translation_batch):
+def test_monitor_observes_only_training_and_removes_hooks(build, task, translation_batch):
     model, criterion = build(TRANSLATION, "--monitor-interval", "1"), criterion_of(task)
     sample = translation_batch()
     model.set_num_updates(7)  # as when a checkpoint is loaded
@@ -296,7 +294,7 @@ def test_nothing_but_a_training_step_is_seen_and_nothing_stays(build, task, tran
 
 @pytest.mark.parametrize("arch", [TRANSLATION, LANGUAGE_MODEL, RECURRENT])
 @pytest.mark.parametrize("value", ["0", "-100"])
-def test_an_interval_below_one_is_refused(build, arch, value):
+def test_build_model_refuses_interval_below_one(build, arch, value):
     with pytest.raises(UsageError, match=f"^--monitor-interval {value} must be a whole number"):
         build(arch, "--monitor-interval", value)
     assert build(arch).monitor is None
@@ -321,9 +319,7 @@ STOCHASTIC = {
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-def test_a_step_that_is_seen_leaves_what_any_other_leaves(
-    build, task, translation_batch, lm_batch, name
-):
+def test_monitor_leaves_a_training_step_unchanged(build, task, translation_batch, lm_batch, name):
     arch, *flags = STOCHASTIC[name]
     sample = lm_batch() if "_lm" in arch else translation_batch()
     left = []
@@ -351,7 +347,7 @@ def train(text, data, out, *words, **environment):
 
 
 @pytest.mark.parametrize("data, words", [("mt", TRANSLATE), ("lm", MODEL_LANGUAGE)])
-def test_a_run_ends_the_same_and_its_lines_stay_short(text, tmp_path, data, words):
+def test_train_with_monitor_keeps_result_and_log_format(text, tmp_path, data, words):
     plain, seen = tmp_path / "plain", tmp_path / "seen"
     silent = train(text, data, plain, *words)
     told = train(text, data, seen, *words, "--monitor-interval", "2")
@@ -365,7 +361,7 @@ def test_a_run_ends_the_same_and_its_lines_stay_short(text, tmp_path, data, word
     assert told.count("monitor") == silent.count("monitor") + 2  # the settings and one message
 
 
-def test_json_has_all_and_a_resumed_run_goes_on_counting(text, tmp_path):
+def test_train_logs_monitor_metrics_as_json_after_resume(text, tmp_path):
     words = [*TRANSLATE, "--log-format", "json", "--monitor-interval", "2", "--update-freq", "2"]
     first = train(text, "mt", tmp_path, *words)
     second = train(text, "mt", tmp_path, *words, "--max-update", "9")
@@ -386,7 +382,7 @@ def test_json_has_all_and_a_resumed_run_goes_on_counting(text, tmp_path):
     assert None not in [value for line in every for value in line.values()]
 
 
-def test_a_command_refuses_an_interval_below_one(text, tmp_path):
+def test_train_refuses_interval_below_one(text, tmp_path):
     words = [*TRANSLATE, "--monitor-interval", "0", "--save-dir", tmp_path]
     said = refused(text, "fairseq-train", "mt", *PLUGIN, *words)
     assert said.startswith("--monitor-interval 0 must be a whole number of at least 1")
@@ -410,7 +406,7 @@ def warnings(caplog):
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_one_warning_where_a_modulator_falls(build, task, translation_batch, caplog):
+def test_monitor_warns_once_of_a_decreasing_modulator(build, task, translation_batch, caplog):
     model = build(TRANSLATION, "--monitor-interval", "1", "--multimax-init-std", "0")
     turned(model, model.decoder.layers[1].self_attn)
     caplog.set_level(logging.INFO, monitor.logger.name)
@@ -434,7 +430,9 @@ def test_one_warning_where_a_modulator_falls(build, task, translation_batch, cap
         (("--multimax-monotone",), 2.0),
     ],
 )
-def test_no_warning_where_none_falls(build, task, translation_batch, caplog, flags, low):
+def test_monitor_does_not_warn_of_increasing_modulators(
+    build, task, translation_batch, caplog, flags, low
+):
     model = build(TRANSLATION, "--monitor-interval", "1", "--multimax-init-std", "0", *flags)
     turned(model, model.decoder.layers[1].self_attn, low)
     found = step(model, criterion_of(task), translation_batch(), 0)

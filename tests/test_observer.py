@@ -63,7 +63,7 @@ def test_observer_adds_float_mask_where_keys_are_not_padding(build, translation_
     torch.testing.assert_close(attention.probs, expected)
 
 
-def test_observer_keeps_outputs(model, translation_batch):
+def test_observer_leaves_model_output_unchanged(model, translation_batch):
     inputs = translation_batch()["net_input"]
     with torch.no_grad():
         expected, _ = model(**inputs)

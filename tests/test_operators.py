@@ -87,7 +87,7 @@ def some_output(tokens=7, dtype=torch.float32, grad=True):
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("options", MODULATORS.values(), ids=MODULATORS)
-def test_the_modulator_is_an_operator_to_torch(options, dtype):
+def test_modulate_passes_opcheck(options, dtype):
     scores, table = random(2, 3, 5, 4, dtype=dtype), some_table(**options)
     scores = scores.detach().mT.requires_grad_()
     opcheck(OPERATORS.modulate, (scores, table))
@@ -95,7 +95,7 @@ def test_the_modulator_is_an_operator_to_torch(options, dtype):
     opcheck(OPERATORS.modulate_backward, (gradient, scores.detach(), table.detach()))
 
 
-def test_where_a_modulator_turns_is_an_operator_to_torch():
+def test_tails_passes_opcheck():
     opcheck(OPERATORS.tails, (some_table(num_heads=3),))
 
 
@@ -117,7 +117,7 @@ ATTENTIONS = {
     [(name, torch.float32) for name in ATTENTIONS]
     + [(name, dtype) for name in ("padding", "dropout", "added mask", "sink") for dtype in HALF],
 )
-def test_attention_is_an_operator_to_torch(name, dtype):
+def test_attention_passes_opcheck(name, dtype):
     options, shape, is_causal, dropout, keep, interleaved = ATTENTIONS[name]
     parts = some_heads(dtype=dtype, grad=False)
     if interleaved:
@@ -149,9 +149,7 @@ def test_attention_is_an_operator_to_torch(name, dtype):
         *(({"monotone": True}, True, 0.01, 3, False, dtype) for dtype in HALF),
     ],
 )
-def test_the_output_layer_is_an_operator_to_torch(
-    options, has_bias, smooth_weight, chunk_size, summed, dtype
-):
+def test_output_loss_passes_opcheck(options, has_bias, smooth_weight, chunk_size, summed, dtype):
     features, weight, bias, target = some_output(dtype=dtype)
     table = None if options is None else some_table(**options)
     inputs = (features, weight, bias if has_bias else None, table)
@@ -314,7 +312,7 @@ ALL_DYNAMIC = ("modulator, shared", "attention, padding", "loss, mean")
     [*((name, None) for name in CASES), *((name, True) for name in ALL_DYNAMIC)],
     indirect=["case"],
 )
-def test_a_function_compiles_once_for_all_lengths(case, dynamic):
+def test_compile_makes_one_graph_for_all_lengths(case, dynamic):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(case, fullgraph=True, dynamic=dynamic, backend=counter)
     for lengths in LENGTHS:
@@ -328,7 +326,7 @@ def test_a_function_compiles_once_for_all_lengths(case, dynamic):
     assert ours(compiled.graph) == case.names - {"modulate"}
 
 
-def test_inductor_makes_code_that_gives_the_same_numbers():
+def test_inductor_equals_eager():
     class All(nn.Module):
         def __init__(self):
             super().__init__()
@@ -353,7 +351,7 @@ def test_inductor_makes_code_that_gives_the_same_numbers():
         assert_same(module, compiled, [*some_heads(), mask, random(CLASSES, SIZE), target])
 
 
-def test_a_function_exports_for_all_lengths(case):
+def test_export_supports_all_lengths(case):
     inputs = tuple(case.inputs(*LENGTHS[0]))
     sizes = [{dim: Dim.DYNAMIC for at, dim in case.dynamic if at == i} for i in range(len(inputs))]
     exported = torch.export.export(case, inputs, dynamic_shapes={"inputs": tuple(sizes)})
@@ -363,14 +361,14 @@ def test_a_function_exports_for_all_lengths(case):
 
 
 @torch.no_grad()
-def test_make_fx_records_a_function_before_dispatch(case):
+def test_make_fx_records_before_dispatch(case):
     recorded = make_fx(case, pre_dispatch=True)(*case.inputs(*LENGTHS[0]))
     inputs = case.inputs(*LENGTHS[0])
     torch.testing.assert_close(recorded(*inputs), case(*inputs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
-def test_make_fx_records_a_function_and_its_gradients(case, mode):
+def test_make_fx_records_forward_and_gradients(case, mode):
     function, parameters = with_gradients(case), dict(case.named_parameters())
     inputs = case.inputs(*LENGTHS[0])
     recorded = make_fx(function, tracing_mode=mode)(parameters, inputs)
@@ -382,7 +380,7 @@ def test_make_fx_records_a_function_and_its_gradients(case, mode):
         torch.testing.assert_close(recorded(parameters, inputs), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_traced_function_is_torchs_own_operations_for_all_lengths(case):
+def test_jit_trace_records_torch_operators_for_all_lengths(case):
     traced = torch.jit.trace(case, tuple(case.inputs(*LENGTHS[0])), check_trace=False)
     assert_plain(traced)
     for lengths in LENGTHS:
@@ -390,7 +388,7 @@ def test_a_traced_function_is_torchs_own_operations_for_all_lengths(case):
 
 
 @pytest.mark.parametrize("options", MODULATORS.values(), ids=MODULATORS)
-def test_onnx_has_an_operation_for_all_that_is_traced(options):
+def test_onnx_converts_all_traced_operators(options):
     """Runs the part of torch.onnx.export(dynamo=False) that needs no onnx package."""
     case = on_heads((BATCH, 1, 1, 0), **options).eval()
     graph, *_ = torch.onnx.utils._model_to_graph(case, tuple(case.inputs(*LENGTHS[0])))
@@ -398,7 +396,7 @@ def test_onnx_has_an_operation_for_all_that_is_traced(options):
     assert {kind for kind in kinds if not kind.startswith("onnx::")} <= {"prim::Constant"}
 
 
-def test_nothing_is_logged_while_a_function_is_recorded(caplog):
+def test_backend_logs_nothing_while_recording(caplog):
     backend._log.cache_clear()
     case = on_heads()
     inputs = case.inputs(*LENGTHS[0])
@@ -415,7 +413,7 @@ def test_nothing_is_logged_while_a_function_is_recorded(caplog):
 
 @pytest.mark.filterwarnings("error", "ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("wanted", ["cpp", "plain"])
-def test_a_backend_that_is_asked_for_is_what_is_compiled(wanted, monkeypatch):
+def test_compile_uses_the_requested_backend(wanted, monkeypatch):
     query, key, value = some_heads()
     modulator = some_modulator()
 
@@ -491,7 +489,7 @@ CAST = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CAST)
-def test_under_autocast_the_kernels_serve_as_exactly_as_plain_pytorch(name, dtype, monkeypatch):
+def test_operators_are_as_accurate_as_plain_under_autocast(name, dtype, monkeypatch):
     function, as_torch, names = CAST[name]
     modulator = some_modulator(num_heads=HEADS if name in ("attention", "modulator") else None)
     errors = {"auto": [], "plain": []}
@@ -538,7 +536,7 @@ def relative(got, exact):
     return ((got.double() - exact).norm() / exact.norm()).item()
 
 
-def test_the_kernels_for_the_cpu_make_no_scores_either():
+def test_cpu_kernels_form_no_score_matrix():
     """A recorder around an operator does not see the calls inside it."""
     query, key, value, mask = cast_inputs("attention", torch.bfloat16)
     table = some_table().detach()
@@ -555,7 +553,7 @@ def test_the_kernels_for_the_cpu_make_no_scores_either():
 
 
 @pytest.mark.parametrize("name", CAST)
-def test_autocast_and_compile_agree_with_autocast_alone(name):
+def test_compile_under_autocast_equals_eager_autocast(name):
     function, *_ = CAST[name]
     served = {"attention": {"attention"}, "output loss": {"output_loss"}}.get(name, set())
     case = Case(lambda m, *inputs: function(m, *inputs), None, None)
@@ -581,7 +579,7 @@ def test_autocast_and_compile_agree_with_autocast_alone(name):
 
 
 @pytest.mark.parametrize("name", CAST)
-def test_what_inference_mode_gives_is_as_usable_later_as_what_torch_gives(name):
+def test_operators_in_inference_mode_behave_like_torch(name):
     function, as_torch, _ = CAST[name]
     modulator, inputs = some_modulator(), cast_inputs(name, torch.float32)
     expected = function(modulator, *inputs)
@@ -628,7 +626,7 @@ def reverse(function, x, weights):
     return x.grad
 
 
-def test_transforms_of_torch_func_give_the_kernels_numbers(transformable):
+def test_torch_func_transforms_equal_the_kernels(transformable):
     function, x = transformable
     weights = torch.randn_like(function(x))
     expected = reverse(function, x, weights)
@@ -657,7 +655,7 @@ def test_transforms_of_torch_func_give_the_kernels_numbers(transformable):
         torch.testing.assert_close(dual.tangent, forward, **close)
 
 
-def test_operators_themselves_refuse_what_they_have_no_rule_for():
+def test_operators_refuse_unsupported_derivatives():
     scores, table = random(2, 3, 4, 5), some_table()
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
         OPERATORS.modulate(forward_ad.make_dual(scores, scores), table)
@@ -672,7 +670,7 @@ def test_operators_themselves_refuse_what_they_have_no_rule_for():
         OPERATORS.output_scores(features, weight, bias, table).sum().backward()
 
 
-def test_a_second_derivative_is_refused(transformable):
+def test_functions_refuse_second_derivatives(transformable):
     function, x = transformable
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
@@ -681,7 +679,7 @@ def test_a_second_derivative_is_refused(transformable):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_functions_have_the_same_gradients(transformable, use_reentrant):
+def test_checkpoint_keeps_gradients(transformable, use_reentrant):
     function, x = transformable
     weights = torch.randn_like(function(x))
     checkpointed = reverse(
@@ -691,7 +689,7 @@ def test_checkpointed_functions_have_the_same_gradients(transformable, use_reent
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpointed_dropout_drops_the_same_again(use_reentrant):
+def test_checkpoint_repeats_the_dropout_mask(use_reentrant):
     modulator = some_modulator()
     query, key, value = (t.detach() for t in some_heads())
 

@@ -113,7 +113,7 @@ def assert_same(found, expected):
 # --- as one process -------------------------------------------------------------------------------
 
 
-def test_torchruns_processes_train_as_one(text):
+def test_torchrun_environment_trains_like_one_process(text):
     """With only --cpu, and with the loss that uses parameters outside of the model."""
     assert_as_one(text, [*TRANSLATE, *PLUGIN, *OUTPUT, *FUSED["mt"]], [], "two")
 
@@ -148,7 +148,7 @@ OF_FOUR = ["fused", "entmax_loss", "layerdrop"]
     "model, processes", [*((m, 2) for m in MODELS), *((m, 4) for m in OF_FOUR)]
 )
 @pytest.mark.parametrize("kind", ["mt", "lm"])
-def test_any_number_of_processes_trains_as_one(text, kind, model, backend, processes):
+def test_ddp_of_several_processes_trains_like_one(text, kind, model, backend, processes):
     """Covers losses, backends, LayerDrop, and mappings in some attentions only."""
     words = [*(TRANSLATE if kind == "mt" else MODEL_LANGUAGE), *seeded(text), *MODELS[model](kind)]
     name = f"{kind}-{model}-{backend}-{processes}"
@@ -173,7 +173,7 @@ def script(text, tmp_path):
     return file
 
 
-def test_processes_that_are_spawned_say_what_is_wrong(text, script):
+def test_spawned_processes_report_errors(text, script):
     """A damaged checkpoint stops the process that reads it and the one that waits for it."""
     (text / "spawned").mkdir(exist_ok=True)
     (text / "spawned" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
@@ -185,7 +185,7 @@ def test_processes_that_are_spawned_say_what_is_wrong(text, script):
     assert re.search("error: process [01] terminated with exit code 1: its message", log)
 
 
-def test_torchruns_processes_say_what_is_wrong(text):
+def test_torchrun_processes_report_errors(text):
     """PyTorch stores the error's text, and the process ends before it is shown."""
     (text / "damaged").mkdir(exist_ok=True)
     (text / "damaged" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
@@ -196,7 +196,7 @@ def test_torchruns_processes_say_what_is_wrong(text):
 
 
 @pytest.mark.slow
-def test_spawned_processes_train_as_one(text, script):
+def test_spawned_processes_train_like_one(text, script):
     words = [*TRANSLATE, *PLUGIN]
     flags = ("--distributed-world-size", "2", "--save-dir", "spawn")
     log = run(text, sys.executable, script, *words, *flags)
@@ -208,7 +208,7 @@ def test_spawned_processes_train_as_one(text, script):
 @pytest.mark.parametrize(
     "flags", [(), ("--distributed-world-size=2", "--distributed-backend=gloo")]
 )
-def test_torchrun_itself(text, script, flags):
+def test_torchrun_on_two_nodes_trains_like_one_process(text, script, flags):
     """Two nodes of one process each, with one rendezvous address."""
     words, name = [*TRANSLATE, *PLUGIN], f"nodes-{len(flags)}"
     port = free_port()
@@ -245,7 +245,7 @@ def settings(**given):
     return OmegaConf.create(groups)
 
 
-def test_only_commands_that_share_their_work_ask_torchrun(monkeypatch):
+def test_call_main_ignores_torchrun_for_other_commands(monkeypatch):
     """fairseq-eval-lm in two processes would report the perplexity of one half each."""
     told = dict(zip(running.TORCHRUN, ("localhost", "1", "2", "0"), strict=True))
     for name, value in told.items():
@@ -284,7 +284,7 @@ TRAINING = SimpleNamespace(__globals__={"__spec__": SimpleNamespace(name="fairse
 
 
 @pytest.mark.parametrize("is_torchruns", [False, True])
-def test_processes_started_by_hand_keep_their_address(started, is_torchruns, monkeypatch):
+def test_call_main_keeps_a_given_init_method(started, is_torchruns, monkeypatch):
     for name in running.TORCHRUN if is_torchruns else ():
         monkeypatch.setenv(name, "4")
     given = {"distributed_init_method": "tcp://host:1", "distributed_no_spawn": True}
@@ -294,12 +294,12 @@ def test_processes_started_by_hand_keep_their_address(started, is_torchruns, mon
 
 
 @pytest.mark.parametrize("port", [-1, 0])
-def test_processes_spawns_at_a_free_port(started, port):
+def test_call_main_spawns_at_a_free_port(started, port):
     distributed_utils.call_main(settings(distributed_port=port), TRAINING)
     assert int(started[0].distributed_init_method.rpartition(":")[2]) > 0
 
 
-def test_processes_takes_the_number_of_torchrun(started, monkeypatch):
+def test_call_main_takes_world_size_from_torchrun(started, monkeypatch):
     for name in running.TORCHRUN:
         monkeypatch.setenv(name, "2")
     distributed_utils.call_main(settings(distributed_world_size=1, device_id=0), TRAINING)
@@ -316,6 +316,6 @@ print(utils.all_gather_list({"rank": torch.tensor(int(os.environ["RANK"]))}))
 """
 
 
-def test_lists_are_gathered_on_a_cpu(text):
+def test_all_gather_list_works_on_cpu(text):
     said = side_by_side(text, 2, run, "python", "-c", GATHER)
     assert all("[{'rank': tensor(0)}, {'rank': tensor(1)}]" in line for line in said)

@@ -95,7 +95,7 @@ def gradients_of(model):
     return gradients
 
 
-def test_a_training_step_compiles_to_one_graph(training, task):
+def test_criterion_compiles_to_one_graph(training, task):
     model, batches = training
     criterion = LabelSmoothedMultimaxCrossEntropyCriterion(task, False, 0.1, report_accuracy=True)
     counter = CompileCounterWithBackend("aot_eager")
@@ -115,7 +115,7 @@ def test_a_training_step_compiles_to_one_graph(training, task):
 
 
 @torch.no_grad()
-def test_steps_of_decoding_compile_to_one_graph_each_and_soon_to_the_same(build, lm_batch):
+def test_decoding_steps_compile_to_few_graphs(build, lm_batch):
     model = scatter_modulators(build("transformer_lm_multimax", *ONE_LAYER[2:])).eval()
     tokens = lm_batch((8,) * 3)["net_input"]["src_tokens"]
     counter = CompileCounterWithBackend("aot_eager")
@@ -128,7 +128,7 @@ def test_steps_of_decoding_compile_to_one_graph_each_and_soon_to_the_same(build,
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_a_model_exports(training, gradients):
+def test_export_of_a_model_equals_eager(training, gradients):
     model, batches = training
     scores = Scores(model).eval()
     with nullcontext() if gradients else torch.no_grad():
@@ -142,7 +142,7 @@ def test_a_model_exports(training, gradients):
         torch.testing.assert_close(exported.module()(*inputs), scores(*inputs))
 
 
-def test_make_fx_records_a_model_and_its_gradients(training):
+def test_make_fx_records_a_model_and_gradients(training):
     model, batches = training
     scores = Scores(model)
     parameters = dict(scores.named_parameters())
@@ -160,7 +160,7 @@ def test_make_fx_records_a_model_and_its_gradients(training):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_traced_model_is_torchs_own_operations_for_all_lengths(training):
+def test_jit_trace_records_torch_operators_for_all_lengths(training):
     model, batches = training
     scores = Scores(model).eval()
     traced = torch.jit.trace(scores, scores.inputs(batches[0]), check_trace=False)
@@ -171,7 +171,7 @@ def test_a_traced_model_is_torchs_own_operations_for_all_lengths(training):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_model_trains_under_autocast_and_holds_no_wide_scores(
+def test_model_trains_under_autocast_without_wide_scores(
     arch, build, translation_batch, lm_batch, task
 ):
     model = build(arch, *ARCHITECTURES[arch])
@@ -204,7 +204,7 @@ def test_a_model_trains_under_autocast_and_holds_no_wide_scores(
     assert recorder.names == {"attention", "attention_backward", "output_loss_parts"}
 
 
-def test_a_training_step_under_autocast_compiles_to_one_graph(build, lm_batch, task):
+def test_criterion_under_autocast_compiles_to_one_graph(build, lm_batch, task):
     model = scatter_modulators(build("transformer_lm_multimax", *ONE_LAYER[2:]))
     criterion = LabelSmoothedMultimaxCrossEntropyCriterion(task, False, 0.1)
     step, sample = torch.compile(criterion, fullgraph=True, backend="aot_eager"), lm_batch()
@@ -222,7 +222,7 @@ def test_a_training_step_under_autocast_compiles_to_one_graph(build, lm_batch, t
 
 
 @pytest.mark.parametrize("wanted", ["auto", "plain"])
-def test_decoding_in_inference_mode_is_decoding_and_training_goes_on(
+def test_sequence_generator_supports_inference_mode(
     wanted, build, translation_batch, dictionary, task, monkeypatch
 ):
     monkeypatch.setenv(backend.VARIABLE, wanted)

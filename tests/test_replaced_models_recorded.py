@@ -123,7 +123,7 @@ def test_export_keeps_gradients(strict):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_graph_break_leaves_the_module_uncompiled(where, backend):
+def test_compile_leaves_a_module_with_graph_break_uncompiled(where, backend):
     def function(x):
         if where == "before":
             torch._dynamo.graph_break()
@@ -140,7 +140,7 @@ def test_graph_break_leaves_the_module_uncompiled(where, backend):
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_compiled_function_inside_a_module_is_replaced(outer):
+def test_replace_softmax_replaces_inside_compiled_functions(outer):
     def function(x):
         return (2 * x).softmax(-1)
 
@@ -154,7 +154,7 @@ def test_compiled_function_inside_a_module_is_replaced(outer):
     torch.testing.assert_close(inner(batch()), function(batch()))
 
 
-def test_replacing_after_compile_recompiles():
+def test_replace_softmax_after_compile_recompiles():
     model = one_layer("tensor")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
@@ -165,7 +165,7 @@ def test_replacing_after_compile_recompiles():
     assert (compiled(batch()) - before).abs().max() > 1e-3
 
 
-def test_compiled_forward_without_softmax_raises():
+def test_compile_and_export_refuse_a_forward_without_softmax():
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="calls no softmax"):
         torch.compile(replaced(torch.relu), backend="eager")(batch())

@@ -52,7 +52,7 @@ MASKS = {
 
 @pytest.mark.parametrize("added", [-torch.inf, -1e9, -1e4, torch.finfo(torch.float16).min])
 @pytest.mark.parametrize("name", MASKS)
-def test_keys_are_counted_from_every_kind_of_mask(name, added):
+def test_key_counts_accepts_every_kind_of_mask(name, added):
     scores, mask = drawn(B, H, T, S), MASKS[name]
     full = torch.zeros(B, H, T, S).bool() if mask is None else mask.expand(B, H, T, S)
     expected = (~full).sum(-1, keepdim=True).clamp(min=1).float().expand(B, H, T, 1)
@@ -64,7 +64,7 @@ def test_keys_are_counted_from_every_kind_of_mask(name, added):
 
 
 @pytest.mark.parametrize("normalizer, options", [("ssmax", {"length_scale": 0.7}), ("sigmoid", {})])
-def test_padding_and_causal_order_count_as_if_the_sentence_ended_there(normalizer, options):
+def test_attention_counts_only_visible_keys(normalizer, options):
     query, key, value = heads()
     whole = scaled_dot_product_attention(
         query, key, value, normalizer=normalizer, is_causal=True, **options
@@ -90,9 +90,7 @@ def test_padding_and_causal_order_count_as_if_the_sentence_ended_there(normalize
 @pytest.mark.parametrize("normalizer, options", [("softmax", {}), ("ssmax", {"length_scale": 0.7})])
 @pytest.mark.parametrize("queries", [2, 12])
 @pytest.mark.parametrize("allowed", [[0, 1, 3, 5], [2, 3, 4, 5]], ids=["scattered", "left-padded"])
-def test_keys_that_are_hidden_have_no_part_whatever_they_hold(
-    allowed, queries, normalizer, options
-):
+def test_attention_ignores_values_of_masked_keys(allowed, queries, normalizer, options):
     """Few and many queries use different kernels."""
     lengths = enumerate((queries, S, S))
     query, key, value = (drawn(B, H, n, 16, seed=seed) for seed, n in lengths)
@@ -112,7 +110,7 @@ def test_keys_that_are_hidden_have_no_part_whatever_they_hold(
 @pytest.mark.parametrize("keys", [0, S])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("mask", [torch.tensor(True), torch.tensor(0.0), torch.ones(1, 1).bool()])
-def test_a_mask_of_one_number_for_all_keys_changes_no_count(mask, is_causal, keys):
+def test_attention_with_scalar_mask_keeps_key_counts(mask, is_causal, keys):
     query, key, value = heads()
     given = {"normalizer": "ssmax", "length_scale": 0.7, "is_causal": is_causal}
     inputs = (query, key[:, :, :keys], value[:, :, :keys])
@@ -120,7 +118,7 @@ def test_a_mask_of_one_number_for_all_keys_changes_no_count(mask, is_causal, key
     torch.testing.assert_close(found, scaled_dot_product_attention(*inputs, **given))
 
 
-def test_no_query_counts_no_keys():
+def test_key_counts_accepts_empty_inputs():
     assert key_counts(torch.zeros(2, 0)) == 1
     query, (_, key, value) = drawn(B, H, 0, D), heads()
     mask = torch.zeros(0, S)
@@ -132,14 +130,14 @@ def test_no_query_counts_no_keys():
         assert found.shape == (B, H, 0, D)
 
 
-def test_keys_are_counted_in_float32_at_least():
+def test_key_counts_returns_float32_for_half_precision():
     scores = torch.zeros(1, 4001, dtype=torch.float16)  # float16 has no 4001
     for mask in (None, torch.zeros(1, 4001).bool()):
         count = key_counts(scores, -1, mask)
         assert count == 4001 and count.dtype == torch.float32
 
 
-def test_ssmax_is_softmax_at_one_over_the_logarithm_of_the_number_of_keys():
+def test_ssmax_equals_softmax_at_inverse_log_of_key_count():
     scores = drawn(T, S)
     torch.testing.assert_close(
         normalize("ssmax", scores, length_scale=1 / math.log(S)), scores.softmax(-1)
@@ -149,7 +147,7 @@ def test_ssmax_is_softmax_at_one_over_the_logarithm_of_the_number_of_keys():
 
 @pytest.mark.parametrize("name", ["ssmax", "asentmax", "adaptive_temperature"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_score_of_minus_infinity_has_no_part(name, masked):
+def test_normalize_ignores_scores_of_minus_infinity(name, masked):
     """A score of -inf gives the probabilities and gradients of a very low score."""
     factors = {"ssmax": ("length_scale",), "asentmax": ("beta", "gamma")}.get(name, ())
     options = {factor: torch.full((1,), 0.7, requires_grad=True) for factor in factors}
@@ -172,13 +170,13 @@ def test_a_score_of_minus_infinity_has_no_part(name, masked):
         ("adaptive_temperature", {}),
     ],
 )
-def test_an_excluded_score_is_not_the_largest(name, options):
+def test_normalize_ignores_masked_scores_for_the_maximum(name, options):
     scores, mask = torch.tensor([0.0, 1.0, 1e9]), torch.tensor([False, False, True])
     found = normalize(name, scores, mask=mask, **options)
     torch.testing.assert_close(found[:2], normalize(name, scores[:2], **options))
 
 
-def test_adaptive_temperature_leaves_certain_rows_and_sharpens_the_others():
+def test_adaptive_temperature_sharpens_uncertain_rows_only():
     certain, spread = torch.tensor([[6.0, 0, 0, 0]]), torch.tensor([[1.0, 0.5, 0, -0.5]])
     for rows in (certain, spread):
         probs, plain = normalize("adaptive_temperature", rows), rows.softmax(-1)
@@ -193,7 +191,7 @@ def test_adaptive_temperature_leaves_certain_rows_and_sharpens_the_others():
 # --- sinks, and rows that do not sum to one ------------------------------------------------------
 
 
-def test_a_sink_far_below_is_softmax_and_far_above_takes_all():
+def test_sink_has_softmax_and_zero_weights_as_limits():
     scores, module = drawn(T, S), Modulator(init_std=0.2)
     for name, options in (("sink", {}), ("multimax", {"modulator": module})):
         plain = normalize("softmax" if name == "sink" else name, scores, **options)
@@ -203,7 +201,7 @@ def test_a_sink_far_below_is_softmax_and_far_above_takes_all():
         assert normalize(name, scores, sink=1e4, **options).max() == 0
 
 
-def test_softpick_gives_negative_scores_nothing_and_a_row_of_them_no_gradient():
+def test_softpick_gives_zero_weight_to_negative_scores():
     scores = torch.tensor([[1.0, -2.0, 0.5], [-1.0, -200.0, -3.0]], requires_grad=True)
     weights = normalize("softpick", scores)
     assert torch.equal(weights > 0, scores > 0)
@@ -221,7 +219,7 @@ def test_softpick_gives_negative_scores_nothing_and_a_row_of_them_no_gradient():
 
 
 @pytest.mark.parametrize("name", [n for n, m in NORMALIZERS.items() if not m.sums_to_one])
-def test_metrics_of_rows_that_do_not_sum_to_one(name):
+def test_metrics_normalize_rows_with_other_sums(name):
     scores = drawn(B, H, T, S)
     probs = Normalizer(name)(scores).detach()
     found = metrics.of_queries(scores, probs)
@@ -240,7 +238,7 @@ def test_metrics_of_rows_that_do_not_sum_to_one(name):
     )
 
 
-def test_a_normalizer_with_a_sink_says_so():
+def test_normalizer_with_sink_reports_sums_to_one_false():
     assert Normalizer("multimax").sums_to_one and Normalizer("multimax").modulated
     for sink in ("zero", "learned"):
         normalizer = Normalizer("multimax", sink=sink)
@@ -269,14 +267,14 @@ def test_modules_refuse_arguments_by_name(build, part):
         build()
 
 
-def test_what_is_learned_starts_small():
+def test_parameters_start_with_small_standard_deviation():
     torch.manual_seed(0)
     for values in (Sink(4000).score, HiddenScale("gamma", 1000, 4).weight):
         assert float(values.std()) == pytest.approx(0.02, rel=0.1) and values.mean().abs() < 0.002
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_half_precision_has_learned_is_read_in_float32(dtype):
+def test_parameters_in_half_precision_give_float32(dtype):
     hidden = drawn(B, 1, T, C, seed=3).to(dtype)
     for module, given in (
         (EntmaxAlpha(H), ()),
@@ -318,7 +316,7 @@ def test_asentmax_reads_the_hidden_states_of_queries():
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_a_gate_multiplies_what_attention_found(continuous):
+def test_gated_attention_multiplies_the_context(continuous):
     torch.manual_seed(0)
     inner = Normalizer("softmax")
     inner = ContinuousAttention(inner) if continuous else inner
@@ -346,7 +344,7 @@ def test_a_gate_multiplies_what_attention_found(continuous):
 
 
 @pytest.mark.parametrize("by_scores", [False, True])
-def test_a_gate_passes_on_what_attention_is_asked_for(by_scores):
+def test_gated_attention_forwards_arguments(by_scores):
     """The gate forwards dropout, scale and probabilities; its initial factor is one half."""
     inner, (query, key, value), hidden = Normalizer("softmax"), heads(), drawn(B, 1, T, C, seed=3)
     found = []
@@ -363,7 +361,7 @@ def test_a_gate_passes_on_what_attention_is_asked_for(by_scores):
     torch.testing.assert_close(same, probs)
 
 
-def test_pruned_heads_take_their_numbers_and_gates_along():
+def test_keep_heads_selects_parameters_and_gates():
     torch.manual_seed(0)
     stock = SoftmaxMultiheadAttention(12, 3, self_attention=True)
     for name in ("ssmax", "sink", "asentmax", "multimax"):
@@ -381,7 +379,7 @@ def test_pruned_heads_take_their_numbers_and_gates_along():
     assert all(torch.equal(p, before[n]) for n, p in shared.state_dict().items())
 
 
-def test_symbols_are_the_papers_in_float64():
+def test_symbols_returns_the_papers_values_in_float64():
     values, scalar = drawn(2, 2).half(), torch.tensor(0.5)
     exact = values.double()
     for name, value, expected in (
@@ -402,7 +400,7 @@ def test_symbols_are_the_papers_in_float64():
 
 
 @pytest.mark.parametrize("alpha", [2.0, 1.5, 1.3, 1.7, torch.tensor([[1.2], [1.4], [1.8]])])
-def test_second_derivatives_of_entmax_beside_impossible_keys(alpha):
+def test_alpha_entmax_passes_gradgradcheck_with_zeros(alpha):
     scores = 2 * torch.randn(3, 6, generator=torch.Generator().manual_seed(3)).double()
     mask = torch.zeros(3, 6, dtype=torch.bool)
     mask[0, 2] = True
@@ -420,7 +418,7 @@ def test_second_derivatives_of_entmax_beside_impossible_keys(alpha):
 # --- models --------------------------------------------------------------------------------------
 
 
-def test_a_model_that_learns_nothing_more_says_nothing_of_a_checkpoint(build, caplog):
+def test_load_state_dict_logs_missing_normalizer_parameters(build, caplog):
     model = build(TRANSLATION, "--attention-normalizer", "softmax")
     with caplog.at_level("INFO", learned_scalars.logger.name):
         model.load_state_dict(model.state_dict())
@@ -438,7 +436,7 @@ def test_a_model_that_learns_nothing_more_says_nothing_of_a_checkpoint(build, ca
 @pytest.mark.parametrize(
     "flags", [("--attention-normalizer", "sink"), ("--multimax-sink", "learned")]
 )
-def test_a_stock_checkpoint_goes_on_as_it_was_with_sinks(build, translation_batch, flags):
+def test_load_state_dict_of_softmax_model_turns_sinks_off(build, translation_batch, flags):
     stock = build(TRANSLATION, "--attention-normalizer", "softmax").eval()
     sample = translation_batch()
     expected = stock(**sample["net_input"])[0]
@@ -449,7 +447,7 @@ def test_a_stock_checkpoint_goes_on_as_it_was_with_sinks(build, translation_batc
 
 
 @pytest.mark.parametrize("flags", [("--attention-normalizer", "asentmax"), ("--attention-gate",)])
-def test_matrices_are_no_scalars(build, flags):
+def test_learned_scalar_marks_exclude_matrices(build, flags):
     model = build(TRANSLATION, *flags)
     marked = {n for n, p in model.named_parameters() if getattr(p, "learned_scalar", False)}
     matrices = {
@@ -460,14 +458,14 @@ def test_matrices_are_no_scalars(build, flags):
     assert all(model.get_parameter(name).abs().max() > 0.1 for name in matrices)
 
 
-def test_other_parameters_start_as_without_a_rival(build):
+def test_build_model_keeps_initial_values_of_other_parameters(build):
     stock = build(TRANSLATION, "--attention-normalizer", "softmax").state_dict()
     for flags in (("--attention-normalizer", "asentmax"), ("--attention-gate",)):
         state = build(TRANSLATION, *flags).state_dict()
         assert all(torch.equal(value, state[name]) for name, value in stock.items())
 
 
-def test_a_model_inside_of_another_loads_its_own_state(build):
+def test_load_state_dict_supports_nested_models(build):
     class Around(BaseFairseqModel):
         def __init__(self, inner):
             super().__init__()

@@ -299,7 +299,7 @@ def test_fairseq_commands_start_from_any_path(folder, tmp_path):
     assert done.stdout == "fairseq-train ['a b', '$c']\n"
 
 
-def test_average_reports_a_full_disk(checkpoint, tmp_path):
+def test_average_checkpoints_reports_a_full_disk(checkpoint, tmp_path):
     path = checkpoint("transformer_multimax")
     words = f"'{ROOT}/scripts/average_checkpoints.py' '{path}' '{path}' --output new.pt"
     # A new Python process, under the limit.
@@ -308,7 +308,7 @@ def test_average_reports_a_full_disk(checkpoint, tmp_path):
     assert "Traceback" not in said and not list(tmp_path.iterdir())
 
 
-def test_average_drops_ema_and_optimizer_state(checkpoint, tmp_path):
+def test_average_checkpoints_drops_ema_and_optimizer_state(checkpoint, tmp_path):
     for number in (1, 2):
         state = torch.load(checkpoint("transformer_multimax", seed=number), weights_only=False)
         state["extra_state"]["ema"] = state["model"]
@@ -322,7 +322,7 @@ def test_average_drops_ema_and_optimizer_state(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("updates, is_told", [((2, 4, 8), True), ((4, 6, 8), False)])
-def test_average_warns_of_uneven_checkpoints(checkpoint, tmp_path, updates, is_told):
+def test_average_checkpoints_warns_of_uneven_spacing(checkpoint, tmp_path, updates, is_told):
     for update in updates:
         shutil.copy(checkpoint("transformer_multimax"), tmp_path / f"checkpoint_1_{update}.pt")
     script = ROOT / "scripts" / "average_checkpoints.py"
@@ -331,7 +331,7 @@ def test_average_warns_of_uneven_checkpoints(checkpoint, tmp_path, updates, is_t
     assert ("warning" in said) == is_told
 
 
-def test_average_refuses_different_mappings(checkpoint, tmp_path):
+def test_average_checkpoints_refuses_different_mappings(checkpoint, tmp_path):
     flags = [("--attention-normalizer", name) for name in ("sparsemax", "entmax15")]
     files = [checkpoint("transformer_multimax", *words) for words in flags]
     words = ("python", ROOT / "scripts" / "average_checkpoints.py", *files, "--output", "new.pt")
@@ -341,7 +341,7 @@ def test_average_refuses_different_mappings(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("inputs", [["models"], ["a.pt", "models"]])
-def test_average_refuses_a_folder_without_last(inputs, tmp_path):
+def test_average_checkpoints_refuses_a_folder_without_last(inputs, tmp_path):
     (tmp_path / "models").mkdir()
     words = ("python", ROOT / "scripts" / "average_checkpoints.py", *inputs, "--output", "new.pt")
     said = run(tmp_path, *words, code=1)

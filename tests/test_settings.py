@@ -97,7 +97,7 @@ def test_check_settings_refuses_an_option_of_another_mapping(beside, setting, ow
         checked(*beside, *setting.split(), *home)
 
 
-def test_settings_all_belong_to_a_mapping_or_choose_it():
+def test_settings_all_have_a_refusal_case():
     chosen = {"--attention-normalizer", "--attention-normalizer-at", "--output-normalizer"}
     always = (*DENSITY_AT.values(), "attention_gate", "monitor_interval", "scalar_gradient_scale")
     chosen |= {flag(name) for name in always}

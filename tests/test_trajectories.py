@@ -34,7 +34,7 @@ def legend(figure):
 
 
 @pytest.mark.parametrize("command", ["plot", "report", "trajectories"])
-def test_file_commands_need_neither_fairseq_nor_hydra(tmp_path, command):
+def test_analyze_file_commands_run_without_fairseq_and_hydra(tmp_path, command):
     program = (
         "import sys\n"
         "for name in ('fairseq', 'fairseq_cli', 'hydra', 'omegaconf'): sys.modules[name] = None\n"
@@ -101,7 +101,7 @@ def logs(text, tmp_path_factory):
     return folder
 
 
-def test_trajectories_of_one_run(logs):
+def test_trajectories_draws_one_run(logs):
     run(logs, "multimax-analyze", "trajectories", "translation.log")
     names = {file.stem for file in (logs / "trajectories").glob("*.png")}
     assert names == {f"trajectories-{p}" for p in ("encoder", "decoder", "cross", "output")}
@@ -122,7 +122,7 @@ def test_trajectories_of_one_run(logs):
     assert len(drawn["output"].figure.axes) == 11
 
 
-def test_trajectories_of_two_runs(logs):
+def test_trajectories_draws_two_runs(logs):
     out = logs / "both"
     both = ("translation.log", "language.log", "--out", out)
     printed = run(logs, "multimax-analyze", "trajectories", *both)
@@ -145,7 +145,7 @@ def test_trajectories_of_two_runs(logs):
     assert panel.get_lines()[0].get_ydata().tolist() == means.tolist()
 
 
-def test_command_refuses_a_log_without_the_monitor(logs):
+def test_trajectories_refuses_a_log_without_the_monitor(logs):
     said = refused(logs, "multimax-analyze", "trajectories", "plain.log")
     assert said.startswith("log 'plain.log' has no line of the monitor: train with --monitor-")
     assert "log 'none.log' does not" in refused(

@@ -113,7 +113,7 @@ def with_own_embeddings(file, folder):
     return folder / "own.pt"
 
 
-def test_export_of_separate_embeddings(data, checkpoint, tmp_path):
+def test_export_supports_separate_embeddings(data, checkpoint, tmp_path):
     file = with_own_embeddings(checkpoint("transformer"), tmp_path)
     export_translation(file, data / "mt", tmp_path / "out")
     model, task = load(file, data)
@@ -182,13 +182,13 @@ def test_export_names_an_unsupported_part(arch, flags, what, data, checkpoint, t
     assert not (tmp_path / "out").exists()
 
 
-def test_export_of_pre_norm_needs_shared_embeddings(data, checkpoint, tmp_path):
+def test_export_refuses_pre_norm_with_separate_embeddings(data, checkpoint, tmp_path):
     file = with_own_embeddings(checkpoint("transformer", *PRE_NORM), tmp_path)
     with pytest.raises(ValueError, match="embeddings that are not all shared"):
         export_translation(file, data / "mt", tmp_path / "out")
 
 
-def test_export_compares_the_logits(data, checkpoint, tmp_path, monkeypatch):
+def test_export_refuses_different_logits(data, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setitem(export.ACTIVATIONS, "relu", "gelu")
     with pytest.raises(ValueError, match="logits of FSMTForConditionalGeneration differ"):
         export_translation(checkpoint("transformer"), data / "mt", tmp_path / "out")

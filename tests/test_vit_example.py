@@ -64,7 +64,7 @@ def run_example(monkeypatch, timm):
     return module
 
 
-def test_the_example_with_a_stand_in_for_timm(monkeypatch, capsys):
+def test_vit_multimax_trains_on_a_timm_stand_in(monkeypatch, capsys):
     """A small model with timm's names; timm's own DeiT-small was run by hand."""
     asked = []
 
@@ -92,6 +92,6 @@ def test_the_example_with_a_stand_in_for_timm(monkeypatch, capsys):
     torch.testing.assert_close(model(torch.ones(1, 3, 224, 224)), fused)
 
 
-def test_the_example_without_timm_says_how_to_get_it(monkeypatch):
+def test_vit_multimax_names_missing_timm(monkeypatch):
     with pytest.raises(SystemExit, match="timm is missing.*docs/python.md"):
         run_example(monkeypatch, None)

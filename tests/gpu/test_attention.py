@@ -54,7 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtype, shape, masking, causal, kind", CASES)
-def test_attention_and_every_gradient(dtype, shape, masking, causal, kind):
+def test_attention_equals_plain_formula_and_gradients(dtype, shape, masking, causal, kind):
     *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
     heads, orders = shape[1], (2, 2)
     if isinstance(kind, tuple):
@@ -93,7 +93,7 @@ def test_attention_and_every_gradient(dtype, shape, masking, causal, kind):
         ("bfloat16", "added", True),
     ],
 )
-def test_sinks(dtype, masking, modulated):
+def test_attention_with_sinks_equals_plain_formula(dtype, masking, modulated):
     shape = (1, 6, 40, 45, 32)  # with fewer heads the error of a sink's gradient is noisy
     *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
     table = far_table(6) if modulated else None
@@ -128,7 +128,7 @@ def test_attention_ignores_excluded_keys(dtype, form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
-def test_finite_mask_does_not_exclude(dtype, number):
+def test_attention_keeps_keys_with_finite_mask(dtype, number):
     # Adding the number absorbs the scores: all keys get equal weight, as in the plain formula.
     *inputs, grad = attention_inputs(1, 2, 40, 70, 32, dtype)
     mask = torch.full((1, 1, 40, 70), number, device=DEVICE)
@@ -139,7 +139,7 @@ def test_finite_mask_does_not_exclude(dtype, number):
     assert_as_accurate(ours, plain, exact)
 
 
-def test_neutral_parameters_are_torchs_attention():
+def test_attention_with_zero_table_equals_torch():
     *inputs, grad = attention_inputs(1, 2, 50, 50, 32)
     table = torch.zeros(2, 8, device=DEVICE)
     torch.testing.assert_close(
@@ -149,7 +149,7 @@ def test_neutral_parameters_are_torchs_attention():
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
-def test_scale(scale):
+def test_attention_applies_scale(scale):
     *inputs, grad = attention_inputs(1, 2, 20, 20, 16)
     for table in (far_table(2), monotone_table(2, -0.4, 0.5)):
         ours = attend(inputs, grad, table, scale=scale)
@@ -157,7 +157,7 @@ def test_scale(scale):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_negative_scale_equals_negated_query():
+def test_attention_negative_scale_equals_negated_query():
     *inputs, grad = attention_inputs(1, 2, 20, 30, 64, torch.float16)
     found = attend(inputs, grad, monotone_table(2), scale=-0.1)
     expected = attend([-inputs[0], *inputs[1:]], grad, monotone_table(2), scale=0.1)
@@ -165,7 +165,7 @@ def test_negative_scale_equals_negated_query():
     assert all(map(torch.equal, found, expected))
 
 
-def test_strides():
+def test_attention_accepts_strided_inputs():
     *inputs, grad = attention_inputs(2, 2, 20, 20, 32)
     table = far_table(2)
     mask = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.3
@@ -191,7 +191,7 @@ def test_strides():
     torch.testing.assert_close(attend(inputs, grad, table, row), expanded)
 
 
-def test_scores_beyond_the_cap_stay_finite():
+def test_attention_of_huge_scores_equals_plain_formula():
     *inputs, grad = attention_inputs(1, 1, 8, 8, 16)
     huge = [inputs[0] * 1e10, inputs[1] * 1e10, inputs[2]]
     for table in (far_table(1), monotone_table(1), monotone_table(1, -math.inf, math.inf)):
@@ -202,14 +202,14 @@ def test_scores_beyond_the_cap_stay_finite():
         assert DEVICE == "cuda" or all(t.isfinite().all() for t in ours)
 
 
-def test_two_runs_agree_to_the_bit():
+def test_attention_is_deterministic():
     *inputs, grad = attention_inputs(2, 2, 90, 90, 32, torch.float16)
     runs = [attend(inputs, grad, far_table(2), causal=True, drop=(seed, 0.1)) for seed in (7, 7, 8)]
     assert all(map(torch.equal, *runs[:2])) and not torch.equal(runs[0][0], runs[2][0])
 
 
 @pytest.mark.parametrize("causal, masking", [(False, None), (True, None), (False, "bias")])
-def test_dropout(causal, masking):
+def test_attention_dropout_matches_masked_probabilities(causal, masking):
     keys, share, seed = 64, 0.3125, 2**40 + 5
     query, key, _, grad = attention_inputs(2, 2, 40, keys, keys)
     table, mask = far_table(2), make_mask(masking, 2, 2, 40, keys)

@@ -19,7 +19,7 @@ from plain import (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [None, "shared", "monotone"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_loss_and_every_gradient(dtype, kind, chunk_size):
+def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size):
     from multimax_fairseq.ops.linear_loss import LossCall
     from multimax_fairseq.ops.triton.cross_entropy import output_loss
 
@@ -61,7 +61,7 @@ def test_loss_and_every_gradient(dtype, kind, chunk_size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", [None, "shared", "monotone"])
-def test_excluded_classes(dtype, kind):
+def test_output_loss_ignores_excluded_classes(dtype, kind):
     from multimax_fairseq.ops.linear_loss import LossCall
     from multimax_fairseq.ops.triton.cross_entropy import BLOCK, output_loss
 

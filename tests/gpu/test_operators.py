@@ -18,7 +18,7 @@ import multimax_fairseq  # noqa: F401
 OPERATORS = torch.ops.multimax_fairseq
 
 
-def test_attention_of_empty_queries_or_keys():
+def test_attention_returns_zeros_for_empty_inputs():
     for length, keys in ((0, 5), (5, 0)):
         *inputs, grad = attention_inputs(1, 2, length, keys, 16)
         inputs = [t.requires_grad_() for t in inputs]
@@ -63,7 +63,7 @@ def test_attention_strides_equal_fake_kernel(layout, scale):
 
 
 @pytest.mark.parametrize("turn", [False, True])
-def test_loss_strides_equal_fake_kernel(turn):
+def test_output_loss_strides_equal_fake_kernel(turn):
     (features, weight, bias), target, factors = loss_inputs(torch.float32, 50)
     if turn:
         features, weight = (t.mT.contiguous().mT for t in (features, weight))
@@ -76,7 +76,7 @@ def test_loss_strides_equal_fake_kernel(turn):
             assert_as_fake(OPERATORS.output_loss_parts, *call, some, [True] * 4)
 
 
-def test_loss_out_of_range_target_gives_no_usable_gradient():
+def test_output_loss_gives_nan_for_out_of_range_target():
     (features, weight, bias), _, _ = loss_inputs(torch.float32, 50)
     features.requires_grad_(), weight.requires_grad_()
     target = torch.full((len(features),), 3, device=DEVICE)
@@ -92,7 +92,7 @@ def test_loss_out_of_range_target_gives_no_usable_gradient():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masking", [None, "added"])
-def test_launch_can_be_repeated(dtype, masking, monkeypatch):
+def test_run_fastest_can_repeat_a_launch(dtype, masking, monkeypatch):
     """As it is where the fastest of several is looked for."""
     from multimax_fairseq.ops.triton import attention as kernels
 
