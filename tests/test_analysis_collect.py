@@ -21,7 +21,7 @@ from multimax_fairseq.analysis import __main__ as command
 from multimax_fairseq.analysis import collect as collection
 from multimax_fairseq.analysis import parameters
 from multimax_fairseq.analysis.recorder import Recorder
-from multimax_fairseq.analysis.words import WordBoundaries
+from multimax_fairseq.analysis.words import INTERROGATIVES, WordBoundaries
 from multimax_fairseq.errors import UsageError
 
 pytestmark = pytest.mark.long
@@ -654,7 +654,8 @@ def test_collect_truncates_long_examples(data, checkpoint, tmp_path, monkeypatch
     assert [len(example["target"]["tokens"]) for example in shown] == [2, 2]
 
 
-def test_collect_command_equals_function(data, checkpoint, collected, tmp_path):
+def test_collect_command_equals_function(data, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("multimax_fairseq.analysis.words.INTERROGATIVES", INTERROGATIVES)
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     words = ("python", "-m", "multimax_fairseq.analysis", "collect", path, data / "mt")
     output = run(
@@ -662,4 +663,4 @@ def test_collect_command_equals_function(data, checkpoint, collected, tmp_path):
         MULTIMAX_BACKEND="cpp",
     )
     assert output.strip().splitlines()[-1].startswith("Collected in new")
-    assert_alike(tmp_path / "new", collected("multimax"))
+    assert_alike(tmp_path / "new", gather(tmp_path / "here", path, data=data / "mt"))
