@@ -37,7 +37,7 @@ from continuous_documents import PAD, DocumentClassifier
 BATCH_SIZE, HIDDEN, EPOCHS, PATIENCE = 16, 128, 10, 5
 LEARNING_RATE, L2 = 0.001, 0.0001
 UNKNOWN = 1  # index of a word without a vector; its vector is 0 (our choice)
-POOL = 50  # batches of similar lengths are made of the reviews of this many (our choice)
+POOL = 50  # sort the reviews of this many batches by length at a time (our choice)
 
 
 class Row(NamedTuple):
@@ -166,7 +166,7 @@ def train_epoch(
             mean = sum(losses[-200:]) / len(losses[-200:])
             print(
                 f"{name}: batch {number:,} of {len(order):,}, loss {mean:.3f}, "
-                f"{speed:,.0f} reviews a second",
+                f"{speed:,.0f} reviews per second",
                 flush=True,
             )
 
@@ -190,7 +190,7 @@ def train(
         name = f"imdb {row}, seed {seed}, epoch {state['epoch']} of {epochs}"
         train_epoch(model, optimizer, data["train"], name, 1000 * seed + state["epoch"])
         found = accuracy(model, data["valid"])
-        print(f"{name}: held-out accuracy {found:.2f}", flush=True)
+        print(f"{name}: validation accuracy {found:.2f}", flush=True)
         if found > state["best"]:
             best = {"best": found, "best_epoch": state["epoch"], "best_model": learned(model)}
             state.update(best)
@@ -211,12 +211,30 @@ def train(
 # --- all of them -------------------------------------------------------------------------------
 
 
+def check(folder: Path, command: str) -> None:
+    """Raise UsageError if the folder holds a run with another command or data; else note these."""
+    file = folder / "command"
+    if file.exists() and file.read_text(encoding="utf-8") != command:
+        raise UsageError(
+            f"'{folder}' was trained with another command or other data: give another --out, or "
+            "remove that folder"
+        )
+    lib.write(file, command)
+
+
+def hardware() -> str:
+    gpu = torch.cuda.is_available()
+    return (
+        torch.cuda.get_device_name() if gpu else f"{processor()}, {torch.get_num_threads()} threads"
+    )
+
+
 def table(results: list[lib.Line]) -> str:
     blocks = {row: [r for r in results if r["row"] == row] for row in ROWS}
     columns = {
         "attention": lambda block: ROWS[block[0]["row"]].label,
         "accuracy": lambda block: lib.mean(r["value"] for r in block),
-        "held-out accuracy": lambda block: lib.mean(r["validation"] for r in block),
+        "validation accuracy": lambda block: lib.mean(r["validation"] for r in block),
         "runs": lambda block: str(len(block)),
         "epochs": lambda block: lib.mean((r["epochs"] for r in block), 1),
         "paper": lambda block: ROWS[block[0]["row"]].paper,
@@ -224,8 +242,8 @@ def table(results: list[lib.Line]) -> str:
     return lib.summary(blocks.values(), columns)
 
 
-def listed(kind: type, text: str) -> list[Any]:
-    return [kind(part.strip()) for part in text.split(",")]
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def parse() -> argparse.Namespace:
@@ -240,7 +258,7 @@ def parse() -> argparse.Namespace:
         help="default data/imdb/text",
     )
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}; default all")
-    parser.add_argument("--seeds", default="1", metavar="N,...", help="default 1")
+    parser.add_argument("--seeds", type=numbers, default=[1], metavar="N,...", help="default 1")
     parser.add_argument(
         "--epochs", type=int, default=EPOCHS, metavar="N", help=f"default {EPOCHS}, the paper's"
     )
@@ -252,7 +270,7 @@ def parse() -> argparse.Namespace:
         help="default results/imdb",
     )
     args = parser.parse_args()
-    args.rows, args.seeds = listed(str, args.rows), listed(int, args.seeds)
+    args.rows = [row.strip() for row in args.rows.split(",")]
     if unknown := [row for row in args.rows if row not in ROWS]:
         raise UsageError(f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(ROWS)}")
     return args
@@ -263,19 +281,21 @@ def main() -> None:
         args = parse()
         data, vectors = read_data(args.data)
         text = (args.data / "train.tsv").read_bytes() + (args.data / "vectors.txt").read_bytes()
+        digest = hashlib.sha256(text).hexdigest()
         for seed, row in itertools.product(args.seeds, args.rows):
             folder = args.out / row / f"seed-{seed}"
             folder.mkdir(parents=True, exist_ok=True)
+            words = ["scripts/imdb.sh", *lib.portable(["--data", str(args.data)])]
+            words += ["--rows", row, "--seeds", str(seed), "--epochs", str(args.epochs)]
+            check(folder, f"{digest}\n{shlex.join(words)}\n")
             if (folder / "result.json").exists():
                 print(f"Nothing to do: imdb {row}, seed {seed} is finished.")
                 continue
-            words = ["scripts/imdb.sh", "--rows", row, "--seeds", str(seed)]
-            words += ["--epochs", str(args.epochs)]
             line = {
                 **{"experiment": "imdb", "row": row, "seed": seed},
                 **train(row, seed, args.epochs, data, vectors, folder),
-                **{"data": hashlib.sha256(text).hexdigest(), "command": shlex.join(words)},
-                **{"hardware": processor(), **signature()},
+                **{"data": digest, "command": shlex.join(words), "hardware": hardware()},
+                **signature(),
             }
             lib.write_json(folder / "result.json", line)
         files = sorted(args.out.glob("*/seed-*/result.json"))

@@ -25,10 +25,15 @@ Line = dict[str, Any]  # one result: a line of results.jsonl
 class Experiment:
     """The rows of an experiment: the file configs/rows/NAME.yaml.
 
-    groups: {group: its rows}; changes: {row: {config group: {key: value}}}, on top of NAME.yaml;
-    data: {data set: changes in the same form}, if --data chooses one; labels, papers: {row: its
-    name in tables, the paper's figure}; paper_data: the paper's data set; score: name and field of
-    what scripts/results.py compares, for the pairs of rows in `pairs`.
+    Attributes:
+        groups: {group: its rows}.
+        changes: {row: {config group: {key: value}}}, on top of configs/NAME.yaml.
+        data: {data set: changes in the same form}, if --data chooses one.
+        labels: {row: its name in tables}.
+        papers: {row: the paper's figure}.
+        paper_data: the paper's data set.
+        score: name and field of what scripts/results.py compares.
+        pairs: the pairs of rows that it compares.
     """
 
     name: str
@@ -177,7 +182,7 @@ def results_table(results: list[Line]) -> str:
         return lambda block: mean((r.get(key) for r in block), digits, unit)
 
     def distinct(key: str) -> Callable[[list[Line]], str]:
-        return lambda block: ", ".join(f"{n:,}" for n in sorted({r[key] for r in block}))
+        return lambda block: ", ".join(f"{n:,}" for n in sorted({r[key] or 0 for r in block}))
 
     optional = {
         "perplexity a word": "word_perplexity",
