@@ -40,7 +40,10 @@ def spaced(line: str) -> str:
 
 
 def is_clean(source: str, target: str, most: int, ratio: float = 1.5) -> bool:
-    """Whether Moses' clean-corpus-n keeps the pair: 1 to `most` tokens, `ratio` of the lengths."""
+    """Whether Moses' clean-corpus-n keeps the pair.
+
+    Each side has 1 to `most` tokens, and the longer one at most `ratio` times the shorter one's.
+    """
     sides = source.split(), target.split()
     lengths = sorted(map(len, sides))
     return (
@@ -52,7 +55,7 @@ def is_clean(source: str, target: str, most: int, ratio: float = 1.5) -> bool:
 
 
 def xml_lines(lines: list[str]) -> list[str]:
-    """The segments of a development or test file."""
+    """The text of the segments of a development or test file, with ’ replaced by '."""
     return [SEGMENT.sub("", line).replace("’", "'") for line in lines if "<seg id" in line]
 
 
@@ -208,13 +211,13 @@ def joint_bpe(
 
 
 def keep_clean(folder: Path, languages: Languages, most: int, ratio: float) -> None:
-    """Leave pairs out of train.bpe.LANGUAGE that `is_clean` refuses."""
+    """Remove from train.bpe.LANGUAGE the pairs that `is_clean` rejects."""
     files = [folder / f"train.bpe.{language}" for language in languages]
     pairs = list(zip(*map(read, files), strict=True))
     kept = [pair for pair in pairs if is_clean(*pair, most, ratio)]
     if not kept:
-        fail(f"no training pair has 1 to {most} subwords a side: get other archives.")
-    say(f"  with 1 to {most} subwords a side: {len(kept):,} of {len(pairs):,} train")
+        fail(f"no training pair has 1 to {most} subwords per side: get other archives.")
+    say(f"  with 1 to {most} subwords per side: {len(kept):,} of {len(pairs):,} train")
     for file, lines in zip(files, zip(*kept, strict=True), strict=True):
         write(file, lines)
 

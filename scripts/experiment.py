@@ -96,7 +96,7 @@ def compose(experiment: Experiment, row: str, data_set: str = "") -> DictConfig:
 
 
 def fit(cfg: DictConfig, gpus: int) -> None:
-    """Keep the batch size on another number of GPUs; 0 is the CPU."""
+    """Adjust the batch of each GPU or update_freq so that the total batch stays; 0 is the CPU."""
     key, unit = "batch_size", "sentences"
     if "batch_size" not in cfg.dataset:
         key, unit = "max_tokens", "tokens"
@@ -176,7 +176,7 @@ def claim(run: Run, wait: bool) -> int | None:
 
 
 def last_checkpoint(folder: Path) -> Path:
-    """The checkpoint to resume from, if it exists.
+    """Return the path of checkpoint_last.pt; restore the file if it alone is missing.
 
     fairseq writes the numbered checkpoint first. If a run was killed before the copy to
     checkpoint_last.pt, the copy is made here.
@@ -234,9 +234,9 @@ def progress(run: Run, line: str) -> str | None:
     """A line of fairseq-train's log, shortened; None if it reports no progress."""
     if found := re.search(r"train_inner.* loss=([\d.]+).* wps=(\d+).* num_updates=(\d+)", line):
         loss, speed, update = found[1], int(found[2]), int(found[3])
-        return f"update {update:,} of {run.updates:,}, loss {loss}, {speed:,} tokens a second"
+        return f"update {update:,} of {run.updates:,}, loss {loss}, {speed:,} tokens per second"
     if found := re.search(r"valid on.*\| loss (\S+).*\| ppl (\S+)", line):
-        return f"held-out loss {found[1]}, perplexity {found[2]}"
+        return f"validation loss {found[1]}, perplexity {found[2]}"
     return None
 
 
@@ -285,7 +285,10 @@ def digest(data: Path) -> str:
 
 
 def check(run: Run, data: str) -> None:
-    """Raise UsageError if the folder holds a run with another command, or runs on other data."""
+    """Raise UsageError if the folder holds a run with another command.
+
+    Also if another run of the same table used other data.
+    """
     command = run.folder / "command"
     if command.exists():
         before = shlex.split(command.read_text("utf-8"))
@@ -408,7 +411,9 @@ def parse(name: str) -> argparse.Namespace:
     parser.add_argument("--max-update", type=int, metavar="N", help="instead of the config's")
     text = f"default {own_data('NAME' if sets else name).relative_to(ROOT)}, which data-prep/ makes"
     parser.add_argument("--data-bin", type=Path, metavar="DIR", help=f"{text} if it is missing")
-    parser.add_argument("--archive", metavar="FILE|DIR", help="what data-prep/ makes --data-bin of")
+    parser.add_argument(
+        "--archive", metavar="FILE|DIR", help="archives from which data-prep/ makes --data-bin"
+    )
     text = f"default results/{name}{'/NAME' if sets else ''}"
     parser.add_argument("--out", type=Path, metavar="DIR", help=text)
     words = sys.argv[2:]

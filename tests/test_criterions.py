@@ -343,7 +343,7 @@ def test_cross_entropy_refuses_a_sparse_output_layer(task, model_and_batch, pair
     with pytest.raises(UsageError, match="label smoothing.*entmax_loss"):
         pair[1](task, sentence_avg=False, **pair[2]).check_model(model)
     model, sample = model_and_batch("softmax")
-    with pytest.raises(UsageError, match="--output-normalizer alpha_entmax, entmax15"):
+    with pytest.raises(UsageError, match="--output-normalizer with one of alpha_entmax, entmax15"):
         EntmaxLossCriterion(task, sentence_avg=False)(model, sample)
 
 

@@ -127,7 +127,7 @@ def test_iwslt17_prepares_the_expected_text(official, prepared):
             assert reference == "".join(f"{raw[1]}\n" for raw, _ in pairs)
     counts = ", ".join(f"{len(pairs)} {split}" for split, pairs in splits.items())
     assert f"sentence pairs: {counts}\n" in printed
-    assert f"1 to 62 subwords a side: {sum(trained)} of {len(trained)} train\n" in printed
+    assert f"1 to 62 subwords per side: {sum(trained)} of {len(trained)} train\n" in printed
     assert printed.count("is not the official archive") == 3
     assert printed.endswith("Next: scripts/iwslt17.sh --data-bin out/data-bin\n")
     assert json.loads((out / "data-bin" / "evaluation.json").read_text()) == {

@@ -269,7 +269,7 @@ def _check_moments(optimizer):
 
 
 def saved_checkpoints():
-    """Save at the end of an epoch with --save-interval-updates; never take NaN as the best value.
+    """Also save at the end of an epoch without a checkpoint; never take NaN as the best value.
 
     Cause: fairseq saves nothing at the end of an epoch whose checkpoint --no-epoch-checkpoints or
     --save-interval leaves out. A validation loss of NaN becomes the best value. No later value

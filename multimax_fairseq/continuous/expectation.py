@@ -27,7 +27,8 @@ ROOT_HALF = math.sqrt(0.5)
 # Rows computed at a time on a CPU, so that intermediate results stay in the cache.
 CACHED_ROWS = 1024
 
-# The parabola's gradient with respect to its variance is unbounded at 0: clamp the variance here.
+# The parabola's gradient with respect to its variance is unbounded at 0: the variance is clamped at
+# this value.
 MIN_VARIANCE = 1e-9
 
 
@@ -41,7 +42,7 @@ def continuous_softmax(mean: Tensor, variance: Tensor, centers: Tensor, widths: 
 
     Args:
         mean: (...,), floating; any number.
-        variance: broadcastable with mean; 0 gives the density of one point.
+        variance: broadcastable with mean; 0 is a point mass at the mean.
         centers: (N,), of the basis functions; constants, which get no gradient.
         widths: (N,), their standard deviations; above 0.
 
@@ -213,7 +214,7 @@ def _normal(x: Tensor) -> Tensor:
 
 
 class _Expectation(torch.autograd.Function):
-    """Saves only mean and variance for the gradient."""
+    """Saves the inputs; the backward pass computes the derivatives."""
 
     generate_vmap_rule = True
 

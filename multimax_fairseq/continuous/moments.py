@@ -10,7 +10,7 @@ from multimax_fairseq.continuous.expectation import check_floating
 
 
 def match_variance(variance: Tensor) -> Tensor:
-    """Return the argument of `continuous_sparsemax` whose density has this variance.
+    """Return the `variance` to pass to `continuous_sparsemax` for a density of this variance.
 
         2/3 (5 variance)^(3/2)
 
@@ -31,7 +31,7 @@ def match_variance(variance: Tensor) -> Tensor:
 
 
 def match_covariance(covariance: Tensor) -> Tensor:
-    """Return the argument of `continuous_sparsemax_2d` whose density has this covariance.
+    """Return the `covariance` to pass to `continuous_sparsemax_2d` for a density of this one.
 
         9 pi det(covariance)^(1/2) covariance
 

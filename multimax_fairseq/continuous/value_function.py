@@ -16,7 +16,7 @@ def positions(tokens: Tensor) -> Tensor:
         tokens: (..., S), bool: True is a token.
 
     Returns:
-        (..., S), float64; 0 before the first token.
+        (..., S), float64; padding before the first token gets 0, after the last one 1.
 
     Raises:
         TypeError: tokens is not a tensor.

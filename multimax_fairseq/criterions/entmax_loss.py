@@ -26,8 +26,9 @@ class EntmaxLossCriterion(FairseqCriterion):
                                                                           (Peters et al. 2019)
 
     Its gradient with respect to the scores z is p - onehot(y), so words of probability 0 get a
-    gradient as well. The loss is not a code length: the log shows the mean per token, not bits,
-    and `zero`, the share of targets with probability 0.
+    gradient as well. The loss is not a negative log-likelihood, so the log does not convert it to
+    bits: it shows the mean per token, or per sentence with --sentence-avg, and `zero`, the share of
+    targets with probability 0.
 
     The loss is computed in float32 or wider. It needs the decoder's `output_normalizer`.
     """
@@ -45,8 +46,8 @@ class EntmaxLossCriterion(FairseqCriterion):
         if normalizer is None:
             sparse = [name for name, mapping in NORMALIZERS.items() if mapping.output_loss]
             raise UsageError(
-                "--criterion entmax_loss is for sparse output layers: add --output-normalizer "
-                f"{', '.join(sparse)}, or choose multimax_cross_entropy"
+                "--criterion entmax_loss is for sparse output layers: add --output-normalizer with "
+                f"one of {', '.join(sparse)}, or choose multimax_cross_entropy"
             )
         return normalizer
 

@@ -121,7 +121,8 @@ OPTIONS = (
     Option(
         "monotone",
         False,
-        help="keep the modulators from turning: slope one below, level above",
+        help="make the modulators non-decreasing: slope one below the lower turning point, "
+        "constant above the upper one",
         setting="multimax_monotone",
         **yes_or_no(),
     ),
@@ -140,8 +141,8 @@ class Modulator(nn.Module):
         num_heads: None shares the parameters; else each head has its own, and scores carry the
             heads in dimension -3.
         init_std: standard deviation at the start; 0 is exactly softmax.
-        monotone: continue sigma with slope one below its turning point and level above; see
-            `modulate`.
+        monotone: continue sigma with slope one below its lower turning point, and as a constant
+            above its upper one; see `modulate`.
 
     Parameters: `low_coefficient`, `low_threshold`, `high_coefficient`, `high_threshold`, each
     (order,) or (num_heads, order), or None if `terms` leaves that side out.
@@ -283,7 +284,8 @@ register(
         options=(*OPTIONS, SINK),
         heads=heads_option(
             "shared",
-            "one modulator per layer, or per head; and one learned sink",
+            "share the modulator and the learned sink among the heads of a layer, or learn them "
+            "per head",
             setting="multimax_heads",
         ),
         build=_build,

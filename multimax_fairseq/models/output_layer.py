@@ -29,8 +29,8 @@ class NormalizedOutput:
     """Mixin that adds a normalizer to the output layer of a decoder with an `output_projection`.
 
     MultiMax modulates the logits; softmax of the modulated logits is MultiMax, so the rest of
-    fairseq needs no change. A sparse normalizer is `output_normalizer`. It gives most words the
-    probability 0, whose logarithm is -inf.
+    fairseq needs no change. A sparse normalizer is stored as `output_normalizer`. It gives most
+    words the probability 0, whose logarithm is -inf.
     """
 
     def set_output_normalizer(self, args: Any) -> None:
@@ -51,7 +51,10 @@ class NormalizedOutput:
             extra["output_parameters"] = [p.flatten()[:1] for p in parameters]
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Return the modulated logits, (B, T, V), whose softmax is the model's distribution."""
+        """Return the modulated logits, (B, T, V), whose softmax is the model's distribution.
+
+        With an adaptive softmax, return the features.
+        """
         if self.adaptive_softmax is not None:
             return features
         if not torch.is_grad_enabled():

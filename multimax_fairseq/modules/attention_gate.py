@@ -32,7 +32,7 @@ class GatedAttention(nn.Module):
         check_whole("hidden_size", hidden_size)
         check_whole("num_heads", num_heads)
         check_whole("head_size", head_size)
-        self.normalizer: Any = attention
+        self.normalizer: Any = attention  # the name in checkpoints and for `normalizer_chain`
         self.num_heads, self.head_size = num_heads, head_size
         self.gate = nn.Linear(hidden_size, num_heads * head_size, bias=False)
         nn.init.zeros_(self.gate.weight)

@@ -78,7 +78,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         before_softmax: bool = False,
         need_head_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Return the attention output, and the probabilities if they are needed.
 
         Args:
             query: (T, B, C).
@@ -162,7 +162,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         incremental_state: dict[str, dict[str, Tensor | None]] | None,
         new_order: Tensor,
     ) -> dict[str, dict[str, Tensor | None]] | None:
-        """Reorder the cache; for self-attention, when it grows, which saves one copy."""
+        """Reorder the cache; self-attention does so with its next step, which saves one copy."""
         if not self.self_attention:
             return super().reorder_incremental_state(incremental_state, new_order)
         buffer = self._get_input_buffer(incremental_state)

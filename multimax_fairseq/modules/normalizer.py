@@ -244,7 +244,7 @@ class Normalizer(nn.Module):
 
 
 def normalizer_chain(module: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield a module with `attend` and the modules that it wraps: each is a `normalizer`."""
+    """Yield a module with `attend`, then its attribute `normalizer`, and so on."""
     while module is not None:
         yield module
         module = getattr(module, "normalizer", None)

@@ -267,7 +267,7 @@ def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:
 def fits_each_head(
     like: Tensor, heads: int, sink: float | Tensor | None, length_scale: float | Tensor | None
 ) -> bool:
-    """Whether both are None, one number, or one per head, on the device of `like`.
+    """Whether sink and length_scale are each None, one number, or one per head, on like's device.
 
     Plain PyTorch supports, or rejects, all other values. A sink of -inf has no effect.
     """
@@ -355,7 +355,7 @@ def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scal
 
 
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the output, and if `keep`, the statistics of each row for the backward pass."""
+    """Return the output and, if the last input is True, the row statistics for the gradient."""
     *arguments, keep = inputs
     call = AttentionCall(*arguments)
     query = call.query
@@ -382,7 +382,10 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _statistics_shape(query: Tensor) -> tuple[int, ...]:
-    """C++ stores the maximum score and 1 / sum of each row, Triton the log-sum-exp."""
+    """Return the shape of the row statistics.
+
+    C++ stores the maximum score and 1 / sum of each row, Triton the log-sum-exp.
+    """
     batch, heads, queries, _ = query.shape
     return batch, heads, 1 if on_triton(query.device) else 2, queries
 

@@ -102,7 +102,10 @@ class ForeachAdam(Adam):
         return parameter.is_cuda and (grad is None or not grad.is_sparse)
 
     def _batches(self, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield lists of parameters that have a gradient and agree in device, dtypes and step."""
+        """Advance the step of each parameter with a gradient; yield lists of them.
+
+        The parameters of a list agree in device, dtypes and step.
+        """
         batches: dict[Any, list[torch.Tensor]] = {}
         sizes: Counter = Counter()
         for parameter in parameters:
