@@ -82,9 +82,25 @@ def wmt16_archives(folder):
     return folder
 
 
-ARCHIVES = {"kftt": kftt_archive, "wmt16": wmt16_archives, "wmt14": wmt14_archives}
+def iwslt17_archive(folder):
+    texts = {}
+    for side, language in enumerate(("de", "en")):
+        texts[f"train.tags.de-en.{language}"] = lines(PAIRS, side)
+        for name, pairs in (("dev2010", PAIRS[:6]), ("tst2016", PAIRS[6:15])):
+            texts[f"IWSLT17.TED.{name}.de-en.{language}.xml"] = segments(pairs, side)
+    tar(folder / "de-en.tgz", texts)
+    return folder / "de-en.tgz"
+
+
+ARCHIVES = {
+    "iwslt17": iwslt17_archive,
+    "kftt": kftt_archive,
+    "wmt16": wmt16_archives,
+    "wmt14": wmt14_archives,
+}
 # (pairs in training after cleaning, in validation, in test)
 COUNTS = {
+    "iwslt17": (len(PAIRS), 6, 9),
     "kftt": (len(PAIRS), 5, 7),
     "wmt16": (len(PAIRS), 6, 9),
     "wmt14": (len(PAIRS) - len(PAIRS) // 100, len(PAIRS) // 100, 7),
@@ -115,7 +131,8 @@ def test_adaptively_sparse_trains_and_writes_result_table(experiment):
 
     assert result["experiment"] == "adaptively_sparse" and result["data_set"] == name
     assert result["row"] == "alpha_entmax" and result["updates"] == 3
-    assert "case:mixed" in result["signature"] and "raw text" in result["protocol"]
+    assert f"case:{'lc' if name == 'iwslt17' else 'mixed'}" in result["signature"]
+    assert "raw text" in result["protocol"]
     assert f"alpha-entmax | {result['value']:.2f} |" in printed
     assert f"- data set: {name}\n" in printed
 
@@ -139,9 +156,10 @@ def test_data_prep_splits_the_archive(experiment):
 def test_data_prep_keeps_raw_references(experiment):
     name, folder, _ = experiment
     target = {"wmt14": "de"}.get(name, "en")
-    side = {"wmt14": 1}.get(name, 1)
-    pairs = {"kftt": PAIRS[5:12], "wmt16": PAIRS[6:15], "wmt14": PAIRS[:7]}[name]
-    raw = lines(pairs, side)
+    pairs = {"kftt": PAIRS[5:12], "wmt16": PAIRS[6:15], "iwslt17": PAIRS[6:15], "wmt14": PAIRS[:7]}[
+        name
+    ]
+    raw = lines(pairs, 1)
 
     found = (folder / "data" / "data-bin" / f"test.reference.{target}").read_text()
 
