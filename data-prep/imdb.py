@@ -82,11 +82,13 @@ def make_text(archive: Archive, vectors: Path, folder: Path) -> None:
     for split, reviews in splits.items():
         write(folder / f"{split}.tsv", (f"{label}\t{' '.join(words)}" for label, words in reviews))
     words = {word for reviews in splits.values() for _, review in reviews for word in review}
-    kept = []
+    kept, size = [], 0
     for line in vector_lines(vectors):
-        if line.partition(" ")[0] in words:
+        size = size or line.count(" ")
+        # Some words of GloVe's 840B vectors contain spaces; no token does.
+        if line.partition(" ")[0] in words and line.count(" ") == size:
             kept.append(line.rstrip("\n"))
-    if not kept or len({line.count(" ") for line in kept}) > 1:
+    if not kept:
         fail(f"{vectors} is not a text of vectors, WORD NUMBER ... NUMBER: give one of GloVe.")
     say(f"  {len(kept):,} of {len(words):,} words have a vector")
     write(folder / "vectors.txt", kept)

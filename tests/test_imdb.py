@@ -42,7 +42,8 @@ def archive(file):
 
 def vectors(file):
     draw = random.Random(2)
-    words = [*WORDS[0], *WORDS[1], *FILLER, ".", "!", "nowhere"]
+    # As in GloVe's 840B vectors, one word contains spaces.
+    words = [*WORDS[0], *WORDS[1], *FILLER, ".", "!", "nowhere", ". . ."]
     lines = (f"{w} {' '.join(f'{draw.gauss(0, 1):.4f}' for _ in range(SIZE))}\n" for w in words)
     with zipfile.ZipFile(file, "w") as packed:
         packed.writestr("glove.txt", "".join(lines))
@@ -69,11 +70,13 @@ def test_data_prep_splits_and_tokenizes_reviews(prepared):
         for split in ("train", "valid", "test")
     }
     label, _, first = (prepared / "train.tsv").read_text().splitlines()[0].partition("\t")
-    known = {line.split(" ")[0] for line in (prepared / "vectors.txt").read_text().splitlines()}
+    rows = [line.split(" ") for line in (prepared / "vectors.txt").read_text().splitlines()]
+    known = [row[0] for row in rows]
 
     assert counts == {"train": 90, "valid": 10, "test": 100}
     assert label == "0" and first.endswith(". It & s over !")
-    assert "awful" in known and not {"nowhere", "unseen"} & known
+    assert "awful" in known and not {"nowhere", "unseen"} & {*known}
+    assert known.count(".") == 1 and {len(row) for row in rows} == {1 + SIZE}
 
 
 def test_data_prep_refuses_missing_vectors(tmp_path):
