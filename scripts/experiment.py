@@ -342,15 +342,6 @@ def finish(run: Run, lock: int) -> None:
 # --- all of them -------------------------------------------------------------------------------
 
 
-def collect(out: Path) -> str:
-    """Write all results of a folder to results.jsonl and their table to table.md; return it."""
-    files = sorted(out.glob("*/seed-*/result.json"))
-    lib.write(out / "results.jsonl", "".join(f.read_text(encoding="utf-8") for f in files))
-    table = lib.results_table(lib.read_results(out / "results.jsonl"))
-    lib.write(out / "table.md", table)
-    return table
-
-
 def work(runs: list[Run]) -> None:
     """Finish all runs: first those that no other process holds, then the others."""
     waiting = []
@@ -462,19 +453,14 @@ def main() -> None:
     name = sys.argv[1]
     is_quickstart = name.startswith("quickstart_")
     compat.apply()
-    try:
+    with lib.resumable(f"{'quickstart' if is_quickstart else name}.sh"):
         args = parse(name)
         prepare(args)
         args.out.mkdir(parents=True, exist_ok=True)
         # Each seed runs all rows before the next seed, so that the table has all rows early.
         work([plan(args, row, seed) for seed in args.seeds for row in args.rows])
         if not is_quickstart:  # scripts/quickstart_report.py reports those
-            print(f"\n{collect(args.out)}\nResults: {args.out}")
-    except (UsageError, OSError) as error:
-        sys.exit(f"{'quickstart' if is_quickstart else name}.sh: error: {error}")
-    except KeyboardInterrupt:
-        print("\nStopped; the same command resumes.", file=sys.stderr)
-        sys.exit(130)
+            print(f"\n{lib.collect(args.out, lib.results_table)}\nResults: {args.out}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ interrupted ones resume after their last epoch.
 import argparse
 import hashlib
 import itertools
-import json
 import shlex
 import sys
 import time
@@ -277,7 +276,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    try:
+    with lib.resumable("imdb.sh"):
         args = parse()
         data, vectors = read_data(args.data)
         text = (args.data / "train.tsv").read_bytes() + (args.data / "vectors.txt").read_bytes()
@@ -298,17 +297,7 @@ def main() -> None:
                 **signature(),
             }
             lib.write_json(folder / "result.json", line)
-        files = sorted(args.out.glob("*/seed-*/result.json"))
-        results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        lines = "".join(f"{json.dumps(result)}\n" for result in results)
-        lib.write(args.out / "results.jsonl", lines)
-        lib.write(args.out / "table.md", table(results))
-        print(f"\n{table(results)}\nResults: {args.out}")
-    except (UsageError, OSError) as error:
-        sys.exit(f"imdb.sh: error: {error}")
-    except KeyboardInterrupt:
-        print("\nStopped; the same command resumes.", file=sys.stderr)
-        sys.exit(130)
+        print(f"\n{lib.collect(args.out, table)}\nResults: {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What the scripts share: the rows of experiments, files, commands and tables. Needs no fairseq."""
 
+import contextlib
 import json
 import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,18 @@ def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+@contextlib.contextmanager
+def resumable(name: str) -> Iterator[None]:
+    """Run a script's body; a user's mistake or an interruption ends in one line."""
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        sys.exit(f"{name}: error: {error}")
+    except KeyboardInterrupt:
+        print("\nStopped; the same command resumes.", file=sys.stderr)
+        sys.exit(130)
+
+
 # --- files -------------------------------------------------------------------------------------
 
 
@@ -134,6 +147,15 @@ def sentences(output: str, kind: str) -> dict[int, str]:
     """{sentence number: text} from fairseq-generate's lines H (hypothesis) or T (target)."""
     tab = r"\t\S+\t" if kind == "H" else r"\t"
     return {int(n): s for n, s in re.findall(rf"^{kind}-(\d+){tab}(.*)$", output, re.MULTILINE)}
+
+
+def collect(out: Path, table: Callable[[list[Line]], str]) -> str:
+    """Write all results of a folder to results.jsonl and their table to table.md; return it."""
+    files = sorted(out.glob("*/seed-*/result.json"))
+    write(out / "results.jsonl", "".join(f.read_text(encoding="utf-8") for f in files))
+    text = table(read_results(out / "results.jsonl"))
+    write(out / "table.md", text)
+    return text
 
 
 # --- tables ------------------------------------------------------------------------------------
