@@ -17,9 +17,9 @@ from fairseq.data import Dictionary
 from numpy_transformer import HEADS, LAYERS, NumpyTransformer
 from toy_collection import TRANSLATION, VARIANTS, gather, table
 
+from multimax_fairseq.analysis import COLUMNS, parameters, writing
 from multimax_fairseq.analysis import __main__ as command
 from multimax_fairseq.analysis import collect as collection
-from multimax_fairseq.analysis import parameters
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import INTERROGATIVES, WordBoundaries
 from multimax_fairseq.errors import UsageError
@@ -55,7 +55,7 @@ def collected(data, checkpoint, tmp_path_factory):
 
 def assert_alike(one, other, tolerance=1e-4):
     """Check that two collections agree up to rounding, which moves a few values to the next bin."""
-    for name in collection.COLUMNS:
+    for name in COLUMNS:
         rows, others = table(one, name), table(other, name)
         assert len(rows) == len(others)
         if name == "histograms":
@@ -316,7 +316,7 @@ def test_collect_reports_full_disk_and_removes_output(data, checkpoint, tmp_path
     def full(*_):
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(collection, "_write_table", full)
+    monkeypatch.setattr(writing, "_write_table", full)
     with pytest.raises(UsageError, match=r"cannot write to '.*c' \(File too large\): make room"):
         gather(tmp_path / "c", checkpoint(TRANSLATION), data=data / "mt", sentences=2)
     assert not list(tmp_path.iterdir())
@@ -464,7 +464,7 @@ def test_collect_merges_checkpoints_of_one_run(data, checkpoint, collected, tmp_
     later = checkpoint(TRANSLATION, *flags, updates=20, seed=2)
     both = gather(tmp_path / "both", later, checkpoint(TRANSLATION, *flags), data=data / "mt")
     alone = gather(tmp_path / "later", later, data=data / "mt")
-    for name in collection.COLUMNS:
+    for name in COLUMNS:
         rows = table(both, name)
         assert rows == table(collected("multimax"), name) + table(alone, name)
     assert (both / "examples.json").read_text() == (alone / "examples.json").read_text()
@@ -616,7 +616,7 @@ def test_collect_keeps_previous_collection_after_failure(data, checkpoint, tmp_p
     (out / "note.txt").write_text("of the first")
     (out / "figures").mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr(collection, "_write_json", lambda *args: 1 / 0)
+        patched.setattr(writing, "_write_json", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             gather(out, path, data=data / "mt", sentences=3)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
@@ -641,8 +641,8 @@ def test_replace_collection_restores_previous_after_failure(tmp_path, monkeypatc
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="of the disk"), collection._temporary_folder(out) as folder:
-        collection._replace_collection(out, folder)
+    with pytest.raises(OSError, match="of the disk"), writing.temporary_folder(out) as folder:
+        writing._replace_collection(out, folder)
     assert list(tmp_path.iterdir()) == [out]
     assert (out / "collection.json").read_text() == "the first"
 

@@ -18,15 +18,9 @@ the variance from the score function. The support, in tokens, is that of a trunc
 empty for a Gaussian, which has unbounded support.
 """
 
-import contextlib
-import csv
 import hashlib
-import json
 import logging
-import math
 import re
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,27 +31,22 @@ from fairseq import checkpoint_utils, tasks, utils
 from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq.analysis import COLUMNS
+from multimax_fairseq.analysis import writing
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.compat.untrusted import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import as_namespace, settings
-from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.models.loading import build, task_of
 from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
 
-SIGNATURE, EXAMPLE_FILE = "collection.json", "examples.json"
-FILES = {SIGNATURE, EXAMPLE_FILE, *(f"{name}.csv" for name in COLUMNS)}
 EXAMPLES, LONGEST_EXAMPLE = 4, 32
 # Bounds the memory of a batch to a few hundred MB, for any lengths and model.
 TOKENS_AT_ONCE, SCORES_AT_ONCE = 4000, 1 << 22
 HASHED = 1 << 20
-
-Tables = dict[str, list[dict[str, Any]]]
 
 
 def collect(
@@ -92,8 +81,8 @@ def collect(
         raise UsageError(f"--subset '{subset}' must be a name, such as valid or test")
     if max_sentences < 1:
         raise UsageError(f"--max-sentences {max_sentences} must be at least 1")
-    with _temporary_folder(out) as folder:
-        tables: Tables = {name: [] for name in COLUMNS}
+    with writing.temporary_folder(out) as folder:
+        tables = writing.empty_tables()
         described: list[dict[str, Any]] = []
         examples: dict[int, list[Any]] = {}
         task, seen = None, dict[str, int]()
@@ -109,7 +98,9 @@ def collect(
             recorder, seen = _record(model, task, subset, max_sentences, path)
             described.append({**about, **_normalizers(about["settings"], model, recorder)})
             examples[about["updates"]] = [e for _, e in sorted(recorder.examples.items())]
-            _add_rows(tables, about["updates"], model, recorder)
+            for (place, layer), sums in recorder.sums.items():
+                writing.add_attention(tables, about["updates"], place, layer, sums)
+            _add_output(tables, about["updates"], model, recorder)
         described.sort(key=lambda about: about["updates"])
         signed = {
             "command": command,
@@ -121,13 +112,7 @@ def collect(
             "reference": "1 / the number of keys that the query may attend to",
             "checkpoints": described,
         }
-        with _explain_write_error(out):
-            for name, columns in COLUMNS.items():
-                rows = sorted(tables[name], key=lambda row: row["updates"])
-                _write_table(folder / f"{name}.csv", columns.split(), rows)
-            _write_json(folder / EXAMPLE_FILE, examples[max(examples)])
-            _write_json(folder / SIGNATURE, signed)
-            _replace_collection(out.resolve(), folder)
+        writing.write(out, folder, tables, examples[max(examples)], signed)
 
 
 # --- the model and the data -----------------------------------------------------------------------
@@ -267,54 +252,11 @@ def _batches(indices: np.ndarray, dataset: Any, heads: int) -> Iterator[list[int
     yield batch
 
 
-# --- the tables -----------------------------------------------------------------------------------
-
-
-def _add_rows(tables: Tables, updates: int, model: Any, recorder: Recorder) -> None:
-    for (place, layer), sums in recorder.sums.items():
-        at = {"updates": updates, "place": place, "layer": layer}
-        tables["parameters"] += _parameter_rows(updates, place, layer, sums.normalizer)
-        tables["heads"] += [{**at, **row} for row in sums.head_rows()]
-        tables["layers"].append({**at, **sums.layer_row()})
-        tables["histograms"] += [{**at, **row} for row in sums.histogram_rows()]
-        tables["temperatures"] += [{**at, **row} for row in sums.temperature_rows()]
+def _add_output(tables: writing.Tables, updates: int, model: Any, recorder: Recorder) -> None:
     modulator = getattr(model.decoder, "output_modulator", None)
     if modulator is not None:
-        tables["parameters"] += _parameter_rows(updates, "output", None, modulator)
+        tables["parameters"] += writing.parameter_rows(updates, "output", None, modulator)
     tables["output"] += [{"updates": updates, **row} for row in recorder.output.rows()]
-
-
-def _parameter_rows(
-    updates: int, place: str, layer: int | None, module: torch.nn.Module
-) -> list[dict[str, Any]]:
-    at = {"updates": updates, "place": place, "layer": layer}
-    return [
-        {**at, "head": head if len(values) > 1 else None, "name": name, "value": float(value)}
-        for parameter, tensor in module.named_parameters()
-        for name, values in symbols(f"normalizer.{parameter}", tensor.detach()).items()
-        for head, value in enumerate(values)
-    ]
-
-
-def _write_table(file: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: _cell(value) for key, value in row.items()})
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.9g}"
-    return value
-
-
-def _write_json(file: Path, value: Any) -> None:
-    text = json.dumps(value, ensure_ascii=False) + "\n"
-    # Escape the bytes of a path that are not UTF-8.
-    text = re.sub("[\udc80-\udcff]", lambda byte: f"\\\\x{ord(byte[0]) & 0xFF:02x}", text)
-    file.write_text(text, encoding="utf-8")
 
 
 # --- the hash of what was read --------------------------------------------------------------------
@@ -334,61 +276,3 @@ def _hash_folder(folder: Path) -> str:
             with file.open("rb") as stream:
                 digest.update(stream.read(HASHED))
     return digest.hexdigest()
-
-
-# --- the folder -----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _temporary_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder beside `out`, which is deleted in the end if it still exists.
-
-    Raises:
-        UsageError: a collection cannot be written to `out`.
-    """
-    target = out.resolve()
-    working_folder = Path.cwd().resolve()
-    if target in (working_folder, *working_folder.parents):
-        raise UsageError(f"--out '{out}' holds the current folder: give a folder below it")
-    is_empty = target.is_dir() and not any(target.iterdir())
-    if target.exists() and not is_empty and not (target / SIGNATURE).is_file():
-        raise UsageError(
-            f"'{out}' is there and is not a collection: give another --out, or remove it"
-        )
-    # A random name, because another container may have the same process ID.
-    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    with _explain_write_error(out):
-        folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _explain_write_error(out: Path) -> Iterator[None]:
-    """Convert an OSError to a UsageError."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to '{out}' ({error.strerror}): make room there, or give another --out"
-        ) from None
-
-
-def _replace_collection(out: Path, new: Path) -> None:
-    """Rename the folder `new` to `out`, and move other files from the earlier collection to it."""
-    old = new.with_suffix(".old")
-    if out.exists():
-        out.rename(old)
-    try:
-        new.rename(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise
-    if old.exists():
-        for entry in list(old.iterdir()):
-            if entry.name not in FILES:
-                entry.rename(out / entry.name)
-        shutil.rmtree(old, ignore_errors=True)
