@@ -9,16 +9,14 @@ and result.json; OUT/results.jsonl and OUT/table.md collect the results. Finishe
 interrupted ones resume after their last epoch.
 """
 
-import argparse
 import hashlib
-import itertools
-import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lib
+import runs
 import torch
 import torch.nn.functional as F
 from lib import ROOT
@@ -27,7 +25,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
-from multimax_fairseq.signature import processor, signature
 
 sys.path.insert(0, str(ROOT / "user_dir"))
 from continuous_documents import PAD, DocumentClassifier
@@ -45,6 +42,7 @@ class Row(NamedTuple):
     attention: str
     density: str
     num_bases: int = 32
+    epochs: int = EPOCHS
 
 
 ROWS = {
@@ -210,94 +208,34 @@ def train(
 # --- all of them -------------------------------------------------------------------------------
 
 
-def check(folder: Path, command: str) -> None:
-    """Raise UsageError if the folder holds a run with another command or data; else note these."""
-    file = folder / "command"
-    if file.exists() and file.read_text(encoding="utf-8") != command:
-        raise UsageError(
-            f"'{folder}' was trained with another command or other data: give another --out, or "
-            "remove that folder"
-        )
-    lib.write(file, command)
-
-
-def hardware() -> str:
-    gpu = torch.cuda.is_available()
-    return (
-        torch.cuda.get_device_name() if gpu else f"{processor()}, {torch.get_num_threads()} threads"
-    )
-
-
-def table(results: list[lib.Line]) -> str:
-    blocks = {row: [r for r in results if r["row"] == row] for row in ROWS}
-    columns = {
-        "attention": lambda block: ROWS[block[0]["row"]].label,
-        "accuracy": lambda block: lib.mean(r["value"] for r in block),
-        "validation accuracy": lambda block: lib.mean(r["validation"] for r in block),
-        "runs": lambda block: str(len(block)),
-        "epochs": lambda block: lib.mean((r["epochs"] for r in block), 1),
-        "paper": lambda block: ROWS[block[0]["row"]].paper,
-    }
-    return lib.summary(blocks.values(), columns)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="imdb.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=ROOT / "data" / "imdb" / "text",
-        metavar="DIR",
-        help="default data/imdb/text",
-    )
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}; default all")
-    parser.add_argument("--seeds", type=numbers, default=[1], metavar="N,...", help="default 1")
-    parser.add_argument(
-        "--epochs", type=int, default=EPOCHS, metavar="N", help=f"default {EPOCHS}, the paper's"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "results" / "imdb",
-        metavar="DIR",
-        help="default results/imdb",
-    )
-    args = parser.parse_args()
-    args.rows = [row.strip() for row in args.rows.split(",")]
-    if unknown := [row for row in args.rows if row not in ROWS]:
-        raise UsageError(f"--rows has the unknown {unknown[0]!r}: choose from {', '.join(ROWS)}")
-    return args
-
-
 def main() -> None:
     with lib.resumable("imdb.sh"):
-        args = parse()
+        parser = runs.options("imdb", __doc__, ROWS, ",".join(ROWS))
+        parser.add_argument(
+            "--data",
+            type=Path,
+            default=ROOT / "data" / "imdb" / "text",
+            metavar="DIR",
+            help="default data/imdb/text",
+        )
+        args = parser.parse_args()
         data, vectors = read_data(args.data)
         text = (args.data / "train.tsv").read_bytes() + (args.data / "vectors.txt").read_bytes()
-        digest = hashlib.sha256(text).hexdigest()
-        for seed, row in itertools.product(args.seeds, args.rows):
-            folder = args.out / row / f"seed-{seed}"
-            folder.mkdir(parents=True, exist_ok=True)
-            words = ["scripts/imdb.sh", *lib.portable(["--data", str(args.data)])]
-            words += ["--rows", row, "--seeds", str(seed), "--epochs", str(args.epochs)]
-            check(folder, f"{digest}\n{shlex.join(words)}\n")
-            if (folder / "result.json").exists():
-                print(f"Nothing to do: imdb {row}, seed {seed} is finished.")
-                continue
-            line = {
-                **{"experiment": "imdb", "row": row, "seed": seed},
-                **train(row, seed, args.epochs, data, vectors, folder),
-                **{"data": digest, "command": shlex.join(words), "hardware": hardware()},
-                **signature(),
-            }
-            lib.write_json(folder / "result.json", line)
-        print(f"\n{lib.collect(args.out, table)}\nResults: {args.out}")
+        runs.run_all(
+            "imdb",
+            ROWS,
+            args,
+            ["--data", str(args.data)],
+            hashlib.sha256(text).hexdigest(),
+            lambda row, seed, epochs, folder: train(row, seed, epochs, data, vectors, folder),
+            {
+                "attention": lambda block: ROWS[block[0]["row"]].label,
+                "accuracy": lambda block: lib.mean(r["value"] for r in block),
+                "validation accuracy": lambda block: lib.mean(r["validation"] for r in block),
+                "runs": lambda block: str(len(block)),
+                "epochs": lambda block: lib.mean((r["epochs"] for r in block), 1),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -125,5 +125,5 @@ def test_imdb_skips_finished_runs_and_tabulates_all(prepared, tmp_path):
 
 
 def test_imdb_names_an_unknown_row(prepared, tmp_path):
-    output = run(tmp_path, *train(prepared, tmp_path, "--rows", "entmax"), code=1)
-    assert "imdb.sh: error: --rows has the unknown 'entmax': choose from softmax, " in output
+    output = run(tmp_path, *train(prepared, tmp_path, "--rows", "entmax"), code=2)
+    assert "imdb.sh: error: argument --rows: no row 'entmax': choose from softmax, " in output

@@ -1,0 +1,110 @@
+"""What experiments that train without fairseq share: options, runs, results.
+
+An experiment has rows, {name: row}, whose attributes are label, paper (its figure) and epochs.
+"""
+
+import argparse
+import itertools
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lib
+import torch
+from lib import ROOT
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.signature import processor, signature
+
+
+def options(name: str, doc: str, rows: dict[str, Any], chosen: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all of these experiments have."""
+    parser = argparse.ArgumentParser(
+        prog=f"{name}.sh", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "all" if chosen == ",".join(rows) else chosen
+    parser.add_argument(
+        "--rows",
+        type=lambda names: _known(names.split(","), rows),
+        default=chosen,
+        metavar="ROW,...",
+        help=f"of {', '.join(rows)}; default {default}",
+    )
+    parser.add_argument("--seeds", type=_numbers, default=[1], metavar="N,...", help="default 1")
+    parser.add_argument("--epochs", type=int, metavar="N", help="default: the paper's")
+    out = ROOT / "results" / name
+    parser.add_argument(
+        "--out", type=Path, default=out, metavar="DIR", help=f"default results/{name}"
+    )
+    return parser
+
+
+def _known(names: list[str], rows: dict[str, Any]) -> list[str]:
+    if unknown := [name for name in names if name not in rows]:
+        raise argparse.ArgumentTypeError(f"no row {unknown[0]!r}: choose from {', '.join(rows)}")
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def run_all(
+    name: str,
+    rows: dict[str, Any],
+    args: argparse.Namespace,
+    settings: list[str],
+    data: str,
+    train: Callable[[str, int, int, Path], lib.Line],
+    columns: dict[str, Callable[[list[lib.Line]], str]],
+) -> None:
+    """Train the chosen rows and seeds, and print the table of all results in args.out.
+
+    Args:
+        settings: the command's other options that change the result.
+        data: a hash of the data.
+        train: train(row, seed, epochs, folder) returns what was reached.
+        columns: of the table, before that of the paper's figure.
+    """
+    for seed, row in itertools.product(args.seeds, args.rows):
+        folder = args.out / row / f"seed-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        epochs = args.epochs or rows[row].epochs
+        words = [f"scripts/{name}.sh", *lib.portable(settings)]
+        words += ["--rows", row, "--seeds", str(seed), "--epochs", str(epochs)]
+        _check_same(folder, f"{data}\n{shlex.join(words)}\n")
+        if (folder / "result.json").exists():
+            print(f"Nothing to do: {name} {row}, seed {seed} is finished.")
+            continue
+        line = {
+            **{"experiment": name, "row": row, "seed": seed},
+            **train(row, seed, epochs, folder),
+            **{"data": data, "command": shlex.join(words), "hardware": _hardware(args)},
+            **signature("timm"),
+        }
+        lib.write_json(folder / "result.json", line)
+
+    def table(results: list[lib.Line]) -> str:
+        blocks = [[r for r in results if r["row"] == row] for row in rows]
+        paper = {"paper": lambda block: rows[block[0]["row"]].paper}
+        return lib.summary(blocks, columns | paper)
+
+    print(f"\n{lib.collect(args.out, table)}\nResults: {args.out}")
+
+
+def _check_same(folder: Path, command: str) -> None:
+    """Raise UsageError if the folder holds a run with another command or data; else note these."""
+    file = folder / "command"
+    if file.exists() and file.read_text(encoding="utf-8") != command:
+        raise UsageError(
+            f"'{folder}' was trained with another command or other data: give another --out, or "
+            "remove that folder"
+        )
+    lib.write(file, command)
+
+
+def _hardware(args: argparse.Namespace) -> str:
+    if torch.cuda.is_available():
+        return f"{getattr(args, 'gpus', 1)} x {torch.cuda.get_device_name()}"
+    return f"{processor()}, {torch.get_num_threads()} threads"
