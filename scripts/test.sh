@@ -12,11 +12,17 @@ export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # Packages that only the tests need. triton is large and only for Linux; PyTorch's CUDA build brings it.
 source "$root/scripts/locked.sh"
-more=$(section "Installed by scripts\/test.sh")
+more=$(section "Installed by scripts\/test.sh alone")
 if [[ $(uname) != Linux ]] || python -c "import triton" 2>/dev/null; then
     more=$(grep -v '^triton==' <<<"$more")
 fi
 python -m pip install --quiet --no-deps --require-hashes -r <(locked <<<"$more")
+vision=$root/.venv/vision pins=$(section "Installed by scripts\/test.sh into")
+if [[ $(cat "$vision/pins" 2>/dev/null) != "$pins" ]]; then
+    python -m pip install --quiet --no-deps --require-hashes --upgrade --target "$vision" \
+        -r <(locked <<<"$pins")
+    echo "$pins" >"$vision/pins"
+fi
 
 ruff check .
 ruff format --check .

@@ -157,7 +157,11 @@ def become(arguments, folder, environment, files):
     numpy.random.seed()
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
     sys.path[0] = ""
-    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:1] = given
+    if any(Path(path, "sitecustomize.py").exists() for path in given):
+        sys.modules.pop("sitecustomize", None)  # the server's own
+        importlib.import_module("sitecustomize")
     try:
         sys.executable = str(Path(arguments[0]).parent / "python")
         run(arguments)

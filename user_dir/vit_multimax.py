@@ -1,17 +1,18 @@
-"""DeiT-small with MultiMax in every attention and in its output layer, on models from timm.
+"""DeiT with MultiMax in every attention and in its output layer, as models of timm.
 
-    python user_dir/vit_multimax.py
+    import timm, vit_multimax
+    model = timm.create_model("deit_small_multimax", num_classes=1000)
 
-As in Table 2 of the paper: global average pooling in place of the class token, and modulators that
-may fall far from zero (Eq. 6). This file does not use fairseq.
+Sizes: deit_tiny_multimax, deit_small_multimax, deit_base_multimax. The arguments of `deit`, such as
+head="cls" or normalizer="evsoftmax", and those of timm's VisionTransformer are keyword arguments of
+`create_model`. With pretrained=True and head="cls", the model starts from DeiT's weights: MultiMax
+starts close to softmax. scripts/imagenet.sh trains these models with DeiT's recipe. This file does
+not import fairseq.
 """
 
-import time
+from collections import OrderedDict
 
-import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parameters_to_vector
 
 from multimax_fairseq import Modulator, replace_softmax
 
@@ -24,40 +25,55 @@ except ModuleNotFoundError as error:
         "timm is missing, which has this example's model: docs/python.md says how to install it"
     ) from None
 
+# The paper averages the patches after the last norm (GAP) or classifies a class token (CLS).
+HEADS = {
+    "gap": {"global_pool": "avg", "class_token": False, "fc_norm": False},
+    "cls": {"global_pool": "token", "class_token": True},
+}
 
-def build(normalizer="multimax", **timm_options):
-    """Return DeiT-small with this normalizer; a MultiMax model's logits are modulated too."""
-    options = {"global_pool": "avg", "class_token": False, **timm_options}
-    model = timm.create_model("deit_small_patch16_224", **options)
-    # No image patch is masked, so the modulators need not be monotone.
-    settings = {"monotone": False} if normalizer == "multimax" else {}
-    replace_softmax(model, normalizer, **settings)
-    if normalizer == "multimax":
+
+def deit(
+    size,
+    head="gap",
+    normalizer="multimax",
+    output="multimax",
+    order=2,
+    terms="both",
+    settings=None,
+    **timm_options,
+):
+    """Return a DeiT for images of 224 x 224 pixels; logits are (B, classes).
+
+    head: "gap" or "cls", the rows of the paper's Table 1.
+    normalizer: of all attentions, a key of `multimax_fairseq.NORMALIZERS`.
+    output: "multimax" modulates the logits; "softmax" does not.
+    order, terms: of the modulators, as `Modulator`; Table 5 compares them.
+    settings: other arguments of `Normalizer`, such as {"temperature": 0.5} for softmax.
+    """
+    options = {**HEADS[head], **timm_options}
+    model = timm.create_model(f"deit_{size}_patch16_224", **options)
+    # Eq. 6 as it is: no patch is masked, so the modulators need not be monotone.
+    shape = {"order": order, "terms": terms, "monotone": False}
+    settings = {**(shape if normalizer == "multimax" else {}), **(settings or {})}
+    if normalizer != "softmax" or settings:
+        replace_softmax(model, normalizer, **settings)
+    if output == "multimax":
         # Cross-entropy and softmax of modulated logits are those of MultiMax.
-        model.head = nn.Sequential(model.head, Modulator())
+        parts = {"linear": model.head, "modulator": Modulator(**shape)}
+        model.head = nn.Sequential(OrderedDict(parts))
     return model
 
 
-def main():
-    torch.manual_seed(1)
-    model = build()
-    modulators = {n: m for n, m in model.named_modules() if isinstance(m, Modulator)}
-    before = {n: parameters_to_vector(m.parameters()).detach() for n, m in modulators.items()}
-    images, labels = torch.randn(2, 3, 224, 224), torch.randint(1000, (2,))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    start = time.perf_counter()
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer.step()
-    seconds = time.perf_counter() - start
-    with torch.no_grad():
-        later = F.cross_entropy(model(images), labels)
-    for name, modulator in modulators.items():
-        change = parameters_to_vector(modulator.parameters()) - before[name]
-        print(f"{name} moved by up to {change.abs().max():.1e}")
-    print(f"{sum(len(vector) for vector in before.values())} extra scalars")
-    print(f"loss {loss:.3f}, after a step of {seconds:.1f} s {later:.3f}")
+@timm.models.register_model
+def deit_tiny_multimax(pretrained=False, **options):
+    return deit("tiny", pretrained=pretrained, **options)
 
 
-if __name__ == "__main__":
-    main()
+@timm.models.register_model
+def deit_small_multimax(pretrained=False, **options):
+    return deit("small", pretrained=pretrained, **options)
+
+
+@timm.models.register_model
+def deit_base_multimax(pretrained=False, **options):
+    return deit("base", pretrained=pretrained, **options)
