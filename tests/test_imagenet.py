@@ -1,5 +1,6 @@
-"""DeiT with MultiMax: the models of user_dir/vit_multimax.py and their training."""
+"""DeiT with MultiMax: the models of user_dir/vit_multimax.py, their training, their analysis."""
 
+import csv
 import json
 import os
 import random
@@ -207,6 +208,74 @@ def test_imagenet_names_its_mistakes(images, tmp_path):
     ):
         output = run(tmp_path, *training(images, tmp_path / "out", *words), code=1, **WITH_TIMM)
         assert "imagenet.sh: error: " in output and sentence in output
+
+
+# --- analysis ----------------------------------------------------------------------------------
+
+
+def test_vit_analysis_writes_a_collection_and_pictures(images, trained, tmp_path):
+    files = sorted((trained[0] / "tiny_multimax" / "seed-1").glob("epoch-[13].pt"))
+    program = ROOT / "user_dir" / "vit_analysis.py"
+    out = tmp_path / "collection"
+    run(tmp_path, "python", program, *files, "--data", images, "--out", out, **WITH_TIMM)
+    printed = run(tmp_path, "multimax-analyze", "plot", out)
+
+    with (out / "layers.csv").open() as table:
+        rows = [row for row in csv.DictReader(table) if row["updates"] == "6"]
+    right = in_timm(
+        tmp_path,
+        "import json, timm, torch, vit_multimax\n"
+        "from timm.data import ImageDataset, create_transform\n"
+        f"state = torch.load({str(files[-1])!r}, weights_only=True)\n"
+        "model = timm.create_model(state['name'], **state['options']).eval()\n"
+        "model.load_state_dict(state['model'])\n"
+        "transform = create_transform(224, interpolation='bicubic', crop_pct=0.875)\n"
+        f"data = ImageDataset({str(images / 'val')!r}, transform=transform)\n"
+        "x = model.pos_embed + model.patch_embed(torch.stack([image for image, _ in data]))\n"
+        "found = []\n"
+        "for block in model.blocks:\n"
+        "    x = block(x)\n"
+        "    unit = torch.nn.functional.normalize(x.double(), dim=-1)\n"
+        "    cosines, n = (unit @ unit.mT).abs(), x.shape[1]\n"
+        "    found.append(float((cosines.sum((1, 2)) - n).mean() / (n * (n - 1))))\n"
+        "print(json.dumps(found))",
+    )
+    assert [float(row["patch_similarity"]) for row in rows] == pytest.approx(right, abs=1e-5)
+    assert len({(out / f"image-{number}.png").read_bytes() for number in (1, 2, 3, 4)}) == 4
+    for name in (
+        *("modulators-encoder", "over-smoothing-updates", "rollout"),
+        *("weight-histograms-encoder", "weight-distributions-encoder"),
+    ):
+        assert f"drawn: {name}\n" in printed
+
+
+def test_grad_cam_weighs_channels_by_their_effect_on_the_logit(tmp_path):
+    """Adding e to a channel at all patches changes the logit by e * patches * the weight."""
+    error = in_timm(
+        tmp_path,
+        "import json, timm, torch, vit_multimax, vit_analysis\n"
+        "torch.manual_seed(1)\n"
+        f"model = timm.create_model('deit_tiny_multimax', head='cls', {SMALL}).double().eval()\n"
+        "images = torch.randn(1, 3, 32, 32).double()\n"
+        "heat = vit_analysis.grad_cam(model, images)[0].detach()\n"
+        "norm, kept, moved = model.blocks[-1].norm1, [], torch.zeros(24).double()\n"
+        "def move(module, inputs, output):\n"
+        "    kept.append(output)\n"
+        "    return torch.cat([output[:, :1], output[:, 1:] + moved], 1)\n"
+        "norm.register_forward_hook(move)\n"
+        "best = model(images).argmax()\n"
+        "features, weights = kept[0][0, 1:].detach(), []\n"
+        "for channel in range(24):\n"
+        "    moved = torch.zeros(24).double()\n"
+        "    moved[channel] = 1e-5\n"
+        "    up = model(images)[0, best]\n"
+        "    moved = -moved\n"
+        "    weights.append(float(up - model(images)[0, best]) / 2e-5)\n"
+        "right = (features @ torch.tensor(weights).double()).relu()\n"
+        "assert right.max() > 0\n"
+        "print(json.dumps(float((heat.flatten() - right / right.max()).abs().max())))",
+    )
+    assert error < 1e-5
 
 
 def test_vit_multimax_names_missing_timm(tmp_path):
