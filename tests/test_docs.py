@@ -22,7 +22,8 @@ ELSEWHERE = [
     "bash scripts/quickstart.sh\n",
     "bash scripts/test.sh\n",
     "bash scripts/iwslt14.sh\nbash scripts/wikitext103.sh\nbash scripts/iwslt17.sh\n"
-    "bash scripts/adaptively_sparse.sh --data kftt\nbash scripts/imdb.sh\n",
+    "bash scripts/adaptively_sparse.sh --data kftt\nbash scripts/imdb.sh\n"
+    "bash scripts/imagenet.sh --data imagenet\n",
     "bash scripts/setup.sh\nsource .venv/bin/activate\nbash scripts/test.sh --fast\n",
     "multimax-convert from-authors authors.pt ours.pt\n"
     "multimax-convert to-authors ours.pt theirs.pt\n"
