@@ -30,8 +30,8 @@ class DocumentClassifier(nn.Module):
     """Logits of (B, S) words, 0 behind the end, with the mean and the variance of the attention.
 
     attention: "discrete", by an additive scorer; "continuous", by a density that a CNN over the
-        states predicts; "combined", the sum of the context of softmax and that of a density with
-        softmax's mean and variance.
+        states predicts; "combined", the sum of the context of softmax and that of a density whose
+        parameters are the mean and the variance of the positions under softmax.
     density: "softmax" or "sparsemax", also of the discrete attention alone.
     seen: None: the values are the states. A number: the values are the embeddings, and the encoder
         tells only the words below it apart.
