@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
 """Trains, evaluates and tabulates the DeiT models of the MultiMax paper (Tables 1, 2, 5 and 6).
 
-    scripts/imagenet.sh --data DIR [--rows ROW,...] [--seeds N,...] [--gpus N] [--out DIR]
+    scripts/imagenet.sh --data DATA [--rows ROW,...] [--seeds N,...] [--gpus N] [--out OUT]
 
-DIR has one folder of images for each class, in train/ and in val/. The models are those of
+DATA has one folder of images for each class, in train/ and in val/. The models are those of
 user_dir/vit_multimax.py; data, augmentation, optimizer and scheduler are timm's, with DeiT's
-settings. OUT/ROW/seed-N holds the newest checkpoint, the weights after every tenth of the epochs
-(epoch-N.pt) and result.json; OUT/results.jsonl and OUT/table.md collect the results. Finished runs
-are skipped, interrupted ones resume after their last epoch.
+settings. OUT/ROW/seed-N holds the newest checkpoint, the weights after every 10% of the epochs
+(epoch-N.pt) and result.json; OUT/results.jsonl and OUT/table.md hold the results of all runs.
+Finished runs are skipped, interrupted ones resume after their last epoch.
 
 ImageNet-1k (1,281,167 and 50,000 images) is at https://image-net.org, for registered users:
 ILSVRC2012_img_train.tar (MD5 1d675b47d978889d74fa0da5fadfb00e), ILSVRC2012_img_val.tar (MD5
 29b22e2961454d5413ddabcf34fc5622) and ILSVRC2012_devkit_t12.tar.gz (MD5
 fa75699e90414af021442c21a62c3abf); the site gives no checksums, these are torchvision's.
-torchvision.datasets.ImageNet(DIR, split) unpacks them, for the splits "train" and "val".
+torchvision.datasets.ImageNet(DATA, split) unpacks them, for the splits "train" and "val".
 """
 
 import argparse
 import functools
 import hashlib
+import math
 import socket
 import sys
 import time
@@ -32,7 +33,6 @@ import torch
 from lib import ROOT
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
 
 sys.path.insert(0, str(ROOT / "user_dir"))
 import vit_multimax  # noqa: F401  registers the models, and says if timm is missing
@@ -49,7 +49,7 @@ from timm.utils import random_seed
 
 # The settings of DeiT's code, https://github.com/facebookresearch/deit, which the paper follows.
 EPOCHS, WARMUP_EPOCHS, BATCH_SIZE = 300, 5, 1024
-LEARNING_RATE, WEIGHT_DECAY = 5e-4, 0.05  # the learning rate is for 512 images
+LEARNING_RATE, WEIGHT_DECAY = 5e-4, 0.05  # the learning rate is per 512 images of a batch
 DROP_PATH, REPEATS = 0.1, 3
 IMAGES = {"interpolation": "bicubic", "use_prefetcher": True}
 AUGMENTATION = {"auto_augment": "rand-m9-mstd0.5-inc1"}
@@ -88,7 +88,7 @@ ROWS = {
     "low": Row("MultiMax, low term of order 1", "80.6", "small", {"order": 1, "terms": "low"}),
     "both": Row("MultiMax, both terms of order 1", "80.7", "small", {"order": 1}),
 }
-# Table 1; the row softmax is temperature 1 with GAP.
+# Table 1. There is no row gap_1: it is the row softmax.
 for head, papers in {
     "cls": {"0.1": "5.1", "0.5": "79.9", "1": "79.9", "2": "80.0", "10": "79.5", "learned": "79.7"},
     "gap": {"0.1": "4.7", "0.5": "80.3", "2": "80.0", "10": "79.9", "learned": "80.2"},
@@ -104,8 +104,8 @@ for head, papers in {
 # --- data --------------------------------------------------------------------------------------
 
 
-def read_data(folder: Path) -> tuple[dict[str, ImageDataset], str]:
-    """Return the images of each split, and a hash of their names."""
+def read_data(folder: Path) -> dict[str, ImageDataset]:
+    """Return the images of each split."""
     for split in ("train", "val"):
         if not (folder / split).is_dir():
             raise UsageError(
@@ -125,8 +125,7 @@ def read_data(folder: Path) -> tuple[dict[str, ImageDataset], str]:
             f"--data '{folder}' has the class {min(missing)!r} in one of train/ and val/ only: "
             "both must have the same folders"
         )
-    names = [name for data in (train, val) for name in data.filenames()]
-    return {"train": train, "val": val}, hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return {"train": train, "val": val}
 
 
 def loader(
@@ -136,7 +135,10 @@ def loader(
     workers: int,
     device: torch.device,
 ) -> PrefetchLoader:
-    """Return batches of normalized images; with a sampler, those of training."""
+    """Return batches of normalized images.
+
+    With a sampler they are for training: with random erasing, and without a last smaller batch.
+    """
     batches = torch.utils.data.DataLoader(
         data,
         batch_size,
@@ -154,15 +156,15 @@ def loader(
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, batches: PrefetchLoader) -> float:
-    """Return the percentage of right classes."""
+    """Return the top-1 accuracy in percent."""
     model.eval()
-    right = total = 0
+    correct = total = 0
     for images, labels in batches:
         with half_precision(images.device):
-            found = model(images).argmax(-1)
-        right += (found == labels).sum().item()
+            predicted = model(images).argmax(-1)
+        correct += (predicted == labels).sum().item()
         total += len(labels)
-    return 100 * right / total
+    return 100 * correct / total
 
 
 def half_precision(device: torch.device) -> Any:
@@ -182,7 +184,7 @@ def train(
     """Train one model, as one of args.gpus processes, resuming from the newest checkpoint."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    data, _ = read_data(args.data)
+    data = read_data(args.data)
     classes = len(data["train"].reader.class_to_idx)
     sampler = RepeatAugSampler(data["train"], args.gpus, rank, num_repeats=REPEATS)
     batches = loader(data["train"], sampler, args.batch_size // args.gpus, args.workers, device)
@@ -192,8 +194,8 @@ def train(
     options = {**ROWS[row].options, "num_classes": classes}
     name = f"deit_{ROWS[row].size}_multimax"
     model = timm.create_model(name, drop_path_rate=DROP_PATH, **options).to(device)
-    rate = LEARNING_RATE * args.batch_size / 512
-    optimizer = create_optimizer_v2(model, "adamw", lr=rate, weight_decay=WEIGHT_DECAY)
+    learning_rate = LEARNING_RATE * args.batch_size / 512
+    optimizer = create_optimizer_v2(model, "adamw", lr=learning_rate, weight_decay=WEIGHT_DECAY)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         "cosine",
@@ -211,7 +213,7 @@ def train(
         scaler.load_state_dict(state.pop("scaler"))
         if rank == 0:
             done = len(state["accuracies"])
-            print(f"imagenet {row}, seed {seed}: going on after epoch {done}", flush=True)
+            print(f"imagenet {row}, seed {seed}: resuming after epoch {done}", flush=True)
     parallel = model
     if args.gpus > 1:
         torch.cuda.set_device(device)
@@ -220,7 +222,7 @@ def train(
             "nccl", init_method=address, rank=rank, world_size=args.gpus
         )
         parallel = torch.nn.parallel.DistributedDataParallel(model, [rank])
-    mix = Mixup(**MIXING, num_classes=classes)
+    mixup = Mixup(**MIXING, num_classes=classes)
 
     for epoch in range(len(state["accuracies"]), epochs):
         about = f"imagenet {row}, seed {seed}, epoch {epoch + 1} of {epochs}"
@@ -228,7 +230,7 @@ def train(
         sampler.set_epoch(epoch)
         random_seed(1000 * seed + epoch, rank)
         start = time.monotonic()
-        train_epoch(parallel, optimizer, scaler, batches, mix, about if rank == 0 else "")
+        train_epoch(parallel, optimizer, scaler, batches, mixup, about, is_first=rank == 0)
         state["seconds"] += time.monotonic() - start
         state["updates"] += len(batches)
         if rank == 0:
@@ -236,9 +238,9 @@ def train(
             print(f"{about}: accuracy {state['accuracies'][-1]:.2f}", flush=True)
             state |= {"name": name, "options": options, "model": model.state_dict()}
             if (epoch + 1) % max(1, epochs // 10) == 0 or epoch + 1 == epochs:
-                save(state, folder / f"epoch-{epoch + 1}.pt")
+                runs.save(state, folder / f"epoch-{epoch + 1}.pt")
             resuming = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-            save(state | resuming, folder / "checkpoint.pt")
+            runs.save(state | resuming, folder / "checkpoint.pt")
     if args.gpus > 1:
         torch.distributed.destroy_process_group()
 
@@ -248,14 +250,15 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     batches: PrefetchLoader,
-    mix: Mixup,
+    mixup: Mixup,
     about: str,
+    is_first: bool,
 ) -> None:
-    """Train on each batch once; print the progress if `about` names the run."""
+    """Train on each batch once; the first process prints the progress."""
     model.train()
     loss_of, total, start = SoftTargetCrossEntropy(), 0.0, time.monotonic()
     for number, (images, labels) in enumerate(batches, 1):
-        images, labels = mix(images, labels)
+        images, labels = mixup(images, labels)
         with half_precision(images.device):
             loss = loss_of(model(images), labels)
         optimizer.zero_grad()
@@ -265,9 +268,9 @@ def train_epoch(
         total = total + loss.detach()
         if number % 50 == 0 or number == len(batches):
             mean = float(total) / number
-            if mean != mean:
-                raise UsageError(f"{about}: the loss is not a number; training has diverged")
-            if about:
+            if math.isnan(mean):
+                sys.exit(f"{about}: the loss is NaN, as training has diverged: try another seed")
+            if is_first:
                 speed = number * len(images) / (time.monotonic() - start)
                 print(
                     f"{about}: batch {number:,} of {len(batches):,}, loss {mean:.3f}, "
@@ -276,24 +279,20 @@ def train_epoch(
                 )
 
 
-def save(state: dict[str, Any], file: Path) -> None:
-    with whole(file) as aside:
-        torch.save(state, aside)
-
-
 # --- all of them -------------------------------------------------------------------------------
 
 
 def result(row: str, seed: int, epochs: int, folder: Path, args: argparse.Namespace) -> lib.Line:
-    """Train in as many processes as there are GPUs, and return what was reached."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = (port, row, seed, epochs, folder, args)
+    """Train in one process per GPU, and return the metrics."""
     if args.gpus > 1:
-        torch.multiprocessing.spawn(train, given, nprocs=args.gpus)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        torch.multiprocessing.spawn(
+            train, (port, row, seed, epochs, folder, args), nprocs=args.gpus
+        )
     else:
-        train(0, *given)
+        train(0, 0, row, seed, epochs, folder, args)
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     return {
         "metric": "top-1 accuracy",
@@ -311,19 +310,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=runs.positive,
         default=BATCH_SIZE,
         metavar="N",
-        help=f"of all GPUs together; the learning rate is proportional; default {BATCH_SIZE}",
+        help=f"total over all GPUs; the learning rate scales with it; default {BATCH_SIZE}",
     )
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="default 1, or the CPU")
+    parser.add_argument(
+        "--gpus",
+        type=runs.positive,
+        default=1,
+        metavar="N",
+        help="default 1; without a GPU, trains on the CPU",
+    )
     parser.add_argument(
         "--workers", type=int, default=8, metavar="N", help="processes per GPU; default 8"
     )
     args = parser.parse_args()
     if args.gpus > max(1, torch.cuda.device_count()):
         raise UsageError(f"--gpus {args.gpus}: this machine has {torch.cuda.device_count()}")
-    if args.batch_size < 1 or args.batch_size % (2 * args.gpus):
+    if args.batch_size % (2 * args.gpus):
         raise UsageError(
             f"--batch-size {args.batch_size} must be an even number of images for each GPU, since "
             "Mixup mixes pairs"
@@ -334,21 +339,26 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     with lib.resumable("imagenet.sh"):
         args = parse()
-        data, digest = read_data(args.data)
-        if args.batch_size > (images := len(data["train"])):
-            raise UsageError(f"--batch-size {args.batch_size} exceeds the {images} training images")
+        data = read_data(args.data)
+        images = len(RepeatAugSampler(data["train"], args.gpus, 0, num_repeats=REPEATS))
+        images *= args.gpus
+        if args.batch_size > images:
+            raise UsageError(
+                f"--batch-size {args.batch_size} exceeds the {images} images per epoch"
+            )
+        names = [name for split in data.values() for name in split.filenames()]
         runs.run_all(
             "imagenet",
             ROWS,
             args,
             ["--data", str(args.data), "--batch-size", str(args.batch_size)],
-            digest,
+            hashlib.sha256("\n".join(names).encode()).hexdigest(),
             functools.partial(result, args=args),
             {
                 "model": lambda block: f"DeiT-{ROWS[block[0]['row']].size}",
                 "method": lambda block: ROWS[block[0]["row"]].label,
                 "accuracy": lambda block: lib.mean(r["value"] for r in block),
-                "best epoch's": lambda block: lib.mean(r["best"] for r in block),
+                "best accuracy": lambda block: lib.mean(r["best"] for r in block),
                 "runs": lambda block: str(len(block)),
                 "epochs": lambda block: lib.mean((r["epochs"] for r in block), 0),
                 "images/s": lambda block: lib.mean((r["images_per_second"] for r in block), 0),

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
 
 sys.path.insert(0, str(ROOT / "user_dir"))
 from continuous_documents import PAD, DocumentClassifier
@@ -116,7 +115,7 @@ def logits_of(model: DocumentClassifier, reviews: Reviews, batch: list[int]) -> 
 
 @torch.no_grad()
 def accuracy(model: DocumentClassifier, reviews: Reviews) -> float:
-    """Return the percentage of right classes."""
+    """Return the accuracy in percent."""
     model.eval()
     right = 0
     for batch in batches(reviews):
@@ -171,17 +170,17 @@ def train_epoch(
 def train(
     row: str, seed: int, epochs: int, data: dict[str, Reviews], vectors: Tensor, folder: Path
 ) -> dict[str, Any]:
-    """Train with early stopping, resuming from the newest checkpoint; return what was reached."""
+    """Train with early stopping, resuming from the newest checkpoint; return the metrics."""
     model = build(ROWS[row], vectors, seed)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE, weight_decay=L2)
     state = {"epoch": 0, "best_epoch": 0, "best": -1.0, "best_model": learned(model)}
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
-        print(f"imdb {row}, seed {seed}: going on after epoch {state['epoch']}", flush=True)
+        print(f"imdb {row}, seed {seed}: resuming after epoch {state['epoch']}", flush=True)
     while state["epoch"] < epochs and state["epoch"] - state["best_epoch"] < PATIENCE:
         state["epoch"] += 1
         name = f"imdb {row}, seed {seed}, epoch {state['epoch']} of {epochs}"
@@ -192,8 +191,7 @@ def train(
             best = {"best": found, "best_epoch": state["epoch"], "best_model": learned(model)}
             state.update(best)
         state |= {"model": learned(model), "optimizer": optimizer.state_dict()}
-        with whole(checkpoint) as aside:
-            torch.save(state, aside)
+        runs.save(state, checkpoint)
     model.load_state_dict(state["best_model"], strict=False)
     return {
         "metric": "accuracy",
@@ -220,7 +218,8 @@ def main() -> None:
         )
         args = parser.parse_args()
         data, vectors = read_data(args.data)
-        text = (args.data / "train.tsv").read_bytes() + (args.data / "vectors.txt").read_bytes()
+        names = ("train.tsv", "valid.tsv", "test.tsv", "vectors.txt")
+        text = b"".join((args.data / name).read_bytes() for name in names)
         runs.run_all(
             "imdb",
             ROWS,

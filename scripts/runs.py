@@ -1,4 +1,4 @@
-"""What experiments that train without fairseq share: options, runs, results.
+"""Shared code of the experiments that train without fairseq: options, runs, results.
 
 An experiment has rows, {name: row}, whose attributes are label, paper (its figure) and epochs.
 """
@@ -15,6 +15,7 @@ import torch
 from lib import ROOT
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import whole
 from multimax_fairseq.signature import processor, signature
 
 
@@ -31,8 +32,8 @@ def options(name: str, doc: str, rows: dict[str, Any], chosen: str) -> argparse.
         metavar="ROW,...",
         help=f"of {', '.join(rows)}; default {default}",
     )
-    parser.add_argument("--seeds", type=_numbers, default=[1], metavar="N,...", help="default 1")
-    parser.add_argument("--epochs", type=int, metavar="N", help="default: the paper's")
+    parser.add_argument("--seeds", type=seeds, default=[1], metavar="N,...", help="default 1")
+    parser.add_argument("--epochs", type=positive, metavar="N", help="default: the paper's")
     out = ROOT / "results" / name
     parser.add_argument(
         "--out", type=Path, default=out, metavar="DIR", help=f"default results/{name}"
@@ -46,8 +47,14 @@ def _known(names: list[str], rows: dict[str, Any]) -> list[str]:
     return names
 
 
-def _numbers(text: str) -> list[int]:
+def seeds(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def run_all(
@@ -64,23 +71,28 @@ def run_all(
     Args:
         settings: the command's other options that change the result.
         data: a hash of the data.
-        train: train(row, seed, epochs, folder) returns what was reached.
+        train: train(row, seed, epochs, folder) returns the metrics.
         columns: of the table, before that of the paper's figure.
     """
     for seed, row in itertools.product(args.seeds, args.rows):
         folder = args.out / row / f"seed-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         epochs = args.epochs or rows[row].epochs
-        words = [f"scripts/{name}.sh", *lib.portable(settings)]
-        words += ["--rows", row, "--seeds", str(seed), "--epochs", str(epochs)]
-        _check_same(folder, f"{data}\n{shlex.join(words)}\n")
+        words = [f"{name}.sh", *settings, "--rows", row]
+        words += ["--seeds", str(seed), "--epochs", str(epochs)]
+        command = f"scripts/{shlex.join(lib.portable(words))}"
+        _check_same(folder, f"{data}\n{command}\n")
         if (folder / "result.json").exists():
             print(f"Nothing to do: {name} {row}, seed {seed} is finished.")
             continue
         line = {
-            **{"experiment": name, "row": row, "seed": seed},
+            "experiment": name,
+            "row": row,
+            "seed": seed,
             **train(row, seed, epochs, folder),
-            **{"data": data, "command": shlex.join(words), "hardware": _hardware(args)},
+            "data": data,
+            "command": command,
+            "hardware": _hardware(args),
             **signature("timm"),
         }
         lib.write_json(folder / "result.json", line)
@@ -91,6 +103,12 @@ def run_all(
         return lib.summary(blocks, columns | paper)
 
     print(f"\n{lib.collect(args.out, table)}\nResults: {args.out}")
+
+
+def save(state: dict[str, Any], file: Path) -> None:
+    """Write a checkpoint atomically."""
+    with whole(file) as aside:
+        torch.save(state, aside)
 
 
 def _check_same(folder: Path, command: str) -> None:

@@ -80,7 +80,7 @@ def test_deit_has_modulators_in_all_attentions_and_in_the_output(tmp_path):
         assert prefix == (head == "cls") and modulators == places
 
 
-def test_modulators_of_table_7_are_equation_6(tmp_path):
+def test_modulators_of_table_7_equal_equation_6(tmp_path):
     error = in_timm(
         tmp_path,
         "import json, timm, torch, vit_multimax\n"
@@ -191,7 +191,7 @@ def test_imagenet_resumes_a_killed_run_with_the_same_weights(images, trained, tm
     again = run(tmp_path, *training(images, tmp_path), **WITH_TIMM)
 
     files = [folder / "tiny_multimax/seed-1/epoch-3.pt" for folder in (trained[0], tmp_path)]
-    assert "going on after epoch 1" in resumed and "Nothing to do" in again
+    assert "resuming after epoch 1" in resumed and "Nothing to do" in again
     assert in_timm(
         tmp_path,
         "import json, torch\n"
@@ -200,10 +200,10 @@ def test_imagenet_resumes_a_killed_run_with_the_same_weights(images, trained, tm
     )
 
 
-def test_imagenet_names_its_mistakes(images, tmp_path):
+def test_imagenet_rejects_invalid_options(images, tmp_path):
     for words, sentence in (
         (("--batch-size", "7"), "--batch-size 7 must be an even number of images for each GPU"),
-        (("--batch-size", "18"), "--batch-size 18 exceeds the 16 training images"),
+        (("--batch-size", "18"), "--batch-size 18 exceeds the 16 images per epoch"),
         (("--data", str(tmp_path)), "has no folder train: give a folder with train/ and val/"),
     ):
         output = run(tmp_path, *training(images, tmp_path / "out", *words), code=1, **WITH_TIMM)
@@ -214,7 +214,7 @@ def test_imagenet_names_its_mistakes(images, tmp_path):
 
 
 def test_vit_analysis_writes_a_collection_and_pictures(images, trained, tmp_path):
-    files = sorted((trained[0] / "tiny_multimax" / "seed-1").glob("epoch-[13].pt"))
+    files = sorted((trained[0] / "tiny_multimax" / "seed-1").glob("epoch-[13].pt"), reverse=True)
     program = ROOT / "user_dir" / "vit_analysis.py"
     out = tmp_path / "collection"
     run(tmp_path, "python", program, *files, "--data", images, "--out", out, **WITH_TIMM)
@@ -226,7 +226,7 @@ def test_vit_analysis_writes_a_collection_and_pictures(images, trained, tmp_path
         tmp_path,
         "import json, timm, torch, vit_multimax\n"
         "from timm.data import ImageDataset, create_transform\n"
-        f"state = torch.load({str(files[-1])!r}, weights_only=True)\n"
+        f"state = torch.load({str(files[0])!r}, weights_only=True)\n"
         "model = timm.create_model(state['name'], **state['options']).eval()\n"
         "model.load_state_dict(state['model'])\n"
         "transform = create_transform(224, interpolation='bicubic', crop_pct=0.875)\n"
@@ -278,7 +278,7 @@ def test_grad_cam_weighs_channels_by_their_effect_on_the_logit(tmp_path):
     assert error < 1e-5
 
 
-def test_vit_multimax_names_missing_timm(tmp_path):
+def test_vit_multimax_reports_missing_timm(tmp_path):
     paths = os.pathsep.join(map(str, PATHS[2:]))
     output = run(tmp_path, "python", "-c", "import vit_multimax", code=1, PYTHONPATH=paths)
     assert "timm is missing" in output and "docs/python.md" in output

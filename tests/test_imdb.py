@@ -1,5 +1,6 @@
 """scripts/imdb.sh on 200 reviews in the official layout: prepared, trained, killed, resumed."""
 
+import importlib
 import io
 import json
 import os
@@ -79,6 +80,15 @@ def test_data_prep_splits_and_tokenizes_reviews(prepared):
     assert known.count(".") == 1 and {len(row) for row in rows} == {1 + SIZE}
 
 
+def test_settings_are_those_of_the_paper(monkeypatch):
+    """Table 3 of Martins et al. 2020."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    imdb = importlib.import_module("imdb")
+    assert (imdb.BATCH_SIZE, imdb.HIDDEN, imdb.EPOCHS, imdb.PATIENCE) == (16, 128, 10, 5)
+    assert (imdb.LEARNING_RATE, imdb.L2) == (0.001, 0.0001)
+    assert len(imdb.ROWS) == 14 and {row.num_bases for row in imdb.ROWS.values()} == {32, 64, 128}
+
+
 def test_data_prep_refuses_missing_vectors(tmp_path):
     words = (str(ROOT / "data-prep" / "imdb.sh"), "--vectors", "none.txt")
     assert "--vectors none.txt does not exist" in run(tmp_path, *words, code=1)
@@ -106,7 +116,7 @@ def test_imdb_resumes_a_killed_run_with_the_same_result(prepared, tmp_path):
     whole, again = (
         json.loads((tmp_path / name / "results.jsonl").read_text()) for name in ("whole", "killed")
     )
-    assert "going on after epoch 1" in resumed and "Nothing to do" not in resumed
+    assert "resuming after epoch 1" in resumed and "Nothing to do" not in resumed
     assert whole["value"] == again["value"]
     assert whole["validation"] == again["validation"] and whole["epochs"] == 4
     assert f"| combined sparsemax, N = 32 | {whole['value']:.2f} |" in printed

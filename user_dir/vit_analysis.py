@@ -1,12 +1,12 @@
 """What the attention of trained DeiT models does: the MultiMax paper's figures on images.
 
-    python user_dir/vit_analysis.py CHECKPOINT... --data DIR --out DIR [--images N]
+    python user_dir/vit_analysis.py CHECKPOINT... --data DATA --out OUT [--images N] [--query N]
 
-CHECKPOINT is one or more epoch-N.pt of one run of scripts/imagenet.sh. The first N images of
-DIR/val become the tables of a collection in OUT, from which `multimax-analyze plot OUT` draws the
+CHECKPOINT is one or more epoch-N.pt of one run of scripts/imagenet.sh. N images of DATA/val, evenly
+spaced, become the tables of a collection in OUT, from which `multimax-analyze plot OUT` draws the
 modulators, over-smoothing, the attention weights and roll-out (Figures 3, 4, 5, 8 and 9). For the
-last checkpoint, OUT/image-N.png shows Grad-CAM (Figure 6), and the attention of one query in three
-layers (Figure 7).
+checkpoint with the most updates, OUT/image-N.png shows Grad-CAM (Figure 6), and the attention of
+one query in three layers (Figure 7).
 """
 
 import argparse
@@ -31,7 +31,8 @@ from multimax_fairseq.analysis.sums import AttentionSums, QueriesAndKeys
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.signature import signature
 
-BATCH_SIZE, LAYERS, SHOWN = 8, (0, 4, 9), 4
+BATCH_SIZE, SHOWN = 8, 4
+LAYERS = (0, 4, 9)  # layers 1, 5 and 10 of Figure 7
 
 
 def load(file):
@@ -40,16 +41,23 @@ def load(file):
     model = timm.create_model(state["name"], **state["options"])
     model.load_state_dict(state["model"])
     if not hasattr(model.blocks[0].attn, "normalizer"):
-        replace_softmax(model, "softmax")  # the same function, with its weights within reach
+        replace_softmax(model, "softmax")  # the same function, which hooks can observe
     return model.eval(), state
 
 
 def tokens(batch, count):
-    """Return what the sums need to know about the tokens of an image: none is padding."""
+    """Return the description of an image's tokens: no padding, words or questions."""
     none = torch.zeros(batch, count, dtype=torch.bool)
     position = torch.arange(count).expand(batch, -1)
-    offsets = metrics.relative_positions(position, position)[:, None]
-    return QueriesAndKeys(none, none, offsets, True, position, none[:, None, None], none)
+    return QueriesAndKeys(
+        query_padding=none,
+        key_padding=none,
+        offsets=metrics.relative_positions(position, position)[:, None],
+        same=True,
+        words=position,
+        questions=none[:, None, None],
+        interrogatives=none,
+    )
 
 
 class Recorder:
@@ -73,7 +81,7 @@ class Recorder:
         self.weights[layer] = probs
         mean = probs.mean(1)
         self.rolled = metrics.rollout(mean, self.rolled if layer else None)
-        own = torch.eye(mean.shape[-1], dtype=torch.bool)  # holds the residual connection
+        own = torch.eye(mean.shape[-1], dtype=torch.bool)  # the residual connection
         similarity = metrics.correlation(self.rolled, mean, own)
         self.sums[layer].layer["rollout_similarity"].add(similarity[None])
 
@@ -139,17 +147,18 @@ def describe(file, model, state):
     }
 
 
-def collect(args):
+def analyse(args):
     """Write the collection and the pictures."""
     data = ImageDataset(
         str(args.data / "val"),
         transform=create_transform(224, interpolation="bicubic", crop_pct=0.875),
     )
     count = min(args.images, len(data))
-    images = torch.utils.data.Subset(data, torch.arange(count).tolist())
+    images = torch.utils.data.Subset(data, range(0, len(data), max(1, len(data) // count))[:count])
+    files = sorted(args.checkpoints, key=lambda file: load(file)[1]["updates"])
     with writing.temporary_folder(args.out) as folder:
         tables, described = writing.empty_tables(), []
-        for file in args.checkpoints:
+        for file in files:
             model, state = load(file)
             recorder, shown = Recorder(model), None
             batches = torch.utils.data.DataLoader(images, BATCH_SIZE)
@@ -169,9 +178,9 @@ def collect(args):
             **signature("timm"),
             "data": {"folder": str(args.data)},
             "subset": "val",
-            "sentences": count,
+            "sentences": count,  # the key that figures and reports read
             "epsilon": "the mean of the scores of the query",
-            "reference": "1 / the number of patches",
+            "reference": "1 / the number of tokens",
             "checkpoints": described,
         }
         writing.write(args.out, folder, tables, [], signed)
@@ -195,11 +204,11 @@ def main():
     parser.add_argument(
         "--query", type=int, default=34, metavar="N", help="patch, from 0; default 34, the paper's"
     )
-    logging.disable(logging.INFO)  # fairseq, imported for the sums, lets every library log
+    logging.disable(logging.INFO)  # importing fairseq lets all libraries log
     # The plain backend returns the weights.
     os.environ["MULTIMAX_BACKEND"] = "plain"
     try:
-        collect(parser.parse_args())
+        analyse(parser.parse_args())
     except (UsageError, OSError) as error:
         sys.exit(f"vit_analysis.py: error: {error}")
 

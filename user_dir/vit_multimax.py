@@ -5,9 +5,9 @@
 
 Sizes: deit_tiny_multimax, deit_small_multimax, deit_base_multimax. The arguments of `deit`, such as
 head="cls" or normalizer="evsoftmax", and those of timm's VisionTransformer are keyword arguments of
-`create_model`. With pretrained=True and head="cls", the model starts from DeiT's weights: MultiMax
-starts close to softmax. scripts/imagenet.sh trains these models with DeiT's recipe. This file does
-not import fairseq.
+`create_model`. pretrained=True needs head="cls", as DeiT's weights have a class token; the
+modulators start near the identity, so the model starts close to DeiT. scripts/imagenet.sh trains
+these models with DeiT's recipe. This file does not import fairseq.
 """
 
 from collections import OrderedDict
@@ -21,11 +21,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "timm":
         raise
-    raise SystemExit(
-        "timm is missing, which has this example's model: docs/python.md says how to install it"
-    ) from None
+    raise SystemExit("timm is missing: docs/python.md says how to install it") from None
 
-# The paper averages the patches after the last norm (GAP) or classifies a class token (CLS).
+# GAP: average the patches after the last norm. CLS: classify the class token.
 HEADS = {
     "gap": {"global_pool": "avg", "class_token": False, "fc_norm": False},
     "cls": {"global_pool": "token", "class_token": True},
@@ -45,22 +43,21 @@ def deit(
     """Return a DeiT for images of 224 x 224 pixels; logits are (B, classes).
 
     head: "gap" or "cls", the rows of the paper's Table 1.
-    normalizer: of all attentions, a key of `multimax_fairseq.NORMALIZERS`.
+    normalizer: mapping of every attention layer, a key of `multimax_fairseq.NORMALIZERS`.
     output: "multimax" modulates the logits; "softmax" does not.
     order, terms: of the modulators, as `Modulator`; Table 5 compares them.
     settings: other arguments of `Normalizer`, such as {"temperature": 0.5} for softmax.
     """
     options = {**HEADS[head], **timm_options}
     model = timm.create_model(f"deit_{size}_patch16_224", **options)
-    # Eq. 6 as it is: no patch is masked, so the modulators need not be monotone.
+    # Images have no mask, so the modulators are those of Eq. 6, which need not be monotone.
     shape = {"order": order, "terms": terms, "monotone": False}
     settings = {**(shape if normalizer == "multimax" else {}), **(settings or {})}
     if normalizer != "softmax" or settings:
         replace_softmax(model, normalizer, **settings)
     if output == "multimax":
         # Cross-entropy and softmax of modulated logits are those of MultiMax.
-        parts = {"linear": model.head, "modulator": Modulator(**shape)}
-        model.head = nn.Sequential(OrderedDict(parts))
+        model.head = nn.Sequential(OrderedDict(linear=model.head, modulator=Modulator(**shape)))
     return model
 
 

@@ -1,4 +1,4 @@
-"""Writes the files of a collection; `collect` says what is in them."""
+"""Writes the files of a collection, which `analysis/collect.py` describes."""
 
 import contextlib
 import csv
@@ -94,7 +94,7 @@ def write(
 
 @contextlib.contextmanager
 def temporary_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder beside `out`, which is deleted in the end if it still exists.
+    """Yield a temporary folder beside `out`, and delete it on exit unless `write` has renamed it.
 
     Raises:
         UsageError: a collection cannot be written to `out`.
@@ -130,7 +130,7 @@ def _explain_write_error(out: Path) -> Iterator[None]:
 
 
 def _replace_collection(out: Path, new: Path) -> None:
-    """Rename the folder `new` to `out`, and move other files from the earlier collection to it."""
+    """Replace `out` by `new`; keep files in `out` that are not part of a collection."""
     old = new.with_suffix(".old")
     if out.exists():
         out.rename(old)

@@ -1,6 +1,6 @@
-"""Lets torchvision be imported beside another build of torch than its own.
+"""Make torchvision importable with a build of PyTorch that it was not compiled for.
 
-Its C++ operators do not load then. They are for detection, so these declarations are never called.
+Its C++ operators then fail to load. timm does not call them, but the import needs declarations.
 """
 
 import sys
@@ -11,6 +11,7 @@ import torch
 try:
     torch.ops.load_library(next(Path(sys.prefix, "vision", "torchvision").glob("_C*")))
 except OSError:
+    # A global: the declarations vanish with this object.
     operators = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
