@@ -168,8 +168,7 @@ class Observer:
         """Receive the scores and probabilities of a normalizer in plain PyTorch."""
         scores, _, mask, *_ = args
         if module.training and mapping_named(module.name).training:
-            # In training, some of these probabilities are not exactly 0.
-            with evaluated(module):
+            with _as_evaluated(module):
                 probs = module.forward(*args, **kwargs)
         self._notify(module, scores, probs, mask)
         self.advance(module, scores.shape[-2])
@@ -182,9 +181,16 @@ class Observer:
         mask: Tensor | None,
         is_causal: bool,
         scale: float | None,
+        hidden: Tensor | None,
     ) -> None:
         """Receive the inputs of a fused kernel."""
-        self._compute_scores(module, module.forward, query, key, mask, is_causal, scale)
+
+        def normalize(scores: Tensor, mask: Tensor | None, rows: slice) -> Tensor:
+            with _as_evaluated(module):
+                own = None if hidden is None else hidden[rows]
+                return module.forward(scores, -1, mask, own)
+
+        self._compute_scores(module, normalize, query, key, mask, is_causal, scale)
 
     @torch.no_grad()
     def _on_softmax(self, module: Any, args: Any, kwargs: Any, _: Any) -> None:
@@ -198,7 +204,11 @@ class Observer:
             for x, projection in ((inputs["query"], module.q_proj), (key, module.k_proj))
         )
         mask = attention_mask(inputs.get("attn_mask"), inputs.get("key_padding_mask"))
-        self._compute_scores(module, softmax, query, key, mask, False, module.scaling)
+
+        def normalize(scores: Tensor, mask: Tensor | None, rows: slice) -> Tensor:
+            return softmax(scores, -1, mask)
+
+        self._compute_scores(module, normalize, query, key, mask, False, module.scaling)
 
     @torch.no_grad()
     def _compute_scores(
@@ -219,7 +229,7 @@ class Observer:
                 if is_causal:
                     part = causal_mask(part, queries, keys, query.device)
                 scores = attention_scores(wide(query[rows]), wide(key[rows]), scale)
-                self._notify(module, scores, normalize(scores, -1, part), part, rows)
+                self._notify(module, scores, normalize(scores, part, rows), part, rows)
         self.advance(module, queries)
 
     def _notify(
@@ -273,6 +283,11 @@ def evaluated(module: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         module.train(before)
+
+
+def _as_evaluated(module: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context without the mapping's own form in training, whose zeros are not exact."""
+    return evaluated(module if mapping_named(module.name).training else None)
 
 
 def wide(x: Tensor) -> Tensor:

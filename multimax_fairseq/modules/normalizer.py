@@ -77,7 +77,7 @@ class Normalizer(nn.Module):
                 )
             options["hidden_size"] = hidden_size
         self.name, self.num_heads = name, num_heads
-        # Called as hook(self, query, key, mask, is_causal, scale) after a fused kernel has run.
+        # Called after a fused kernel: hook(self, query, key, mask, is_causal, scale, hidden).
         self.kernel_hooks: list[Callable[..., None]] = []
         self.modulator: nn.Module | None = None
         self.fixed: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class Normalizer(nn.Module):
             )
             if context is not None:
                 for hook in self.kernel_hooks:
-                    hook(self, query, key, mask, is_causal, scale)
+                    hook(self, query, key, mask, is_causal, scale, hidden)
                 return context, None
         if is_causal:
             mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)
