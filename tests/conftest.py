@@ -17,6 +17,8 @@ from fairseq.data import Dictionary
 from fairseq.logging import metrics
 
 import multimax_fairseq.models  # noqa: F401
+from multimax_fairseq.ops import build as kernel_build
+from multimax_fairseq.ops import native
 
 # The cache of torch.compile does not notice that an operator's schema has changed.
 compiled = tempfile.TemporaryDirectory()
@@ -51,6 +53,23 @@ def pytest_runtest_setup(item):
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["as built", "AVX2 and MKL"])
+def kernels(request, monkeypatch):
+    """The library for this machine's CPU, and those for other CPUs."""
+    library = native.library
+    built = library()
+    assert built is not None, "the tests of the kernels need a C++ compiler"
+    if request.param == "as built":
+        yield
+        return
+    built = kernel_build.load([*kernel_build.FLAGS, *kernel_build.MARCH["AVX2"]])
+    if not built.start(0):
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(native, "library", lambda: built)
+    yield
+    library.cache_clear()
 
 
 @pytest.fixture(scope="session")

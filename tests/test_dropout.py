@@ -157,14 +157,21 @@ def test_dropout_falls_back_to_torch(p, monkeypatch):
     assert_torchs(x)
 
 
-@pytest.mark.parametrize("name, kernel", [("softmax", "attention"), ("entmax15", "dropout")])
-def test_attention_selects_dropout_kernel_by_backend(name, kernel):
+@pytest.mark.parametrize(
+    "mapping, kernel",
+    [
+        ({"normalizer": "softmax"}, "attention"),
+        ({"normalizer": "entmax15"}, "row_attention"),
+        ({"normalizer": "softmax", "temperature": 0.5}, "dropout"),
+    ],
+)
+def test_attention_selects_dropout_kernel_by_backend(mapping, kernel):
     """Returned probabilities may use the dropout kernel, except with the plain backend."""
     query, key, value = torch.randn(3, 2, 4, 5, 8)
     for backend, expected in (("auto", {kernel}), ("plain", set())):
         with Recorder() as recorder:
-            options = {"normalizer": name, "dropout_p": 0.3, "backend": backend}
-            scaled_dot_product_attention(query, key, value, **options)
+            options = {"dropout_p": 0.3, "backend": backend}
+            scaled_dot_product_attention(query, key, value, **mapping, **options)
         assert recorder.names == expected
 
 

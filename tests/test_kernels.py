@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import assert_as_accurate
 from commands import run
 
 from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
-from multimax_fairseq.ops import backend, build, cross_entropy, native
+from multimax_fairseq.ops import backend, build, cross_entropy
 from multimax_fairseq.ops.attention import windows
 from multimax_fairseq.ops.best_outputs import fused_scores
 from multimax_fairseq.ops.modulator import tails, tails_operator
@@ -18,23 +19,6 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(
     CAPABILITY not in build.MARCH, reason=f"no CPU kernels for {CAPABILITY}: plain PyTorch is used"
 )
-
-
-@pytest.fixture(params=["as built", "AVX2 and MKL"])
-def kernels(request, monkeypatch):
-    """The library for this machine's CPU, and those for other CPUs."""
-    library = native.library
-    built = library()
-    assert built is not None, "the tests of the kernels need a C++ compiler"
-    if request.param == "as built":
-        yield
-        return
-    built = build.load([*build.FLAGS, *build.MARCH["AVX2"]])
-    if not built.start(0):
-        pytest.skip("this torch has no MKL")
-    monkeypatch.setattr(native, "library", lambda: built)
-    yield
-    library.cache_clear()
 
 
 def some_modulator(heads=None, **options):
@@ -69,15 +53,6 @@ def attend(dtype, parts, grad, modulator, **options):
     single = 3 + len(numbers)
     found = [output.detach(), *grads[:single]]
     return found + ([torch.cat([g.flatten() for g in grads[single:]])] if learned else [])
-
-
-def assert_as_accurate(fast, plain, exact):
-    """Check that the error is at most twice that of plain PyTorch in the same precision."""
-    for index, (ours, theirs, true) in enumerate(zip(fast, plain, exact, strict=True)):
-        # A sum that is exact by chance gives no tolerance.
-        floor = 4 * torch.finfo(torch.float32).eps * true.norm()
-        error, plain_error = (ours - true).norm(), (theirs - true).norm()
-        assert error <= 2 * plain_error + floor, (index, error, plain_error, true.norm())
 
 
 def assert_attention_as_accurate(

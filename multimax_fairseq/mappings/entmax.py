@@ -15,6 +15,7 @@ from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, Option, heads_option, register
 from multimax_fairseq.ops.backend import traced
 from multimax_fairseq.ops.checks import check_whole, is_finite
+from multimax_fairseq.ops.row_attention import RowFunction
 
 # The gradient by alpha is a difference of probabilities over (alpha - 1)^2. Closer to 1, rounding
 # errors of float32 would exceed it.
@@ -202,11 +203,25 @@ def _build(num_heads: int | None, alpha: float | None) -> dict[str, Any]:
     return {"alpha": EntmaxAlpha(num_heads or 1) if alpha is None else alpha}
 
 
+def _kernel(alpha: float | Tensor) -> dict[str, Any] | None:
+    if isinstance(alpha, Tensor):
+        # The kernel needs alpha in (1, 2]; in a recorded graph its values are unknown.
+        known = alpha.device.type == "cpu" and not traced()
+        is_inside = known and bool(((alpha >= MIN_ALPHA) & (alpha <= 2)).all())
+        return {"row": RowFunction("alpha_entmax", alpha)} if is_inside else None
+    names = {1.5: "entmax15", 2: "sparsemax"}
+    # Below 1.1 the plain form computes in double.
+    if not is_finite(alpha) or not (alpha in names or 1.1 <= alpha <= 2):
+        return {} if alpha == 1 else None  # 1 is softmax
+    return {"row": RowFunction(names.get(alpha, "alpha_entmax"), float(alpha))}
+
+
 register(
     Mapping(
         name="sparsemax",
         label="sparsemax",
         function=sparsemax,
+        kernel=lambda: {"row": RowFunction("sparsemax")},
         output_options=(),
         output_loss=lambda logits, target: entmax.sparsemax_loss(logits, target),
     )
@@ -216,6 +231,7 @@ register(
         name="entmax15",
         label="1.5-entmax",
         function=entmax15,
+        kernel=lambda: {"row": RowFunction("entmax15")},
         output_options=(),
         output_loss=lambda logits, target: entmax.entmax15_loss(logits, target),
     )
@@ -243,6 +259,7 @@ register(
             setting="entmax_heads",
         ),
         build=_build,
+        kernel=_kernel,
         output_options=(
             Option(
                 "alpha",

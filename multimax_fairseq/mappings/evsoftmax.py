@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from multimax_fairseq.mappings.masking import apply_masked
 from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.checks import check_flag
 from multimax_fairseq.ops.masks import excluded_keys
+from multimax_fairseq.ops.row_attention import RowFunction
 
 # The weight of a score below the mean in training, so that its gradient does not vanish.
 EV_TRAINING_FACTOR = 1e-6
@@ -55,4 +58,10 @@ def evsoftmax(
     return apply_masked(mapping, scores, dim, mask)
 
 
-register(Mapping(name="evsoftmax", label="EvSoftmax", function=evsoftmax, training=True))
+def _kernel(training: bool = False) -> dict[str, Any]:
+    return {"row": RowFunction("evsoftmax", EV_TRAINING_FACTOR if training else 0.0, True)}
+
+
+register(
+    Mapping(name="evsoftmax", label="EvSoftmax", function=evsoftmax, training=True, kernel=_kernel)
+)

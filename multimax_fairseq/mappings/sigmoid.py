@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from torch import Tensor
 
 from multimax_fairseq.mappings.masking import masked
 from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import check_number, is_finite
 from multimax_fairseq.ops.masks import key_counts
+from multimax_fairseq.ops.row_attention import RowFunction
 
 
 def sigmoid(
@@ -37,6 +41,12 @@ def sigmoid(
     return weights if excluded is None else weights.masked_fill(excluded, 0.0)
 
 
+def _kernel(bias: float | None = None) -> dict[str, Any] | None:
+    if bias is not None and not is_finite(bias):
+        return None
+    return {"row": RowFunction("sigmoid", math.nan if bias is None else float(bias), True)}
+
+
 register(
     Mapping(
         name="sigmoid",
@@ -54,5 +64,6 @@ register(
             ),
         ),
         sums_to_one=False,
+        kernel=_kernel,
     )
 )

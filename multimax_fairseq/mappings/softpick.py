@@ -8,6 +8,7 @@ from torch import Tensor
 from multimax_fairseq.mappings.masking import masked
 from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.masks import excluded_keys
+from multimax_fairseq.ops.row_attention import RowFunction
 
 # Avoids a division by 0 for a row of zeros.
 EPSILON = 1e-6
@@ -47,4 +48,12 @@ def softpick(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tenso
     return excess.relu() / (excess.abs().sum(dim, keepdim=True) + EPSILON * shrink)
 
 
-register(Mapping(name="softpick", label="softpick", function=softpick, sums_to_one=False))
+register(
+    Mapping(
+        name="softpick",
+        label="softpick",
+        function=softpick,
+        sums_to_one=False,
+        kernel=lambda: {"row": RowFunction("softpick", counts_keys=True)},
+    )
+)

@@ -106,7 +106,8 @@ class Mapping:
         modulated: the mapping is softmax of `modulator(scores)`, or of the scores if `build`
             returns no modulator. Such a mapping can be an output layer trained with cross-entropy.
         kernel: kernel(**arguments of the function) returns the keyword arguments of
-            `fused_attention`; None if no fused kernel supports the mapping. Not used with `hidden`.
+            `fused_attention`, or None if no fused kernel supports them; None if none supports the
+            mapping. Not used with `hidden`.
         output_options: options in the output layer; None if the mapping cannot be one.
         output_loss: output_loss(logits (N, V), targets (N,), **arguments) returns losses (N,). The
             arguments are those of `build` that are not modules. It trains an output layer that is
@@ -123,7 +124,7 @@ class Mapping:
     training: bool = False
     sums_to_one: bool = True
     modulated: bool = False
-    kernel: Callable[..., dict[str, Any]] | None = None
+    kernel: Callable[..., dict[str, Any] | None] | None = None
     output_options: tuple[Option, ...] | None = None
     output_loss: Callable[..., Tensor] | None = None
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from multimax_fairseq.mappings.masking import apply_masked
 from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import check_integer, is_whole
+from multimax_fairseq.ops.row_attention import RowFunction
 
 
 def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -> Tensor:
@@ -41,11 +44,17 @@ def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -
     return apply_masked(mapping, scores, dim, mask)
 
 
+def _kernel(k: int) -> dict[str, Any] | None:
+    # The kernel counts in float32.
+    return {"row": RowFunction("topk", float(k))} if is_whole(k) and k < 2**24 else None
+
+
 register(
     Mapping(
         name="topk",
         label="top-k",
         function=topk,
+        kernel=_kernel,
         options=(
             Option(
                 "k",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose, is_autocast, on_triton
+from multimax_fairseq.ops.backend import choose, interpreted, is_autocast, on_triton
 from multimax_fairseq.ops.checks import (
     DTYPES,
     MAX_DROPOUT,
@@ -41,6 +41,9 @@ from multimax_fairseq.ops.registration import (
     schema_of,
     without_gradient,
 )
+
+if TYPE_CHECKING:
+    from multimax_fairseq.ops.row_attention import RowFunction
 
 # The largest head size on a GPU, where a tile must fit into shared memory.
 MAX_HEAD_SIZE = 128
@@ -196,6 +199,7 @@ def fused_attention(
     modulator: Any = None,
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
+    row: RowFunction | None = None,
 ) -> Tensor | None:
     """Return the attention output from a kernel, or None if no kernel can compute it.
 
@@ -207,6 +211,7 @@ def fused_attention(
         modulator: None is softmax.
         sink: the score of an entry without a key, for all heads or per head.
         length_scale: as `ssmax`.
+        row: another mapping instead of all these, on a CPU.
     """
     # The kernels need equal sizes of key and value. Zero padding changes no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
@@ -219,6 +224,7 @@ def fused_attention(
         and supports_head_size(query.device, size)
         and (modulator is None or has_parameters(modulator))
         and fits_each_head(query, query.shape[1], sink, length_scale)
+        and (row is None or _supports_row(row, query, mask))
         # Kernels compute no gradient of a mask.
         and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
     )
@@ -237,6 +243,15 @@ def fused_attention(
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
     scale = _default_scale(query) if scale is None else scale
     query, key, value = (_padded(tensor, size) for tensor in (query, key, value))
+    seed = draw_seed() if dropout_p > 0 else None
+    if row is not None:
+        from multimax_fairseq.ops.row_attention import FUNCTIONS, row_attention
+
+        parameter, number = per_head(row.parameter, query), FUNCTIONS.index(row.name)
+        output, _ = row_attention(
+            *(query, key, value, parameter, mask, seed, is_causal, dropout_p, scale, number), False
+        )
+        return output if value_size == size else output[..., :value_size]
     call = AttentionCall(
         query,
         key,
@@ -244,7 +259,7 @@ def fused_attention(
         None if table is None else table.float(),
         per_head(sink, query),
         mask,
-        draw_seed() if dropout_p > 0 else None,
+        seed,
         is_causal,
         dropout_p,
         scale,
@@ -253,6 +268,18 @@ def fused_attention(
     )
     output, _ = attention(*call, False)
     return output if value_size == size else output[..., :value_size]
+
+
+def _supports_row(row: RowFunction, query: Tensor, mask: Tensor | None) -> bool:
+    return (
+        query.device.type == "cpu"
+        and not interpreted()
+        and (
+            isinstance(row.parameter, float)
+            or fits_each_head(query, query.shape[1], row.parameter, None)
+        )
+        and row.supports(mask)
+    )
 
 
 def supports_head_size(device: torch.device, size: int) -> bool:
@@ -300,7 +327,8 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 _ARGUMENTS = schema_of(AttentionCall)
 
 
-def _check(call: AttentionCall) -> None:
+def check_call(call: AttentionCall) -> None:
+    """Raise ValueError for a call that the kernels cannot take."""
     query = call.query
     for name in ("query", "key", "value"):
         tensor = getattr(call, name)
@@ -375,7 +403,7 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
             native.Attention,
             output=output,
             statistics=statistics if keep else None,
-            **_fields(call),
+            **fields_of(call),
         )
         output = native.cast(output, query.dtype)
     return output, statistics if keep else statistics.new_empty(0)
@@ -431,8 +459,8 @@ def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     return _Attention.apply(below, *call)
 
 
-def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
-    # As torch does for its own attention. Table, sink and mask stay float32.
+def to_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Cast as torch does for its own attention; other tensors stay float32."""
     dtype = torch.get_autocast_dtype(query.device.type)
     parts = (t.to(dtype) if t.dtype in DTYPES else t for t in (query, key, value))
     return *parts, *rest
@@ -440,11 +468,11 @@ def _attention_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
 
 attention: Operator = define(
     f"attention({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)",
-    check=lambda *inputs: _check(AttentionCall(*inputs[:-1])),
+    check=lambda *inputs: check_call(AttentionCall(*inputs[:-1])),
     kernel=_attention,
     fake=_attention_fake,
     autograd=_attention_autograd,
-    autocast=_attention_autocast,
+    autocast=to_autocast,
 )
 
 
@@ -453,7 +481,7 @@ attention: Operator = define(
 
 def _check_backward(grad: Tensor, output: Tensor, statistics: Tensor, *inputs: Any) -> None:
     call = AttentionCall(*inputs)
-    _check(call)
+    check_call(call)
     query = call.query
     for name, tensor in (("grad", grad), ("output", output)):
         if tensor.shape != query.shape:
@@ -496,7 +524,7 @@ def _attention_backward(
         native.call(
             "attention_backward",
             native.Attention,
-            **_fields(call),
+            **fields_of(call),
             statistics=statistics,
             grad_output=native.wide(grad),
             grad_query=by_query,
@@ -535,7 +563,7 @@ attention_backward: Operator = define(
 # --- C++ ---------------------------------------------------------------------------------------
 
 
-def _fields(call: AttentionCall) -> dict[str, Any]:
+def fields_of(call: AttentionCall) -> dict[str, Any]:
     """Return the fields of `native.Attention` that the forward and the backward pass share."""
     batch, heads, queries, size = call.query.shape
     keys = call.key.shape[2]

@@ -23,6 +23,7 @@ from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.modulator import fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
+from multimax_fairseq.ops.row_attention import RowFunction
 
 # The head size must be a multiple of the kernel's widest vector, in floats.
 HEAD_SIZE_MULTIPLE = 16
@@ -104,6 +105,7 @@ def decoding_attention(
     modulator: Any = None,
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
+    row: RowFunction | None = None,
 ) -> DecodingAttention | None:
     """Return `attend(query, cache, scale, hidden)`, the attention of one step, without gradients.
 
@@ -116,13 +118,14 @@ def decoding_attention(
     Args:
         like: a tensor of the dtype and on the device of the query.
         heads, size: H and D.
-        modulator, sink, length_scale: as `fused_attention`.
+        modulator, sink, length_scale, row: as `fused_attention`.
 
     Returns:
         None if no kernel can compute it.
     """
     is_supported = (
-        size % HEAD_SIZE_MULTIPLE == 0
+        row is None
+        and size % HEAD_SIZE_MULTIPLE == 0
         and like.numel() > 0
         and not is_autocast(like.device.type)  # the projections are not float32 then
         and (modulator is None or has_parameters(modulator))

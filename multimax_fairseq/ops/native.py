@@ -49,6 +49,14 @@ class Attention(ctypes.Structure):
     ]
 
 
+class RowAttention(ctypes.Structure):
+    _fields_ = [
+        *Attention._fields_,
+        *_fields("function", ctypes.c_int64),
+        *_fields("parameter found grad_parameter", ctypes.c_void_p),
+    ]
+
+
 class OutputLoss(ctypes.Structure):
     _fields_ = [
         *_fields("tokens classes size chunk threads columns ignore_index", ctypes.c_int64),
@@ -101,7 +109,10 @@ class Tails(ctypes.Structure):
 
 
 # In the order of `structure_sizes` in cpp/cpu.cpp.
-STRUCTURES = (Mask, Attention, OutputLoss, Projection, Best, BestOutputs, Drop, Modulation, Tails)
+STRUCTURES = (
+    *(Mask, Attention, OutputLoss, Projection, Best, BestOutputs, Drop, Modulation, Tails),
+    RowAttention,
+)
 _WITH_STRIDES = {name for name, kind, *_ in Attention._fields_ if kind is _Rows}
 
 

@@ -16,8 +16,13 @@ from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product
 
 EXPRESSION = "MultiMax (torch expression)"
 PRODUCTS = "matrix products"
-# Other mappings with fused kernels, and their learned parameters per head.
-RIVALS = {"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}}
+# Other mappings with fused kernels, their learned parameters per head, and their other options.
+RIVALS = {
+    **{"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}, "topk": {}},
+    **{"evsoftmax": {}, "sparsemax": {}, "entmax15": {}, "alpha_entmax": {"alpha": 1.5}},
+    **{"softpick": {}, "sigmoid": {}},
+}
+RIVAL_OPTIONS = {"topk": {"k": 8}}
 
 
 def expression(x: Tensor, modulator: Modulator) -> Tensor:
@@ -154,6 +159,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
                 options[n] = torch.full(
                     (shape[1], 1, 1), value, device=args.device
                 ).requires_grad_()
+            options |= RIVAL_OPTIONS.get(normalizer, {})
             options |= {"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal}
             return functools.partial(scaled_dot_product_attention, **options)
 

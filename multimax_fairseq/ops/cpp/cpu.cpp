@@ -1,5 +1,5 @@
-// MultiMax kernels for float32 on x86: attention, output layer, output loss, top-k outputs for beam
-// search, modulator and dropout.
+// Kernels for float32 on x86: attention with MultiMax or with a row function such as entmax, output
+// layer, output loss, top-k outputs for beam search, modulator and dropout.
 //
 // The kernels work on tiles of scores that stay in the cache: a tile is modulated, exponentiated
 // and multiplied before the next tile is computed. Tiles are transposed, (keys, queries) or
@@ -14,12 +14,13 @@
 #include "dropout.h"
 #include "modulator.h"
 #include "output.h"
+#include "row_attention.h"
 
 // The sizes of the structures that Python fills. ops/native.py compares them with its own.
 extern "C" {
 int64_t structure_sizes[] = {
     sizeof(Mask), sizeof(Attention),   sizeof(OutputLoss), sizeof(Projection), sizeof(Best),
-    sizeof(BestOutputs), sizeof(Drop), sizeof(Modulation), sizeof(Tails)};
+    sizeof(BestOutputs), sizeof(Drop), sizeof(Modulation), sizeof(Tails), sizeof(RowAttention)};
 }
 
 // Selects oneDNN or BLAS for matrix products. Returns 1 if it is available. Python calls this

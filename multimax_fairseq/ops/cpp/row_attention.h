@@ -1,0 +1,307 @@
+// Attention by row functions, dropout(f(scale Q K^T + mask)) V, and its gradients.
+//
+// A thread computes all scores of a block of queries before it applies the row function. Groups of
+// weights that are all 0 are left out of the matrix products.
+#pragma once
+
+#include "attention.h"
+#include "rows.h"
+
+struct RowAttention : Attention {
+  int64_t function;        // of `dispatch_row`
+  const float* parameter;  // (heads,): alpha, k or the bias; or null
+  float* found;            // (batch, heads, 3, queries), what the row function has found; or null
+  float* grad_parameter;   // (heads,), or null
+};
+
+namespace {
+
+constexpr int64_t GROUPS = QUERIES / LANES;
+
+// Which groups of LANES keys by LANES queries have a weight that is not 0.
+class Support {
+  uint8_t* const nonzero;  // (keys / LANES, GROUPS)
+
+ public:
+  explicit Support(float* scratch) : nonzero(reinterpret_cast<uint8_t*>(scratch)) {}
+  static int64_t floats(int64_t keys) { return padded((keys / LANES * GROUPS + 3) / 4); }
+  void set(int64_t s, int64_t q, bool value) {
+    nonzero[s / LANES * GROUPS + q / LANES] = value;
+  }
+  bool at(int64_t s, int64_t q) const { return nonzero[s / LANES * GROUPS + q / LANES]; }
+  // Calls product(s, q, count) for each group of LANES keys; only the queries [q, q + count) have
+  // weights.
+  template <class Product>
+  void for_each_key_group(int64_t first, int64_t last, int64_t width, Product product) const {
+    for (int64_t s = first; s < last; s += LANES) {
+      int64_t q = 0, end = width;
+      while (q < end && !at(s, q)) q += LANES;
+      while (q < end && !at(s, end - LANES)) end -= LANES;
+      if (q < end) product(s, q, end - q);
+    }
+  }
+  // Calls product(s, count) for each range of keys for which the queries [q, q + LANES) have
+  // weights.
+  template <class Product>
+  void for_each_range(int64_t q, int64_t first, int64_t last, Product product) const {
+    for (int64_t s = first, end; s < last; s = end) {
+      for (end = s; end < last && at(end, q); end += LANES) {}
+      if (end > s) product(s, end - s);
+      else end += LANES;
+    }
+  }
+};
+
+// Computes the scores of a block of queries, (keys, QUERIES); those of excluded keys are -inf.
+template <bool MASKED>
+void row_scores(
+    const RowAttention& a, int64_t b, int64_t h, int64_t q0, int64_t count, const Window& w,
+    const float* key, const float* query_t, float* scores, float* mask) {
+  const int64_t width = padded(count), pitch = padded(a.size);
+  const int64_t first = w.first / LANES * LANES, last = padded(w.last);
+  for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
+    s1 = std::min(s0 + KEYS_L1, last);
+    w.for_each_key_group(s0, s1, [&](int64_t s, int64_t q) {
+      small_product(LANES, width - q, a.size, key + s * pitch, pitch, 1, query_t + q, QUERIES,
+                    scores + s * QUERIES + q, QUERIES, false);
+    });
+    if (MASKED) mask_tile(a.mask, a.keys, b, h, q0, count, s0, s1, mask);
+    for (int64_t q = 0; q < width; q += LANES)
+      for (int64_t s = s0; s < w.stop(q, s0, s1); s++) {
+        float* at = scores + s * QUERIES + q;
+        if (MASKED) store(at, masked(load(at), load(mask + (s - s0) * QUERIES + q)));
+        if (s < w.common_first || s >= w.common_last)
+          store(at, may_attend(w, q, s) ? load(at) : broadcast(-INFINITE));
+      }
+  }
+}
+
+template <class Row>
+Row row_of(const RowAttention& a, int64_t h) {
+  return Row(a.parameter ? a.parameter[h] : 0);
+}
+
+template <class Row, bool MASKED>
+void row_forward_head(const RowAttention& a, int64_t b, int64_t h, int64_t, float* scratch) {
+  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
+  const Row row = row_of<Row>(a, h);
+  const Dropout dropout(a.dropout, a.seed, bh);
+  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
+  float* rows = scratch + keys * pitch;
+  const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
+  float* query_t = rows + keys * pitch;       // (size, QUERIES), scaled
+  float* output = query_t + size * QUERIES;   // (QUERIES, pitch)
+  float* mask = output + QUERIES * pitch;     // (KEYS_L1, QUERIES)
+  float* scores = mask + KEYS_L1 * QUERIES;   // (keys, QUERIES); later the weights
+  Support support(scores + keys * QUERIES);
+
+  for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
+    const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
+    const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
+    const int64_t first = w.first / LANES * LANES, last = padded(w.last);
+    if (count < width) std::fill(query_t, output, 0.0f);
+    transpose(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query_t, QUERIES,
+              a.scale);
+    row_scores<MASKED>(a, b, h, q0, count, w, key, query_t, scores, mask);
+    std::fill_n(output, QUERIES * pitch, 0.0f);
+    for (int64_t q = 0; q < width; q += LANES) {
+      const int64_t stop = w.stop(q, first, last);
+      const Scores own{scores + q, first, stop};
+      const Found found = row.find(own);
+      if (a.found) {
+        float* kept = a.found + 3 * bh * a.queries + q0 + q;
+        for (const Vec& x : {found.top, found.threshold, found.factor}) {
+          store(kept, x, count - q);
+          kept += a.queries;
+        }
+      }
+      for (int64_t s0 = first; s0 < last; s0 += LANES) {
+        IntVec nonzero{};
+        for (int64_t s = s0; s < s0 + LANES; s++) {
+          float* at = scores + s * QUERIES + q;
+          const Vec p = s < stop ? row.entry(load(at), found).weight : Vec{};
+          nonzero |= p != 0;
+          store(at, a.dropout > 0 ? p * dropout.keep(dropout.key(s), q0 + q) : p);
+        }
+        support.set(s0, q, any(nonzero));
+      }
+      support.for_each_range(q, first, last, [&](int64_t s, int64_t depth) {
+        small_product(LANES, pitch, depth, scores + s * QUERIES + q, 1, QUERIES, value + s * pitch,
+                      pitch, output + q * pitch, pitch, true);
+      });
+    }
+    copy(output, pitch, count, size, a.output.at(b, h) + q0 * a.output.row, a.output.row);
+  }
+}
+
+int64_t row_forward_scratch(const RowAttention& a) {
+  const int64_t keys = padded(a.keys), pitch = padded(a.size);
+  return (2 * keys + QUERIES) * pitch + (a.size + KEYS_L1 + keys) * QUERIES +
+         Support::floats(keys);
+}
+
+struct RowBackward : RowAttention {
+  double* parameters;  // (batch, heads): partial gradients of the parameter
+};
+
+template <class Row, bool MASKED>
+void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, float* scratch) {
+  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
+  const Row row = row_of<Row>(a, h);
+  const Dropout dropout(a.dropout, a.seed, bh);
+  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
+  float* rows = scratch + keys * pitch;
+  const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
+  GradRows grad_key(a.grad_key, b, h, a.keys, size, rows + keys * pitch);
+  GradRows grad_value(a.grad_value, b, h, a.keys, size, rows + 2 * keys * pitch);
+  float* query = rows + 3 * keys * pitch;              // (QUERIES, pitch), scaled
+  float* grad_output = query + QUERIES * pitch;        // (QUERIES, pitch)
+  float* grad_query = grad_output + QUERIES * pitch;   // (QUERIES, pitch)
+  float* query_t = grad_query + QUERIES * pitch;       // (size, QUERIES)
+  float* grad_output_t = query_t + size * QUERIES;     // (size, QUERIES)
+  float* mask = grad_output_t + size * QUERIES;        // (KEYS_L1, QUERIES)
+  float* slopes = mask + KEYS_L1 * QUERIES;            // (keys, QUERIES): scores, then slopes
+  float* weights = slopes + keys * QUERIES;            // (keys, QUERIES)
+  float* grads = weights + keys * QUERIES;             // (keys, QUERIES), by the weights
+  Support support(grads + keys * QUERIES);
+  grad_key.initialize(keys), grad_value.initialize(keys);
+
+  for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
+    const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
+    const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
+    const int64_t first = w.first / LANES * LANES, last = padded(w.last);
+    if (count < width || size < pitch) std::fill(query, mask, 0.0f);
+    std::fill_n(grad_query, QUERIES * pitch, 0.0f);
+    copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
+    transpose(query, pitch, count, size, query_t, QUERIES);
+    copy(a.grad_output.at(b, h) + q0 * a.grad_output.row, a.grad_output.row, count, size,
+         grad_output, pitch);
+    transpose(grad_output, pitch, count, size, grad_output_t, QUERIES);
+    row_scores<MASKED>(a, b, h, q0, count, w, key, query_t, slopes, mask);
+
+    // The weights and slopes, and where they are not 0.
+    Totals totals[GROUPS];
+    for (int64_t q = 0; q < width; q += LANES) {
+      const float* kept = a.found + 3 * bh * a.queries + q0 + q;
+      Found found;
+      for (Vec* x : {&found.top, &found.threshold, &found.factor}) {
+        *x = load(kept, count - q);
+        kept += a.queries;
+      }
+      const int64_t stop = w.stop(q, first, last);
+      for (int64_t s0 = first; s0 < last; s0 += LANES) {
+        IntVec nonzero{};
+        for (int64_t s = s0; s < s0 + LANES; s++) {
+          const int64_t at = s * QUERIES + q;
+          const Entry entry = s < stop ? row.entry(load(slopes + at), found) : Entry{};
+          nonzero |= (entry.weight != 0) | (entry.slope != 0);
+          totals[q / LANES].slope += entry.slope;
+          if constexpr (Row::learns) totals[q / LANES].entropy += row.entropy(entry.weight);
+          store(weights + at, entry.weight);
+          store(slopes + at, entry.slope);
+        }
+        support.set(s0, q, any(nonzero));
+      }
+    }
+    support.for_each_key_group(first, last, width, [&](int64_t s, int64_t q, int64_t n) {
+      small_product(LANES, n, size, value + s * pitch, pitch, 1, grad_output_t + q, QUERIES,
+                    grads + s * QUERIES + q, QUERIES, false);
+    });
+    // The gradients by the scores, in `slopes`.
+    for (int64_t q = 0; q < width; q += LANES) {
+      Totals& total = totals[q / LANES];
+      support.for_each_range(q, first, last, [&](int64_t s0, int64_t n) {
+        for (int64_t s = s0; s < s0 + n; s++) {
+          const int64_t at = s * QUERIES + q;
+          Vec grad = load(grads + at);
+          if (a.dropout > 0) {
+            grad *= dropout.keep(dropout.key(s), q0 + q);
+            store(grads + at, grad);
+          }
+          total.slope_grad += load(slopes + at) * grad;
+          total.weight_grad += load(weights + at) * grad;
+        }
+      });
+      const Vec mean = row.mean(total);
+      support.for_each_range(q, first, last, [&](int64_t s0, int64_t n) {
+        for (int64_t s = s0; s < s0 + n; s++) {
+          const int64_t at = s * QUERIES + q;
+          const Vec p = load(weights + at), slope = load(slopes + at), grad = load(grads + at);
+          // The weights' derivatives sum to 0, so subtracting the mean only removes rounding errors.
+          if constexpr (Row::learns)
+            total.parameter_grad += (grad - mean) * row.by_parameter(p, slope, total);
+          store(slopes + at, row.gradient(slope, grad, mean));
+          if (a.dropout > 0) store(weights + at, p * dropout.keep(dropout.key(s), q0 + q));
+        }
+      });
+      if constexpr (Row::learns)
+        a.parameters[bh] += sum_lanes_double(total.parameter_grad);
+    }
+    const auto add = [&](const GradRows& grad, const float* by_score, const float* by_query) {
+      support.for_each_key_group(first, last, width, [&](int64_t s, int64_t q, int64_t n) {
+        small_product(LANES, pitch, n, by_score + s * QUERIES + q, QUERIES, 1,
+                      by_query + q * pitch, pitch, grad.data + s * pitch, pitch, true);
+      });
+    };
+    add(grad_value, weights, grad_output);
+    add(grad_key, slopes, query);
+    for (int64_t q = 0; q < width; q += LANES)
+      support.for_each_range(q, first, last, [&](int64_t s, int64_t depth) {
+        small_product(LANES, pitch, depth, slopes + s * QUERIES + q, 1, QUERIES, key + s * pitch,
+                      pitch, grad_query + q * pitch, pitch, true);
+      });
+    copy(grad_query, pitch, count, size, a.grad_query.at(b, h) + q0 * a.grad_query.row,
+         a.grad_query.row, a.scale);
+  }
+  grad_key.write_back();
+  grad_value.write_back();
+}
+
+int64_t row_backward_scratch(const RowAttention& a) {
+  const int64_t keys = padded(a.keys), pitch = padded(a.size);
+  return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + KEYS_L1 + 3 * keys) * QUERIES +
+         Support::floats(keys);
+}
+
+// Calls function(static_cast<Row*>(nullptr)) for the row function with this number, which
+// ops/row_attention.py knows too.
+template <class Function>
+void dispatch_row(int64_t number, Function function) {
+  switch (number) {
+    case 0: return function(static_cast<TopK*>(nullptr));
+    case 1: return function(static_cast<EvSoftmax*>(nullptr));
+    case 2: return function(static_cast<Entmax<PowerOne>*>(nullptr));
+    case 3: return function(static_cast<Entmax<PowerTwo>*>(nullptr));
+    case 4: return function(static_cast<Entmax<AnyPower>*>(nullptr));
+    case 5: return function(static_cast<Sigmoid*>(nullptr));
+    case 6: return function(static_cast<Softpick*>(nullptr));
+  }
+}
+
+}  // namespace
+
+extern "C" int row_attention_forward(const RowAttention* attention) {
+  const RowAttention& a = *attention;
+  return guarded([&] {
+    dispatch_row(a.function, [&](auto* kind) {
+      using Row = std::remove_pointer_t<decltype(kind)>;
+      for_each_head(a, row_forward_scratch(a),
+                 a.mask.data ? row_forward_head<Row, true> : row_forward_head<Row, false>);
+    });
+  });
+}
+
+extern "C" int row_attention_backward(const RowAttention* attention) {
+  return guarded([&] {
+    RowBackward a{*attention};
+    std::vector<double> parameters(a.batch * a.heads);
+    a.parameters = parameters.data();
+    dispatch_row(a.function, [&](auto* kind) {
+      using Row = std::remove_pointer_t<decltype(kind)>;
+      for_each_head(a, row_backward_scratch(a),
+                 a.mask.data ? row_backward_head<Row, true> : row_backward_head<Row, false>);
+    });
+    if (a.grad_parameter)
+      sum_partials(a.parameters, a.batch * a.heads, 1, a.heads, 1, a.grad_parameter);
+  });
+}
