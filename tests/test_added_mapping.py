@@ -237,7 +237,6 @@ def test_learned_scalars_excludes_hidden_state_modules(monkeypatch):
         lambda scores, dim=-1, mask=None, *, gain: softmax(scores * gain, dim, mask),
         build=lambda num_heads, hidden_size: {"gain": OfHidden(hidden_size)},
         hidden=True,
-        kernel=lambda gain: {},  # never called
     )
     monkeypatch.setitem(NORMALIZERS, mapping.name, mapping)
     model = torch.nn.ModuleDict(

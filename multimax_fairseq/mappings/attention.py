@@ -51,10 +51,10 @@ def scaled_dot_product_attention(
         scale: default 1 / sqrt(D).
         backend: "cpp" and "triton" do not store the (T, S) probabilities; they support multimax,
             softmax without a temperature, ssmax, softmax1 and sink. "cpp" also supports topk,
-            evsoftmax, sparsemax, entmax15, alpha_entmax up to alpha = 2, sigmoid and softpick.
-            "plain" stores them and supports all mappings, twice differentiable outside of the
-            modulator. "auto" takes the environment variable MULTIMAX_BACKEND, or else the fastest
-            backend that supports the call.
+            evsoftmax, sparsemax, entmax15, alpha_entmax up to alpha = 2, asentmax, sigmoid and
+            softpick. "plain" stores them and supports all mappings, twice differentiable outside of
+            the modulator. "auto" takes the environment variable MULTIMAX_BACKEND, or else the
+            fastest backend that supports the call.
         options: other options of the normalizer, as in `normalize`.
 
     Returns:

@@ -11,9 +11,10 @@ from multimax_fairseq.mappings.entmax import entmax15
 from multimax_fairseq.mappings.masking import check_arguments, check_value, shift_and_scale
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, register
-from multimax_fairseq.ops.attention import length_factor
+from multimax_fairseq.ops.attention import growth_factor, length_factor
 from multimax_fairseq.ops.checks import check_whole, is_finite
 from multimax_fairseq.ops.masks import key_counts
+from multimax_fairseq.ops.row_attention import RowFunction
 
 START = Option(
     "start",
@@ -85,8 +86,8 @@ def asentmax(
     check_arguments(scores, dim, mask)
     check_value("beta", beta, scores, dim)
     check_value("gamma", gamma, scores, dim)
-    growth = (key_counts(scores, dim, mask) + 1).log() ** gamma
-    return entmax15(shift_and_scale(scores, 1 + beta * growth, dim, mask), dim, mask)
+    factor = growth_factor(key_counts(scores, dim, mask), beta, gamma)
+    return entmax15(shift_and_scale(scores, factor, dim, mask), dim, mask)
 
 
 class LengthScale(nn.Module):
@@ -157,6 +158,10 @@ def _build_hidden(num_heads: int | None, hidden_size: int) -> dict[str, Any]:
     return {name: HiddenScale(name, hidden_size, num_heads or 1) for name in ("beta", "gamma")}
 
 
+def _kernel(beta: float | Tensor, gamma: float | Tensor) -> dict[str, Any]:
+    return {"growth": (beta, gamma), "row": RowFunction("entmax15", counts_keys=True)}
+
+
 register(
     Mapping(
         name="ssmax",
@@ -176,5 +181,6 @@ register(
         heads=SEPARATE_HEADS,
         build=_build_hidden,
         hidden=True,
+        kernel=_kernel,
     )
 )

@@ -107,7 +107,7 @@ class Mapping:
             returns no modulator. Such a mapping can be an output layer trained with cross-entropy.
         kernel: kernel(**arguments of the function) returns the keyword arguments of
             `fused_attention`, or None if no fused kernel supports them; None if none supports the
-            mapping. Not used with `hidden`.
+            mapping.
         output_options: options in the output layer; None if the mapping cannot be one.
         output_loss: output_loss(logits (N, V), targets (N,), **arguments) returns losses (N,). The
             arguments are those of `build` that are not modules. It trains an output layer that is

@@ -150,7 +150,7 @@ class Normalizer(nn.Module):
             TypeError, ValueError: as `scaled_dot_product_attention`.
         """
         check_attention(query, key, value, mask, is_causal, dropout_p, scale)
-        arguments = None if need_probs else self._kernel_arguments()
+        arguments = None if need_probs else self._kernel_arguments(hidden)
         if arguments is not None:
             context = fused_attention(
                 query, key, value, mask, is_causal, dropout_p, scale, **arguments
@@ -173,7 +173,9 @@ class Normalizer(nn.Module):
             like: a tensor of the dtype and on the device of queries.
             heads, size: of the queries.
         """
-        arguments = self._kernel_arguments()
+        if mapping_named(self.name).hidden:
+            return None
+        arguments = self._kernel_arguments(None)
         return None if arguments is None else decoding_attention(like, heads, size, **arguments)
 
     def attend_by_scores(
@@ -194,12 +196,10 @@ class Normalizer(nn.Module):
         probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 
-    def _kernel_arguments(self) -> dict[str, Any] | None:
+    def _kernel_arguments(self, hidden: Tensor | None) -> dict[str, Any] | None:
         """Return the arguments of `fused_attention`; None if no kernel supports this mapping."""
         mapping = mapping_named(self.name)
-        if mapping.kernel is None or mapping.hidden:
-            return None
-        return mapping.for_kernel(**self._arguments(None))
+        return None if mapping.kernel is None else mapping.for_kernel(**self._arguments(hidden))
 
     def _normalize(
         self, scores: Tensor, dim: int, mask: Tensor | None, hidden: Tensor | None

@@ -199,6 +199,7 @@ def fused_attention(
     modulator: Any = None,
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
+    growth: tuple[float | Tensor, float | Tensor] | None = None,
     row: RowFunction | None = None,
 ) -> Tensor | None:
     """Return the attention output from a kernel, or None if no kernel can compute it.
@@ -211,7 +212,8 @@ def fused_attention(
         modulator: None is softmax.
         sink: the score of an entry without a key, for all heads or per head.
         length_scale: as `ssmax`.
-        row: another mapping instead of all these, on a CPU.
+        growth: beta and gamma of `asentmax`.
+        row: a row function in place of softmax, on a CPU.
     """
     # The kernels need equal sizes of key and value. Zero padding changes no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
@@ -224,6 +226,7 @@ def fused_attention(
         and supports_head_size(query.device, size)
         and (modulator is None or has_parameters(modulator))
         and fits_each_head(query, query.shape[1], sink, length_scale)
+        and (growth is None or _fits_each_query(query, *growth))
         and (row is None or _supports_row(row, query, mask))
         # Kernels compute no gradient of a mask.
         and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
@@ -235,9 +238,12 @@ def fused_attention(
         is_supported = fits_heads(modulator, query.shape[1]) and table.device == query.device
     if choose("attention", backend, query, key, value, is_supported=is_supported) == "plain":
         return None
-    if length_scale is not None:
+    if length_scale is not None or growth is not None:
         counts = attention_key_counts(query, key, mask, is_causal)
-        query = (query * length_factor(counts, length_scale)).to(query.dtype)
+        if length_scale is not None:
+            query = (query * length_factor(counts, length_scale)).to(query.dtype)
+        if growth is not None:
+            query = (query * growth_factor(counts, *growth)).to(query.dtype)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
@@ -289,6 +295,25 @@ def supports_head_size(device: torch.device, size: int) -> bool:
 def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:
     """Return the factor s log(n) by which `ssmax` multiplies the scores of n keys."""
     return length_scale * counts.log()
+
+
+def growth_factor(counts: Tensor, beta: float | Tensor, gamma: float | Tensor) -> Tensor:
+    """Return the factor 1 + beta log(n + 1)^gamma by which `asentmax` multiplies n scores."""
+    return 1 + beta * (counts + 1).log() ** gamma
+
+
+def _fits_each_query(query: Tensor, *values: float | Tensor) -> bool:
+    """Whether each value is a number or broadcastable to (B, H, T, 1), on query's device."""
+    shape = (*query.shape[:-1], 1)
+    for value in values:
+        if isinstance(value, Tensor):
+            sizes = zip(reversed(value.shape), reversed(shape), strict=False)
+            fits = value.dim() <= 4 and all(n in (1, m) for n, m in sizes)
+            if not fits or not value.is_floating_point() or value.device != query.device:
+                return False
+        elif not is_finite(value):
+            return False
+    return True
 
 
 def fits_each_head(

@@ -105,6 +105,7 @@ def decoding_attention(
     modulator: Any = None,
     sink: float | Tensor | None = None,
     length_scale: float | Tensor | None = None,
+    growth: tuple[float | Tensor, float | Tensor] | None = None,
     row: RowFunction | None = None,
 ) -> DecodingAttention | None:
     """Return `attend(query, cache, scale, hidden)`, the attention of one step, without gradients.
@@ -118,7 +119,7 @@ def decoding_attention(
     Args:
         like: a tensor of the dtype and on the device of the query.
         heads, size: H and D.
-        modulator, sink, length_scale, row: as `fused_attention`.
+        modulator, sink, length_scale, growth, row: as `fused_attention`.
 
     Returns:
         None if no kernel can compute it.
