@@ -169,7 +169,8 @@ def test_row_attention_propagates_nan(kernels, mapping, wrong):
         scaled_dot_product_attention(*parts, normalizer=mapping[0], backend=kind, **mapping[1])
         for kind in ("plain", "cpp")
     )
-    assert torch.equal(plain.isnan(), fused.isnan()) or wrong == math.inf
+    if math.isnan(wrong):
+        assert torch.equal(plain.isnan(), fused.isnan())
     assert fused[0, 0, 3].isnan().any() == plain[0, 0, 3].isnan().any()
     others = torch.ones(20, dtype=torch.bool).index_fill_(0, torch.tensor(3), False)
     assert fused[0, :, others].isfinite().all()
@@ -242,14 +243,48 @@ def test_row_attention_operator_refuses_what_it_cannot_take():
     for given, sentence in (
         ((query, key, value, torch.ones(2), *rest, 0), r"parameter must be float32 \(3,\)"),
         ((query, key, value, None, *rest, 99), "function must be an index in topk, "),
+        ((query, key, value, None, *rest, 4), "the row function alpha_entmax needs a parameter"),
         ((query[0], key, value, None, *rest, 2), r"query must be \(B, H, length, D\)"),
     ):
         with pytest.raises(ValueError, match=sentence):
             operator(*given, False)
 
 
+def test_topk_finds_its_threshold_over_any_range():
+    """Scores from the smallest number to the largest, and numbers that a mask adds."""
+    scores = torch.tensor([1.0, 2e-38, 1e-38, 0.0, 0.0, -3e38])
+    query, key = torch.ones(1, 1, 1, 1), scores[None, None, :, None]
+    for k in range(1, 7):
+        options = {"normalizer": "topk", "k": k, "scale": 1.0}
+        value = torch.eye(6)[None, None]
+        fused = scaled_dot_product_attention(query, key, value, backend="cpp", **options)
+        torch.testing.assert_close(fused[0, 0, 0], NORMALIZERS["topk"](scores, k=k))
+    lowest = torch.zeros(20, 30)
+    lowest[:, ::3] = torch.finfo(torch.float32).min
+    assert_attention_as_accurate(MAPPINGS["topk"], (2, 20, 30, 16), attn_mask=lowest)
+
+
+def test_sigmoid_of_low_scores_keeps_its_gradient():
+    query, value = torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1)
+    key = torch.full((1, 1, 1, 1), -60.0, requires_grad=True)
+    options = {"normalizer": "sigmoid", "bias": 0.0, "scale": 1.0, "backend": "cpp"}
+    scaled_dot_product_attention(query, key, value, **options).sum().backward()
+    assert key.grad.item() == pytest.approx(math.exp(-60), rel=1e-5)
+
+
+def test_compiled_attention_with_a_float_mask_is_one_graph():
+    parts, _ = inputs((1, 8, 9, 16))
+    mask = torch.zeros(8, 9).masked_fill(torch.arange(9) > 5, -math.inf)
+
+    def attention(query, key, value, mask):
+        return scaled_dot_product_attention(query, key, value, normalizer="sigmoid", attn_mask=mask)
+
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*parts, mask), attention(*parts, mask))
+
+
 def test_alpha_outside_of_the_kernel_is_plain():
     """Alpha above 2, or close to 1, is not for the kernel."""
-    for alpha in (2.5, 1.005, torch.full((HEADS, 1, 1), 3.0)):
+    for alpha in (2.5, 1.005, True, torch.full((HEADS, 1, 1), 3.0)):
         assert NORMALIZERS["alpha_entmax"].for_kernel(alpha=alpha) is None
     assert NORMALIZERS["alpha_entmax"].for_kernel(alpha=1) == {}  # softmax

@@ -209,11 +209,14 @@ def _kernel(alpha: float | Tensor) -> dict[str, Any] | None:
         known = alpha.device.type == "cpu" and not traced()
         is_inside = known and bool(((alpha >= MIN_ALPHA) & (alpha <= 2)).all())
         return {"row": RowFunction("alpha_entmax", alpha)} if is_inside else None
-    names = {1.5: "entmax15", 2: "sparsemax"}
+    if not is_finite(alpha):
+        return None
+    if alpha == 1:
+        return {}  # softmax
+    if alpha in (1.5, 2):
+        return {"row": RowFunction("entmax15" if alpha == 1.5 else "sparsemax")}
     # Below 1.1 the plain form computes in double.
-    if not is_finite(alpha) or not (alpha in names or 1.1 <= alpha <= 2):
-        return {} if alpha == 1 else None  # 1 is softmax
-    return {"row": RowFunction(names.get(alpha, "alpha_entmax"), float(alpha))}
+    return {"row": RowFunction("alpha_entmax", float(alpha))} if 1.1 <= alpha <= 2 else None
 
 
 register(

@@ -58,7 +58,9 @@ def evsoftmax(
     return apply_masked(mapping, scores, dim, mask)
 
 
-def _kernel(training: bool = False) -> dict[str, Any]:
+def _kernel(training: bool = False) -> dict[str, Any] | None:
+    if not isinstance(training, bool):
+        return None
     return {"row": RowFunction("evsoftmax", EV_TRAINING_FACTOR if training else 0.0, True)}
 
 

@@ -126,6 +126,7 @@ def decoding_attention(
     """
     is_supported = (
         row is None
+        and growth is None
         and size % HEAD_SIZE_MULTIPLE == 0
         and like.numel() > 0
         and not is_autocast(like.device.type)  # the projections are not float32 then

@@ -1,4 +1,4 @@
-"""Fused attention on a CPU by row functions: mappings that need all scores of a query, as entmax.
+"""Fused attention on a CPU by row functions: mappings that need all scores of a query.
 
     O = dropout(f(scale * Q K^T + mask)) V
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from multimax_fairseq.ops import attention, native
 from multimax_fairseq.ops.attention import AttentionCall
+from multimax_fairseq.ops.backend import traced
 from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.registration import (
     Operator,
@@ -29,6 +30,7 @@ from multimax_fairseq.ops.registration import (
 
 # In the order of `dispatch_row` in cpp/row_attention.h.
 FUNCTIONS = ("topk", "evsoftmax", "sparsemax", "entmax15", "alpha_entmax", "sigmoid", "softpick")
+WITH_PARAMETER = ("topk", "evsoftmax", "alpha_entmax", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class RowFunction:
         """Return whether the kernel supports a mask, bool or float."""
         if not self.counts_keys or mask is None or mask.dtype == torch.bool:
             return True
+        if traced():  # the numbers in the mask are unknown
+            return False
         return bool(((mask == 0) | (mask == -math.inf)).all())
 
 
@@ -119,6 +123,9 @@ def _check(call: RowAttentionCall) -> None:
         raise ValueError(
             f"function must be an index in {', '.join(FUNCTIONS)}, got {call.function}"
         )
+    name = FUNCTIONS[call.function]
+    if call.parameter is None and name in WITH_PARAMETER:
+        raise ValueError(f"the row function {name} needs a parameter: give one number per head")
 
 
 # --- torch.ops.multimax_fairseq.row_attention --------------------------------------------------
@@ -187,6 +194,9 @@ def _row_attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     call = RowAttentionCall(*inputs[:-1])
     if not needs_gradient(*call.tensors):
         return below(*inputs)
+    is_learned = call.parameter is not None and call.parameter.requires_grad
+    if is_learned and FUNCTIONS[call.function] != "alpha_entmax":
+        raise ValueError("only alpha_entmax has a gradient by its parameter: detach the parameter")
     return _RowAttention.apply(below, *call)
 
 

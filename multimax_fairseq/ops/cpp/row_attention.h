@@ -1,7 +1,8 @@
 // Attention by row functions, dropout(f(scale Q K^T + mask)) V, and its gradients.
 //
 // A thread computes all scores of a block of queries before it applies the row function. Groups of
-// weights that are all 0 are left out of the matrix products.
+// weights that are all 0 are left out of the matrix products, so a NaN among the values of keys
+// without weight may be left out too.
 #pragma once
 
 #include "attention.h"
@@ -9,7 +10,7 @@
 
 struct RowAttention : Attention {
   int64_t function;        // of `dispatch_row`
-  const float* parameter;  // (heads,): alpha, k or the bias; or null
+  const float* parameter;  // (heads,), as RowFunction.parameter in ops/row_attention.py; or null
   float* found;            // (batch, heads, 3, queries), what the row function has found; or null
   float* grad_parameter;   // (heads,), or null
 };
@@ -263,8 +264,8 @@ int64_t row_backward_scratch(const RowAttention& a) {
          Support::floats(keys);
 }
 
-// Calls function(static_cast<Row*>(nullptr)) for the row function with this number, which
-// ops/row_attention.py knows too.
+// Calls function(static_cast<Row*>(nullptr)) for the row function with this number, in the order of
+// FUNCTIONS in ops/row_attention.py.
 template <class Function>
 void dispatch_row(int64_t number, Function function) {
   switch (number) {

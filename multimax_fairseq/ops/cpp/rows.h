@@ -2,7 +2,7 @@
 //
 // Each vector lane holds one query. A row function finds what it needs of a query's scores in a few
 // passes (`find`), and then turns one score at a time into a weight (`entry`). Excluded scores are
-// -inf; their weights are 0. The gradient by a score is `gradient(slope, grad, mean)`, in which
+// -inf, and a score of -inf counts as excluded; their weights are 0. The gradient by a score is `gradient(slope, grad, mean)`, in which
 // `grad` is the gradient by its weight and `mean` is the mean of these, from `Totals`.
 #pragma once
 
@@ -59,7 +59,7 @@ inline bool any(IntVec lanes) {
   return false;
 }
 
-// log(x) for normal x > 0, with an error of at most one ulp.
+// log(x) for normal x > 0, with an error of at most one ulp; for 0, a number near -88.
 inline Vec logarithm(Vec x) {
   // x = 2^exponent (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)).
   const IntVec exponent = ((IntVec)x - 0x3f3504f3) >> 23;
@@ -119,21 +119,21 @@ struct TopK : SelectedSoftmax {
     return scaled(x, found);
   }
 
-  // A number that at least k scores reach, and not more except for equal ones: by bisection.
+  // Returns a threshold that exactly k scores reach; more only if scores tie with the k-th.
   Vec threshold(const Scores& x, Vec top) const {
-    const auto reach = [&](Vec least) {
-      return x.sum([&](Vec z) { return z >= least ? broadcast(1) : Vec{}; });
-    };
     const float wanted = k;
-    Vec least = broadcast(INFINITE);
+    const auto reach = [&](IntVec least) {
+      return x.sum([&](Vec z) { return ordered(z) >= least ? broadcast(1) : Vec{}; });
+    };
+    Vec smallest = broadcast(INFINITE);
     for (int64_t s = x.first; s < x.last; s++)
-      least = x[s] > -INFINITE ? vec_min(x[s], least) : least;
-    Vec low = least, high = top, count = reach(high);
+      smallest = x[s] > -INFINITE ? vec_min(x[s], smallest) : smallest;
+    IntVec low = ordered(smallest), high = ordered(top);
+    Vec count = reach(high);
     low = count >= wanted ? high : low;
-    high = reach(least) <= wanted ? low : high;  // a row with at most k scores keeps them all
-    for (int step = 0; step < 200; step++) {
-      const Vec middle = 0.5f * low + 0.5f * high;
-      // Done if exactly k scores reach `low`, or if no number lies between the two.
+    high = reach(low) <= wanted ? low : high;  // the row has at most k scores
+    for (int step = 0; step < 32; step++) {
+      const IntVec middle = (low >> 1) + (high >> 1) + (low & high & 1);
       const IntVec open = (middle > low) & (middle < high) & (count != wanted);
       if (!any(open)) break;
       const Vec reached = reach(middle);
@@ -142,8 +142,12 @@ struct TopK : SelectedSoftmax {
       count = enough ? reached : count;
       high = open & (reached < wanted) ? middle : high;
     }
-    return low;
+    return (Vec)flipped(low);
   }
+
+  // Integers in the order of the floats, so that bisection takes at most 32 steps.
+  static IntVec ordered(Vec x) { return flipped((IntVec)x); }
+  static IntVec flipped(IntVec bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 };
 
 typedef double DoubleVec __attribute__((vector_size(8 * LANES)));
@@ -187,7 +191,7 @@ struct Entmax {
   Found find(const Scores& x) const {
     Found found{exp_shift(x.top()), broadcast(-1), {}};
     Vec sum;
-    for (int step = 0; step < 60; step++) {
+    for (int step = 0;; step++) {
       const Vec threshold = found.threshold;
       Vec slopes[4] = {}, weights[4] = {};
       for (int64_t s = x.first; s < x.last; s++) {
@@ -197,10 +201,11 @@ struct Entmax {
       }
       sum = (weights[0] + weights[1]) + (weights[2] + weights[3]);
       const Vec slope = (slopes[0] + slopes[1]) + (slopes[2] + slopes[3]);
-      // Newton's method for |u| = 1, where |u| is the norm of order 1 / (alpha - 1). It is convex
-      // in the threshold, so that the steps go up to the solution and never beyond.
+      // Newton's method for |u| = 1, where |u| = sum^(alpha - 1) is the norm of order
+      // 1 / (alpha - 1), and of_sum(sum) = sum / |u|. The norm is convex in the threshold, and the
+      // steps start below the root, so they only go up.
       const Vec next = threshold + (sum - power.of_sum(sum)) / slope;
-      if (!any(next > threshold)) break;
+      if (step == 60 || !any(next > threshold)) break;
       found.threshold = next > threshold ? next : threshold;
     }
     found.factor = inverse(sum);
@@ -245,7 +250,9 @@ struct PowerTwo {  // alpha = 1.5: p = u^2
 struct AnyPower {
   static constexpr bool learns = true;
   float step, exponent;
-  explicit AnyPower(float alpha) : step(alpha - 1), exponent((2 - alpha) / step) {}
+  explicit AnyPower(float alpha)  // NaN outside of (1, 2]
+      : step(alpha > 1 && alpha <= 2 ? alpha - 1 : std::numeric_limits<float>::quiet_NaN()),
+        exponent((2 - alpha) / step) {}
   Vec slope(Vec u) const {
     const Vec p = exponential(exponent * logarithm(u));
     return u > Vec{} ? p : u;
@@ -268,9 +275,9 @@ struct Sigmoid {
   }
   static Entry entry(Vec x, const Found& f) {
     // The order of vec_min keeps NaN.
-    const Vec e = exponential(vec_min(broadcast(88), -(x + f.threshold)));
-    const Vec p = x == -INFINITE ? Vec{} : 1 / (1 + e);
-    return {p, p * p * e};
+    const Vec z = x + f.threshold, e = exponential(vec_min(broadcast(88), -z)), p = 1 / (1 + e);
+    const IntVec is_zero = z < -87.0f;
+    return {is_zero ? Vec{} : p, is_zero ? Vec{} : p * (p * e)};
   }
   static Vec mean(const Totals&) { return Vec{}; }
   static Vec gradient(Vec slope, Vec grad, Vec) { return slope * grad; }
