@@ -391,18 +391,24 @@ def check_call(call: AttentionCall) -> None:
         )
 
 
+def check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
+    """Raise ValueError unless the value is float32 (H,), on query's device."""
+    heads = query.shape[1]
+    if tuple(value.shape) != (heads,) or value.dtype != torch.float32:
+        raise ValueError(
+            f"{name} must be float32 ({heads},), one {what} per head, got {value.dtype} "
+            f"{list(value.shape)}"
+        )
+    check_device(name, value, query, "query")
+
+
 def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scale: float) -> None:
     """Raise ValueError for a table, sink or scale that the kernels cannot take."""
     heads = query.shape[1]
     if table is not None:
         check_table(table, heads, query, "query")
     if sink is not None:
-        if tuple(sink.shape) != (heads,) or sink.dtype != torch.float32:
-            raise ValueError(
-                f"sink must be float32 ({heads},), one score per head, got {sink.dtype} "
-                f"{list(sink.shape)}"
-            )
-        check_device("sink", sink, query, "query")
+        check_per_head("sink", sink, query, "score")
     if not -torch.inf < scale < torch.inf:
         raise ValueError(f"scale must be finite, got {scale}")
 

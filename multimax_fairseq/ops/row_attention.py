@@ -18,7 +18,6 @@ from torch import Tensor
 from multimax_fairseq.ops import attention, native
 from multimax_fairseq.ops.attention import AttentionCall
 from multimax_fairseq.ops.backend import traced
-from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.registration import (
     Operator,
     define,
@@ -109,16 +108,10 @@ _ARGUMENTS = schema_of(RowAttentionCall)
 
 def _check(call: RowAttentionCall) -> None:
     attention.check_call(call.without_function)
-    heads = call.query.shape[1]
     if call.query.device.type == "cuda":
         raise ValueError("row functions have no kernel on a GPU: use the mapping's own function")
     if call.parameter is not None:
-        if tuple(call.parameter.shape) != (heads,) or call.parameter.dtype != torch.float32:
-            raise ValueError(
-                f"parameter must be float32 ({heads},), one number per head, got "
-                f"{call.parameter.dtype} {list(call.parameter.shape)}"
-            )
-        check_device("parameter", call.parameter, call.query, "query")
+        attention.check_per_head("parameter", call.parameter, call.query, "number")
     if not 0 <= call.function < len(FUNCTIONS):
         raise ValueError(
             f"function must be an index in {', '.join(FUNCTIONS)}, got {call.function}"
