@@ -168,7 +168,8 @@ class Observer:
         """Receive the scores and probabilities of a normalizer in plain PyTorch."""
         scores, _, mask, *_ = args
         if module.training and mapping_named(module.name).training:
-            with _as_evaluated(module):
+            # In training, some of these probabilities are not exactly 0.
+            with evaluated(module):
                 probs = module.forward(*args, **kwargs)
         self._notify(module, scores, probs, mask)
         self.advance(module, scores.shape[-2])
