@@ -29,24 +29,19 @@ import torch
 from benchmarks.measurement import Case, measure, quiet
 from benchmarks.operators import RIVALS, attention, output
 from benchmarks.report import conditions, report
+from lib import positive
 
 from multimax_fairseq.errors import UsageError
 
 SHAPES = ["4x8x512x64", "16x8x128x64"]
 
 
-def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
 def sizes(text: str) -> list[int]:
-    return [whole(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def attention_shape(text: str) -> tuple[int, ...]:
-    found = tuple(whole(part) for part in text.split("x"))
+    found = tuple(positive(part) for part in text.split("x"))
     if len(found) != 4:
         raise argparse.ArgumentTypeError(f"{text!r} must be BATCHxHEADSxLENGTHxSIZE, as 4x8x512x64")
     return found
@@ -66,8 +61,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 def parse(words: list[str]) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    common.add_argument("--rounds", type=whole, default=10, help="timed rounds")
-    common.add_argument("--warmup", type=whole, default=2, help="untimed rounds before them")
+    common.add_argument("--rounds", type=positive, default=10, help="timed rounds")
+    common.add_argument("--warmup", type=positive, default=2, help="untimed rounds before them")
     common.add_argument("--device", choices=["cpu", "cuda"], default=device, help="where to run")
     dtypes = ["float32", "float16", "bfloat16"]
     common.add_argument("--dtype", choices=dtypes, default="float32", help="of tensors")
@@ -101,9 +96,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--compile", **compiled)
 
     add = command("output", "output layer and loss")
-    add("--tokens", type=whole, default=512, metavar="N", help="tokens per step")
-    add("--vocabulary", type=whole, default=267_744, metavar="V", help="number of words")
-    add("--width", type=whole, default=512, metavar="D", help="width of the features")
+    add("--tokens", type=positive, default=512, metavar="N", help="tokens per step")
+    add("--vocabulary", type=positive, default=267_744, metavar="V", help="number of words")
+    add("--width", type=positive, default=512, metavar="D", help="width of the features")
     add("--label-smoothing", type=fraction, default=0.0, help="epsilon of the loss")
     add("--sweep", type=sizes, metavar="V,V,...", help="instead of --vocabulary")
     add("--compile", **compiled)
@@ -112,7 +107,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add = command("train", "training steps of whole models; options after -- are fairseq-train's")
     add("data", type=Path, metavar="DATA-BIN", nargs="?", help=folder)
     text = "instead of data: a language model on random text with this vocabulary"
-    add("--vocabulary", type=whole, metavar="V", help=text)
+    add("--vocabulary", type=positive, metavar="V", help=text)
     text = "also measure MultiMax with these flags; may be repeated"
     add("--variant", action="append", default=[], metavar="FLAGS", help=text)
 
@@ -120,8 +115,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("data", type=Path, metavar="DATA-BIN", help=folder)
     add("--checkpoint", type=Path, required=True, metavar="FILE", help="of a MultiMax model")
     add("--subset", default="test", help="of DATA-BIN")
-    add("--beam", type=whole, default=5, help="beam size")
-    add("--max-tokens", type=whole, default=4096, help="of a batch")
+    add("--beam", type=positive, default=5, help="beam size")
+    add("--max-tokens", type=positive, default=4096, help="of a batch")
 
     cut = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:cut])

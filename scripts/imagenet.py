@@ -180,11 +180,11 @@ def train(
     epochs: int,
     folder: Path,
     args: argparse.Namespace,
+    data: dict[str, ImageDataset],
 ) -> None:
     """Train one model, as one of args.gpus processes, resuming from the newest checkpoint."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    data = read_data(args.data)
     classes = len(data["train"].reader.class_to_idx)
     sampler = RepeatAugSampler(data["train"], args.gpus, rank, num_repeats=REPEATS)
     batches = loader(data["train"], sampler, args.batch_size // args.gpus, args.workers, device)
@@ -282,17 +282,24 @@ def train_epoch(
 # --- all of them -------------------------------------------------------------------------------
 
 
-def result(row: str, seed: int, epochs: int, folder: Path, args: argparse.Namespace) -> lib.Line:
+def result(
+    row: str,
+    seed: int,
+    epochs: int,
+    folder: Path,
+    args: argparse.Namespace,
+    data: dict[str, ImageDataset],
+) -> lib.Line:
     """Train in one process per GPU, and return the metrics."""
     if args.gpus > 1:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         torch.multiprocessing.spawn(
-            train, (port, row, seed, epochs, folder, args), nprocs=args.gpus
+            train, (port, row, seed, epochs, folder, args, data), nprocs=args.gpus
         )
     else:
-        train(0, 0, row, seed, epochs, folder, args)
+        train(0, 0, row, seed, epochs, folder, args, data)
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     return {
         "metric": "top-1 accuracy",
@@ -310,14 +317,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--batch-size",
-        type=runs.positive,
+        type=lib.positive,
         default=BATCH_SIZE,
         metavar="N",
         help=f"total over all GPUs; the learning rate scales with it; default {BATCH_SIZE}",
     )
     parser.add_argument(
         "--gpus",
-        type=runs.positive,
+        type=lib.positive,
         default=1,
         metavar="N",
         help="default 1; without a GPU, trains on the CPU",
@@ -353,7 +360,7 @@ def main() -> None:
             args,
             ["--data", str(args.data), "--batch-size", str(args.batch_size)],
             hashlib.sha256("\n".join(names).encode()).hexdigest(),
-            functools.partial(result, args=args),
+            functools.partial(result, args=args, data=data),
             {
                 "model": lambda block: f"DeiT-{ROWS[block[0]['row']].size}",
                 "method": lambda block: ROWS[block[0]["row"]].label,

@@ -1,5 +1,6 @@
 """What the scripts share: the rows of experiments, files, commands and tables. Needs no fairseq."""
 
+import argparse
 import contextlib
 import json
 import re
@@ -103,6 +104,13 @@ def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
         else:
             found[name] = (*found.get(name, ()), word)
     return found
+
+
+def positive(text: str) -> int:
+    """The type of an option that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ def options(name: str, doc: str, rows: dict[str, Any], chosen: str) -> argparse.
         help=f"of {', '.join(rows)}; default {default}",
     )
     parser.add_argument("--seeds", type=seeds, default=[1], metavar="N,...", help="default 1")
-    parser.add_argument("--epochs", type=positive, metavar="N", help="default: the paper's")
+    parser.add_argument("--epochs", type=lib.positive, metavar="N", help="default: the paper's")
     out = ROOT / "results" / name
     parser.add_argument(
         "--out", type=Path, default=out, metavar="DIR", help=f"default results/{name}"
@@ -49,12 +49,6 @@ def _known(names: list[str], rows: dict[str, Any]) -> list[str]:
 
 def seeds(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
 
 
 def run_all(
