@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -34,6 +35,23 @@ def run(folder, *command, code=0, stdin=None, **environment):
     )
     assert done.returncode == code, done.stdout[-3000:]
     return done.stdout
+
+
+def kill_after(text, folder, *command, **environment):
+    """Start a command, and kill its processes when it prints a line with this text."""
+    started = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=folder,
+        env=programs_first() | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for line in started.stdout:
+        if text in line:
+            os.killpg(started.pid, signal.SIGKILL)
+            break
+    started.wait()
 
 
 def refused(folder, *command, code=1, **environment):

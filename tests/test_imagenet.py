@@ -4,13 +4,11 @@ import csv
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, programs_first, run
+from commands import ROOT, kill_after, run
 from PIL import Image
 
 pytestmark = pytest.mark.long
@@ -173,19 +171,7 @@ def test_imagenet_tabulates_a_trained_row(trained):
 
 
 def test_imagenet_resumes_a_killed_run_with_the_same_weights(images, trained, tmp_path):
-    killed = subprocess.Popen(
-        training(images, tmp_path),
-        cwd=tmp_path,
-        env=programs_first() | WITH_TIMM,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    for line in killed.stdout:
-        if "epoch 2 of 3: batch" in line:
-            os.killpg(killed.pid, signal.SIGKILL)
-            break
-    killed.wait()
+    kill_after("epoch 2 of 3: batch", tmp_path, *training(images, tmp_path), **WITH_TIMM)
 
     resumed = run(tmp_path, *training(images, tmp_path), **WITH_TIMM)
     again = run(tmp_path, *training(images, tmp_path), **WITH_TIMM)

@@ -3,15 +3,12 @@
 import importlib
 import io
 import json
-import os
 import random
-import signal
-import subprocess
 import tarfile
 import zipfile
 
 import pytest
-from commands import ROOT, programs_first, run
+from commands import ROOT, kill_after, run
 
 pytestmark = pytest.mark.long
 
@@ -97,19 +94,7 @@ def test_data_prep_refuses_missing_vectors(tmp_path):
 def test_imdb_resumes_a_killed_run_with_the_same_result(prepared, tmp_path):
     row = ("--rows", "combined_sparsemax_32")
     printed = run(tmp_path, *train(prepared, tmp_path / "whole", *row))
-    killed = subprocess.Popen(
-        train(prepared, tmp_path / "killed", *row),
-        cwd=tmp_path,
-        env=programs_first(),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    for line in killed.stdout:
-        if "epoch 2 of 4: batch" in line:
-            os.killpg(killed.pid, signal.SIGKILL)
-            break
-    killed.wait()
+    kill_after("epoch 2 of 4: batch", tmp_path, *train(prepared, tmp_path / "killed", *row))
 
     resumed = run(tmp_path, *train(prepared, tmp_path / "killed", *row))
 
