@@ -9,11 +9,16 @@ import torch.nn.functional as F
 from accuracy import assert_as_accurate
 from commands import run
 
-from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+from multimax_fairseq import (
+    NORMALIZERS,
+    Modulator,
+    linear_cross_entropy,
+    scaled_dot_product_attention,
+)
 from multimax_fairseq.ops import backend, build, cross_entropy
-from multimax_fairseq.ops.attention import windows
 from multimax_fairseq.ops.best_outputs import fused_scores
 from multimax_fairseq.ops.modulator import tails, tails_operator
+from multimax_fairseq.ops.softmax_attention import windows
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(
@@ -530,7 +535,12 @@ def test_kernels_bound_memory_over_many_sizes(tmp_path):
     """oneDNN caches code for each size, so the sizes must be few or the kernel our own."""
     script = """
 import resource, sys, torch
-from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+from multimax_fairseq import (
+    NORMALIZERS,
+    Modulator,
+    linear_cross_entropy,
+    scaled_dot_product_attention,
+)
 torch.set_num_threads(1)
 options = {"modulator": Modulator()}
 weight = torch.randn(1000, 64, requires_grad=True)
@@ -680,3 +690,49 @@ def test_tails_equals_reference_values_and_jacobian():
         total = expected[:, column].where(finite[:, column], 0).sum()
         by = torch.autograd.grad(total, exact, retain_graph=True)[0]
         torch.testing.assert_close(jacobian[:, column].double(), by, rtol=1e-4, atol=1e-4)
+
+
+MEMORY = """
+import os
+import resource
+
+import torch
+from multimax_fairseq import NORMALIZERS, Modulator, scaled_dot_product_attention
+
+OPTIONS = {
+    "multimax": {"modulator": Modulator()},
+    "topk": {"k": 8},
+    "alpha_entmax": {"alpha": torch.full((8, 1, 1), 1.3, requires_grad=True)},
+    "asentmax": {"beta": torch.full((8, 1, 1), 0.3), "gamma": 0.5},
+    "sink": {"sink": 0.5},
+    "ssmax": {"length_scale": 0.4},
+    "adaptive_temperature": {"training": True},
+}
+
+
+def memory(name, length):
+    inputs = [torch.randn(1, 8, length, 64).requires_grad_() for _ in range(3)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    options = {"normalizer": name, "is_causal": True, **OPTIONS.get(name, {})}
+    scaled_dot_product_attention(*inputs, **options).sum().backward()
+    used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return used / sum(part.nbytes for part in inputs)
+
+
+torch.set_num_threads(1)
+for name in NORMALIZERS:
+    memory(name, 64)  # loads the libraries
+    if os.fork() == 0:  # a child's peak starts at what it uses now
+        print("used", name, memory(name, 4096), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.long
+def test_attention_of_any_mapping_needs_less_than_three_times_its_inputs(tmp_path):
+    """Output, gradients and scratch memory at 4,096 keys, where the scores of a head are 64 MB."""
+    printed = run(tmp_path, sys.executable, "-c", MEMORY, OMP_NUM_THREADS="1")
+    used = dict(line.split()[1:] for line in printed.splitlines() if line.startswith("used"))
+    assert used.keys() == NORMALIZERS.keys()
+    assert all(0.5 < float(share) < 3 for share in used.values()), used

@@ -23,7 +23,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.ops import attention, backend, best_outputs, cross_entropy  # noqa: F401
+from multimax_fairseq.ops import backend, best_outputs, cross_entropy, softmax_attention  # noqa: F401
 from multimax_fairseq.ops.modulator import table_of
 
 pytestmark = [
@@ -544,8 +544,8 @@ def test_cpu_kernels_form_no_score_matrix():
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
     numbers = (0.01, 1 - 0.01 * KEYS, -100, None, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:
-        output, statistics = attention._attention(query, key, value, table, *rest, True)
-        attention._attention_backward(
+        output, statistics = softmax_attention._attention(query, key, value, table, *rest, True)
+        softmax_attention._attention_backward(
             *(output, output, statistics, query, key, value, table, *rest)
         )
         cross_entropy._output_loss_parts(features, weight, bias, table, target, *numbers)

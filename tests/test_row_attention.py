@@ -9,7 +9,8 @@ from torch.library import opcheck
 
 from multimax_fairseq import NORMALIZERS, scaled_dot_product_attention
 from multimax_fairseq.ops import build
-from multimax_fairseq.ops.row_attention import FUNCTIONS
+from multimax_fairseq.ops.decoding import KVCache, decoding_attention
+from multimax_fairseq.ops.row_function import FUNCTIONS, WITHOUT_GRADIENT
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(
@@ -28,6 +29,7 @@ MAPPINGS = {
     "sigmoid": ("sigmoid", {}),
     "sigmoid with a bias": ("sigmoid", {"bias": -2.0}),
     "softpick": ("softpick", {}),
+    "adaptive_temperature": ("adaptive_temperature", {}),
     "asentmax": ("asentmax", {"beta": torch.tensor([0.2, 0.5, 0.0])[:, None, None], "gamma": 0.7}),
 }
 SHAPES = {
@@ -59,8 +61,11 @@ def inputs(shape, seed=0, factor=1.0):
 
 
 def attend(mapping, parts, grad, dtype=torch.float32, precision=torch.float32, **options):
-    """Return the output, and the gradients by query, key, value and a learned parameter."""
+    """Return the output, and the gradients of query, key, value and a learned parameter."""
     name, arguments = mapping
+    if name in WITHOUT_GRADIENT:
+        parts = [part.to(dtype).to(precision) for part in parts]
+        return [scaled_dot_product_attention(*parts, normalizer=name, **arguments, **options)]
     parts = [part.to(dtype).to(precision).requires_grad_() for part in parts]
     wide = torch.promote_types(precision, torch.float32)
     learned = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
@@ -98,8 +103,7 @@ def test_row_attention_is_as_accurate_as_plain_pytorch(kernels, mapping, shape):
             found = assert_attention_as_accurate(mapping, shape, **options)
             assert all(part.isfinite().all() for part in found)
             if name == "nothing left":
-                first = slice(0, queries // 2 + 1)
-                assert (found[0][:, :, first] == 0).all() and (found[1][:, :, first] == 0).all()
+                assert all((part[:, :, : queries // 2 + 1] == 0).all() for part in found[:2])
 
 
 # asentmax multiplies the query, which rounds large scores once more.
@@ -206,6 +210,8 @@ def test_row_attention_uses_one_dropout_mask_in_both_passes(kernels, mapping):
     whole = scaled_dot_product_attention(*parts[:2], identity, normalizer=name, **arguments)
     kept = dropped(*parts[:2], identity) != 0
     assert abs(kept[whole != 0].float().mean() - 0.7) < 0.06
+    if name in WITHOUT_GRADIENT:
+        return
     learned = [part.requires_grad_() for part in parts]
     found = torch.autograd.grad(dropped(*learned), learned, grad)
     query, key, value = (part.detach().double().requires_grad_() for part in parts)
@@ -217,23 +223,47 @@ def test_row_attention_uses_one_dropout_mask_in_both_passes(kernels, mapping):
         assert (ours - right).norm() <= 1e-5 * right.norm()
 
 
-@pytest.mark.parametrize("function", range(len(FUNCTIONS)), ids=FUNCTIONS)
+@pytest.mark.parametrize("shape", [(5, 7, 16), (40, 37, 48), (16, 130, 64)])
+@pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
+def test_attention_step_by_row_functions_equals_float64(kernels, mapping, shape):
+    """One decoding step over a cache that hypotheses share."""
+    name, arguments = mapping
+    hypotheses, length, size = shape
+    draw = torch.Generator().manual_seed(length)
+    query = torch.randn(hypotheses, HEADS, size, generator=draw)
+    keys, values = torch.randn(2, 3 * length, HEADS, size, generator=draw)
+    ancestors = torch.randint(3 * length, (hypotheses, length), generator=draw)
+    attend = decoding_attention(query, HEADS, size, **NORMALIZERS[name].for_kernel(**arguments))
+    found = attend(query, KVCache(keys, values, ancestors), 0.3)
+    key, value = (x.double()[ancestors].transpose(1, 2) for x in (keys, values))
+    expected = scaled_dot_product_attention(
+        query.double()[:, :, None], key, value, normalizer=name, scale=0.3, **arguments
+    )
+    torch.testing.assert_close(found.double(), expected[:, :, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_row_attention_passes_opcheck(function):
     torch.manual_seed(1)
     query, key, value = (torch.randn(2, HEADS, n, 8).requires_grad_() for n in (4, 5, 5))
     parameter = torch.tensor([2.0, 1.5, 1.2])
-    if FUNCTIONS[function] == "alpha_entmax":
+    if function == "alpha_entmax":
         parameter.requires_grad_()
     mask = torch.rand(2, 1, 4, 5) < 0.3
     operators = torch.ops.multimax_fairseq
-    numbers = (True, 0.3, 0.4, function)
+    numbers = (True, 0.3, 0.4, function, None)
     given = (query, key, value, parameter, mask, torch.tensor(5))
-    opcheck(operators.row_attention, (*given, *numbers, True))
     constant = [x.detach() for x in given]
-    output, found = operators.row_attention(*constant, *numbers, True)
+    learned = constant if function in WITHOUT_GRADIENT else given
+    opcheck(operators.row_attention, (*learned, *numbers, True))
+    output, statistics = operators.row_attention(*constant, *numbers, True)
     opcheck(
-        operators.row_attention_backward, (torch.randn_like(output), found, *constant, *numbers)
+        operators.row_attention_backward,
+        (torch.randn_like(output), statistics, *constant, *numbers),
     )
+    cache = (torch.randn(12, HEADS, 16), torch.randn(12, HEADS, 16), torch.arange(10).view(2, 5))
+    step = (torch.randn(2, HEADS, 16), *cache, None, None, 0.3, constant[3], function)
+    opcheck(operators.attention_step, step)
 
 
 def test_row_attention_operator_refuses_what_it_cannot_take():
@@ -241,13 +271,19 @@ def test_row_attention_operator_refuses_what_it_cannot_take():
     operator = torch.ops.multimax_fairseq.row_attention
     rest = (None, None, False, 0.0, 0.3)
     for given, sentence in (
-        ((query, key, value, torch.ones(2), *rest, 0), r"parameter must be float32 \(3,\)"),
-        ((query, key, value, None, *rest, 99), "function must be an index in topk, "),
-        ((query, key, value, None, *rest, 4), "the row function alpha_entmax needs a parameter"),
-        ((query[0], key, value, None, *rest, 2), r"query must be \(B, H, length, D\)"),
+        ((query, key, value, torch.ones(2), *rest, "topk"), r"parameter must be float32 \(3,\)"),
+        ((query, key, value, None, *rest, "relu"), "function must be one of topk, .* got 'relu'"),
+        ((query, key, value, None, *rest, "alpha_entmax"), "alpha_entmax needs a parameter"),
+        ((query[0], key, value, None, *rest, "softpick"), r"query must be \(B, H, length, D\)"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            operator(*given, False)
+            operator(*given, None, False)
+    learned = query.clone().requires_grad_()
+    with pytest.raises(ValueError, match="adaptive_temperature has no gradient here"):
+        operator(learned, key, value, None, *rest, "adaptive_temperature", None, False)
+    factor = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="the parameter of sigmoid has no gradient"):
+        operator(query, key, value, factor, *rest, "sigmoid", None, False)
 
 
 def test_topk_finds_its_threshold_over_any_range():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from multimax_fairseq.mappings.masking import shift_and_scale
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.checks import check_flag
+from multimax_fairseq.ops.row_function import RowFunction
 
 # 1 / temperature by the entropy, highest power first: Figure 5 of Velickovic et al. 2024.
 TEMPERATURE_FIT = (-0.037, 0.481, -2.3, 4.917, -1.791)
@@ -46,11 +49,16 @@ def adaptive_temperature(
     return softmax(shift_and_scale(scores, fitted.clamp(min=1.0), dim, mask), dim, mask)
 
 
+def _kernel(training: bool = False) -> dict[str, Any]:
+    return {} if training else {"row": RowFunction("adaptive_temperature", counts_keys=True)}
+
+
 register(
     Mapping(
         name="adaptive_temperature",
         label="softmax at an adaptive temperature",
         function=adaptive_temperature,
         training=True,
+        kernel=_kernel,
     )
 )

@@ -15,7 +15,7 @@ from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, Option, heads_option, register
 from multimax_fairseq.ops.backend import traced
 from multimax_fairseq.ops.checks import check_whole, is_finite
-from multimax_fairseq.ops.row_attention import RowFunction
+from multimax_fairseq.ops.row_function import RowFunction
 
 # The gradient by alpha is a difference of probabilities over (alpha - 1)^2. Closer to 1, rounding
 # errors of float32 would exceed it.

@@ -11,7 +11,7 @@ from multimax_fairseq.mappings.masking import apply_masked
 from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.checks import check_flag
 from multimax_fairseq.ops.masks import excluded_keys
-from multimax_fairseq.ops.row_attention import RowFunction
+from multimax_fairseq.ops.row_function import RowFunction
 
 # The weight of a score below the mean in training, so that its gradient does not vanish.
 EV_TRAINING_FACTOR = 1e-6

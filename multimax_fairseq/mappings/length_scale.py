@@ -14,7 +14,7 @@ from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, reg
 from multimax_fairseq.ops.attention import growth_factor, length_factor
 from multimax_fairseq.ops.checks import check_whole, is_finite
 from multimax_fairseq.ops.masks import key_counts
-from multimax_fairseq.ops.row_attention import RowFunction
+from multimax_fairseq.ops.row_function import RowFunction
 
 START = Option(
     "start",

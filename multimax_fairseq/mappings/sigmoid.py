@@ -11,7 +11,7 @@ from multimax_fairseq.mappings.masking import masked
 from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import check_number, is_finite
 from multimax_fairseq.ops.masks import key_counts
-from multimax_fairseq.ops.row_attention import RowFunction
+from multimax_fairseq.ops.row_function import RowFunction
 
 
 def sigmoid(

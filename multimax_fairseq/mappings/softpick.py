@@ -8,7 +8,7 @@ from torch import Tensor
 from multimax_fairseq.mappings.masking import masked
 from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.masks import excluded_keys
-from multimax_fairseq.ops.row_attention import RowFunction
+from multimax_fairseq.ops.row_function import RowFunction
 
 # Avoids a division by 0 for a row of zeros.
 EPSILON = 1e-6

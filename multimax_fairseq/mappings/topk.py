@@ -10,7 +10,7 @@ from torch import Tensor
 from multimax_fairseq.mappings.masking import apply_masked
 from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import check_integer, is_whole
-from multimax_fairseq.ops.row_attention import RowFunction
+from multimax_fairseq.ops.row_function import RowFunction
 
 
 def topk(scores: Tensor, dim: int = -1, mask: Tensor | None = None, *, k: int) -> Tensor:

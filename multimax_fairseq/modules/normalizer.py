@@ -14,7 +14,7 @@ from multimax_fairseq.ops.attention import (
     weighted_values,
 )
 from multimax_fairseq.ops.checks import is_whole
-from multimax_fairseq.ops.decoding import DecodingAttention, decoding_attention
+from multimax_fairseq.ops.decoding import DecodingAttention, KVCache, decoding_attention
 from multimax_fairseq.ops.masks import causal_mask
 
 
@@ -76,7 +76,7 @@ class Normalizer(nn.Module):
                     f"as hidden_size, a whole number of at least 1, got {hidden_size!r}"
                 )
             options["hidden_size"] = hidden_size
-        self.name, self.num_heads = name, num_heads
+        self.name, self.num_heads, self.hidden_size = name, num_heads, hidden_size or 0
         # Called after a fused kernel: hook(self, query, key, mask, is_causal, scale, hidden).
         self.kernel_hooks: list[Callable[..., None]] = []
         self.modulator: nn.Module | None = None
@@ -173,10 +173,23 @@ class Normalizer(nn.Module):
             like: a tensor of the dtype and on the device of queries.
             heads, size: of the queries.
         """
-        if mapping_named(self.name).hidden:
-            return None
-        arguments = self._kernel_arguments(None)
-        return None if arguments is None else decoding_attention(like, heads, size, **arguments)
+
+        def prepare(hidden: Tensor | None) -> DecodingAttention | None:
+            arguments = self._kernel_arguments(hidden)
+            return None if arguments is None else decoding_attention(like, heads, size, **arguments)
+
+        if not mapping_named(self.name).hidden:
+            return prepare(None)
+
+        def attend(
+            query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None
+        ) -> Tensor:
+            step = prepare(hidden)  # the arguments differ in each step
+            assert step is not None
+            return step(query, cache, scale, hidden)
+
+        is_supported = prepare(like.new_zeros(1, 1, 1, self.hidden_size)) is not None
+        return attend if is_supported else None
 
     def attend_by_scores(
         self,

@@ -127,6 +127,12 @@ def _has(backend: str) -> bool:
     return native.library() is not None if backend == "cpp" else _has_triton()
 
 
+@_constant
+def has_row_library(header: str, function: str) -> bool:
+    """Whether the row function of a header is compiled."""
+    return native.row_library(header, function) is not None
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -37,9 +37,7 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled kernels; without them, log the reason once and return None."""
     capability = torch.backends.cpu.get_cpu_capability()
     try:
-        if sys.platform != "linux" or capability not in MARCH:
-            raise RuntimeError(f"they need Linux and AVX2, not {sys.platform} and {capability}")
-        kernels = load([*FLAGS, *MARCH[capability]])
+        kernels = load(_flags())
         onednn = capability == "AVX512" and torch.backends.mkldnn.is_available()
         if not (onednn and kernels.start(1)) and not kernels.start(0):
             raise RuntimeError("this build of torch offers no matrix product to them")
@@ -52,16 +50,39 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
-def load(flags: list[str]) -> ctypes.CDLL:
+@functools.cache
+def row_library(header: str, function: str) -> ctypes.CDLL | None:
+    """Return the kernels of a `RowFunction` with a header; if None, the reason is logged once."""
+    try:
+        name = [f'-DROW_HEADER="{header}"', f"-DROW_FUNCTION={function}"]
+        return load([*_flags(), *name], SOURCE.with_name("own_row.cpp"), Path(header))
+    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        logger.warning(f"plain PyTorch replaces the row function {function} of {header}: {error}")
+        return None
+
+
+def _flags() -> list[str]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if sys.platform != "linux" or capability not in MARCH:
+        raise RuntimeError(f"they need Linux and AVX2, not {sys.platform} and {capability}")
+    return [*FLAGS, *MARCH[capability]]
+
+
+def load(flags: list[str], source: Path | None = None, *headers: Path) -> ctypes.CDLL:
     """Return the library for these compiler flags. Compile it if the cache folder lacks it.
+
+    Args:
+        source: default SOURCE.
+        headers: those that the source includes from elsewhere.
 
     Raises:
         OSError, RuntimeError, ValueError, subprocess.TimeoutExpired: there is no library, for the
             reason in the message.
     """
-    command = [*shlex.split(os.environ.get("CXX", "").strip() or "c++"), *flags, str(SOURCE)]
+    source = source or SOURCE
+    command = [*shlex.split(os.environ.get("CXX", "").strip() or "c++"), *flags, str(source)]
     command += [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    path = _private_folder() / f"cpu-{_digest(command)}.so"
+    path = _private_folder() / f"cpu-{_digest(command, source, *headers)}.so"
     if not path.exists():
         # A warning, because Python prints it even if logging is not configured.
         logger.warning(f"compiling multimax_fairseq's CPU kernels in {path.parent} (20 seconds)")
@@ -82,11 +103,11 @@ def _private_folder() -> Path:
     return folder
 
 
-def _digest(command: list[str]) -> str:
+def _digest(command: list[str], *sources: Path) -> str:
     """Return a digest of everything that a library depends on; machines may share the folder."""
     parts = [*command, torch.__version__, torch.version.git_version, *platform.libc_ver()]
     digest = hashlib.sha256(os.fsencode("\n".join(map(str, parts))))
-    for path in [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]:
+    for path in [*sources, *sorted(sources[0].parent.glob("*.h"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -13,17 +13,19 @@ from torch import Tensor
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.attention import (
-    check_scalars,
     fits_each_head,
+    growth_factor,
     length_factor,
     per_head,
-    table_fields,
+    supports_row,
 )
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.modulator import fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
-from multimax_fairseq.ops.row_attention import RowFunction
+from multimax_fairseq.ops.row_attention import check_row_function, row_fields
+from multimax_fairseq.ops.row_function import RowFunction
+from multimax_fairseq.ops.softmax_attention import check_scalars, table_fields
 
 # The head size must be a multiple of the kernel's widest vector, in floats.
 HEAD_SIZE_MULTIPLE = 16
@@ -125,13 +127,12 @@ def decoding_attention(
         None if no kernel can compute it.
     """
     is_supported = (
-        row is None
-        and growth is None
-        and size % HEAD_SIZE_MULTIPLE == 0
+        size % HEAD_SIZE_MULTIPLE == 0
         and like.numel() > 0
         and not is_autocast(like.device.type)  # the projections are not float32 then
         and (modulator is None or has_parameters(modulator))
         and fits_each_head(like, heads, sink, length_scale)
+        and (row is None or supports_row(row, like, heads))
     )
     table: Tensor | None = None
     if is_supported and modulator is not None:
@@ -143,10 +144,17 @@ def decoding_attention(
 
     @torch.no_grad()
     def attend(query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None) -> Tensor:
-        if length_scale is not None:
-            counts = query.new_full((), cache.ancestors.shape[1])
-            query = query * length_factor(counts, length_scale).reshape(-1, 1)
-        return attention_step(query, *cache[:3], table, per_head(sink, query), scale)
+        if length_scale is not None or growth is not None:
+            counts = query.new_full((1, 1), cache.ancestors.shape[1])
+            if length_scale is not None:
+                query = query * length_factor(counts, length_scale)[..., 0]
+            if growth is not None:
+                query = query * growth_factor(counts, *growth)[..., 0]
+        call = StepCall(query, *cache[:3], table, per_head(sink, query), scale)
+        if row is not None:
+            parameter = per_head(row.parameter, query)
+            call = call._replace(parameter=parameter, function=row.name, header=row.header)
+        return attention_step(*call)
 
     return attend
 
@@ -160,6 +168,7 @@ class StepCall(NamedTuple):
     query: (R, H, D) float32 on the CPU, D a multiple of 16.
     keys, values, ancestors: as `KVCache`.
     table, sink, scale: as `AttentionCall`.
+    parameter, function, header: as `RowAttentionCall`; function None is softmax.
     """
 
     query: Tensor
@@ -169,10 +178,14 @@ class StepCall(NamedTuple):
     table: Tensor | None
     sink: Tensor | None
     scale: float
+    parameter: Tensor | None = None
+    function: str | None = None
+    header: str | None = None
 
 
 def _check(*inputs: Any) -> None:
-    query, keys, values, ancestors, table, sink, scale = StepCall(*inputs)
+    call = StepCall(*inputs)
+    query, keys, values, ancestors, table, sink, scale = call[:7]
     if query.dim() != 3 or query.shape[2] % HEAD_SIZE_MULTIPLE:
         raise ValueError(
             f"query must be (R, H, D), D a multiple of {HEAD_SIZE_MULTIPLE}, got "
@@ -195,19 +208,25 @@ def _check(*inputs: Any) -> None:
         )
     check_device("ancestors", ancestors, query, "query")
     check_scalars(query, table, sink, scale)
+    if call.function is not None:
+        check_row_function(call.function, call.header, call.parameter, query)
 
 
 def _kernel(*inputs: Any) -> Tensor:
     """Return the output, (R, H, D). ValueError for an ancestor that is not one of the N rows."""
-    query, keys, values, ancestors, table, sink, scale = StepCall(*inputs)
+    call = StepCall(*inputs)
+    query, keys, values, ancestors, table, sink, scale = call[:7]
     if query.numel() == 0 or ancestors.numel() == 0:
         return query.new_zeros(query.shape)
     hypotheses, heads, size = query.shape
     query, ancestors = query.contiguous(), ancestors.contiguous()
     output = torch.empty_like(query)
+    row: dict[str, Any] = {}
+    if call.function is not None:
+        row = row_fields(call.function, call.header, call.parameter)
     status = native.call(
-        "attention_step",
-        native.Attention,
+        "row_attention_step" if row else "attention_step",
+        native.RowAttention if row else native.Attention,
         batch=hypotheses,
         heads=heads,
         queries=1,
@@ -223,6 +242,7 @@ def _kernel(*inputs: Any) -> Tensor:
         ancestors=ancestors,
         rows=len(keys),
         **table_fields(table),
+        **row,
     )
     if status < 0:
         raise ValueError(

@@ -53,7 +53,7 @@ class RowAttention(ctypes.Structure):
     _fields_ = [
         *Attention._fields_,
         *_fields("function", ctypes.c_int64),
-        *_fields("parameter found grad_parameter", ctypes.c_void_p),
+        *_fields("parameter grad_parameter", ctypes.c_void_p),
     ]
 
 
@@ -135,12 +135,28 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
-def call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
+@functools.cache
+def row_library(header: str | None, function: str) -> ctypes.CDLL | None:
+    """Return the library with a row function; None, with the reason logged, where there is none.
+
+    Args:
+        header, function: the header and the name of a `RowFunction`.
+    """
+    return library() if header is None else build.row_library(header, function)
+
+
+def call(
+    name: str,
+    structure: type[ctypes.Structure],
+    kernels: ctypes.CDLL | None = None,
+    **values: Any,
+) -> int:
     """Call a kernel and return its status, which is never 0.
 
     Args:
         name: of the C++ function.
         structure: its argument.
+        kernels: the library of the function; None for that of the package.
         values: the structure's fields: numbers and tensors; None is a null pointer.
 
     Raises:
@@ -159,7 +175,7 @@ def call(name: str, structure: type[ctypes.Structure], **values: Any) -> int:
             value = (address, value.stride()[:3]) if field in _WITH_STRIDES else address
         if value is not None:
             setattr(argument, field, value)
-    kernels = library()
+    kernels = kernels or library()
     assert kernels is not None
     status = int(getattr(kernels, name)(ctypes.byref(argument)))
     if status == 0:

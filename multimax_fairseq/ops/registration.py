@@ -25,6 +25,8 @@ _SCHEMA_TYPES = {
     float: "float",
     int: "int",
     int | None: "int?",
+    str: "str",
+    str | None: "str?",
 }
 
 
@@ -61,7 +63,7 @@ def _needs_dispatcher(inputs: tuple[Any, ...]) -> bool:
     return False
 
 
-_NOT_TENSORS = {type(None), bool, int, float}
+_NOT_TENSORS = {type(None), bool, int, float, str}
 # Dispatch keys of dense tensors that are not lazily negated, conjugated or wrapped.
 _ORDINARY: set[int] = set()
 
@@ -77,7 +79,10 @@ def _is_ordinary(tensor: Tensor, keys: int) -> bool:
 def schema_of(arguments: type[tuple[Any, ...]]) -> str:
     """Return the fields of a NamedTuple as arguments of an operator's schema."""
     hints = typing.get_type_hints(arguments)
-    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
+    defaults = {name: f"={value}" for name, value in arguments._field_defaults.items()}  # type: ignore[attr-defined]
+    return ", ".join(
+        f"{_SCHEMA_TYPES[hint]} {name}{defaults.get(name, '')}" for name, hint in hints.items()
+    )
 
 
 def define(

@@ -7,17 +7,13 @@ The (T, S) weights are not stored. `ops.attention.fused_attention` calls `row_at
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multimax_fairseq.ops import attention, native
-from multimax_fairseq.ops.attention import AttentionCall
-from multimax_fairseq.ops.backend import traced
+from multimax_fairseq.ops import native
 from multimax_fairseq.ops.registration import (
     Operator,
     define,
@@ -26,36 +22,14 @@ from multimax_fairseq.ops.registration import (
     schema_of,
     without_gradient,
 )
-
-# In the order of `dispatch_row` in cpp/row_attention.h.
-FUNCTIONS = ("topk", "evsoftmax", "sparsemax", "entmax15", "alpha_entmax", "sigmoid", "softpick")
-WITH_PARAMETER = ("topk", "evsoftmax", "alpha_entmax", "sigmoid")
-
-
-@dataclass(frozen=True)
-class RowFunction:
-    """A mapping as the kernel computes it.
-
-    Attributes:
-        name: of FUNCTIONS.
-        parameter: k (topk); the factor of low scores (evsoftmax); alpha in (1, 2] (alpha_entmax),
-            which gets its gradient; the bias (sigmoid), NaN for minus the logarithm of the number
-            of keys. A number, or a tensor with one number for all heads or for each.
-        counts_keys: whether the weights depend on the number of keys. A float mask must then be 0
-            or -inf everywhere.
-    """
-
-    name: str
-    parameter: float | Tensor | None = None
-    counts_keys: bool = False
-
-    def supports(self, mask: Tensor | None) -> bool:
-        """Return whether the kernel supports a mask, bool or float."""
-        if not self.counts_keys or mask is None or mask.dtype == torch.bool:
-            return True
-        if traced():  # the numbers in the mask are unknown
-            return False
-        return bool(((mask == 0) | (mask == -math.inf)).all())
+from multimax_fairseq.ops.row_function import FUNCTIONS, WITH_PARAMETER, WITHOUT_GRADIENT
+from multimax_fairseq.ops.softmax_attention import (
+    AttentionCall,
+    check_call,
+    check_per_head,
+    fields_of,
+    to_autocast,
+)
 
 
 class RowAttentionCall(NamedTuple):
@@ -63,7 +37,7 @@ class RowAttentionCall(NamedTuple):
 
     query, key, value, mask, seed, is_causal, dropout_p, scale: as `AttentionCall`, on the CPU.
     parameter: (H,) float32, or None.
-    function: index in FUNCTIONS.
+    function, header: the name and the header of a `RowFunction`.
     """
 
     query: Tensor
@@ -75,7 +49,8 @@ class RowAttentionCall(NamedTuple):
     is_causal: bool
     dropout_p: float
     scale: float
-    function: int
+    function: str
+    header: str | None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -88,9 +63,9 @@ class RowAttentionCall(NamedTuple):
         return self[6:]
 
     @property
-    def without_function(self) -> AttentionCall:
+    def as_softmax_call(self) -> AttentionCall:
         """The call of softmax with the same arguments."""
-        query, key, value, _, mask, seed, is_causal, dropout_p, scale, _ = self
+        query, key, value, _, mask, seed, is_causal, dropout_p, scale, _, _ = self
         return AttentionCall(
             query, key, value, None, None, mask, seed, is_causal, dropout_p, scale, 2, 2
         )
@@ -98,98 +73,125 @@ class RowAttentionCall(NamedTuple):
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of `native.RowAttention` that the forward and the backward pass share."""
-        parameter = None if self.parameter is None else self.parameter.contiguous()
-        fields = attention.fields_of(self.without_function)
-        return {**fields, "function": self.function, "parameter": parameter}
+        return {
+            **fields_of(self.as_softmax_call),
+            **row_fields(self.function, self.header, self.parameter),
+        }
+
+
+def row_fields(function: str, header: str | None, parameter: Tensor | None) -> dict[str, Any]:
+    """Return the library with a row function, and its fields of `native.RowAttention`."""
+    return {
+        "kernels": native.row_library(header, function),
+        "function": _index(function, header),
+        "parameter": None if parameter is None else parameter.contiguous(),
+    }
+
+
+def _index(function: str, header: str | None) -> int:
+    return FUNCTIONS.index(function) if header is None else 0
+
+
+def _has_learned_parameter(call: RowAttentionCall) -> bool:
+    """Whether the parameter needs a gradient. ValueError if the function gives it none."""
+    if call.parameter is None or not call.parameter.requires_grad:
+        return False
+    kernels = native.row_library(call.header, call.function)
+    assert kernels is not None
+    if not kernels.row_learns(_index(call.function, call.header)):
+        raise ValueError(f"the parameter of {call.function} has no gradient: detach it")
+    return True
 
 
 _ARGUMENTS = schema_of(RowAttentionCall)
 
 
-def _check(call: RowAttentionCall) -> None:
-    attention.check_call(call.without_function)
-    if call.query.device.type == "cuda":
+def check_row_function(
+    function: str, header: str | None, parameter: Tensor | None, query: Tensor
+) -> None:
+    """Raise ValueError for a row function that the kernel cannot compute."""
+    if query.device.type == "cuda":
         raise ValueError("row functions have no kernel on a GPU: use the mapping's own function")
-    if call.parameter is not None:
-        attention.check_per_head("parameter", call.parameter, call.query, "number")
-    if not 0 <= call.function < len(FUNCTIONS):
-        raise ValueError(
-            f"function must be an index in {', '.join(FUNCTIONS)}, got {call.function}"
-        )
-    name = FUNCTIONS[call.function]
-    if call.parameter is None and name in WITH_PARAMETER:
-        raise ValueError(f"the row function {name} needs a parameter: give one number per head")
+    if header is None and function not in FUNCTIONS:
+        raise ValueError(f"function must be one of {', '.join(FUNCTIONS)}, got {function!r}")
+    if parameter is not None:
+        check_per_head("parameter", parameter, query, "number")
+    elif header is None and function in WITH_PARAMETER:
+        raise ValueError(f"the row function {function} needs a parameter: give one number per head")
+    if native.row_library(header, function) is None:
+        raise ValueError(f"there is no compiled row function {function}: the log says why")
+
+
+def _check(call: RowAttentionCall) -> None:
+    check_call(call.as_softmax_call)
+    check_row_function(call.function, call.header, call.parameter, call.query)
 
 
 # --- torch.ops.multimax_fairseq.row_attention --------------------------------------------------
 
 
 def _row_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and, if the last input is True, what the gradient needs of each row."""
+    """Return the output and, if the last input is True, the row statistics for the gradient."""
     *arguments, keep = inputs
     call = RowAttentionCall(*arguments)
     query = call.query
-    found = query.new_empty(_found_shape(query, keep), dtype=torch.float32)
-    if call.without_function.is_empty:
-        return native.dense_like(query).zero_(), found.zero_()
+    statistics = query.new_empty(_statistics_shape(query, keep), dtype=torch.float32)
+    if call.as_softmax_call.is_empty:
+        return native.dense_like(query).zero_(), statistics.zero_()
     output = native.dense_like(query, torch.float32)
     native.call(
         "row_attention_forward",
         native.RowAttention,
         output=output,
-        found=found if keep else None,
+        statistics=statistics if keep else None,
         **call.fields,
     )
-    return native.cast(output, query.dtype), found
+    return native.cast(output, query.dtype), statistics
 
 
-def _found_shape(query: Tensor, keep: bool) -> tuple[int, ...]:
+def _statistics_shape(query: Tensor, keep: bool) -> tuple[int, ...]:
     batch, heads, queries, _ = query.shape
     return (batch, heads, 3, queries) if keep else (0,)
 
 
 def _row_attention_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
     query, keep = inputs[0], inputs[-1]
-    return native.dense_like(query), query.new_empty(_found_shape(query, keep), dtype=torch.float32)
+    return native.dense_like(query), query.new_empty(
+        _statistics_shape(query, keep), dtype=torch.float32
+    )
 
 
 class _RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, below: Callable[..., Any], *inputs: Any) -> tuple[Tensor, Tensor]:
         call = RowAttentionCall(*inputs)
-        output, found = below(*call, True)
-        ctx.save_for_backward(found, *call.tensors)
+        output, statistics = below(*call, True)
+        ctx.save_for_backward(statistics, *call.tensors)
         ctx.numbers = call.numbers
-        ctx.mark_non_differentiable(found)
+        ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        return output, found
+        return output, statistics
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * (1 + len(RowAttentionCall._fields))
-        found, *tensors = ctx.saved_tensors
+        statistics, *tensors = ctx.saved_tensors
         call = RowAttentionCall(*tensors, *ctx.numbers)
-        *by_inputs, by_parameter = row_attention_backward(grad, found, *call)
-        is_learned = call.parameter is not None and call.parameter.requires_grad
+        *by_inputs, by_parameter = row_attention_backward(grad, statistics, *call)
+        by_parameter = by_parameter if _has_learned_parameter(call) else None
         # None for `below`, the mask, the seed and the numbers.
-        return (
-            None,
-            *by_inputs,
-            by_parameter if is_learned else None,
-            *(None, None),
-            *(None for _ in call.numbers),
-        )
+        return (None, *by_inputs, by_parameter, None, None, *(None for _ in call.numbers))
 
 
 def _row_attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     call = RowAttentionCall(*inputs[:-1])
     if not needs_gradient(*call.tensors):
         return below(*inputs)
-    is_learned = call.parameter is not None and call.parameter.requires_grad
-    if is_learned and FUNCTIONS[call.function] != "alpha_entmax":
-        raise ValueError("only alpha_entmax has a gradient by its parameter: detach the parameter")
+    if call.function in WITHOUT_GRADIENT and call.header is None:
+        raise ValueError(f"{call.function} has no gradient here: use the mapping's own function")
+    _has_learned_parameter(call)  # raises ValueError before the forward pass
     return _RowAttention.apply(below, *call)
 
 
@@ -199,14 +201,14 @@ row_attention: Operator = define(
     kernel=_row_attention,
     fake=_row_attention_fake,
     autograd=_row_attention_autograd,
-    autocast=attention.to_autocast,
+    autocast=to_autocast,
 )
 
 
 # --- torch.ops.multimax_fairseq.row_attention_backward -----------------------------------------
 
 
-def _check_backward(grad: Tensor, found: Tensor, *inputs: Any) -> None:
+def _check_backward(grad: Tensor, statistics: Tensor, *inputs: Any) -> None:
     call = RowAttentionCall(*inputs)
     _check(call)
     if grad.shape != call.query.shape or grad.dtype != call.query.dtype:
@@ -214,29 +216,30 @@ def _check_backward(grad: Tensor, found: Tensor, *inputs: Any) -> None:
             f"grad must be {call.query.dtype} {list(call.query.shape)}, got {grad.dtype} "
             f"{list(grad.shape)}"
         )
-    shape = _found_shape(call.query, True)
-    if tuple(found.shape) != shape or found.dtype != torch.float32 or not found.is_contiguous():
+    shape = _statistics_shape(call.query, True)
+    fits = tuple(statistics.shape) == shape and statistics.dtype == torch.float32
+    if not fits or not statistics.is_contiguous():
         raise ValueError(
-            f"found must be contiguous float32 {list(shape)}, of a call with keep=True, got "
-            f"{found.dtype} {list(found.shape)}"
+            f"statistics must be contiguous float32 {list(shape)}, of a call with keep=True, got "
+            f"{statistics.dtype} {list(statistics.shape)}"
         )
 
 
-def _row_attention_backward(grad: Tensor, found: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Return the gradients by query, key, value and parameter; empty for None."""
+def _row_attention_backward(grad: Tensor, statistics: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value and parameter; empty for None."""
     call = RowAttentionCall(*inputs)
     by_parameter = torch.zeros_like(
         call.query.new_empty(0, dtype=torch.float32) if call.parameter is None else call.parameter,
         memory_format=torch.contiguous_format,
     )
-    if call.without_function.is_empty:
+    if call.as_softmax_call.is_empty:
         return *(native.dense_like(t).zero_() for t in call[:3]), by_parameter
     by_query, by_key, by_value = (native.dense_like(t, torch.float32) for t in call[:3])
     native.call(
         "row_attention_backward",
         native.RowAttention,
         **call.fields,
-        found=found,
+        statistics=statistics,
         grad_output=native.wide(grad),
         grad_query=by_query,
         grad_key=by_key,
@@ -247,7 +250,9 @@ def _row_attention_backward(grad: Tensor, found: Tensor, *inputs: Any) -> tuple[
     return *by_inputs, by_parameter
 
 
-def _row_attention_backward_fake(grad: Tensor, found: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _row_attention_backward_fake(
+    grad: Tensor, statistics: Tensor, *inputs: Any
+) -> tuple[Tensor, ...]:
     call = RowAttentionCall(*inputs)
     shape = (0,) if call.parameter is None else call.parameter.shape
     by_parameter = call.query.new_empty(shape, dtype=torch.float32)
@@ -255,7 +260,7 @@ def _row_attention_backward_fake(grad: Tensor, found: Tensor, *inputs: Any) -> t
 
 
 row_attention_backward: Operator = define(
-    f"row_attention_backward(Tensor grad, Tensor found, {_ARGUMENTS}) "
+    f"row_attention_backward(Tensor grad, Tensor statistics, {_ARGUMENTS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     check=_check_backward,
     kernel=_row_attention_backward,

@@ -236,6 +236,48 @@ inline const float* source_row(
   return t.at(0, h) + a.ancestors[b * a.keys + s] * t.row;
 }
 
+// The dot products of a query, (size,), and the keys s0 + lane; 0 for keys outside [first, last).
+inline Vec dot_products(
+    const Attention& a, int64_t b, int64_t h, int64_t s0, int64_t first, int64_t last,
+    const float* query) {
+  Vec products[LANES];
+  for (int64_t s = s0; s < s0 + LANES; s++) {
+    Vec sum{};
+    if (s >= first && s < last) {
+      const float* key = source_row(a, a.key, b, h, s);
+      for (int64_t d = 0; d < a.size; d += LANES) sum += load(query + d) * load(key + d);
+    }
+    products[s - s0] = sum;
+  }
+  return lane_sums(products);
+}
+
+// Writes the sum of weights[s * stride] * factor * value s for s in [first, last) to `out`, (size,).
+// SPARSE: skips weights of 0.
+template <bool SPARSE>
+void add_values(
+    const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, const float* weights,
+    int64_t stride, float factor, float* out) {
+  const auto write = [&]<int vectors>(std::integral_constant<int, vectors>, int64_t d) {
+    const auto add = [&](int64_t s, Vec* sums) {
+      const float weight = weights[s * stride];
+      if (SPARSE && weight == 0) return;
+      const float* value = source_row(a, a.value, b, h, s) + d;
+      for (int i = 0; i < vectors; i++) sums[i] += weight * load(value + i * LANES);
+    };
+    // Two independent sums hide the latency of the additions.
+    Vec even[vectors] = {}, odd[vectors] = {};
+    int64_t s = first;
+    for (; s + 1 < last; s += 2) add(s, even), add(s + 1, odd);
+    if (s < last) add(s, even);
+    for (int i = 0; i < vectors; i++) store(out + d + i * LANES, (even[i] + odd[i]) * factor);
+  };
+  int64_t d = 0;
+  for (; d + 4 * LANES <= a.size; d += 4 * LANES) write(std::integral_constant<int, 4>(), d);
+  for (; d + 2 * LANES <= a.size; d += 2 * LANES) write(std::integral_constant<int, 2>(), d);
+  if (d < a.size) write(std::integral_constant<int, 1>(), d);
+}
+
 // The decoding kernel, for too few queries to fill a tile. Reads keys and values in place.
 template <class Sigma>
 void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scratch) {
@@ -250,17 +292,9 @@ void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
     float* out = a.output.at(b, h) + t * a.output.row;
     Vec maximum = broadcast(-INFINITE);
     for (int64_t s0 = 0; s0 < length; s0 += LANES) {
-      Vec products[LANES];
-      for (int64_t s = s0; s < s0 + LANES; s++) {
-        Vec sum{};
-        if (s >= first && s < last) {
-          const float* key = source_row(a, a.key, b, h, s);
-          for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * load(key + d);
-        }
-        products[s - s0] = sum;
-      }
       const IntVec s = lane_indices(s0), may_attend = (s >= int32_t(first)) & (s < int32_t(last));
-      const Vec z = may_attend ? sigma.value(a.scale * lane_sums(products)) : broadcast(-INFINITE);
+      const Vec score = a.scale * dot_products(a, b, h, s0, first, last, query);
+      const Vec z = may_attend ? sigma.value(score) : broadcast(-INFINITE);
       store(scratch + s0, z);
       maximum = vec_max(maximum, z);
     }
@@ -283,24 +317,7 @@ void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
     }
     const float rest = sink == -INFINITE ? 0 : std::exp(sink - top);
     const float inverse = inverse_sum(rest + sum_lanes(sums), sink);
-    const auto write_output = [&]<int vectors>(std::integral_constant<int, vectors>, int64_t d) {
-      const auto add = [&](int64_t s, Vec* sums) {
-        const float* value = source_row(a, a.value, b, h, s) + d;
-        for (int i = 0; i < vectors; i++) sums[i] += scratch[s] * load(value + i * LANES);
-      };
-      // Two independent sums hide the latency of the additions.
-      Vec even[vectors] = {}, odd[vectors] = {};
-      int64_t s = first;
-      for (; s + 1 < last; s += 2) add(s, even), add(s + 1, odd);
-      if (s < last) add(s, even);
-      for (int i = 0; i < vectors; i++) store(out + d + i * LANES, (even[i] + odd[i]) * inverse);
-    };
-    int64_t d = 0;
-    for (; d + 4 * LANES <= size; d += 4 * LANES)
-      write_output(std::integral_constant<int, 4>(), d);
-    for (; d + 2 * LANES <= size; d += 2 * LANES)
-      write_output(std::integral_constant<int, 2>(), d);
-    if (d < size) write_output(std::integral_constant<int, 1>(), d);
+    add_values<false>(a, b, h, first, last, scratch, 1, inverse, out);
   }
 }
 
@@ -472,6 +489,11 @@ void prefetch_hypothesis(const Attention& a, int64_t b) {
   }
 }
 
+inline bool are_ancestors_valid(const Attention& a) {
+  return std::all_of(a.ancestors, a.ancestors + a.batch * a.keys,
+                     [&](int64_t row) { return row >= 0 && row < a.rows; });
+}
+
 // Attention of the hypotheses [part * HYPOTHESES, (part + 1) * HYPOTHESES).
 template <class Sigma>
 void decode_part(const Attention& a, int64_t part, float* scratch) {
@@ -488,8 +510,7 @@ void decode_part(const Attention& a, int64_t part, float* scratch) {
 // is not a valid row.
 extern "C" int attention_step(const Attention* attention) {
   const Attention& a = *attention;
-  for (int64_t i = 0; i < a.batch * a.keys; i++)
-    if (a.ancestors[i] < 0 || a.ancestors[i] >= a.rows) return -1;
+  if (!are_ancestors_valid(a)) return -1;
   const int64_t parts = (a.batch + HYPOTHESES - 1) / HYPOTHESES;
   return guarded([&] {
     dispatch_modulator(a.columns, [&](auto* kind) {

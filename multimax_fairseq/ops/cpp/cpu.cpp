@@ -14,7 +14,9 @@
 #include "dropout.h"
 #include "modulator.h"
 #include "output.h"
-#include "row_attention.h"
+#include "row_functions.h"
+
+#include "row_attention.h"  // needs `dispatch_row`
 
 // The sizes of the structures that Python fills. ops/native.py compares them with its own.
 extern "C" {

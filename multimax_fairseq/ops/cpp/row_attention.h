@@ -1,4 +1,5 @@
-// Attention by row functions, dropout(f(scale Q K^T + mask)) V, and its gradients.
+// Attention by row functions, dropout(f(scale Q K^T + mask)) V, and its gradients. The including file
+// defines `dispatch_row`, which calls a function for the row function with a number.
 //
 // A thread computes all scores of a block of queries before it applies the row function. Groups of
 // weights that are all 0 are left out of the matrix products, so a NaN among the values of keys
@@ -9,9 +10,9 @@
 #include "rows.h"
 
 struct RowAttention : Attention {
+  // `statistics`, (batch, heads, 3, queries), holds those of the row function.
   int64_t function;        // of `dispatch_row`
-  const float* parameter;  // (heads,), as RowFunction.parameter in ops/row_attention.py; or null
-  float* found;            // (batch, heads, 3, queries), what the row function has found; or null
+  const float* parameter;  // (heads,), as RowFunction.parameter in ops/row_function.py; or null
   float* grad_parameter;   // (heads,), or null
 };
 
@@ -26,10 +27,8 @@ class Support {
  public:
   explicit Support(float* scratch) : nonzero(reinterpret_cast<uint8_t*>(scratch)) {}
   static int64_t floats(int64_t keys) { return padded((keys / LANES * GROUPS + 3) / 4); }
-  void set(int64_t s, int64_t q, bool value) {
-    nonzero[s / LANES * GROUPS + q / LANES] = value;
-  }
-  bool at(int64_t s, int64_t q) const { return nonzero[s / LANES * GROUPS + q / LANES]; }
+  float* end(int64_t keys) const { return reinterpret_cast<float*>(nonzero) + floats(keys); }
+  uint8_t& at(int64_t s, int64_t q) const { return nonzero[s / LANES * GROUPS + q / LANES]; }
   // Calls product(s, q, count) for each group of LANES keys; only the queries [q, q + count) have
   // weights.
   template <class Product>
@@ -107,24 +106,24 @@ void row_forward_head(const RowAttention& a, int64_t b, int64_t h, int64_t, floa
     std::fill_n(output, QUERIES * pitch, 0.0f);
     for (int64_t q = 0; q < width; q += LANES) {
       const int64_t stop = w.stop(q, first, last);
-      const Scores own{scores + q, first, stop};
-      const Found found = row.find(own);
-      if (a.found) {
-        float* kept = a.found + 3 * bh * a.queries + q0 + q;
-        for (const Vec& x : {found.top, found.threshold, found.factor}) {
-          store(kept, x, count - q);
-          kept += a.queries;
+      const Scores own{scores + q, QUERIES, first, stop};
+      const Statistics statistics = row.reduce(own);
+      if (a.statistics) {
+        float* out = a.statistics + 3 * bh * a.queries + q0 + q;
+        for (const Vec& x : {statistics.top, statistics.threshold, statistics.factor}) {
+          store(out, x, count - q);
+          out += a.queries;
         }
       }
       for (int64_t s0 = first; s0 < last; s0 += LANES) {
         IntVec nonzero{};
         for (int64_t s = s0; s < s0 + LANES; s++) {
           float* at = scores + s * QUERIES + q;
-          const Vec p = s < stop ? row.entry(load(at), found).weight : Vec{};
+          const Vec p = s < stop ? row.entry(load(at), statistics).weight : Vec{};
           nonzero |= p != 0;
           store(at, a.dropout > 0 ? p * dropout.keep(dropout.key(s), q0 + q) : p);
         }
-        support.set(s0, q, any(nonzero));
+        support.at(s0, q) = any(nonzero);
       }
       support.for_each_range(q, first, last, [&](int64_t s, int64_t depth) {
         small_product(LANES, pitch, depth, scores + s * QUERIES + q, 1, QUERIES, value + s * pitch,
@@ -161,10 +160,13 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
   float* query_t = grad_query + QUERIES * pitch;       // (size, QUERIES)
   float* grad_output_t = query_t + size * QUERIES;     // (size, QUERIES)
   float* mask = grad_output_t + size * QUERIES;        // (KEYS_L1, QUERIES)
-  float* slopes = mask + KEYS_L1 * QUERIES;            // (keys, QUERIES): scores, then slopes
-  float* weights = slopes + keys * QUERIES;            // (keys, QUERIES)
-  float* grads = weights + keys * QUERIES;             // (keys, QUERIES), by the weights
+  float* scores = mask + KEYS_L1 * QUERIES;            // (keys, QUERIES)
+  float* weights = scores + keys * QUERIES;            // (keys, QUERIES)
+  float* grads = weights + keys * QUERIES;             // (keys, QUERIES), of the weights
   Support support(grads + keys * QUERIES);
+  // (keys, QUERIES): the slopes, later the gradients of the scores. Only `by_parameter` needs the
+  // scores again.
+  float* slopes = Row::learns ? support.end(keys) : scores;
   grad_key.initialize(keys), grad_value.initialize(keys);
 
   for (int64_t q0 = 0; q0 < a.queries; q0 += QUERIES) {
@@ -178,37 +180,37 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
     copy(a.grad_output.at(b, h) + q0 * a.grad_output.row, a.grad_output.row, count, size,
          grad_output, pitch);
     transpose(grad_output, pitch, count, size, grad_output_t, QUERIES);
-    row_scores<MASKED>(a, b, h, q0, count, w, key, query_t, slopes, mask);
+    row_scores<MASKED>(a, b, h, q0, count, w, key, query_t, scores, mask);
 
     // The weights and slopes, and where they are not 0.
     Totals totals[GROUPS];
     for (int64_t q = 0; q < width; q += LANES) {
-      const float* kept = a.found + 3 * bh * a.queries + q0 + q;
-      Found found;
-      for (Vec* x : {&found.top, &found.threshold, &found.factor}) {
-        *x = load(kept, count - q);
-        kept += a.queries;
+      const float* in = a.statistics + 3 * bh * a.queries + q0 + q;
+      Statistics statistics;
+      for (Vec* x : {&statistics.top, &statistics.threshold, &statistics.factor}) {
+        *x = load(in, count - q);
+        in += a.queries;
       }
       const int64_t stop = w.stop(q, first, last);
       for (int64_t s0 = first; s0 < last; s0 += LANES) {
         IntVec nonzero{};
         for (int64_t s = s0; s < s0 + LANES; s++) {
           const int64_t at = s * QUERIES + q;
-          const Entry entry = s < stop ? row.entry(load(slopes + at), found) : Entry{};
+          const Entry entry = s < stop ? row.entry(load(scores + at), statistics) : Entry{};
           nonzero |= (entry.weight != 0) | (entry.slope != 0);
           totals[q / LANES].slope += entry.slope;
-          if constexpr (Row::learns) totals[q / LANES].entropy += row.entropy(entry.weight);
+          if constexpr (Row::learns) totals[q / LANES].entropy += entropy(entry.weight);
           store(weights + at, entry.weight);
           store(slopes + at, entry.slope);
         }
-        support.set(s0, q, any(nonzero));
+        support.at(s0, q) = any(nonzero);
       }
     }
     support.for_each_key_group(first, last, width, [&](int64_t s, int64_t q, int64_t n) {
       small_product(LANES, n, size, value + s * pitch, pitch, 1, grad_output_t + q, QUERIES,
                     grads + s * QUERIES + q, QUERIES, false);
     });
-    // The gradients by the scores, in `slopes`.
+    // The gradients of the scores, in `slopes`.
     for (int64_t q = 0; q < width; q += LANES) {
       Totals& total = totals[q / LANES];
       support.for_each_range(q, first, last, [&](int64_t s0, int64_t n) {
@@ -230,7 +232,8 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
           const Vec p = load(weights + at), slope = load(slopes + at), grad = load(grads + at);
           // The weights' derivatives sum to 0, so subtracting the mean only removes rounding errors.
           if constexpr (Row::learns)
-            total.parameter_grad += (grad - mean) * row.by_parameter(p, slope, total);
+            total.parameter_grad +=
+                (grad - mean) * row.by_parameter(load(scores + at), p, slope, total);
           store(slopes + at, row.gradient(slope, grad, mean));
           if (a.dropout > 0) store(weights + at, p * dropout.keep(dropout.key(s), q0 + q));
         }
@@ -260,26 +263,56 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
 
 int64_t row_backward_scratch(const RowAttention& a) {
   const int64_t keys = padded(a.keys), pitch = padded(a.size);
-  return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + KEYS_L1 + 3 * keys) * QUERIES +
+  return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + KEYS_L1 + 4 * keys) * QUERIES +
          Support::floats(keys);
 }
 
-// Calls function(static_cast<Row*>(nullptr)) for the row function with this number, in the order of
-// FUNCTIONS in ops/row_attention.py.
-template <class Function>
-void dispatch_row(int64_t number, Function function) {
-  switch (number) {
-    case 0: return function(static_cast<TopK*>(nullptr));
-    case 1: return function(static_cast<EvSoftmax*>(nullptr));
-    case 2: return function(static_cast<Entmax<PowerOne>*>(nullptr));
-    case 3: return function(static_cast<Entmax<PowerTwo>*>(nullptr));
-    case 4: return function(static_cast<Entmax<AnyPower>*>(nullptr));
-    case 5: return function(static_cast<Sigmoid*>(nullptr));
-    case 6: return function(static_cast<Softpick*>(nullptr));
+// Attention of the hypotheses [part * HYPOTHESES, (part + 1) * HYPOTHESES), with one query each. A
+// vector lane holds one hypothesis.
+template <class Row>
+void row_step_part(const RowAttention& a, int64_t part, float* scratch) {
+  const int64_t b0 = part * HYPOTHESES, last = std::min(b0 + HYPOTHESES, a.batch);
+  const int64_t keys = padded(a.keys);  // scratch: the scores, (heads, keys, HYPOTHESES)
+  if (last < b0 + HYPOTHESES) std::fill_n(scratch, a.heads * keys * HYPOTHESES, -INFINITE);
+  for (int64_t b = b0; b < last; b++) {
+    if (b + 1 < last) prefetch_hypothesis(a, b + 1);
+    for (int64_t h = 0; h < a.heads; h++) {
+      const float* query = a.query.at(b, h);
+      float* scores = scratch + h * keys * HYPOTHESES + (b - b0);
+      for (int64_t s0 = 0; s0 < keys; s0 += LANES) {
+        const Vec x = a.scale * dot_products(a, b, h, s0, 0, a.keys, query);
+        for (int i = 0; i < LANES; i++) scores[(s0 + i) * HYPOTHESES] = x[i];
+      }
+    }
   }
+  for (int64_t h = 0; h < a.heads; h++) {
+    const Row row = row_of<Row>(a, h);
+    for (int64_t i = 0; i < HYPOTHESES; i += LANES) {
+      float* scores = scratch + h * keys * HYPOTHESES + i;
+      const Statistics statistics = row.reduce(Scores{scores, HYPOTHESES, 0, a.keys});
+      for (int64_t s = 0; s < a.keys; s++) {
+        float* at = scores + s * HYPOTHESES;
+        store(at, row.entry(load(at), statistics).weight);
+      }
+    }
+  }
+  for (int64_t b = b0; b < last; b++)
+    for (int64_t h = 0; h < a.heads; h++) {
+      const float* weights = scratch + h * keys * HYPOTHESES + (b - b0);
+      add_values<true>(a, b, h, 0, a.keys, weights, HYPOTHESES, 1, a.output.at(b, h));
+    }
 }
 
 }  // namespace
+
+// Whether the parameter of a row function has a gradient.
+extern "C" int row_learns(int64_t function) {
+  bool learns = false;
+  dispatch_row(function, [&](auto* kind) {
+    learns = std::remove_pointer_t<decltype(kind)>::learns;
+  });
+  return learns;
+}
 
 extern "C" int row_attention_forward(const RowAttention* attention) {
   const RowAttention& a = *attention;
@@ -304,5 +337,20 @@ extern "C" int row_attention_backward(const RowAttention* attention) {
     });
     if (a.grad_parameter)
       sum_partials(a.parameters, a.batch * a.heads, 1, a.heads, 1, a.grad_parameter);
+  });
+}
+
+// As `attention_step`, by a row function.
+extern "C" int row_attention_step(const RowAttention* attention) {
+  const RowAttention& a = *attention;
+  if (!are_ancestors_valid(a)) return -1;
+  const int64_t parts = (a.batch + HYPOTHESES - 1) / HYPOTHESES;
+  return guarded([&] {
+    dispatch_row(a.function, [&](auto* kind) {
+      for_each_piece(parts, a.threads, a.heads * padded(a.keys) * HYPOTHESES,
+                     [&](int64_t part, int64_t, float* scratch) {
+        row_step_part<std::remove_pointer_t<decltype(kind)>>(a, part, scratch);
+      });
+    });
   });
 }

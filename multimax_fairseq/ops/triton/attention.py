@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.ops.attention import AttentionCall
 from multimax_fairseq.ops.backend import capability
 from multimax_fairseq.ops.native import dense_like
+from multimax_fairseq.ops.softmax_attention import AttentionCall
 from multimax_fairseq.ops.triton.attention_kernels import (
     forward_kernel,
     key_kernel,
