@@ -27,6 +27,7 @@ from multimax_fairseq.mappings import (
 )
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.ops.cross_entropy import linear_cross_entropy
+from multimax_fairseq.ops.row_function import RowFunction
 from multimax_fairseq.ops.symmetric_divergence import symmetric_divergence
 
 __version__ = "0.2.0"
@@ -37,6 +38,7 @@ __all__ = [
     "Modulator",
     "Normalizer",
     "Option",
+    "RowFunction",
     "continuous_softmax",
     "continuous_softmax_nd",
     "continuous_sparsemax",

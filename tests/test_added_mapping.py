@@ -15,6 +15,7 @@ from multimax_fairseq import NORMALIZERS, Mapping, Normalizer, register
 from multimax_fairseq.mappings.table import Option, yes_or_no
 from multimax_fairseq.models.learned_scalars import learned_modules, learned_scalars
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops import native
 
 pytestmark = pytest.mark.long
 
@@ -49,7 +50,8 @@ def folder(tmp_path_factory):
     pair = ("--source-lang", "de", "--target-lang", "en", "--destdir", "data-bin")
     run(folder, "fairseq-preprocess", *pair, *text)
     flags = ("--sharpened-start", "1.5", "--save-dir", "model")
-    run(folder, "fairseq-train", "data-bin", *PLUGIN, *TRAIN, *flags)
+    log = run(folder, "fairseq-train", "data-bin", *PLUGIN, *TRAIN, *flags)
+    (folder / "train.log").write_text(log, encoding="utf-8")
     return folder
 
 
@@ -58,6 +60,59 @@ def collected(folder):
     words = ("collect", "model/checkpoint_last.pt", "data-bin", *PLUGIN, "--max-sentences", "8")
     run(folder, "multimax-analyze", *words, "--out", "collected")
     return folder / "collected"
+
+
+@pytest.mark.skipif(native.library() is None, reason="no CPU kernels for this machine")
+def test_training_uses_the_kernel_of_the_added_mapping(folder):
+    log = (folder / "train.log").read_text(encoding="utf-8")
+    assert "attention: cpp backend" in log and "attention: plain backend" not in log
+
+
+KERNEL = """
+import sys
+from pathlib import Path
+import added_mapping, torch
+from multimax_fairseq import scaled_dot_product_attention
+from multimax_fairseq.ops.decoding import KVCache, decoding_attention
+
+def attend(dtype, backend, sign):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, 70, 32, dtype=dtype, requires_grad=True) for _ in range(3)]
+    factor = sign * torch.tensor([0.5, 1.0, 2.0], dtype=dtype)[:, None, None]
+    factor.requires_grad_()
+    output = scaled_dot_product_attention(
+        *inputs, normalizer="sharpened", is_causal=True, backend=backend, sharpness=factor
+    )
+    grads = torch.autograd.grad(output.square().sum(), [*inputs, factor])
+    return [x.float() for x in (output, *grads)]
+
+for sign in (1, -1):
+    for one, other in zip(attend(torch.float32, "cpp", sign), attend(torch.float32, "plain", sign)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+query, cache = torch.randn(5, 3, 32), (torch.randn(9, 3, 32), torch.randn(9, 3, 32))
+ancestors, factor = torch.randint(9, (5, 7)), torch.tensor([0.5, 1.0, 2.0])[:, None, None]
+step = decoding_attention(query, 3, 32, **added_mapping.kernel(factor))
+key, value = (x[ancestors].transpose(1, 2) for x in cache)
+whole = scaled_dot_product_attention(
+    query[:, :, None], key, value, normalizer="sharpened", scale=0.3, sharpness=factor,
+    backend="plain",
+)
+torch.testing.assert_close(step(query, KVCache(*cache, ancestors), 0.3), whole[:, :, 0])
+compiled = torch.compile(attend, backend="eager")
+torch.testing.assert_close(compiled(torch.float32, "cpp", 1), attend(torch.float32, "cpp", 1))
+print("equal")
+
+Path("wrong.h").write_text("struct Sharpened : RowFunction { no type; };")
+added_mapping.HEADER = "wrong.h"
+torch.testing.assert_close(attend(torch.float32, "auto", 1), attend(torch.float32, "plain", 1))
+"""
+
+
+@pytest.mark.skipif(native.library() is None, reason="no CPU kernels for this machine")
+def test_kernel_of_the_added_mapping_equals_plain_pytorch(tmp_path):
+    output = run(tmp_path, "python", "-c", KERNEL, PYTHONPATH=str(ROOT / "user_dir"))
+    assert "equal" in output.splitlines()
+    assert "plain PyTorch replaces the row function Sharpened of wrong.h" in output
 
 
 SHARPENED = """

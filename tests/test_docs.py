@@ -130,10 +130,11 @@ def test_python_examples_run(folder):
         assert done.returncode == 0, done.stderr
 
 
-def test_mapping_example_equals_the_tested_file():
+def test_mapping_example_equals_the_tested_files():
     (shown,) = blocks("python", "docs/mappings.md")
     tested = read("user_dir/added_mapping/__init__.py").partition('"""\n\n')[2]
     assert shown == tested.replace("# noqa: F401  ", "# ")
+    assert blocks("cpp", "docs/mappings.md") == [read("user_dir/added_mapping/sharpened.h")]
 
 
 def test_flag_rows_match_the_flags():
@@ -166,7 +167,8 @@ def test_flag_rows_match_the_flags():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_paths_exist(page):
-    for target in re.findall(r"\]\(([^)#]+)", read(page)):
+    text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)", text):
         if not target.startswith("https://"):
             assert ((ROOT / page).parent / target).exists(), target
     for path in re.findall(

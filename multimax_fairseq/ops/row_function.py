@@ -34,10 +34,11 @@ class RowFunction:
         parameter: a number, or a tensor with one number for all heads or for each. topk: k.
             evsoftmax: the factor of low scores. alpha_entmax: alpha in (1, 2], which gets its
             gradient. sigmoid: the bias; NaN is minus the logarithm of the number of keys.
-        counts_keys: whether the weights depend on the number of keys, or on their scores without a
-            float mask. Such a mask must then be 0 or -inf everywhere.
-        header: the path of a C++ header with a struct as in cpp/rows.h. It is compiled when it is
-            first used; the struct's name and this text are all that the compiler gets.
+        counts_keys: whether the weights are not a function of the scores plus a float mask alone:
+            they depend on the number of keys, or multiply the scores only. Such a mask must then
+            be 0 or -inf everywhere; otherwise the mapping is computed in plain PyTorch.
+        header: the path of a C++ header that defines the struct `name`, as cpp/rows.h describes. It
+            is compiled when it is first used, and again when its text changes.
     """
 
     name: str

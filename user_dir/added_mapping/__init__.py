@@ -1,10 +1,12 @@
 """A mapping in a plugin: softmax of scores that a learned factor scales (see docs/mappings.md)."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
-from multimax_fairseq import Mapping, Option, normalize, register
+from multimax_fairseq import Mapping, Option, RowFunction, normalize, register
 from multimax_fairseq.mappings.masking import shift_and_scale
 
 
@@ -26,5 +28,12 @@ def build(num_heads, start):
     return {"sharpness": Sharpness(num_heads, start)}
 
 
+HEADER = str(Path(__file__).with_name("sharpened.h"))
+
+
+def kernel(sharpness):
+    return {"row": RowFunction("Sharpened", sharpness, counts_keys=True, header=HEADER)}
+
+
 start = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="factor at the start")
-register(Mapping("sharpened", "sharpened softmax", sharpened, options=(start,), build=build))
+register(Mapping("sharpened", "sharpened softmax", sharpened, (start,), build=build, kernel=kernel))

@@ -2,9 +2,10 @@
 // and ROW_FUNCTION, the name of its struct.
 
 #include "rows.h"
-#include ROW_HEADER
 
 namespace {
+
+#include ROW_HEADER
 
 template <class Function>
 void dispatch_row(int64_t, Function function) {

@@ -1,0 +1,17 @@
+// The fused kernel of `sharpened`: p = softmax(sharpness * x), with a learned sharpness per head.
+struct Sharpened : RowFunction {
+  static constexpr bool learns = true;
+  float sharpness;
+  explicit Sharpened(float parameter) : sharpness(parameter) {}
+
+  Vec scaled(Vec x) const { return x == -INFINITE ? x : sharpness * x; }  // -inf stays excluded
+  Statistics reduce(const Scores& x) const {
+    const Vec top = exp_shift(x.max([&](Vec z) { return scaled(z); }));
+    return {top, Vec{}, inverse(x.sum([&](Vec z) { return exponential(scaled(z) - top); }))};
+  }
+  Entry entry(Vec x, const Statistics& row) const {
+    const Vec p = exponential(scaled(x) - row.top) * row.factor;
+    return {p, sharpness * p};
+  }
+  static Vec by_parameter(Vec x, Vec p, Vec, const Totals&) { return x == -INFINITE ? p : p * x; }
+};
