@@ -49,12 +49,12 @@ def scaled_dot_product_attention(
         is_causal: query t attends to keys up to t; with attn_mask, both hold.
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
-        backend: "cpp" and "triton" do not store the (T, S) probabilities; they support multimax,
-            softmax without a temperature, ssmax, softmax1 and sink. "cpp" also supports topk,
-            evsoftmax, sparsemax, entmax15, alpha_entmax up to alpha = 2, asentmax, sigmoid and
-            softpick. "plain" stores them and supports all mappings, twice differentiable outside of
-            the modulator. "auto" takes the environment variable MULTIMAX_BACKEND, or else the
-            fastest backend that supports the call.
+        backend: "cpp" and "triton" do not store the (T, S) probabilities. They support all mappings
+            but softmax with a temperature; "triton" supports adaptive_temperature only in training.
+            alpha_entmax needs alpha up to 2: on a GPU and under torch.compile, a tensor outside of
+            (1, 2] gives NaN. "plain" stores the probabilities and supports all mappings, twice
+            differentiable outside of the modulator. "auto" takes the environment variable
+            MULTIMAX_BACKEND, or else the fastest backend that supports the call.
         options: other options of the normalizer, as in `normalize`.
 
     Returns:

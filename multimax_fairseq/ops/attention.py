@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multimax_fairseq.ops.backend import choose, has_row_library, interpreted, is_autocast
+from multimax_fairseq.ops.backend import choose, has_row_library, is_autocast, on_triton
 from multimax_fairseq.ops.checks import (
     MAX_DROPOUT,
     check_device,
@@ -29,7 +29,7 @@ from multimax_fairseq.ops.masks import attention_key_counts
 from multimax_fairseq.ops.modulator import fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import needs_gradient
 from multimax_fairseq.ops.row_attention import row_attention
-from multimax_fairseq.ops.row_function import WITHOUT_GRADIENT, RowFunction
+from multimax_fairseq.ops.row_function import ON_TRITON, WITHOUT_GRADIENT, RowFunction
 from multimax_fairseq.ops.softmax_attention import (
     attention,
     check_mask,
@@ -140,7 +140,7 @@ def fused_attention(
         sink: the score of an entry without a key, for all heads or per head.
         length_scale: as `ssmax`.
         growth: beta and gamma of `asentmax`.
-        row: a row function in place of softmax, on a CPU.
+        row: a row function in place of softmax.
     """
     # The kernels need equal sizes of key and value. Zero padding changes no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
@@ -195,12 +195,11 @@ def fused_attention(
 
 def supports_row(row: RowFunction, query: Tensor, heads: int) -> bool:
     """Whether the kernel can compute a row function for queries like this one."""
-    return (
-        query.device.type == "cpu"
-        and not interpreted()
-        and (isinstance(row.parameter, float) or fits_each_head(query, heads, row.parameter, None))
-        and (row.header is None or has_row_library(row.header, row.name))
-    )
+    if not (isinstance(row.parameter, float) or fits_each_head(query, heads, row.parameter, None)):
+        return False
+    if on_triton(query.device):
+        return row.header is None and row.name in ON_TRITON
+    return row.header is None or has_row_library(row.header, row.name)
 
 
 def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:

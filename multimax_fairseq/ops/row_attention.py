@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.ops import native
+from multimax_fairseq.ops.backend import on_triton
 from multimax_fairseq.ops.registration import (
     Operator,
     define,
@@ -22,7 +23,13 @@ from multimax_fairseq.ops.registration import (
     schema_of,
     without_gradient,
 )
-from multimax_fairseq.ops.row_function import FUNCTIONS, WITH_PARAMETER, WITHOUT_GRADIENT
+from multimax_fairseq.ops.row_function import (
+    FUNCTIONS,
+    LEARNED,
+    ON_TRITON,
+    WITH_PARAMETER,
+    WITHOUT_GRADIENT,
+)
 from multimax_fairseq.ops.softmax_attention import (
     AttentionCall,
     check_call,
@@ -96,9 +103,12 @@ def _has_learned_parameter(call: RowAttentionCall) -> bool:
     """Whether the parameter needs a gradient. ValueError if the function gives it none."""
     if call.parameter is None or not call.parameter.requires_grad:
         return False
-    kernels = native.row_library(call.header, call.function)
-    assert kernels is not None
-    if not kernels.row_learns(_index(call.function, call.header)):
+    if call.header is None:
+        learns = call.function in LEARNED
+    else:
+        kernels = native.row_library(call.header, call.function)
+        learns = kernels is not None and bool(kernels.row_learns())
+    if not learns:
         raise ValueError(f"the parameter of {call.function} has no gradient: detach it")
     return True
 
@@ -110,15 +120,16 @@ def check_row_function(
     function: str, header: str | None, parameter: Tensor | None, query: Tensor
 ) -> None:
     """Raise ValueError for a row function that the kernel cannot compute."""
-    if query.device.type == "cuda":
-        raise ValueError("row functions have no kernel on a GPU: use the mapping's own function")
     if header is None and function not in FUNCTIONS:
         raise ValueError(f"function must be one of {', '.join(FUNCTIONS)}, got {function!r}")
     if parameter is not None:
         check_per_head("parameter", parameter, query, "number")
     elif header is None and function in WITH_PARAMETER:
         raise ValueError(f"the row function {function} needs a parameter: give one number per head")
-    if native.row_library(header, function) is None:
+    if on_triton(query.device):
+        if header is not None or function not in ON_TRITON:
+            raise ValueError(f"{function} has no kernel on a GPU: use the mapping's own function")
+    elif native.row_library(header, function) is None:
         raise ValueError(f"there is no compiled row function {function}: the log says why")
 
 
@@ -138,6 +149,11 @@ def _row_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     statistics = query.new_empty(_statistics_shape(query, keep), dtype=torch.float32)
     if call.as_softmax_call.is_empty:
         return native.dense_like(query).zero_(), statistics.zero_()
+    if on_triton(query.device):
+        from multimax_fairseq.ops.triton.row_attention import row_attention_forward
+
+        output, statistics = row_attention_forward(call)
+        return output, statistics if keep else statistics.new_empty(0)
     output = native.dense_like(query, torch.float32)
     native.call(
         "row_attention_forward",
@@ -234,6 +250,10 @@ def _row_attention_backward(grad: Tensor, statistics: Tensor, *inputs: Any) -> t
     )
     if call.as_softmax_call.is_empty:
         return *(native.dense_like(t).zero_() for t in call[:3]), by_parameter
+    if on_triton(call.query.device):
+        from multimax_fairseq.ops.triton.row_attention import row_attention_backward
+
+        return row_attention_backward(grad, statistics, call)
     by_query, by_key, by_value = (native.dense_like(t, torch.float32) for t in call[:3])
     native.call(
         "row_attention_backward",

@@ -22,7 +22,9 @@ FUNCTIONS = (
     "adaptive_temperature",
 )
 WITH_PARAMETER = ("topk", "evsoftmax", "alpha_entmax", "sigmoid")
+LEARNED = ("alpha_entmax",)
 WITHOUT_GRADIENT = ("adaptive_temperature",)
+ON_TRITON = FUNCTIONS[: FUNCTIONS.index("adaptive_temperature")]
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class RowFunction:
     Attributes:
         name: one of FUNCTIONS; with a header, the name of its struct.
         parameter: a number, or a tensor with one number for all heads or for each. topk: k.
-            evsoftmax: the factor of low scores. alpha_entmax: alpha in (1, 2], which gets its
-            gradient. sigmoid: the bias; NaN is minus the logarithm of the number of keys.
+            evsoftmax: the factor of low scores. alpha_entmax: alpha, which gets its gradient;
+            outside of (1, 2] the result is NaN. sigmoid: the bias; NaN is minus the logarithm of
+            the number of keys.
         counts_keys: whether the weights are not a function of the scores plus a float mask alone:
             they depend on the number of keys, or multiply the scores only. Such a mask must then
             be 0 or -inf everywhere; otherwise the mapping is computed in plain PyTorch.

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from multimax_fairseq.ops.row_function import ON_TRITON, WITH_PARAMETER
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 # The most that every GPU of these compute capabilities, 8.x and 9.0, offers a program.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 FLOAT32 = set("TOTAL TABLE SINK DELTA NORM SUMS MEANS FACTORS NLL SMOOTH TABLE_GRAD".split())
+FLOAT32 |= set("STATISTICS PARAMETER MEAN GRAD_PARAMETER".split())
 
 
 def build_kernel(kernel, capability, element, arguments, **types):
@@ -96,6 +99,32 @@ def test_attention_kernels_fit_shared_memory(
         for launch in candidates(Call(name, dtype, arguments["WIDTH"], True), capability):
             chosen = arguments | constants | launch.arguments()
             build_kernel(getattr(kernels, name), capability, element, chosen, **types)
+
+
+@pytest.mark.parametrize(
+    "function, capability, element, size, masking, causal, dropout",
+    [
+        *((function, 90, "bf16", 64, 0, True, True) for function in ON_TRITON),
+        ("alpha_entmax", 80, "fp16", 128, 1, False, False),
+        ("topk", 80, "fp32", 32, 4, True, False),
+    ],
+)
+def test_row_kernels_fit_shared_memory(
+    function, capability, element, size, masking, causal, dropout
+):
+    import multimax_fairseq.ops.triton.row_kernels as kernels
+    from multimax_fairseq.ops.triton.row_attention import launch_of
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[element]
+    arguments = {"D": size, "WIDTH": size, "FUNCTION": ON_TRITON.index(function)}
+    arguments |= {"MASKING": masking, "CAUSAL": causal, "DROPOUT": dropout}
+    arguments |= {} if masking else {"MASK": None}
+    arguments |= {} if function in WITH_PARAMETER else {"PARAMETER": None}
+    types = {"MASK": "*fp32" if masking > 2 else "*u8"}
+    for name in ("row_forward_kernel", "row_query_kernel", "row_key_kernel"):
+        launch = launch_of(dtype, size, capability).arguments()
+        del launch["STAGES"]
+        build_kernel(getattr(kernels, name), capability, element, arguments | launch, **types)
 
 
 @pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])

@@ -15,3 +15,6 @@ void dispatch_row(int64_t, Function function) {
 }  // namespace
 
 #include "row_attention.h"
+
+// Whether the parameter has a gradient.
+extern "C" int row_learns() { return ROW_FUNCTION::learns; }

@@ -305,15 +305,6 @@ void row_step_part(const RowAttention& a, int64_t part, float* scratch) {
 
 }  // namespace
 
-// Whether the parameter of a row function has a gradient.
-extern "C" int row_learns(int64_t function) {
-  bool learns = false;
-  dispatch_row(function, [&](auto* kind) {
-    learns = std::remove_pointer_t<decltype(kind)>::learns;
-  });
-  return learns;
-}
-
 extern "C" int row_attention_forward(const RowAttention* attention) {
   const RowAttention& a = *attention;
   return guarded([&] {

@@ -67,11 +67,11 @@ def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     call = _with_positive_scale(call)
     query = call.query
     total = query.new_empty((*query.shape[:2], 1, query.shape[2]), dtype=torch.float32)
-    arguments = _arguments(call)
+    arguments = attention_arguments(call)
 
     def run(launch: Launch) -> None:
         programs = -(-query.shape[2] // launch.queries) * out.shape[0] * out.shape[1]
-        own = {"OUT": out, "TOTAL": total, **_sink(sink), **_strides("o", out)}
+        own = {"OUT": out, "TOTAL": total, **_sink(sink), **strides("o", out)}
         run_kernel(forward_kernel, programs, own | arguments | launch.arguments())
 
     _run_fastest("forward_kernel", arguments, run)
@@ -90,14 +90,14 @@ def attention_backward(
     grad_query, grad_key, grad_value = map(dense_like, call[:3])
     table, sink, scale = call.table, call.sink, call.scale
     call = _with_positive_scale(call)
-    output, grad = _with_unit_last_stride(output), _with_unit_last_stride(grad)
+    output, grad = with_unit_last_stride(output), with_unit_last_stride(grad)
     query, key = call.query, call.key
     batch, heads, length, _ = query.shape
-    arguments = _arguments(call)
+    arguments = attention_arguments(call)
     is_exact, is_added = query.dtype == torch.float32, arguments["MASKING"] > 2
     delta, norm = torch.empty_like(total), None
-    arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **_strides("g", grad)}
-    by_query = {"OUT": output, **_strides("o", output)}
+    arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **strides("g", grad)}
+    by_query = {"OUT": output, **strides("o", output)}
     grad_table, grad_sink = None, None
     means = None if sink is None else torch.empty_like(total)
 
@@ -112,7 +112,7 @@ def attention_backward(
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
         own = {
             "GRAD_Q": grad_query, "SUMS": sums, "SUMMED": sums is not None, "MEANS": means,
-            "SINKS": means is not None, **_strides("gq", grad_query), **by_query,
+            "SINKS": means is not None, **strides("gq", grad_query), **by_query,
         }  # fmt: skip
         run_kernel(query_kernel, blocks * batch * heads, own | arguments | launch.arguments())
         return sums
@@ -121,7 +121,7 @@ def attention_backward(
         programs = -(-key.shape[2] // launch.keys) * batch * heads
         own = {
             "GRAD_K": grad_key, "GRAD_V": grad_value,
-            **_strides("gk", grad_key), **_strides("gv", grad_value),
+            **strides("gk", grad_key), **strides("gv", grad_value),
         }  # fmt: skip
         run_kernel(key_kernel, programs, own | arguments | launch.arguments())
 
@@ -157,32 +157,32 @@ def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch],
         return run_fastest(choice, (kind, query.device, *lengths, *flags), run)
 
 
-def _arguments(call: AttentionCall) -> dict[str, Any]:
+def attention_arguments(call: AttentionCall) -> dict[str, Any]:
     """Return the arguments that all kernels share."""
     query, key, value, table, _, mask, seed, is_causal, dropout_p, scale, low, high = call
     batch, heads, length, size = query.shape
-    masking, mask_strides = 0, (0, 0, 0, 0)
+    masking, maskstrides = 0, (0, 0, 0, 0)
     if mask is not None:
         masking = (3 if mask.dtype == torch.float32 else 1) + (mask.shape[2] != 1)
         mask = mask.expand(batch, heads, length, key.shape[2])
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        mask_strides = mask.stride()
+        maskstrides = mask.stride()
     table = None if table is None else table.contiguous()
     # Dropout compares 16 random bits with the threshold. keep_scale uses the rounded probability.
     threshold = round(dropout_p * _RANDOM)
     return {
-        **_strides("q", query),
-        **_strides("k", key),
-        **_strides("v", value),
+        **strides("q", query),
+        **strides("k", key),
+        **strides("v", value),
         "Q": query,
         "K": key,
         "V": value,
         "TABLE": table,
         "MASK": mask,
-        "m_b": mask_strides[0],
-        "m_h": mask_strides[1],
-        "m_t": mask_strides[2],
-        "m_s": mask_strides[3],
+        "m_b": maskstrides[0],
+        "m_h": maskstrides[1],
+        "m_t": maskstrides[2],
+        "m_s": maskstrides[3],
         "t_h": 0 if table is None or len(table) == 1 else table.stride(0),
         "heads": heads,
         "T": length,
@@ -219,11 +219,11 @@ def _with_positive_scale(call: AttentionCall) -> AttentionCall:
     query, scale = call.query, call.scale
     if scale <= 0:
         query, scale = (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
-    query, key, value = (_with_unit_last_stride(t) for t in (query, call.key, call.value))
+    query, key, value = (with_unit_last_stride(t) for t in (query, call.key, call.value))
     return call._replace(query=query, key=key, value=value, scale=scale)
 
 
-def _with_unit_last_stride(t: Tensor) -> Tensor:
+def with_unit_last_stride(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -232,6 +232,6 @@ def _names(name: str) -> tuple[str, ...]:
     return tuple(f"{name}_{axis}" for axis in "bhn")
 
 
-def _strides(name: str, tensor: Tensor) -> dict[str, int]:
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
     """Return the first three strides, named as the kernels' arguments."""
     return dict(zip(_names(name), tensor.stride(), strict=False))

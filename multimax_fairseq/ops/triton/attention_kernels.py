@@ -44,7 +44,9 @@ _LARGE_TOTAL = tl.constexpr(1024.0)
 
 
 @triton.jit
-def _tile(start, rows, stride, limit, BOUNDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+def load_tile(
+    start, rows, stride, limit, BOUNDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+):
     """Load rows of a (limit, D) matrix as (rows, WIDTH), zero-padded. BOUNDED checks the rows."""
     columns = tl.arange(0, WIDTH)
     pointers = start + rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -59,7 +61,7 @@ def _tile(start, rows, stride, limit, BOUNDED: tl.constexpr, D: tl.constexpr, WI
 
 
 @triton.jit
-def _store_tile(start, rows, stride, limit, tile, D: tl.constexpr, WIDTH: tl.constexpr):
+def store_tile(start, rows, stride, limit, tile, D: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
     pointers = start + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     inside = (rows[:, None] < limit) & (columns[None, :] < D)
@@ -101,20 +103,15 @@ def _sink(SINK, h, MASKING: tl.constexpr, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _modulated(
-    scores, total, rows, columns, folded, mask, m_t, m_s, T, S,
-    LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr,
-    MASKING: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+def exclude(
+    z, rows, columns, mask, m_t, m_s, T, S, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Return the modulated and masked scores minus total.
+    """Return z plus a float mask, and -inf for excluded keys.
 
-    scores: (queries, keys) or transposed. rows, columns: the indices of queries and keys, which
-    broadcast to the shape of scores. EDGE: some keys are beyond S or, if CAUSAL, after a query.
+    rows, columns: the indices of queries and keys, which broadcast to the shape of z. EDGE: some
+    keys are beyond S or, if CAUSAL, after a query.
     """
-    if MASKING <= 2:
-        z = sigma(scores, folded[1] - total, folded, LOW, HIGH, MONOTONE, CAP)
-    else:
-        z = sigma(scores, folded[1], folded, LOW, HIGH, MONOTONE, CAP)
     if MASKING > 0:
         # Clamp the indices: out-of-range queries and keys read the last entry. It has no effect.
         seen = tl.minimum(columns, S - 1) if EDGE else columns
@@ -124,8 +121,7 @@ def _modulated(
         if MASKING <= 2:
             z = tl.where(tl.load(pointers) != 0, -float("inf"), z)
         else:
-            # Add the mask before subtracting total, so that -1e9 rounds z alike in every pass.
-            z = z + tl.load(pointers) - total
+            z = z + tl.load(pointers)
     if EDGE:
         allowed = columns < S
         if CAUSAL:
@@ -135,7 +131,26 @@ def _modulated(
 
 
 @triton.jit
-def _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+def _modulated(
+    scores, total, rows, columns, folded, mask, m_t, m_s, T, S,
+    LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr,
+    MASKING: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Return the modulated and masked scores minus total; arguments as in `exclude`.
+
+    scores: (queries, keys) or transposed.
+    """
+    if MASKING <= 2:
+        z = sigma(scores, folded[1] - total, folded, LOW, HIGH, MONOTONE, CAP)
+        return exclude(z, rows, columns, mask, m_t, m_s, T, S, MASKING, CAUSAL, EDGE)
+    else:
+        # Add the mask before subtracting total, so that -1e9 rounds z alike in every pass.
+        z = sigma(scores, folded[1], folded, LOW, HIGH, MONOTONE, CAP)
+        return exclude(z, rows, columns, mask, m_t, m_s, T, S, MASKING, CAUSAL, EDGE) - total
+
+
+@triton.jit
+def dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
     """Return which entries dropout keeps, (BLOCK_T, BLOCK_S): a hash of seed and (b, h, t, s)."""
     # One call of Philox makes 16-bit random numbers for eight neighbouring keys.
     zero = tl.zeros([BLOCK_T, BLOCK_S // 8], tl.int32)
@@ -148,7 +163,7 @@ def _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T: tl.constexpr, BLOCK_S: t
 
 
 @triton.jit
-def _query_block(T, heads, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
+def query_block(T, heads, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
     """Return the program's block of queries, the number of blocks, b * H + h, b and h."""
     blocks = tl.cdiv(T, BLOCK_T)
     block = tl.program_id(0) % blocks
@@ -159,7 +174,7 @@ def _query_block(T, heads, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _key_range(t0, S, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+def key_range(t0, S, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
     """Return the end of the key blocks that need no bounds or causal check, and of all keys."""
     if CAUSAL:
         return tl.minimum(S, t0 + 1) // BLOCK_S * BLOCK_S, tl.minimum(S, t0 + BLOCK_T)
@@ -181,25 +196,25 @@ def forward_kernel(
 
     The output of a row without allowed keys is 0. Its total is inf, so all probabilities are 0.
     """
-    block, _, bh, b, h = _query_block(T, heads, CAUSAL, BLOCK_T)
+    block, _, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
     t0 = block * BLOCK_T
     rows = t0 + tl.arange(0, BLOCK_T)
-    q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+    q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
 
     sink = _sink(SINK, h, MASKING, SINKS)
     top = tl.zeros([BLOCK_T], tl.float32) + sink
     total = tl.where(top == -float("inf"), 0.0, 1.0)
     out = tl.zeros([BLOCK_T, WIDTH], tl.float32)
-    inner, end = _key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
             columns = s0 + tl.arange(0, BLOCK_S)
-            k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
+            k = load_tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             z = _modulated(
                 scores, 0.0, rows[:, None], columns[None, :], folded, mask, m_t, m_s, T, S,
@@ -213,15 +228,15 @@ def forward_kernel(
             shrink = _power(previous - base, MASKING)
             total = total * shrink + tl.sum(probs, 1)
             if DROPOUT:
-                kept = _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                 probs = tl.where(kept, probs, 0.0)
-            v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
+            v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
             out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
     empty = total == 0
     factor = keep_scale / tl.where(empty, 1.0, total)
     if SINKS:
         factor = tl.where(sink < float("inf"), factor, float("nan"))
-    _store_tile(OUT + b * o_b + h * o_h, rows, o_n, T, out * factor[:, None], D, WIDTH)
+    store_tile(OUT + b * o_b + h * o_h, rows, o_n, T, out * factor[:, None], D, WIDTH)
     total = tl.where(empty, float("inf"), top + _logarithm(total, MASKING))
     if SINKS:  # a sink of NaN or inf gives NaN
         total = tl.where(sink < float("inf"), total, float("nan"))
@@ -248,7 +263,7 @@ def mean_kernel(
     NORM: the factor that makes the probabilities of a row, including the sink's, sum to 1. If a
         mask adds -1e9 to a whole row, rounding removes the logarithm of the sum from its total.
     """
-    block, _, bh, b, h = _query_block(T, heads, CAUSAL, BLOCK_T)
+    block, _, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
@@ -256,13 +271,13 @@ def mean_kernel(
     t0 = block * BLOCK_T
     rows = t0 + tl.arange(0, BLOCK_T)
     row = bh.to(tl.int64) * T + rows
-    q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
-    grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
+    q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+    grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
     total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
 
     weight = _power(_sink(SINK, h, MASKING, SINKS) - total, MASKING)
     weighted = tl.zeros([BLOCK_T], tl.float32)
-    inner, end = _key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     if not EXACT:
         size = tl.where(total < float("inf"), tl.abs(total), 0.0)
         is_large = tl.max(size, 0) > _LARGE_TOTAL
@@ -272,7 +287,7 @@ def mean_kernel(
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
             columns = s0 + tl.arange(0, BLOCK_S)
-            k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
+            k = load_tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             z = _modulated(
                 scores, total[:, None], rows[:, None], columns[None, :], folded, mask, m_t, m_s,
@@ -281,17 +296,17 @@ def mean_kernel(
             probs = _power(z, MASKING)
             weight += tl.sum(probs, 1)
             if EXACT:
-                v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
+                v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
                 grad_probs = tl.dot(grad, tl.trans(v), input_precision="ieee")
                 if DROPOUT:
-                    kept = _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                    kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                     grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
                 weighted += tl.sum(probs * grad_probs, 1)
     norm = 1 / tl.where(weight == 0, 1.0, weight)
     if EXACT:
         delta = weighted * norm
     else:
-        out = _tile(OUT + b * o_b + h * o_h, rows, o_n, T, True, D, WIDTH)
+        out = load_tile(OUT + b * o_b + h * o_h, rows, o_n, T, True, D, WIDTH)
         delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + row, delta, mask=rows < T)
     tl.store(NORM + row, norm, mask=rows < T)
@@ -314,7 +329,7 @@ def query_kernel(
     gradient. If SINKS, MEANS (B, H, T) is the same mean without the rounding of OUT, because the
     gradient of the sink is a sum over MEANS alone.
     """
-    block, blocks, bh, b, h = _query_block(T, heads, CAUSAL, BLOCK_T)
+    block, blocks, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
     folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
@@ -322,14 +337,14 @@ def query_kernel(
     t0 = block * BLOCK_T
     rows = t0 + tl.arange(0, BLOCK_T)
     row = bh.to(tl.int64) * T + rows
-    q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
-    grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
+    q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+    grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
     total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
     if NORMED:
         delta = tl.load(DELTA + row, mask=rows < T, other=0.0)
         norm = tl.load(NORM + row, mask=rows < T, other=0.0)
     else:
-        out = _tile(OUT + b * o_b + h * o_h, rows, o_n, T, True, D, WIDTH)
+        out = load_tile(OUT + b * o_b + h * o_h, rows, o_n, T, True, D, WIDTH)
         delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
         tl.store(DELTA + row, delta, mask=rows < T)
         norm = 1.0
@@ -338,13 +353,13 @@ def query_kernel(
     weighted = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     sums = zero_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
-    inner, end = _key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in tl.range(begin, stop, BLOCK_S, num_stages=STAGES, disable_licm=STAGES == 1):
             columns = s0 + tl.arange(0, BLOCK_S)
-            k = _tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
-            v = _tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
+            k = load_tile(K + b * k_b + h * k_h, columns, k_n, S, phase == 1, D, WIDTH)
+            v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             z = _modulated(
                 scores, total[:, None], rows[:, None], columns[None, :], folded, mask, m_t, m_s,
@@ -353,7 +368,7 @@ def query_kernel(
             probs = _power(z, MASKING)
             grad_probs = tl.dot(grad, tl.trans(v), input_precision="ieee")
             if DROPOUT:
-                kept = _dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                 grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
             if SINKS:
                 weighted += probs * grad_probs
@@ -369,7 +384,7 @@ def query_kernel(
             grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
     if SINKS:
         tl.store(MEANS + row, tl.sum(weighted, 1) * norm, mask=rows < T)
-    _store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
+    store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
     if SUMMED:
         store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)
 
@@ -395,8 +410,8 @@ def key_kernel(
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
     columns = s0 + tl.arange(0, BLOCK_S)
-    k = _tile(K + b * k_b + h * k_h, columns, k_n, S, True, D, WIDTH)
-    v = _tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
+    k = load_tile(K + b * k_b + h * k_h, columns, k_n, S, True, D, WIDTH)
+    v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
     # Keys beyond the last one read the last one's mask; their gradients are not stored.
     seen = tl.minimum(columns, S - 1)
 
@@ -413,8 +428,8 @@ def key_kernel(
         end = inner if phase == 0 else outer if phase == 1 else T
         for t0 in tl.range(begin, end, BLOCK_T, num_stages=STAGES, disable_licm=STAGES == 1):
             rows = t0 + tl.arange(0, BLOCK_T)
-            q = _tile(Q + b * q_b + h * q_h, rows, q_n, T, phase != 1, D, WIDTH)
-            grad = _tile(GRAD + b * g_b + h * g_h, rows, g_n, T, phase != 1, D, WIDTH)
+            q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, phase != 1, D, WIDTH)
+            grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, phase != 1, D, WIDTH)
             row = bh.to(tl.int64) * T + rows
             if phase != 1:  # out-of-range queries: a total of inf makes their probabilities 0
                 total = tl.load(TOTAL + row, mask=rows < T, other=float("inf"))
@@ -433,12 +448,12 @@ def key_kernel(
             grad_probs = tl.dot(v, tl.trans(grad), input_precision="ieee")
             dropped = probs
             if DROPOUT:
-                kept = tl.trans(_dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S))
+                kept = tl.trans(dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S))
                 grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
                 dropped = tl.where(kept, probs * keep_scale, 0.0)
             grad_v = tl.dot(dropped.to(grad.dtype), grad, grad_v, input_precision="ieee")
             grad_z = probs * (grad_probs - delta[None, :])
             grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
-    _store_tile(GRAD_K + b * gk_b + h * gk_h, columns, gk_n, S, grad_k * scale, D, WIDTH)
-    _store_tile(GRAD_V + b * gv_b + h * gv_h, columns, gv_n, S, grad_v, D, WIDTH)
+    store_tile(GRAD_K + b * gk_b + h * gk_h, columns, gk_n, S, grad_k * scale, D, WIDTH)
+    store_tile(GRAD_V + b * gv_b + h * gv_h, columns, gv_n, S, grad_v, D, WIDTH)

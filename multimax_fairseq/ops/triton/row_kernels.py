@@ -1,0 +1,463 @@
+"""Triton kernels of attention by row functions, the mappings that need all scores of a query.
+
+As AdaSplash (Goncalves et al. 2025), a program goes over the key blocks several times and computes
+the scores of a block again each time, so no (T, S) tensor exists. Arguments as in
+`attention_kernels.py`, and:
+
+    FUNCTION: the index in `ops.row_function.FUNCTIONS`.
+    PARAMETER: (H,), as `RowFunction.parameter`, or None.
+    STATISTICS: (B, H, 3, T): top, threshold and factor of each row, as in cpp/row_functions.h.
+    MEAN: (B, H, T): what the gradient of each weight is compared with.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from multimax_fairseq.ops.row_function import FUNCTIONS
+from multimax_fairseq.ops.triton.attention_kernels import (
+    dropout_mask,
+    exclude,
+    key_range,
+    load_tile,
+    query_block,
+    store_tile,
+)
+
+_UNSPECIALIZED = ["heads", "T", "S", "seed", "threshold"]
+_TOPK, _EVSOFTMAX, _SPARSEMAX, _ENTMAX15, _ALPHA_ENTMAX, _SIGMOID, _SOFTPICK = (
+    tl.constexpr(FUNCTIONS.index(name))
+    for name in (
+        *("topk", "evsoftmax", "sparsemax", "entmax15", "alpha_entmax", "sigmoid", "softpick"),
+    )
+)
+# What `_sum_rows` sums.
+_EXTREMES, _REACHING, _WEIGHTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_MAX_STEPS = tl.constexpr(60)
+
+
+@triton.jit
+def _parameter(PARAMETER, h, FUNCTION: tl.constexpr):
+    """Return the step alpha - 1, the factor of low scores, k, or the bias."""
+    if FUNCTION == _SPARSEMAX:
+        return 1.0
+    elif FUNCTION == _ENTMAX15:
+        return 0.5
+    elif FUNCTION == _SOFTPICK:
+        return 0.0
+    elif FUNCTION == _ALPHA_ENTMAX:
+        alpha = tl.load(PARAMETER + h)
+        return tl.where((alpha > 1) & (alpha <= 2), alpha - 1, float("nan"))
+    else:
+        return tl.load(PARAMETER + h)
+
+
+@triton.jit
+def _ordered(x):
+    """Return integers in the order of the floats, or the reverse of it for such integers."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _expm1(x):
+    """Return exp(x) - 1 for x up to 1: the Taylor series where the difference would cancel."""
+    y = x * 0.0 + 1 / 5040
+    y = y * x + 1 / 720
+    y = y * x + 1 / 120
+    y = y * x + 1 / 24
+    y = y * x + 1 / 6
+    y = y * x + 0.5
+    y = y * x + 1.0
+    return tl.where(tl.abs(x) < 0.35, x * y, tl.exp(x) - 1)
+
+
+@triton.jit
+def _excess(x, top, shrink):
+    """Return (exp(x) - 1) exp(-top), where shrink is exp(-top); 0 for an excluded key."""
+    excess = tl.where(x < 1, _expm1(tl.where(x < 1, x, 1.0)) * shrink, tl.exp(x - top) - shrink)
+    return tl.where(x == -float("inf"), 0.0, excess)
+
+
+@triton.jit
+def _entry(x, top, threshold, factor, parameter, FUNCTION: tl.constexpr):
+    """Return the weight of a score and its slope; statistics broadcast to the shape of x."""
+    if FUNCTION <= _EVSOFTMAX:
+        rest = 0.0 if FUNCTION == _TOPK else parameter
+        p = tl.exp(x - top) * factor
+        weight = tl.where(x >= threshold, p + rest * p, rest * p)
+        return weight, weight
+    elif FUNCTION <= _ALPHA_ENTMAX:
+        u = parameter * (x - top) - threshold
+        u = tl.where(u <= 0, 0.0, u)  # keeps NaN
+        if FUNCTION == _SPARSEMAX:
+            slope = tl.where(u > 0, 1.0, u)
+        elif FUNCTION == _ENTMAX15:
+            slope = u
+        else:
+            power = tl.exp((1 - parameter) / parameter * tl.log(tl.where(u > 0, u, 1.0)))
+            slope = tl.where(u > 0, power, u)
+        return slope * u * factor, slope
+    elif FUNCTION == _SIGMOID:
+        z = x + threshold
+        p = 1 / (1 + tl.exp(-z))
+        q = 1 / (1 + tl.exp(z))
+        return p, p * q
+    else:
+        excess = _excess(x, top, threshold)
+        slope = (excess + threshold) * factor
+        slope = tl.where(excess < 0, -slope, tl.where(excess == 0, 0.0, slope))
+        return tl.where(excess < 0, 0.0, excess * factor), slope
+
+
+@triton.jit
+def _gradient(slope, grad, mean, FUNCTION: tl.constexpr):
+    """Return the gradient of a score, given that of its weight."""
+    if FUNCTION == _SIGMOID:
+        return slope * grad
+    elif FUNCTION == _SOFTPICK:
+        return slope * (tl.where(slope < 0, 0.0, grad) - mean)
+    else:
+        return slope * (grad - mean)
+
+
+@triton.jit
+def _scores(
+    q, K, columns, rows, k_n, mask, m_t, m_s, T, S, scale, D: tl.constexpr, WIDTH: tl.constexpr,
+    MASKING: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Return the masked scores of a block of queries and a block of keys, and the keys."""
+    k = load_tile(K, columns, k_n, S, EDGE, D, WIDTH)
+    x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    x = exclude(x, rows[:, None], columns[None, :], mask, m_t, m_s, T, S, MASKING, CAUSAL, EDGE)
+    return x, k
+
+
+@triton.jit
+def _sum_rows(
+    q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter, least,
+    D: tl.constexpr, WIDTH: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, FUNCTION: tl.constexpr, WHAT: tl.constexpr,
+):  # fmt: skip
+    """Go over all keys once; return two statistics of each row, and the number of keys.
+
+    WHAT is _EXTREMES: the largest and the smallest score (evsoftmax: the sum of the scores), and
+    the number of keys. _REACHING: the number of scores of at least `least`, an ordered integer.
+    _WEIGHTS: the sums of the weights and of the slopes.
+    """
+    a = tl.zeros([BLOCK_T], tl.float32)
+    b = tl.zeros([BLOCK_T], tl.float32)
+    count = tl.zeros([BLOCK_T], tl.float32)
+    if WHAT == _EXTREMES:
+        a = a - float("inf")
+        if FUNCTION != _EVSOFTMAX:
+            b = b + float("inf")
+    inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    for phase in tl.static_range(2):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in range(begin, stop, BLOCK_S):
+            columns = s0 + tl.arange(0, BLOCK_S)
+            x, k = _scores(
+                q, K, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
+                D, WIDTH, MASKING, CAUSAL, phase == 1,
+            )  # fmt: skip
+            if WHAT == _EXTREMES:
+                allowed = x != -float("inf")
+                count += tl.sum(allowed.to(tl.float32), 1)
+                wrong = tl.max((x != x).to(tl.int32), 1) > 0
+                a = tl.maximum(a, tl.max(x, 1))
+                a = tl.where(wrong, float("nan"), a)
+                count = tl.where(wrong, float("nan"), count)  # a later maximum may drop the NaN
+                if FUNCTION == _EVSOFTMAX:
+                    b += tl.sum(tl.where(allowed, x, 0.0), 1)
+                else:
+                    b = tl.minimum(b, tl.min(tl.where(allowed, x, float("inf")), 1))
+            elif WHAT == _REACHING:
+                reaches = _ordered(x.to(tl.int32, bitcast=True)) >= least[:, None]
+                a += tl.sum(reaches.to(tl.float32), 1)
+            elif FUNCTION == _SOFTPICK:
+                a += tl.sum(tl.abs(_excess(x, top[:, None], threshold[:, None])), 1)
+            else:
+                weight, slope = _entry(
+                    x, top[:, None], threshold[:, None], 1.0, parameter, FUNCTION
+                )
+                a += tl.sum(weight, 1)
+                b += tl.sum(slope, 1)
+    return a, b, count
+
+
+@triton.jit
+def _largest(
+    q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, smallest, count, k,
+    D: tl.constexpr, WIDTH: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Return a threshold that k scores of each row reach; more only if scores tie with the k-th."""
+    low = _ordered(smallest.to(tl.int32, bitcast=True))
+    high = _ordered(top.to(tl.int32, bitcast=True))
+    reached, _, _ = _sum_rows(
+        q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, top, k, high,
+        D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, _TOPK, _REACHING,
+    )  # fmt: skip
+    low = tl.where(reached >= k, high, low)
+    reached = tl.where(reached >= k, reached, count)
+    high = tl.where(count <= k, low, high)
+    step, is_open = 0, 1
+    while (step < 32) & (is_open > 0):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        between = (middle > low) & (middle < high) & (reached != k)
+        more, _, _ = _sum_rows(
+            q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, top, k, middle,
+            D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, _TOPK, _REACHING,
+        )  # fmt: skip
+        low = tl.where(between & (more >= k), middle, low)
+        reached = tl.where(between & (more >= k), more, reached)
+        high = tl.where(between & (more < k), middle, high)
+        is_open = tl.max(between.to(tl.int32), 0)
+        step += 1
+    found = _ordered(low).to(tl.float32, bitcast=True)
+    return tl.where(count <= k, -float("inf"), found)
+
+
+@triton.jit
+def _reduce(
+    q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, parameter,
+    D: tl.constexpr, WIDTH: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, FUNCTION: tl.constexpr,
+):  # fmt: skip
+    """Return top, threshold and factor of each row."""
+    zero = tl.zeros([BLOCK_T], tl.float32)
+    least = tl.zeros([BLOCK_T], tl.int32)
+    top, other, count = _sum_rows(
+        q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, zero, zero, parameter, least,
+        D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _EXTREMES,
+    )  # fmt: skip
+    top = tl.where(count != count, float("nan"), tl.where(top == -float("inf"), 0.0, top))
+    if FUNCTION == _SIGMOID:
+        bias = zero + parameter
+        return zero, tl.where(bias != bias, -tl.log(tl.maximum(count, 1.0)), bias), zero
+    threshold = zero - 1
+    if FUNCTION == _TOPK:
+        threshold = _largest(
+            q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, other, count, parameter,
+            D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S,
+        )  # fmt: skip
+    elif FUNCTION == _EVSOFTMAX:
+        # Rounding may put the mean of equal scores above all of them.
+        threshold = tl.minimum(other / tl.maximum(count, 1.0), top)
+    elif FUNCTION == _SOFTPICK:
+        top = tl.where(top < 0, 0.0, top)
+        threshold = tl.exp(-top)
+    total, slope, _ = _sum_rows(
+        q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter, least,
+        D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _WEIGHTS,
+    )  # fmt: skip
+    if (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
+        # Newton's method for |u| = 1 with the norm of order 1 / (alpha - 1), as in row_functions.h.
+        step, rises = 0, 1
+        while (step < _MAX_STEPS) & (rises > 0):
+            if FUNCTION == _SPARSEMAX:
+                of_sum = zero + 1
+            else:
+                of_sum = tl.exp((1 - parameter) * tl.log(total))
+            following = threshold + (total - of_sum) / slope
+            is_above = following > threshold
+            threshold = tl.where(is_above, following, threshold)
+            rises = tl.max(is_above.to(tl.int32), 0)
+            if rises > 0:
+                total, slope, _ = _sum_rows(
+                    q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter,
+                    least, D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _WEIGHTS,
+                )  # fmt: skip
+            step += 1
+    elif FUNCTION == _SOFTPICK:
+        total += 1e-6 * threshold
+    return top, threshold, tl.where(total == 0, 0.0, 1 / tl.where(total == 0, 1.0, total))
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def row_forward_kernel(
+    Q, K, V, OUT, STATISTICS, PARAMETER, MASK,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
+    heads, T, S, scale, seed, threshold, keep_scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, MASKING: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute OUT and STATISTICS; one program per query block."""
+    block, blocks, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
+    parameter = _parameter(PARAMETER, h, FUNCTION)
+    mask = 0
+    if MASKING > 0:
+        mask = MASK + b * m_b + h * m_h
+    t0 = block * BLOCK_T
+    rows = t0 + tl.arange(0, BLOCK_T)
+    keys = K + b * k_b + h * k_h
+    q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+    top, least, factor = _reduce(
+        q, keys, rows, k_n, mask, m_t, m_s, T, S, scale, t0, parameter,
+        D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION,
+    )  # fmt: skip
+    out = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    for phase in tl.static_range(2):
+        begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
+        for s0 in range(begin, stop, BLOCK_S):
+            columns = s0 + tl.arange(0, BLOCK_S)
+            x, k = _scores(
+                q, keys, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
+                D, WIDTH, MASKING, CAUSAL, phase == 1,
+            )  # fmt: skip
+            weight, slope = _entry(
+                x, top[:, None], least[:, None], factor[:, None], parameter, FUNCTION
+            )
+            if DROPOUT:
+                kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                weight = tl.where(kept, weight * keep_scale, 0.0)
+            v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, phase == 1, D, WIDTH)
+            out = tl.dot(weight.to(v.dtype), v, out, input_precision="ieee")
+    store_tile(OUT + b * o_b + h * o_h, rows, o_n, T, out, D, WIDTH)
+    row = bh.to(tl.int64) * 3 * T + rows
+    tl.store(STATISTICS + row, top, mask=rows < T)
+    tl.store(STATISTICS + row + T, least, mask=rows < T)
+    tl.store(STATISTICS + row + 2 * T, factor, mask=rows < T)
+
+
+@triton.jit
+def _load_statistics(STATISTICS, bh, rows, T):
+    """Return top, threshold and factor; those of rows beyond T give weights and slopes of 0."""
+    row, inside = bh.to(tl.int64) * 3 * T + rows, rows < T
+    top = tl.load(STATISTICS + row, mask=inside, other=float("inf"))
+    threshold = tl.load(STATISTICS + row + T, mask=inside, other=0.0)
+    factor = tl.load(STATISTICS + row + 2 * T, mask=inside, other=0.0)
+    return top, threshold, factor
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def row_query_kernel(
+    Q, K, V, STATISTICS, PARAMETER, MASK, GRAD, MEAN, GRAD_Q, GRAD_PARAMETER,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
+    g_b, g_h, g_n, gq_b, gq_h, gq_n, heads, T, S, scale, seed, threshold, keep_scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, MASKING: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute GRAD_Q, MEAN and, for alpha_entmax, GRAD_PARAMETER (B, H, T), by query blocks."""
+    block, blocks, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
+    parameter = _parameter(PARAMETER, h, FUNCTION)
+    mask = 0
+    if MASKING > 0:
+        mask = MASK + b * m_b + h * m_h
+    t0 = block * BLOCK_T
+    rows = t0 + tl.arange(0, BLOCK_T)
+    keys = K + b * k_b + h * k_h
+    q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+    grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
+    top, least, factor = _load_statistics(STATISTICS, bh, rows, T)
+
+    grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    weighted = tl.zeros([BLOCK_T], tl.float32)
+    slopes = tl.zeros([BLOCK_T], tl.float32)
+    entropy = tl.zeros([BLOCK_T], tl.float32)
+    by_parameter = tl.zeros([BLOCK_T], tl.float32)
+    mean = tl.zeros([BLOCK_T], tl.float32)
+    inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
+    # Two passes over the keys: the mean, then the gradients.
+    for phase in tl.static_range(4):
+        begin, stop = inner if phase % 2 == 1 else 0, end if phase % 2 == 1 else inner
+        if phase == 2:
+            if FUNCTION == _SIGMOID:
+                mean = tl.zeros([BLOCK_T], tl.float32)
+            elif (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
+                mean = tl.where(slopes == 0, 0.0, weighted / tl.where(slopes == 0, 1.0, slopes))
+            else:
+                mean = weighted
+        for s0 in range(begin, stop, BLOCK_S):
+            columns = s0 + tl.arange(0, BLOCK_S)
+            x, k = _scores(
+                q, keys, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
+                D, WIDTH, MASKING, CAUSAL, phase % 2 == 1,
+            )  # fmt: skip
+            v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, phase % 2 == 1, D, WIDTH)
+            grad_weight = tl.dot(grad, tl.trans(v), input_precision="ieee")
+            if DROPOUT:
+                kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+                grad_weight = tl.where(kept, grad_weight * keep_scale, 0.0)
+            weight, slope = _entry(
+                x, top[:, None], least[:, None], factor[:, None], parameter, FUNCTION
+            )
+            if phase < 2:
+                if (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
+                    weighted += tl.sum(slope * grad_weight, 1)
+                    slopes += tl.sum(slope, 1)
+                else:
+                    weighted += tl.sum(weight * grad_weight, 1)
+                if FUNCTION == _ALPHA_ENTMAX:
+                    entropy += tl.sum(_entropy(weight), 1)
+            else:
+                grad_x = _gradient(slope, grad_weight, mean[:, None], FUNCTION)
+                grad_q = tl.dot(grad_x.to(k.dtype), k, grad_q, input_precision="ieee")
+                if FUNCTION == _ALPHA_ENTMAX:
+                    # Proposition 1 of Correia et al. 2019.
+                    share = slope / tl.where(slopes == 0, 1.0, slopes)[:, None]
+                    change = (weight - share) / parameter + _entropy(weight)
+                    change = (change - share * entropy[:, None]) / parameter
+                    by_parameter += tl.sum((grad_weight - mean[:, None]) * change, 1)
+    store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
+    row = bh.to(tl.int64) * T + rows
+    tl.store(MEAN + row, mean, mask=rows < T)
+    if FUNCTION == _ALPHA_ENTMAX:
+        tl.store(GRAD_PARAMETER + row, by_parameter, mask=rows < T)
+
+
+@triton.jit
+def _entropy(p):
+    return tl.where(p > 0, -p * tl.log(tl.where(p > 0, p, 1.0)), p)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def row_key_kernel(
+    Q, K, V, STATISTICS, PARAMETER, MASK, GRAD, MEAN, GRAD_K, GRAD_V,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
+    g_b, g_h, g_n, gk_b, gk_h, gk_n, gv_b, gv_h, gv_n,
+    heads, T, S, scale, seed, threshold, keep_scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, MASKING: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Compute GRAD_K and GRAD_V; one program per key block."""
+    blocks = tl.cdiv(S, BLOCK_S)
+    s0 = tl.program_id(0) % blocks * BLOCK_S
+    bh = tl.program_id(0) // blocks
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    parameter = _parameter(PARAMETER, h, FUNCTION)
+    mask = 0
+    if MASKING > 0:
+        mask = MASK + b * m_b + h * m_h
+    columns = s0 + tl.arange(0, BLOCK_S)
+    v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
+    grad_k = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    grad_v = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    first = s0 // BLOCK_T * BLOCK_T if CAUSAL else 0
+    for t0 in range(first, T, BLOCK_T):
+        rows = t0 + tl.arange(0, BLOCK_T)
+        q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
+        grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
+        top, least, factor = _load_statistics(STATISTICS, bh, rows, T)
+        mean = tl.load(MEAN + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+        x, k = _scores(
+            q, K + b * k_b + h * k_h, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
+            D, WIDTH, MASKING, CAUSAL, True,
+        )  # fmt: skip
+        x = tl.where(rows[:, None] < T, x, -float("inf"))
+        weight, slope = _entry(
+            x, top[:, None], least[:, None], factor[:, None], parameter, FUNCTION
+        )
+        grad_weight = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        dropped = weight
+        if DROPOUT:
+            kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
+            grad_weight = tl.where(kept, grad_weight * keep_scale, 0.0)
+            dropped = tl.where(kept, weight * keep_scale, 0.0)
+        grad_v = tl.dot(tl.trans(dropped).to(grad.dtype), grad, grad_v, input_precision="ieee")
+        grad_x = _gradient(slope, grad_weight, mean[:, None], FUNCTION)
+        grad_k = tl.dot(tl.trans(grad_x).to(q.dtype), q, grad_k, input_precision="ieee")
+    store_tile(GRAD_K + b * gk_b + h * gk_h, columns, gk_n, S, grad_k * scale, D, WIDTH)
+    store_tile(GRAD_V + b * gv_b + h * gv_h, columns, gv_n, S, grad_v, D, WIDTH)
