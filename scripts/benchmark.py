@@ -2,6 +2,7 @@
 """Measures time and memory of MultiMax against stock fairseq's softmax.
 
     scripts/benchmark.py attention [--shape BxHxTxD ...] [--mask causal] [--sweep LENGTHS]
+    scripts/benchmark.py attention --checkpoint FILE --data DATA-BIN
     scripts/benchmark.py output [--tokens N] [--vocabulary V] [--width D] [--sweep VOCABULARIES]
     scripts/benchmark.py train DATA-BIN [-- fairseq-train options]
     scripts/benchmark.py train --vocabulary V [-- fairseq-train options]
@@ -94,6 +95,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--sweep", type=sizes, metavar="T,T,...", help="the first shape with these lengths")
     add("--rivals", action="store_true", help=f"also measure {', '.join(RIVALS)}")
     add("--compile", **compiled)
+    text = "instead of random scores: those of this translation model, layer by layer"
+    add("--checkpoint", type=Path, metavar="FILE", help=text)
+    text = "a folder of fairseq-preprocess, for --checkpoint"
+    add("--data", type=Path, metavar="DATA-BIN", help=text)
+    add("--max-tokens", type=positive, default=4096, help="of a batch of --data")
 
     add = command("output", "output layer and loss")
     add("--tokens", type=positive, default=512, metavar="N", help="tokens per step")
@@ -135,6 +141,8 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("train needs either DATA-BIN or --vocabulary, and not both")
     if args.command == "train" and args.vocabulary is not None and args.vocabulary < 5:
         raise UsageError(f"--vocabulary {args.vocabulary} must be at least 5: 4 are special")
+    if args.command == "attention" and (args.data is None) != (args.checkpoint is None):
+        raise UsageError("attention needs both --checkpoint and --data, or neither")
     data, checkpoint = getattr(args, "data", None), getattr(args, "checkpoint", None)
     for path, what in ((data, "data folder"), (checkpoint, "checkpoint")):
         if path is not None and not path.exists():

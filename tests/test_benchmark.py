@@ -185,6 +185,25 @@ def test_attention_measures_other_mappings(benchmark):
     for name, learned in rivals:
         assert case["agreement"][f"{name} (auto)"]["difference"] < 1e-5
         assert gradients[f"{name} (auto)"] == 3 * 2 * 2 * 12 * 8 * 4 + learned * 4
+    zeros = {name: entry["zeros"] for name, entry in case["contestants"].items()}
+    # Causal rows of 1 to 12 scores, of which the 8 largest have a weight.
+    assert zeros["topk (auto)"] == pytest.approx((1 + 2 + 3 + 4) / 78)
+    assert zeros["softmax1 (auto)"] == 0 < zeros["entmax15 (auto)"] < zeros["sparsemax (auto)"]
+    assert zeros[AUTO] is None
+
+
+def test_attention_measures_a_trained_model(benchmark, data):
+    words = ("--checkpoint", data / "model.pt", "--data", data / "data-bin", *SHORT)
+    found, printed = benchmark("attention", *words)
+    layers = [case["case"].split(",")[0] for case in found["cases"]]
+    places = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn")
+    assert layers == [*places, "decoder.layers.0.encoder_attn"]
+    for case in found["cases"]:
+        names = ["softmax (torch)", "multimax, trained", "multimax, random scores"]
+        check_case(case, names, [BEST])
+        assert case[BEST] == names[0]
+        assert case["contestants"][names[1]]["zeros"] == 0
+    assert "multimax, trained" in printed
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -341,6 +360,7 @@ def test_benchmark_refuses_wrong_arguments(benchmark, data, tmp_path):
         (["train", "--vocabulary", "4"], "at least 5"),
         (["output", "--", "--lr", "1"], "no options after --"),
         (["generate", data / "data-bin", "--checkpoint", data / "none.pt"], "does not exist"),
+        (["attention", "--checkpoint", data / "model.pt"], "needs both --checkpoint and --data"),
     ):
         with pytest.raises(SystemExit, match=part) as refusal:
             benchmark(*arguments)

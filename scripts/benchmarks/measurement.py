@@ -39,11 +39,13 @@ class Ready(NamedTuple):
 
     `step(round)` does the work and returns counts, such as tokens. `result()` returns named tensors
     or lists of tokens, which must agree within a family. `gradients` is their size in bytes.
+    `zeros` is the share of attention weights that are 0, without those of excluded keys.
     """
 
     step: Callable[[int], dict[str, int]]
     result: Callable[[], Any]
     gradients: int = 0
+    zeros: float | None = None
 
 
 class Contestant(NamedTuple):
@@ -212,7 +214,9 @@ def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any
         ready = {name: prepare(contestant) for name, contestant in case.contestants.items()}
         agreement = compare(case, ready, getattr(torch, args.dtype))
         rounds = run_rounds(case, ready, args)
-        peaks = {name: {"gradients": each.gradients} for name, each in ready.items()}
+        peaks: dict[str, dict[str, Any]] = {
+            name: {"gradients": each.gradients, "zeros": each.zeros} for name, each in ready.items()
+        }
         for name in rounds if with_peaks and args.device == "cuda" else ():
             peaks[name] |= peak_of_gpu(case.contestants[name], ready[name])
         # Frees the memory for the next case, or for the process that measures memory.
@@ -250,7 +254,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def summary(
     case: Case,
     rounds: dict[str, list[dict[str, float]]],
-    peaks: dict[str, dict[str, int]],
+    peaks: dict[str, dict[str, Any]],
     agreement: dict[str, Any],
 ) -> dict[str, Any]:
     """Medians, quartiles and ratios of a case, in seconds or in counts per second."""

@@ -12,17 +12,23 @@ from torch import Tensor
 
 from benchmarks import baselines
 from benchmarks.measurement import AUTO, BEST, PLAIN, Case, Contestant, Ready
-from multimax_fairseq import Modulator, linear_cross_entropy, scaled_dot_product_attention
+from multimax_fairseq import (
+    Modulator,
+    linear_cross_entropy,
+    normalize,
+    scaled_dot_product_attention,
+)
 
 EXPRESSION = "MultiMax (torch expression)"
 PRODUCTS = "matrix products"
-# Other mappings with fused kernels, their learned parameters per head, and their other options.
+# The other mappings, their learned parameters per head, and their other options.
 RIVALS = {
     **{"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}, "topk": {}},
     **{"evsoftmax": {}, "sparsemax": {}, "entmax15": {}, "alpha_entmax": {"alpha": 1.5}},
-    **{"softpick": {}, "sigmoid": {}},
+    **{"softpick": {}, "sigmoid": {}, "asentmax": {"beta": 0.2, "gamma": 0.5}},
+    "adaptive_temperature": {},
 }
-RIVAL_OPTIONS = {"topk": {"k": 8}}
+RIVAL_OPTIONS = {"topk": {"k": 8}, "adaptive_temperature": {"training": True}}
 
 
 def expression(x: Tensor, modulator: Modulator) -> Tensor:
@@ -89,6 +95,14 @@ def with_graphs(contestants: dict[str, Contestant], args: argparse.Namespace, *n
         contestants[f"{name}, CUDA graph"] = plain._replace(make=make)
 
 
+def share_of_zeros(probs: Tensor, excluded: Tensor | None) -> float:
+    """The share of zeros among the weights of keys that are not excluded."""
+    zeros = probs == 0
+    if excluded is not None:
+        zeros = zeros[~excluded.expand_as(zeros)]
+    return zeros.float().mean().item()
+
+
 def products(work: Callable[[], list[Tensor]], learned: dict[str, Tensor]) -> Ready:
     """The matrix products that every implementation needs: a lower bound."""
 
@@ -103,6 +117,10 @@ def products(work: Callable[[], list[Tensor]], learned: dict[str, Tensor]) -> Re
 
 
 def attention(args: argparse.Namespace) -> list[Case]:
+    if args.checkpoint is not None:
+        from benchmarks.trained import trained  # imports fairseq
+
+        return trained(args)
     if args.sweep is None:
         shapes = args.shape
     else:
@@ -142,7 +160,8 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
             if name.startswith("MultiMax"):
                 learned |= dict(modulator.named_parameters())
             learned |= {n: attend.keywords[n] for n in RIVALS.get(name.split()[0], {})}
-            return gradients_of(lambda: (attend(*parts.values()), grad), learned)
+            ready = gradients_of(lambda: (attend(*parts.values()), grad), learned)
+            return ready if backend == "plain" else ready._replace(zeros=zeros_of(name.split()[0]))
 
         return Contestant(make, name.split()[0], backend)
 
@@ -164,6 +183,21 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
             return functools.partial(scaled_dot_product_attention, **options)
 
         return make_attend
+
+    @torch.no_grad()
+    def zeros_of(normalizer: str) -> float | None:
+        """The share of zeros in the first sentence."""
+        if normalizer not in RIVALS:
+            return None
+        parts, _, allowed, _ = inputs()
+        mask = whole_mask(allowed)
+        excluded = None if mask is None else ~mask[:1]
+        scores = parts["query"][:1] @ parts["key"][:1].mT / shape[-1] ** 0.5
+        options: dict[str, Any] = {
+            n: scores.new_full((shape[1], 1, 1), value) for n, value in RIVALS[normalizer].items()
+        }
+        options |= RIVAL_OPTIONS.get(normalizer, {})
+        return share_of_zeros(normalize(normalizer, scores, mask=excluded, **options), excluded)
 
     def torch_expression(modulator: Modulator, allowed: Tensor | None) -> Callable:
         mask = whole_mask(allowed)

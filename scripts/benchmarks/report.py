@@ -46,10 +46,12 @@ def table(case: dict[str, Any]) -> str:
     entries = case["contestants"]
     with_peaks = any("peak_memory" in entry for entry in entries.values())
     with_gradients = any(entry.get("gradients") for entry in entries.values())
+    with_zeros = any(entry.get("zeros") is not None for entry in entries.values())
     head = ["contestant"]
     for quantity in case["quantities"]:
         head += ["ms" if quantity == "seconds" else quantity]
         head += [f"x {other}" for other in case["references"]]
+    head += ["zeros"] * with_zeros
     head += ["peak MB"] * with_peaks + ["less gradients"] * (with_peaks and with_gradients)
     rows = []
     for name, entry in entries.items():
@@ -58,6 +60,8 @@ def table(case: dict[str, Any]) -> str:
             cells.append(spread(entry[quantity], 1e3 if quantity == "seconds" else 1))
             ratios = entry[quantity]["ratios"]
             cells += [f"{ratios[other]['median']:.2f}" for other in case["references"]]
+        if with_zeros:
+            cells.append("" if entry["zeros"] is None else f"{entry['zeros']:.0%}")
         if with_peaks:
             cells.append(number(entry["peak_memory"] / 1e6))
             if with_gradients:

@@ -1,0 +1,133 @@
+"""Attention on the scores of a trained model, beside random scores of the same shape."""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from fairseq import checkpoint_utils
+from torch import Tensor
+
+import multimax_fairseq.models  # noqa: F401
+from benchmarks.measurement import BEST, Case, Contestant, Ready
+from benchmarks.operators import gradients_of, share_of_zeros
+from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.ops.masks import causal_mask
+
+
+class Recorded(NamedTuple):
+    """One attention of the model: its arguments, except for the value."""
+
+    place: str
+    normalizer: Normalizer
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    hidden: Tensor | None
+
+    @property
+    def excluded(self) -> Tensor | None:
+        """The keys that no query may attend to, True; with the causal mask."""
+        if not self.is_causal:
+            return self.mask
+        return causal_mask(self.mask, self.query.shape[2], self.key.shape[2], self.query.device)
+
+
+def recording(normalizer: Normalizer, place: str, recorded: list[Recorded]) -> Callable[..., Any]:
+    """Return the method `attend` of a normalizer, which also records its arguments."""
+    attend = normalizer.attend
+
+    def record(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        need_probs: bool = False,
+        hidden: Tensor | None = None,
+    ) -> Any:
+        recorded.append(Recorded(place, normalizer, query, key, mask, is_causal, scale, hidden))
+        return attend(query, key, value, mask, is_causal, dropout_p, scale, need_probs, hidden)
+
+    return record
+
+
+def record(args: argparse.Namespace) -> list[Recorded]:
+    """Run the model on the largest batch of the test data."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(args.checkpoint)], {"data": str(args.data)}
+    )
+    task.load_dataset("test")
+    batches = task.get_batch_iterator(task.dataset("test"), max_tokens=args.max_tokens)
+    batch = max(batches.next_epoch_itr(shuffle=False), key=lambda batch: batch["ntokens"])
+    recorded: list[Recorded] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Normalizer):
+            place = name.removesuffix(".normalizer")
+            module.attend = recording(module, place, recorded)  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(**batch["net_input"])
+    for one in recorded:
+        del one.normalizer.attend
+    return recorded
+
+
+def trained(args: argparse.Namespace) -> list[Case]:
+    return [layer_case(one, args) for one in record(args)]
+
+
+def layer_case(one: Recorded, args: argparse.Namespace) -> Case:
+    name = one.normalizer.name
+
+    @functools.cache
+    def inputs(is_random: bool) -> tuple[list[Tensor], Tensor]:
+        draw = torch.Generator().manual_seed(1)
+        parts = [one.query, one.key, one.key]
+        draws = [torch.randn(part.shape, generator=draw) for part in parts]
+        parts = draws if is_random else [one.query, one.key, draws[2]]
+        grad = torch.randn(one.query.shape, generator=draw)
+        return [part.clone().requires_grad_() for part in parts], grad
+
+    def contestant(label: str, attend: Callable[..., Tensor], is_random: bool) -> Contestant:
+        def make() -> Ready:
+            parts, grad = inputs(is_random)
+            learned: dict[str, Any] = dict(zip(("query", "key", "value"), parts, strict=True))
+            if label != "softmax (torch)":
+                learned |= dict(one.normalizer.named_parameters())
+            ready = gradients_of(lambda: (attend(*parts), grad), learned)
+            if label == "softmax (torch)":
+                return ready
+            with torch.no_grad():
+                arguments = (one.mask, one.is_causal, 0.0, one.scale, True, one.hidden)
+                _, probs = one.normalizer.attend(*parts, *arguments)
+            return ready._replace(zeros=share_of_zeros(probs, one.excluded))
+
+        return Contestant(make, label)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        arguments = (one.mask, one.is_causal, 0.0, one.scale, False, one.hidden)
+        return one.normalizer.attend(query, key, value, *arguments)[0]
+
+    allowed = None if one.mask is None else ~one.mask
+    if one.is_causal and allowed is not None:
+        allowed, is_causal = ~one.excluded, False
+    else:
+        is_causal = one.is_causal
+    softmax = functools.partial(
+        F.scaled_dot_product_attention, attn_mask=allowed, is_causal=is_causal, scale=one.scale
+    )
+    contestants = {
+        "softmax (torch)": contestant("softmax (torch)", softmax, False),
+        f"{name}, trained": contestant(f"{name}, trained", ours, False),
+        f"{name}, random scores": contestant(f"{name}, random scores", ours, True),
+    }
+    queries, keys = "x".join(map(str, one.query.shape)), one.key.shape[2]
+    label = f"{one.place}, {queries}, {keys} keys"
+    baselines = ["softmax (torch)"]
+    return Case(label, 0, contestants, [BEST], ["seconds"], baselines, settles=True)
