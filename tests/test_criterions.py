@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,6 +126,34 @@ def test_cross_entropy_equals_stock_metrics(task, model_and_batch, pair):
     assert reduced[0].keys() == reduced[1].keys() and "loss" in reduced[0]
     for key, value in reduced[0].items():
         assert reduced[1][key] == pytest.approx(value, rel=1e-3), key
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_z_loss_is_added_in_training_only(task, model_and_batch, pair):
+    _, ours, options = pair
+    model, sample = model_and_batch("multimax")
+    without, criterion = (ours(task, False, **options, z_loss=weight) for weight in (0.0, 0.1))
+    model.eval()
+    assert criterion(model, sample)[0] == without(model, sample)[0]
+    model.train()
+    for dropout in (m for m in model.modules() if hasattr(m, "apply_during_inference")):
+        dropout.p = 0.0
+    prefix = options.get("ignore_prefix_size", 0)
+    logits = model(**sample["net_input"])[0][:, prefix:]
+    counted = sample["target"][:, prefix:] != task.target_dictionary.pad()
+    squares = logits.logsumexp(-1).square()[counted].sum()
+    found, expected = criterion(model, sample)[0], without(model, sample)[0] + 0.1 * squares
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_z_loss_refuses_other_output_layers_and_weights(task, build, translation_batch):
+    model, sample = build("transformer"), translation_batch()
+    criterion = MultimaxCrossEntropyCriterion(task, False, z_loss=0.1)
+    with pytest.raises(UsageError, match="--z-loss needs an output layer of one weight"):
+        criterion(model, sample)
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(UsageError, match="--z-loss .* must be a finite number"):
+            MultimaxCrossEntropyCriterion(task, False, z_loss=wrong)
 
 
 def test_cross_entropy_equals_stock_without_linear_output(task, build, translation_batch, caplog):

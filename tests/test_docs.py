@@ -139,7 +139,7 @@ def test_mapping_example_equals_the_tested_files():
 
 def test_flag_rows_match_the_flags():
     """docs/flags.md has one row for each flag: its name, values, default and help."""
-    from multimax_fairseq.criterions.cross_entropy import RDropConfig
+    from multimax_fairseq.criterions.cross_entropy import FusedOutputConfig
     from multimax_fairseq.models.config import (
         CONTINUOUS_OPTIONS,
         flag,
@@ -153,8 +153,8 @@ def test_flag_rows_match_the_flags():
     own = [recurrent_config().__dataclass_fields__[name] for name in RECURRENT_OPTIONS]
     of_kind = {int: "whole number", float: "number", bool: "", str: "text"}
     rows = []
-    of_criteria = RDropConfig.__dataclass_fields__["rdrop_alpha"]
-    for setting in [of_criteria, *settings(), *own]:
+    fields = FusedOutputConfig.__dataclass_fields__
+    for setting in [fields["rdrop_alpha"], fields["z_loss"], *settings(), *own]:
         kind = options[setting.name].kind if setting.name in options else float
         values = of_kind[kind] if kind in of_kind else ", ".join(f"`{word}`" for word in kind)
         default = {False: "off", None: "none"}.get(setting.default, f"`{setting.default}`")

@@ -70,6 +70,7 @@ def test_linear_cross_entropy_passes_gradcheck(reduction, modulated):
             bias=bias,
             modulator=module,
             label_smoothing=0.1,
+            z_loss=0.2,
             ignore_index=1,
             reduction=reduction,
             chunk_size=3,
@@ -87,6 +88,20 @@ def test_linear_cross_entropy_equals_torch_with_scaled_gradients():
         ours = torch.autograd.grad(fused * 3, (features, weight), retain_graph=retain)
         theirs = torch.autograd.grad(plain * 3, (features, weight), retain_graph=retain)
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_z_loss_adds_the_squared_log_sum_exp(dtype):
+    features, weight, target, bias = (
+        t.to(dtype) if t.is_floating_point() else t for t in loss_inputs()
+    )
+    given = {"bias": bias, "modulator": far_modulator().to(dtype), "ignore_index": 1}
+    loss, nll_loss = linear_cross_entropy(features, weight, target, z_loss=0.3, **given)
+    without, same = linear_cross_entropy(features, weight, target, **given)
+    logits = far_modulator().to(dtype)(F.linear(features, weight, bias))
+    squares = logits.logsumexp(-1).square()[target != 1]
+    assert torch.equal(nll_loss, same)
+    torch.testing.assert_close(loss, without + 0.3 * squares.sum().to(loss.dtype))
 
 
 @pytest.mark.parametrize("impossible", [128, 256])

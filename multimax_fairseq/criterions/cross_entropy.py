@@ -3,7 +3,7 @@
 Losses, logged fields and units are those of the stock criteria. The fused loss needs the decoder's
 `linear_output() -> (weight, bias, modulator)`. If a decoder has no such method, or it returns None,
 the criterion computes all logits as the stock one does, and logs this once. Both criteria can
-train with R-Drop.
+train with R-Drop and with a z-loss.
 """
 
 import functools
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class RDropConfig(FairseqDataclass):
+class FusedOutputConfig(FairseqDataclass):
     rdrop_alpha: float = field(
         default=0.0,
         metadata={
@@ -40,22 +40,29 @@ class RDropConfig(FairseqDataclass):
             "dropout; 0 turns it off"
         },
     )
+    z_loss: float = field(
+        default=0.0,
+        metadata={
+            "help": "weight of the z-loss, the square of the log-sum-exp of the logits, which "
+            "keeps them from growing; 0 turns it off"
+        },
+    )
 
 
 @dataclass
-class MultimaxCrossEntropyConfig(CrossEntropyCriterionConfig, RDropConfig):
+class MultimaxCrossEntropyConfig(CrossEntropyCriterionConfig, FusedOutputConfig):
     pass
 
 
 @dataclass
 class LabelSmoothedMultimaxCrossEntropyConfig(
-    LabelSmoothedCrossEntropyCriterionConfig, RDropConfig
+    LabelSmoothedCrossEntropyCriterionConfig, FusedOutputConfig
 ):
     pass
 
 
 class FusedOutput:
-    """Mixin of the two criteria: the fused loss, and R-Drop.
+    """Mixin of the two criteria: the fused loss, R-Drop, and the z-loss.
 
         loss = loss_1 + loss_2 + alpha (KL(p|q) + KL(q|p)) / 2              (Liang et al. 2021)
 
@@ -66,21 +73,29 @@ class FusedOutput:
     The two passes run as one pass over a batch with every sentence twice, because dropout differs
     from row to row. The matrix products are larger, and distributed training works unchanged, as it
     expects one forward pass per update. --decoder-layerdrop drops the same layers in both.
+
+    In training, loss_1 and loss_2 contain --z-loss times the squared log-sum-exp of the logits
+    (Chowdhery et al. 2022), and so does the logged loss; the losses of an evaluation do not.
     """
 
     ignore_prefix_size = 0
     label_smoothing = 0.0
     rdrop_alpha = 0.0
+    z_loss = 0.0
     unreduced: tuple[int, ...] = (-1,)  # shape of the stock criterion's losses without reduction
 
-    def set_rdrop(self, alpha):
-        """Set the weight of R-Drop. Raise UsageError if it is not finite or below 0."""
-        if not (is_finite(alpha) and alpha >= 0):
+    def set_weights(self, rdrop_alpha, z_loss):
+        """Set the weights of both losses. Raise UsageError if one is not finite or below 0."""
+        if not (is_finite(rdrop_alpha) and rdrop_alpha >= 0):
             raise UsageError(
-                f"--rdrop-alpha {alpha} must be a finite number, at least 0: 0 is off, 5 is the "
-                "published setting for IWSLT14"
+                f"--rdrop-alpha {rdrop_alpha} must be a finite number, at least 0: 0 is off, 5 is "
+                "the published setting for IWSLT14"
             )
-        self.rdrop_alpha = alpha
+        if not (is_finite(z_loss) and z_loss >= 0):
+            raise UsageError(
+                f"--z-loss {z_loss} must be a finite number, at least 0: 0 is off, 1e-4 is usual"
+            )
+        self.rdrop_alpha, self.z_loss = rdrop_alpha, z_loss
 
     def check_model(self, model):
         """Raise UsageError if the criterion cannot train the model."""
@@ -140,11 +155,17 @@ class FusedOutput:
     def fused_output(self, model):
         """Return the decoder's `linear_output`, or None if the fused loss is not possible."""
         decoder = getattr(model, "decoder", None)
-        if getattr(decoder, "adaptive_softmax", None) is not None:
-            return None
+        is_adaptive = getattr(decoder, "adaptive_softmax", None) is not None
         linear_output = getattr(decoder, "linear_output", None)
-        if linear_output is not None and linear_output() is not None:
+        if not is_adaptive and linear_output is not None and linear_output() is not None:
             return linear_output
+        if self.z_loss > 0:
+            raise UsageError(
+                "--z-loss needs an output layer of one weight with softmax or MultiMax: leave it "
+                "out, or use --output-normalizer multimax and no --adaptive-softmax-cutoff"
+            )
+        if is_adaptive:
+            return None
         _log_all_logits(type(decoder).__name__)
         return None
 
@@ -169,6 +190,7 @@ class FusedOutput:
             bias=bias,
             modulator=modulator,
             label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss if model.training else 0.0,
             ignore_index=self.padding_idx,
             reduction=reduction,
         )
@@ -234,9 +256,9 @@ def doubled(net_input):
 class MultimaxCrossEntropyCriterion(FusedOutput, CrossEntropyCriterion):
     """fairseq's `cross_entropy` with a fused output layer."""
 
-    def __init__(self, task, sentence_avg, rdrop_alpha=0.0):
+    def __init__(self, task, sentence_avg, rdrop_alpha=0.0, z_loss=0.0):
         super().__init__(task, sentence_avg)
-        self.set_rdrop(rdrop_alpha)
+        self.set_weights(rdrop_alpha, z_loss)
 
 
 @register_criterion(
@@ -255,9 +277,10 @@ class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCross
         ignore_prefix_size=0,
         report_accuracy=False,
         rdrop_alpha=0.0,
+        z_loss=0.0,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        self.set_rdrop(rdrop_alpha)
+        self.set_weights(rdrop_alpha, z_loss)
 
     @property
     def label_smoothing(self):

@@ -56,6 +56,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     modulator: ModulatorParameters | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "sum",
     chunk_size: int | None = None,
@@ -64,6 +65,7 @@ def linear_cross_entropy(
 
         nll = log sum_k exp(z_k) - z_y,      z = sigma(W h + b)
         loss = (1 - e - e_i) nll - e_i sum_k log p_k,   e_i = e / (V - 1),  e = label_smoothing
+               + z_loss (log sum_k exp(z_k))^2
     Equivalent to: F.cross_entropy(modulator(F.linear(features, weight, bias)), target) without
     label smoothing. With it, e is spread over the V - 1 other classes, as in fairseq.
 
@@ -77,6 +79,7 @@ def linear_cross_entropy(
         bias: (V,), of the dtype of features.
         modulator: a `Modulator` with shared heads; None is softmax.
         label_smoothing: in [0, 1).
+        z_loss: at least 0; it keeps the logits from growing, as in PaLM (Chowdhery et al. 2022).
         ignore_index: targets of this value are ignored.
         reduction: "sum", "mean" (over the targets that count; NaN if none does) or "none".
         chunk_size: rows taken at a time; None chooses.
@@ -88,8 +91,8 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: shapes, dtypes or devices that do not fit; a modulator per head; an unknown
-            reduction; label smoothing out of range; a chunk size below 1; on the CPU, a target that
-            is neither one of the V classes nor ignore_index. On other devices and under
+            reduction; label smoothing or z_loss out of range; a chunk size below 1; on the CPU, a
+            target that is neither one of the V classes nor ignore_index. On other devices and under
             torch.compile, such a target gives NaN.
     """
     check_linear(features, weight, bias, modulator)
@@ -99,6 +102,9 @@ def linear_cross_entropy(
     check_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    check_number("z_loss", z_loss)
+    if not 0 <= z_loss < torch.inf:
+        raise ValueError(f"z_loss must be finite and at least 0, got {z_loss}")
     shape, classes = target.shape, weight.shape[0]
     target = target.reshape(-1)
     rows = features.reshape(target.shape[0], features.shape[-1])
@@ -107,9 +113,8 @@ def linear_cross_entropy(
     nll_weight = 1 - smooth_weight * classes
     summed = reduction != "none"
     table = table_or_none(modulator)
-    call = LossCall(
-        rows, weight, bias, table, target, smooth_weight, nll_weight, ignore_index, chunk_size
-    )
+    weights = (smooth_weight, nll_weight, float(z_loss))
+    call = LossCall(rows, weight, bias, table, target, *weights, ignore_index, chunk_size)
     if linear_backend("output loss", rows, weight, bias, table) == "plain":
         loss, nll_loss = _plain(call, summed)
     else:
@@ -160,14 +165,14 @@ def linear_backend(
 def _plain(call: LossCall, summed: bool) -> tuple[Tensor, Tensor]:
     call = cast_for_plain(call)
     if needs_plain_operations(*call.inputs, call.target):  # torch differentiates it
-        nll, smooth = _losses(logits_of(call), call.target, call.ignore_index)
+        nll, loss, _ = _losses(logits_of(call), call.target, call)
     else:
         if call.target.device.type == "cpu":
             _check_range(call)
         if needs_gradient(*call.inputs):
             return LinearLoss.apply(_plain_parts, summed, *call)
-        nll, smooth = _plain_parts(call, None, (False,) * 4)[:2]
-    loss, nll = call.loss(nll, smooth), nll.detach()
+        nll, loss = _plain_parts(call, None, (False,) * 4)[:2]
+    nll = nll.detach()
     return (loss.sum(), nll.sum()) if summed else (loss, nll)
 
 
@@ -181,15 +186,19 @@ def _check_range(call: LossCall) -> None:
         )
 
 
-def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return nll and smooth of each row of logits (N, V); NaN for a target that is not a class."""
+def _losses(logits: Tensor, target: Tensor, call: LossCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return nll, loss and log-sum-exp of each row of logits (N, V).
+
+    nll and loss are NaN for a target that is not a class.
+    """
     classes = logits.shape[-1]
     log_total = logits.logsumexp(-1)
     logit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
     logit = logit.masked_fill((target < 0) | (target >= classes), torch.nan)
-    ignored = target == ignore_index
-    smooth = classes * log_total - logits.sum(-1)
-    return (log_total - logit).masked_fill(ignored, 0.0), smooth.masked_fill(ignored, 0.0)
+    ignored = target == call.ignore_index
+    nll, smooth = log_total - logit, classes * log_total - logits.sum(-1)
+    loss = call.loss(nll, smooth, log_total)
+    return nll.masked_fill(ignored, 0.0), loss.masked_fill(ignored, 0.0), log_total
 
 
 def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> tuple[Any, ...]:
@@ -199,23 +208,25 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         scores: Tensor, table: Tensor | None, target: Tensor, factors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         logits = modulated_logits(scores, table)
-        nll, smooth = _losses(logits, target, call.ignore_index)
+        nll, loss, log_total = _losses(logits, target, call)
         if factors is None:
-            return nll, smooth, None, None
-        # The gradient of nll_weight * nll + smooth_weight * smooth. It contains p once, because
-        # smooth_weight * V + nll_weight = 1.
-        grad = logits.softmax(-1).sub_(call.smooth_weight)
+            return nll, loss, None, None
+        # nll and smooth together contain p once, because smooth_weight * V + nll_weight = 1.
+        grad = logits.softmax(-1)
+        if call.z_weight:
+            grad.mul_((1 + 2 * call.z_weight * log_total).unsqueeze(-1))
+        grad.sub_(call.smooth_weight)
         index = target.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
         grad.scatter_add_(-1, index, grad.new_full((), -call.nll_weight).expand(index.shape))
         factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
         ignored = (target == call.ignore_index).unsqueeze(-1)
         grad = grad.mul_(factors).masked_fill_(ignored, 0.0)
         if table is None:
-            return nll, smooth, grad, None
-        return nll, smooth, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
+            return nll, loss, grad, None
+        return nll, loss, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
 
-    nll, smooth, grads = through_chunks(one_chunk, call, factors, needed)
-    return nll, smooth, *grads
+    nll, loss, grads = through_chunks(one_chunk, call, factors, needed)
+    return nll, loss, *grads
 
 
 # --- torch.ops.multimax_fairseq.output_loss_parts ----------------------------------------------
@@ -273,7 +284,7 @@ def _check_parts(*inputs: Any) -> None:
 
 
 def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
-    """Return nll and smooth, (N,) float32, 0 if ignored, and the gradients; empty if not needed.
+    """Return nll and loss, (N,) float32, 0 if ignored, and the gradients; empty if not needed.
 
     The last two inputs are factors, (N,) float32, the gradient by each row's loss, None for no
     gradients; and which of features, weight, bias and table need gradients.
@@ -290,11 +301,11 @@ def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
     if on_triton(call.features.device):
         from multimax_fairseq.ops.triton import cross_entropy
 
-        nll, smooth, grads = cross_entropy.output_loss(call, factors, needed)
+        nll, loss, grads = cross_entropy.output_loss(call, factors, needed)
     else:
-        nll, smooth, grads = _run_cpp(call, factors, needed)
+        nll, loss, grads = _run_cpp(call, factors, needed)
     pairs = zip(grads, call.inputs, strict=True)
-    return nll, smooth, *(_or_empty(call, g, t) for g, t in pairs)
+    return nll, loss, *(_or_empty(call, g, t) for g, t in pairs)
 
 
 def _or_empty(call: LossCall, grad: Tensor | None, tensor: Tensor | None) -> Tensor:
@@ -307,14 +318,14 @@ def _output_loss_parts_fake(*inputs: Any) -> tuple[Tensor, ...]:
     *arguments, factors, needed = inputs
     call = LossCall(*arguments)
     target = call.target
-    nll, smooth = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
+    nll, loss = (target.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
     grads = (
         call.features.new_empty(0)
         if t is None or factors is None or not need
         else t.new_empty(t.shape)
         for t, need in zip(call.inputs, needed, strict=True)
     )
-    return nll, smooth, *grads
+    return nll, loss, *grads
 
 
 output_loss_parts: Operator = define(
@@ -342,7 +353,7 @@ def _run_cpp(
             most = in_gradient
         chunks = max(1, -(-tokens // most))
         chunk_size = max(1, -(-tokens // chunks))
-    nll, smooth = features.new_empty(2, tokens, dtype=torch.float64)
+    nll, loss = features.new_empty(2, tokens, dtype=torch.float64)
     grads: list[Tensor | None] = [None] * 3
     grad_table = features.new_zeros(1, 12, dtype=torch.float64)
     if factors is not None:
@@ -355,10 +366,11 @@ def _run_cpp(
         ignore_index=call.ignore_index,
         smooth_weight=call.smooth_weight,
         nll_weight=call.nll_weight,
+        z_weight=call.z_weight,
         target=call.target.contiguous(),
         factors=None if factors is None else factors.contiguous(),
         nll=nll,
-        smooth=smooth,
+        loss=loss,
         grad_features=grads[0],
         grad_weight=grads[1],
         grad_bias=grads[2],
@@ -373,7 +385,7 @@ def _run_cpp(
     grads.append(None)
     if table is not None and factors is not None and needed[3]:
         grads[3] = grad_table[:, : table.shape[1]].float()
-    return nll.float(), smooth.float(), grads
+    return nll.float(), loss.float(), grads
 
 
 # --- torch.ops.multimax_fairseq.output_loss ----------------------------------------------------
@@ -387,8 +399,7 @@ def _output_loss(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return (loss, nll), (N,) or, if `summed`, scalars; float32."""
     *arguments, summed = inputs
     call = LossCall(*arguments)
-    nll, smooth, *_ = _output_loss_parts(*call, None, (False,) * 4)
-    loss = call.loss(nll, smooth)
+    nll, loss, *_ = _output_loss_parts(*call, None, (False,) * 4)
     return (loss.sum(), nll.sum()) if summed else (loss, nll)
 
 

@@ -28,15 +28,15 @@ ALIGNMENT = 64
 class LossCall(NamedTuple):
     """The arguments of one loss over a linear layer, from the public function to the kernels.
 
-    loss = nll_weight * nll + smooth_weight * smooth, with z = sigma(W h + b),
-    nll = log sum_k exp(z_k) - z_target and smooth = sum_k (log sum_j exp(z_j) - z_k).
+    loss = nll_weight * nll + smooth_weight * smooth + z_weight * lse^2, with z = sigma(W h + b),
+    lse = log sum_k exp(z_k), nll = lse - z_target and smooth = sum_k (lse - z_k).
 
     Attributes:
         features: (N, D), float32, float16 or bfloat16. weight: (V, D). bias: (V,) or None.
         table: (1, 8 or 12) float32, of `ops.modulator.pack`; None is softmax.
         target: (N,) int64. `symmetric_divergence` has its mask here.
-        smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient by z_k
-            contains p_k once.
+        smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient of z_k
+            contains (1 + 2 z_weight lse) p_k.
         ignore_index: targets of this value are ignored.
         chunk_size: rows taken at a time; None chooses.
     """
@@ -48,6 +48,7 @@ class LossCall(NamedTuple):
     target: Tensor
     smooth_weight: float
     nll_weight: float
+    z_weight: float
     ignore_index: int
     chunk_size: int | None
 
@@ -61,17 +62,18 @@ class LossCall(NamedTuple):
         """The fields after the tensors."""
         return self[5:]
 
-    def loss(self, nll: Tensor, smooth: Tensor) -> Tensor:
+    def loss(self, nll: Tensor, smooth: Tensor, log_total: Tensor) -> Tensor:
         """Return the loss of each row, in a new tensor."""
-        if not self.smooth_weight:
-            return nll.clone()
-        return self.nll_weight * nll + self.smooth_weight * smooth
+        loss = nll.clone()
+        if self.smooth_weight:
+            loss = self.nll_weight * nll + self.smooth_weight * smooth
+        return loss + self.z_weight * log_total.square() if self.z_weight else loss
 
 
-# compute(call, factors, needed) -> (nll, smooth, *gradients by features, weight, bias, table)
+# compute(call, factors, needed) -> (nll, loss, *gradients by features, weight, bias, table)
 Compute = Callable[[LossCall, Tensor | None, Sequence[bool]], Sequence[Any]]
 # one_chunk(scores (R, V), table, target (R,), factors (R,) or None)
-#     -> (nll (R,), smooth (R,), gradient by scores or None, gradient by table or None)
+#     -> (nll (R,), loss (R,), gradient by scores or None, gradient by table or None)
 OneChunk = Callable[
     [Tensor, Tensor | None, Tensor, Tensor | None],
     tuple[Tensor, Tensor, Tensor | None, Tensor | None],
@@ -92,8 +94,7 @@ class LinearLoss(torch.autograd.Function):
         ctx.save_for_backward(*call.inputs, call.target)
         ctx.early = summed and call.features.dtype != torch.float16
         factors = torch.ones_like(call.target, dtype=torch.float32) if ctx.early else None
-        nll, smooth, *ctx.grads = compute(call, factors, ctx.needs_input_grad[2:6])
-        loss = call.loss(nll, smooth)
+        nll, loss, *ctx.grads = compute(call, factors, ctx.needs_input_grad[2:6])
         if summed:
             loss, nll = loss.sum(), nll.sum()
         ctx.mark_non_differentiable(nll)
@@ -124,7 +125,7 @@ class LinearLoss(torch.autograd.Function):
 def through_chunks(
     one_chunk: OneChunk, call: LossCall, factors: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return nll and smooth of each row, and the gradients by features, weight, bias and table.
+    """Return nll and loss of each row, and the gradients by features, weight, bias and table.
 
     No step synchronises with the device.
 
@@ -135,7 +136,7 @@ def through_chunks(
         needed: which of features, weight, bias and table need gradients.
 
     Returns:
-        nll and smooth, (N,), in the dtype of features but at least float32; gradients in the dtypes
+        nll and loss, (N,), in the dtype of features but at least float32; gradients in the dtypes
         of their inputs, None if not needed. Sums over chunks are computed in the dtype of nll.
     """
     features, weight, bias, table, target, *_, chunk_size = call
@@ -145,10 +146,10 @@ def through_chunks(
     wide = torch.promote_types(features.dtype, torch.float32)
     needed = [n and factors is not None for n in needed]
     if count == 0:
-        nll, smooth = (torch.zeros(0, dtype=wide, device=device) for _ in range(2))
+        nll, loss = (torch.zeros(0, dtype=wide, device=device) for _ in range(2))
         pairs = zip((features, weight, bias, table), needed, strict=True)
         empty = [t.new_zeros(t.shape) if t is not None and n else None for t, n in pairs]
-        return nll, smooth, empty
+        return nll, loss, empty
     by_features, by_weight, by_bias, by_table = [None] * 4
     if needed[0]:
         by_features = torch.empty(features.shape, dtype=features.dtype, device=device)
@@ -180,9 +181,9 @@ def through_chunks(
             by_bias = part if by_bias is None else by_bias.add_(part)
         if grad_table is not None and needed[3]:
             by_table = grad_table if by_table is None else by_table.add_(grad_table)
-    nll, smooth = losses[0] if len(losses) == 1 else map(torch.cat, zip(*losses, strict=True))
+    nll, loss = losses[0] if len(losses) == 1 else map(torch.cat, zip(*losses, strict=True))
     grads = zip((by_features, by_weight, by_bias, by_table), call.inputs, strict=True)
-    return nll, smooth, [None if g is None or t is None else g.to(t.dtype) for g, t in grads]
+    return nll, loss, [None if g is None or t is None else g.to(t.dtype) for g, t in grads]
 
 
 def chunk_rows(count: int, classes: int, device: str) -> int:

@@ -83,7 +83,7 @@ def symmetric_divergence(
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
     table = table_or_none(modulator)
-    call = LossCall(rows, weight, bias, table, mask.reshape(-1), 0.0, 1.0, -100, chunk_size)
+    call = LossCall(rows, weight, bias, table, mask.reshape(-1), 0.0, 1.0, 0.0, -100, chunk_size)
     divergence = _plain(call, reduction != "none")
     if reduction == "none":
         return divergence.view(mask.shape)
@@ -128,7 +128,7 @@ def _plain(call: LossCall, summed: bool) -> Tensor:
     if needs_gradient(*call.inputs):
         divergences, _ = LinearLoss.apply(_plain_parts, summed, *call)
     else:
-        divergences = _plain_parts(call, None, (False,) * 4)[0]
+        divergences = _plain_parts(call, None, (False,) * 4)[1]
         divergences = divergences.sum() if summed else divergences
     return divergences if summed else divergences.view(-1, 2).sum(-1)
 
@@ -146,7 +146,7 @@ def _divergences(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
 
 
 def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> tuple[Any, ...]:
-    """Return for each row half the divergence of its pair, and 0; and the gradients."""
+    """Return for each row 0, and half the divergence of its pair; and the gradients."""
     # In plain PyTorch, the modulator would take half of the time.
     fast = choose("", "auto", call.features, is_supported=call.table is not None) != "plain"
 
@@ -161,7 +161,7 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         divergences = (_divergences(p, q, gap) / 2).repeat_interleave(2).masked_fill_(mask, 0.0)
         zeros = torch.zeros_like(divergences)
         if factors is None:
-            return divergences, zeros, None, None
+            return zeros, divergences, None, None
         # The gradient by the logits of p: (p (log p - log q - KL(p|q)) + p - q) / 2; q likewise.
         difference = p - q
         for probs_of, sign in ((p, 1), (q, -1)):
@@ -172,10 +172,10 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         grad = probs.mul_(factors.view(-1, 2).sum(-1).div_(4).repeat_interleave(2).unsqueeze(-1))
         grad.masked_fill_(mask.unsqueeze(-1), 0.0)
         if table is None:
-            return divergences, zeros, grad, None
+            return zeros, divergences, grad, None
         if fast:
-            return divergences, zeros, *modulate_backward(grad, scores, table)
-        return divergences, zeros, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
+            return zeros, divergences, *modulate_backward(grad, scores, table)
+        return zeros, divergences, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
 
-    divergences, zeros, grads = through_chunks(one_chunk, call, factors, needed)
-    return divergences, zeros, *grads
+    zeros, divergences, grads = through_chunks(one_chunk, call, factors, needed)
+    return zeros, divergences, *grads

@@ -162,13 +162,17 @@ def make_mask(kind, batch, heads, length, keys):
     return mask.to(DEVICE)
 
 
-def plain_loss(features, weight, bias, table, target, smooth_weight, nll_weight):
+def plain_loss(features, weight, bias, table, target, smooth_weight, nll_weight, z_weight=0.0):
+    """Return nll and the loss of each row."""
     scores = F.linear(features, weight, bias)
     z = modulated(scores[:, None, None], table)[:, 0, 0]
     total = z.logsumexp(-1)
     nll = (total - z.gather(-1, target.clamp(min=0)[:, None])[:, 0]).masked_fill(target < 0, 0.0)
     smooth = (z.shape[-1] * total - z.sum(-1)).masked_fill(target < 0, 0.0)
-    return nll, smooth, smooth_weight * smooth + nll_weight * nll
+    squared = total.square().masked_fill(target < 0, 0.0)
+    if smooth_weight == 0:  # smooth may be inf
+        return nll, nll + z_weight * squared
+    return nll, smooth_weight * smooth + nll_weight * nll + z_weight * squared
 
 
 def loss_inputs(dtype, classes):

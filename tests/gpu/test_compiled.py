@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 # The most that every GPU of these compute capabilities, 8.x and 9.0, offers a program.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-FLOAT32 = set("TOTAL TABLE SINK DELTA NORM SUMS MEANS FACTORS NLL SMOOTH TABLE_GRAD".split())
+FLOAT32 = set("TOTAL TABLE SINK DELTA NORM SUMS MEANS FACTORS NLL LOSS TABLE_GRAD".split())
 FLOAT32 |= set("STATISTICS PARAMETER MEAN GRAD_PARAMETER".split())
 
 
@@ -37,7 +37,7 @@ def build_kernel(kernel, capability, element, arguments, **types):
             signature[name] = types.get(name, "*fp32" if name in FLOAT32 else f"*{element}")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            floating = name in ("scale", "keep_scale", "smooth_weight", "nll_weight")
+            floating = name in ("scale", "keep_scale") or name.endswith("_weight")
             signature[name] = "fp32" if floating else "i32"
             if name[-2:] in ("_b", "_h", "_n") and name != "t_h":
                 attributes[(index,)] = [["tt.divisibility", 16]]

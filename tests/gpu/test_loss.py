@@ -34,23 +34,23 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
             learned.append(table.to(torch.promote_types(dtype, torch.float32)))
         learned = [t.clone().requires_grad_() for t in learned]
         given = learned if table is not None else [*learned, None]
-        nll, smooth, loss = plain_loss(*given, target, smooth_weight, nll_weight)
+        nll, loss = plain_loss(*given, target, smooth_weight, nll_weight, 0.01)
         grads = torch.autograd.grad(loss, learned, factors.to(loss.dtype))
-        return [nll, smooth, *grads[:3], *by_parameter(grads[3:])]
+        return [nll, loss, *grads[:3], *by_parameter(grads[3:])]
 
     needed = (True,) * 4
     runs = []
     for _ in range(2):
-        call = LossCall(*inputs, table, target, smooth_weight, nll_weight, -1, chunk_size)
-        nll, smooth, grads = output_loss(call, factors, needed)
-        assert nll.dtype == smooth.dtype == torch.float32
+        call = LossCall(*inputs, table, target, smooth_weight, nll_weight, 0.01, -1, chunk_size)
+        nll, loss, grads = output_loss(call, factors, needed)
+        assert nll.dtype == loss.dtype == torch.float32
         assert (grads[3] is None) == (table is None)
-        runs.append([nll, smooth, *(g for g in grads if g is not None)])
+        runs.append([nll, loss, *(g for g in grads if g is not None)])
     ours = [*runs[0][:5], *by_parameter(runs[0][5:])]
     assert_as_accurate(ours, expected(dtype), expected(torch.float64))
     assert all(map(torch.equal, *runs))
     assert (runs[0][2][factors * (target >= 0) == 0] == 0).all()
-    nll, smooth, grads = output_loss(call, None, needed)
+    nll, loss, grads = output_loss(call, None, needed)
     assert torch.equal(nll, runs[0][0]) and grads == [None] * 4
     for wanted in range(4 if kind == "monotone" and dtype == torch.float32 else 0):
         needed = [number == wanted for number in range(4)]
@@ -69,10 +69,10 @@ def test_output_loss_ignores_excluded_classes(dtype, kind):
     inputs[2][128:256] = inputs[2][BLOCK : 2 * BLOCK] = -math.inf
     target[(inputs[2][target.clamp(min=0)] == -math.inf)] = 0
     table = {None: None, "shared": -far_table(1), "monotone": monotone_table(1, -math.inf)}[kind]
-    call = LossCall(*inputs, table, target, 0.0, 1.0, -1, None)
+    call = LossCall(*inputs, table, target, 0.0, 1.0, 0.0, -1, None)
     nll, _, grads = output_loss(call, factors, (True,) * 4)
     learned = [t.double().requires_grad_() for t in inputs[:2]]
-    expected, _, _ = plain_loss(*learned, inputs[2].double(), table, target, 0.0, 1.0)
+    expected, _ = plain_loss(*learned, inputs[2].double(), table, target, 0.0, 1.0)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float16 else {}
     torch.testing.assert_close(nll.double(), expected, check_dtype=False, **tolerance)
     assert all(g is None or g.isfinite().all() for g in grads)
@@ -93,9 +93,9 @@ def test_monotone_modulator_propagates_overflow(dtype, number):
     inputs, target, _ = loss_inputs(dtype, 2500)
     inputs[2][7] = number
     for kind in (table, torch.cat([-table[:, :8], table[:, 8:]], -1)):
-        nll = output_loss(LossCall(*inputs, kind, target, 0.0, 1.0, -1, None), None, (False,) * 4)[
-            0
-        ]
+        nll = output_loss(
+            LossCall(*inputs, kind, target, 0.0, 1.0, 0.0, -1, None), None, (False,) * 4
+        )[0]
         assert not nll[target >= 0].isfinite().any()
         *attended, grad = attention_inputs(1, 1, 20, 40, 16, dtype)
         attended[1][0, 0, 3, 0] = number

@@ -6,15 +6,17 @@
 
 struct OutputLoss {
   int64_t tokens, classes, size, chunk, threads, columns, ignore_index;
-  // The gradient by the modulated logit z[k] of a token is
-  // factors[token] * (p[k] - smooth_weight - nll_weight * [k == target]).
-  float smooth_weight, nll_weight;
+  // The gradient of the modulated logit z[k] of a token is
+  // factors[token] * ((1 + 2 z_weight lse) p[k] - smooth_weight - nll_weight * [k == target]),
+  // where lse is the log-sum-exp of z.
+  float smooth_weight, nll_weight, z_weight;
   const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
   const float* table;                     // (columns,), or null if columns is 0
   const int64_t* target;                  // (tokens,)
   const float* factors;                   // (tokens,); null: no gradients
-  // (tokens,): lse(z) - z[target] and sum_k (lse(z) - z[k]), where lse is log-sum-exp.
-  double *nll, *smooth;
+  // (tokens,): nll = lse - z[target], and
+  // loss = nll_weight * nll + smooth_weight * sum_k (lse - z[k]) + z_weight * lse^2.
+  double *nll, *loss;
   float *grad_features, *grad_weight, *grad_bias;  // each may be null
   double* grad_table;                              // (COLUMNS,)
 };
@@ -48,7 +50,8 @@ struct Chunk {
   // (CLASSES, width) for each thread.
   float* logits;
   int64_t stride;                  // between the logits of two classes
-  // (width,): maximum of the modulated logits, 1 / sum of exp, factor of the gradient.
+  // (width,): maximum of the modulated logits, (1 + 2 z_weight lse) / sum of exp, factor of the
+  // gradient.
   Buffer tops, inverses, factors;
   Buffer scratch;                  // (2 * CLASSES, width) for each thread
   Buffer grad_features;            // (width, size) for each thread: the sum over its classes
@@ -172,11 +175,15 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
       merged.merge(part.top, part.sum);
       merged.sum_z += part.sum_z, merged.target_z += part.target_z;
     }
-    c.tops[q] = merged.top, c.inverses[q] = 1 / merged.sum, c.factors[q] = 0;
-    if (q >= c.count) continue;
     const double log_total = merged.top + std::log(merged.sum);
-    a.nll[c.rows[q]] = log_total - merged.target_z;
-    a.smooth[c.rows[q]] = a.classes * log_total - merged.sum_z;
+    c.tops[q] = merged.top, c.factors[q] = 0;
+    c.inverses[q] = (a.z_weight ? 1 + 2 * a.z_weight * log_total : 1) / merged.sum;
+    if (q >= c.count) continue;
+    const double nll = log_total - merged.target_z, smooth = a.classes * log_total - merged.sum_z;
+    a.nll[c.rows[q]] = nll;
+    // Without the checks, 0 * inf would be NaN.
+    a.loss[c.rows[q]] = a.nll_weight * nll + (a.smooth_weight ? a.smooth_weight * smooth : 0) +
+                        (a.z_weight ? a.z_weight * log_total * log_total : 0);
     if (a.factors) c.factors[q] = a.factors[c.rows[q]];
   }
   if (!a.factors) return;
@@ -242,7 +249,7 @@ extern "C" int output_loss(const OutputLoss* loss) {
         rows.push_back(n);
         continue;
       }
-      a.nll[n] = a.smooth[n] = 0;
+      a.nll[n] = a.loss[n] = 0;
       if (a.grad_features) std::fill_n(a.grad_features + n * a.size, a.size, 0.0f);
     }
     dispatch_modulator(a.columns, [&](auto* kind) {

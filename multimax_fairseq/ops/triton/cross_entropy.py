@@ -49,18 +49,17 @@ def _finite(top):
 
 @triton.jit(do_not_specialize=["classes"])
 def loss_kernel(
-    SCORES, TABLE, TARGET, FACTORS, NLL, SMOOTH, TABLE_GRAD,
-    scores_n, classes, smooth_weight, nll_weight,
+    SCORES, TABLE, TARGET, FACTORS, NLL, LOSS, TABLE_GRAD,
+    scores_n, classes, smooth_weight, nll_weight, z_weight,
     ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, GRADIENT: tl.constexpr,
     SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute NLL and SMOOTH (N,) from the scores (N, V); one program per row.
+    """Compute NLL and LOSS (N,) of a `LossCall` from the scores (N, V); one program per row.
 
     Both are 0 if the target is negative.
 
-    GRADIENT: overwrite the scores with the gradient of
-        FACTORS * (smooth_weight * SMOOTH + nll_weight * NLL). If the factor is 0 or the target is
-        negative, the gradient is 0, even for scores of NaN or inf.
+    GRADIENT: overwrite the scores with the gradient of FACTORS * LOSS. If the factor is 0 or the
+        target is negative, the gradient is 0, even for scores of NaN or inf.
     SUMMED: store the gradient of each row by the table in TABLE_GRAD (N, columns).
     """
     row = tl.program_id(0)
@@ -98,12 +97,19 @@ def loss_kernel(
             totals = totals * tl.exp2(previous - base) + tl.sum(tl.exp2(z - base[:, None]), 1)
     top = tl.max(tops, 0)
     total = top + tl.log2(tl.sum(totals * tl.exp2(tops - _finite(top)), 0))
-    tl.store(NLL + row, tl.where(counts, (total - target_z) * _LN_2, 0.0))
-    tl.store(SMOOTH + row, tl.where(counts, (classes * total - tl.sum(plain, 0)) * _LN_2, 0.0))
+    nll, smooth = (total - target_z) * _LN_2, (classes * total - tl.sum(plain, 0)) * _LN_2
+    squared = total * total * (_LN_2 * _LN_2)
+    loss = nll_weight * nll
+    # Without the checks, 0 * inf would be NaN.
+    loss = tl.where(smooth_weight == 0, loss, loss + smooth_weight * smooth)
+    loss = tl.where(z_weight == 0, loss, loss + z_weight * squared)
+    tl.store(NLL + row, tl.where(counts, nll, 0.0))
+    tl.store(LOSS + row, tl.where(counts, loss, 0.0))
 
     if GRADIENT:
         factor = tl.where(counts, tl.load(FACTORS + row), 0.0)
         factor = tl.where(target < classes, factor, float("nan"))  # NaN, like the loss
+        factor_of_p = factor * tl.where(z_weight == 0, 1.0, 1 + 2 * z_weight * total * _LN_2)
         sums = zero_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
         whole = classes // BLOCK * BLOCK
         if factor == 0:
@@ -117,7 +123,7 @@ def loss_kernel(
                     columns = start + tl.arange(0, BLOCK)
                     s = load_scores(scores, columns, classes, phase == 1)
                     z = sigma(s, folded[1] - total, folded, ORDER, ORDER, MONOTONE, CAP)
-                    grad = tl.exp2(z) * factor - smooth_weight * factor
+                    grad = tl.exp2(z) * factor_of_p - smooth_weight * factor
                     grad = tl.where(columns == target, grad - nll_weight * factor, grad)
                     if phase == 1:
                         grad = tl.where(columns < classes, grad, 0.0)
@@ -135,7 +141,7 @@ def loss_kernel(
 def output_loss(
     call: LossCall, factors: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return nll and smooth, (N,) float32, 0 if ignored, and the gradients of `through_chunks`.
+    """Return nll and loss, (N,) float32, 0 if ignored, and the gradients of `through_chunks`.
 
     Args:
         factors: (N,) float32, the gradient by each row's loss; None for no gradients.
@@ -143,8 +149,7 @@ def output_loss(
     """
     one_chunk = partial(
         _one_chunk,
-        smooth_weight=call.smooth_weight,
-        nll_weight=call.nll_weight,
+        weights=(call.smooth_weight, call.nll_weight, call.z_weight),
         needs_table=needed[3],
     )
     # The kernel ignores negative targets and returns NaN for targets that are too large.
@@ -160,21 +165,20 @@ def _one_chunk(
     table: Tensor | None,
     target: Tensor,
     factors: Tensor | None,
-    smooth_weight: float,
-    nll_weight: float,
+    weights: tuple[float, float, float],
     needs_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute one chunk, see `OneChunk`. The gradients overwrite the scores."""
     rows, classes = scores.shape
-    nll, smooth = (scores.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    nll, loss = (scores.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    smooth_weight, nll_weight, z_weight = map(float, weights)
     table_grad = None
     if factors is not None and table is not None and needs_table:
         table_grad = table.new_empty(rows, table.shape[1])
     arguments = {
         "SCORES": scores, "TABLE": table, "TARGET": target, "FACTORS": factors, "NLL": nll,
-        "SMOOTH": smooth, "TABLE_GRAD": table_grad, "scores_n": scores.stride(0),
-        "classes": classes, "smooth_weight": float(smooth_weight),
-        "nll_weight": float(nll_weight),
+        "LOSS": loss, "TABLE_GRAD": table_grad, "scores_n": scores.stride(0), "classes": classes,
+        "smooth_weight": smooth_weight, "nll_weight": nll_weight, "z_weight": z_weight,
         "ORDER": 0 if table is None else 2,
         "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
         # The square of a finite float16 does not overflow in float32, but a score may be -inf.
@@ -185,5 +189,5 @@ def _one_chunk(
     with torch.cuda.device_of(scores):
         run_kernel(loss_kernel, rows, arguments)
     if factors is None:
-        return nll, smooth, None, None
-    return nll, smooth, scores, None if table_grad is None else table_grad.sum(0, keepdim=True)
+        return nll, loss, None, None
+    return nll, loss, scores, None if table_grad is None else table_grad.sum(0, keepdim=True)
