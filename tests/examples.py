@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import reference
 
 
@@ -29,6 +30,11 @@ EXAMPLES = {
         lambda x, excluded, temperature: reference.softmax(x / temperature, excluded),
         arguments={"temperature": 0.7},
         options={"temperature": 2.0, "learn_temperature": True},
+    ),
+    "softcap": Example(
+        lambda x, excluded, cap: reference.softmax(cap * np.tanh(x / cap), excluded),
+        {"cap": 1.5},
+        options={"cap": 2.0},
     ),
     "multimax": Example(
         None,

@@ -71,7 +71,7 @@ def run(criterion, model, sample, reduce=True):
 
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("sentence_avg", [False, True])
-@pytest.mark.parametrize("normalizer", ["softmax", "multimax"])
+@pytest.mark.parametrize("normalizer", ["softmax", "multimax", "softcap"])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_cross_entropy_equals_stock_loss_gradients_and_fields(
     task, model_and_batch, pair, normalizer, sentence_avg, empty

@@ -46,6 +46,7 @@ CALLS = {
     "multimax": attention(modulator=MODULATOR, is_causal=True, attn_mask=PADDING),
     "dropout": attention(normalizer="softmax", dropout_p=0.5),
     "softmax1": attention(normalizer="softmax1"),
+    "softcap": attention(normalizer="softcap", cap=0.7),
     "sink": attention(normalizer="sink", sink=0.5),
     "ssmax": attention(normalizer="ssmax", length_scale=0.2, is_causal=True),
     "plain": attention(modulator=MODULATOR, is_causal=True, backend="plain"),

@@ -214,7 +214,8 @@ def battery():
         name: {key: argument(value) for key, value in example.arguments.items()}
         for name, example in EXAMPLES.items()
     }
-    found["softmax"] = EXAMPLES["softmax"].arguments  # the temperature is a number
+    for name in ("softmax", "softcap"):  # the temperature and the cap are numbers
+        found[name] = EXAMPLES[name].arguments
     found["multimax"] = {"modulator": far_modulator()}
     return found
 
@@ -337,6 +338,11 @@ class TestEveryNormalizer:
         ("sink", {"sink": -math.inf}, lambda x, mask: reference.softmax(x, mask)),
         ("softpick", {}, reference.softpick),
         ("sigmoid", {}, reference.sigmoid),
+        (
+            "softcap",
+            {"cap": 0.8},
+            lambda x, mask: reference.softmax(0.8 * np.tanh(x / 0.8), mask),
+        ),
         ("sigmoid", {"bias": -1.5}, lambda x, mask: reference.sigmoid(x, mask, -1.5)),
         (
             "asentmax",

@@ -17,6 +17,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
+from multimax_fairseq.mappings.softcap import SoftCap
 from multimax_fairseq.ops import build, native
 from multimax_fairseq.ops.best_outputs import best_scores
 
@@ -88,6 +89,20 @@ def test_linear_cross_entropy_equals_torch_with_scaled_gradients():
         ours = torch.autograd.grad(fused * 3, (features, weight), retain_graph=retain)
         theirs = torch.autograd.grad(plain * 3, (features, weight), retain_graph=retain)
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_cross_entropy_of_a_soft_cap_equals_torch(dtype):
+    features, weight, target, bias = loss_inputs(dtype)
+    loss, _ = linear_cross_entropy(
+        features, weight, target, bias=bias, modulator=SoftCap(0.7), ignore_index=1
+    )
+    found = [loss, *torch.autograd.grad(loss, (features, weight, bias))]
+    layer = [part.detach().double().requires_grad_() for part in (features, weight, bias)]
+    logits = 0.7 * (F.linear(*layer) / 0.7).tanh()
+    loss = F.cross_entropy(logits, target, reduction="sum", ignore_index=1)
+    for ours, exact in zip(found, [loss, *torch.autograd.grad(loss, layer)], strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -198,6 +198,7 @@ def test_normalizer_follows_training_mode(name):
         ("multimax", {"sink": "learned"}),
         ("ssmax", {}),
         ("softmax1", {}),
+        ("softcap", {"cap": 1.0}),
         ("sink", {}),
     ],
 )

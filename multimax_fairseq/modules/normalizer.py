@@ -34,14 +34,15 @@ class Normalizer(nn.Module):
             order, terms, init_std, monotone: multimax, as `Modulator`.
             sink: multimax, "none", "zero" or "learned", as `Sink`.
             temperature, learn_temperature: softmax, as `Temperature`.
+            cap: softcap, as `SoftCap`.
             k: topk.
             alpha: alpha_entmax with a fixed alpha; None learns it, as `EntmaxAlpha`.
             start: ssmax, as `LengthScale`.
             bias: sigmoid; None stands for minus the logarithm of the number of keys.
 
     Submodules: the learned arguments of the mapping's function, by their names: `modulator`
-    (multimax, and softmax with a temperature; None for other mappings), `alpha` (alpha_entmax),
-    `sink` (sink, multimax), `length_scale` (ssmax), `beta` and `gamma` (asentmax).
+    (multimax, softcap, and softmax with a temperature; None for other mappings), `alpha`
+    (alpha_entmax), `sink` (sink, multimax), `length_scale` (ssmax), `beta` and `gamma` (asentmax).
 
     Raises:
         TypeError: an option that no mapping has.

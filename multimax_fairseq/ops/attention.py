@@ -26,7 +26,7 @@ from multimax_fairseq.ops.checks import (
 )
 from multimax_fairseq.ops.dropout import draw_seed, dropout
 from multimax_fairseq.ops.masks import attention_key_counts
-from multimax_fairseq.ops.modulator import fits_heads, has_parameters, table_of
+from multimax_fairseq.ops.modulator import fits_device, fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import needs_gradient
 from multimax_fairseq.ops.row_attention import row_attention
 from multimax_fairseq.ops.row_function import ON_TRITON, WITHOUT_GRADIENT, RowFunction
@@ -166,8 +166,8 @@ def fused_attention(
     table: Tensor | None = None
     low = high = 2
     if is_supported and modulator is not None:
-        table, low, high = table_of(modulator)
-        is_supported = fits_heads(modulator, query.shape[1]) and table.device == query.device
+        table, low, high = table_of(modulator, query.device)
+        is_supported = fits_heads(modulator, query.shape[1]) and fits_device(table, query.device)
     if choose("attention", backend, query, key, value, is_supported=is_supported) == "plain":
         return None
     if length_scale is not None or growth is not None:

@@ -13,7 +13,7 @@ from multimax_fairseq.ops.backend import choose, on_triton
 from multimax_fairseq.ops.checks import check_float, check_tensor, is_whole
 from multimax_fairseq.ops.cross_entropy import cast_output, check_output, linear_backend
 from multimax_fairseq.ops.linear_loss import check_linear, table_or_none
-from multimax_fairseq.ops.modulator import ModulatorParameters, modulate_operator
+from multimax_fairseq.ops.modulator import AnyModulator, modulate_operator
 from multimax_fairseq.ops.registration import Operator, define, without_gradient
 
 # The C++ kernels insert into a sorted list, which is fast only for a short list.
@@ -24,7 +24,7 @@ def fused_scores(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    modulator: ModulatorParameters | None,
+    modulator: AnyModulator | None,
 ) -> Tensor | None:
     """Return the modulated scores of an output layer, or None if no kernel can compute them.
 
@@ -41,7 +41,7 @@ def fused_scores(
         TypeError, ValueError: as `linear_cross_entropy`.
     """
     check_linear(features, weight, bias, modulator)
-    table = table_or_none(modulator)
+    table = table_or_none(modulator, features)
     if linear_backend("output scores", features, weight, bias, table) != "cpp":
         return None
     with torch.no_grad():
@@ -55,7 +55,7 @@ def best_outputs(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    modulator: ModulatorParameters | None,
+    modulator: AnyModulator | None,
     count: int,
     apart: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
@@ -86,7 +86,7 @@ def best_outputs(
     is_listed = isinstance(apart, Sequence) and not isinstance(apart, str)
     if not is_listed or not all(is_whole(k, minimum=0) and k < classes for k in apart):
         raise ValueError(f"apart must be some of {classes} classes, got {apart!r}")
-    table = table_or_none(modulator)
+    table = table_or_none(modulator, features)
     is_short = count <= MAX_COUNT and classes < 2**31
     if not is_short or linear_backend("best outputs", features, weight, bias, table) != "cpp":
         return None

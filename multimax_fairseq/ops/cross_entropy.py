@@ -32,7 +32,11 @@ from multimax_fairseq.ops.linear_loss import (
     table_or_none,
     through_chunks,
 )
-from multimax_fairseq.ops.modulator import ModulatorParameters, modulated_gradients
+from multimax_fairseq.ops.modulator import (
+    AnyModulator,
+    fits_device,
+    modulated_gradients,
+)
 from multimax_fairseq.ops.registration import (
     Operator,
     define,
@@ -54,7 +58,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    modulator: ModulatorParameters | None = None,
+    modulator: AnyModulator | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -100,
@@ -77,7 +81,7 @@ def linear_cross_entropy(
         weight: (V, D), of the dtype of features.
         target: the leading shape of features, an integer type.
         bias: (V,), of the dtype of features.
-        modulator: a `Modulator` with shared heads; None is softmax.
+        modulator: a `Modulator` with shared heads, or a `SoftCap`; None is softmax.
         label_smoothing: in [0, 1).
         z_loss: at least 0; it keeps the logits from growing, as in PaLM (Chowdhery et al. 2022).
         ignore_index: targets of this value are ignored.
@@ -112,7 +116,7 @@ def linear_cross_entropy(
     # Not 1 - label_smoothing - smooth_weight, which differs if there is a single class.
     nll_weight = 1 - smooth_weight * classes
     summed = reduction != "none"
-    table = table_or_none(modulator)
+    table = table_or_none(modulator, features)
     weights = (smooth_weight, nll_weight, float(z_loss))
     call = LossCall(rows, weight, bias, table, target, *weights, ignore_index, chunk_size)
     if linear_backend("output loss", rows, weight, bias, table) == "plain":
@@ -148,7 +152,7 @@ def linear_backend(
     operation: str, features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
 ) -> str:
     """Return the backend for a linear layer and its modulator, as `choose`."""
-    fits = table is None or (table.shape[0] == 1 and table.device == features.device)
+    fits = table is None or (table.shape[0] == 1 and fits_device(table, features.device))
     return choose(
         operation,
         "auto",

@@ -21,7 +21,7 @@ from multimax_fairseq.ops.attention import (
 )
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
-from multimax_fairseq.ops.modulator import fits_heads, has_parameters, table_of
+from multimax_fairseq.ops.modulator import fits_device, fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
 from multimax_fairseq.ops.row_attention import check_row_function, row_fields
 from multimax_fairseq.ops.row_function import RowFunction
@@ -136,8 +136,8 @@ def decoding_attention(
     )
     table: Tensor | None = None
     if is_supported and modulator is not None:
-        table = table_of(modulator)[0].detach().float()
-        is_supported = fits_heads(modulator, heads) and table.device == like.device
+        table = table_of(modulator, like.device)[0].detach().float()
+        is_supported = fits_heads(modulator, heads) and fits_device(table, like.device)
     dtypes = (torch.float32,)
     if choose("", "auto", like, is_supported=is_supported, dtypes=dtypes) != "cpp":
         return None

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from multimax_fairseq.ops.backend import is_autocast, traced
 from multimax_fairseq.ops.checks import check_device, check_integer, check_tensor
-from multimax_fairseq.ops.modulator import ModulatorParameters, has_parameters, modulated, table_of
+from multimax_fairseq.ops.modulator import (
+    AnyModulator,
+    has_parameters,
+    modulated,
+    table_of,
+)
 from multimax_fairseq.ops.registration import differentiable_once
 
 # Logits of a chunk. On the CPU, a chunk stays in the last-level cache during both passes. On a GPU,
@@ -33,7 +38,7 @@ class LossCall(NamedTuple):
 
     Attributes:
         features: (N, D), float32, float16 or bfloat16. weight: (V, D). bias: (V,) or None.
-        table: (1, 8 or 12) float32, of `ops.modulator.pack`; None is softmax.
+        table: (1, 1, 8 or 12) float32, of `ops.modulator.table_of`; None is softmax.
         target: (N,) int64. `symmetric_divergence` has its mask here.
         smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient of z_k
             contains (1 + 2 z_weight lse) p_k.
@@ -224,7 +229,10 @@ def _accumulates(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def check_linear(
-    features: Tensor, weight: Tensor, bias: Tensor | None, modulator: ModulatorParameters | None
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    modulator: AnyModulator | None,
 ) -> None:
     """Raise TypeError or ValueError unless these are a linear layer and its modulator."""
     tensors = [("features", features), ("weight", weight)]
@@ -251,7 +259,9 @@ def check_linear(
     if modulator is None:
         return
     if not has_parameters(modulator):
-        raise TypeError(f"modulator must be a Modulator or None, got {modulator!r}")
+        raise TypeError(f"modulator must be a Modulator, a SoftCap or None, got {modulator!r}")
+    if hasattr(modulator, "soft_cap"):
+        return
     for coefficient in (modulator.low_coefficient, modulator.high_coefficient):
         if not isinstance(coefficient, Tensor):
             continue  # None, or for table_of to refuse
@@ -273,9 +283,9 @@ def check_summing(reduction: str, chunk_size: int | None) -> None:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
 
-def table_or_none(modulator: ModulatorParameters | None) -> Tensor | None:
+def table_or_none(modulator: AnyModulator | None, features: Tensor) -> Tensor | None:
     """Return the table of a modulator; None for softmax."""
-    return None if modulator is None else table_of(modulator)[0]
+    return None if modulator is None else table_of(modulator, features.device)[0]
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:

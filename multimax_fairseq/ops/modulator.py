@@ -16,7 +16,7 @@ The kernels read a modulator as a *table*, the (1 or heads, 8 or 12) float32 ten
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,15 @@ class ModulatorParameters(Protocol):
     high_coefficient: Tensor | None
     high_threshold: Tensor | None
     monotone: bool
+
+
+class SoftCapParameters(Protocol):
+    """The attribute of a soft-cap that the operators read; `SoftCap` has it."""
+
+    soft_cap: float
+
+
+AnyModulator: TypeAlias = ModulatorParameters | SoftCapParameters
 
 
 def modulate(
@@ -166,9 +175,11 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
 
     Args:
         x: scores, any shape.
-        table: of `pack`, in the dtype of x.
+        table: of `table_of`, in the dtype of x.
         low, high: the order of each side; higher orders in the table are not read.
     """
+    if table.shape[1] == 1:  # a soft-cap
+        return table[0, 0] * (x / table[0, 0]).tanh()
     columns = _unpack(table)
     terms = [(columns[n], columns[2 + n], -1, n + 1) for n in range(low)]
     terms += [(columns[4 + n], columns[6 + n], 1, n + 1) for n in range(high)]
@@ -191,8 +202,10 @@ def modulated_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `modulated` by x and table.
 
-    The turning points get none: sigma is continuous there.
+    The turning points get none: sigma is continuous there. Nor does a soft-cap.
     """
+    if table.shape[1] == 1:
+        return grad * (1 - (x / table[0, 0]).tanh().square()), torch.zeros_like(table)
     columns = _unpack(table)
     heads = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
 
@@ -334,15 +347,24 @@ def _low_turn(table: Tensor) -> tuple[Tensor, Tensor]:
 
 def has_parameters(modulator: Any) -> bool:
     """Whether a modulator has the parameters that kernels read; else it is any function."""
+    if hasattr(modulator, "soft_cap"):
+        return True
     return hasattr(modulator, "low_coefficient") and hasattr(modulator, "monotone")
 
 
-def table_of(modulator: ModulatorParameters) -> tuple[Tensor, int, int]:
-    """Return the `pack` of a modulator, and the orders of its low and high side.
+def table_of(
+    modulator: AnyModulator, device: torch.device | None = None
+) -> tuple[Tensor, int, int]:
+    """Return the table of a modulator, and the orders of its low and high side.
+
+    Args:
+        device: of the table of a soft-cap, (1, 1). Others have a `pack` on the modulator's device.
 
     Raises:
         ValueError: as `modulate`; a modulator without terms.
     """
+    if hasattr(modulator, "soft_cap"):
+        return torch.full((1, 1), modulator.soft_cap, dtype=torch.float64, device=device), 0, 0
     low, low_threshold = modulator.low_coefficient, modulator.low_threshold
     high, high_threshold = modulator.high_coefficient, modulator.high_threshold
     orders = _order("low", low, low_threshold), _order("high", high, high_threshold)
@@ -351,8 +373,15 @@ def table_of(modulator: ModulatorParameters) -> tuple[Tensor, int, int]:
     return pack(low, low_threshold, high, high_threshold, modulator.monotone), *orders
 
 
-def fits_heads(modulator: ModulatorParameters, heads: int) -> bool:
+def fits_device(table: Tensor, device: torch.device) -> bool:
+    """Whether the kernels of a device can read a table. Those of Triton know no soft-cap."""
+    return table.device == device and (table.shape[1] > 1 or not on_triton(device))
+
+
+def fits_heads(modulator: AnyModulator, heads: int) -> bool:
     """Whether all heads share a modulator, or it has parameters for this many heads."""
+    if hasattr(modulator, "soft_cap"):
+        return True
     parameters = (modulator.low_coefficient, modulator.high_coefficient)
     return all(p is None or p.dim() == 1 or p.shape[0] == heads for p in parameters)
 

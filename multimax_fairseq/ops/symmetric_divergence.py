@@ -24,7 +24,8 @@ from multimax_fairseq.ops.linear_loss import (
     through_chunks,
 )
 from multimax_fairseq.ops.modulator import (
-    ModulatorParameters,
+    AnyModulator,
+    fits_device,
     modulate_backward,
     modulate_operator,
     modulated_gradients,
@@ -38,7 +39,7 @@ def symmetric_divergence(
     weight: Tensor,
     *,
     bias: Tensor | None = None,
-    modulator: ModulatorParameters | None = None,
+    modulator: AnyModulator | None = None,
     mask: Tensor | None = None,
     reduction: str = "sum",
     chunk_size: int | None = None,
@@ -82,7 +83,7 @@ def symmetric_divergence(
     # Row 2 i is h, row 2 i + 1 is the other one: a chunk has both.
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
-    table = table_or_none(modulator)
+    table = table_or_none(modulator, features)
     call = LossCall(rows, weight, bias, table, mask.reshape(-1), 0.0, 1.0, 0.0, -100, chunk_size)
     divergence = _plain(call, reduction != "none")
     if reduction == "none":
@@ -148,7 +149,9 @@ def _divergences(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
 def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> tuple[Any, ...]:
     """Return for each row 0, and half the divergence of its pair; and the gradients."""
     # In plain PyTorch, the modulator would take half of the time.
-    fast = choose("", "auto", call.features, is_supported=call.table is not None) != "plain"
+    table, device = call.table, call.features.device
+    is_supported = table is not None and fits_device(table, device)
+    fast = choose("", "auto", call.features, is_supported=is_supported) != "plain"
 
     def one_chunk(
         scores: Tensor, table: Tensor | None, mask: Tensor, factors: Tensor | None

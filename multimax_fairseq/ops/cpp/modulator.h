@@ -103,12 +103,26 @@ struct MonotoneModulator {
   }
 };
 
+// The soft-cap c tanh(x / c); its table is c, which has no gradient.
+struct SoftCap {
+  float cap;
+  explicit SoftCap(const float* table) : cap(*table) {}
+  Vec value(Vec x) const { return cap * hyperbolic_tangent(x / cap); }
+  Vec backward(Vec x, Vec grad, Sums&) const {
+    const Vec t = hyperbolic_tangent(x / cap);
+    return grad * (1 - t * t);
+  }
+  void add_gradients(const Sums&, double*) const {}
+};
+
 // Selects the modulator's type by the number of table columns (0: no modulator) and calls
 // `function` with a null pointer to this type.
 template <class Function>
 void dispatch_modulator(int64_t columns, Function function) {
   if (columns == COLUMNS)
     function(static_cast<MonotoneModulator*>(nullptr));
+  else if (columns == 1)
+    function(static_cast<SoftCap*>(nullptr));
   else if (columns)
     function(static_cast<Modulator*>(nullptr));
   else

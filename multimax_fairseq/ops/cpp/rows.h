@@ -96,14 +96,6 @@ inline Vec logarithm(Vec x) {
   return f + (y - 0.5f * square) + n * 0.693359375f;
 }
 
-// exp(x) - 1 for x up to 1.
-inline Vec exponential_minus_one(Vec x) {
-  // The Taylor series where the difference would cancel.
-  Vec y = broadcast(1.0f / 5040);
-  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f}) y = y * x + c;
-  return (x > -0.35f) & (x < 0.35f) ? x * y : exponential(x) - 1.0f;
-}
-
 // -p log(p)
 inline Vec entropy(Vec p) { return p > 0 ? -p * logarithm(p) : p; }
 

@@ -109,6 +109,20 @@ inline Vec exponential(Vec x) {
 #endif
 }
 
+// exp(x) - 1 for x up to about 88.
+inline Vec exponential_minus_one(Vec x) {
+  // The Taylor series where the difference would cancel.
+  Vec y = broadcast(1.0f / 5040);
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f}) y = y * x + c;
+  return (x > -0.35f) & (x < 0.35f) ? x * y : exponential(x) - 1.0f;
+}
+
+// tanh(x)
+inline Vec hyperbolic_tangent(Vec x) {
+  const Vec e = exponential_minus_one(vec_min(broadcast(80), 2 * x));
+  return e / (e + 2.0f);
+}
+
 // Use oneDNN's kernels on AVX-512 processors: on AMD they are about twice as fast as MKL.
 bool use_onednn = false;
 

@@ -161,12 +161,12 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
     """Return the arguments that all kernels share."""
     query, key, value, table, _, mask, seed, is_causal, dropout_p, scale, low, high = call
     batch, heads, length, size = query.shape
-    masking, maskstrides = 0, (0, 0, 0, 0)
+    masking, mask_strides = 0, (0, 0, 0, 0)
     if mask is not None:
         masking = (3 if mask.dtype == torch.float32 else 1) + (mask.shape[2] != 1)
         mask = mask.expand(batch, heads, length, key.shape[2])
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        maskstrides = mask.stride()
+        mask_strides = mask.stride()
     table = None if table is None else table.contiguous()
     # Dropout compares 16 random bits with the threshold. keep_scale uses the rounded probability.
     threshold = round(dropout_p * _RANDOM)
@@ -179,10 +179,10 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         "V": value,
         "TABLE": table,
         "MASK": mask,
-        "m_b": maskstrides[0],
-        "m_h": maskstrides[1],
-        "m_t": maskstrides[2],
-        "m_s": maskstrides[3],
+        "m_b": mask_strides[0],
+        "m_h": mask_strides[1],
+        "m_t": mask_strides[2],
+        "m_s": mask_strides[3],
         "t_h": 0 if table is None or len(table) == 1 else table.stride(0),
         "heads": heads,
         "T": length,
