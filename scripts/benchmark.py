@@ -95,7 +95,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--sweep", type=sizes, metavar="T,T,...", help="the first shape with these lengths")
     add("--rivals", action="store_true", help=f"also measure {', '.join(RIVALS)}")
     add("--compile", **compiled)
-    text = "instead of random scores: those of this translation model, layer by layer"
+    text = "use the queries and keys of this translation model, one case per attention"
     add("--checkpoint", type=Path, metavar="FILE", help=text)
     text = "a folder of fairseq-preprocess, for --checkpoint"
     add("--data", type=Path, metavar="DATA-BIN", help=text)
@@ -143,6 +143,20 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--vocabulary {args.vocabulary} must be at least 5: 4 are special")
     if args.command == "attention" and (args.data is None) != (args.checkpoint is None):
         raise UsageError("attention needs both --checkpoint and --data, or neither")
+    if args.command == "attention" and args.checkpoint is not None:
+        shapes = [attention_shape(text) for text in SHAPES]
+        others = (
+            args.shape != shapes,
+            args.mask != "causal",
+            args.sweep,
+            args.rivals,
+            args.compile,
+        )
+        if any(others):
+            raise UsageError(
+                "--checkpoint determines the shapes, masks and contestants: leave out --shape, "
+                "--mask, --sweep, --rivals and --compile"
+            )
     data, checkpoint = getattr(args, "data", None), getattr(args, "checkpoint", None)
     for path, what in ((data, "data folder"), (checkpoint, "checkpoint")):
         if path is not None and not path.exists():

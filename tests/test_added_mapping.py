@@ -69,26 +69,23 @@ def test_training_uses_the_kernel_of_the_added_mapping(folder):
 
 
 KERNEL = """
-import sys
 from pathlib import Path
 import added_mapping, torch
 from multimax_fairseq import scaled_dot_product_attention
 from multimax_fairseq.ops.decoding import KVCache, decoding_attention
 
-def attend(dtype, backend, sign):
+def attend(backend, sign=1):
     torch.manual_seed(0)
-    inputs = [torch.randn(2, 3, 70, 32, dtype=dtype, requires_grad=True) for _ in range(3)]
-    factor = sign * torch.tensor([0.5, 1.0, 2.0], dtype=dtype)[:, None, None]
+    inputs = [torch.randn(2, 3, 70, 32, requires_grad=True) for _ in range(3)]
+    factor = sign * torch.tensor([0.5, 1.0, 2.0])[:, None, None]
     factor.requires_grad_()
     output = scaled_dot_product_attention(
         *inputs, normalizer="sharpened", is_causal=True, backend=backend, sharpness=factor
     )
-    grads = torch.autograd.grad(output.square().sum(), [*inputs, factor])
-    return [x.float() for x in (output, *grads)]
+    return [output, *torch.autograd.grad(output.square().sum(), [*inputs, factor])]
 
 for sign in (1, -1):
-    for one, other in zip(attend(torch.float32, "cpp", sign), attend(torch.float32, "plain", sign)):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(attend("cpp", sign), attend("plain", sign), rtol=1e-4, atol=1e-4)
 query, cache = torch.randn(5, 3, 32), (torch.randn(9, 3, 32), torch.randn(9, 3, 32))
 ancestors, factor = torch.randint(9, (5, 7)), torch.tensor([0.5, 1.0, 2.0])[:, None, None]
 step = decoding_attention(query, 3, 32, **added_mapping.kernel(factor))
@@ -98,21 +95,41 @@ whole = scaled_dot_product_attention(
     backend="plain",
 )
 torch.testing.assert_close(step(query, KVCache(*cache, ancestors), 0.3), whole[:, :, 0])
-compiled = torch.compile(attend, backend="eager")
-torch.testing.assert_close(compiled(torch.float32, "cpp", 1), attend(torch.float32, "cpp", 1))
+compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+attended = {"normalizer": "sharpened", "sharpness": factor, "backend": "cpp"}
+given = [torch.randn(1, 3, 5, 32) for _ in range(3)]
+torch.testing.assert_close(
+    compiled(*given, **attended), scaled_dot_product_attention(*given, **attended)
+)
 print("equal")
+
+# A header may include others, and its path may be relative.
+text = Path(added_mapping.HEADER).read_text()
+Path("own.h").write_text("#include <regex>" + chr(10) + text)
+added_mapping.HEADER = "own.h"
+torch.testing.assert_close(attend("cpp"), attend("plain"), rtol=1e-4, atol=1e-4)
+print("again")
+
+# A parameter without a gradient is refused.
+Path("fixed.h").write_text(text.replace("learns = true", "learns = false"))
+added_mapping.HEADER = "fixed.h"
+try:
+    attend("cpp")
+except ValueError as error:
+    print(error)
 
 Path("wrong.h").write_text("struct Sharpened : RowFunction { no type; };")
 added_mapping.HEADER = "wrong.h"
-torch.testing.assert_close(attend(torch.float32, "auto", 1), attend(torch.float32, "plain", 1))
+torch.testing.assert_close(attend("auto"), attend("plain"))
 """
 
 
 @pytest.mark.skipif(native.library() is None, reason="no CPU kernels for this machine")
 def test_kernel_of_the_added_mapping_equals_plain_pytorch(tmp_path):
     output = run(tmp_path, "python", "-c", KERNEL, PYTHONPATH=str(ROOT / "user_dir"))
-    assert "equal" in output.splitlines()
-    assert "plain PyTorch replaces the row function Sharpened of wrong.h" in output
+    assert {"equal", "again"} <= set(output.splitlines())
+    assert "no gradient: detach it, or define learns and parameter_gradient in fixed.h" in output
+    assert "plain PyTorch replaces the row function Sharpened of wrong.h: 'c++' failed: " in output
 
 
 SHARPENED = """

@@ -361,6 +361,10 @@ def test_benchmark_refuses_wrong_arguments(benchmark, data, tmp_path):
         (["output", "--", "--lr", "1"], "no options after --"),
         (["generate", data / "data-bin", "--checkpoint", data / "none.pt"], "does not exist"),
         (["attention", "--checkpoint", data / "model.pt"], "needs both --checkpoint and --data"),
+        (
+            ["attention", "--checkpoint", data / "model.pt", "--data", data, "--rivals"],
+            "--checkpoint determines the shapes",
+        ),
     ):
         with pytest.raises(SystemExit, match=part) as refusal:
             benchmark(*arguments)

@@ -131,10 +131,12 @@ def test_python_examples_run(folder):
 
 
 def test_mapping_example_equals_the_tested_files():
-    (shown,) = blocks("python", "docs/mappings.md")
+    shown, compared = blocks("python", "docs/mappings.md")
     tested = read("user_dir/added_mapping/__init__.py").partition('"""\n\n')[2]
     assert shown == tested.replace("# noqa: F401  ", "# ")
     assert blocks("cpp", "docs/mappings.md") == [read("user_dir/added_mapping/sharpened.h")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "user_dir")}
+    subprocess.run([sys.executable, "-c", compared], env=environment, check=True)
 
 
 def test_flag_rows_match_the_flags():

@@ -50,7 +50,9 @@ def adaptive_temperature(
 
 
 def _kernel(training: bool = False) -> dict[str, Any]:
-    return {} if training else {"row": RowFunction("adaptive_temperature", counts_keys=True)}
+    return (
+        {} if training else {"row": RowFunction("adaptive_temperature", needs_exclusion_mask=True)}
+    )
 
 
 register(

@@ -50,11 +50,13 @@ def scaled_dot_product_attention(
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
         backend: "cpp" and "triton" do not store the (T, S) probabilities. They support all mappings
-            but softmax with a temperature; "triton" supports adaptive_temperature only in training.
-            alpha_entmax needs alpha up to 2: on a GPU and under torch.compile, a tensor outside of
-            (1, 2] gives NaN. "plain" stores the probabilities and supports all mappings, twice
+            but softmax with a temperature; "triton" supports adaptive_temperature only in training
+            and not softcap. alpha_entmax needs alpha up to 2: on a GPU, a tensor outside of (1, 2]
+            gives NaN. "plain" stores the probabilities and supports all mappings, twice
             differentiable outside of the modulator. "auto" takes the environment variable
-            MULTIMAX_BACKEND, or else the fastest backend that supports the call.
+            MULTIMAX_BACKEND, or else the fastest backend that supports the call; on a GPU this is
+            "triton" for softmax, multimax, ssmax, softmax1 and sink only, as the others are not
+            timed yet.
         options: other options of the normalizer, as in `normalize`.
 
     Returns:

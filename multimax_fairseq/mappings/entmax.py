@@ -205,9 +205,10 @@ def _build(num_heads: int | None, alpha: float | None) -> dict[str, Any]:
 
 def _kernel(alpha: float | Tensor) -> dict[str, Any] | None:
     if isinstance(alpha, Tensor):
-        # The kernel needs alpha in (1, 2]. On a GPU, reading the numbers would synchronise.
+        # The kernel needs alpha in (1, 2]; in a recorded graph its values are unknown. On a GPU,
+        # reading them would synchronise.
         is_known = alpha.device.type == "cpu" and not traced()
-        if is_known and not ((alpha >= MIN_ALPHA) & (alpha <= 2)).all():
+        if traced() or is_known and not ((alpha >= MIN_ALPHA) & (alpha <= 2)).all():
             return None
         return {"row": RowFunction("alpha_entmax", alpha)}
     if not is_finite(alpha):

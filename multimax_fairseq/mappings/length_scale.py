@@ -159,7 +159,7 @@ def _build_hidden(num_heads: int | None, hidden_size: int) -> dict[str, Any]:
 
 
 def _kernel(beta: float | Tensor, gamma: float | Tensor) -> dict[str, Any]:
-    return {"growth": (beta, gamma), "row": RowFunction("entmax15", counts_keys=True)}
+    return {"growth": (beta, gamma), "row": RowFunction("entmax15", needs_exclusion_mask=True)}
 
 
 register(

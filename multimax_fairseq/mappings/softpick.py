@@ -54,6 +54,6 @@ register(
         label="softpick",
         function=softpick,
         sums_to_one=False,
-        kernel=lambda: {"row": RowFunction("softpick", counts_keys=True)},
+        kernel=lambda: {"row": RowFunction("softpick", needs_exclusion_mask=True)},
     )
 )

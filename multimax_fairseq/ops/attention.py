@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multimax_fairseq.ops.backend import choose, has_row_library, is_autocast, on_triton
+from multimax_fairseq.ops.backend import (
+    choose,
+    has_row_library,
+    is_autocast,
+    is_triton_requested,
+    on_triton,
+)
 from multimax_fairseq.ops.checks import (
     MAX_DROPOUT,
     check_device,
@@ -156,7 +162,9 @@ def fused_attention(
         and (growth is None or _fits_each_query(query, *growth))
         and (
             row is None
-            or supports_row(row, query, query.shape[1])
+            # A row function replaces softmax and its modulator and sink.
+            or (modulator is None and sink is None)
+            and supports_row(row, query, query.shape[1], backend)
             and row.supports_mask(mask)
             and not (row.name in WITHOUT_GRADIENT and needs_gradient(query, key, value))
         )
@@ -193,13 +201,17 @@ def fused_attention(
     return output if value_size == size else output[..., :value_size]
 
 
-def supports_row(row: RowFunction, query: Tensor, heads: int) -> bool:
+def supports_row(row: RowFunction, query: Tensor, heads: int, backend: str) -> bool:
     """Whether the kernel can compute a row function for queries like this one."""
     if not (isinstance(row.parameter, float) or fits_each_head(query, heads, row.parameter, None)):
         return False
     if on_triton(query.device):
-        return row.header is None and row.name in ON_TRITON
-    return row.header is None or has_row_library(row.header, row.name)
+        # Not by default: their speed on a GPU is unknown.
+        return row.name in ON_TRITON and row.header is None and is_triton_requested(backend)
+    # Compile a header only if the kernel would run.
+    return row.header is None or (
+        choose("", backend, query) == "cpp" and has_row_library(row.header, row.name)
+    )
 
 
 def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:

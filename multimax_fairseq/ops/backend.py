@@ -128,6 +128,12 @@ def _has(backend: str) -> bool:
 
 
 @_constant
+def is_triton_requested(backend: str) -> bool:
+    """Whether Triton's kernels are requested by name."""
+    return requested(backend) == "triton"
+
+
+@_constant
 def has_row_library(header: str, function: str) -> bool:
     """Whether the row function of a header is compiled."""
     return native.row_library(header, function) is not None

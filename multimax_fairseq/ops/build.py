@@ -53,9 +53,11 @@ def library() -> ctypes.CDLL | None:
 @functools.cache
 def row_library(header: str, function: str) -> ctypes.CDLL | None:
     """Return the kernels of a `RowFunction` with a header; if None, the reason is logged once."""
+    path = Path(header).resolve()
     try:
-        name = [f'-DROW_HEADER="{header}"', f"-DROW_FUNCTION={function}"]
-        return load([*_flags(), *name], SOURCE.with_name("own_row.cpp"), Path(header))
+        name = [f'-DROW_HEADER="{path}"', f"-DROW_FUNCTION={function}"]
+        path.read_bytes()  # OSError if it cannot be read
+        return load([*_flags(), *name], SOURCE.with_name("plugin_row.cpp"), path.parent)
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         logger.warning(f"plain PyTorch replaces the row function {function} of {header}: {error}")
         return None
@@ -68,12 +70,12 @@ def _flags() -> list[str]:
     return [*FLAGS, *MARCH[capability]]
 
 
-def load(flags: list[str], source: Path | None = None, *headers: Path) -> ctypes.CDLL:
+def load(flags: list[str], source: Path | None = None, *folders: Path) -> ctypes.CDLL:
     """Return the library for these compiler flags. Compile it if the cache folder lacks it.
 
     Args:
         source: default SOURCE.
-        headers: those that the source includes from elsewhere.
+        folders: those with headers that the source includes, besides its own.
 
     Raises:
         OSError, RuntimeError, ValueError, subprocess.TimeoutExpired: there is no library, for the
@@ -82,7 +84,7 @@ def load(flags: list[str], source: Path | None = None, *headers: Path) -> ctypes
     source = source or SOURCE
     command = [*shlex.split(os.environ.get("CXX", "").strip() or "c++"), *flags, str(source)]
     command += [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    path = _private_folder() / f"cpu-{_digest(command, source, *headers)}.so"
+    path = _private_folder() / f"cpu-{_digest(command, source, source.parent, *folders)}.so"
     if not path.exists():
         # A warning, because Python prints it even if logging is not configured.
         logger.warning(f"compiling multimax_fairseq's CPU kernels in {path.parent} (20 seconds)")
@@ -103,11 +105,11 @@ def _private_folder() -> Path:
     return folder
 
 
-def _digest(command: list[str], *sources: Path) -> str:
+def _digest(command: list[str], source: Path, *folders: Path) -> str:
     """Return a digest of everything that a library depends on; machines may share the folder."""
     parts = [*command, torch.__version__, torch.version.git_version, *platform.libc_ver()]
     digest = hashlib.sha256(os.fsencode("\n".join(map(str, parts))))
-    for path in [*sources, *sorted(sources[0].parent.glob("*.h"))]:
+    for path in [source, *(path for folder in folders for path in sorted(folder.glob("*.h")))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

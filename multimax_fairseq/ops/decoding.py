@@ -132,7 +132,11 @@ def decoding_attention(
         and not is_autocast(like.device.type)  # the projections are not float32 then
         and (modulator is None or has_parameters(modulator))
         and fits_each_head(like, heads, sink, length_scale)
-        and (row is None or supports_row(row, like, heads))
+        and (
+            row is None
+            or (modulator is None and sink is None)
+            and supports_row(row, like, heads, "auto")
+        )
     )
     table: Tensor | None = None
     if is_supported and modulator is not None:

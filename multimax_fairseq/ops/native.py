@@ -135,7 +135,6 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
-@functools.cache
 def row_library(header: str | None, function: str) -> ctypes.CDLL | None:
     """Return the library with a row function; None, with the reason logged, where there is none.
 

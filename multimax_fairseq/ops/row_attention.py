@@ -1,4 +1,4 @@
-"""Fused attention on a CPU by row functions: mappings that need all scores of a query.
+"""Fused attention by row functions: mappings that need all scores of a query.
 
     O = dropout(f(scale * Q K^T + mask)) V
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.backend import on_triton
+from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.registration import (
     Operator,
     define,
@@ -27,8 +28,8 @@ from multimax_fairseq.ops.row_function import (
     FUNCTIONS,
     LEARNED,
     ON_TRITON,
-    WITH_PARAMETER,
     WITHOUT_GRADIENT,
+    check_function,
 )
 from multimax_fairseq.ops.softmax_attention import (
     AttentionCall,
@@ -42,7 +43,7 @@ from multimax_fairseq.ops.softmax_attention import (
 class RowAttentionCall(NamedTuple):
     """The arguments of one attention.
 
-    query, key, value, mask, seed, is_causal, dropout_p, scale: as `AttentionCall`, on the CPU.
+    query, key, value, mask, seed, is_causal, dropout_p, scale: as `AttentionCall`.
     parameter: (H,) float32, or None.
     function, header: the name and the header of a `RowFunction`.
     """
@@ -109,7 +110,10 @@ def _has_learned_parameter(call: RowAttentionCall) -> bool:
         kernels = native.row_library(call.header, call.function)
         learns = kernels is not None and bool(kernels.row_learns())
     if not learns:
-        raise ValueError(f"the parameter of {call.function} has no gradient: detach it")
+        remedy = "detach it"
+        if call.header is not None:
+            remedy += f", or define learns and parameter_gradient in {call.header}"
+        raise ValueError(f"the parameter of {call.function} has no gradient: {remedy}")
     return True
 
 
@@ -120,12 +124,9 @@ def check_row_function(
     function: str, header: str | None, parameter: Tensor | None, query: Tensor
 ) -> None:
     """Raise ValueError for a row function that the kernel cannot compute."""
-    if header is None and function not in FUNCTIONS:
-        raise ValueError(f"function must be one of {', '.join(FUNCTIONS)}, got {function!r}")
+    check_function(function, header, parameter is not None)
     if parameter is not None:
         check_per_head("parameter", parameter, query, "number")
-    elif header is None and function in WITH_PARAMETER:
-        raise ValueError(f"the row function {function} needs a parameter: give one number per head")
     if on_triton(query.device):
         if header is not None or function not in ON_TRITON:
             raise ValueError(f"{function} has no kernel on a GPU: use the mapping's own function")
@@ -239,6 +240,8 @@ def _check_backward(grad: Tensor, statistics: Tensor, *inputs: Any) -> None:
             f"statistics must be contiguous float32 {list(shape)}, of a call with keep=True, got "
             f"{statistics.dtype} {list(statistics.shape)}"
         )
+    for name, tensor in (("grad", grad), ("statistics", statistics)):
+        check_device(name, tensor, call.query, "query")
 
 
 def _row_attention_backward(grad: Tensor, statistics: Tensor, *inputs: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Describes row functions, mappings that need all scores of a query, for the CPU kernel."""
+"""Describes row functions, mappings that need all scores of a query, for the fused kernels."""
 
 from __future__ import annotations
 
@@ -24,35 +24,52 @@ FUNCTIONS = (
 WITH_PARAMETER = ("topk", "evsoftmax", "alpha_entmax", "sigmoid")
 LEARNED = ("alpha_entmax",)
 WITHOUT_GRADIENT = ("adaptive_temperature",)
-ON_TRITON = FUNCTIONS[: FUNCTIONS.index("adaptive_temperature")]
+ON_TRITON = (*WITH_PARAMETER, "sparsemax", "entmax15", "softpick")
 
 
 @dataclass(frozen=True)
 class RowFunction:
-    """A mapping as the kernel computes it.
+    """A mapping as the kernels compute it.
 
     Attributes:
         name: one of FUNCTIONS; with a header, the name of its struct.
-        parameter: a number, or a tensor with one number for all heads or for each. topk: k.
-            evsoftmax: the factor of low scores. alpha_entmax: alpha, which gets its gradient;
-            outside of (1, 2] the result is NaN. sigmoid: the bias; NaN is minus the logarithm of
-            the number of keys.
-        counts_keys: whether the weights are not a function of the scores plus a float mask alone:
-            they depend on the number of keys, or multiply the scores only. Such a mask must then
-            be 0 or -inf everywhere; otherwise the mapping is computed in plain PyTorch.
-        header: the path of a C++ header that defines the struct `name`, as cpp/rows.h describes. It
-            is compiled when it is first used, and again when its text changes.
+        parameter: a number, or a tensor with one element or (H, 1, 1). topk: k. evsoftmax: the
+            factor of low scores. alpha_entmax: alpha, which gets its gradient; outside of (1, 2]
+            the result is NaN. sigmoid: the bias; NaN stands for -log(n).
+        needs_exclusion_mask: whether a float mask must be 0 or -inf everywhere, because the
+            function multiplies the scores or counts the keys, and so cannot just add the mask.
+            With other masks the mapping is computed in plain PyTorch.
+        header: the path of a C++ header that defines the struct `name`, as cpp/rows.h describes,
+            for the CPU. It is compiled when it is first used. After a change to a header in its
+            folder, the next process compiles it again.
+
+    Raises:
+        ValueError: an unknown name without a header; no parameter for a function that needs one.
     """
 
     name: str
     parameter: float | Tensor | None = None
-    counts_keys: bool = False
+    needs_exclusion_mask: bool = False
     header: str | None = None
 
+    def __post_init__(self) -> None:
+        check_function(self.name, self.header, self.parameter is not None)
+
     def supports_mask(self, mask: Tensor | None) -> bool:
-        """Return whether the kernel supports a mask, bool or float."""
-        if not self.counts_keys or mask is None or mask.dtype == torch.bool:
+        """Return whether the kernels support a mask, bool or float."""
+        if not self.needs_exclusion_mask or mask is None or mask.dtype == torch.bool:
             return True
-        if traced():  # the numbers in the mask are unknown
+        if traced() or mask.device.type != "cpu":  # unknown, or known only by synchronising
             return False
         return bool(((mask == 0) | (mask == -math.inf)).all())
+
+
+def check_function(name: str, header: str | None, has_parameter: bool) -> None:
+    """Raise ValueError for a row function that does not exist or lacks its parameter."""
+    if header is not None:
+        return
+    if name not in FUNCTIONS:
+        names = ", ".join(FUNCTIONS)
+        raise ValueError(f"unknown row function {name!r}: choose one of {names}, or give a header")
+    if not has_parameter and name in WITH_PARAMETER:
+        raise ValueError(f"the row function {name} needs a parameter: give one number per head")

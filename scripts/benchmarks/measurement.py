@@ -39,7 +39,7 @@ class Ready(NamedTuple):
 
     `step(round)` does the work and returns counts, such as tokens. `result()` returns named tensors
     or lists of tokens, which must agree within a family. `gradients` is their size in bytes.
-    `zeros` is the share of attention weights that are 0, without those of excluded keys.
+    `zeros` is the share of zero weights among the keys that are not excluded.
     """
 
     step: Callable[[int], dict[str, int]]

@@ -186,7 +186,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
 
     @torch.no_grad()
     def zeros_of(normalizer: str) -> float | None:
-        """The share of zeros in the first sentence."""
+        """The share of zeros in the first batch element."""
         if normalizer not in RIVALS:
             return None
         parts, _, allowed, _ = inputs()

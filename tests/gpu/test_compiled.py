@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multimax_fairseq.ops.row_function import ON_TRITON, WITH_PARAMETER
+from multimax_fairseq.ops.row_function import FUNCTIONS, ON_TRITON, WITH_PARAMETER
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -116,7 +116,7 @@ def test_row_kernels_fit_shared_memory(
     from multimax_fairseq.ops.triton.row_attention import launch_of
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[element]
-    arguments = {"D": size, "WIDTH": size, "FUNCTION": ON_TRITON.index(function)}
+    arguments = {"D": size, "WIDTH": size, "FUNCTION": FUNCTIONS.index(function)}
     arguments |= {"MASKING": masking, "CAUSAL": causal, "DROPOUT": dropout}
     arguments |= {} if masking else {"MASK": None}
     arguments |= {} if function in WITH_PARAMETER else {"PARAMETER": None}

@@ -49,6 +49,19 @@ def assert_equals_plain(mapping, dtype, shape, **options):
     assert_as_accurate(ours, plain, attend(mapping, doubled, grad.double(), "plain", **options))
 
 
+def test_evsoftmax_selects_by_the_exact_mean():
+    """512 scores, one of them above the others by less than the rounding error of their sum."""
+    query = torch.ones(1, 1, 1, 16, device=DEVICE)
+    key = torch.zeros(1, 1, 512, 16, device=DEVICE)
+    key[..., 0] = 100.0
+    key[0, 0, 7, 0] = 100.002
+    value = torch.arange(512.0, device=DEVICE)[None, None, :, None].expand(-1, -1, -1, 16)
+    output = scaled_dot_product_attention(
+        query, key, value, normalizer="evsoftmax", scale=1.0, backend="triton"
+    )
+    assert (output == 7).all()
+
+
 def test_every_function_is_tested():
     assert {name for name, _ in MAPPINGS.values()} == {*ON_TRITON}
 

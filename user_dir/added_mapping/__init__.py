@@ -32,7 +32,7 @@ HEADER = str(Path(__file__).with_name("sharpened.h"))
 
 
 def kernel(sharpness):
-    return {"row": RowFunction("Sharpened", sharpness, counts_keys=True, header=HEADER)}
+    return {"row": RowFunction("Sharpened", sharpness, needs_exclusion_mask=True, header=HEADER)}
 
 
 start = Option("start", 1.0, float, "above 0", lambda x: x > 0, help="factor at the start")

@@ -1,4 +1,4 @@
-// The fused kernel of `sharpened`: p = softmax(sharpness * x), with a learned sharpness per head.
+// The fused kernel of `sharpened`: p = softmax(sharpness * x).
 struct Sharpened : RowFunction {
   static constexpr bool learns = true;
   float sharpness;
@@ -13,5 +13,8 @@ struct Sharpened : RowFunction {
     const Vec p = exponential(scaled(x) - row.top) * row.factor;
     return {p, sharpness * p};
   }
-  static Vec by_parameter(Vec x, Vec p, Vec, const Totals&) { return x == -INFINITE ? p : p * x; }
+  // The derivative of p by the sharpness is p (x - mean of x). The sum of grad times it is this one.
+  static Vec parameter_gradient(Vec x, Entry e, Vec grad, const Statistics&, const Totals& t) {
+    return x == -INFINITE ? Vec{} : (grad - mean(t)) * e.weight * x;
+  }
 };

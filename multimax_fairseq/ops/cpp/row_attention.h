@@ -1,9 +1,9 @@
 // Attention by row functions, dropout(f(scale Q K^T + mask)) V, and its gradients. The including file
 // defines `dispatch_row`, which calls a function for the row function with a number.
 //
-// A thread computes all scores of a block of queries before it applies the row function. Groups of
-// weights that are all 0 are left out of the matrix products, so a NaN among the values of keys
-// without weight may be left out too.
+// A thread computes all scores of a block of queries before it applies the row function. Matrix
+// products skip groups of zero weights, so NaN in the value of a key with weight 0 may not
+// propagate.
 #pragma once
 
 #include "attention.h"
@@ -184,9 +184,10 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
 
     // The weights and slopes, and where they are not 0.
     Totals totals[GROUPS];
+    Statistics all_statistics[GROUPS];
     for (int64_t q = 0; q < width; q += LANES) {
       const float* in = a.statistics + 3 * bh * a.queries + q0 + q;
-      Statistics statistics;
+      Statistics& statistics = all_statistics[q / LANES];
       for (Vec* x : {&statistics.top, &statistics.threshold, &statistics.factor}) {
         *x = load(in, count - q);
         in += a.queries;
@@ -199,7 +200,10 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
           const Entry entry = s < stop ? row.entry(load(scores + at), statistics) : Entry{};
           nonzero |= (entry.weight != 0) | (entry.slope != 0);
           totals[q / LANES].slope += entry.slope;
-          if constexpr (Row::learns) totals[q / LANES].entropy += entropy(entry.weight);
+          if constexpr (Row::learns) {
+            if (s >= stop) store(scores + at, broadcast(-INFINITE));
+            row.add(load(scores + at), entry, statistics, totals[q / LANES]);
+          }
           store(weights + at, entry.weight);
           store(slopes + at, entry.slope);
         }
@@ -226,20 +230,20 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
         }
       });
       const Vec mean = row.mean(total);
+      Vec parameter_grad{};
       support.for_each_range(q, first, last, [&](int64_t s0, int64_t n) {
         for (int64_t s = s0; s < s0 + n; s++) {
           const int64_t at = s * QUERIES + q;
           const Vec p = load(weights + at), slope = load(slopes + at), grad = load(grads + at);
-          // The weights' derivatives sum to 0, so subtracting the mean only removes rounding errors.
           if constexpr (Row::learns)
-            total.parameter_grad +=
-                (grad - mean) * row.by_parameter(load(scores + at), p, slope, total);
+            parameter_grad += row.parameter_gradient(
+                load(scores + at), {p, slope}, grad, all_statistics[q / LANES], total);
           store(slopes + at, row.gradient(slope, grad, mean));
           if (a.dropout > 0) store(weights + at, p * dropout.keep(dropout.key(s), q0 + q));
         }
       });
       if constexpr (Row::learns)
-        a.parameters[bh] += sum_lanes_double(total.parameter_grad);
+        a.parameters[bh] += sum_lanes_double(parameter_grad);
     }
     const auto add = [&](const GradRows& grad, const float* by_score, const float* by_query) {
       support.for_each_key_group(first, last, width, [&](int64_t s, int64_t q, int64_t n) {

@@ -94,27 +94,28 @@ struct EvSoftmax : SelectedSoftmax {
   }
 };
 
-// p = u^(1 / (alpha - 1)), u = max((alpha - 1) (x - top) - threshold, 0), for alpha in (1, 2].
-// `Power` computes u^(1 / (alpha - 1) - 1), which is the slope p^(2 - alpha) of the mapping.
+// p = u^(1 / (alpha - 1)), u = max(1 + v, 0), v = (alpha - 1) (x - top) - threshold, for alpha in
+// (1, 2]. `Power` computes u^(1 / (alpha - 1) - 1), which is the slope p^(2 - alpha) of the mapping.
 template <class Power>
 struct Entmax : RowFunction {
   static constexpr bool learns = Power::learns;
   Power power;
   explicit Entmax(float alpha) : power(alpha) {}
 
+  // v, at least -1; NaN if x or top is.
   Vec distance(Vec x, Vec top, Vec threshold) const {
-    return vec_max(Vec{}, power.step * (x - top) - threshold);  // NaN if x or top is
+    return vec_max(broadcast(-1), power.step * (x - top) - threshold);
   }
   Statistics reduce(const Scores& x) const {
-    Statistics row{exp_shift(x.max()), broadcast(-1), {}};
+    Statistics row{exp_shift(x.max()), {}, {}};
     Vec sum;
     for (int step = 0;; step++) {
       const Vec threshold = row.threshold;
       Vec slopes[4] = {}, weights[4] = {};
       for (int64_t s = x.first; s < x.last; s++) {
-        const Vec u = distance(x[s], row.top, threshold), slope = power.slope(u);
+        const Vec v = distance(x[s], row.top, threshold), slope = power.slope(v);
         slopes[s % 4] += slope;
-        weights[s % 4] += slope * u;
+        weights[s % 4] += slope * (v + 1.0f);
       }
       sum = (weights[0] + weights[1]) + (weights[2] + weights[3]);
       const Vec slope = (slopes[0] + slopes[1]) + (slopes[2] + slopes[3]);
@@ -129,16 +130,26 @@ struct Entmax : RowFunction {
     return row;
   }
   Entry entry(Vec x, const Statistics& row) const {
-    const Vec u = distance(x, row.top, row.threshold), slope = power.slope(u);
-    return {slope * u * row.factor, slope};
+    const Vec v = distance(x, row.top, row.threshold), slope = power.slope(v);
+    return {slope * (v + 1.0f) * row.factor, slope};
   }
   static Vec mean(const Totals& t) {
     return t.slope == 0 ? Vec{} : t.slope_grad / t.slope;
   }
-  // With respect to alpha: Proposition 1 of Correia et al. 2019.
-  Vec by_parameter(Vec, Vec p, Vec slope, const Totals& t) const {
-    const Vec share = slope * inverse(t.slope);
-    return ((p - share) / power.step + entropy(p) - share * t.entropy) / power.step;
+  void add(Vec x, Entry e, const Statistics& row, Totals& t) const {
+    t.first += entropy(e.weight);
+    t.second += e.slope * distance(x, row.top, row.threshold);
+  }
+  // Proposition 1 of Correia et al. 2019, with share = slope / sum(slope). Near alpha = 1, the
+  // weight and the share are almost equal: weight - share = slope (v - mean of v) / sum(weight),
+  // with the slopes as weights of the mean, does not cancel.
+  Vec parameter_gradient(
+      Vec x, Entry e, Vec grad, const Statistics& row, const Totals& t) const {
+    const Vec scale = inverse(t.slope), share = e.slope * scale;
+    const Vec v = distance(x, row.top, row.threshold) - t.second * scale;
+    const Vec derivative =
+        (e.slope * v * row.factor / power.step + entropy(e.weight) - share * t.first) / power.step;
+    return (grad - mean(t)) * derivative;  // derivatives sum to 0: removes rounding errors
   }
 };
 
@@ -146,7 +157,7 @@ struct PowerOne {  // alpha = 2: p = u
   static constexpr bool learns = false;
   static constexpr float step = 1;
   explicit PowerOne(float) {}
-  static Vec slope(Vec u) { return u > Vec{} ? broadcast(1) : u; }  // u may be NaN
+  static Vec slope(Vec v) { return v > -1.0f ? broadcast(1) : v + 1.0f; }  // v may be NaN
   static Vec of_sum(Vec) { return broadcast(1); }
 };
 
@@ -154,7 +165,7 @@ struct PowerTwo {  // alpha = 1.5: p = u^2
   static constexpr bool learns = false;
   static constexpr float step = 0.5f;
   explicit PowerTwo(float) {}
-  static Vec slope(Vec u) { return u; }
+  static Vec slope(Vec v) { return v + 1.0f; }
   static Vec of_sum(Vec sum) {
     Vec root;
     for (int i = 0; i < LANES; i++) root[i] = std::sqrt(sum[i]);
@@ -168,9 +179,9 @@ struct AnyPower {
   explicit AnyPower(float alpha)  // NaN outside of (1, 2]
       : step(alpha > 1 && alpha <= 2 ? alpha - 1 : std::numeric_limits<float>::quiet_NaN()),
         exponent((2 - alpha) / step) {}
-  Vec slope(Vec u) const {
-    const Vec p = exponential(exponent * logarithm(u));
-    return u > Vec{} ? p : u;
+  Vec slope(Vec v) const {
+    const Vec p = exponential(exponent * logarithm(v + 1.0f, v));
+    return v > -1.0f ? p : v + 1.0f;
   }
   Vec of_sum(Vec sum) const { return exponential((1 - step) * logarithm(sum)); }
 };

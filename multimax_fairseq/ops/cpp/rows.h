@@ -1,13 +1,16 @@
-// The interface of row functions: mappings whose weights depend on all scores of a query, as entmax.
-//
-// Each vector lane holds one query. A row function is a struct that derives from RowFunction:
-//   Name(float parameter)                          the constructor, once per head
-//   Statistics reduce(const Scores& x) const       what it needs to know of all scores of a query
-//   Entry entry(Vec x, const Statistics&) const    the weight of one score, and its slope
+// The interface of row functions: mappings whose weights depend on all scores of a query, such as
+// entmax. A row function is a struct that derives from RowFunction:
+//   Name(float parameter)                         the constructor, once per head; 0 for no parameter
+//   Statistics reduce(const Scores& x) const      the statistics of a row, such as max and 1 / sum
+//   Entry entry(Vec x, const Statistics&) const   the weight p of one score, and its slope
 //   Vec mean(const Totals&), Vec gradient(Vec slope, Vec grad, Vec mean)
-//                                                  the gradient with respect to a score
-// An excluded key has the score -inf. Its weight and its slope must be 0, also if all statistics are 0,
-// as they are in lanes without a query.
+//                                                 the gradient with respect to the score
+// The slope is the derivative of p by its score with the statistics held fixed. `grad` is the
+// gradient with respect to p.
+//
+// Each lane of a Vec holds one query. An excluded key has the score -inf. Its weight and its slope
+// must be 0, also if all statistics are 0, as they are in lanes without a query. NaN must give NaN;
+// vec_max(a, b) and vec_min(a, b) return b if one of them is NaN.
 #pragma once
 
 #include "vectors.h"
@@ -43,7 +46,8 @@ struct Scores {
   }
 };
 
-// What `reduce` returns and `entry` reads. The forward pass stores it for the backward pass.
+// What `reduce` returns and `entry` reads; the names fit the functions of the package. The forward
+// pass stores it for the backward pass.
 struct Statistics {
   Vec top{}, threshold{}, factor{};
 };
@@ -52,18 +56,19 @@ struct Entry {
   Vec weight, slope;
 };
 
-// Sums over the keys of a query in the backward pass. `grad` is the gradient with respect to the
-// weight.
+// Sums over the keys of a query in the backward pass, complete when `mean` is called.
 struct Totals {
   Vec slope{}, slope_grad{}, weight_grad{};  // of slope, slope * grad and weight * grad
-  Vec entropy{}, parameter_grad{};           // only if the row function learns
+  Vec first{}, second{};                     // what `add` adds
 };
 
 struct RowFunction {
-  // Whether the parameter has a gradient. Then the derivative of a weight with respect to it is
-  //   Vec by_parameter(Vec x, Vec weight, Vec slope, const Totals&) const
+  // Whether the parameter has a gradient. Then it is the sum over all keys and queries of
+  //   Vec parameter_gradient(Vec x, Entry, Vec grad, const Statistics&, const Totals&) const
   static constexpr bool learns = false;
-  // Defaults for weights that sum to 1, as those of softmax.
+  // Adds a key to `first` and `second`; only called if the row function learns.
+  void add(Vec, Entry, const Statistics&, Totals&) const {}
+  // For weights that sum to 1, like those of softmax.
   static Vec mean(const Totals& t) { return t.weight_grad; }
   static Vec gradient(Vec slope, Vec grad, Vec mean) { return slope * (grad - mean); }
 };
@@ -77,11 +82,12 @@ inline bool any(IntVec lanes) {
   return false;
 }
 
-// log(x) for normal x > 0, with an error of at most one ulp; for 0, a number near -88.
-inline Vec logarithm(Vec x) {
+// log(x) for normal x > 0, with an error of at most one ulp; for 0, a number near -88. `minus_one` is
+// x - 1, which may be more accurate than x.
+inline Vec logarithm(Vec x, Vec minus_one) {
   // x = 2^exponent (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)).
   const IntVec exponent = ((IntVec)x - 0x3f3504f3) >> 23;
-  const Vec f = (Vec)((IntVec)x - (exponent << 23)) - 1.0f;
+  const Vec f = exponent == 0 ? minus_one : (Vec)((IntVec)x - (exponent << 23)) - 1.0f;
   const Vec n = __builtin_convertvector(exponent, Vec), square = f * f;
   // Least-squares polynomial of (log(1 + f) - f + f^2 / 2) / f^3.
   Vec y = broadcast(-7.670865208e-2f);
@@ -95,6 +101,7 @@ inline Vec logarithm(Vec x) {
   y = y * f * square + n * -2.12194440e-4f;
   return f + (y - 0.5f * square) + n * 0.693359375f;
 }
+inline Vec logarithm(Vec x) { return logarithm(x, x - 1.0f); }
 
 // -p log(p)
 inline Vec entropy(Vec p) { return p > 0 ? -p * logarithm(p) : p; }

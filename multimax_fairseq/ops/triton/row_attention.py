@@ -22,7 +22,7 @@ from multimax_fairseq.ops.triton.row_kernels import (
     row_query_kernel,
 )
 
-if TYPE_CHECKING:  # it imports this module when it is called
+if TYPE_CHECKING:  # row_attention imports this module lazily
     from multimax_fairseq.ops.row_attention import RowAttentionCall
 
 
@@ -35,8 +35,8 @@ def row_attention_forward(call: RowAttentionCall) -> tuple[Tensor, Tensor]:
     out, arguments = dense_like(call.query), _arguments(call)
     batch, heads, queries, _ = call.query.shape
     statistics = out.new_empty(batch, heads, 3, queries, dtype=torch.float32)
-    own = {"OUT": out, "STATISTICS": statistics, **strides("o", out)}
-    _run(row_forward_kernel, arguments, own, "queries")
+    outputs = {"OUT": out, "STATISTICS": statistics, **strides("o", out)}
+    _run(row_forward_kernel, arguments, outputs, "queries")
     return out, statistics
 
 
@@ -48,16 +48,23 @@ def row_attention_backward(
     grad = with_unit_last_stride(grad)
     batch, heads, queries, _ = call.query.shape
     mean = statistics.new_empty(batch, heads, queries)
-    by_row = statistics.new_zeros(batch, heads, queries)
+    by_row = mean  # the gradient of alpha of each row
+    if call.function == "alpha_entmax":
+        by_row = statistics.new_empty(batch, heads, queries)
     arguments = _arguments(call)
     arguments |= {"STATISTICS": statistics, "GRAD": grad, "MEAN": mean, **strides("g", grad)}
-    by_query = {"GRAD_Q": grad_query, "GRAD_PARAMETER": by_row, **strides("gq", grad_query)}
-    _run(row_query_kernel, arguments, by_query, "queries")
-    by_key = {"GRAD_K": grad_key, "GRAD_V": grad_value}
-    by_key |= {**strides("gk", grad_key), **strides("gv", grad_value)}
-    _run(row_key_kernel, arguments, by_key, "keys")
-    none = call.parameter is None
-    return grad_query, grad_key, grad_value, by_row.new_empty(0) if none else by_row.sum((0, 2))
+    outputs = {"GRAD_Q": grad_query, "GRAD_PARAMETER": by_row, **strides("gq", grad_query)}
+    _run(row_query_kernel, arguments, outputs, "queries")
+    outputs = {"GRAD_K": grad_key, "GRAD_V": grad_value}
+    outputs |= {**strides("gk", grad_key), **strides("gv", grad_value)}
+    _run(row_key_kernel, arguments, outputs, "keys")
+    if call.parameter is None:
+        grad_parameter = mean.new_empty(0)
+    elif call.function == "alpha_entmax":
+        grad_parameter = by_row.sum((0, 2))
+    else:
+        grad_parameter = torch.zeros_like(call.parameter)
+    return grad_query, grad_key, grad_value, grad_parameter
 
 
 def _arguments(call: RowAttentionCall) -> dict[str, Any]:
@@ -72,20 +79,20 @@ def _arguments(call: RowAttentionCall) -> dict[str, Any]:
 def launch_of(dtype: torch.dtype, width: int, capability: int) -> Launch:
     """Return the launch of all kernels.
 
-    They compare scores with a threshold that one of them has found, so all must round the scores
-    alike. Matrix products with other blocks would round differently.
+    All kernels use the same blocks: the backward kernels compare recomputed scores with the
+    threshold of the forward kernel, so the rounding must be equal.
     """
     return candidates(Call("query_kernel", dtype, width, True), capability)[0]
 
 
-def _run(kernel: Any, arguments: dict[str, Any], own: dict[str, Any], by: str) -> None:
+def _run(kernel: Any, arguments: dict[str, Any], outputs: dict[str, Any], by: str) -> None:
     query, key = arguments["Q"], arguments["K"]
     launch = launch_of(query.dtype, arguments["WIDTH"], capability(query.device))
     length, block = (
         (query.shape[2], launch.queries) if by == "queries" else (key.shape[2], launch.keys)
     )
     programs = -(-length // block) * query.shape[0] * query.shape[1]
-    given = arguments | own | launch.arguments()
+    given = arguments | outputs | launch.arguments()
     names = {*kernel.arg_names, "num_warps", "num_stages", "enable_fp_fusion"}
     with torch.cuda.device_of(query):
         run_kernel(kernel, programs, {n: value for n, value in given.items() if n in names})

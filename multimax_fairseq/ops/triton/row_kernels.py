@@ -1,13 +1,13 @@
 """Triton kernels of attention by row functions, the mappings that need all scores of a query.
 
-As AdaSplash (Goncalves et al. 2025), a program goes over the key blocks several times and computes
-the scores of a block again each time, so no (T, S) tensor exists. Arguments as in
-`attention_kernels.py`, and:
+As in AdaSplash (Goncalves et al. 2025), each program makes several passes over the keys and
+recomputes the scores in each, so no (T, S) tensor exists. Arguments as in `attention_kernels.py`,
+and:
 
     FUNCTION: the index in `ops.row_function.FUNCTIONS`.
     PARAMETER: (H,), as `RowFunction.parameter`, or None.
     STATISTICS: (B, H, 3, T): top, threshold and factor of each row, as in cpp/row_functions.h.
-    MEAN: (B, H, T): what the gradient of each weight is compared with.
+    MEAN: (B, H, T): subtracted from the gradient of each weight.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from multimax_fairseq.ops.triton.attention_kernels import (
 )
 
 _UNSPECIALIZED = ["heads", "T", "S", "seed", "threshold"]
-_TOPK, _EVSOFTMAX, _SPARSEMAX, _ENTMAX15, _ALPHA_ENTMAX, _SIGMOID, _SOFTPICK = (
-    tl.constexpr(FUNCTIONS.index(name))
-    for name in (
-        *("topk", "evsoftmax", "sparsemax", "entmax15", "alpha_entmax", "sigmoid", "softpick"),
-    )
-)
-# What `_sum_rows` sums.
+_TOPK = tl.constexpr(FUNCTIONS.index("topk"))
+_EVSOFTMAX = tl.constexpr(FUNCTIONS.index("evsoftmax"))
+_SPARSEMAX = tl.constexpr(FUNCTIONS.index("sparsemax"))
+_ENTMAX15 = tl.constexpr(FUNCTIONS.index("entmax15"))
+_ALPHA_ENTMAX = tl.constexpr(FUNCTIONS.index("alpha_entmax"))
+_SIGMOID = tl.constexpr(FUNCTIONS.index("sigmoid"))
+_SOFTPICK = tl.constexpr(FUNCTIONS.index("softpick"))
+# The quantities of `_sum_rows`.
 _EXTREMES, _REACHING, _WEIGHTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _MAX_STEPS = tl.constexpr(60)
 
@@ -55,7 +56,7 @@ def _parameter(PARAMETER, h, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """Return integers in the order of the floats, or the reverse of it for such integers."""
+    """Map the bits of floats to integers of the same order; it is its own inverse."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
@@ -80,6 +81,20 @@ def _excess(x, top, shrink):
 
 
 @triton.jit
+def _distance(x, top, threshold, step):
+    """Return v of entmax, at least -1: a weight is proportional to (1 + v)^(1 / step)."""
+    v = step * (x - top) - threshold
+    return tl.where(v <= -1, -1.0, v)  # keeps NaN
+
+
+@triton.jit
+def _log1p(v):
+    """Return log(1 + v) without the rounding error of 1 + v."""
+    u = 1 + v
+    return tl.where(u == 1, v, tl.log(u) * (v / tl.where(u == 1, 1.0, u - 1)))
+
+
+@triton.jit
 def _entry(x, top, threshold, factor, parameter, FUNCTION: tl.constexpr):
     """Return the weight of a score and its slope; statistics broadcast to the shape of x."""
     if FUNCTION <= _EVSOFTMAX:
@@ -88,16 +103,15 @@ def _entry(x, top, threshold, factor, parameter, FUNCTION: tl.constexpr):
         weight = tl.where(x >= threshold, p + rest * p, rest * p)
         return weight, weight
     elif FUNCTION <= _ALPHA_ENTMAX:
-        u = parameter * (x - top) - threshold
-        u = tl.where(u <= 0, 0.0, u)  # keeps NaN
+        v = _distance(x, top, threshold, parameter)
         if FUNCTION == _SPARSEMAX:
-            slope = tl.where(u > 0, 1.0, u)
+            slope = tl.where(v > -1, 1.0, v + 1)
         elif FUNCTION == _ENTMAX15:
-            slope = u
+            slope = v + 1
         else:
-            power = tl.exp((1 - parameter) / parameter * tl.log(tl.where(u > 0, u, 1.0)))
-            slope = tl.where(u > 0, power, u)
-        return slope * u * factor, slope
+            power = tl.exp((1 - parameter) / parameter * _log1p(tl.where(v > -1, v, 0.0)))
+            slope = tl.where(v > -1, power, v + 1)
+        return slope * (v + 1) * factor, slope
     elif FUNCTION == _SIGMOID:
         z = x + threshold
         p = 1 / (1 + tl.exp(-z))
@@ -123,67 +137,66 @@ def _gradient(slope, grad, mean, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _scores(
-    q, K, columns, rows, k_n, mask, m_t, m_s, T, S, scale, D: tl.constexpr, WIDTH: tl.constexpr,
+    q, k, columns, rows, mask, m_t, m_s, T, S, scale,
     MASKING: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Return the masked scores of a block of queries and a block of keys, and the keys."""
-    k = load_tile(K, columns, k_n, S, EDGE, D, WIDTH)
+    """Return the masked scores of a block of queries and a block of keys."""
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     x = exclude(x, rows[:, None], columns[None, :], mask, m_t, m_s, T, S, MASKING, CAUSAL, EDGE)
-    return x, k
+    return x
 
 
 @triton.jit
 def _sum_rows(
-    q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter, least,
+    q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter, bound,
     D: tl.constexpr, WIDTH: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, FUNCTION: tl.constexpr, WHAT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, FUNCTION: tl.constexpr,
+    QUANTITY: tl.constexpr,
 ):  # fmt: skip
     """Go over all keys once; return two statistics of each row, and the number of keys.
 
-    WHAT is _EXTREMES: the largest and the smallest score (evsoftmax: the sum of the scores), and
-    the number of keys. _REACHING: the number of scores of at least `least`, an ordered integer.
-    _WEIGHTS: the sums of the weights and of the slopes.
+    QUANTITY is _EXTREMES: the largest and the smallest score (evsoftmax: the sum of the scores in
+    float64), and the number of keys. _REACHING: the number of scores of at least `bound`, an
+    ordered integer. _WEIGHTS: the sums of the weights and of the slopes.
     """
-    a = tl.zeros([BLOCK_T], tl.float32)
-    b = tl.zeros([BLOCK_T], tl.float32)
+    first = tl.zeros([BLOCK_T], tl.float32)
+    second = tl.zeros([BLOCK_T], tl.float64 if FUNCTION == _EVSOFTMAX else tl.float32)
     count = tl.zeros([BLOCK_T], tl.float32)
-    if WHAT == _EXTREMES:
-        a = a - float("inf")
+    if QUANTITY == _EXTREMES:
+        first = first - float("inf")
         if FUNCTION != _EVSOFTMAX:
-            b = b + float("inf")
+            second = second + float("inf")
     inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in range(begin, stop, BLOCK_S):
             columns = s0 + tl.arange(0, BLOCK_S)
-            x, k = _scores(
-                q, K, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
-                D, WIDTH, MASKING, CAUSAL, phase == 1,
-            )  # fmt: skip
-            if WHAT == _EXTREMES:
+            k = load_tile(K, columns, k_n, S, phase == 1, D, WIDTH)
+            x = _scores(
+                q, k, columns, rows, mask, m_t, m_s, T, S, scale, MASKING, CAUSAL, phase == 1
+            )
+            if QUANTITY == _EXTREMES:
                 allowed = x != -float("inf")
+                has_nan = tl.max((x != x).to(tl.int32), 1) > 0
                 count += tl.sum(allowed.to(tl.float32), 1)
-                wrong = tl.max((x != x).to(tl.int32), 1) > 0
-                a = tl.maximum(a, tl.max(x, 1))
-                a = tl.where(wrong, float("nan"), a)
-                count = tl.where(wrong, float("nan"), count)  # a later maximum may drop the NaN
+                count = tl.where(has_nan, float("nan"), count)  # a maximum may drop it
+                first = tl.maximum(first, tl.max(x, 1))
                 if FUNCTION == _EVSOFTMAX:
-                    b += tl.sum(tl.where(allowed, x, 0.0), 1)
+                    second += tl.sum(tl.where(allowed, x, 0.0).to(tl.float64), 1)
                 else:
-                    b = tl.minimum(b, tl.min(tl.where(allowed, x, float("inf")), 1))
-            elif WHAT == _REACHING:
-                reaches = _ordered(x.to(tl.int32, bitcast=True)) >= least[:, None]
-                a += tl.sum(reaches.to(tl.float32), 1)
+                    second = tl.minimum(second, tl.min(tl.where(allowed, x, float("inf")), 1))
+            elif QUANTITY == _REACHING:
+                reaches = _ordered(x.to(tl.int32, bitcast=True)) >= bound[:, None]
+                first += tl.sum(reaches.to(tl.float32), 1)
             elif FUNCTION == _SOFTPICK:
-                a += tl.sum(tl.abs(_excess(x, top[:, None], threshold[:, None])), 1)
+                first += tl.sum(tl.abs(_excess(x, top[:, None], threshold[:, None])), 1)
             else:
                 weight, slope = _entry(
                     x, top[:, None], threshold[:, None], 1.0, parameter, FUNCTION
                 )
-                a += tl.sum(weight, 1)
-                b += tl.sum(slope, 1)
-    return a, b, count
+                first += tl.sum(weight, 1)
+                second += tl.sum(slope, 1)
+    return first, second, count
 
 
 @triton.jit
@@ -192,7 +205,7 @@ def _largest(
     D: tl.constexpr, WIDTH: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Return a threshold that k scores of each row reach; more only if scores tie with the k-th."""
+    """Find by bisection a threshold that selects the k largest scores of each row, and ties."""
     low = _ordered(smallest.to(tl.int32, bitcast=True))
     high = _ordered(top.to(tl.int32, bitcast=True))
     reached, _, _ = _sum_rows(
@@ -227,29 +240,35 @@ def _reduce(
 ):  # fmt: skip
     """Return top, threshold and factor of each row."""
     zero = tl.zeros([BLOCK_T], tl.float32)
-    least = tl.zeros([BLOCK_T], tl.int32)
+    no_bound = tl.zeros([BLOCK_T], tl.int32)
     top, other, count = _sum_rows(
-        q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, zero, zero, parameter, least,
+        q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, zero, zero, parameter, no_bound,
         D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _EXTREMES,
     )  # fmt: skip
     top = tl.where(count != count, float("nan"), tl.where(top == -float("inf"), 0.0, top))
     if FUNCTION == _SIGMOID:
         bias = zero + parameter
         return zero, tl.where(bias != bias, -tl.log(tl.maximum(count, 1.0)), bias), zero
-    threshold = zero - 1
+    threshold = zero
     if FUNCTION == _TOPK:
         threshold = _largest(
             q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, other, count, parameter,
             D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S,
         )  # fmt: skip
     elif FUNCTION == _EVSOFTMAX:
+        # The smallest float that is not below the mean: a score is at least both or neither.
+        mean = other / tl.maximum(count, 1.0).to(tl.float64)
+        threshold = mean.to(tl.float32)
+        above = _ordered(_ordered(threshold.to(tl.int32, bitcast=True)) + 1)
+        is_below = threshold.to(tl.float64) < mean
+        threshold = tl.where(is_below, above.to(tl.float32, bitcast=True), threshold)
         # Rounding may put the mean of equal scores above all of them.
-        threshold = tl.minimum(other / tl.maximum(count, 1.0), top)
+        threshold = tl.minimum(threshold, top)
     elif FUNCTION == _SOFTPICK:
         top = tl.where(top < 0, 0.0, top)
         threshold = tl.exp(-top)
     total, slope, _ = _sum_rows(
-        q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter, least,
+        q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter, no_bound,
         D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _WEIGHTS,
     )  # fmt: skip
     if (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
@@ -267,7 +286,7 @@ def _reduce(
             if rises > 0:
                 total, slope, _ = _sum_rows(
                     q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter,
-                    least, D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _WEIGHTS,
+                    no_bound, D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _WEIGHTS,
                 )  # fmt: skip
             step += 1
     elif FUNCTION == _SOFTPICK:
@@ -293,7 +312,7 @@ def row_forward_kernel(
     rows = t0 + tl.arange(0, BLOCK_T)
     keys = K + b * k_b + h * k_h
     q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
-    top, least, factor = _reduce(
+    top, row_threshold, factor = _reduce(
         q, keys, rows, k_n, mask, m_t, m_s, T, S, scale, t0, parameter,
         D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION,
     )  # fmt: skip
@@ -303,12 +322,12 @@ def row_forward_kernel(
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
         for s0 in range(begin, stop, BLOCK_S):
             columns = s0 + tl.arange(0, BLOCK_S)
-            x, k = _scores(
-                q, keys, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
-                D, WIDTH, MASKING, CAUSAL, phase == 1,
-            )  # fmt: skip
+            k = load_tile(keys, columns, k_n, S, phase == 1, D, WIDTH)
+            x = _scores(
+                q, k, columns, rows, mask, m_t, m_s, T, S, scale, MASKING, CAUSAL, phase == 1
+            )
             weight, slope = _entry(
-                x, top[:, None], least[:, None], factor[:, None], parameter, FUNCTION
+                x, top[:, None], row_threshold[:, None], factor[:, None], parameter, FUNCTION
             )
             if DROPOUT:
                 kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
@@ -318,7 +337,7 @@ def row_forward_kernel(
     store_tile(OUT + b * o_b + h * o_h, rows, o_n, T, out, D, WIDTH)
     row = bh.to(tl.int64) * 3 * T + rows
     tl.store(STATISTICS + row, top, mask=rows < T)
-    tl.store(STATISTICS + row + T, least, mask=rows < T)
+    tl.store(STATISTICS + row + T, row_threshold, mask=rows < T)
     tl.store(STATISTICS + row + 2 * T, factor, mask=rows < T)
 
 
@@ -351,12 +370,13 @@ def row_query_kernel(
     keys = K + b * k_b + h * k_h
     q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
     grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
-    top, least, factor = _load_statistics(STATISTICS, bh, rows, T)
+    top, row_threshold, factor = _load_statistics(STATISTICS, bh, rows, T)
 
     grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     weighted = tl.zeros([BLOCK_T], tl.float32)
     slopes = tl.zeros([BLOCK_T], tl.float32)
     entropy = tl.zeros([BLOCK_T], tl.float32)
+    distance = tl.zeros([BLOCK_T], tl.float32)
     by_parameter = tl.zeros([BLOCK_T], tl.float32)
     mean = tl.zeros([BLOCK_T], tl.float32)
     inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
@@ -372,17 +392,17 @@ def row_query_kernel(
                 mean = weighted
         for s0 in range(begin, stop, BLOCK_S):
             columns = s0 + tl.arange(0, BLOCK_S)
-            x, k = _scores(
-                q, keys, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
-                D, WIDTH, MASKING, CAUSAL, phase % 2 == 1,
-            )  # fmt: skip
+            k = load_tile(keys, columns, k_n, S, phase % 2 == 1, D, WIDTH)
+            x = _scores(
+                q, k, columns, rows, mask, m_t, m_s, T, S, scale, MASKING, CAUSAL, phase % 2 == 1
+            )
             v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, phase % 2 == 1, D, WIDTH)
             grad_weight = tl.dot(grad, tl.trans(v), input_precision="ieee")
             if DROPOUT:
                 kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
                 grad_weight = tl.where(kept, grad_weight * keep_scale, 0.0)
             weight, slope = _entry(
-                x, top[:, None], least[:, None], factor[:, None], parameter, FUNCTION
+                x, top[:, None], row_threshold[:, None], factor[:, None], parameter, FUNCTION
             )
             if phase < 2:
                 if (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
@@ -391,15 +411,20 @@ def row_query_kernel(
                 else:
                     weighted += tl.sum(weight * grad_weight, 1)
                 if FUNCTION == _ALPHA_ENTMAX:
+                    v = _distance(x, top[:, None], row_threshold[:, None], parameter)
                     entropy += tl.sum(_entropy(weight), 1)
+                    distance += tl.sum(slope * v, 1)
             else:
                 grad_x = _gradient(slope, grad_weight, mean[:, None], FUNCTION)
                 grad_q = tl.dot(grad_x.to(k.dtype), k, grad_q, input_precision="ieee")
                 if FUNCTION == _ALPHA_ENTMAX:
-                    # Proposition 1 of Correia et al. 2019.
-                    share = slope / tl.where(slopes == 0, 1.0, slopes)[:, None]
-                    change = (weight - share) / parameter + _entropy(weight)
-                    change = (change - share * entropy[:, None]) / parameter
+                    # Proposition 1 of Correia et al. 2019, as in row_functions.h.
+                    divisor = tl.where(slopes == 0, 1.0, slopes)
+                    v = _distance(x, top[:, None], row_threshold[:, None], parameter)
+                    v = (v - (distance / divisor)[:, None]) * factor[:, None]
+                    share = slope / divisor[:, None]
+                    change = slope * v / parameter + _entropy(weight) - share * entropy[:, None]
+                    change = change / parameter
                     by_parameter += tl.sum((grad_weight - mean[:, None]) * change, 1)
     store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
     row = bh.to(tl.int64) * T + rows
@@ -432,6 +457,7 @@ def row_key_kernel(
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
     columns = s0 + tl.arange(0, BLOCK_S)
+    k = load_tile(K + b * k_b + h * k_h, columns, k_n, S, True, D, WIDTH)
     v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
     grad_k = tl.zeros([BLOCK_S, WIDTH], tl.float32)
     grad_v = tl.zeros([BLOCK_S, WIDTH], tl.float32)
@@ -440,15 +466,12 @@ def row_key_kernel(
         rows = t0 + tl.arange(0, BLOCK_T)
         q = load_tile(Q + b * q_b + h * q_h, rows, q_n, T, True, D, WIDTH)
         grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
-        top, least, factor = _load_statistics(STATISTICS, bh, rows, T)
+        top, row_threshold, factor = _load_statistics(STATISTICS, bh, rows, T)
         mean = tl.load(MEAN + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
-        x, k = _scores(
-            q, K + b * k_b + h * k_h, columns, rows, k_n, mask, m_t, m_s, T, S, scale,
-            D, WIDTH, MASKING, CAUSAL, True,
-        )  # fmt: skip
+        x = _scores(q, k, columns, rows, mask, m_t, m_s, T, S, scale, MASKING, CAUSAL, True)
         x = tl.where(rows[:, None] < T, x, -float("inf"))
         weight, slope = _entry(
-            x, top[:, None], least[:, None], factor[:, None], parameter, FUNCTION
+            x, top[:, None], row_threshold[:, None], factor[:, None], parameter, FUNCTION
         )
         grad_weight = tl.dot(grad, tl.trans(v), input_precision="ieee")
         dropped = weight

@@ -3,9 +3,9 @@
 
 #include "rows.h"
 
-namespace {
-
 #include ROW_HEADER
+
+namespace {
 
 template <class Function>
 void dispatch_row(int64_t, Function function) {
