@@ -400,6 +400,15 @@ def test_train_finetunes_stock_checkpoint_from_the_identity(text):
     )
     assert "start at the identity" in our_log
     assert losses(our_log)[0] == losses(softmax_log)[0]
+    words = ["--train-scalars-only", "--max-update", "3", "--save-dir", "mt-fitted"]
+    run(text, "fairseq-train", "mt", *PLUGIN, *ours, "multimax", *common, *start, *words)
+    before, after = (
+        torch.load(text / folder / "checkpoint_last.pt", weights_only=False)["model"]
+        for folder in ("mt-softmax", "mt-fitted")
+    )
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    fitted = [value for name, value in after.items() if name not in before]
+    assert len(fitted) >= 16 and all(value.any() for value in fitted)
 
 
 def test_from_pretrained_translates_like_generate(text, generated):

@@ -605,6 +605,16 @@ def test_scalar_gradient_scale_scales_learned_scalars(build, arch, translation_b
         torch.testing.assert_close(gradients[1][name], gradient * factor)
 
 
+@pytest.mark.parametrize("arch", [TRANSLATION[1], "transformer_lm_multimax", "rnn_multimax"])
+def test_train_scalars_only_freezes_all_other_parameters(build, arch):
+    model = build(arch, "--output-normalizer", "multimax", "--train-scalars-only")
+    learned = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learned == {name for name, _ in model.named_parameters() if "modulator" in name}
+    softmax = ("--attention-normalizer", "softmax", "--output-normalizer", "softmax")
+    with pytest.raises(UsageError, match="--train-scalars-only trains nothing"):
+        build(arch, *softmax, "--train-scalars-only")
+
+
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_sinusoidal_positions_equal_stock_beyond_the_table(build, more):
     positions = build("transformer_multimax").decoder.embed_positions

@@ -100,7 +100,13 @@ def test_check_settings_refuses_an_option_of_another_mapping(beside, setting, ow
 
 def test_settings_all_have_a_refusal_case():
     chosen = {"--attention-normalizer", "--attention-normalizer-at", "--output-normalizer"}
-    always = (*DENSITY_AT.values(), "attention_gate", "monitor_interval", "scalar_gradient_scale")
+    always = (
+        *DENSITY_AT.values(),
+        "attention_gate",
+        "monitor_interval",
+        "scalar_gradient_scale",
+        "train_scalars_only",
+    )
     chosen |= {flag(name) for name in always}
     flags = {flag(setting.name) for setting in settings()}
     assert {setting.split()[0] for _, setting, *_ in FOREIGN} == flags - chosen

@@ -65,6 +65,20 @@ def test_attach_with_init_std_zero_equals_sdpa(make, per_head):
     assert (logits(model, *inputs[0]) - before[0]).abs().max() > 1e-2 * before[0].abs().max()
 
 
+def test_attach_with_freeze_trains_the_normalizers_alone():
+    model = made(gpt2).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attach(model, init_std=0.0, freeze=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    # At the identity, the thresholds have no gradient yet.
+    learned = [value for name, value in after.items() if name.endswith("_coefficient")]
+    assert learned and all(value.any() for value in learned)
+
+
 def test_attention_equals_the_formula():
     """Grouped keys, padding and a causal mask agree with the float64 reference."""
     torch.manual_seed(0)

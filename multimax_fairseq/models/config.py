@@ -168,6 +168,13 @@ def shared_options() -> dict[str, Option]:
             "gradient norm that clipping reads",
         ),
         Option(
+            "train_scalars_only",
+            False,
+            help="train the learned scalars of normalizers alone and keep all other parameters, "
+            "to fit them to a finished model of --finetune-from-model",
+            **yes_or_no(),
+        ),
+        Option(
             "monitor_interval",
             None,
             int,
@@ -230,7 +237,9 @@ def settings() -> list[Any]:
 
 
 # Settings that change training, but not the function of a trained model.
-TRAINING_ONLY = {"multimax_init_std", "scalar_gradient_scale", "monitor_interval"}
+TRAINING_ONLY = {
+    *("multimax_init_std", "scalar_gradient_scale", "train_scalars_only", "monitor_interval"),
+}
 
 
 def mapping_settings(args: Any) -> dict[str, Any]:

@@ -82,13 +82,25 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def prepare_scalars(model: Any, args: Any) -> None:
-    """Mark the scalars for `--optimizer multimax_adam`, and scale their gradients if asked.
+    """Mark the scalars for `--optimizer multimax_adam`, scale their gradients, freeze the rest.
+
+    The last two only if the settings say so.
 
     The gradients of the output layer's scalars are also divided by sqrt(V), because they are sums
     over V words per token. Adam is invariant to the scale, but without it gradient clipping would
     slow down the whole model.
     """
-    for name, module in learned_scalars(model):
+    scalars = learned_scalars(model)
+    if args.train_scalars_only:
+        if not any(True for _, module in scalars for _ in module.parameters()):
+            raise UsageError(
+                "--train-scalars-only trains nothing: this model learns no scalars; leave it out, "
+                "or give --attention-normalizer multimax or --output-normalizer multimax"
+            )
+        model.requires_grad_(False)
+        for _, module in scalars:
+            module.requires_grad_(True)
+    for name, module in scalars:
         scale = args.scalar_gradient_scale
         if scale is not None and name.endswith("output_modulator"):
             scale /= math.sqrt(len(model.decoder.dictionary))

@@ -24,6 +24,7 @@ def attach(
     *,
     inputs: Mapping[str, Any] | None = None,
     per_head: bool = False,
+    freeze: bool = False,
     **settings: Any,
 ) -> list[str]:
     """Replace softmax in a model's attention layers by a normalizer, and return the layers' names.
@@ -46,6 +47,7 @@ def attach(
         inputs: the arguments of the call, which must reach every attention layer. Default:
             `model.dummy_inputs`.
         per_head: learn the parameters per head.
+        freeze: train the normalizers alone; the other parameters need no gradient from then on.
         settings: other arguments of `Normalizer`.
 
     Raises:
@@ -86,6 +88,10 @@ def attach(
             interface.equip.reset(token)
         if not equipped:
             raise UsageError(_ignores_the_interface(model))
+    if freeze:
+        model.requires_grad_(False)
+        for module in equipped.values():
+            module.normalizer.requires_grad_(True)
     return [name for name in names.values() if name in equipped]
 
 
