@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multimax_fairseq.mappings.masking import check_arguments
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import is_finite
+from multimax_fairseq.ops.modulator import soft_capped
 
 
 def softcap(
@@ -30,6 +32,7 @@ def softcap(
     Raises:
         TypeError, ValueError: as `softmax`; a cap that is not a finite number above 0.
     """
+    check_arguments(scores, dim, mask)
     return softmax(SoftCap(cap)(scores), dim, mask)
 
 
@@ -51,6 +54,8 @@ CAP = _option(50.0, "soft-cap of attention scores", "softcap")
 class SoftCap(nn.Module):
     """Soft-cap scores: `SoftCap(cap)(x)` is cap tanh(x / cap), in float32 or wider.
 
+    Scores of inf and -inf stay as they are.
+
     Raises:
         ValueError: the cap is not a finite number above 0.
     """
@@ -63,7 +68,7 @@ class SoftCap(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         """Return the capped scores."""
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return self.soft_cap * (wide / self.soft_cap).tanh()
+        return soft_capped(wide, self.soft_cap)
 
     def extra_repr(self) -> str:
         return f"{self.soft_cap}"

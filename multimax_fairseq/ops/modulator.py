@@ -178,8 +178,8 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
         table: of `table_of`, in the dtype of x.
         low, high: the order of each side; higher orders in the table are not read.
     """
-    if table.shape[1] == 1:  # a soft-cap
-        return table[0, 0] * (x / table[0, 0]).tanh()
+    if table.shape[1] == 1:
+        return soft_capped(x, table[0, 0])
     columns = _unpack(table)
     terms = [(columns[n], columns[2 + n], -1, n + 1) for n in range(low)]
     terms += [(columns[4 + n], columns[6 + n], 1, n + 1) for n in range(high)]
@@ -195,6 +195,11 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
         # A score of inf stays inf, so that an overflow is not hidden.
         out = torch.where((x > columns[9]) & (x < float("inf")), columns[11], out)
     return out
+
+
+def soft_capped(x: Tensor, cap: float | Tensor) -> Tensor:
+    """Return cap tanh(x / cap); inf, -inf and NaN stay, as in `modulated`."""
+    return torch.where(x.isfinite(), cap * (x / cap).tanh(), x)
 
 
 def modulated_gradients(

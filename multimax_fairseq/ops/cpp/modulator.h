@@ -107,7 +107,8 @@ struct MonotoneModulator {
 struct SoftCap {
   float cap;
   explicit SoftCap(const float* table) : cap(*table) {}
-  Vec value(Vec x) const { return cap * hyperbolic_tangent(x / cap); }
+  // inf and -inf stay, so that an overflow remains visible and -inf still excludes.
+  Vec value(Vec x) const { return x - x == 0 ? cap * hyperbolic_tangent(x / cap) : x; }
   Vec backward(Vec x, Vec grad, Sums&) const {
     const Vec t = hyperbolic_tangent(x / cap);
     return grad * (1 - t * t);
