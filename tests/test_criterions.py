@@ -129,10 +129,12 @@ def test_cross_entropy_equals_stock_metrics(task, model_and_batch, pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_z_loss_is_added_in_training_only(task, model_and_batch, pair):
+def test_z_loss_and_maxsup_are_added_in_training_only(task, model_and_batch, pair):
     _, ours, options = pair
     model, sample = model_and_batch("multimax")
-    without, criterion = (ours(task, False, **options, z_loss=weight) for weight in (0.0, 0.1))
+    without, criterion = (
+        ours(task, False, **options, z_loss=weight, maxsup=3 * weight) for weight in (0.0, 0.1)
+    )
     model.eval()
     assert criterion(model, sample)[0] == without(model, sample)[0]
     model.train()
@@ -142,18 +144,21 @@ def test_z_loss_is_added_in_training_only(task, model_and_batch, pair):
     logits = model(**sample["net_input"])[0][:, prefix:]
     counted = sample["target"][:, prefix:] != task.target_dictionary.pad()
     squares = logits.logsumexp(-1).square()[counted].sum()
-    found, expected = criterion(model, sample)[0], without(model, sample)[0] + 0.1 * squares
+    gaps = (logits.amax(-1) - logits.mean(-1))[counted].sum()
+    found = criterion(model, sample)[0]
+    expected = without(model, sample)[0] + 0.1 * squares + 0.3 * gaps
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_z_loss_refuses_other_output_layers_and_weights(task, build, translation_batch):
     model, sample = build("transformer"), translation_batch()
     criterion = MultimaxCrossEntropyCriterion(task, False, z_loss=0.1)
-    with pytest.raises(UsageError, match="--z-loss needs an output layer of one weight"):
+    with pytest.raises(UsageError, match="--z-loss and --maxsup need an output layer"):
         criterion(model, sample)
     for wrong in (-1.0, math.nan):
-        with pytest.raises(UsageError, match="--z-loss .* must be a finite number"):
-            MultimaxCrossEntropyCriterion(task, False, z_loss=wrong)
+        for name in ("z_loss", "maxsup"):
+            with pytest.raises(UsageError, match="must be a finite number, at least 0: 0 is off;"):
+                MultimaxCrossEntropyCriterion(task, False, **{name: wrong})
 
 
 def test_cross_entropy_equals_stock_without_linear_output(task, build, translation_batch, caplog):

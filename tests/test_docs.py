@@ -156,7 +156,7 @@ def test_flag_rows_match_the_flags():
     of_kind = {int: "whole number", float: "number", bool: "", str: "text"}
     rows = []
     fields = FusedOutputConfig.__dataclass_fields__
-    for setting in [fields["rdrop_alpha"], fields["z_loss"], *settings(), *own]:
+    for setting in [*(fields[n] for n in ("rdrop_alpha", "z_loss", "maxsup")), *settings(), *own]:
         kind = options[setting.name].kind if setting.name in options else float
         values = of_kind[kind] if kind in of_kind else ", ".join(f"`{word}`" for word in kind)
         default = {False: "off", None: "none"}.get(setting.default, f"`{setting.default}`")

@@ -158,7 +158,7 @@ def check_the_output_layer(tokens, classes, width, dtype, side):
     target, factors = torch.randint(classes, (tokens,)), torch.rand(tokens)
     target[0] = -100
     smooth = 0.1 / classes
-    numbers = (smooth, 1 - smooth * classes, 0.1, -100, None)
+    numbers = (smooth, 1 - smooth * classes, 0.1, 0.0, -100, None)
     monotone = torch.cat([TABLE, torch.tensor([[-9.0, 9.0, 1.0, 8.0]])], 1)
     for bias, table in itertools.product((None, some_bias), (None, TABLE, monotone)):
         given = (*layer, bias, table)

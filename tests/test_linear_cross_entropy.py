@@ -72,6 +72,7 @@ def test_linear_cross_entropy_passes_gradcheck(reduction, modulated):
             modulator=module,
             label_smoothing=0.1,
             z_loss=0.2,
+            maxsup=0.3,
             ignore_index=1,
             reduction=reduction,
             chunk_size=3,
@@ -117,6 +118,35 @@ def test_z_loss_adds_the_squared_log_sum_exp(dtype):
     squares = logits.logsumexp(-1).square()[target != 1]
     assert torch.equal(nll_loss, same)
     torch.testing.assert_close(loss, without + 0.3 * squares.sum().to(loss.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_maxsup_adds_the_maximum_minus_the_mean(dtype):
+    features, weight, target, bias = loss_inputs(dtype)
+    given = {"bias": bias, "modulator": far_modulator().to(dtype), "ignore_index": 1}
+    loss, nll_loss = linear_cross_entropy(features, weight, target, maxsup=0.3, **given)
+    logits = given["modulator"](F.linear(features, weight, bias))[target != 1]
+    expected = F.cross_entropy(logits, target[target != 1], reduction="sum")
+    torch.testing.assert_close(nll_loss, expected.to(loss.dtype))
+    expected = expected + 0.3 * (logits.amax(-1) - logits.mean(-1)).sum()
+    torch.testing.assert_close(loss, expected.to(loss.dtype))
+    learned = (features, weight, bias)
+    found, right = (torch.autograd.grad(x, learned) for x in (loss, expected))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_maxsup_shares_its_gradient_among_equal_maxima(backend, monkeypatch):
+    """All 300 logits are 0, in more than two tiles of classes."""
+    monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+    weight = torch.zeros(300, 16, requires_grad=True)
+    bias = torch.zeros(300, requires_grad=True)
+    given = {"bias": bias, "maxsup": 1.0}
+    loss, nll_loss = linear_cross_entropy(torch.ones(5, 16), weight, torch.arange(5), **given)
+    torch.testing.assert_close(loss, nll_loss)
+    (found,) = torch.autograd.grad(loss, bias)
+    expected = 5 * torch.full((300,), 1 / 300) - (torch.arange(300) < 5).float()
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("impossible", [128, 256])

@@ -153,7 +153,7 @@ def test_output_loss_passes_opcheck(options, has_bias, smooth_weight, chunk_size
     features, weight, bias, target = some_output(dtype=dtype)
     table = None if options is None else some_table(**options)
     inputs = (features, weight, bias if has_bias else None, table)
-    numbers = (smooth_weight, 1 - CLASSES * smooth_weight, 0.1, -100, chunk_size)
+    numbers = (smooth_weight, 1 - CLASSES * smooth_weight, 0.1, 0.2, -100, chunk_size)
     opcheck(OPERATORS.output_loss, (*inputs, target, *numbers, summed))
     constant = [t if t is None else t.detach() for t in inputs]
     opcheck(OPERATORS.output_scores, constant)
@@ -542,7 +542,7 @@ def test_cpu_kernels_form_no_score_matrix():
     table = some_table().detach()
     rest = (torch.zeros(query.shape[1]), ~mask, None, False, 0.0, 0.3, 2, 2)
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
-    numbers = (0.01, 1 - 0.01 * KEYS, 0.1, -100, None, torch.ones(QUERIES), [True] * 4)
+    numbers = (0.01, 1 - 0.01 * KEYS, 0.1, 0.2, -100, None, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:
         output, statistics = softmax_attention._attention(query, key, value, table, *rest, True)
         softmax_attention._attention_backward(

@@ -200,7 +200,7 @@ ATTEND = dict(
 PROJECT = dict(features=FEATURES, weight=WEIGHT, bias=BIAS, table=TABLE)
 LOSS = dict(
     **PROJECT,
-    **dict(target=TARGET, smooth_weight=0.0, nll_weight=1.0, z_weight=0.0),
+    **dict(target=TARGET, smooth_weight=0.0, nll_weight=1.0, z_weight=0.0, max_weight=0.0),
     **dict(ignore_index=-100, chunk_size=None),
 )
 OF_TABLE = [
@@ -259,7 +259,7 @@ OF_LOSS = [
     *(("target", f"{d}", TARGET.to(d)) for d in (torch.int32, torch.uint64, torch.bool)),
     *(("target", f"{t}", TARGET.clone().fill_(t)) for t in (-1, -99, V, 2**62, -(2**63))),
     *values("smooth_weight nll_weight", math.nan, math.inf, -math.inf, HUGE, "1", None),
-    *values("z_weight", "1", None),
+    *values("z_weight max_weight", "1", None),
     ("smooth_weight", "not what gradients are formed for", 0.1),
     *values("ignore_index", 1.0, "1", 2**63, None),
     *values("chunk_size", 0, -1, 1.5, "1", 2**63),
@@ -434,7 +434,7 @@ WRONG = {
             *double("features weight bias"),
             *OF_OUTPUT,
             *values("label_smoothing", -0.1, 1.0, torch.tensor(0.1), *NUMBERS),
-            *values("z_loss", -0.1, torch.tensor(0.1), *NUMBERS),
+            *values("z_loss maxsup", -0.1, torch.tensor(0.1), *NUMBERS),
             *values("ignore_index", 1.0, None, torch.tensor(1), *INTEGERS),
             *values("reduction", "product", "", None, 1, True, ["sum"], torch.zeros(2)),
             *values("chunk_size", 0, -1, math.nan, torch.tensor(1), *INTEGERS),

@@ -47,6 +47,13 @@ class FusedOutputConfig(FairseqDataclass):
             "keeps them from growing; 0 turns it off"
         },
     )
+    maxsup: float = field(
+        default=0.0,
+        metadata={
+            "help": "weight of max suppression, the largest logit minus their mean, in place of "
+            "--label-smoothing; 0 turns it off"
+        },
+    )
 
 
 @dataclass
@@ -62,7 +69,7 @@ class LabelSmoothedMultimaxCrossEntropyConfig(
 
 
 class FusedOutput:
-    """Mixin of the two criteria: the fused loss, R-Drop, and the z-loss.
+    """Mixin of the two criteria: the fused loss, R-Drop, the z-loss and max suppression.
 
         loss = loss_1 + loss_2 + alpha (KL(p|q) + KL(q|p)) / 2              (Liang et al. 2021)
 
@@ -75,27 +82,31 @@ class FusedOutput:
     expects one forward pass per update. --decoder-layerdrop drops the same layers in both.
 
     In training, loss_1 and loss_2 contain --z-loss times the squared log-sum-exp of the logits
-    (Chowdhery et al. 2022), and so does the logged loss; the losses of an evaluation do not.
+    (Chowdhery et al. 2022) and --maxsup times the difference of their maximum and mean (Zhou et al.
+    2025). So does the logged loss; the losses of an evaluation do not.
     """
 
     ignore_prefix_size = 0
     label_smoothing = 0.0
     rdrop_alpha = 0.0
     z_loss = 0.0
+    maxsup = 0.0
     unreduced: tuple[int, ...] = (-1,)  # shape of the stock criterion's losses without reduction
 
-    def set_weights(self, rdrop_alpha, z_loss):
-        """Set the weights of both losses. Raise UsageError if one is not finite or below 0."""
+    def set_weights(self, rdrop_alpha, z_loss, maxsup):
+        """Set the weights of the losses. Raise UsageError if one is not finite or below 0."""
         if not (is_finite(rdrop_alpha) and rdrop_alpha >= 0):
             raise UsageError(
                 f"--rdrop-alpha {rdrop_alpha} must be a finite number, at least 0: 0 is off, 5 is "
                 "the published setting for IWSLT14"
             )
-        if not (is_finite(z_loss) and z_loss >= 0):
-            raise UsageError(
-                f"--z-loss {z_loss} must be a finite number, at least 0: 0 is off, 1e-4 is usual"
-            )
-        self.rdrop_alpha, self.z_loss = rdrop_alpha, z_loss
+        for flag, weight, example in (("z-loss", z_loss, "1e-4"), ("maxsup", maxsup, "0.1")):
+            if not (is_finite(weight) and weight >= 0):
+                raise UsageError(
+                    f"--{flag} {weight} must be a finite number, at least 0: 0 is off; give one "
+                    f"such as {example}"
+                )
+        self.rdrop_alpha, self.z_loss, self.maxsup = rdrop_alpha, z_loss, maxsup
 
     def check_model(self, model):
         """Raise UsageError if the criterion cannot train the model."""
@@ -159,10 +170,11 @@ class FusedOutput:
         linear_output = getattr(decoder, "linear_output", None)
         if not is_adaptive and linear_output is not None and linear_output() is not None:
             return linear_output
-        if self.z_loss > 0:
+        if self.z_loss > 0 or self.maxsup > 0:
             raise UsageError(
-                "--z-loss needs an output layer of one weight with softmax or MultiMax: leave it "
-                "out, or use --output-normalizer multimax and no --adaptive-softmax-cutoff"
+                "--z-loss and --maxsup need an output layer of one weight with softmax or "
+                "MultiMax: leave them out, or use --output-normalizer multimax and no "
+                "--adaptive-softmax-cutoff"
             )
         if is_adaptive:
             return None
@@ -191,6 +203,7 @@ class FusedOutput:
             modulator=modulator,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss if model.training else 0.0,
+            maxsup=self.maxsup if model.training else 0.0,
             ignore_index=self.padding_idx,
             reduction=reduction,
         )
@@ -256,9 +269,9 @@ def doubled(net_input):
 class MultimaxCrossEntropyCriterion(FusedOutput, CrossEntropyCriterion):
     """fairseq's `cross_entropy` with a fused output layer."""
 
-    def __init__(self, task, sentence_avg, rdrop_alpha=0.0, z_loss=0.0):
+    def __init__(self, task, sentence_avg, rdrop_alpha=0.0, z_loss=0.0, maxsup=0.0):
         super().__init__(task, sentence_avg)
-        self.set_weights(rdrop_alpha, z_loss)
+        self.set_weights(rdrop_alpha, z_loss, maxsup)
 
 
 @register_criterion(
@@ -278,9 +291,10 @@ class LabelSmoothedMultimaxCrossEntropyCriterion(FusedOutput, LabelSmoothedCross
         report_accuracy=False,
         rdrop_alpha=0.0,
         z_loss=0.0,
+        maxsup=0.0,
     ):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        self.set_weights(rdrop_alpha, z_loss)
+        self.set_weights(rdrop_alpha, z_loss, maxsup)
 
     @property
     def label_smoothing(self):

@@ -61,6 +61,7 @@ def linear_cross_entropy(
     modulator: AnyModulator | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    maxsup: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "sum",
     chunk_size: int | None = None,
@@ -69,7 +70,7 @@ def linear_cross_entropy(
 
         nll = log sum_k exp(z_k) - z_y,      z = sigma(W h + b)
         loss = (1 - e - e_i) nll - e_i sum_k log p_k,   e_i = e / (V - 1),  e = label_smoothing
-               + z_loss (log sum_k exp(z_k))^2
+               + z_loss (log sum_k exp(z_k))^2 + maxsup (max_k z_k - mean_k z_k)
     Equivalent to: F.cross_entropy(modulator(F.linear(features, weight, bias)), target) without
     label smoothing. With it, e is spread over the V - 1 other classes, as in fairseq.
 
@@ -84,6 +85,7 @@ def linear_cross_entropy(
         modulator: a `Modulator` with shared heads, or a `SoftCap`; None is softmax.
         label_smoothing: in [0, 1).
         z_loss: at least 0; it keeps the logits from growing, as in PaLM (Chowdhery et al. 2022).
+        maxsup: at least 0; max suppression, in place of label smoothing (Zhou et al. 2025).
         ignore_index: targets of this value are ignored.
         reduction: "sum", "mean" (over the targets that count; NaN if none does) or "none".
         chunk_size: rows taken at a time; None chooses.
@@ -95,9 +97,9 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: shapes, dtypes or devices that do not fit; a modulator per head; an unknown
-            reduction; label smoothing or z_loss out of range; a chunk size below 1; on the CPU, a
-            target that is neither one of the V classes nor ignore_index. On other devices and under
-            torch.compile, such a target gives NaN.
+            reduction; label smoothing, z_loss or maxsup out of range; a chunk size below 1; on
+            the CPU, a target that is neither one of the V classes nor ignore_index. On other
+            devices and under torch.compile, such a target gives NaN.
     """
     check_linear(features, weight, bias, modulator)
     target = _checked_target(features, target)
@@ -106,9 +108,10 @@ def linear_cross_entropy(
     check_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
-    check_number("z_loss", z_loss)
-    if not 0 <= z_loss < torch.inf:
-        raise ValueError(f"z_loss must be finite and at least 0, got {z_loss}")
+    for name, weight_of in (("z_loss", z_loss), ("maxsup", maxsup)):
+        check_number(name, weight_of)
+        if not 0 <= weight_of < torch.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {weight_of}")
     shape, classes = target.shape, weight.shape[0]
     target = target.reshape(-1)
     rows = features.reshape(target.shape[0], features.shape[-1])
@@ -117,9 +120,11 @@ def linear_cross_entropy(
     nll_weight = 1 - smooth_weight * classes
     summed = reduction != "none"
     table = table_or_none(modulator, features)
-    weights = (smooth_weight, nll_weight, float(z_loss))
+    weights = (smooth_weight, nll_weight, float(z_loss), float(maxsup))
     call = LossCall(rows, weight, bias, table, target, *weights, ignore_index, chunk_size)
-    if linear_backend("output loss", rows, weight, bias, table) == "plain":
+    # A GPU kernel would round the maximum differently in its two passes.
+    is_supported = maxsup == 0 or not on_triton(rows.device)
+    if linear_backend("output loss", rows, weight, bias, table, is_supported) == "plain":
         loss, nll_loss = _plain(call, summed)
     else:
         table = None if table is None else table.float()
@@ -149,7 +154,12 @@ def _checked_target(features: Tensor, target: Tensor) -> Tensor:
 
 
 def linear_backend(
-    operation: str, features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+    operation: str,
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    is_supported: bool = True,
 ) -> str:
     """Return the backend for a linear layer and its modulator, as `choose`."""
     fits = table is None or (table.shape[0] == 1 and fits_device(table, features.device))
@@ -157,7 +167,7 @@ def linear_backend(
         operation,
         "auto",
         *(features, weight, bias),
-        is_supported=fits and features.numel() > 0 and weight.numel() > 0,
+        is_supported=is_supported and fits and features.numel() > 0 and weight.numel() > 0,
         # The C++ kernel computes in float32; a narrower weight would need a copy.
         dtypes=DTYPES if on_triton(features.device) else (torch.float32,),
     )
@@ -200,8 +210,15 @@ def _losses(logits: Tensor, target: Tensor, call: LossCall) -> tuple[Tensor, Ten
     logit = logits.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
     logit = logit.masked_fill((target < 0) | (target >= classes), torch.nan)
     ignored = target == call.ignore_index
-    nll, smooth = log_total - logit, classes * log_total - logits.sum(-1)
-    loss = call.loss(nll, smooth, log_total)
+    nll = log_total - logit
+    loss = nll.clone()
+    if call.smooth_weight:
+        loss = call.nll_weight * nll
+        loss = loss + call.smooth_weight * (classes * log_total - logits.sum(-1))
+    if call.z_weight:
+        loss = loss + call.z_weight * log_total.square()
+    if call.max_weight:
+        loss = loss + call.max_weight * (logits.amax(-1) - logits.mean(-1))
     return nll.masked_fill(ignored, 0.0), loss.masked_fill(ignored, 0.0), log_total
 
 
@@ -219,7 +236,10 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         grad = logits.softmax(-1)
         if call.z_weight:
             grad.mul_((1 + 2 * call.z_weight * log_total).unsqueeze(-1))
-        grad.sub_(call.smooth_weight)
+        grad.sub_(call.smooth_weight + call.max_weight / logits.shape[-1])
+        if call.max_weight:
+            is_max = logits == logits.amax(-1, keepdim=True)
+            grad.add_(is_max / is_max.sum(-1, keepdim=True), alpha=call.max_weight)
         index = target.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
         grad.scatter_add_(-1, index, grad.new_full((), -call.nll_weight).expand(index.shape))
         factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
@@ -264,6 +284,8 @@ def _check_loss(call: LossCall) -> None:
     _check_rows("target", call.target, torch.int64, call.features)
     if call.chunk_size is not None and call.chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {call.chunk_size}")
+    if call.max_weight and on_triton(call.features.device):
+        raise ValueError(f"max_weight must be 0 on a GPU, got {call.max_weight}")
 
 
 def _check_rows(name: str, tensor: Tensor, dtype: torch.dtype, features: Tensor) -> None:
@@ -371,6 +393,7 @@ def _run_cpp(
         smooth_weight=call.smooth_weight,
         nll_weight=call.nll_weight,
         z_weight=call.z_weight,
+        max_weight=call.max_weight,
         target=call.target.contiguous(),
         factors=None if factors is None else factors.contiguous(),
         nll=nll,

@@ -33,7 +33,8 @@ ALIGNMENT = 64
 class LossCall(NamedTuple):
     """The arguments of one loss over a linear layer, from the public function to the kernels.
 
-    loss = nll_weight * nll + smooth_weight * smooth + z_weight * lse^2, with z = sigma(W h + b),
+    loss = nll_weight * nll + smooth_weight * smooth + z_weight * lse^2
+           + max_weight * (max_k z_k - mean_k z_k), with z = sigma(W h + b),
     lse = log sum_k exp(z_k), nll = lse - z_target and smooth = sum_k (lse - z_k).
 
     Attributes:
@@ -54,6 +55,7 @@ class LossCall(NamedTuple):
     smooth_weight: float
     nll_weight: float
     z_weight: float
+    max_weight: float
     ignore_index: int
     chunk_size: int | None
 
@@ -66,13 +68,6 @@ class LossCall(NamedTuple):
     def numbers(self) -> tuple[Any, ...]:
         """The fields after the tensors."""
         return self[5:]
-
-    def loss(self, nll: Tensor, smooth: Tensor, log_total: Tensor) -> Tensor:
-        """Return the loss of each row, in a new tensor."""
-        loss = nll.clone()
-        if self.smooth_weight:
-            loss = self.nll_weight * nll + self.smooth_weight * smooth
-        return loss + self.z_weight * log_total.square() if self.z_weight else loss
 
 
 # compute(call, factors, needed) -> (nll, loss, *gradients by features, weight, bias, table)

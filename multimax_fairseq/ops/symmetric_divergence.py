@@ -84,7 +84,9 @@ def symmetric_divergence(
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
     table = table_or_none(modulator, features)
-    call = LossCall(rows, weight, bias, table, mask.reshape(-1), 0.0, 1.0, 0.0, -100, chunk_size)
+    call = LossCall(
+        rows, weight, bias, table, mask.reshape(-1), 0.0, 1.0, 0.0, 0.0, -100, chunk_size
+    )
     divergence = _plain(call, reduction != "none")
     if reduction == "none":
         return divergence.view(mask.shape)

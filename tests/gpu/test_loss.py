@@ -41,7 +41,9 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
     needed = (True,) * 4
     runs = []
     for _ in range(2):
-        call = LossCall(*inputs, table, target, smooth_weight, nll_weight, 0.01, -1, chunk_size)
+        call = LossCall(
+            *inputs, table, target, smooth_weight, nll_weight, 0.01, 0.0, -1, chunk_size
+        )
         nll, loss, grads = output_loss(call, factors, needed)
         assert nll.dtype == loss.dtype == torch.float32
         assert (grads[3] is None) == (table is None)
@@ -69,7 +71,7 @@ def test_output_loss_ignores_excluded_classes(dtype, kind):
     inputs[2][128:256] = inputs[2][BLOCK : 2 * BLOCK] = -math.inf
     target[(inputs[2][target.clamp(min=0)] == -math.inf)] = 0
     table = {None: None, "shared": -far_table(1), "monotone": monotone_table(1, -math.inf)}[kind]
-    call = LossCall(*inputs, table, target, 0.0, 1.0, 0.0, -1, None)
+    call = LossCall(*inputs, table, target, 0.0, 1.0, 0.0, 0.0, -1, None)
     nll, _, grads = output_loss(call, factors, (True,) * 4)
     learned = [t.double().requires_grad_() for t in inputs[:2]]
     expected, _ = plain_loss(*learned, inputs[2].double(), table, target, 0.0, 1.0)
@@ -94,7 +96,7 @@ def test_monotone_modulator_propagates_overflow(dtype, number):
     inputs[2][7] = number
     for kind in (table, torch.cat([-table[:, :8], table[:, 8:]], -1)):
         nll = output_loss(
-            LossCall(*inputs, kind, target, 0.0, 1.0, 0.0, -1, None), None, (False,) * 4
+            LossCall(*inputs, kind, target, 0.0, 1.0, 0.0, 0.0, -1, None), None, (False,) * 4
         )[0]
         assert not nll[target >= 0].isfinite().any()
         *attended, grad = attention_inputs(1, 1, 20, 40, 16, dtype)

@@ -7,15 +7,17 @@
 struct OutputLoss {
   int64_t tokens, classes, size, chunk, threads, columns, ignore_index;
   // The gradient of the modulated logit z[k] of a token is
-  // factors[token] * ((1 + 2 z_weight lse) p[k] - smooth_weight - nll_weight * [k == target]),
+  // factors[token] * ((1 + 2 z_weight lse) p[k] - smooth_weight - nll_weight * [k == target]
+  // + max_weight * ([z[k] is the maximum] / (number of maxima) - 1 / classes)),
   // where lse is the log-sum-exp of z.
-  float smooth_weight, nll_weight, z_weight;
+  float smooth_weight, nll_weight, z_weight, max_weight;
   const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
   const float* table;                     // (columns,), or null if columns is 0
   const int64_t* target;                  // (tokens,)
   const float* factors;                   // (tokens,); null: no gradients
   // (tokens,): nll = lse - z[target], and
-  // loss = nll_weight * nll + smooth_weight * sum_k (lse - z[k]) + z_weight * lse^2.
+  // loss = nll_weight * nll + smooth_weight * sum_k (lse - z[k]) + z_weight * lse^2
+  // + max_weight * (max z - mean z).
   double *nll, *loss;
   float *grad_features, *grad_weight, *grad_bias;  // each may be null
   double* grad_table;                              // (COLUMNS,)
@@ -51,17 +53,19 @@ struct Chunk {
   float* logits;
   int64_t stride;                  // between the logits of two classes
   // (width,): maximum of the modulated logits, (1 + 2 z_weight lse) / sum of exp, factor of the
-  // gradient.
-  Buffer tops, inverses, factors;
+  // gradient, max_weight / (number of maxima).
+  Buffer tops, inverses, factors, max_shares;
   Buffer scratch;                  // (2 * CLASSES, width) for each thread
   Buffer grad_features;            // (width, size) for each thread: the sum over its classes
 };
 
-// Statistics of a token's modulated logits z: maximum, sum of exp(z - top), sum of z, z[target].
+// Statistics of a token's modulated logits z: maximum and how many z equal it, sum of
+// exp(z - top), sum of z, z[target].
 struct Column {
-  float top = -INFINITE;
+  float top = -INFINITE, maxima = 0;
   double sum = 0, sum_z = 0, target_z = 0;
-  void merge(float other_top, double other_sum) {
+  void merge(float other_top, float other_maxima, double other_sum) {
+    if (other_top >= top) maxima = other_maxima + (other_top == top ? maxima : 0);
     if (other_top > top) std::swap(top, other_top), std::swap(sum, other_sum);
     // The check avoids -inf - (-inf) = NaN for an empty column. A NaN among the logits passes it.
     if (other_sum != 0) sum += other_sum * std::exp(double(other_top) - top);
@@ -84,11 +88,14 @@ void tile_statistics(
       maximum = vec_max(maximum, z);
       sum_z += z;
     }
-    Vec sum{};
+    Vec sum{}, maxima{};
     const Vec base = exp_shift(maximum);
     for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
+    if (a.max_weight)
+      for (int64_t v = 0; v < rows; v++)
+        maxima += modulated[v] == maximum ? broadcast(1) : Vec{};
     for (int64_t i = 0; i < LANES; i++) {
-      columns[q + i].merge(maximum[i], sum[i]);
+      columns[q + i].merge(maximum[i], maxima[i], sum[i]);
       columns[q + i].sum_z += sum_z[i];
     }
   }
@@ -110,15 +117,16 @@ void tile_gradients(
   float* grads = scratch;                           // (rows, width)
   float* transposed = scratch + CLASSES * c.width;  // (width, CLASSES)
   Sums sums;
+  const float constant = a.smooth_weight + a.max_weight / a.classes;
   for (int64_t v = 0; v < rows; v++) {
     for (int64_t q = 0; q < c.width; q += LANES) {
       const float* at = logits + v * c.stride + q;
       // Prefetch the logits of the next tile.
       __builtin_prefetch(at + CLASSES * c.stride, 0, 2);
-      const Vec x = load(at);
-      const Vec p = exponential(sigma.value(x) - load(c.tops + q)) * load(c.inverses + q);
-      store(grads + v * c.width + q,
-            sigma.backward(x, load(c.factors + q) * (p - a.smooth_weight), sums));
+      const Vec x = load(at), z = sigma.value(x);
+      Vec part = exponential(z - load(c.tops + q)) * load(c.inverses + q) - constant;
+      if (a.max_weight) part += z == load(c.tops + q) ? load(c.max_shares + q) : Vec{};
+      store(grads + v * c.width + q, sigma.backward(x, load(c.factors + q) * part, sums));
     }
     if (v % FLOAT_ROWS == FLOAT_ROWS - 1) sigma.add_gradients(std::exchange(sums, {}), grad_table);
   }
@@ -172,18 +180,20 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
     Column merged = columns[q];
     for (int64_t i = 1; i < threads; i++) {
       const Column& part = columns[i * c.width + q];
-      merged.merge(part.top, part.sum);
+      merged.merge(part.top, part.maxima, part.sum);
       merged.sum_z += part.sum_z, merged.target_z += part.target_z;
     }
     const double log_total = merged.top + std::log(merged.sum);
     c.tops[q] = merged.top, c.factors[q] = 0;
+    c.max_shares[q] = a.max_weight / std::max(merged.maxima, 1.0f);
     c.inverses[q] = (a.z_weight ? 1 + 2 * a.z_weight * log_total : 1) / merged.sum;
     if (q >= c.count) continue;
     const double nll = log_total - merged.target_z, smooth = a.classes * log_total - merged.sum_z;
     a.nll[c.rows[q]] = nll;
     // Without the checks, 0 * inf would be NaN.
     a.loss[c.rows[q]] = a.nll_weight * nll + (a.smooth_weight ? a.smooth_weight * smooth : 0) +
-                        (a.z_weight ? a.z_weight * log_total * log_total : 0);
+                        (a.z_weight ? a.z_weight * log_total * log_total : 0) +
+                        (a.max_weight ? a.max_weight * (merged.top - merged.sum_z / a.classes) : 0);
     if (a.factors) c.factors[q] = a.factors[c.rows[q]];
   }
   if (!a.factors) return;
@@ -224,7 +234,7 @@ void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
   const Buffer logits(in_grad_weight ? 0 : width * (a.factors ? a.classes : a.threads * CLASSES));
   Chunk c{0, 0, nullptr, Buffer(width * a.size), Buffer(width * a.size),
           in_grad_weight ? a.grad_weight : logits + 0, 0,
-          Buffer(width), Buffer(width), Buffer(width),
+          Buffer(width), Buffer(width), Buffer(width), Buffer(width),
           Buffer(a.factors ? a.threads * 2 * CLASSES * width : 0),
           Buffer(a.factors && a.grad_features ? a.threads * width * a.size : 0)};
   for (int64_t n = 0; n < tokens; n += a.chunk) {
