@@ -164,8 +164,8 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
   float* weights = scores + keys * QUERIES;            // (keys, QUERIES)
   float* grads = weights + keys * QUERIES;             // (keys, QUERIES), of the weights
   Support support(grads + keys * QUERIES);
-  // (keys, QUERIES): the slopes, later the gradients of the scores. Only `by_parameter` needs the
-  // scores again.
+  // (keys, QUERIES): the slopes, later the gradients of the scores. Only the gradient of the
+  // parameter needs the scores again.
   float* slopes = Row::learns ? support.end(keys) : scores;
   grad_key.initialize(keys), grad_value.initialize(keys);
 
