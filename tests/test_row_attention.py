@@ -142,10 +142,18 @@ def test_row_attention_adds_float_masks(mapping):
     assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("name", ["sparsemax", "entmax15", "alpha_entmax", "topk"])
-def test_gradients_equal_finite_differences(name):
+PER_HEAD = torch.tensor([0.2, 0.5, 0.9])[:, None, None]
+DIFFERENTIATED = {
+    **{"sparsemax": {}, "entmax15": {}, "alpha_entmax": MAPPINGS["alpha_entmax"][1]},
+    **{"topk": {"k": 3}, "softpick": {}, "sigmoid": {}, "evsoftmax": {"training": True}},
+    **{"asentmax": {"beta": PER_HEAD, "gamma": PER_HEAD.flip(0)}, "sink": {"sink": PER_HEAD}},
+    **{"ssmax": {"length_scale": PER_HEAD}, "softcap": {"cap": 0.7}},
+}
+
+
+@pytest.mark.parametrize("name, arguments", DIFFERENTIATED.items(), ids=DIFFERENTIATED)
+def test_gradients_equal_finite_differences(name, arguments):
     """Differences in float64 of the plain form, against the kernel's gradients in float32."""
-    arguments = {"topk": {"k": 3}, "alpha_entmax": MAPPINGS["alpha_entmax"][1]}.get(name, {})
     parts, grad = inputs((1, 6, 9, 8))
     _, *found = attend((name, arguments), parts, grad, backend="cpp")
     given = {n: x for n, x in arguments.items() if isinstance(x, torch.Tensor)}
