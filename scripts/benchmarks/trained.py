@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,42 +19,36 @@ from multimax_fairseq.ops.masks import causal_mask
 
 
 class Recorded(NamedTuple):
-    """One attention of the model: its arguments, except for the value."""
+    """One attention of the model: its normalizer, and the arguments of `attend` by name."""
 
     place: str
     normalizer: Normalizer
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    hidden: Tensor | None
+    arguments: dict[str, Any]
 
     @property
     def excluded(self) -> Tensor | None:
         """The excluded keys of each query, True; with the causal mask."""
-        if not self.is_causal:
-            return self.mask
-        return causal_mask(self.mask, self.query.shape[2], self.key.shape[2], self.query.device)
+        query, key, mask = (self.arguments[name] for name in ("query", "key", "mask"))
+        if not self.arguments["is_causal"]:
+            return mask
+        return causal_mask(mask, query.shape[2], key.shape[2], query.device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Any:
+        """Call `attend` with other tensors."""
+        given = {"query": query, "key": key, "value": value, "need_probs": False, **others}
+        return self.normalizer.attend(**self.arguments | given)
 
 
 def recording(normalizer: Normalizer, place: str, recorded: list[Recorded]) -> Callable[..., Any]:
     """Return the method `attend` of a normalizer, which also records its arguments."""
     attend = normalizer.attend
+    signature = inspect.signature(attend)
 
-    def record(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        need_probs: bool = False,
-        hidden: Tensor | None = None,
-    ) -> Any:
-        recorded.append(Recorded(place, normalizer, query, key, mask, is_causal, scale, hidden))
-        return attend(query, key, value, mask, is_causal, dropout_p, scale, need_probs, hidden)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        recorded.append(Recorded(place, normalizer, bound.arguments))
+        return attend(*args, **kwargs)
 
     return record
 
@@ -84,51 +79,47 @@ def trained(args: argparse.Namespace) -> list[Case]:
 
 
 def layer_case(call: Recorded, args: argparse.Namespace) -> Case:
-    name = call.normalizer.name
+    name, query, key = call.normalizer.name, call.arguments["query"], call.arguments["key"]
 
     @functools.cache
     def inputs(is_random: bool) -> tuple[list[Tensor], Tensor]:
         draw = torch.Generator().manual_seed(1)
-        parts = [call.query, call.key, call.key]
-        draws = [torch.randn(part.shape, generator=draw).to(part) for part in parts]
-        parts = draws if is_random else [call.query, call.key, draws[2]]
-        grad = torch.randn(call.query.shape, generator=draw).to(call.query)
+        draws = [torch.randn(part.shape, generator=draw).to(part) for part in (query, key, key)]
+        parts = draws if is_random else [query, key, draws[2]]
+        grad = torch.randn(query.shape, generator=draw).to(query)
         return [part.clone().requires_grad_() for part in parts], grad
 
     def contestant(label: str, attend: Callable[..., Tensor], is_random: bool) -> Contestant:
         def make() -> Ready:
             parts, grad = inputs(is_random)
             learned: dict[str, Any] = dict(zip(("query", "key", "value"), parts, strict=True))
-            if label != "softmax (torch)":
-                learned |= dict(call.normalizer.named_parameters())
+            if attend is softmax:
+                return gradients_of(lambda: (attend(*parts), grad), learned)
+            learned |= dict(call.normalizer.named_parameters())
             ready = gradients_of(lambda: (attend(*parts), grad), learned)
-            if label == "softmax (torch)":
-                return ready
             with torch.no_grad():
-                arguments = (call.mask, call.is_causal, 0.0, call.scale, True, call.hidden)
-                _, probs = call.normalizer.attend(*parts, *arguments)
+                _, probs = call.attend(*parts, need_probs=True)
             return ready._replace(zeros=share_of_zeros(probs, call.excluded))
 
         return Contestant(make, label)
 
-    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        arguments = (call.mask, call.is_causal, 0.0, call.scale, False, call.hidden)
-        return call.normalizer.attend(query, key, value, *arguments)[0]
+    def ours(*parts: Tensor) -> Tensor:
+        return call.attend(*parts)[0]
 
-    allowed = None if call.mask is None else ~call.mask
-    if call.is_causal and allowed is not None:
-        allowed, is_causal = ~call.excluded, False
-    else:
-        is_causal = call.is_causal
+    mask, is_causal = call.arguments["mask"], call.arguments["is_causal"]
+    # torch refuses a mask beside is_causal.
+    excluded = call.excluded if mask is not None else None
     softmax = functools.partial(
-        F.scaled_dot_product_attention, attn_mask=allowed, is_causal=is_causal, scale=call.scale
+        F.scaled_dot_product_attention,
+        attn_mask=None if excluded is None else ~excluded,
+        is_causal=is_causal and mask is None,
+        scale=call.arguments["scale"],
     )
     contestants = {
         "softmax (torch)": contestant("softmax (torch)", softmax, False),
         f"{name}, trained": contestant(f"{name}, trained", ours, False),
         f"{name}, random scores": contestant(f"{name}, random scores", ours, True),
     }
-    queries, keys = "x".join(map(str, call.query.shape)), call.key.shape[2]
-    label = f"{call.place}, {queries}, {keys} keys"
+    label = f"{call.place}, {'x'.join(map(str, query.shape))}, {key.shape[2]} keys"
     baselines = ["softmax (torch)"]
     return Case(label, 0, contestants, [BEST], ["seconds"], baselines, settles=True)
