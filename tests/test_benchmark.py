@@ -186,7 +186,7 @@ def test_attention_measures_other_mappings(benchmark):
         assert case["agreement"][f"{name} (auto)"]["difference"] < 1e-5
         assert gradients[f"{name} (auto)"] == 3 * 2 * 2 * 12 * 8 * 4 + learned * 4
     zeros = {name: entry["zeros"] for name, entry in case["contestants"].items()}
-    # Causal rows of 1 to 12 scores, of which the 8 largest have a weight.
+    # Query t has t scores, and top-k gives the 8 largest of them a weight.
     assert zeros["topk (auto)"] == pytest.approx((1 + 2 + 3 + 4) / 78)
     assert zeros["softmax1 (auto)"] == 0 < zeros["entmax15 (auto)"] < zeros["sparsemax (auto)"]
     assert zeros[AUTO] is None

@@ -61,7 +61,8 @@ def evsoftmax(
 def _kernel(training: bool = False) -> dict[str, Any] | None:
     if not isinstance(training, bool):
         return None
-    return {"row": RowFunction("evsoftmax", EV_TRAINING_FACTOR if training else 0.0, True)}
+    factor = EV_TRAINING_FACTOR if training else 0.0
+    return {"row": RowFunction("evsoftmax", factor, needs_exclusion_mask=True)}
 
 
 register(

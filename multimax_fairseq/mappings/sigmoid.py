@@ -44,7 +44,8 @@ def sigmoid(
 def _kernel(bias: float | None = None) -> dict[str, Any] | None:
     if bias is not None and not is_finite(bias):
         return None
-    return {"row": RowFunction("sigmoid", math.nan if bias is None else float(bias), True)}
+    parameter = math.nan if bias is None else float(bias)
+    return {"row": RowFunction("sigmoid", parameter, needs_exclusion_mask=True)}
 
 
 register(

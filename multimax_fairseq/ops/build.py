@@ -56,7 +56,6 @@ def row_library(header: str, function: str) -> ctypes.CDLL | None:
     path = Path(header).resolve()
     try:
         name = [f'-DROW_HEADER="{path}"', f"-DROW_FUNCTION={function}"]
-        path.read_bytes()  # OSError if it cannot be read
         return load([*_flags(), *name], SOURCE.with_name("plugin_row.cpp"), path.parent)
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         logger.warning(f"plain PyTorch replaces the row function {function} of {header}: {error}")

@@ -108,10 +108,10 @@ def linear_cross_entropy(
     check_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
-    for name, weight_of in (("z_loss", z_loss), ("maxsup", maxsup)):
-        check_number(name, weight_of)
-        if not 0 <= weight_of < torch.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {weight_of}")
+    for name, value in (("z_loss", z_loss), ("maxsup", maxsup)):
+        check_number(name, value)
+        if not 0 <= value < torch.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {value}")
     shape, classes = target.shape, weight.shape[0]
     target = target.reshape(-1)
     rows = features.reshape(target.shape[0], features.shape[-1])

@@ -112,8 +112,8 @@ def decoding_attention(
 ) -> DecodingAttention | None:
     """Return `attend(query, cache, scale, hidden)`, the attention of one step, without gradients.
 
-    Query and output are (R, H, D). `hidden`, (R, 1, 1, any size), is not read; `GatedAttention`
-    reads it. The modulator's parameters are read once, here.
+    Query and output are (R, H, D). `hidden`, (R, 1, 1, any size), is not read here; gates and
+    mappings of hidden states read it. The modulator's parameters are read once, here.
 
     Equivalent to: fused_attention(query[:, :, None], *(x[cache.ancestors].transpose(1, 2)
         for x in (cache.keys, cache.values)), None, False, 0.0, scale, ...)[:, :, 0]
