@@ -3,7 +3,7 @@
 Losses, logged fields and units are those of the stock criteria. The fused loss needs the decoder's
 `linear_output() -> (weight, bias, modulator)`. If a decoder has no such method, or it returns None,
 the criterion computes all logits as the stock one does, and logs this once. Both criteria can
-train with R-Drop and with a z-loss.
+train with R-Drop, a z-loss and max suppression.
 """
 
 import functools

@@ -92,7 +92,7 @@ def prepare_scalars(model: Any, args: Any) -> None:
     """
     scalars = learned_scalars(model)
     if args.train_scalars_only:
-        if not any(True for _, module in scalars for _ in module.parameters()):
+        if not any(list(module.parameters()) for _, module in scalars):
             raise UsageError(
                 "--train-scalars-only trains nothing: this model learns no scalars; leave it out, "
                 "or give --attention-normalizer multimax or --output-normalizer multimax"
