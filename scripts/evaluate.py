@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexity.
 
-    scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--json FILE]
-                        [--user-dir DIR] [--quantize int8]
+    scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--longer N]
+                        [--json FILE] [--user-dir DIR] [--quantize int8]
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
 papers report it. A translation has at most 1.2 tokens per source token plus 10, or what max_len_a
@@ -14,6 +14,7 @@ the numbers of sentence pairs differ from those expected, which the signatures t
 
 Language model: perplexity per token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
+Blocks are as long as in training; --longer N makes them N times as long.
 Also perplexity per word of the text before subwords, if evaluation.json has the number of words.
 
 Both compute in float32, also for models trained with --bf16. A source longer than the model's
@@ -190,9 +191,9 @@ def words_of(data: Path, subset: str) -> int | None:
 
 
 def language_model(
-    checkpoint: Path, data: Path, task: Any, subset: str, options: list[str], log: Path
+    checkpoint: Path, data: Path, task: Any, subset: str, longer: int, options: list[str], log: Path
 ) -> dict[str, Any]:
-    block = task.tokens_per_sample
+    block = longer * task.tokens_per_sample
     context = 400 * block // 512
     words = command(
         *("fairseq-eval-lm", data, "--path", checkpoint, "--gen-subset", subset),
@@ -235,6 +236,7 @@ def evaluate(
     log: Path | None = None,
     quantized: bool = False,
     plugin: str | Path = PLUGIN,
+    longer: int | None = None,
 ) -> dict[str, Any]:
     """Return metric, value, signature and protocol; raise UsageError if a command fails."""
     for path, what in ((checkpoint, "checkpoint"), (data, "data folder")):
@@ -248,7 +250,9 @@ def evaluate(
     if task._name == "language_modeling":
         if quantized:
             raise UsageError("--quantize int8 is for translation: leave it out")
-        return language_model(checkpoint, data, task, subset, options, log)
+        return language_model(checkpoint, data, task, subset, longer or 1, options, log)
+    if longer is not None:
+        raise UsageError("--longer is for language models: leave it out")
     if not hasattr(task, "source_lang"):
         raise UsageError(
             f"checkpoint '{checkpoint}' is of the task {task._name}: give one of translation or "
@@ -290,6 +294,12 @@ def main() -> None:
     parser.add_argument("--subset", default="test", help="of DATA-BIN; default test")
     parser.add_argument("--beam", type=int, help="of a translation; default 5")
     parser.add_argument(
+        "--longer",
+        type=lib.positive,
+        metavar="N",
+        help="evaluate a language model on blocks N times as long as in training",
+    )
+    parser.add_argument(
         "--quantize",
         choices=["int8"],
         help="also evaluate in int8 on the CPU, and print the difference",
@@ -321,7 +331,7 @@ def main() -> None:
             checkpoint = folder / f"average{args.average}.pt"
             write(average(newest(folder, args.average)), checkpoint)
         arguments = (checkpoint, args.data, args.subset, args.beam)
-        score = functools.partial(evaluate, *arguments, plugin=args.user_dir)
+        score = functools.partial(evaluate, *arguments, plugin=args.user_dir, longer=args.longer)
         int8_result = {}
         if args.quantize is not None:
             log = log_of(checkpoint, f"{args.subset}.int8")
