@@ -43,10 +43,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import attention_statistics
 import evaluate
 import hydra
 import lib
 import torch
+from fairseq import utils
 from lib import CONFIGS, ROOT, Experiment, options_of
 from omegaconf import DictConfig, OmegaConf
 
@@ -80,6 +82,7 @@ class Run(NamedTuple):
     command: list[str]
     updates: int
     data_set: str = ""  # that --data chose, if there is a choice
+    longer: int = 1  # as `Experiment`
 
     @property
     def name(self) -> str:
@@ -153,8 +156,9 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     command = [train, str(args.data_bin), *options(cfg), *args.train]
     final = options_of(command)
     updates, plugin = final["--max-update"][0], final["--user-dir"][0]
-    name = args.experiment.name
-    return Run(name, row, seed, folder, args.data_bin, plugin, command, int(updates), args.data)
+    name, longer = args.experiment.name, args.experiment.longer
+    words = (folder, args.data_bin, plugin, command, int(updates), args.data, longer)
+    return Run(name, row, seed, *words)
 
 
 # --- one run -----------------------------------------------------------------------------------
@@ -318,13 +322,22 @@ def finish(run: Run, lock: int) -> None:
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
 
-    def score(subset: str, log: str) -> dict[str, Any]:
-        best = run.folder / "checkpoint_best.pt"
-        return evaluate.evaluate(best, run.data, subset, log=run.folder / log, plugin=run.plugin)
+    best = run.folder / "checkpoint_best.pt"
+
+    def score(subset: str, log: str, longer: int | None = None) -> dict[str, Any]:
+        file = run.folder / log
+        return evaluate.evaluate(best, run.data, subset, log=file, plugin=run.plugin, longer=longer)
 
     result = score("test", "evaluate.log")
-    if not run.experiment.startswith("quickstart_"):  # settings are chosen by this score
+    if not run.experiment.startswith("quickstart_"):
+        # Settings are chosen by this score.
         result["validation"] = score("valid", "evaluate.valid.log")["value"]
+        utils.import_user_module(argparse.Namespace(user_dir=run.plugin))
+        result["attention"] = attention_statistics.of_checkpoint(best, run.data)
+    if run.longer > 1:
+        longer = score("test", "evaluate.longer.log", run.longer)
+        kept = ("value", "word_perplexity", "signature")
+        result["longer"] = {key: longer[key] for key in kept if key in longer}
     print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
     line = {

@@ -36,6 +36,8 @@ class Experiment:
         paper_data: the paper's data set.
         score: name and field of what scripts/results.py compares.
         pairs: the pairs of rows that it compares.
+        longer: if above 1, also evaluate the language model on blocks this many times as long as
+            in training.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Experiment:
     seeds: list[int]
     score: dict[str, str]
     pairs: list[list[str]]
+    longer: int
 
     @classmethod
     def read(cls, name: str) -> "Experiment":
@@ -68,6 +71,7 @@ class Experiment:
             seeds=found.get("seeds", [1]),
             score=found.get("score", {}),
             pairs=found.get("pairs", []),
+            longer=found.get("longer", 1),
         )
 
 

@@ -81,11 +81,16 @@ def test_speeches_trains_rows_with_another_plugin(speeches, tmp_path):
     assert [(x["row"], x["seed"]) for x in lines] == [("output_temperature", 3), ("softmax", 3)]
     assert all(min(line["word_perplexity"], line["value"]) > 1 for line in lines)
     assert len({line["data"] for line in lines}) == 1
+    for line in lines:
+        assert "blocks of 512" in line["longer"]["signature"] and line["longer"]["value"] > 1
+        assert line["attention"]["zeros"] == 0 and line["attention"]["entropy"] > 0
     model = tmp_path / "out/output_temperature/seed-3/checkpoint_best.pt"
     words = ("--user-dir", ROOT / "user_dir/tempered")
     script = ROOT / "scripts" / "evaluate.sh"
     said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words)
     assert f"perplexity {lines[0]['value']:.2f}" in said
+    said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words, "--longer", "4")
+    assert f"perplexity {lines[0]['longer']['value']:.2f}" in said
 
 
 @pytest.mark.parametrize(
