@@ -43,16 +43,17 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import attention_statistics
 import evaluate
 import hydra
 import lib
 import torch
-from fairseq import utils
+from attention_statistics import AttentionStatistics
+from fairseq import checkpoint_utils, utils
 from lib import CONFIGS, ROOT, Experiment, options_of
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
+from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
 from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
@@ -309,6 +310,39 @@ def check(run: Run, data: str) -> None:
             )
 
 
+# The attention of a model is measured on this part of the validation set.
+BATCHES, TOKENS = 4, 2048
+
+
+class Listener(AttentionListener):
+    """Adds a model's attention to statistics."""
+
+    def __init__(self) -> None:
+        self.statistics = AttentionStatistics()
+
+    def on_attention(self, attention: Attention) -> None:
+        for part in attention.parts():
+            self.statistics.add(part.scores, part.probs, part.valid)
+
+
+@torch.no_grad()
+def attention_of(checkpoint: Path, run: Run) -> dict[str, float]:
+    """Return the statistics of a checkpoint's attention."""
+    utils.import_user_module(argparse.Namespace(user_dir=run.plugin))
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], {"data": str(run.data)}
+    )
+    task.load_dataset("valid")
+    batches = task.get_batch_iterator(task.dataset("valid"), max_tokens=TOKENS)
+    listener = Listener()
+    observer = Observer(model.eval(), listener)
+    for batch, _ in zip(batches.next_epoch_itr(shuffle=False), range(BATCHES), strict=False):
+        observer.reset()
+        model(**batch["net_input"])
+    observer.stop()
+    return listener.statistics.means()
+
+
 def finish(run: Run, lock: int) -> None:
     """Train and evaluate, unless already done; write result.json."""
     data = digest(run.data)
@@ -332,8 +366,7 @@ def finish(run: Run, lock: int) -> None:
     if not run.experiment.startswith("quickstart_"):
         # Settings are chosen by this score.
         result["validation"] = score("valid", "evaluate.valid.log")["value"]
-        utils.import_user_module(argparse.Namespace(user_dir=run.plugin))
-        result["attention"] = attention_statistics.of_checkpoint(best, run.data)
+        result["attention"] = attention_of(best, run)
     if run.longer > 1:
         longer = score("test", "evaluate.longer.log", run.longer)
         kept = ("value", "word_perplexity", "signature")
