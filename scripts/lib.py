@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import logging
 import re
 import shutil
 import statistics
@@ -17,6 +18,7 @@ from multimax_fairseq.files import whole
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of tensorboardX
 Line = dict[str, Any]  # one result: a line of results.jsonl
 
 

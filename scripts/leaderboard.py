@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Trains every mapping on three synthetic tasks of attention, from several seeds.
+
+    scripts/leaderboard.sh [--tasks T,...] [--entries E,...] [--seeds N,...] [--quick]
+                           [--user-dir DIR] [--jobs N] [--out DIR]
+
+The tasks (scripts/leaderboards/tasks.py), in and beyond the trained length:
+
+    retrieval  a query averages the values of 1 to 8 relevant keys among many (KL to the truth)
+    recall     repeated keys in a sequence are followed by their values (accuracy)
+    maximum    a query finds the class of the item with the largest number (accuracy)
+
+An entry is a mapping of `NORMALIZERS` or a variant of MultiMax (scripts/leaderboards/entries.py). A
+mapping of your own joins with --user-dir, the folder of a plugin that registers it.
+
+Each run is a process with one thread, and a line OUT/TASK-ENTRY/seed-N/result.json. Finished runs
+are skipped, so the same command resumes after an interruption. OUT/results.jsonl collects the
+lines, OUT/table.md is their table. scripts/leaderboard_page.py adds them to docs/leaderboard.md.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import shlex
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lib
+import torch
+from leaderboards.entries import entries
+from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.signature import processor, signature
+
+
+class Run(NamedTuple):
+    task: str
+    entry: str
+    seed: int
+    is_quick: bool
+    user_dir: str
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}, {self.entry}, seed {self.seed}"
+
+    @property
+    def command(self) -> str:
+        """The command that repeats this run alone."""
+        words = ["scripts/leaderboard.sh", "--tasks", self.task, "--entries", self.entry]
+        words += ["--seeds", str(self.seed)]
+        words += ["--quick"] if self.is_quick else []
+        if self.user_dir:
+            words += ["--user-dir", self.user_dir]
+        return shlex.join(lib.portable(words))
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Train and evaluate one model; write its line."""
+    logging.getLogger("multimax_fairseq").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    import_plugin(run.user_dir)
+    task = TASKS[run.task]
+    updates, batches = (task.updates // 20, 1) if run.is_quick else (task.updates, TEST_BATCHES)
+    torch.manual_seed(run.seed)
+    start = time.monotonic()
+    model = train(task, entries()[run.entry].normalizer(), run.seed, updates)
+    seconds = time.monotonic() - start
+    scores, attention = evaluate(task, model, batches)
+    line = {
+        "experiment": "leaderboard",
+        "task": run.task,
+        "row": run.entry,
+        "seed": run.seed,
+        "scores": scores,
+        "unit": task.unit,
+        "attention": attention,
+        "updates": updates,
+        "updates_per_second": updates / seconds,
+        "peak_memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "command": run.command,
+        "hardware": f"{processor()}, 1 thread",
+        **signature(),
+    }
+    run.folder.mkdir(parents=True, exist_ok=True)
+    lib.write_json(run.result, line)
+    return line
+
+
+def import_plugin(user_dir: str) -> None:
+    if user_dir:
+        from fairseq import utils  # takes seconds, and the package's own mappings do without it
+
+        utils.import_user_module(argparse.Namespace(user_dir=user_dir))
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the run's line exists; UsageError if it was made with another command."""
+    if not run.result.exists():
+        return False
+    before = json.loads(run.result.read_text(encoding="utf-8"))["command"]
+    if before != run.command:
+        raise UsageError(
+            f"'{run.folder}' holds another run ({before}): give another --out, or remove that "
+            "folder"
+        )
+    return True
+
+
+def work(runs: list[Run], jobs: int) -> None:
+    """Finish all runs, several at a time."""
+    # A fresh process for each run: its peak memory is the run's own.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = {pool.submit(finish, run): run for run in runs}
+        try:
+            for count, future in enumerate(as_completed(futures), 1):
+                line = future.result()
+                scores = ", ".join(f"{x:.4g} at {n}" for n, x in line["scores"].items())
+                name = futures[future].name
+                print(f"{name}: {line['unit']} {scores} ({count} of {len(runs)})", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def table(lines: list[lib.Line]) -> str:
+    """One table for each task: the mean score of each entry at each length."""
+    text = ""
+    for name, task in TASKS.items():
+        of_task = [line for line in lines if line["task"] == name]
+        blocks = [[line for line in of_task if line["row"] == row] for row in entries()]
+        columns = {
+            "mapping": lambda block: entries()[block[0]["row"]].label,
+            "seeds": lambda block: str(len(block)),
+            **{f"{length} keys": mean_at(str(length), task.digits) for length in task.test},
+        }
+        if of_task:
+            text += f"{task.title}: {task.unit}\n\n{lib.summary(blocks, columns)}\n"
+    return text
+
+
+def mean_at(length: str, digits: int) -> Callable[[list[lib.Line]], str]:
+    return lambda block: lib.mean((line["scores"][length] for line in block), digits)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="leaderboard.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = ", ".join(TASKS)
+    parser.add_argument("--tasks", metavar="T,...", help=f"of {names}; default all")
+    parser.add_argument("--entries", metavar="E,...", help="default all")
+    parser.add_argument("--seeds", metavar="N,...", help="default 1,2,3,4,5")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a test of the command: two mappings and seeds, few updates, one batch in evaluation",
+    )
+    parser.add_argument("--user-dir", default="", metavar="DIR", help="a plugin with mappings")
+    parser.add_argument(
+        "--jobs", type=lib.positive, default=os.cpu_count(), metavar="N", help="processes at once"
+    )
+    out = lib.ROOT / "results" / "leaderboard"
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"default {out}")
+    return parser.parse_args()
+
+
+def chosen(option: str, text: str | None, known: list[str]) -> list[str]:
+    names = known if text is None else text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"{option} has the unknown {unknown[0]!r}: choose from {', '.join(known)}")
+    return names
+
+
+def main() -> None:
+    args = parse()
+    with lib.resumable("leaderboard.sh"):
+        import_plugin(args.user_dir)
+        entry_names = args.entries or ("softmax,multimax" if args.quick else None)
+        seeds = [int(n) for n in (args.seeds or ("1,2" if args.quick else "1,2,3,4,5")).split(",")]
+        tasks = chosen("--tasks", args.tasks, list(TASKS))
+        rows = chosen("--entries", entry_names, list(entries()))
+        runs = []
+        for seed, task, row in itertools.product(seeds, tasks, rows):
+            folder = args.out / f"{task}-{row}" / f"seed-{seed}"
+            runs.append(Run(task, row, seed, args.quick, args.user_dir, folder))
+        work([run for run in runs if not is_finished(run)], args.jobs)
+        print(f"\n{lib.collect(args.out, table)}Results: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

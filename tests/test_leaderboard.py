@@ -1,0 +1,97 @@
+"""scripts/leaderboard.sh: its synthetic tasks, and the command."""
+
+import importlib
+import json
+import math
+import sys
+
+import pytest
+import torch
+from commands import ROOT, run
+
+SCRIPT = ROOT / "scripts" / "leaderboard.sh"
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    yield importlib.import_module("leaderboards.tasks")
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+def draw(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_multi_key_target_is_the_mean_of_the_relevant_values(tasks):
+    query, items, target = tasks.multi_key(32, 64, draw())
+    for row in range(32):
+        relevant = [x[32:] for x in items[row] if x[:32].equal(query[row])]
+        assert 1 <= len(relevant) <= 8
+        torch.testing.assert_close(target[row], torch.stack(relevant).mean(0))
+
+
+def test_maximum_target_is_the_class_of_the_largest_number(tasks):
+    _, items, target = tasks.maximum(32, 16, draw())
+    for row in range(32):
+        assert max(items[row].tolist())[1:] == target[row].tolist()
+
+
+def test_multi_query_asks_once_for_each_key_what_its_value_is(tasks):
+    tokens, places, target = tasks.multi_query(16, 64, draw())
+    for row in range(16):
+        pairs = dict(tokens[row, :32].view(16, 2).tolist())
+        asked = tokens[row, places[row]].tolist()
+        assert len(pairs) == 16 and sorted(asked) == sorted(pairs)
+        assert [pairs[key] for key in asked] == target[row].argmax(-1).tolist()
+        assert not set(pairs) & set(pairs.values())
+
+
+@pytest.mark.parametrize("name", ["retrieval", "recall", "maximum"])
+def test_score_is_best_for_the_target_and_data_follow_the_seed(tasks, name):
+    task = tasks.TASKS[name]
+    *inputs, target = task.batch(16, task.test[0], draw())
+    perfect = float(task.score(target.clamp_min(1e-30).log(), target))
+    uniform = torch.full_like(target, -math.log(target.shape[-1]))
+    other = float(task.score(uniform, target))
+    assert perfect == pytest.approx(0 if task.is_error else 100, abs=1e-6)
+    assert other > perfect + 0.1 if task.is_error else other < perfect - 10
+    assert all(map(torch.equal, inputs, task.batch(16, task.test[0], draw())))
+    assert not torch.equal(target, task.batch(16, task.test[0], draw(2))[-1])
+
+
+@pytest.mark.long
+def test_leaderboard_runs_resumes_and_takes_a_mapping_of_a_plugin(tmp_path):
+    command = ["bash", SCRIPT, "--quick", "--out", "out"]
+    run(tmp_path, *command)
+    files = sorted(tmp_path.glob("out/*/seed-*/result.json"))
+    assert len(files) == 3 * 2 * 2
+    for line in (json.loads(file.read_text()) for file in files):
+        assert len(line["scores"]) >= 4 and line["attention"]["largest_score"] > 0
+        assert line["attention"]["entropy"] > 0 and line["peak_memory"] > 1e8
+    times = [file.stat().st_mtime_ns for file in files]
+    (tmp_path / "out/maximum-softmax/seed-2/result.json").unlink()
+    first = json.loads(files[0].read_text())
+    output = run(tmp_path, *command)
+    assert "(1 of 1)" in output
+    assert (
+        sum(file.stat().st_mtime_ns != time for file, time in zip(files, times, strict=True)) == 1
+    )
+    again = first["command"].split()[1:] + ["--out", "again"]
+    run(tmp_path, "bash", SCRIPT, *again)
+    (line,) = map(json.loads, (tmp_path / "again/results.jsonl").read_text().splitlines())
+    assert line["scores"] == first["scores"] and line["attention"] == first["attention"]
+
+    plugin = ["--user-dir", ROOT / "user_dir/added_mapping", "--entries", "sharpened"]
+    output = run(tmp_path, *command, *plugin, "--tasks", "maximum", "--seeds", "1")
+    assert "| sharpened softmax | 1 |" in output
+
+
+@pytest.mark.long
+def test_leaderboard_refuses_unknown_names_and_other_runs(tmp_path):
+    command = ["bash", SCRIPT, "--quick", "--seeds", "1", "--entries", "softmax", "--out", "out"]
+    output = run(tmp_path, *command, "--tasks", "sorting", code=1)
+    assert "--tasks has the unknown 'sorting': choose from retrieval" in output
+    run(tmp_path, *command, "--tasks", "maximum")
+    output = run(tmp_path, *(word for word in command if word != "--quick"), code=1)
+    assert "holds another run" in output and "Traceback" not in output
