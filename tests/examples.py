@@ -40,7 +40,7 @@ EXAMPLES = {
         None,
         options={
             **{"order": 1, "terms": "low", "init_std": 0.0},
-            **{"monotone": True, "sink": "learned"},
+            **{"monotone": True, "sink": "learned", "length_scale": True},
         },
     ),
     "topk": Example(reference.topk, {"k": 2}, options={"k": 3}, needed={"k": 3}),

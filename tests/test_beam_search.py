@@ -125,6 +125,7 @@ STEPPED = {
     "multimax": (),
     "separate heads": ("--multimax-heads", "separate"),
     "sinks": ("--multimax-sink", "learned"),
+    "length scale": ("--multimax-length-scale",),
     "monotone": ("--multimax-monotone",),
     "ssmax": ("--attention-normalizer", "ssmax"),
     "gate": ("--attention-gate",),

@@ -36,6 +36,7 @@ FLAGS = {
     "temperature": ("--attention-normalizer", "softmax", "--learn-temperature"),
     "monotone": ("--multimax-monotone", "--output-normalizer", "multimax"),
     "multimax with a sink": ("--multimax-sink", "learned", "--multimax-heads", "separate"),
+    "multimax with a length scale": ("--multimax-length-scale",),
     "gate": ("--attention-gate",),
     **{n: ("--attention-normalizer", n) for n in sorted(NORMALIZERS.keys() - STOCK)},
     "one each": ("--attention-normalizer-at", "encoder=entmax15,decoder,cross=sparsemax"),

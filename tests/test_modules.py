@@ -196,6 +196,7 @@ def test_normalizer_follows_training_mode(name):
         ("softmax", {}),
         ("multimax", {}),
         ("multimax", {"sink": "learned"}),
+        ("multimax", {"sink": "learned", "length_scale": True}),
         ("ssmax", {}),
         ("softmax1", {}),
         ("softcap", {"cap": 1.0}),

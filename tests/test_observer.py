@@ -43,6 +43,20 @@ def test_observer_passes_each_attention_once(model, translation_batch):
     assert is_logits and output.equal(logits[~padding])
 
 
+def test_observer_passes_the_scores_that_a_modulator_receives(build, translation_batch):
+    model, lists = build("transformer_multimax", "--multimax-length-scale").eval(), Lists()
+    Observer(model, lists)
+
+    with torch.no_grad():
+        model(**translation_batch()["net_input"])
+
+    for attention in lists.attentions:
+        expected = attention.modulator(attention.scores)
+        if attention.excluded is not None:
+            expected = expected.masked_fill(attention.excluded, -torch.inf)
+        torch.testing.assert_close(attention.probs, expected.softmax(-1))
+
+
 def test_observer_adds_float_mask_where_keys_are_not_padding(build, translation_batch):
     model = build("transformer").eval()
     inputs, lists = translation_batch()["net_input"], Lists()

@@ -145,6 +145,37 @@ def test_ssmax_equals_softmax_at_inverse_log_of_key_count():
     assert torch.equal(normalize("ssmax", scores[:, :1], length_scale=3.0), torch.ones(T, 1))
 
 
+def test_multimax_modulates_scores_times_the_length_scale():
+    scores, modulator = drawn(B, H, T, S).double(), Modulator(init_std=0.3).double()
+    mask, scale = MASKS["a key each"], drawn(H, 1, 1, seed=1).double()
+    found = normalize("multimax", scores, mask=mask, modulator=modulator, length_scale=scale)
+    by_hand = torch.softmax(modulator(scale * math.log(S - 1) * scores).masked_fill(mask, -1e9), -1)
+    torch.testing.assert_close(found, by_hand)
+
+    identity = Modulator(init_std=0.0)
+    given = {"mask": mask, "length_scale": scale}
+    ssmax = normalize("ssmax", scores, **given)
+    torch.testing.assert_close(
+        normalize("multimax", scores, modulator=identity, **given), ssmax, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_multimax_with_a_length_scale_has_the_gradients_of_plain_pytorch():
+    normalizer = Normalizer("multimax", H, init_std=0.3, length_scale=True)
+    query, key, value = heads()
+    mask = MASKS["padding"]
+    found = []
+    for need_probs in (False, True):
+        inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+        context, _ = normalizer.attend(*inputs, mask, need_probs=need_probs)
+        learned = [*inputs, *normalizer.parameters()]
+        found.append(torch.autograd.grad(context.square().sum(), learned))
+    assert len(found[0]) == 3 + 4 + 1
+    for fused, plain in zip(*found, strict=True):
+        assert plain.abs().max() > 0
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["ssmax", "asentmax", "adaptive_temperature"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_normalize_ignores_scores_of_minus_infinity(name, masked):

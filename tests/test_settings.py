@@ -57,6 +57,7 @@ FOREIGN = [
     (FIXED, "--multimax-monotone", MODULATED, OUTPUT),
     ((*NOWHERE, *OUTPUT), "--multimax-heads separate", "multimax attention,", MULTIMAX),
     (NOWHERE, "--multimax-sink learned", "multimax attention,", MULTIMAX),
+    (NOWHERE, "--multimax-length-scale", "multimax attention,", MULTIMAX),
     ((), "--continuous-context continuous", "continuous attention,", CONTINUOUS),
     ((), "--continuous-bases 3", "continuous attention,", CONTINUOUS),
     ((), "--continuous-bases 0", "continuous attention,", None),

@@ -33,7 +33,7 @@ class Attention:
     place: str  # encoder, decoder or cross
     layer: int  # from 0
     module: nn.Module  # the Normalizer, or fairseq's attention layer
-    scores: Tensor  # (B, H, T, S), before a modulator
+    scores: Tensor  # (B, H, T, S), as a modulator receives them
     probs: Tensor  # (B, H, T, S)
     excluded: Tensor | None  # bool, broadcastable to (B, H, T, S)
     padding: Tensor  # (B, T), True for queries that are padding
@@ -242,6 +242,8 @@ class Observer:
         rows: slice = slice(None),
     ) -> None:
         """Pass the attention of these rows of the batch to the listener."""
+        if isinstance(module, Normalizer):
+            scores = module.modulator_input(scores, -1, mask)
         place, layer = self.place_of(module)
         first = self.queries[module]
         padding = self.padding[place][rows, first : first + scores.shape[-2]]

@@ -90,6 +90,14 @@ def asentmax(
     return entmax15(shift_and_scale(scores, factor, dim, mask), dim, mask)
 
 
+def length_scaled(
+    scores: Tensor, dim: int, mask: Tensor | None, length_scale: float | Tensor
+) -> Tensor:
+    """Return s log(n) times the scores, in float32 or wider; unlike in `ssmax`, without a shift."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide * length_factor(key_counts(scores, dim, mask), length_scale)
+
+
 class LengthScale(nn.Module):
     """Learned length scale of each head; `scale()` returns it, (num_heads, 1, 1).
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.masking import check_scores, masked
+from multimax_fairseq.mappings.length_scale import LengthScale, length_scaled
+from multimax_fairseq.mappings.masking import check_arguments, check_scores, check_value, masked
 from multimax_fairseq.mappings.sinks import SINK, Sink, softmax_with_sink
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import (
@@ -34,11 +35,14 @@ def multimax(
     mask: Tensor | None = None,
     *,
     sink: float | Tensor | None = None,
+    length_scale: float | Tensor | None = None,
 ) -> Tensor:
     """Return MultiMax probabilities: softmax of the modulated scores.
 
         p_i = exp(sigma(x_i)) / sum_k exp(sigma(x_k))          (Eq. 4 and 6, Zhou et al. 2024)
     Equivalent to: torch.softmax(modulator(x).masked_fill(mask, -inf), dim)
+
+    With a length scale s, sigma is applied to s log(n) x, the scores of `ssmax` for n keys.
 
     Args:
         x: scores, any shape and floating dtype.
@@ -46,14 +50,19 @@ def multimax(
         dim: the dimension that sums to one.
         mask: as `softmax`; a float mask is added to the modulated scores.
         sink: as `softmax_with_sink`, beside the modulated scores; None for no sink.
+        length_scale: as `ssmax`; None for no scale.
 
     Returns:
         The shape of x, in float32 or wider.
 
     Raises:
-        TypeError: the modulator is not callable; as `softmax_with_sink`.
-        ValueError: as `softmax`; as `softmax_with_sink`.
+        TypeError: the modulator is not callable; as `softmax_with_sink` and `ssmax`.
+        ValueError: as `softmax`; as `softmax_with_sink` and `ssmax`.
     """
+    if length_scale is not None:
+        check_arguments(x, dim, mask)
+        check_value("length_scale", length_scale, x, dim)
+        x = length_scaled(x, dim, mask, length_scale)
     # Mask after the modulator: sigma(-inf) need not be -inf.
     modulated = _modulated(x, modulator)
     if sink is None:
@@ -68,7 +77,7 @@ def log_multimax(
 
     Equivalent to: torch.log_softmax(modulator(x).masked_fill(mask, -inf), dim)
 
-    Args, Raises: as `multimax`, without a sink.
+    Args, Raises: as `multimax`, without a sink and a length scale.
 
     Returns:
         The shape of x, in float32 or wider; a fully masked row is -inf.
@@ -126,6 +135,13 @@ OPTIONS = (
         setting="multimax_monotone",
         **yes_or_no(),
     ),
+)
+LENGTH_SCALE = Option(
+    "length_scale",
+    False,
+    help="first multiply the scores by a learned factor times log(number of keys), as ssmax",
+    setting="multimax_length_scale",
+    **yes_or_no(),
 )
 
 
@@ -265,15 +281,23 @@ def _numbers(name: str, given: Any) -> Tensor:
     )
 
 
-def _build(num_heads: int | None, sink: str = "none", **options: Any) -> dict[str, Any]:
+def _build(
+    num_heads: int | None, sink: str = "none", length_scale: bool = False, **options: Any
+) -> dict[str, Any]:
     arguments: dict[str, Any] = {"modulator": Modulator(num_heads=num_heads, **options)}
+    if length_scale:
+        arguments["length_scale"] = LengthScale(num_heads or 1)
     if sink != "none":
         arguments["sink"] = Sink(num_heads or 1) if sink == "learned" else 0.0
     return arguments
 
 
-def _kernel(modulator: ScoreFunction, sink: float | Tensor | None = None) -> dict[str, Any]:
-    return {"modulator": modulator, "sink": sink}
+def _kernel(
+    modulator: ScoreFunction,
+    sink: float | Tensor | None = None,
+    length_scale: float | Tensor | None = None,
+) -> dict[str, Any]:
+    return {"modulator": modulator, "sink": sink, "length_scale": length_scale}
 
 
 register(
@@ -281,11 +305,11 @@ register(
         name="multimax",
         label="MultiMax",
         function=multimax,
-        options=(*OPTIONS, SINK),
+        options=(*OPTIONS, SINK, LENGTH_SCALE),
         heads=heads_option(
             "shared",
-            "share the modulator and the learned sink among the heads of a layer, or learn them "
-            "per head",
+            "share the modulator, the learned sink and the length scale among the heads of a "
+            "layer, or learn them per head",
             setting="multimax_heads",
         ),
         build=_build,

@@ -258,9 +258,9 @@ def normalize(
         name: a key of `NORMALIZERS`.
         scores, dim, mask: as `multimax`.
         options: further arguments of the mapping's function: `temperature` (softmax), `cap`
-            (softcap), `modulator` and `sink` (multimax), `k` (topk), `alpha` (alpha_entmax),
-            `training` (evsoftmax, adaptive_temperature), `sink` (sink), `length_scale` (ssmax),
-            `beta` and `gamma` (asentmax), `bias` (sigmoid).
+            (softcap), `modulator`, `sink` and `length_scale` (multimax), `k` (topk), `alpha`
+            (alpha_entmax), `training` (evsoftmax, adaptive_temperature), `sink` (sink),
+            `length_scale` (ssmax), `beta` and `gamma` (asentmax), `bias` (sigmoid).
 
     Returns:
         The shape of scores, in float32 or wider.

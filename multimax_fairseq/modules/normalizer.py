@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from multimax_fairseq.mappings.length_scale import length_scaled
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.ops.attention import (
@@ -33,6 +34,7 @@ class Normalizer(nn.Module):
         options: of the mapping, `NORMALIZERS[name].options`:
             order, terms, init_std, monotone: multimax, as `Modulator`.
             sink: multimax, "none", "zero" or "learned", as `Sink`.
+            length_scale: multimax, whether to learn one, as `LengthScale`.
             temperature, learn_temperature: softmax, as `Temperature`.
             cap: softcap, as `SoftCap`.
             k: topk.
@@ -42,7 +44,8 @@ class Normalizer(nn.Module):
 
     Submodules: the learned arguments of the mapping's function, by their names: `modulator`
     (multimax, softcap, and softmax with a temperature; None for other mappings), `alpha`
-    (alpha_entmax), `sink` (sink, multimax), `length_scale` (ssmax), `beta` and `gamma` (asentmax).
+    (alpha_entmax), `sink` (sink, multimax), `length_scale` (ssmax, multimax), `beta` and `gamma`
+    (asentmax).
 
     Raises:
         TypeError: an option that no mapping has.
@@ -82,7 +85,8 @@ class Normalizer(nn.Module):
         self.kernel_hooks: list[Callable[..., None]] = []
         self.modulator: nn.Module | None = None
         self.fixed: dict[str, Any] = {}
-        for argument, value in mapping.build(num_heads, **options).items():
+        arguments = mapping.build(num_heads, **options)
+        for argument, value in arguments.items():
             if isinstance(value, nn.Module):
                 if getattr(self, argument, None) is not None:
                     raise ValueError(
@@ -92,9 +96,8 @@ class Normalizer(nn.Module):
                 setattr(self, argument, value)
             else:
                 self.fixed[argument] = value
-        has_sink = "sink" in self.fixed or isinstance(getattr(self, "sink", None), nn.Module)
-        self.modulated = mapping.modulated and not has_sink
-        self.sums_to_one = mapping.sums_to_one and not has_sink
+        self.modulated = mapping.modulated and arguments.keys() <= {"modulator"}
+        self.sums_to_one = mapping.sums_to_one and "sink" not in arguments
 
     def forward(
         self,
@@ -209,6 +212,12 @@ class Normalizer(nn.Module):
         """
         probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
+
+    def modulator_input(self, scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+        """Return the scores that the modulator receives, or the scores if there is none."""
+        if self.modulator is None or "length_scale" not in self._modules:
+            return scores
+        return length_scaled(scores, dim, mask, self.get_submodule("length_scale")())
 
     def _kernel_arguments(self, hidden: Tensor | None) -> dict[str, Any] | None:
         """Return the arguments of `fused_attention`; None if no kernel supports this mapping."""
