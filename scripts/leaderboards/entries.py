@@ -68,6 +68,14 @@ VARIANTS = {
         "multimax_sink",
         "attention_sink",
     ),
+    "multimax_length_scale": Entry(
+        "MultiMax with a length scale",
+        "multimax",
+        {"length_scale": True},
+        False,
+        "length_scale",
+        "attention_length_scale",
+    ),
     "topk": Entry("top-8", "topk", {"k": 8}, False, "topk", "topk"),
 }
 
