@@ -32,9 +32,11 @@ EXAMPLES = {
         options={"temperature": 2.0, "learn_temperature": True},
     ),
     "softcap": Example(
-        lambda x, excluded, cap: reference.softmax(cap * np.tanh(x / cap), excluded),
-        {"cap": 1.5},
-        options={"cap": 2.0},
+        lambda x, excluded, cap, shift, width: reference.softmax(
+            cap * np.tanh((x + shift) / width), excluded
+        ),
+        {"cap": 1.5, "shift": 0.5, "width": 2.0},
+        options={"cap": 2.0, "shift": 1.0, "width": 3.0},
     ),
     "multimax": Example(
         None,

@@ -343,6 +343,11 @@ class TestEveryNormalizer:
             {"cap": 0.8},
             lambda x, mask: reference.softmax(0.8 * np.tanh(x / 0.8), mask),
         ),
+        (  # the form of modded-nanogpt
+            "softcap",
+            {"cap": 11.5, "shift": 5, "width": 15},
+            lambda x, mask: reference.softmax(23 / (1 + np.exp(-(x + 5) / 7.5)), mask),
+        ),
         ("sigmoid", {"bias": -1.5}, lambda x, mask: reference.sigmoid(x, mask, -1.5)),
         (
             "asentmax",

@@ -114,7 +114,7 @@ RIVALS = {
     "sink": {"sink": torch.tensor([0.7, -30.0, 4.0])[:, None, None]},
     "shared sink": {"normalizer": "sink", "sink": torch.full((1, 1, 1), 1.2)},
     "softmax1": {},
-    "softcap": {"cap": 0.7},
+    "softcap": {"cap": 0.7, "shift": 0.3, "width": 0.9},
     "ssmax": {"length_scale": torch.tensor([0.5, 0.2, -0.1])[:, None, None]},
     "multimax": {"sink": torch.tensor([0.7, -torch.inf, 2.0])[:, None, None]},
 }

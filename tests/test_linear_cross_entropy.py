@@ -93,14 +93,16 @@ def test_linear_cross_entropy_equals_torch_with_scaled_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_linear_cross_entropy_of_a_soft_cap_equals_torch(dtype):
+@pytest.mark.parametrize("cap, shift, width", [(0.7, 0, 0.7), (1.5, 0.6, 2.5)])
+def test_linear_cross_entropy_of_a_soft_cap_equals_torch(dtype, cap, shift, width):
     features, weight, target, bias = loss_inputs(dtype)
+    modulator = SoftCap(cap, shift, width)
     loss, _ = linear_cross_entropy(
-        features, weight, target, bias=bias, modulator=SoftCap(0.7), ignore_index=1
+        features, weight, target, bias=bias, modulator=modulator, ignore_index=1
     )
     found = [loss, *torch.autograd.grad(loss, (features, weight, bias))]
     layer = [part.detach().double().requires_grad_() for part in (features, weight, bias)]
-    logits = 0.7 * (F.linear(*layer) / 0.7).tanh()
+    logits = cap * ((F.linear(*layer) + shift) / width).tanh()
     loss = F.cross_entropy(logits, target, reduction="sum", ignore_index=1)
     for ours, exact in zip(found, [loss, *torch.autograd.grad(loss, layer)], strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)

@@ -257,10 +257,10 @@ def normalize(
     Args:
         name: a key of `NORMALIZERS`.
         scores, dim, mask: as `multimax`.
-        options: further arguments of the mapping's function: `temperature` (softmax), `cap`
-            (softcap), `modulator`, `sink` and `length_scale` (multimax), `k` (topk), `alpha`
-            (alpha_entmax), `training` (evsoftmax, adaptive_temperature), `sink` (sink),
-            `length_scale` (ssmax), `beta` and `gamma` (asentmax), `bias` (sigmoid).
+        options: further arguments of the mapping's function: `temperature` (softmax), `cap`,
+            `shift` and `width` (softcap), `modulator`, `sink` and `length_scale` (multimax), `k`
+            (topk), `alpha` (alpha_entmax), `training` (evsoftmax, adaptive_temperature), `sink`
+            (sink), `length_scale` (ssmax), `beta` and `gamma` (asentmax), `bias` (sigmoid).
 
     Returns:
         The shape of scores, in float32 or wider.

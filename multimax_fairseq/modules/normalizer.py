@@ -36,7 +36,7 @@ class Normalizer(nn.Module):
             sink: multimax, "none", "zero" or "learned", as `Sink`.
             length_scale: multimax, whether to learn one, as `LengthScale`.
             temperature, learn_temperature: softmax, as `Temperature`.
-            cap: softcap, as `SoftCap`.
+            cap, shift, width: softcap, as `SoftCap`.
             k: topk.
             alpha: alpha_entmax with a fixed alpha; None learns it, as `EntmaxAlpha`.
             start: ssmax, as `LengthScale`.

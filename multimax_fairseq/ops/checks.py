@@ -104,9 +104,9 @@ def check_dropout(name: str, p: float, seed: Tensor | None) -> None:
 def check_table(table: Tensor, heads: int | None, like: Tensor, like_name: str) -> None:
     """Raise ValueError unless the table is `ops.modulator.table_of`'s, float32, for these heads."""
     rows = (1, heads) if heads else (1,)
-    if table.dim() != 2 or table.shape[0] not in rows or table.shape[1] not in (1, 8, 12):
+    if table.dim() != 2 or table.shape[0] not in rows or table.shape[1] not in (3, 8, 12):
         wanted = " or ".join(map(str, dict.fromkeys(rows)))
-        raise ValueError(f"table must be ({wanted}, 1, 8 or 12), got {list(table.shape)}")
+        raise ValueError(f"table must be ({wanted}, 3, 8 or 12), got {list(table.shape)}")
     if table.dtype != torch.float32:
         raise ValueError(f"table must be float32, got {table.dtype}")
     check_device("table", table, like, like_name)

@@ -42,6 +42,7 @@ from multimax_fairseq.ops.registration import (
 # Distances to a threshold are capped, far beyond any real score, so that their squares stay finite
 # in float32: a score of -inf then maps to -inf instead of NaN.
 MAX_DISTANCE = 1e18
+CAP_COLUMNS = 3  # of a soft-cap's table
 # Scores per task of a thread in the C++ kernel, if all heads share one modulator.
 PIECE = 2**15
 
@@ -59,7 +60,7 @@ class ModulatorParameters(Protocol):
 class SoftCapParameters(Protocol):
     """The attribute of a soft-cap that the operators read; `SoftCap` has it."""
 
-    soft_cap: float
+    soft_cap: tuple[float, float, float]  # cap, shift, width
 
 
 AnyModulator: TypeAlias = ModulatorParameters | SoftCapParameters
@@ -178,8 +179,8 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
         table: of `table_of`, in the dtype of x.
         low, high: the order of each side; higher orders in the table are not read.
     """
-    if table.shape[1] == 1:
-        return soft_capped(x, table[0, 0])
+    if table.shape[1] == CAP_COLUMNS:
+        return soft_capped(x, *table[0])
     columns = _unpack(table)
     terms = [(columns[n], columns[2 + n], -1, n + 1) for n in range(low)]
     terms += [(columns[4 + n], columns[6 + n], 1, n + 1) for n in range(high)]
@@ -197,9 +198,11 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
     return out
 
 
-def soft_capped(x: Tensor, cap: float | Tensor) -> Tensor:
-    """Return cap tanh(x / cap); inf, -inf and NaN stay, as in `modulated`."""
-    return torch.where(x.isfinite(), cap * (x / cap).tanh(), x)
+def soft_capped(
+    x: Tensor, cap: float | Tensor, shift: float | Tensor, width: float | Tensor
+) -> Tensor:
+    """Return cap tanh((x + shift) / width); inf, -inf and NaN stay, as in `modulated`."""
+    return torch.where(x.isfinite(), cap * ((x + shift) / width).tanh(), x)
 
 
 def modulated_gradients(
@@ -209,8 +212,10 @@ def modulated_gradients(
 
     The turning points get none: sigma is continuous there. Nor does a soft-cap.
     """
-    if table.shape[1] == 1:
-        return grad * (1 - (x / table[0, 0]).tanh().square()), torch.zeros_like(table)
+    if table.shape[1] == CAP_COLUMNS:
+        cap, shift, width = table[0]
+        slope = cap / width * (1 - ((x + shift) / width).tanh().square())
+        return grad * slope, torch.zeros_like(table)
     columns = _unpack(table)
     heads = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
 
@@ -363,13 +368,13 @@ def table_of(
     """Return the table of a modulator, and the orders of its low and high side.
 
     Args:
-        device: of the table of a soft-cap, (1, 1). Others have a `pack` on the modulator's device.
+        device: of the table of a soft-cap, (1, 3). Others have a `pack` on the modulator's device.
 
     Raises:
         ValueError: as `modulate`; a modulator without terms.
     """
     if hasattr(modulator, "soft_cap"):
-        return torch.full((1, 1), modulator.soft_cap, dtype=torch.float64, device=device), 0, 0
+        return torch.tensor([modulator.soft_cap], dtype=torch.float64, device=device), 0, 0
     low, low_threshold = modulator.low_coefficient, modulator.low_threshold
     high, high_threshold = modulator.high_coefficient, modulator.high_threshold
     orders = _order("low", low, low_threshold), _order("high", high, high_threshold)
@@ -380,7 +385,7 @@ def table_of(
 
 def fits_device(table: Tensor, device: torch.device) -> bool:
     """Whether the kernels of a device can read a table. Those of Triton know no soft-cap."""
-    return table.device == device and (table.shape[1] > 1 or not on_triton(device))
+    return table.device == device and (table.shape[1] != CAP_COLUMNS or not on_triton(device))
 
 
 def fits_heads(modulator: AnyModulator, heads: int) -> bool:

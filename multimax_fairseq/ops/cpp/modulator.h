@@ -103,15 +103,19 @@ struct MonotoneModulator {
   }
 };
 
-// The soft-cap c tanh(x / c); its table is c, which has no gradient.
+// The soft-cap c tanh((x + shift) / width); its table is these three numbers, without gradient.
+constexpr int64_t CAP_COLUMNS = 3;
+
 struct SoftCap {
-  float cap;
-  explicit SoftCap(const float* table) : cap(*table) {}
+  float cap, shift, width;
+  explicit SoftCap(const float* table) : cap(table[0]), shift(table[1]), width(table[2]) {}
   // inf and -inf stay, so that an overflow remains visible and -inf still excludes.
-  Vec value(Vec x) const { return x - x == 0 ? cap * hyperbolic_tangent(x / cap) : x; }
+  Vec value(Vec x) const {
+    return x - x == 0 ? cap * hyperbolic_tangent((x + shift) / width) : x;
+  }
   Vec backward(Vec x, Vec grad, Sums&) const {
-    const Vec t = hyperbolic_tangent(x / cap);
-    return grad * (1 - t * t);
+    const Vec t = hyperbolic_tangent((x + shift) / width);
+    return grad * (cap / width) * (1 - t * t);
   }
   void add_gradients(const Sums&, double*) const {}
 };
@@ -122,7 +126,7 @@ template <class Function>
 void dispatch_modulator(int64_t columns, Function function) {
   if (columns == COLUMNS)
     function(static_cast<MonotoneModulator*>(nullptr));
-  else if (columns == 1)
+  else if (columns == CAP_COLUMNS)
     function(static_cast<SoftCap*>(nullptr));
   else if (columns)
     function(static_cast<Modulator*>(nullptr));
