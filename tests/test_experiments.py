@@ -36,9 +36,9 @@ FILES = {
     file.stem: OmegaConf.load(file).groups for file in (ROOT / "configs" / "rows").glob("*.yaml")
 }
 ROWS = {name: [row for rows in each.values() for row in rows] for name, each in FILES.items()}
-# Rows of another plugin, which test_added_mapping.py trains.
-TEMPERED = ("tempered", "output_temperature")
-CONFIGS = [(name, row) for name, rows in ROWS.items() for row in rows if row not in TEMPERED]
+# Rows of another plugin, which test_added_mapping.py and test_output_rivals.py train.
+PLUGINS = ("tempered", "output_temperature", "output_piecewise_linear", "output_mixture")
+CONFIGS = [(name, row) for name, rows in ROWS.items() for row in rows if row not in PLUGINS]
 
 
 @pytest.fixture(scope="module")
