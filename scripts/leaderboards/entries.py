@@ -76,7 +76,7 @@ VARIANTS = {
         "length_scale",
         "attention_length_scale",
     ),
-    "topk": Entry("top-8", "topk", {"k": 8}, False, "topk", "topk"),
+    "topk": Entry("top-8 (16 in language modelling)", "topk", {"k": 8}, False, "topk", "topk"),
 }
 
 

@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+"""Stores lines of the leaderboard and writes the tables and the figure of docs/leaderboard.md.
+
+    scripts/leaderboard_page.py [OUT ...]
+
+OUT is the --out of scripts/leaderboard.sh or scripts/speeches.sh. Its finished runs are added to
+docs/results/leaderboard.jsonl, one line each; a newer run of the same row and seed replaces an
+older one. Then the page is written, also without any OUT. The translations are those of
+scripts/results.py.
+
+A comparison pairs runs of the same seed. Its p value is from a paired t-test, after Holm's
+correction for all entries of a column. The effect size is the mean of the differences over their
+standard deviation.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import lib
+import matplotlib
+from lib import ROOT, Line
+from scipy import stats
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from leaderboards.entries import Entry, entries
+from leaderboards.tasks import TASKS
+from matplotlib.colors import ListedColormap
+
+from multimax_fairseq.errors import UsageError
+
+LINES = ROOT / "docs" / "results" / "leaderboard.jsonl"
+TRANSLATIONS = ROOT / "docs" / "results" / "multi30k.jsonl"
+SEEDS = range(1, 6)
+PAGE, FIGURE = ROOT / "docs" / "leaderboard.md", ROOT / "docs" / "leaderboard.svg"
+MARK = "<!-- Below: made by scripts/leaderboard_page.py -->\n"
+SIGNIFICANT = 0.05
+# {entry of the output layer: its row in configs/rows/speeches.yaml and multi30k.yaml}
+OUTPUTS = {
+    "softmax": "softmax",
+    "learned temperature": "output_temperature",
+    "MultiMax": "output_alone",
+    "piecewise-linear": "output_piecewise_linear",
+    "soft-cap": "output_softcap",
+    "asymmetric cap": "output_asymmetric_cap",
+    "mixture of two softmaxes": "output_mixture",
+    "z-loss": "z_loss",
+    "MaxSup": "maxsup",
+    "label smoothing": "label_smoothing",
+    "no label smoothing": "no_label_smoothing",
+}
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def key(line: Line) -> tuple[str, str, str, int]:
+    return line["experiment"], line.get("task", ""), line["row"], line["seed"]
+
+
+def stored() -> list[Line]:
+    return lib.read_results(LINES) if LINES.exists() else []
+
+
+def add_runs(out: Path) -> None:
+    """Add a folder's finished runs to the stored lines."""
+    files = sorted(out.glob("*/seed-*/result.json"))
+    if not files:
+        raise UsageError(f"'{out}' has no finished run: give the --out of a leaderboard's script")
+    known = {key(line): line for line in stored()}
+    for line in (json.loads(file.read_text(encoding="utf-8")) for file in files):
+        if line["experiment"] not in ("leaderboard", "speeches"):
+            raise UsageError(f"'{out}' is of {line['experiment']}: give one of the two scripts'")
+        if "-dirty" in str(line["commit"]) or "--quick" in line["command"]:
+            raise UsageError(f"'{out}' has a run with --quick or of uncommitted code: run it again")
+        before = known.get(key(line))
+        if before is None or before["date"] < line["date"]:
+            known[key(line)] = line
+    text = "".join(json.dumps(known[k], ensure_ascii=False) + "\n" for k in sorted(known))
+    lib.write(LINES, text)
+
+
+# --- columns and comparisons ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """Scores of one measurement: {entry: {seed: score}}."""
+
+    title: str
+    scores: dict[str, dict[int, float]]
+    digits: int
+    is_error: bool  # less is better
+
+
+class Comparison(NamedTuple):
+    """Differences of an entry to a baseline, pairs of the same seed; a gain is above 0."""
+
+    mean: float
+    deviation: float
+    p: float  # after Holm's correction
+
+    @property
+    def verdict(self) -> int:
+        """1 better, -1 worse, 0 no significant difference."""
+        return 0 if self.p >= SIGNIFICANT else 1 if self.mean > 0 else -1
+
+
+def scores_of(
+    lines: list[Line], rows: dict[str, str], score: Callable[[Line], float]
+) -> dict[str, dict[int, float]]:
+    """Return {entry: {seed: score}}; `rows` names the row of each entry."""
+    found: dict[str, dict[int, float]] = {}
+    for entry, row in rows.items():
+        own = {line["seed"]: score(line) for line in lines if line["row"] == row}
+        if own:
+            found[entry] = own
+    return found
+
+
+def compare(column: Column, base: str) -> dict[str, Comparison]:
+    """Compare each entry of a column that shares three seeds or more with the baseline."""
+    sign = -1 if column.is_error else 1
+    found: dict[str, tuple[float, float, float]] = {}
+    for entry, scores in column.scores.items():
+        theirs = column.scores.get(base, {})
+        seeds = sorted(scores.keys() & theirs.keys())
+        if entry == base or len(seeds) < 3:
+            continue
+        gains = [sign * (scores[seed] - theirs[seed]) for seed in seeds]
+        deviation = statistics.stdev(gains)
+        p = stats.ttest_1samp(gains, 0).pvalue if deviation else 1.0
+        found[entry] = statistics.mean(gains), deviation, float(p)
+    corrected = holm({entry: p for entry, (_, _, p) in found.items()})
+    return {e: Comparison(mean, sd, corrected[e]) for e, (mean, sd, _) in found.items()}
+
+
+def holm(p_values: dict[str, float]) -> dict[str, float]:
+    """Return p values after Holm's step-down correction (Holm 1979)."""
+    corrected, largest = {}, 0.0
+    for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, p_values[name] * (len(p_values) - rank)))
+        corrected[name] = largest
+    return corrected
+
+
+def columns(lines: list[Line], of: dict[str, Entry]) -> list[Column]:
+    """The columns of the attention's table: each synthetic task at two lengths, and both texts."""
+    found = []
+    for name, task in TASKS.items():
+        own = [line for line in lines if line.get("task") == name]
+        for length in (task.train[-1], task.test[-1]):
+            scores = scores_of(own, {e: e for e in of}, at_length(length))
+            title = f"{task.title}, {length:,} ({task.unit})"
+            found.append(Column(title, scores, task.digits, task.is_error))
+    return [
+        *found,
+        *text_columns(
+            lines,
+            {e: entry.translation for e, entry in of.items()},
+            {e: entry.language_model for e, entry in of.items()},
+        ),
+    ]
+
+
+def at_length(length: int) -> Callable[[Line], float]:
+    return lambda line: line["scores"][str(length)]
+
+
+def text_columns(
+    lines: list[Line], translation: dict[str, str], language_model: dict[str, str]
+) -> list[Column]:
+    """SacreBLEU, and perplexity at the trained length and beyond."""
+    multi30k, speeches = (
+        [line for line in lines if line["experiment"] == name] for name in ("multi30k", "speeches")
+    )
+    perplexity = scores_of(speeches, language_model, lambda line: line["word_perplexity"])
+    longer = scores_of(speeches, language_model, lambda line: line["longer"]["word_perplexity"])
+    return [
+        Column("SacreBLEU", scores_of(multi30k, translation, lambda x: x["value"]), 2, False),
+        Column("perplexity", perplexity, 1, True),
+        Column("perplexity, 4 x length", longer, 1, True),
+    ]
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def scores_table(found: list[Column], names: dict[str, str]) -> str:
+    """One row for each entry: mean ± deviation; + and - mark significant differences to softmax."""
+    verdicts = [compare(column, "softmax") for column in found]
+
+    def cell(column: Column, compared: dict[str, Comparison], entry: str) -> str:
+        own = list(column.scores.get(entry, {}).values())
+        mark = {1: " +", -1: " -", 0: ""}[compared[entry].verdict] if entry in compared else ""
+        return lib.mean(own, column.digits) + mark
+
+    rows = [
+        [names[entry], *(cell(c, v, entry) for c, v in zip(found, verdicts, strict=True))]
+        for entry in names
+        if any(entry in column.scores for column in found)
+    ]
+    return lib.markdown(["mapping", *(column.title for column in found)], rows)
+
+
+def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
+    """One row for each entry: its gain over the baseline, effect size and corrected p."""
+    compared = [compare(column, base) for column in found]
+
+    def cell(column: Column, one: Comparison | None) -> str:
+        if one is None:
+            return ""
+        size = one.mean / one.deviation if one.deviation else 0.0
+        p = "p < 0.001" if one.p < 0.001 else f"p = {one.p:.3f}"
+        digits = column.digits
+        return f"{one.mean:+.{digits}f} ± {one.deviation:.{digits}f}, {size:+.1f}, {p}"
+
+    rows = [
+        [names[entry], *(cell(c, each.get(entry)) for c, each in zip(found, compared, strict=True))]
+        for entry in names
+        if any(entry in each for each in compared)
+    ]
+    return lib.markdown(["mapping", *(column.title for column in found)], rows)
+
+
+def attention_table(lines: list[Line], of: dict[str, Entry]) -> str:
+    """What the attention of the language models looks like, and what it costs."""
+    speeches = [line for line in lines if line["experiment"] == "speeches"]
+
+    def mean_of(name: str, digits: int) -> Callable[[list[Line]], str]:
+        return lambda block: lib.mean((line["attention"][name] for line in block), digits)
+
+    labels = {entry.language_model: entry.label for entry in of.values()}
+    columns = {
+        "mapping": lambda block: labels[block[0]["row"]],
+        "zeros": mean_of("zeros", 3),
+        "entropy, nats": mean_of("entropy", 2),
+        "weight on the first key": mean_of("first_key", 3),
+        "largest score": mean_of("largest_score", 1),
+        "tokens/s": lambda block: lib.mean((x["tokens_per_second"] for x in block), 0),
+        "peak GB": lambda block: lib.mean((x["peak_memory"] for x in block), 2, 1e9),
+    }
+    return lib.summary([[x for x in speeches if x["row"] == row] for row in labels], columns)
+
+
+def draw(found: list[Column], names: dict[str, str]) -> None:
+    """Draw which entries are better and worse than softmax in each column that compares them."""
+    found = [column for column in found if compare(column, "softmax")]
+    if not found:
+        return
+    compared = [compare(column, "softmax") for column in found]
+    shown = [entry for entry in names if any(entry in each for each in compared)]
+    values = [[each[e].verdict if e in each else float("nan") for each in compared] for e in shown]
+    figure, axis = plt.subplots(figsize=(8, 0.32 * len(shown) + 2.2))
+    colors = ListedColormap(["#d95f02", "#eeeeee", "#1b9e77"])
+    axis.imshow(values, cmap=colors, vmin=-1, vmax=1, aspect="auto")
+    for row, of_entry in enumerate(values):
+        for place, value in enumerate(of_entry):
+            text = {1: "better", -1: "worse"}.get(value, "")
+            axis.text(place, row, text, ha="center", va="center", fontsize=7, color="white")
+    axis.set_xticks(range(len(found)), [c.title.replace(", ", ",\n") for c in found], fontsize=7)
+    axis.set_yticks(range(len(shown)), [names[entry] for entry in shown], fontsize=8)
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0)
+    for place in range(1, len(found)):
+        axis.axvline(place - 0.5, color="white", linewidth=2)
+    for place in range(1, len(shown)):
+        axis.axhline(place - 0.5, color="white", linewidth=2)
+    figure.savefig(FIGURE, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
+def page(text: str) -> str:
+    """docs/leaderboard.md with new tables below the mark."""
+    head, mark, _ = text.partition(MARK)
+    if not mark:
+        raise UsageError(f"'{PAGE}' has no line '{MARK.strip()}', below which its tables go")
+    lines, of = [*stored(), *lib.read_results(TRANSLATIONS)], entries()
+    lines = [line for line in lines if line["seed"] in SEEDS]
+    labels = {name: entry.label for name, entry in of.items()}
+    found = columns(lines, of)
+    draw(found, labels)
+    outputs = {name: name for name in OUTPUTS}
+    at_output = text_columns(lines, OUTPUTS, OUTPUTS)
+    seeds = {len(scores) for column in found for scores in column.scores.values()}
+    parts = {
+        "Attention: scores": scores_table(found, labels),
+        "Attention: gain over softmax": gains_table(found, labels, "softmax"),
+        "Attention: gain over a learned temperature": gains_table(found, labels, "temperature"),
+        "Attention of the language models": attention_table(lines, of),
+        "Output layer: scores": scores_table(at_output, outputs),
+        "Output layer: gain over softmax": gains_table(at_output, outputs, "softmax"),
+        "Output layer: gain over a learned temperature": gains_table(
+            at_output, outputs, "learned temperature"
+        ),
+    }
+    notes = {
+        "Runs of an entry": [f"{min(seeds)} to {max(seeds)}"] if seeds else [],
+        "Processors": [line["hardware"] for line in lines],
+        "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
+        "Commits": [str(line["commit"])[:12] for line in lines],
+    }
+    tables = "".join(
+        f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2
+    )
+    below = "".join(f"- {n}: {'; '.join(sorted(set(x)))}\n" for n, x in notes.items() if x)
+    return f"{head}{MARK}{tables}\n{below}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, nargs="*", metavar="OUT")
+    args = parser.parse_args()
+    try:
+        for out in args.out:
+            add_runs(out)
+        lib.write(PAGE, page(PAGE.read_text(encoding="utf-8")))
+    except (UsageError, OSError, ValueError, LookupError) as error:
+        sys.exit(f"leaderboard_page.py: error: {error}")
+    print(f"Written: {PAGE}, {FIGURE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""scripts/leaderboard_page.py: comparisons, and the page from lines."""
+
+import importlib
+import json
+import sys
+
+import numpy as np
+import pytest
+from commands import ROOT
+from scipy import stats
+
+from multimax_fairseq.errors import UsageError
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    module = importlib.import_module("leaderboard_page")
+    for name, file in (
+        ("LINES", "lines.jsonl"),
+        ("PAGE", "page.md"),
+        ("FIGURE", "figure.svg"),
+        ("TRANSLATIONS", "none"),
+    ):
+        monkeypatch.setattr(module, name, tmp_path / file)
+    (tmp_path / "none").touch()
+    (tmp_path / "page.md").write_text(f"# Title\n\nWords.\n\n{module.MARK}old\n", encoding="utf-8")
+    yield module
+    for name in ("leaderboard_page", "leaderboards", "leaderboards.entries", "leaderboards.tasks"):
+        sys.modules.pop(name, None)
+
+
+def line_of(row, seed, score, **changes):
+    return {
+        **{"experiment": "leaderboard", "task": "maximum", "row": row, "seed": seed},
+        "scores": {str(n): score for n in (16, 64, 256, 1024, 4096)},
+        **{"command": "scripts/leaderboard.sh", "hardware": "a processor", "versions": {}},
+        **{"commit": "abc", "date": "2026-01-01", **changes},
+    }
+
+
+def write(out, lines):
+    for line in lines:
+        folder = out / f"{line['task']}-{line['row']}" / f"seed-{line['seed']}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").write_text(json.dumps(line), encoding="utf-8")
+
+
+def test_holm_multiplies_the_smallest_p_most_and_never_falls(script):
+    found = script.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.5})
+    assert found == pytest.approx({"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.5})
+
+
+def test_compare_pairs_seeds_and_counts_less_error_as_gain(script):
+    base = {1: 3.0, 2: 2.0, 3: 4.0, 4: 9.0}
+    other = {1: 2.5, 2: 1.8, 3: 3.1, 5: 0.0}
+    column = script.Column("", {"softmax": base, "one": other, "two": {1: 1.0}}, 1, True)
+    (found,) = script.compare(column, "softmax").values()
+    gains = np.array([0.5, 0.2, 0.9])
+    assert found.mean == pytest.approx(gains.mean())
+    assert found.deviation == pytest.approx(gains.std(ddof=1))
+    assert found.p == pytest.approx(stats.ttest_rel([3, 2, 4], [2.5, 1.8, 3.1]).pvalue)
+    assert found.verdict == 0
+    assert script.Comparison(-1.0, 0.1, 0.01).verdict == -1
+
+
+def test_page_marks_what_differs_and_keeps_the_words(script, tmp_path):
+    lines = [line_of("softmax", seed, 50.0 + seed) for seed in range(1, 6)]
+    lines += [line_of("multimax", seed, 60.0 + seed + 0.1 * (seed % 2)) for seed in range(1, 6)]
+    lines += [line_of("sink", seed, 50.0 + seed + (-1) ** seed) for seed in range(1, 6)]
+    write(tmp_path / "out", lines)
+    script.add_runs(tmp_path / "out")
+    text = script.page(script.PAGE.read_text(encoding="utf-8"))
+    assert text.startswith("# Title\n\nWords.\n") and "old" not in text
+    rows = [row.split(" | ") for row in text.split("## ")[1].splitlines() if row.startswith("| ")]
+    cells = {row[0].strip("| "): [cell for cell in row[1:] if cell.strip()] for row in rows[2:]}
+    assert cells["MultiMax"][0] == "63.1 ± 1.6 +"
+    label = script.entries()["sink"].label
+    assert not cells[label][0].endswith("+") and cells["softmax"][0] == "53.0 ± 1.6"
+    assert "p < 0.001" in text and "better" in (tmp_path / "figure.svg").read_text()
+
+
+def test_add_runs_keeps_the_newest_and_refuses_what_is_no_result(script, tmp_path):
+    write(tmp_path / "one", [line_of("softmax", 1, 50.0)])
+    write(tmp_path / "two", [line_of("softmax", 1, 51.0, date="2026-01-02")])
+    for out in ("two", "one"):
+        script.add_runs(tmp_path / out)
+    (line,) = script.stored()
+    assert line["scores"]["16"] == 51.0
+    for changes in ({"command": "leaderboard.sh --quick"}, {"commit": "abc-dirty"}):
+        write(tmp_path / "bad", [line_of("softmax", 1, 1.0, **changes)])
+        with pytest.raises(UsageError, match="run it again"):
+            script.add_runs(tmp_path / "bad")
+    with pytest.raises(UsageError, match="no finished run"):
+        script.add_runs(tmp_path / "none")
