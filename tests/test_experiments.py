@@ -37,7 +37,10 @@ FILES = {
 }
 ROWS = {name: [row for rows in each.values() for row in rows] for name, each in FILES.items()}
 # Rows of another plugin, which test_added_mapping.py and test_output_rivals.py train.
-PLUGINS = ("tempered", "output_temperature", "output_piecewise_linear", "output_mixture")
+PLUGINS = (
+    *("tempered", "output_temperature", "output_piecewise_linear", "output_mixture"),
+    *("fit_temperature", "fit_softcap"),
+)
 CONFIGS = [(name, row) for name, rows in ROWS.items() for row in rows if row not in PLUGINS]
 
 

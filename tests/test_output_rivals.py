@@ -55,6 +55,16 @@ def test_piecewise_linear_interpolates_and_learns(plugin):
     assert torch.autograd.gradcheck(function, inputs)
 
 
+def test_learned_soft_cap_learns_its_cap(plugin):
+    module, x = plugin.LearnedSoftCap().double(), 60 * torch.randn(20).double()
+    torch.testing.assert_close(module(x), 50 * (x / 50).tanh(), rtol=1e-6, atol=1e-6)
+
+    def function(x, log_cap):
+        return torch.func.functional_call(module, {"log_cap": log_cap}, (x,))
+
+    assert torch.autograd.gradcheck(function, (x.requires_grad_(), module.log_cap))
+
+
 def test_mixture_of_softmaxes_is_the_sum_of_its_parts(plugin):
     layer = plugin.MixtureOfSoftmaxes(torch.nn.Linear(6, 9).double(), components=3).double()
     features = torch.randn(4, 6).double()

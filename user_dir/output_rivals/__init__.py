@@ -1,5 +1,5 @@
-"""Rivals of MultiMax in the output layer: a learned piecewise-linear function of the logits, which
-is a mapping, and a mixture of softmaxes, which needs architectures of its own.
+"""Rivals of MultiMax in the output layer: a learned piecewise-linear function of the logits and a
+learned soft-cap, which are mappings, and a mixture of softmaxes, which has architectures.
 
     fairseq-train DATA --user-dir user_dir/output_rivals --arch transformer_lm_multimax \
         --output-normalizer piecewise_linear ...
@@ -58,6 +58,30 @@ register(
         label="piecewise-linear logits",
         function=NORMALIZERS["softmax"].function,
         build=lambda num_heads: {"modulator": PiecewiseLinear()},
+        modulated=True,
+        output_options=(),
+    )
+)
+
+
+class LearnedSoftCap(nn.Module):
+    """Soft-cap c tanh(x / c) of the logits with a learned c, 50 at the start."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_cap = nn.Parameter(torch.tensor(math.log(50.0)))
+
+    def forward(self, x):
+        cap = self.log_cap.exp()
+        return cap * (x / cap).tanh()
+
+
+register(
+    Mapping(
+        name="learned_softcap",
+        label="learned soft-cap",
+        function=NORMALIZERS["softmax"].function,
+        build=lambda num_heads: {"modulator": LearnedSoftCap()},
         modulated=True,
         output_options=(),
     )
