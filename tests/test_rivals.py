@@ -176,17 +176,19 @@ def test_multimax_with_a_length_scale_has_the_gradients_of_plain_pytorch():
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ssmax", "asentmax", "adaptive_temperature"])
+@pytest.mark.parametrize("name", ["ssmax", "asentmax", "adaptive_temperature", "multimax"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_normalize_ignores_scores_of_minus_infinity(name, masked):
     """A score of -inf gives the probabilities and gradients of a very low score."""
-    factors = {"ssmax": ("length_scale",), "asentmax": ("beta", "gamma")}.get(name, ())
+    names = {"asentmax": ("beta", "gamma"), "adaptive_temperature": ()}
+    factors = names.get(name, ("length_scale",))
     options = {factor: torch.full((1,), 0.7, requires_grad=True) for factor in factors}
+    fixed = {"modulator": Modulator(init_std=0.0)} if name == "multimax" else {}
     mask = torch.tensor([False, False, False, True]) if masked else None
     found = []
     for low in (-torch.inf, -1e4):
         scores = torch.tensor([1.0, low, 0.0, 0.5], requires_grad=True)
-        probs = normalize(name, scores, mask=mask, **options)
+        probs = normalize(name, scores, mask=mask, **options, **fixed)
         weighted = probs @ torch.tensor([1.0, 2.0, 3.0, 5.0])
         found.append([probs, *torch.autograd.grad(weighted, (scores, *options.values()))])
     for one, other in zip(*found, strict=True):

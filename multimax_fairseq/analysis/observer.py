@@ -243,7 +243,7 @@ class Observer:
     ) -> None:
         """Pass the attention of these rows of the batch to the listener."""
         if isinstance(module, Normalizer):
-            scores = module.modulator_input(scores, -1, mask)
+            scores = module.modulator_input(scores, mask)
         place, layer = self.place_of(module)
         first = self.queries[module]
         padding = self.padding[place][rows, first : first + scores.shape[-2]]

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.mappings.entmax import entmax15
-from multimax_fairseq.mappings.masking import check_arguments, check_value, shift_and_scale
+from multimax_fairseq.mappings.masking import (
+    check_arguments,
+    check_value,
+    scale_kept,
+    shift_and_scale,
+)
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, register
 from multimax_fairseq.ops.attention import growth_factor, length_factor
@@ -94,8 +99,7 @@ def length_scaled(
     scores: Tensor, dim: int, mask: Tensor | None, length_scale: float | Tensor
 ) -> Tensor:
     """Return s log(n) times the scores, in float32 or wider; unlike in `ssmax`, without a shift."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return wide * length_factor(key_counts(scores, dim, mask), length_scale)
+    return scale_kept(scores, length_factor(key_counts(scores, dim, mask), length_scale), mask)
 
 
 class LengthScale(nn.Module):

@@ -146,9 +146,23 @@ def shift_and_scale(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | Non
     wide = at_least_float32(scores)
     if wide.numel() == 0:
         return wide
-    lowest = wide.detach() == -torch.inf
-    excluded = lowest if mask is None else lowest | excluded_keys(mask)
+    lowest, excluded = _lowest_and_excluded(wide, mask)
     top = wide.detach().masked_fill(excluded, -torch.inf).amax(dim, keepdim=True)
+    return _product(wide - top, factor, lowest, excluded)
+
+
+def scale_kept(scores: Tensor, factor: Tensor, mask: Tensor | None) -> Tensor:
+    """Return scores * factor, in float32 or wider; -inf stays, other excluded scores become 0."""
+    wide = at_least_float32(scores)
+    return _product(wide, factor, *_lowest_and_excluded(wide, mask))
+
+
+def _lowest_and_excluded(wide: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return which scores are -inf, and which of them all are -inf or excluded by the mask."""
+    lowest = wide.detach() == -torch.inf
+    return lowest, lowest if mask is None else lowest | excluded_keys(mask)
+
+
+def _product(scores: Tensor, factor: Tensor, lowest: Tensor, excluded: Tensor) -> Tensor:
     # Excluded scores must not contribute to the gradient of the factor.
-    product = (wide - top).masked_fill(excluded, 0.0) * factor
-    return product.masked_fill(lowest, -torch.inf)
+    return (scores.masked_fill(excluded, 0.0) * factor).masked_fill(lowest, -torch.inf)

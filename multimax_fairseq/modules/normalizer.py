@@ -213,11 +213,11 @@ class Normalizer(nn.Module):
         probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 
-    def modulator_input(self, scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    def modulator_input(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         """Return the scores that the modulator receives, or the scores if there is none."""
         if self.modulator is None or "length_scale" not in self._modules:
             return scores
-        return length_scaled(scores, dim, mask, self.get_submodule("length_scale")())
+        return length_scaled(scores, -1, mask, self.get_submodule("length_scale")())
 
     def _kernel_arguments(self, hidden: Tensor | None) -> dict[str, Any] | None:
         """Return the arguments of `fused_attention`; None if no kernel supports this mapping."""
