@@ -34,56 +34,67 @@ class Entry:
         return Normalizer(self.mapping, HEADS if is_separate else None, SIZE, **self.options)
 
 
-MULTIMAX = Entry("MultiMax", "multimax", {}, False, "multimax", "multimax_attention")
 VARIANTS = {
-    "softmax": Entry("softmax", "softmax", {}, False, "softmax", "softmax"),
+    "softmax": Entry("softmax", "softmax", translation="softmax", language_model="softmax"),
     "temperature": Entry(
         "softmax, learned temperature",
         "softmax",
         {"learn_temperature": True},
-        False,
-        "temperature",
-        "temperature",
+        translation="temperature",
+        language_model="temperature",
     ),
-    "multimax": MULTIMAX,
+    "multimax": Entry(
+        "MultiMax", "multimax", translation="multimax", language_model="multimax_attention"
+    ),
     "multimax_order_1": Entry(
-        "MultiMax, order 1", "multimax", {"order": 1}, False, "order_1", "attention_order_1"
+        "MultiMax, order 1",
+        "multimax",
+        {"order": 1},
+        translation="order_1",
+        language_model="attention_order_1",
     ),
     "multimax_monotone": Entry(
         "MultiMax, monotone",
         "multimax",
         {"monotone": True},
-        False,
-        "monotone",
-        "attention_monotone",
+        translation="monotone",
+        language_model="attention_monotone",
     ),
     "multimax_separate_heads": Entry(
-        "MultiMax, per head", "multimax", {}, True, "separate_heads", "attention_separate_heads"
+        "MultiMax, per head",
+        "multimax",
+        separate_heads=True,
+        translation="separate_heads",
+        language_model="attention_separate_heads",
     ),
     "multimax_sink": Entry(
         "MultiMax with a sink",
         "multimax",
         {"sink": "learned"},
-        False,
-        "multimax_sink",
-        "attention_sink",
+        translation="multimax_sink",
+        language_model="attention_sink",
     ),
     "multimax_length_scale": Entry(
         "MultiMax with a length scale",
         "multimax",
         {"length_scale": True},
-        False,
-        "length_scale",
-        "attention_length_scale",
+        translation="length_scale",
+        language_model="attention_length_scale",
     ),
-    "topk": Entry("top-8 (16 in language modelling)", "topk", {"k": 8}, False, "topk", "topk"),
+    "topk": Entry(
+        "top-8 (16 in language modelling)",
+        "topk",
+        {"k": 8},
+        translation="topk",
+        language_model="topk",
+    ),
 }
 
 
 def entries() -> dict[str, Entry]:
     """Return all entries; a mapping that a plugin has registered is one with its defaults."""
     others = {
-        name: Entry(mapping.label, name, {}, False, name, name)
+        name: Entry(mapping.label, name, translation=name, language_model=name)
         for name, mapping in NORMALIZERS.items()
         if name not in VARIANTS
     }
