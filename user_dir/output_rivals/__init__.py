@@ -46,22 +46,9 @@ class PiecewiseLinear(nn.Module):
         rises = self.width * slopes
         levels = rises.cumsum(0) - rises - self.bound  # where each segment begins
         with torch.no_grad():
-            place = (x + self.bound) / self.width
-            segment = place.floor().clamp_(0, len(slopes) - 1).long()
+            segment = ((x + self.bound) / self.width).floor().clamp_(0, len(slopes) - 1).long()
         begin = segment * self.width - self.bound
         return torch.addcmul(levels[segment], slopes[segment], x - begin)
-
-
-register(
-    Mapping(
-        name="piecewise_linear",
-        label="piecewise-linear logits",
-        function=NORMALIZERS["softmax"].function,
-        build=lambda num_heads: {"modulator": PiecewiseLinear()},
-        modulated=True,
-        output_options=(),
-    )
-)
 
 
 class LearnedSoftCap(nn.Module):
@@ -76,16 +63,16 @@ class LearnedSoftCap(nn.Module):
         return cap * (x / cap).tanh()
 
 
-register(
-    Mapping(
-        name="learned_softcap",
-        label="learned soft-cap",
-        function=NORMALIZERS["softmax"].function,
-        build=lambda num_heads: {"modulator": LearnedSoftCap()},
-        modulated=True,
-        output_options=(),
-    )
-)
+def register_output(name, label, module):
+    """Register softmax of logits that `module()` transforms."""
+    function = NORMALIZERS["softmax"].function
+    build = lambda num_heads: {"modulator": module()}  # noqa: E731
+    mapping = Mapping(name, label, function, build=build, modulated=True, output_options=())
+    register(mapping)
+
+
+register_output("piecewise_linear", "piecewise-linear logits", PiecewiseLinear)
+register_output("learned_softcap", "learned soft-cap", LearnedSoftCap)
 
 
 class MixtureOfSoftmaxes(nn.Linear):
