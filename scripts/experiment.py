@@ -411,10 +411,6 @@ def own_data(experiment: str) -> Path:
     return folder / "lm" / "data-bin" if experiment == "speeches" else folder / "data-bin"
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def choose_rows(experiment: Experiment, text: str) -> list[str]:
     """The rows that --rows names, singly or by group."""
     known = {row: [row] for row in experiment.changes} | experiment.groups
@@ -442,7 +438,7 @@ def parse(name: str) -> argparse.Namespace:
     )
     text = ",".join(map(str, seeds))
     parser.add_argument(
-        "--seeds", type=numbers, default=seeds, metavar="N,N,...", help=f"default {text}"
+        "--seeds", type=lib.numbers, default=seeds, metavar="N,N,...", help=f"default {text}"
     )
     parser.add_argument("--gpus", type=int, default=gpus, help="GPUs per run; default all")
     parser.add_argument("--max-update", type=int, metavar="N", help="instead of the config's")

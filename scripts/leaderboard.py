@@ -166,7 +166,7 @@ def parse() -> argparse.Namespace:
     names = ", ".join(TASKS)
     parser.add_argument("--tasks", metavar="T,...", help=f"of {names}; default all")
     parser.add_argument("--entries", metavar="E,...", help="default all")
-    parser.add_argument("--seeds", metavar="N,...", help="default 1,2,3,4,5")
+    parser.add_argument("--seeds", type=lib.numbers, metavar="N,...", help="default 1,2,3,4,5")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -193,7 +193,7 @@ def main() -> None:
     with lib.resumable("leaderboard.sh"):
         import_plugin(args.user_dir)
         entry_names = args.entries or ("softmax,multimax" if args.quick else None)
-        seeds = [int(n) for n in (args.seeds or ("1,2" if args.quick else "1,2,3,4,5")).split(",")]
+        seeds = args.seeds or ([1, 2] if args.quick else [1, 2, 3, 4, 5])
         tasks = chosen("--tasks", args.tasks, list(TASKS))
         rows = chosen("--entries", entry_names, list(entries()))
         runs = []

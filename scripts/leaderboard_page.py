@@ -13,10 +13,7 @@ correction for all entries of a column. The effect size is the mean of the diffe
 standard deviation.
 """
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +67,8 @@ def stored() -> list[Line]:
 
 def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the stored lines."""
-    files = sorted(out.glob("*/seed-*/result.json"))
-    if not files:
-        raise UsageError(f"'{out}' has no finished run: give the --out of a leaderboard's script")
     known = {key(line): line for line in stored()}
-    for line in (json.loads(file.read_text(encoding="utf-8")) for file in files):
+    for _, line in lib.finished_runs(out):
         if line["experiment"] not in ("leaderboard", "speeches"):
             raise UsageError(f"'{out}' is of {line['experiment']}: give one of the two scripts'")
         if "-dirty" in str(line["commit"]) or "--quick" in line["command"]:
@@ -82,8 +76,7 @@ def add_runs(out: Path) -> None:
         before = known.get(key(line))
         if before is None or before["date"] < line["date"]:
             known[key(line)] = line
-    text = "".join(json.dumps(known[k], ensure_ascii=False) + "\n" for k in sorted(known))
-    lib.write(LINES, text)
+    lib.write_results(LINES, [known[name] for name in sorted(known)])
 
 
 # --- columns and comparisons ---------------------------------------------------------------------
@@ -251,12 +244,16 @@ def attention_table(lines: list[Line], of: dict[str, Entry]) -> str:
 
 def draw(found: list[Column], names: dict[str, str]) -> None:
     """Draw which entries are better and worse than softmax in each column that compares them."""
-    found = [column for column in found if compare(column, "softmax")]
-    if not found:
+    all_of = {column.title: compare(column, "softmax") for column in found}
+    compared = {title: each for title, each in all_of.items() if each}
+    if not compared:
         return
-    compared = [compare(column, "softmax") for column in found]
-    shown = [entry for entry in names if any(entry in each for each in compared)]
-    values = [[each[e].verdict if e in each else float("nan") for each in compared] for e in shown]
+    shown = [entry for entry in names if any(entry in each for each in compared.values())]
+    values = [
+        [each[entry].verdict if entry in each else float("nan") for each in compared.values()]
+        for entry in shown
+    ]
+    plt.rcParams["svg.hashsalt"] = "leaderboard"  # else each drawing has other identifiers
     figure, axis = plt.subplots(figsize=(8, 0.32 * len(shown) + 2.2))
     colors = ListedColormap(["#d95f02", "#eeeeee", "#1b9e77"])
     axis.imshow(values, cmap=colors, vmin=-1, vmax=1, aspect="auto")
@@ -264,11 +261,12 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
         for place, value in enumerate(of_entry):
             text = {1: "better", -1: "worse"}.get(value, "")
             axis.text(place, row, text, ha="center", va="center", fontsize=7, color="white")
-    axis.set_xticks(range(len(found)), [c.title.replace(", ", ",\n") for c in found], fontsize=7)
+    titles = [title.replace(", ", ",\n") for title in compared]
+    axis.set_xticks(range(len(compared)), titles, fontsize=7)
     axis.set_yticks(range(len(shown)), [names[entry] for entry in shown], fontsize=8)
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
-    for place in range(1, len(found)):
+    for place in range(1, len(compared)):
         axis.axvline(place - 0.5, color="white", linewidth=2)
     for place in range(1, len(shown)):
         axis.axhline(place - 0.5, color="white", linewidth=2)
@@ -278,9 +276,6 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
 
 def page(text: str) -> str:
     """docs/leaderboard.md with new tables below the mark."""
-    head, mark, _ = text.partition(MARK)
-    if not mark:
-        raise UsageError(f"'{PAGE}' has no line '{MARK.strip()}', below which its tables go")
     lines, of = [*stored(), *lib.read_results(TRANSLATIONS)], entries()
     lines = [line for line in lines if line["seed"] in SEEDS]
     labels = {name: entry.label for name, entry in of.items()}
@@ -309,24 +304,8 @@ def page(text: str) -> str:
     tables = "".join(
         f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2
     )
-    below = "".join(f"- {n}: {'; '.join(sorted(set(x)))}\n" for n, x in notes.items() if x)
-    return f"{head}{MARK}{tables}\n{below}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, nargs="*", metavar="OUT")
-    args = parser.parse_args()
-    try:
-        for out in args.out:
-            add_runs(out)
-        lib.write(PAGE, page(PAGE.read_text(encoding="utf-8")))
-    except (UsageError, OSError, ValueError, LookupError) as error:
-        sys.exit(f"leaderboard_page.py: error: {error}")
-    print(f"Written: {PAGE}, {FIGURE}")
+    return f"{lib.text_above(MARK, text)}{tables}\n{lib.notes(notes)}"
 
 
 if __name__ == "__main__":
-    main()
+    lib.store_and_write(__doc__, add_runs, {PAGE: page})

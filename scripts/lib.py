@@ -119,6 +119,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> list[int]:
+    """The type of an option such as --seeds 1,2,3."""
+    return [int(number) for number in text.split(",")]
+
+
 @contextlib.contextmanager
 def resumable(name: str) -> Iterator[None]:
     """Run a script's body; a user's mistake or an interruption ends in one line."""
@@ -155,6 +160,18 @@ def read_lines(file: Path) -> list[str]:
 
 def read_results(file: Path) -> list[Line]:
     return [json.loads(line) for line in read_lines(file)]
+
+
+def write_results(file: Path, lines: Iterable[Line]) -> None:
+    write(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def finished_runs(out: Path) -> list[tuple[Path, Line]]:
+    """The folder and the result of each finished run of an experiment."""
+    files = sorted(out.glob("*/seed-*/result.json"))
+    if not files:
+        raise UsageError(f"'{out}' has no finished run: give the --out of an experiment")
+    return [(file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def sentences(output: str, kind: str) -> dict[int, str]:
@@ -198,6 +215,12 @@ def mean(values: Iterable[float | None], digits: int = 2, unit: float = 1.0) -> 
         return ""
     text = f"{statistics.mean(known):,.{digits}f}"
     return text if len(known) < 2 else f"{text} ± {statistics.stdev(known):,.{digits}f}"
+
+
+def notes(values: dict[str, Iterable[str]]) -> str:
+    """A Markdown list with the distinct values of each name that has any."""
+    distinct = {name: sorted({value for value in each if value}) for name, each in values.items()}
+    return "".join(f"- {name}: {'; '.join(each)}\n" for name, each in distinct.items() if each)
 
 
 def by_row(results: list[Line]) -> dict[str, list[Line]]:
@@ -252,3 +275,33 @@ def results_table(results: list[Line]) -> str:
     }
     lines = [f"- {n}: {x}\n" for n, each in notes.items() for x in sorted(set(each)) if x]
     return f"{summary(by_row(results).values(), columns)}\n{''.join(lines)}"
+
+
+# --- pages that end in tables --------------------------------------------------------------------
+
+
+def text_above(mark: str, text: str) -> str:
+    """The text of a page through the line after which its tables begin."""
+    head, found, _ = text.partition(mark)
+    if not found:
+        raise UsageError(f"the page has no line '{mark.strip()}': put it above its tables")
+    return head + mark
+
+
+def store_and_write(
+    doc: str, add_runs: Callable[[Path], None], pages: dict[Path, Callable[[str], str]]
+) -> None:
+    """The command of a script that stores the runs of each OUT, then renews its pages."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, nargs="*", metavar="OUT")
+    args = parser.parse_args()
+    try:
+        for out in args.out:
+            add_runs(out)
+        for file, renew in pages.items():
+            write(file, renew(file.read_text(encoding="utf-8")))
+    except (UsageError, OSError, ValueError, LookupError) as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+    print(f"Written: {', '.join(map(str, pages))}")

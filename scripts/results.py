@@ -9,12 +9,9 @@ docs/results/EXPERIMENT.jsonl, one line each. A translation gets a paired bootst
 without any OUT.
 """
 
-import argparse
-import json
 import re
 import shlex
 import statistics
-import sys
 from pathlib import Path
 
 import lib
@@ -93,10 +90,7 @@ def check(run: Path, line: Line, stored: list[Line]) -> None:
 
 def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the experiment's lines; a newer run replaces an older one."""
-    files = sorted(out.glob("*/seed-*/result.json"))
-    if not files:
-        raise UsageError(f"'{out}' has no finished run: give the --out of an experiment")
-    results = [(file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    results = lib.finished_runs(out)
     experiment = results[0][1]["experiment"]
     if experiment not in EXPERIMENTS:
         raise UsageError(f"'{out}' is of {experiment}: only {', '.join(EXPERIMENTS)} are kept")
@@ -119,9 +113,8 @@ def add_runs(out: Path) -> None:
         known[key(line)] = line
     order = list(Experiment.read(experiment).changes)
     ordered = sorted(known.values(), key=lambda line: (order.index(line["row"]), line["seed"]))
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered)
     DATA.mkdir(exist_ok=True)
-    lib.write(DATA / f"{experiment}.jsonl", text)
+    lib.write_results(DATA / f"{experiment}.jsonl", ordered)
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -208,15 +201,12 @@ def notes(lines: list[Line]) -> str:
         "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
         "Commits": [str(line["commit"])[:12] for line in lines],
     }
-    return "".join(f"- {n}: {'; '.join(sorted(set(x)))}\n" for n, x in values.items() if any(x))
+    return lib.notes(values)
 
 
 def page(text: str) -> str:
     """docs/results.md with new tables below the mark."""
-    head, mark, _ = text.partition(MARK)
-    if not mark:
-        raise UsageError(f"'{PAGE}' has no line '{MARK.strip()}', below which its tables go")
-    text = head + MARK
+    text = lib.text_above(MARK, text)
     for name, title in EXPERIMENTS.items():
         lines, experiment = lines_of(name), Experiment.read(name)
         if not lines:
@@ -257,21 +247,5 @@ def front_page(text: str) -> str:
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, nargs="*", metavar="OUT")
-    args = parser.parse_args()
-    try:
-        for out in args.out:
-            add_runs(out)
-        for file, make in ((PAGE, page), (README, front_page)):
-            lib.write(file, make(file.read_text(encoding="utf-8")))
-    except (UsageError, OSError, ValueError, LookupError) as error:
-        sys.exit(f"results.py: error: {error}")
-    print(f"Written: {PAGE}, {README}")
-
-
 if __name__ == "__main__":
-    main()
+    lib.store_and_write(__doc__, add_runs, {PAGE: page, README: front_page})

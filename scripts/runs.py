@@ -32,7 +32,7 @@ def options(name: str, doc: str, rows: dict[str, Any], chosen: str) -> argparse.
         metavar="ROW,...",
         help=f"of {', '.join(rows)}; default {default}",
     )
-    parser.add_argument("--seeds", type=seeds, default=[1], metavar="N,...", help="default 1")
+    parser.add_argument("--seeds", type=lib.numbers, default=[1], metavar="N,...", help="default 1")
     parser.add_argument("--epochs", type=lib.positive, metavar="N", help="default: the paper's")
     out = ROOT / "results" / name
     parser.add_argument(
@@ -45,10 +45,6 @@ def _known(names: list[str], rows: dict[str, Any]) -> list[str]:
     if unknown := [name for name in names if name not in rows]:
         raise argparse.ArgumentTypeError(f"no row {unknown[0]!r}: choose from {', '.join(rows)}")
     return names
-
-
-def seeds(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def run_all(
