@@ -7,6 +7,8 @@
     scripts/adaptively_sparse.sh --data NAME [options] [-- fairseq-train options]
     scripts/multi30k.sh     [options] [-- fairseq-train options]
     scripts/speeches.sh     [options] [-- fairseq-train options]
+    scripts/reviews.sh      [options] [-- fairseq-train options]
+    scripts/tatoeba.sh      [options] [-- fairseq-train options]
 
 configs/EXPERIMENT.yaml has the settings that all rows share, configs/rows/EXPERIMENT.yaml what each
 row changes. Each row and seed is one call of fairseq-train. OUT/ROW/seed-N holds
@@ -405,10 +407,13 @@ def work(runs: list[Run]) -> None:
                 os.close(lock)
 
 
+# The data of these experiments is one of those that data-prep/demo.py prepares.
+DEMO = {"speeches": "lm", "reviews": "reviews", "tatoeba": "translation"}
+
+
 def own_data(experiment: str) -> Path:
     """Where data-prep/ writes an experiment's data by default."""
-    folder = ROOT / "data" / experiment
-    return folder / "lm" / "data-bin" if experiment == "speeches" else folder / "data-bin"
+    return ROOT / "data" / experiment / DEMO.get(experiment, "") / "data-bin"
 
 
 def choose_rows(experiment: Experiment, text: str) -> list[str]:
@@ -473,14 +478,15 @@ def prepare(args: argparse.Namespace) -> None:
     """Prepare the data if --archive asks for it or the default folder is used."""
     name = args.data or args.experiment.name
     if args.archive is not None or args.data_bin == args.prepared:
-        end = Path("lm/data-bin" if name == "speeches" else "data-bin")
+        part = DEMO.get(name, "")
+        end = Path(part, "data-bin")
         if not args.data_bin.match(str(end)):
             raise UsageError(f"--data-bin {args.data_bin} must end in {end} to be prepared")
         folder, flag = args.data_bin.parents[len(end.parts) - 1], "--archive"
         command = [str(ROOT / "data-prep" / f"{name}.sh")]
-        if name == "speeches":
-            command = [sys.executable, str(ROOT / "data-prep" / "demo.py"), "--only", "lm"]
-            flag = "--archive-lm"
+        if part:
+            command = [sys.executable, str(ROOT / "data-prep" / "demo.py"), "--only", part]
+            flag = f"--archive-{part}"
         command += ["--out", str(folder)]
         command += [] if args.archive is None else [flag, args.archive]
         if code := subprocess.run(command).returncode:

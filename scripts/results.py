@@ -3,10 +3,10 @@
 
     scripts/results.py [OUT ...]
 
-OUT is the --out of scripts/multi30k.sh or scripts/speeches.sh. Its finished runs are added to
-docs/results/EXPERIMENT.jsonl, one line each. A translation gets a paired bootstrap test
-(SacreBLEU's, 1,000 samples) against softmax of the same seed. Then the tables are written, also
-without any OUT.
+OUT is the --out of scripts/multi30k.sh, speeches.sh, tatoeba.sh or reviews.sh. Its finished runs
+are added to docs/results/EXPERIMENT.jsonl, one line each. A translation gets a paired bootstrap
+test (SacreBLEU's, 1,000 samples) against softmax of the same seed. Then the tables are written,
+also without any OUT.
 """
 
 import re
@@ -28,6 +28,8 @@ README = ROOT / "README.md"
 EXPERIMENTS = {
     "multi30k": "Translation: Multi30k, German-English",
     "speeches": "Language modelling: State of the Union addresses",
+    "tatoeba": "More text, translation: Tatoeba, Spanish-English",
+    "reviews": "More text, language modelling: film reviews",
 }
 SAMPLES = 1000
 # Seeds from this one on confirm what the earlier seeds selected; they have tables of their own.
@@ -168,13 +170,14 @@ def table(experiment: Experiment, rows: list[str], lines: list[Line]) -> str:
         "minus softmax's": lambda block: against(block, softmax, field)[0],
         "p": lambda block: against(block, softmax, field)[1],
     }
-    if experiment.name == "multi30k":
+    if field == "value":  # a translation
         columns["bootstrap: better, worse of"] = significant
         columns |= {"chrF": mean_of("chrf"), "tokenised BLEU": mean_of("tokenized_bleu")}
     else:
         columns["perplexity a subword"] = mean_of("value")
     columns["validation"] = mean_of("validation")
-    columns[f"paper, {experiment.paper_data}"] = lambda b: experiment.papers[b[0]["row"]]
+    if experiment.paper_data:
+        columns[f"paper, {experiment.paper_data}"] = lambda b: experiment.papers[b[0]["row"]]
     return lib.summary([of_row(lines, row) for row in rows], columns)
 
 
