@@ -3,10 +3,10 @@
 
     scripts/leaderboard_page.py [OUT ...]
 
-OUT is the --out of scripts/leaderboard.sh or scripts/speeches.sh. Its finished runs are added to
-docs/results/leaderboard.jsonl, one line each; a newer run of the same row and seed replaces an
-older one. Then the page is written, also without any OUT. The translations are those of
-scripts/results.py.
+OUT is the --out of scripts/leaderboard.sh, speeches.sh or multi30k.sh. Its finished runs are added
+to docs/results/leaderboard.jsonl, one line each; a newer run of the same row and seed replaces an
+older one. Then the page is written, also without any OUT. Runs of multi30k.sh are read only for the
+table of fitted scalars; the other tables show the translations of scripts/results.py.
 
 A comparison pairs runs of the same seed. Its p value is from a paired t-test, after Holm's
 correction for all entries of a column. The effect size is the mean of the differences over their
@@ -53,6 +53,17 @@ OUTPUTS = {
     "no label smoothing": "no_label_smoothing",
 }
 
+# {scalars fitted to finished models of softmax: their row in the same files}
+FITS = {
+    "softmax": "softmax",
+    "learned temperature": "fit_temperature",
+    "soft-cap": "fit_softcap",
+    "MultiMax": "fit_multimax",
+    "MultiMax, 20 updates": "fit_multimax_20",
+    "MultiMax in attention": "fit_attention",
+    "MultiMax in both": "fit_both",
+}
+
 
 # --- lines ---------------------------------------------------------------------------------------
 
@@ -69,8 +80,8 @@ def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the stored lines."""
     known = {key(line): line for line in stored()}
     for _, line in lib.finished_runs(out):
-        if line["experiment"] not in ("leaderboard", "speeches"):
-            raise UsageError(f"'{out}' is of {line['experiment']}: give one of the two scripts'")
+        if line["experiment"] not in ("leaderboard", "speeches", "multi30k"):
+            raise UsageError(f"'{out}' is of {line['experiment']}: give one of the three scripts'")
         if "-dirty" in str(line["commit"]) or "--quick" in line["command"]:
             raise UsageError(f"'{out}' has a run with --quick or of uncommitted code: run it again")
         before = known.get(key(line))
@@ -276,25 +287,33 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
 
 def page(text: str) -> str:
     """docs/leaderboard.md with new tables below the mark."""
-    lines, of = [*stored(), *lib.read_results(TRANSLATIONS)], entries()
-    lines = [line for line in lines if line["seed"] in SEEDS]
+    own, of = stored(), entries()
+    lines = [line for line in own if line["experiment"] != "multi30k"]
+    lines += [line for line in lib.read_results(TRANSLATIONS) if line["seed"] in SEEDS]
     labels = {name: entry.label for name, entry in of.items()}
     found = columns(lines, of)
     draw(found, labels)
-    outputs = {name: name for name in OUTPUTS}
-    at_output = text_columns(lines, OUTPUTS, OUTPUTS)
     seeds = {len(scores) for column in found for scores in column.scores.values()}
-    parts = {
-        "Attention: scores": scores_table(found, labels),
-        "Attention: gain over softmax": gains_table(found, labels, "softmax"),
-        "Attention: gain over a learned temperature": gains_table(found, labels, "temperature"),
-        "Attention of the language models": attention_table(lines, of),
-        "Output layer: scores": scores_table(at_output, outputs),
-        "Output layer: gain over softmax": gains_table(at_output, outputs, "softmax"),
-        "Output layer: gain over a learned temperature": gains_table(
-            at_output, outputs, "learned temperature"
+    groups = {
+        "Attention": (found, labels, "temperature"),
+        "Output layer": (
+            text_columns(lines, OUTPUTS, OUTPUTS),
+            {name: name for name in OUTPUTS},
+            "learned temperature",
+        ),
+        "Scalars fitted to finished models": (
+            text_columns(own, FITS, FITS),
+            {name: name for name in FITS},
+            "learned temperature",
         ),
     }
+    parts = {}
+    for title, (its_columns, names, temperature) in groups.items():
+        parts[f"{title}: scores"] = scores_table(its_columns, names)
+        parts[f"{title}: gain over softmax"] = gains_table(its_columns, names, "softmax")
+        gains = gains_table(its_columns, names, temperature)
+        parts[f"{title}: gain over a learned temperature"] = gains
+    parts["Attention of the language models"] = attention_table(lines, of)
     notes = {
         "Runs of an entry": [f"{min(seeds)} to {max(seeds)}"] if seeds else [],
         "Processors": [line["hardware"] for line in lines],
