@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from multimax_fairseq import replace_softmax
 from multimax_fairseq.integrations.transformers import attach, checkpoint, load, save
+from multimax_fairseq.modules.normalizer import Normalizer
 
 pytestmark = pytest.mark.long
 
@@ -252,9 +253,7 @@ def test_save_of_unserializable_settings_keeps_earlier_model(saved):
     before = load(saved)
     other = made(llama)
     attach(other, init_std=0.5)
-    next(m for m in other.modules() if hasattr(m, "constructor_arguments")).constructor_arguments[
-        "init_std"
-    ] = object()
+    next(m for m in other.modules() if isinstance(m, Normalizer)).arguments["init_std"] = object()
     with pytest.raises(TypeError, match="object is not JSON"):
         save(other, saved)
     same(before, load(saved))

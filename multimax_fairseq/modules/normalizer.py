@@ -72,6 +72,9 @@ class Normalizer(nn.Module):
                 "the number of heads must be a whole number of at least 1, or None for all heads "
                 f"alike, got {num_heads!r}"
             )
+        # The arguments of an equal normalizer.
+        self.arguments = {"name": name, "num_heads": num_heads, "hidden_size": hidden_size}
+        self.arguments |= options
         options = mapping.complete(options)
         if mapping.hidden:
             if not is_whole(hidden_size):

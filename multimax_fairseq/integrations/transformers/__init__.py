@@ -1,6 +1,7 @@
-"""MultiMax in Hugging Face models, and export of translation models to transformers.
+"""MultiMax in Hugging Face models, and export of fairseq's models to transformers.
 
-It needs the extra `transformers`. Only `export_translation` needs fairseq.
+It needs the extra `transformers`. Only `export_translation` and `export_language_model` need
+fairseq.
 """
 
 from typing import Any
@@ -20,12 +21,13 @@ from multimax_fairseq.integrations.transformers.checkpoint import load, save
 from multimax_fairseq.integrations.transformers.interface import register
 from multimax_fairseq.integrations.transformers.layers import attach
 
-__all__ = ["attach", "export_translation", "load", "register", "save"]
+EXPORTS = ("export_translation", "export_language_model")
+__all__ = ["attach", "export_language_model", "export_translation", "load", "register", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "export_translation":
+    if name not in EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from multimax_fairseq.integrations.transformers.export import export_translation
+    from multimax_fairseq.integrations.transformers import export
 
-    return export_translation
+    return getattr(export, name)

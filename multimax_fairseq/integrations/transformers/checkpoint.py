@@ -12,9 +12,11 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.integrations.transformers import fsmt
 from multimax_fairseq.integrations.transformers.layers import (
     add_normalizer,
     attached,
@@ -42,9 +44,8 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         UsageError: the model has no normalizers from `attach`.
     """
     layers = attached(model)
-    if not layers or not all(
-        hasattr(layer.normalizer, "constructor_arguments") for layer in layers.values()
-    ):
+    # replace_softmax sets `forward` of a layer.
+    if not layers or any("forward" in vars(layer) for layer in layers.values()):
         raise UsageError(
             f"{type(model).__name__} has no normalizers from attach: call attach, or use "
             "save_pretrained"
@@ -55,9 +56,7 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
         for name, layer in layers.items()
         for key, value in layer.normalizer.state_dict().items()
     }
-    arguments = json.dumps(
-        {name: layer.normalizer.constructor_arguments for name, layer in layers.items()}
-    )
+    arguments = json.dumps({name: layer.normalizer.arguments for name, layer in layers.items()})
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as name:
         temporary = Path(name)
@@ -101,13 +100,15 @@ def load(
             f"the weights in '{folder}' are not those of {type(model).__name__} (such as "
             f"{min(wrong)!r}): give the model_class that was saved"
         )
+    fsmt.adapt(model)
     for name, arguments in arguments_by_layer.items():
         layer: Any = model.get_submodule(name)
         add_normalizer(layer, arguments)
         device = next((p.device for p in layer.normalizer.parameters()), None)
         state = {key: value.to(device) for key, value in tensors[name].items()}
         layer.normalizer.load_state_dict(state, assign=True)
-    set_implementation(model)
+    if any(not isinstance(layer, nn.Linear) for layer in attached(model).values()):
+        set_implementation(model)
     return model
 
 

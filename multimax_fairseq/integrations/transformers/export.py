@@ -1,7 +1,8 @@
-"""Exports fairseq translation models to transformers."""
+"""Exports fairseq's translation and language models to transformers."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerModel, TransformerModelBase
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
@@ -20,15 +22,29 @@ from transformers import (
     GenerationConfig,
     M2M100Config,
     M2M100ForConditionalGeneration,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from multimax_fairseq.errors import UsageError, no_file
+from multimax_fairseq.integrations.transformers import fsmt
+from multimax_fairseq.integrations.transformers.checkpoint import save
+from multimax_fairseq.integrations.transformers.layers import (
+    add_normalizer,
+    attached,
+    set_implementation,
+)
+from multimax_fairseq.mappings.table import NORMALIZERS
+from multimax_fairseq.models.config import as_namespace, build_normalizer
 from multimax_fairseq.models.loading import build, task_of
+from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
+from multimax_fairseq.modules.normalizer import Normalizer
 
-MODELS = (TransformerModel, TransformerModelBase, MultimaxTransformerModel)
+TRANSLATION = (TransformerModel, TransformerModelBase, MultimaxTransformerModel)
+LANGUAGE = (TransformerLanguageModel, MultimaxLanguageModel)
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -55,32 +71,66 @@ def export_translation(
     generation settings are those of fairseq-generate with --beam 5. The function compares the
     logits before it writes anything.
 
+    A model with softmax throughout is written by `save_pretrained`, any other by `save` of this
+    package: `load` reads it.
+
     Args:
-        checkpoint: written by fairseq-train, with softmax in every attention and the output layer.
+        checkpoint: written by fairseq-train.
         data_bin: the folder of fairseq-preprocess that the model was trained on.
         out: a new folder.
 
     Raises:
         UsageError: a file or folder is missing, `out` exists already, or neither class supports
-            the model (another mapping than softmax, learned positions, a recurrent decoder, ...).
+            the model (a mapping that reads hidden states, a sparse output layer, learned positions,
+            a recurrent decoder, ...).
     """
-    checkpoint, data_bin, out = Path(checkpoint), Path(data_bin), Path(out).resolve()
+    return _export("translation", Path(checkpoint), Path(data_bin), Path(out))
+
+
+def export_language_model(
+    checkpoint: str | os.PathLike[str],
+    data_bin: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+) -> PreTrainedModel:
+    """Convert a fairseq language model to a Hugging Face model, write it and return it.
+
+    A Transformer, such as `transformer_lm_multimax`, becomes an OPTForCausalLM. `out` has a
+    tokenizer for the dictionary, which puts the end of sentence before a text, as fairseq does. All
+    else is as in `export_translation`.
+
+    Args:
+        checkpoint, data_bin, out: as `export_translation`.
+
+    Raises:
+        UsageError: as `export_translation`.
+    """
+    return _export("language_modeling", Path(checkpoint), Path(data_bin), Path(out))
+
+
+def _export(kind: str, checkpoint: Path, data_bin: Path, out: Path) -> PreTrainedModel:
+    out = out.resolve()
     _check_place(out)
-    model, task = _load(checkpoint, data_bin)
-    obstacle = _obstacle(model)
+    model, task, args = _load(kind, checkpoint, data_bin)
+    is_translation = kind == "translation"
+    obstacle = _obstacle(model, is_translation)
     if obstacle:
         raise UsageError(
-            f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}, which neither FSMT "
-            "nor M2M100 supports"
+            f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}, which "
+            f"{'neither FSMT nor M2M100 supports' if is_translation else 'OPT does not support'}"
         )
-    exported = _converted(model, task)
+    exported = _translation(model, task) if is_translation else _language_model(model, task)
+    _add_normalizers(model, exported, args)
     _check_equal(model, exported, task)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as aside:
         whole = Path(aside, "model")
-        exported.save_pretrained(whole)
-        _tokenizer(task.source_dictionary).save_pretrained(whole)
-        _tokenizer(task.target_dictionary).save_pretrained(whole / "target")
+        if attached(exported):
+            save(exported, whole)
+        else:
+            exported.save_pretrained(whole)
+        _tokenizer(task.source_dictionary, is_translation).save_pretrained(whole)
+        if is_translation:
+            _tokenizer(task.target_dictionary, True).save_pretrained(whole / "target")
         whole.replace(out)
     return exported
 
@@ -90,7 +140,8 @@ def _check_place(out: Path) -> None:
         raise UsageError(f"'{out}' exists already: give a new folder")
 
 
-def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
+def _load(kind: str, checkpoint: Path, data_bin: Path) -> tuple[Any, Any, Any]:
+    """Return the model, its task and its settings."""
     if not checkpoint.is_file():
         raise no_file("checkpoint", checkpoint)
     if not data_bin.is_dir():
@@ -101,9 +152,9 @@ def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
     overrides = {"data": str(data_bin), "eval_bleu": False}
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
     cfg = task_of(state, checkpoint)
-    if cfg._name != "translation":
+    if cfg._name != kind:
         raise UsageError(
-            f"checkpoint '{checkpoint}' is of the task {cfg._name}: give one of translation"
+            f"checkpoint '{checkpoint}' is of the task {cfg._name}: give one of {kind}"
         )
     try:
         task = tasks.setup_task(cfg, from_checkpoint=True)
@@ -112,46 +163,53 @@ def _load(checkpoint: Path, data_bin: Path) -> tuple[Any, Any]:
             f"data folder '{data_bin}' has no {Path(error.filename).name}: give the folder that "
             "the model was trained on"
         ) from None
-    return build(state, checkpoint, task, data_bin)[0], task
+    model, cfg = build(state, checkpoint, task, data_bin)
+    return model, task, as_namespace(cfg.model)
 
 
-def _obstacle(model: Any) -> str | None:
-    """Return a part of the model that neither class supports, or None."""
-    if type(model) not in MODELS:
+def _obstacle(model: Any, is_translation: bool) -> str | None:
+    """Return a part of the model that the classes do not support, or None."""
+    if type(model) not in (TRANSLATION if is_translation else LANGUAGE):
         return f"the structure of a {type(model).__name__}"
-    encoder, decoder = model.encoder, model.decoder
-    for side, layers in (("encoder", encoder.layers), ("decoder", decoder.layers)):
-        for layer in layers:
-            for place in ("self_attn", "encoder_attn"):
+    sides = {name: getattr(model, name) for name in ("encoder", "decoder") if hasattr(model, name)}
+    for side, part in sides.items():
+        places = ("self_attn", "encoder_attn")[: 1 + (is_translation and side == "decoder")]
+        for layer in part.layers:
+            for place in places:
                 what = _obstacle_in_attention(getattr(layer, place, None))
-                if what and (place == "self_attn" or side == "decoder"):
+                if what:
                     return f"{what} in {side}.{place}"
+    decoder = model.decoder
     output = getattr(decoder, "output_normalizer", None)
-    if output is not None or getattr(decoder, "output_modulator", None) is not None:
-        return f"the output normalizer {getattr(output, 'name', 'multimax')}"
-    cfg, norms = decoder.cfg, [encoder.layer_norm, decoder.layer_norm]
-    before = {layer.normalize_before for layer in (*encoder.layers, *decoder.layers)}
+    if output is not None:
+        return f"the sparse output normalizer {output.name}"
+    cfg, before = (
+        decoder.cfg,
+        {layer.normalize_before for part in sides.values() for layer in part.layers},
+    )
+    for side, part in sides.items():
+        for is_so, what in (
+            (part.embed_positions is None, "no positions"),
+            (is_translation and not _is_sinusoidal(part), "learned positions"),
+            (part.layernorm_embedding is not None, "a layer norm of the embeddings"),
+            (type(part.embed_tokens) is not nn.Embedding, "adaptive input embeddings"),
+            (
+                before != {part.layer_norm is not None},
+                "layer norms before some sublayers, but not before all and at the end,",
+            ),
+        ):
+            if is_so:
+                return f"{what} in the {side}"
     for is_so, what in (
         (cfg.activation_fn not in ACTIVATIONS, f"the activation {cfg.activation_fn}"),
-        (encoder.embed_positions is None, "an encoder without positions"),
-        (decoder.embed_positions is None, "a decoder without positions"),
-        (not _is_sinusoidal(encoder), "learned positions in the encoder"),
-        (not _is_sinusoidal(decoder), "learned positions in the decoder"),
-        (encoder.layernorm_embedding is not None, "a layer norm of its embeddings"),
         (decoder.adaptive_softmax is not None, "an adaptive softmax"),
-        (type(encoder.embed_tokens) is not nn.Embedding, "adaptive input embeddings"),
         (decoder.project_in_dim is not None, "a decoder input of another width"),
         (decoder.project_out_dim is not None, "a decoder output of another width"),
-        (cfg.encoder.embed_dim != cfg.decoder.embed_dim, "two widths"),
-        (cfg.cross_self_attention, "cross-self-attention"),
         (bool(cfg.base_layers), "base layers"),
-        (len(before) > 1, "layer norms before the sublayers of one side alone"),
+        (is_translation and cfg.encoder.embed_dim != cfg.decoder.embed_dim, "two widths"),
+        (is_translation and cfg.cross_self_attention, "cross-self-attention"),
         (
-            before != {norm is not None for norm in norms},
-            "layer norms before its sublayers and none at the end of its decoder",
-        ),
-        (
-            before == {True} and not cfg.share_all_embeddings,
+            is_translation and before == {True} and not cfg.share_all_embeddings,
             "layer norms before its sublayers and embeddings that are not all shared",
         ),
     ):
@@ -165,8 +223,10 @@ def _obstacle_in_attention(attention: Any) -> str | None:
         return "no attention"
     if type(attention) is not MultiheadAttention:
         normalizer = getattr(attention, "normalizer", attention)
-        name = getattr(normalizer, "name", type(normalizer).__name__)
-        return "a softmax that is not plain" if name == "softmax" else name
+        if type(normalizer) is not Normalizer:
+            return type(normalizer).__name__
+        if NORMALIZERS[normalizer.name].hidden:
+            return f"{normalizer.name}, which reads hidden states,"
     extra = attention.bias_k is not None or attention.add_zero_attn
     return "extra keys" if extra else None
 
@@ -175,9 +235,9 @@ def _is_sinusoidal(side: Any) -> bool:
     return isinstance(side.embed_positions, SinusoidalPositionalEmbedding)
 
 
-def _converted(model: Any, task: Any) -> PreTrainedModel:
+def _translation(model: Any, task: Any) -> PreTrainedModel:
+    """Return the model of transformers with the same weights, without normalizers."""
     cfg, source, target = model.decoder.cfg, task.source_dictionary, task.target_dictionary
-    is_pre_norm = model.decoder.layer_norm is not None
     settings: dict[str, Any] = {
         "d_model": cfg.decoder.embed_dim,
         "activation_function": ACTIVATIONS[cfg.activation_fn],
@@ -200,13 +260,9 @@ def _converted(model: Any, task: Any) -> PreTrainedModel:
             f"{side}_attention_heads": sizes.attention_heads,
             f"{side}_layerdrop": sizes.layerdrop,
         }
-    state: dict[str, Tensor] = {
-        f"model.{name}": value
-        for name, value in model.state_dict().items()
-        if not name.endswith((".version", "_float_tensor"))
-    }
+    state = {f"model.{name}": value for name, value in _weights(model).items()}
     theirs: Any
-    if is_pre_norm:
+    if model.decoder.layer_norm is not None:
         theirs = M2M100ForConditionalGeneration(M2M100Config(vocab_size=len(target), **settings))
         state["lm_head.weight"] = state.pop("model.decoder.output_projection.weight")
         state["model.shared.weight"] = state["lm_head.weight"]
@@ -214,13 +270,7 @@ def _converted(model: Any, task: Any) -> PreTrainedModel:
         words = {"src_vocab_size": len(source), "tgt_vocab_size": len(target)}
         langs = [task.cfg.source_lang, task.cfg.target_lang]
         theirs = FSMTForConditionalGeneration(FSMTConfig(langs=langs, **words, **settings))
-    found = theirs.load_state_dict(state, strict=False)
-    lost = [*found.unexpected_keys, *(n for n in found.missing_keys if "embed_positions" not in n)]
-    if lost:
-        raise UsageError(
-            f"the parameters of the checkpoint and of {type(theirs).__name__} differ: only one of "
-            f"them has {', '.join(name.removeprefix('model.') for name in lost)}"
-        )
+    _load_weights(theirs, state)
     theirs.generation_config = GenerationConfig(
         bos_token_id=target.bos(),
         pad_token_id=target.pad(),
@@ -237,6 +287,95 @@ def _converted(model: Any, task: Any) -> PreTrainedModel:
     return theirs.eval()
 
 
+def _language_model(model: Any, task: Any) -> PreTrainedModel:
+    """Return the model of transformers with the same weights, without normalizers."""
+    decoder, words = model.decoder, task.target_dictionary
+    cfg = decoder.cfg
+    special = {
+        "bos_token_id": words.eos(),  # fairseq's first input
+        "pad_token_id": words.pad(),
+        "eos_token_id": words.eos(),
+    }
+    # OPT does not scale its embeddings, so the input and the output layer need two tables.
+    scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder.embed_dim)
+    theirs: Any = OPTForCausalLM(
+        OPTConfig(
+            vocab_size=len(words),
+            hidden_size=cfg.decoder.embed_dim,
+            num_hidden_layers=len(decoder.layers),
+            ffn_dim=cfg.decoder.ffn_embed_dim,
+            max_position_embeddings=cfg.max_target_positions,
+            do_layer_norm_before=decoder.layer_norm is not None,
+            dropout=cfg.dropout,
+            attention_dropout=cfg.attention_dropout,
+            num_attention_heads=cfg.decoder.attention_heads,
+            activation_function=ACTIVATIONS[cfg.activation_fn],
+            layerdrop=cfg.decoder.layerdrop,
+            tie_word_embeddings=decoder.share_input_output_embed and scale == 1.0,
+            **special,
+        )
+    )
+    state = {
+        f"model.{name.replace('decoder.layer_norm', 'decoder.final_layer_norm')}": value
+        for name, value in _weights(model).items()
+    }
+    state["lm_head.weight"] = state.pop("model.decoder.output_projection.weight")
+    state["model.decoder.embed_tokens.weight"] = scale * state["model.decoder.embed_tokens.weight"]
+    if _is_sinusoidal(decoder):
+        state["model.decoder.embed_positions.weight"] = SinusoidalPositionalEmbedding.get_embedding(
+            *theirs.model.decoder.embed_positions.weight.shape, words.pad()
+        )
+    _load_weights(theirs, state)
+    theirs.generation_config = GenerationConfig(**special)
+    return theirs.eval()
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Return the weights of a fairseq model that transformers has too."""
+    own = (".version", "_float_tensor")
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if not name.endswith(own) and ".normalizer." not in name and "output_modulator" not in name
+    }
+
+
+def _load_weights(theirs: Any, state: dict[str, Tensor]) -> None:
+    found = theirs.load_state_dict(state, strict=False)
+    lost = [*found.unexpected_keys, *(n for n in found.missing_keys if "embed_positions" not in n)]
+    if lost:
+        raise UsageError(
+            f"the parameters of the checkpoint and of {type(theirs).__name__} differ: only one of "
+            f"them has {', '.join(name.removeprefix('model.') for name in lost)}"
+        )
+
+
+def _add_normalizers(model: Any, theirs: Any, args: Any) -> None:
+    """Give the exported model the normalizers of the fairseq model."""
+    layers = {
+        f"model.{name}": module
+        for name, module in model.named_modules()
+        if isinstance(module, MultiheadAttention)
+    }
+    if any(hasattr(layer, "normalizer") for layer in layers.values()):
+        fsmt.adapt(theirs)
+        for name, layer in layers.items():
+            _copy(getattr(layer, "normalizer", Normalizer("softmax")), theirs.get_submodule(name))
+        set_implementation(theirs)
+    if getattr(model.decoder, "output_modulator", None) is not None:
+        normalizer = build_normalizer(args, args.output_normalizer, of_output=True)
+        normalizer.modulator = model.decoder.output_modulator
+        is_fsmt = isinstance(theirs, FSMTForConditionalGeneration)
+        output = (
+            theirs.model.decoder.output_projection if is_fsmt else theirs.get_output_embeddings()
+        )
+        _copy(normalizer, output)
+
+
+def _copy(normalizer: Normalizer, layer: Any) -> None:
+    add_normalizer(layer, normalizer.arguments).load_state_dict(normalizer.state_dict())
+
+
 def _check_equal(model: Any, theirs: Any, task: Any) -> None:
     """Raise UsageError if the logits of the models differ for a random batch with padding."""
     words, pad = task.source_dictionary, task.target_dictionary.pad()
@@ -249,10 +388,12 @@ def _check_equal(model: Any, theirs: Any, task: Any) -> None:
     )
     previous[:, 0] = task.target_dictionary.eos()
     with torch.no_grad():
-        expected = model(source, source.ne(pad).sum(1), previous)[0].float()
-        logits = theirs(
-            source, source.ne(pad).long(), decoder_input_ids=previous, use_cache=False
-        ).logits
+        if hasattr(model, "encoder"):
+            expected = model(source, source.ne(pad).sum(1), previous)[0].float()
+            mask = source.ne(pad).long()
+            logits = theirs(source, mask, decoder_input_ids=previous, use_cache=False).logits
+        else:
+            expected, logits = model(previous)[0].float(), theirs(previous).logits
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     if not error <= TOLERANCE:
         raise UsageError(
@@ -261,15 +402,18 @@ def _check_equal(model: Any, theirs: Any, task: Any) -> None:
         )
 
 
-def _tokenizer(words: Dictionary) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that splits text at spaces and has the dictionary's ids."""
+def _tokenizer(words: Dictionary, is_translation: bool) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that splits text at spaces and has the dictionary's ids.
+
+    The end of sentence follows a text to translate, and precedes one to continue.
+    """
     eos, unk = words.eos_word, words.unk_word
     vocabulary = {symbol: index for index, symbol in enumerate(words.symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
     # As Python's str.split, which fairseq uses: also at four control characters.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\x{1c}-\x{1f}]+"), "removed")
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {eos}", special_tokens=[(eos, words.eos())]
+        single=f"$A {eos}" if is_translation else f"{eos} $A", special_tokens=[(eos, words.eos())]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

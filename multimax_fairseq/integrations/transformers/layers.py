@@ -11,9 +11,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.fsmt.modeling_fsmt import PretrainedFSMTModel
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.integrations.transformers import interface
+from multimax_fairseq.integrations.transformers import fsmt, interface
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 
@@ -33,6 +34,8 @@ def attach(
     AttentionInterface gets a `Normalizer` as its submodule `normalizer`, which is trained, moved
     and saved in the state dict with the layer. Its parameters are float32 for any dtype of the
     model. With `init_std=0` the model's function does not change.
+
+    FSMT, which has no AttentionInterface, is supported too.
 
     Load the weights of a softmax model first. `save` and `load` keep the normalizers;
     `from_pretrained` drops them.
@@ -69,6 +72,7 @@ def attach(
         raise UsageError(
             f"{type(model).__name__} has normalizers already: attach once, to a softmax model"
         )
+    fsmt.adapt(model)
     names = {module: name for name, module in model.named_modules()}
     equipped: dict[str, nn.Module] = {}
 
@@ -104,19 +108,30 @@ def attached(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def add_normalizer(module: Any, arguments: dict[str, Any]) -> None:
-    """Add a `Normalizer` with these arguments to a layer."""
+def add_normalizer(module: Any, arguments: dict[str, Any]) -> Normalizer:
+    """Add a `Normalizer` with these arguments to an attention layer or an output layer.
+
+    That of an output layer, an nn.Linear, modulates the logits.
+    """
     if hasattr(module, "normalizer"):
         raise UsageError(f"{type(module).__name__} has an attribute 'normalizer': rename it")
-    normalizer: Any = Normalizer(**arguments)
-    normalizer.constructor_arguments = arguments  # `save` writes it
+    normalizer = Normalizer(**arguments)
     device = next((parameter.device for parameter in module.parameters()), None)
     module.normalizer = normalizer.to(device=device).train(module.training)
+    if isinstance(module, nn.Linear):
+        module.register_forward_hook(_modulate)
+    return normalizer
+
+
+def _modulate(layer: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+    return layer.normalizer.modulator(logits)
 
 
 def set_implementation(model: Any) -> None:
     """Set the attention implementation of a model and its parts."""
     interface.register()
+    if isinstance(model, PretrainedFSMTModel):  # `fsmt.adapt` changed its layers
+        return
     model.set_attn_implementation(interface.IMPLEMENTATION)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
