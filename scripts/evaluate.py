@@ -200,6 +200,8 @@ def language_model(
         *("--tokens-per-sample", block, "--context-window", context, "--sample-break-mode", "none"),
         *("--max-tokens", 4 * block, "--required-batch-size-multiple", 1, *options),
     )
+    if longer > 1:
+        words += ["--model-overrides", repr({"max_target_positions": block})]
     output = run(words, log)
     loss = re.findall(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+|inf)", output)
     count = re.findall(r"Evaluated ([\d,]+) tokens", output)
@@ -269,7 +271,7 @@ def show(result: dict[str, Any]) -> None:
         difference = round(result["int8"] - result["value"], 2) + 0.0  # no -0
         print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
     if "word_perplexity" in result:
-        print(f"perplexity a word {result['word_perplexity']:.2f} (between spaces, or an end)")
+        print(f"perplexity per word {result['word_perplexity']:.2f} (between spaces, or an end)")
     if "tokenized_bleu" in result:
         print(f"chrF {result['chrf']:.2f}")
         print(f"  {result['chrf_signature']}")

@@ -32,6 +32,7 @@ import datetime
 import fcntl
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -159,9 +160,18 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     command = [train, str(args.data_bin), *options(cfg), *args.train]
     final = options_of(command)
     updates, plugin = final["--max-update"][0], final["--user-dir"][0]
-    name, longer = args.experiment.name, args.experiment.longer
-    words = (folder, args.data_bin, plugin, command, int(updates), args.data, longer)
-    return Run(name, row, seed, *words)
+    return Run(
+        experiment=args.experiment.name,
+        row=row,
+        seed=seed,
+        folder=folder,
+        data=args.data_bin,
+        plugin=plugin,
+        command=command,
+        updates=int(updates),
+        data_set=args.data,
+        longer=args.experiment.longer,
+    )
 
 
 # --- one run -----------------------------------------------------------------------------------
@@ -312,7 +322,16 @@ def check(run: Run, data: str) -> None:
             )
 
 
-# The attention of a model is measured on this part of the validation set.
+def check_finished(run: Run) -> None:
+    """Raise UsageError if a model that the run starts from is not trained to its end."""
+    for model in options_of(run.command).get("--finetune-from-model", ()):
+        if not Path(model).with_name("trained").exists():
+            raise UsageError(
+                f"{run.name} starts from '{model}', which is not finished: train its row first"
+            )
+
+
+# Statistics of attention are of this many validation batches of at most TOKENS tokens.
 BATCHES, TOKENS = 4, 2048
 
 
@@ -338,7 +357,7 @@ def attention_of(checkpoint: Path, run: Run) -> dict[str, float]:
     batches = task.get_batch_iterator(task.dataset("valid"), max_tokens=TOKENS)
     listener = Listener()
     observer = Observer(model.eval(), listener)
-    for batch, _ in zip(batches.next_epoch_itr(shuffle=False), range(BATCHES), strict=False):
+    for batch in itertools.islice(batches.next_epoch_itr(shuffle=False), BATCHES):
         observer.reset()
         model(**batch["net_input"])
     observer.stop()
@@ -352,6 +371,7 @@ def finish(run: Run, lock: int) -> None:
     if (run.folder / "result.json").exists():
         print(f"Nothing to do: {run.name} is finished.")
         return
+    check_finished(run)
     lib.write(run.folder / "command", f"{shlex.join(run.command)}\n")
     lib.write(run.folder / "data.sha256", f"{data}\n")
     if not (run.folder / "trained").exists():
@@ -368,7 +388,8 @@ def finish(run: Run, lock: int) -> None:
     if not run.experiment.startswith("quickstart_"):
         # Settings are chosen by this score.
         result["validation"] = score("valid", "evaluate.valid.log")["value"]
-        result["attention"] = attention_of(best, run)
+        if result["metric"] == "perplexity":
+            result["attention"] = attention_of(best, run)
     if run.longer > 1:
         longer = score("test", "evaluate.longer.log", run.longer)
         kept = ("value", "word_perplexity", "signature")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Trains every mapping on three synthetic tasks of attention, from several seeds.
+"""Trains one attention layer with each mapping on three synthetic tasks, with several seeds.
 
     scripts/leaderboard.sh [--tasks T,...] [--entries E,...] [--seeds N,...] [--quick]
                            [--user-dir DIR] [--jobs N] [--out DIR]
 
-The tasks (scripts/leaderboards/tasks.py), in and beyond the trained length:
+Each task (scripts/leaderboards/tasks.py) is tested at the trained length and at longer ones:
 
-    retrieval  a query averages the values of 1 to 8 relevant keys among many (KL to the truth)
-    recall     repeated keys in a sequence are followed by their values (accuracy)
+    retrieval  a query averages the values of 1 to 8 relevant keys among many (KL divergence)
+    recall     predict the value of a key that a sequence repeats (accuracy)
     maximum    a query finds the class of the item with the largest number (accuracy)
 
 An entry is a mapping of `NORMALIZERS` or a variant of MultiMax (scripts/leaderboards/entries.py). A
@@ -139,12 +139,15 @@ def work(runs: list[Run], jobs: int) -> None:
 
 def table(lines: list[lib.Line]) -> str:
     """One table for each task: the mean score of each entry at each length."""
+    labels = {row: entry.label for row, entry in entries().items()}
+    # A mapping of a plugin that is not given this time has no entry.
+    labels |= {line["row"]: line["row"] for line in lines if line["row"] not in labels}
     text = ""
     for name, task in TASKS.items():
         of_task = [line for line in lines if line["task"] == name]
-        blocks = [[line for line in of_task if line["row"] == row] for row in entries()]
+        blocks = [[line for line in of_task if line["row"] == row] for row in labels]
         columns = {
-            "mapping": lambda block: entries()[block[0]["row"]].label,
+            "mapping": lambda block: labels[block[0]["row"]],
             "seeds": lambda block: str(len(block)),
             **{f"{length} keys": mean_at(str(length), task.digits) for length in task.test},
         }
@@ -184,7 +187,7 @@ def parse() -> argparse.Namespace:
 def chosen(option: str, text: str | None, known: list[str]) -> list[str]:
     names = known if text is None else text.split(",")
     if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"{option} has the unknown {unknown[0]!r}: choose from {', '.join(known)}")
+        raise UsageError(f"unknown {unknown[0]!r} in {option}: choose from {', '.join(known)}")
     return names
 
 

@@ -53,7 +53,7 @@ OUTPUTS = {
     "no label smoothing": "no_label_smoothing",
 }
 
-# {scalars fitted to finished models of softmax: their row in the same files}
+# {label of scalars that are fitted to finished models of softmax: their row in the same files}
 FITS = {
     "softmax": "softmax",
     "learned temperature": "fit_temperature",
@@ -81,9 +81,15 @@ def add_runs(out: Path) -> None:
     known = {key(line): line for line in stored()}
     for _, line in lib.finished_runs(out):
         if line["experiment"] not in ("leaderboard", "speeches", "multi30k"):
-            raise UsageError(f"'{out}' is of {line['experiment']}: give one of the three scripts'")
+            raise UsageError(
+                f"'{out}' is of {line['experiment']}: give the --out of leaderboard.sh, "
+                "speeches.sh or multi30k.sh"
+            )
         if "-dirty" in str(line["commit"]) or "--quick" in line["command"]:
-            raise UsageError(f"'{out}' has a run with --quick or of uncommitted code: run it again")
+            raise UsageError(
+                f"'{out}' has a run made with --quick or with uncommitted changes: repeat it "
+                "without --quick in a clean checkout"
+            )
         before = known.get(key(line))
         if before is None or before["date"] < line["date"]:
             known[key(line)] = line
@@ -100,11 +106,11 @@ class Column:
     title: str
     scores: dict[str, dict[int, float]]
     digits: int
-    is_error: bool  # less is better
+    is_error: bool  # lower is better
 
 
 class Comparison(NamedTuple):
-    """Differences of an entry to a baseline, pairs of the same seed; a gain is above 0."""
+    """Differences from a baseline, paired by seed; positive is better."""
 
     mean: float
     deviation: float
@@ -138,9 +144,8 @@ def compare(column: Column, base: str) -> dict[str, Comparison]:
         if entry == base or len(seeds) < 3:
             continue
         gains = [sign * (scores[seed] - theirs[seed]) for seed in seeds]
-        deviation = statistics.stdev(gains)
-        p = stats.ttest_1samp(gains, 0).pvalue if deviation else 1.0
-        found[entry] = statistics.mean(gains), deviation, float(p)
+        p = stats.ttest_1samp(gains, 0).pvalue if any(gains) else 1.0
+        found[entry] = statistics.mean(gains), statistics.stdev(gains), float(p)
     corrected = holm({entry: p for entry, (_, _, p) in found.items()})
     return {e: Comparison(mean, sd, corrected[e]) for e, (mean, sd, _) in found.items()}
 
@@ -234,7 +239,7 @@ def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
 
 
 def attention_table(lines: list[Line], of: dict[str, Entry]) -> str:
-    """What the attention of the language models looks like, and what it costs."""
+    """The table of attention statistics, speed and memory of the language models."""
     speeches = [line for line in lines if line["experiment"] == "speeches"]
 
     def mean_of(name: str, digits: int) -> Callable[[list[Line]], str]:

@@ -244,7 +244,7 @@ def results_table(results: list[Line]) -> str:
         return lambda block: ", ".join(f"{n:,}" for n in sorted({r[key] or 0 for r in block}))
 
     optional = {
-        "perplexity a word": "word_perplexity",
+        "perplexity per word": "word_perplexity",
         "chrF": "chrf",
         "tokenised BLEU": "tokenized_bleu",
     }

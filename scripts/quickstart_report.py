@@ -24,8 +24,8 @@ def main() -> None:
                 translations[normalizer] = lib.sentences(output, "H")
                 score = f"BLEU {result['value']:.1f}"
             else:
-                score = f"perplexity {result['value']:.1f} a subword, "
-                score += f"{result['word_perplexity']:.1f} a word"
+                score = f"perplexity {result['value']:.1f} per subword, "
+                score += f"{result['word_perplexity']:.1f} per word"
             notes.append(f"{score.split()[0]}: {result['signature']} ({result['protocol']})")
             speed, minutes = result["tokens_per_second"] or 0, result["seconds"] / 60
             parameters = f"{result['parameters']:,}"

@@ -76,7 +76,7 @@ def settings(line: Line) -> dict[str, tuple[str, ...]]:
 def check(run: Path, line: Line, stored: list[Line]) -> None:
     """Raise UsageError if a run's data, updates or settings differ from those of stored lines."""
     for other in stored:
-        for name in ("data", "updates"):
+        for name in ("data", "updates") if line["row"] == other["row"] else ("data",):
             if line[name] != other[name]:
                 raise UsageError(
                     f"'{run}' has other {name} than the lines of docs/results ({line[name]}, not "
@@ -174,7 +174,7 @@ def table(experiment: Experiment, rows: list[str], lines: list[Line]) -> str:
         columns["bootstrap: better, worse of"] = significant
         columns |= {"chrF": mean_of("chrf"), "tokenised BLEU": mean_of("tokenized_bleu")}
     else:
-        columns["perplexity a subword"] = mean_of("value")
+        columns["perplexity per subword"] = mean_of("value")
     columns["validation"] = mean_of("validation")
     if experiment.paper_data:
         columns[f"paper, {experiment.paper_data}"] = lambda b: experiment.papers[b[0]["row"]]

@@ -36,7 +36,7 @@ FILES = {
     file.stem: OmegaConf.load(file).groups for file in (ROOT / "configs" / "rows").glob("*.yaml")
 }
 ROWS = {name: [row for rows in each.values() for row in rows] for name, each in FILES.items()}
-# Rows of another plugin, which test_added_mapping.py and test_output_rivals.py train.
+# Rows of another plugin.
 PLUGINS = (
     *("tempered", "output_temperature", "output_piecewise_linear", "output_mixture"),
     *("fit_temperature", "fit_softcap"),

@@ -91,7 +91,7 @@ def test_leaderboard_runs_resumes_and_takes_a_mapping_of_a_plugin(tmp_path):
 def test_leaderboard_refuses_unknown_names_and_other_runs(tmp_path):
     command = ["bash", SCRIPT, "--quick", "--seeds", "1", "--entries", "softmax", "--out", "out"]
     output = run(tmp_path, *command, "--tasks", "sorting", code=1)
-    assert "--tasks has the unknown 'sorting': choose from retrieval" in output
+    assert "unknown 'sorting' in --tasks: choose from retrieval" in output
     run(tmp_path, *command, "--tasks", "maximum")
     output = run(tmp_path, *(word for word in command if word != "--quick"), code=1)
     assert "holds another run" in output and "Traceback" not in output

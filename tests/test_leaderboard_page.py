@@ -89,7 +89,7 @@ def test_add_runs_keeps_the_newest_and_refuses_what_is_no_result(script, tmp_pat
     assert line["scores"]["16"] == 51.0
     for changes in ({"command": "leaderboard.sh --quick"}, {"commit": "abc-dirty"}):
         write(tmp_path / "bad", [line_of("softmax", 1, 1.0, **changes)])
-        with pytest.raises(UsageError, match="run it again"):
+        with pytest.raises(UsageError, match="repeat it without --quick"):
             script.add_runs(tmp_path / "bad")
     with pytest.raises(UsageError, match="no finished run"):
         script.add_runs(tmp_path / "none")

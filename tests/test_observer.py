@@ -50,6 +50,7 @@ def test_observer_passes_the_scores_that_a_modulator_receives(build, translation
     with torch.no_grad():
         model(**translation_batch()["net_input"])
 
+    assert lists.attentions
     for attention in lists.attentions:
         expected = attention.modulator(attention.scores)
         if attention.excluded is not None:

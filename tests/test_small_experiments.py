@@ -6,6 +6,7 @@ import json
 import shlex
 
 import pytest
+import torch
 from commands import ROOT, run
 from corpus import ENGLISH, GERMAN
 from prep_archives import speeches_wheel, stated
@@ -72,13 +73,14 @@ def test_multi30k_trains_named_rows_and_skips_finished_ones(multi30k, tmp_path):
 
 def test_speeches_trains_rows_with_another_plugin(speeches, tmp_path):
     sizes = f"{LAYER.format('decoder')} --decoder-input-dim 16 --decoder-output-dim 16"
-    run(
-        *(tmp_path, "bash", ROOT / "scripts" / "speeches.sh", "--archive", speeches),
-        *("--data-bin", "data/lm/data-bin", "--out", "out", "--seeds", "3", "--max-update", "2"),
-        *("--rows", "softmax,output_temperature", "--", *sizes.split(), *TRAIN.split()),
-    )
+    command = ["bash", ROOT / "scripts" / "speeches.sh", "--archive", speeches]
+    command += ["--data-bin", "data/lm/data-bin", "--out", "out", "--seeds", "3"]
+    command += ["--max-update", "2", "--rows", "softmax,output_temperature,fit_temperature"]
+    command += ["--", *sizes.split(), *TRAIN.split()]
+    run(tmp_path, *command)
     lines = lines_of(tmp_path / "out")
-    assert [(x["row"], x["seed"]) for x in lines] == [("output_temperature", 3), ("softmax", 3)]
+    assert [x["row"] for x in lines] == ["fit_temperature", "output_temperature", "softmax"]
+    assert {x["seed"] for x in lines} == {3}
     assert all(min(line["word_perplexity"], line["value"]) > 1 for line in lines)
     assert len({line["data"] for line in lines}) == 1
     for line in lines:
@@ -88,9 +90,21 @@ def test_speeches_trains_rows_with_another_plugin(speeches, tmp_path):
     words = ("--user-dir", ROOT / "user_dir/tempered")
     script = ROOT / "scripts" / "evaluate.sh"
     said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words)
-    assert f"perplexity {lines[0]['value']:.2f}" in said
+    assert f"perplexity {lines[1]['value']:.2f}" in said
     said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words, "--longer", "4")
-    assert f"perplexity {lines[0]['longer']['value']:.2f}" in said
+    assert f"perplexity {lines[1]['longer']['value']:.2f}" in said
+    said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words, "--longer", "8")
+    assert "blocks of 1024" in said
+    # The fitted model has the weights of the row softmax, which must be finished.
+    started, fitted = (
+        torch.load(tmp_path / f"out/{row}/seed-3/checkpoint_best.pt", weights_only=False)["model"]
+        for row in ("softmax", "fit_temperature")
+    )
+    assert all(fitted[name].equal(value) for name, value in started.items())
+    (tmp_path / "out/softmax/seed-3/trained").unlink()
+    (tmp_path / "out/fit_temperature/seed-3/result.json").unlink()
+    said = run(tmp_path, *command, code=1)
+    assert "which is not finished: train its row first" in said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from multimax_fairseq.mappings.entmax import entmax15
 from multimax_fairseq.mappings.masking import (
     check_arguments,
     check_value,
-    scale_kept,
+    scale_scores,
     shift_and_scale,
 )
 from multimax_fairseq.mappings.softmax import softmax
@@ -98,8 +98,11 @@ def asentmax(
 def length_scaled(
     scores: Tensor, dim: int, mask: Tensor | None, length_scale: float | Tensor
 ) -> Tensor:
-    """Return s log(n) times the scores, in float32 or wider; unlike in `ssmax`, without a shift."""
-    return scale_kept(scores, length_factor(key_counts(scores, dim, mask), length_scale), mask)
+    """Return s log(n) times the scores, in float32 or wider.
+
+    Unlike `ssmax`, it subtracts no maximum: MultiMax depends on the scores' level.
+    """
+    return scale_scores(scores, length_factor(key_counts(scores, dim, mask), length_scale), mask)
 
 
 class LengthScale(nn.Module):

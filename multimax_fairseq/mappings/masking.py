@@ -146,23 +146,23 @@ def shift_and_scale(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | Non
     wide = at_least_float32(scores)
     if wide.numel() == 0:
         return wide
-    lowest, excluded = _lowest_and_excluded(wide, mask)
+    infinite, excluded = _infinite_and_excluded(wide, mask)
     top = wide.detach().masked_fill(excluded, -torch.inf).amax(dim, keepdim=True)
-    return _product(wide - top, factor, lowest, excluded)
+    return _scale_allowed(wide - top, factor, infinite, excluded)
 
 
-def scale_kept(scores: Tensor, factor: Tensor, mask: Tensor | None) -> Tensor:
+def scale_scores(scores: Tensor, factor: Tensor, mask: Tensor | None) -> Tensor:
     """Return scores * factor, in float32 or wider; -inf stays, other excluded scores become 0."""
     wide = at_least_float32(scores)
-    return _product(wide, factor, *_lowest_and_excluded(wide, mask))
+    return _scale_allowed(wide, factor, *_infinite_and_excluded(wide, mask))
 
 
-def _lowest_and_excluded(wide: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return which scores are -inf, and which of them all are -inf or excluded by the mask."""
-    lowest = wide.detach() == -torch.inf
-    return lowest, lowest if mask is None else lowest | excluded_keys(mask)
+def _infinite_and_excluded(wide: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return two bool masks: scores of -inf, and scores that are -inf or excluded by the mask."""
+    infinite = wide.detach() == -torch.inf
+    return infinite, infinite if mask is None else infinite | excluded_keys(mask)
 
 
-def _product(scores: Tensor, factor: Tensor, lowest: Tensor, excluded: Tensor) -> Tensor:
+def _scale_allowed(scores: Tensor, factor: Tensor, infinite: Tensor, excluded: Tensor) -> Tensor:
     # Excluded scores must not contribute to the gradient of the factor.
-    return (scores.masked_fill(excluded, 0.0) * factor).masked_fill(lowest, -torch.inf)
+    return (scores.masked_fill(excluded, 0.0) * factor).masked_fill(infinite, -torch.inf)

@@ -77,7 +77,7 @@ def log_multimax(
 
     Equivalent to: torch.log_softmax(modulator(x).masked_fill(mask, -inf), dim)
 
-    Args, Raises: as `multimax`, without a sink and a length scale.
+    Args, Raises: as `multimax`, but no sink and no length scale.
 
     Returns:
         The shape of x, in float32 or wider; a fully masked row is -inf.
@@ -139,7 +139,8 @@ OPTIONS = (
 LENGTH_SCALE = Option(
     "length_scale",
     False,
-    help="first multiply the scores by a learned factor times log(number of keys), as ssmax",
+    help="multiply the scores by s log(n) before the modulator: s is learned from "
+    "0.3 on, n counts the keys",
     setting="multimax_length_scale",
     **yes_or_no(),
 )

@@ -27,8 +27,8 @@ def softcap(
 
         p = softmax(c tanh((x + shift) / width)), c = cap          (Gemma 2, Riviere et al. 2024)
 
-    The form a sigmoid((x + b) / w) of modded-nanogpt gives the same probabilities, with cap a / 2,
-    shift b and width 2 w. There a, b and w are 23, 5 and 7.5.
+    The logits 23 sigmoid((x + 5) / 7.5) of modded-nanogpt give the same probabilities as cap=11.5,
+    shift=5, width=15: they differ by a constant, which softmax ignores.
 
     Args:
         scores, dim: as `softmax`.
@@ -66,7 +66,7 @@ SHIFT = Option(
     float,
     requirement="a finite number",
     is_valid=is_finite,
-    help="shift b of the soft-cap c tanh((x + b) / w), in attention and output layer",
+    help="shift b of the soft-cap c tanh((x + b) / w), for attention and for the output layer",
 )
 WIDTH = Option(
     "width",

@@ -18,7 +18,7 @@ class Entry:
         options: of `Normalizer`.
         separate_heads: learn parameters per head although the mapping shares them by default.
         translation, language_model: the rows of configs/rows/multi30k.yaml and speeches.yaml with
-            this entry in attention alone.
+            this mapping in attention alone.
     """
 
     label: str

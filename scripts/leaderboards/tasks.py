@@ -1,7 +1,8 @@
 """Three synthetic tasks that one attention layer can solve, and their models.
 
 Each task draws its batches from a generator, so a seed fixes the data. All models attend with four
-heads of 16 through `Normalizer.attend`, so the mapping is the only difference between two entries.
+heads of 16 through `Normalizer.attend`. A mapping that draws initial parameters also changes the
+other initial weights of a seed.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Attention(nn.Module):
             for project, y in ((self.query, x), (self.key, items), (self.value, items))
         )
         arguments = {"is_causal": self.is_causal, "hidden": x[:, None]}
-        if self.statistics is not None:
+        if self.statistics is not None:  # the tested context stays that of the fused kernel
             _, probs = self.normalizer.attend(query, key, value, need_probs=True, **arguments)
             scores = attention_scores(query, key)
             valid = torch.ones_like(scores, dtype=torch.bool)
@@ -86,7 +87,7 @@ def multi_key(batch: int, length: int, draw: Generator) -> tuple[Tensor, ...]:
 
 
 def maximum(batch: int, length: int, draw: Generator) -> tuple[Tensor, ...]:
-    """Queries (B, 1) without information, items (B, S, 1 + CLASSES), and one-hot targets.
+    """Constant queries (B, 1), items (B, S, 1 + CLASSES), and one-hot targets.
 
     An item has a number between 0 and 1 and a class. The target is the class of the largest number.
     """
@@ -110,9 +111,8 @@ def accuracy(log_probs: Tensor, target: Tensor) -> Tensor:
 
 
 class Recall(nn.Module):
-    """A causal layer whose tokens see their left neighbour.
+    """A causal layer that returns the log-probabilities at the query positions, (B, P, V).
 
-    It returns the log-probabilities of the tokens asked for at some places, (B, P, V).
     A convolution of two tokens before the attention lets one layer find a key and return the value
     that follows it.
     """
@@ -124,19 +124,21 @@ class Recall(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(SIZE) for _ in range(2))
         self.classify = perceptron(SIZE, VOCABULARY)
 
-    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(tokens)
         x = x + self.neighbour(F.pad(x, (0, 0, 1, -1)))  # (B, T, C): position t reads t - 1
-        x = x + self.attention(*(self.norms[0](x),) * 2)
-        asked = x.gather(1, places[..., None].expand(-1, -1, SIZE))
-        return self.classify(self.norms[1](asked)).log_softmax(-1)
+        normed = self.norms[0](x)
+        x = x + self.attention(normed, normed)
+        at_queries = x.gather(1, positions[..., None].expand(-1, -1, SIZE))
+        return self.classify(self.norms[1](at_queries)).log_softmax(-1)
 
 
 def multi_query(batch: int, length: int, draw: Generator) -> tuple[Tensor, ...]:
-    """Sequences (B, T), the places of queries (B, P), and one-hot targets (B, P, V).
+    """Sequences (B, T), the positions of queries (B, P), and one-hot targets (B, P, V).
 
-    length / 4 pairs of a key and its value come first. Each key appears once more among random
-    values, sooner more often than later, and its value must be predicted there.
+    The first half are length / 4 pairs of a key and its value. In the second half, each key
+    appears once more, followed by a random value, and the model predicts its value. Keys of early
+    pairs tend to come early again.
     """
     pairs, half = length // 4, VOCABULARY // 2
     keys = torch.rand(batch, half, generator=draw).argsort(-1)[:, :pairs]
@@ -147,9 +149,9 @@ def multi_query(batch: int, length: int, draw: Generator) -> tuple[Tensor, ...]:
     # The power law of Arora et al. 2023, exponent 0.01 - 1.
     weights = torch.arange(1, slots + 1).double() ** -0.99
     chosen = torch.multinomial(weights.expand(batch, -1), pairs, generator=draw)
-    places = 2 * pairs + 2 * chosen
-    tokens.scatter_(1, places, keys)
-    return tokens, places, F.one_hot(values, VOCABULARY).float()
+    positions = 2 * pairs + 2 * chosen
+    tokens.scatter_(1, positions, keys)
+    return tokens, positions, F.one_hot(values, VOCABULARY).float()
 
 
 # --- the table of tasks --------------------------------------------------------------------------
@@ -164,7 +166,7 @@ class Task:
         model: model(normalizer) is a new model.
         batch: batch(size, length, generator) returns its inputs and the target.
         score: score(log-probabilities, target) of a batch.
-        unit, digits: of the score in tables; is_error says whether less is better.
+        unit, digits: of the score in tables; is_error says whether lower is better.
         train: lengths in training, one for each update in turn.
         test: lengths in evaluation.
         updates: of the training.
