@@ -14,31 +14,40 @@ COMMANDS = {
     "to-authors": ("convert a checkpoint for the authors' patched fairseq", "OLD NEW"),
     "to-paddlefleet": ("write our output layer's modulator for PaddleFleet", "OLD HEAD"),
     "from-paddlefleet": ("put PaddleFleet's modulator into our output layer", "HEAD OLD NEW"),
+    "onnx": ("export a translation or language model to ONNX", "OLD DATA_BIN OUT"),
 }
 FILES = {
     "OLD": "a checkpoint of fairseq-train",
     "NEW": "the new checkpoint, without the optimizer's state",
     "HEAD": "an .npz file of model.lm_head.multimax_ts and model.lm_head.multimax_ranges",
+    "DATA_BIN": "the folder of fairseq-preprocess that the model was trained on",
+    "OUT": "a new folder",
 }
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="multimax-convert",
-        description="Converts MultiMax models of other toolkits, without changing a number.",
+        description="Converts MultiMax models from and to other toolkits.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (help, files) in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=help)
         for file in files.split():
             command.add_argument(file.lower(), type=Path, metavar=file, help=FILES[file])
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     with program("multimax-convert"):
         print(f"written: {convert(args)}")
 
 
 def convert(args: argparse.Namespace) -> Path:
     """Run a command and return the file that it wrote."""
+    if args.command == "onnx":
+        compat.apply()
+        onnx: Path = with_fairseq("integrations.onnx").export_onnx(
+            args.old, args.data_bin, args.out
+        )
+        return onnx
     out: Path = args.head if args.command == "to-paddlefleet" else args.new
     if out.exists():
         raise UsageError(f"'{out}' exists already: give another name, or remove it")

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
-from fairseq.models.transformer import TransformerModel, TransformerModelBase
-from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     FSMTConfig,
     FSMTForConditionalGeneration,
@@ -28,7 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from multimax_fairseq.errors import UsageError, no_file
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.integrations.plain import check_new, load_plain, sides
 from multimax_fairseq.integrations.transformers import fsmt
 from multimax_fairseq.integrations.transformers.checkpoint import save
 from multimax_fairseq.integrations.transformers.layers import (
@@ -37,14 +35,9 @@ from multimax_fairseq.integrations.transformers.layers import (
     set_implementation,
 )
 from multimax_fairseq.mappings.table import NORMALIZERS
-from multimax_fairseq.models.config import as_namespace, build_normalizer
-from multimax_fairseq.models.loading import build, task_of
-from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
-from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
+from multimax_fairseq.models.config import build_normalizer
 from multimax_fairseq.modules.normalizer import Normalizer
 
-TRANSLATION = (TransformerModel, TransformerModelBase, MultimaxTransformerModel)
-LANGUAGE = (TransformerLanguageModel, MultimaxLanguageModel)
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -109,8 +102,8 @@ def export_language_model(
 
 def _export(kind: str, checkpoint: Path, data_bin: Path, out: Path) -> PreTrainedModel:
     out = out.resolve()
-    _check_place(out)
-    model, task, args = _load(kind, checkpoint, data_bin)
+    check_new(out)
+    model, task, args = load_plain(kind, checkpoint, data_bin)
     is_translation = kind == "translation"
     obstacle = _obstacle(model, is_translation)
     if obstacle:
@@ -135,64 +128,19 @@ def _export(kind: str, checkpoint: Path, data_bin: Path, out: Path) -> PreTraine
     return exported
 
 
-def _check_place(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"'{out}' exists already: give a new folder")
-
-
-def _load(kind: str, checkpoint: Path, data_bin: Path) -> tuple[Any, Any, Any]:
-    """Return the model, its task and its settings."""
-    if not checkpoint.is_file():
-        raise no_file("checkpoint", checkpoint)
-    if not data_bin.is_dir():
-        raise UsageError(
-            f"data folder '{data_bin}' does not exist: give the folder that fairseq-preprocess "
-            "wrote"
-        )
-    overrides = {"data": str(data_bin), "eval_bleu": False}
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
-    cfg = task_of(state, checkpoint)
-    if cfg._name != kind:
-        raise UsageError(
-            f"checkpoint '{checkpoint}' is of the task {cfg._name}: give one of {kind}"
-        )
-    try:
-        task = tasks.setup_task(cfg, from_checkpoint=True)
-    except FileNotFoundError as error:  # of its dictionaries
-        raise UsageError(
-            f"data folder '{data_bin}' has no {Path(error.filename).name}: give the folder that "
-            "the model was trained on"
-        ) from None
-    model, cfg = build(state, checkpoint, task, data_bin)
-    return model, task, as_namespace(cfg.model)
-
-
 def _obstacle(model: Any, is_translation: bool) -> str | None:
-    """Return a part of the model that the classes do not support, or None."""
-    if type(model) not in (TRANSLATION if is_translation else LANGUAGE):
-        return f"the structure of a {type(model).__name__}"
-    sides = {name: getattr(model, name) for name in ("encoder", "decoder") if hasattr(model, name)}
-    for side, part in sides.items():
-        places = ("self_attn", "encoder_attn")[: 1 + (is_translation and side == "decoder")]
-        for layer in part.layers:
-            for place in places:
-                what = _obstacle_in_attention(getattr(layer, place, None))
-                if what:
-                    return f"{what} in {side}.{place}"
-    decoder = model.decoder
-    output = getattr(decoder, "output_normalizer", None)
-    if output is not None:
-        return f"the sparse output normalizer {output.name}"
-    cfg, before = (
-        decoder.cfg,
-        {layer.normalize_before for part in sides.values() for layer in part.layers},
-    )
-    for side, part in sides.items():
+    """Return a part of the model that the classes of transformers do not support, or None."""
+    decoder, parts = model.decoder, sides(model)
+    cfg = decoder.cfg
+    layers = [layer for part in parts.values() for layer in part.layers]
+    before = {layer.normalize_before for layer in layers}
+    normalizers = [m for m in model.modules() if isinstance(m, Normalizer)]
+    hidden = [m.name for m in normalizers if NORMALIZERS[m.name].hidden]
+    for side, part in parts.items():
         for is_so, what in (
             (part.embed_positions is None, "no positions"),
             (is_translation and not _is_sinusoidal(part), "learned positions"),
             (part.layernorm_embedding is not None, "a layer norm of the embeddings"),
-            (type(part.embed_tokens) is not nn.Embedding, "adaptive input embeddings"),
             (
                 before != {part.layer_norm is not None},
                 "layer norms before some sublayers, but not before all and at the end,",
@@ -201,13 +149,11 @@ def _obstacle(model: Any, is_translation: bool) -> str | None:
             if is_so:
                 return f"{what} in the {side}"
     for is_so, what in (
+        (bool(hidden), f"{''.join(hidden[:1])}, which reads hidden states"),
         (cfg.activation_fn not in ACTIVATIONS, f"the activation {cfg.activation_fn}"),
-        (decoder.adaptive_softmax is not None, "an adaptive softmax"),
         (decoder.project_in_dim is not None, "a decoder input of another width"),
         (decoder.project_out_dim is not None, "a decoder output of another width"),
-        (bool(cfg.base_layers), "base layers"),
         (is_translation and cfg.encoder.embed_dim != cfg.decoder.embed_dim, "two widths"),
-        (is_translation and cfg.cross_self_attention, "cross-self-attention"),
         (
             is_translation and before == {True} and not cfg.share_all_embeddings,
             "layer norms before its sublayers and embeddings that are not all shared",
@@ -216,19 +162,6 @@ def _obstacle(model: Any, is_translation: bool) -> str | None:
         if is_so:
             return what
     return None
-
-
-def _obstacle_in_attention(attention: Any) -> str | None:
-    if attention is None:
-        return "no attention"
-    if type(attention) is not MultiheadAttention:
-        normalizer = getattr(attention, "normalizer", attention)
-        if type(normalizer) is not Normalizer:
-            return type(normalizer).__name__
-        if NORMALIZERS[normalizer.name].hidden:
-            return f"{normalizer.name}, which reads hidden states,"
-    extra = attention.bias_k is not None or attention.add_zero_attn
-    return "extra keys" if extra else None
 
 
 def _is_sinusoidal(side: Any) -> bool:

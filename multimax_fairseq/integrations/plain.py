@@ -1,0 +1,113 @@
+"""Loads finished fairseq models whose layers have an equal elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fairseq import checkpoint_utils, tasks
+from fairseq.models.transformer import TransformerModel, TransformerModelBase
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.modules import MultiheadAttention
+from torch import nn
+
+from multimax_fairseq.errors import UsageError, no_file
+from multimax_fairseq.models.config import as_namespace
+from multimax_fairseq.models.loading import build, task_of
+from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
+from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
+from multimax_fairseq.modules.normalizer import Normalizer
+
+MODELS = {
+    "translation": (TransformerModel, TransformerModelBase, MultimaxTransformerModel),
+    "language_modeling": (TransformerLanguageModel, MultimaxLanguageModel),
+}
+
+
+def check_new(out: Path) -> None:
+    """Raise UsageError unless `out` is a new or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"'{out}' exists already: give a new folder")
+
+
+def load_plain(kind: str | None, checkpoint: Path, data_bin: Path) -> tuple[Any, Any, Any]:
+    """Return a Transformer, its task and its settings.
+
+    Args:
+        kind: the name of the task; None for translation or language modelling.
+        checkpoint: written by fairseq-train.
+        data_bin: the folder of fairseq-preprocess that the model was trained on.
+
+    Raises:
+        UsageError: a file is missing or does not fit; a part of the model is not supported.
+    """
+    if not checkpoint.is_file():
+        raise no_file("checkpoint", checkpoint)
+    if not data_bin.is_dir():
+        raise UsageError(
+            f"data folder '{data_bin}' does not exist: give the folder that fairseq-preprocess "
+            "wrote"
+        )
+    overrides = {"data": str(data_bin), "eval_bleu": False}
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
+    cfg = task_of(state, checkpoint)
+    kinds = MODELS if kind is None else [kind]
+    if cfg._name not in kinds:
+        names = " or ".join(kinds)
+        raise UsageError(
+            f"checkpoint '{checkpoint}' is of the task {cfg._name}: give one of {names}"
+        )
+    try:
+        task = tasks.setup_task(cfg, from_checkpoint=True)
+    except FileNotFoundError as error:  # of its dictionaries
+        raise UsageError(
+            f"data folder '{data_bin}' has no {Path(error.filename).name}: give the folder that "
+            "the model was trained on"
+        ) from None
+    model, settings = build(state, checkpoint, task, data_bin)
+    obstacle = _obstacle(model, cfg._name)
+    if obstacle:
+        raise UsageError(f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}")
+    return model, task, as_namespace(settings.model)
+
+
+def sides(model: Any) -> dict[str, Any]:
+    """Return the encoder, if there is one, and the decoder."""
+    return {name: getattr(model, name) for name in ("encoder", "decoder") if hasattr(model, name)}
+
+
+def _obstacle(model: Any, kind: str) -> str | None:
+    """Return a part of the model that has no equal elsewhere, or None."""
+    if type(model) not in MODELS[kind]:
+        return f"the structure of a {type(model).__name__}"
+    for side, part in sides(model).items():
+        is_crossing = kind == "translation" and side == "decoder"
+        for layer in part.layers:
+            for place in ("self_attn", "encoder_attn") if is_crossing else ("self_attn",):
+                what = _obstacle_in_attention(getattr(layer, place, None))
+                if what:
+                    return f"{what} in {side}.{place}"
+        if type(part.embed_tokens) is not nn.Embedding:
+            return f"adaptive input embeddings in the {side}"
+    decoder = model.decoder
+    output = getattr(decoder, "output_normalizer", None)
+    for is_so, what in (
+        (output is not None, f"the sparse output normalizer {getattr(output, 'name', '')}"),
+        (decoder.adaptive_softmax is not None, "an adaptive softmax"),
+        (bool(decoder.cfg.base_layers), "base layers"),
+        (decoder.cfg.cross_self_attention, "cross-self-attention"),
+    ):
+        if is_so:
+            return what
+    return None
+
+
+def _obstacle_in_attention(attention: Any) -> str | None:
+    if attention is None:
+        return "no attention"
+    if type(attention) is not MultiheadAttention:
+        normalizer = getattr(attention, "normalizer", attention)
+        if type(normalizer) is not Normalizer:
+            return type(normalizer).__name__
+    extra = attention.bias_k is not None or attention.add_zero_attn
+    return "extra keys" if extra else None

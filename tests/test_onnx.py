@@ -1,0 +1,122 @@
+"""Export of fairseq's Transformers to ONNX, run by onnxruntime alone."""
+
+import json
+import runpy
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from commands import ROOT
+from fairseq import checkpoint_utils
+from fairseq.sequence_generator import SequenceGenerator
+
+from multimax_fairseq.integrations.convert import __main__ as convert
+from multimax_fairseq.integrations.onnx import export_onnx
+
+pytestmark = pytest.mark.long
+
+PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
+TRANSLATION = {
+    "stock": ("transformer",),
+    "multimax": ("transformer_multimax", "--output-normalizer", "multimax"),
+    "sinks": ("transformer_multimax", "--multimax-sink", "learned", *PRE_NORM),
+    "alpha_entmax": ("transformer_multimax", "--attention-normalizer", "alpha_entmax"),
+    "entmax15": ("transformer_multimax", "--attention-normalizer", "entmax15"),
+    "ssmax": ("transformer_multimax", "--attention-normalizer", "ssmax"),
+    "learned positions": ("transformer", "--encoder-learned-pos", "--decoder-learned-pos"),
+}
+
+
+def load(file, data):
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(file)], {"data": str(data)}
+    )
+    return model.eval(), task
+
+
+def session(file):
+    return onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+
+
+def step(decoder, tokens, cache, memory=None, excluded=None):
+    """Return (logits, cache)."""
+    given = {"tokens": tokens, "cache": cache, "memory": memory, "excluded": excluded}
+    names = [each.name for each in decoder.get_inputs()]
+    return decoder.run(None, {name: given[name] for name in names})
+
+
+@pytest.mark.parametrize("kind", TRANSLATION)
+def test_onnx_translation_equals_fairseq(kind, data, checkpoint, tmp_path):
+    """With other sizes than at export, and the target in steps of one and of several words."""
+    file = checkpoint(*TRANSLATION[kind])
+    model, task = load(file, data / "mt")
+    export_onnx(file, data / "mt", tmp_path / "out")
+    encoder, decoder = (session(tmp_path / "out" / f"{x}.onnx") for x in ("encoder", "decoder"))
+    task.load_dataset("valid")
+    rows = task.dataset("valid")
+    batch = rows.collater([rows[index] for index in range(len(rows))])["net_input"]
+    target = batch["prev_output_tokens"].numpy()
+    with torch.no_grad():
+        expected = model(**batch)[0].numpy()
+    memory, excluded = encoder.run(None, {"tokens": batch["src_tokens"].numpy()})
+    cache, logits = np.zeros((*memory.shape[:4], 0, memory.shape[5]), np.float32), []
+    for part in (target[:, :1], target[:, 1:2], target[:, 2:]):
+        some, cache = step(decoder, part, cache, memory, excluded)
+        logits.append(some)
+    real = target != task.target_dictionary.pad()
+    np.testing.assert_allclose(np.concatenate(logits, 1)[real], expected[real], atol=1e-4)
+
+
+def test_the_example_translates_as_fairseq(data, checkpoint, tmp_path):
+    file = checkpoint("transformer_multimax")
+    export_onnx(file, data / "mt", tmp_path / "out")
+    model, task = load(file, data / "mt")
+    lines = [*(data / "all.de").read_text().splitlines()[:6], "unheard of"]
+    words = task.source_dictionary
+    rows = [words.encode_line(line, add_if_not_exist=False).long() for line in lines]
+    lengths = torch.tensor([len(row) for row in rows])
+    source = torch.nn.utils.rnn.pad_sequence(rows, True, words.pad(), padding_side="left")
+    sample = {"net_input": {"src_tokens": source, "src_lengths": lengths}}
+    generator = SequenceGenerator([model], task.target_dictionary, beam_size=1, max_len_b=20)
+    found = [hypotheses[0]["tokens"] for hypotheses in generator.generate([model], sample)]
+    expected = [task.target_dictionary.string(tokens) for tokens in found]
+    script = ROOT / "user_dir" / "translate_onnx.py"
+    translate = runpy.run_path(str(script))["translate"]
+    assert translate(tmp_path / "out", lines, longest=20) == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--decoder-normalize-before", "--attention-normalizer", "sparsemax")],
+    ids=["multimax", "sparsemax"],
+)
+def test_onnx_language_model_equals_fairseq(flags, data, checkpoint, tmp_path):
+    file = checkpoint("transformer_lm_multimax", *flags)
+    model, task = load(file, data / "lm")
+    command = ["onnx", str(file), str(data / "lm"), str(tmp_path / "out")]
+    convert.main(command)
+    decoder = session(tmp_path / "out" / "decoder.onnx")
+    sizes = json.loads((tmp_path / "out" / "settings.json").read_text())
+    words = torch.randint(4, len(task.dictionary), (2, 9))
+    words[:, 0] = sizes["eos"]
+    with torch.no_grad():
+        expected = model(words)[0].numpy()
+    cache = np.zeros((2, sizes["layers"], 2, sizes["heads"], 0, sizes["head_size"]), np.float32)
+    first, cache = step(decoder, words[:, :5].numpy(), cache)
+    second, cache = step(decoder, words[:, 5:].numpy(), cache)
+    np.testing.assert_allclose(np.concatenate([first, second], 1), expected, atol=1e-4)
+    assert cache.shape[4] == 9
+    with pytest.raises(SystemExit, match="exists already"):
+        convert.main(command)
+
+
+def test_onnx_names_an_unsupported_part(data, checkpoint, tmp_path):
+    for arch, flags, what in (
+        ("rnn_multimax", (), "the structure of a RecurrentModel"),
+        ("transformer_multimax", ("--attention-gate",), "GatedAttention in encoder.self_attn"),
+        ("transformer_multimax", ("--output-normalizer", "entmax15"), "sparse output normalizer"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            export_onnx(checkpoint(arch, *flags), data / "mt", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
