@@ -26,11 +26,11 @@ class FSMTAttention(Attention):
 
     def __init__(self, layer: Any) -> None:
         nn.Module.__init__(self)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads", "scaling", "dropout"):
+        for name in (
+            *("q_proj", "k_proj", "v_proj", "out_proj", "embed_dim", "num_heads", "head_dim"),
+            *("scaling", "dropout", "layer_idx", "encoder_decoder_attention", "cache_key"),
+        ):
             setattr(self, name, getattr(layer, name))
-        for name in ("embed_dim", "head_dim", "encoder_decoder_attention", "cache_key"):
-            setattr(self, name, getattr(layer, name))
-        self.layer_idx = layer.layer_idx
         self.train(layer.training)
 
     def forward(
