@@ -1,8 +1,6 @@
 """Records the forward passes of a trained model for `collect`."""
 
-import contextlib
 import inspect
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +22,7 @@ from multimax_fairseq.modules import (
 )
 from multimax_fairseq.modules.continuous_attention import Expectation
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
-from multimax_fairseq.ops.backend import VARIABLE
+from multimax_fairseq.ops.backend import plain_backend
 
 
 class Recorder(AttentionListener):
@@ -122,7 +120,7 @@ class Recorder(AttentionListener):
         words = self.target.dictionary
         # fairseq-eval-lm does not count the BOS token that --add-bos-token makes a target.
         counted = (sample["target"] != words.pad()) & (sample["target"] != words.bos())
-        with _plain_backend(), torch.no_grad():
+        with plain_backend(), torch.no_grad():  # a collection must not depend on the kernels
             features = self.model(**inputs, features_only=True)[0]
             self.output.add(self.model.decoder, features[counted], sample["target"][counted])
         is_complete = all(self.observer.calls.values()) and not any(self.steps.values())
@@ -302,17 +300,3 @@ def _unknown(why: str) -> UsageError:
         f"the checkpoint's architecture cannot be analysed ({why}): give one of a transformer, "
         "transformer_lm, their multimax variants or rnn_multimax"
     )
-
-
-@contextlib.contextmanager
-def _plain_backend() -> Iterator[None]:
-    """Compute attention in plain PyTorch: a collection must not depend on the kernels."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "plain"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.integrations.plain import check_new, load_plain
 from multimax_fairseq.modules.normalizer import Normalizer
-from multimax_fairseq.ops.backend import VARIABLE
+from multimax_fairseq.ops.backend import plain_backend
 
 
 def export_onnx(
@@ -50,7 +48,8 @@ def export_onnx(
     check_new(out)
     model, task, _ = load_plain(None, Path(checkpoint), Path(data_bin))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as aside, _plain_operations():
+    with tempfile.TemporaryDirectory(dir=out.parent) as aside, torch.no_grad(), plain_backend():
+        # ONNX has no form of the kernels, so the graph has plain operations.
         whole = Path(aside, "model")
         whole.mkdir()
         decoder = Decoder(model)
@@ -107,21 +106,6 @@ def _write(
         external_data=False,
         verbose=False,
     )
-
-
-@contextmanager
-def _plain_operations() -> Iterator[None]:
-    """ONNX has no form of the kernels."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "plain"
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
 
 
 class Side(nn.Module):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +52,20 @@ def requested(backend: str = "auto") -> str:
     if backend == "triton" and not _has("triton"):
         raise ValueError(f"{source} 'triton' needs the package triton: pip install triton")
     return backend
+
+
+@contextlib.contextmanager
+def plain_backend() -> Iterator[None]:
+    """Use plain PyTorch for all operations, whatever MULTIMAX_BACKEND says."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "plain"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
 
 
 def choose(
