@@ -162,10 +162,15 @@ def digest(sentence: str) -> int:
     return int.from_bytes(hashlib.sha256(key(sentence).encode()).digest()[:8])
 
 
+def split_of(sentence: str) -> str:
+    """The split by a sentence: its SHA-256 modulo 100 is 0 for test, 1 for valid."""
+    return {0: "test", 1: "valid"}.get(digest(sentence) % 100, "train")
+
+
 def split_translation(
     pairs: Iterable[tuple[str, str, str]],
 ) -> dict[str, list[tuple[str, str, str]]]:
-    """Split by the English sentence: its SHA-256 modulo 100 is 0 for test, 1 for valid.
+    """Split by the English sentence (`split_of`).
 
     Tatoeba has many translations of one sentence. All pairs of one English sentence are in the same
     split. A Spanish sentence in two splits stays in the first of test, valid, train. Test and valid
@@ -173,7 +178,7 @@ def split_translation(
     """
     splits: dict[str, list[tuple[str, str, str]]] = {name: [] for name in SPLITS}
     for pair in pairs:
-        splits[{0: "test", 1: "valid"}.get(digest(pair[1]) % 100, "train")].append(pair)
+        splits[split_of(pair[1])].append(pair)
     held_out: set[str] = set()
     for name in ("test", "valid"):
         # The source is sorted by length. The order of the digest makes the first lines a random
@@ -207,10 +212,10 @@ def split_lm(paragraphs: Iterable[tuple[int, str, str]]) -> dict[str, list[tuple
 
 
 def split_reviews(reviews: Iterable[str]) -> dict[str, list[str]]:
-    """Split by the review: its SHA-256 modulo 100 is 0 for test, 1 for valid."""
+    """Split by the whole review (`split_of`)."""
     splits: dict[str, list[str]] = {name: [] for name in SPLITS}
     for text in reviews:
-        splits[{0: "test", 1: "valid"}.get(digest(text) % 100, "train")].append(text)
+        splits[split_of(text)].append(text)
     return splits
 
 
