@@ -66,8 +66,11 @@ class LearnedSoftCap(nn.Module):
 
 def register_output(name, label, module):
     """Register softmax of logits that `module()` transforms."""
+
+    def build(num_heads):
+        return {"modulator": module()}
+
     function = NORMALIZERS["softmax"].function
-    build = lambda num_heads: {"modulator": module()}  # noqa: E731
     mapping = Mapping(name, label, function, build=build, modulated=True, output_options=())
     register(mapping)
 
