@@ -150,7 +150,9 @@ def test_add_runs_refuses_other_experiments(results, tmp_path):
     run_of(tmp_path, "softmax", 1, 1.0, [])
     file = tmp_path / "softmax" / "seed-1" / "result.json"
     file.write_text(file.read_text().replace("multi30k", "iwslt14"))
-    with pytest.raises(UsageError, match="is of iwslt14: only multi30k, speeches, "):
+    with pytest.raises(
+        UsageError, match="is of iwslt14: only multi30k, speeches, tatoeba, reviews are"
+    ):
         results.add_runs(tmp_path)
 
 
