@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, tasks, utils
+from fairseq import tasks, utils
 from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
@@ -38,7 +38,7 @@ from multimax_fairseq.compat.untrusted import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import as_namespace, settings
-from multimax_fairseq.models.loading import build, task_of
+from multimax_fairseq.models.loading import build, read, task_of
 from multimax_fairseq.signature import signature
 
 logger = logging.getLogger(__name__)
@@ -73,10 +73,6 @@ def collect(
     for path in checkpoints:
         if not path.is_file():
             raise no_file("checkpoint", path)
-    if not data.is_dir():
-        raise UsageError(
-            f"data folder '{data}' does not exist: give the folder that fairseq-preprocess wrote"
-        )
     if re.search(r"[/*?\[]", subset):
         raise UsageError(f"--subset '{subset}' must be a name, such as valid or test")
     if max_sentences < 1:
@@ -87,8 +83,7 @@ def collect(
         examples: dict[int, list[Any]] = {}
         task, seen = None, dict[str, int]()
         for path in checkpoints:
-            overrides = {"data": str(data), "eval_bleu": False}
-            state = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)
+            state = read(path, data)
             task = task or _task(state, path, data, subset)
             state["model"] = unwrapped(state["model"])
             model, about = _load(state, path, task, data)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fairseq import checkpoint_utils, tasks
 from fairseq.models.transformer import TransformerModel, TransformerModelBase
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules import MultiheadAttention
 from torch import nn
 
-from multimax_fairseq.errors import UsageError, no_file
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import as_namespace
-from multimax_fairseq.models.loading import build, task_of
+from multimax_fairseq.models.loading import load
 from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 from multimax_fairseq.modules.normalizer import Normalizer
@@ -41,31 +40,8 @@ def load_plain(kind: str | None, checkpoint: Path, data_bin: Path) -> tuple[Any,
     Raises:
         UsageError: a file is missing or does not fit; a part of the model is not supported.
     """
-    if not checkpoint.is_file():
-        raise no_file("checkpoint", checkpoint)
-    if not data_bin.is_dir():
-        raise UsageError(
-            f"data folder '{data_bin}' does not exist: give the folder that fairseq-preprocess "
-            "wrote"
-        )
-    overrides = {"data": str(data_bin), "eval_bleu": False}
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
-    cfg = task_of(state, checkpoint)
-    kinds = MODELS if kind is None else [kind]
-    if cfg._name not in kinds:
-        names = " or ".join(kinds)
-        raise UsageError(
-            f"checkpoint '{checkpoint}' is of the task {cfg._name}: give one of {names}"
-        )
-    try:
-        task = tasks.setup_task(cfg, from_checkpoint=True)
-    except FileNotFoundError as error:  # of its dictionaries
-        raise UsageError(
-            f"data folder '{data_bin}' has no {Path(error.filename).name}: give the folder that "
-            "the model was trained on"
-        ) from None
-    model, settings = build(state, checkpoint, task, data_bin)
-    obstacle = _obstacle(model, cfg._name)
+    model, task, settings = load(checkpoint, data_bin, MODELS if kind is None else [kind])
+    obstacle = _obstacle(model, settings.task._name)
     if obstacle:
         raise UsageError(f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}")
     return model, task, as_namespace(settings.model)
