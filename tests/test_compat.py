@@ -519,18 +519,18 @@ def test_plain_errors_prints_a_traceback_on_request(toy):
     assert "Traceback" in output and "Model file not found: nothing.pt" in output
 
 
-def test_hydra_warnings_hides_hydra_deprecations(toy, tmp_path):
+def test_repeated_warnings_hides_hydra_deprecations(toy, tmp_path):
     assert "Warning" not in run(toy, "fairseq-generate", "mt", "--path", "nothing.pt", code=1)
     (tmp_path / "run.yaml").write_text("task: {_name: translation, data: nothing}\n")
     config = ["--config-dir", tmp_path, "--config-name", "run"]
     assert "Warning" not in run(tmp_path, "fairseq-hydra-train", *config, code=1)
 
 
-def test_hydra_warnings_leaves_other_warnings():
+def test_repeated_warnings_leaves_other_warnings():
     others = ["In 'mine': Usage of deprecated keyword in package header", "The strict flag"]
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        running.hydra_warnings()
+        running.repeated_warnings()
         for message in (*others, "\nThe strict flag in the compose API is deprecated."):
             warnings.warn(message, UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in shown] == others

@@ -36,7 +36,7 @@ __all__ = [
 
 FIXES = (
     running.numpy_compat,
-    running.hydra_warnings,
+    running.repeated_warnings,
     running.score_command,
     running.command_line,
     running.user_dir,

@@ -19,13 +19,14 @@ SHARED = ("fairseq_cli.train", "fairseq_cli.validate")
 # Log-probability in a search of a word with probability 0.
 IMPOSSIBLE = -1e4
 # Regular expressions for the beginnings of hydra's warnings about fairseq.
-HYDRA_WARNINGS = (
+WARNINGS = (
     r"hydra\.experimental\.\w+\(\) is no longer experimental",
     r"\nThe version_base parameter is not specified",
     r"In 'config': Usage of deprecated keyword in package header",
     r"\n'.*' is validated against ConfigStore schema with the same name",
     r"\nThe strict flag in the compose API is deprecated",
     r"Future Hydra versions will no longer change working directory",
+    r"'pin_memory' argument is set as true but no accelerator is found",
 )
 # Groups of a training's configuration that are checked for mistakes.
 GROUPS = ("common", "dataset", "optimization", "checkpoint", "task", "lr_scheduler")
@@ -48,13 +49,13 @@ def numpy_compat():
         return original(*args, **kwargs)
 
 
-def hydra_warnings():
-    """Silence the 22 lines of warnings that each command prints.
+def repeated_warnings():
+    """Silence the 24 lines of warnings that each command prints.
 
-    Cause: fairseq uses the interface of hydra 1.0.
-    Remove when fairseq uses the current one.
+    Cause: fairseq uses the interface of hydra 1.0, and pins memory also without a GPU.
+    Remove when fairseq uses the current interface, and pins memory for a GPU only.
     """
-    for message in HYDRA_WARNINGS:
+    for message in WARNINGS:
         warnings.filterwarnings("ignore", message, UserWarning)
 
 
