@@ -20,7 +20,7 @@ from train_commands import (
     parameters,
 )
 
-from multimax_fairseq import NORMALIZERS, Modulator
+from multimax_fairseq import NORMALIZERS, Modulator, trained
 from multimax_fairseq.analysis import collection, figures
 from multimax_fairseq.compat.running import resolve
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
@@ -378,8 +378,8 @@ def test_hydra_train_equals_argparse_training(text, settings, kind, translation,
     for name, value in hydra_model.items():
         torch.testing.assert_close(value, argparse_model[name], msg=name)
     described = []
-    for trained in ("model", "hydra"):
-        path, out = f"{kind}-{trained}/checkpoint_last.pt", f"{kind}-{trained}-collected"
+    for folder in ("model", "hydra"):
+        path, out = f"{kind}-{folder}/checkpoint_last.pt", f"{kind}-{folder}-collected"
         run(text, "python", "-m", "multimax_fairseq.analysis", "collect", path, kind, "--out", out)
         (about,) = collection.read(text / out).signed["checkpoints"]
         described.append({key: about[key] for key in about.keys() - {"path", "sha256"}})
@@ -411,10 +411,14 @@ def test_train_finetunes_stock_checkpoint_from_the_identity(text):
     assert len(fitted) >= 16 and all(value.any() for value in fitted)
 
 
-def test_from_pretrained_translates_like_generate(text, generated):
-    model = MultimaxTransformerModel.from_pretrained(
-        str(text / "mt-model"), "checkpoint_last.pt", str(text / "mt")
-    )
+@pytest.mark.parametrize("loaded_by", ["load", "from_pretrained"])
+def test_python_translates_like_generate(text, generated, loaded_by):
+    if loaded_by == "load":
+        model = trained.load(text / "mt-model" / "checkpoint_last.pt", text / "mt")
+    else:
+        model = MultimaxTransformerModel.from_pretrained(
+            str(text / "mt-model"), "checkpoint_last.pt", str(text / "mt")
+        )
     assert sum(isinstance(module, Modulator) for module in model.modules()) == 4
     lines = (text / "test.de").read_text().splitlines()
     translations = model.translate(lines, beam=5, max_len_b=12)

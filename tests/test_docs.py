@@ -13,7 +13,8 @@ from corpus import ENGLISH, GERMAN
 pytestmark = pytest.mark.long
 
 # Commands run in this order: docs/your-data.md creates the data that the other pages use.
-PAGES = ["docs/your-data.md", "README.md", "docs/analysis.md", "docs/fairseq.md", "docs/python.md"]
+PAGES = ["docs/your-data.md", "docs/trained-models.md", "README.md", "docs/analysis.md"]
+PAGES += ["docs/fairseq.md", "docs/python.md"]
 PAGES += ["docs/flags.md", "docs/mappings.md", "docs/experiments.md", "docs/speed.md"]
 PAGES += ["docs/architecture.md", "docs/scale.md", "docs/reliability.md", "docs/results.md"]
 PAGES += ["CONTRIBUTING.md"]
@@ -84,7 +85,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_commands_of_the_docs_run(folder):
+@pytest.fixture(scope="module")
+def made(folder):
+    """Run the pages' commands in the folder; return {command: output}."""
     commands = blocks("bash")
     assert all(command in commands for command in ELSEWHERE)
     path = f"{folder / 'bin'}:{BIN}:{os.environ['PATH']}"
@@ -99,6 +102,10 @@ def test_commands_of_the_docs_run(folder):
         if "softmax/checkpoint_best.pt" in block:
             run(folder, "bash", "-c", stock, PATH=path)
         made[block] = run(folder, "bash", "-c", f"set -euo pipefail\n{block}", PATH=path)
+    return made
+
+
+def test_commands_of_the_docs_run(folder, made):
     printed = "".join(made.values())
     assert re.search(r"nrefs:1.*tok:13a.*version:2", printed)
     assert "checkpoints/average.pt: the mean of" in printed
@@ -109,6 +116,8 @@ def test_commands_of_the_docs_run(folder):
     assert (folder / "hydra-checkpoints" / "checkpoint_last.pt").exists()
     assert (folder / "analysis" / "report.html").exists()
     assert (folder / "trajectories" / "trajectories-cross.svg").exists()
+    translated = (folder / "translated.en").read_text(encoding="utf-8")
+    assert len(translated.splitlines()) == len(GERMAN.splitlines())
 
 
 def test_pages_pin_the_torch_of_setup():
@@ -123,8 +132,8 @@ def test_training_commands_set_max_update():
     assert [command for command in trainings if "--max-update" not in command] == []
 
 
-def test_python_examples_run(folder):
-    for code in blocks("python", "README.md", "docs/python.md"):
+def test_python_examples_run(folder, made):
+    for code in blocks("python", "README.md", "docs/python.md", "docs/trained-models.md"):
         words = [sys.executable, "-c", code]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -34,6 +34,7 @@ BELOW = {
     "compat": set(),
     "analysis": {*MATHEMATICS, "modules", "models", "compat"},
     "integrations": {*MATHEMATICS, "modules", "models", "compat"},
+    "trained": {"models", "analysis"},
     **{name: set() for name in GROUND},
 }
 # Packages that a subpackage must work without.

@@ -1,0 +1,114 @@
+"""Trained models in Python: translate, score, features, attention."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.trained import load
+
+SOURCES = ["Ist das das Recht jedes Mens@@ chen ?", "Jeder hat das Recht"]
+TARGETS = ["All are born free and equal .", "Everyone has the right"]
+
+
+@pytest.fixture
+def model(checkpoint, data):
+    return load(checkpoint("transformer_multimax"), data / "mt")
+
+
+def teacher_forced(trained, model, source, target):
+    """Return the log-probabilities of the target's words and of its end."""
+    source, target = (
+        words.encode_line(line, add_if_not_exist=False).long()
+        for words, line in ((trained.src_dict, source), (trained.tgt_dict, target))
+    )
+    before = torch.cat([target[-1:], target[:-1]])[None]
+    with torch.no_grad():
+        output = model(source[None], torch.tensor([len(source)]), before)
+    logits = output[0][0].double()
+    return logits.log_softmax(-1)[torch.arange(len(target)), target]
+
+
+def test_score_equals_teacher_forcing(model):
+    for scored, source, target in zip(model.score(SOURCES, TARGETS), SOURCES, TARGETS, strict=True):
+        expected = teacher_forced(model, model.models[0], source, target)
+        torch.testing.assert_close(scored["positional_scores"], expected.float())
+        torch.testing.assert_close(scored["score"], expected.mean().float())
+
+
+def test_score_of_an_ensemble_uses_the_mean_probability(checkpoint, data):
+    files = checkpoint("transformer_multimax"), checkpoint("transformer")
+    both = load(files[0], data / "mt", files[1])
+    (scored,) = both.score(SOURCES[:1], TARGETS[:1])
+    parts = [teacher_forced(both, model, SOURCES[0], TARGETS[0]) for model in both.models]
+    expected = torch.stack(parts).exp().mean(0).log()
+    torch.testing.assert_close(scored["positional_scores"], expected.float())
+
+
+def test_score_needs_targets_for_translation(model):
+    with pytest.raises(UsageError, match="2 sources have 0 targets"):
+        model.score(SOURCES)
+
+
+def test_language_model_scores_and_continues_text(checkpoint, data):
+    model = load(checkpoint("transformer_lm_multimax"), data / "lm")
+    (scored,) = model.score([TARGETS[0]])
+    tokens = model.encode(TARGETS[0])[:-1]
+    before = torch.cat([torch.tensor([model.tgt_dict.eos()]), tokens[:-1]])[None]
+    with torch.no_grad():
+        logits = model.models[0](before)[0][0].double()
+    expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+    torch.testing.assert_close(scored["positional_scores"], expected.float())
+    torch.manual_seed(3)
+    text = model.sample("All are", sampling=True, sampling_topk=5, max_len_b=8)
+    assert text.startswith("All are ")
+    assert model.features("All are").shape == (3, 16)
+    found = model.attention("All are")
+    assert (found.source, found.encoder, found.cross) == ([], [], [])
+    assert found.target == ["</s>", "All", "are"]
+    assert [probs.shape for probs in found.decoder] == [(4, 3, 3)] * 2
+
+
+def test_attention_of_a_stock_model_equals_fairseqs(checkpoint, data):
+    trained = load(checkpoint("transformer"), data / "mt")
+    found = trained.attention(*SOURCES[:1], *TARGETS[:1])
+    assert found.source == [*SOURCES[0].split(), "</s>"]
+    assert found.target == ["</s>", *TARGETS[0].split()]
+    assert [probs.shape for probs in found.encoder] == [(4, 9, 9)] * 2
+    assert all(probs.triu(1).eq(0).all() for probs in found.decoder)
+    (model,) = trained.models
+    source = trained.encode(SOURCES[0])[None]
+    target = trained.tgt_dict.encode_line(TARGETS[0], add_if_not_exist=False).long()
+    before = torch.cat([target[-1:], target[:-1]])[None]
+    with torch.no_grad():
+        encoded = model.encoder(source, torch.tensor([source.shape[1]]))
+        for layer in range(2):
+            _, more = model.decoder(before, encoded, alignment_layer=layer)
+            torch.testing.assert_close(found.cross[layer].mean(0), more["attn"][0][0])
+        torch.testing.assert_close(trained.features(SOURCES[0]), encoded["encoder_out"][0][:, 0])
+
+
+def test_attention_without_target_follows_the_translation(model):
+    translation = model.translate(SOURCES[:1])[0]
+    found = model.attention(SOURCES[0])
+    assert found.target == ["</s>", *translation.split()]
+    for probs in (*found.encoder, *found.decoder, *found.cross):
+        torch.testing.assert_close(probs.sum(-1), torch.ones(probs.shape[:-1]))
+
+
+def test_attention_of_a_recurrent_model(checkpoint, data):
+    model = load(checkpoint("rnn_multimax"), data / "mt")
+    found = model.attention(SOURCES[0], TARGETS[0])
+    assert [probs.shape for probs in found.cross] == [(1, 8, 9)]
+
+
+def test_load_prints_nothing(checkpoint, data):
+    file = checkpoint("transformer_multimax")
+    code = f"""if True:
+        from multimax_fairseq.trained import load
+        load({str(file)!r}, {str(data / "mt")!r}).translate({SOURCES!r}, max_len_b=5)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
