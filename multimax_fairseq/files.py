@@ -1,10 +1,12 @@
-"""Atomic writing of files."""
+"""Read text files, and write files atomically."""
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from multimax_fairseq.errors import UsageError
 
@@ -27,3 +29,23 @@ def whole(file: Path) -> Iterator[Path]:
         aside.replace(file)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write(file: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with whole(file) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a value as one line of JSON, atomically."""
+    write(file, json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def read_lines(file: Path) -> list[str]:
+    """Return the lines of a text file; only a line feed ends a line."""
+    try:
+        with file.open(encoding="utf-8", newline="\n") as lines:
+            return [line.removesuffix("\n") for line in lines]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"'{file}' is not UTF-8 ({error}): prepare the data again") from None

@@ -46,7 +46,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import evaluate
 import hydra
 import lib
 import torch
@@ -57,9 +56,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
 from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
+from multimax_fairseq.commands import evaluate
+from multimax_fairseq.commands.stock import last_line, portable, program
 from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
+from multimax_fairseq.files import whole, write, write_json
 from multimax_fairseq.signature import processor, signature
 
 STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
@@ -156,7 +157,7 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
         text = evaluate.describe(args.data_bin, cfg.task.target_lang)
         cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
         cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
-    train = lib.program("fairseq-train")
+    train = program("fairseq-train")
     command = [train, str(args.data_bin), *options(cfg), *args.train]
     final = options_of(command)
     updates, plugin = final["--max-update"][0], final["--user-dir"][0]
@@ -227,7 +228,7 @@ def train(run: Run, lock: int) -> None:
                 process.terminate()
                 process.wait()
         if process.returncode:
-            error = evaluate.last_line(log.read_text(encoding="utf-8", errors="replace"))
+            error = last_line(log.read_text(encoding="utf-8", errors="replace"))
             raise UsageError(f"fairseq-train failed, see {log}: {error}")
         file.write(f"{PEAK} {memory} bytes\n")
     (run.folder / "trained").touch()
@@ -372,8 +373,8 @@ def finish(run: Run, lock: int) -> None:
         print(f"Nothing to do: {run.name} is finished.")
         return
     check_finished(run)
-    lib.write(run.folder / "command", f"{shlex.join(run.command)}\n")
-    lib.write(run.folder / "data.sha256", f"{data}\n")
+    write(run.folder / "command", f"{shlex.join(run.command)}\n")
+    write(run.folder / "data.sha256", f"{data}\n")
     if not (run.folder / "trained").exists():
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
@@ -402,10 +403,10 @@ def finish(run: Run, lock: int) -> None:
         **result,
         **measured(log),
         "data": data,
-        "command": shlex.join(lib.portable(run.command)),
+        "command": shlex.join(portable(run.command)),
         **signature("sacrebleu"),
     }
-    lib.write_json(run.folder / "result.json", line)
+    write_json(run.folder / "result.json", line)
 
 
 # --- all of them -------------------------------------------------------------------------------

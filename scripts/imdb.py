@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import read_lines
 
 sys.path.insert(0, str(ROOT / "user_dir"))
 from continuous_documents import PAD, DocumentClassifier
@@ -72,7 +73,7 @@ def read_data(folder: Path) -> tuple[dict[str, Reviews], Tensor]:
     if not (folder / "vectors.txt").is_file():
         raise UsageError(f"--data '{folder}' has no vectors.txt: make it with data-prep/imdb.sh")
     index, rows = {}, []
-    for line in lib.read_lines(folder / "vectors.txt"):
+    for line in read_lines(folder / "vectors.txt"):
         word, *numbers = line.split(" ")
         index[word] = len(rows) + 2
         rows.append([float(number) for number in numbers])
@@ -80,7 +81,7 @@ def read_data(folder: Path) -> tuple[dict[str, Reviews], Tensor]:
     splits = {}
     for split in ("train", "valid", "test"):
         labels, documents = [], []
-        for line in lib.read_lines(folder / f"{split}.tsv"):
+        for line in read_lines(folder / f"{split}.tsv"):
             label, _, text = line.partition("\t")
             labels.append(int(label))
             documents.append(torch.tensor([index.get(w, UNKNOWN) for w in text.split(" ")]))

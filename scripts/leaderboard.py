@@ -37,7 +37,9 @@ import torch
 from leaderboards.entries import entries
 from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
 
+from multimax_fairseq.commands.stock import portable
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import write_json
 from multimax_fairseq.signature import processor, signature
 
 
@@ -61,7 +63,7 @@ class Run(NamedTuple):
         words += ["--quick"] if self.is_quick else []
         if self.user_dir:
             words += ["--user-dir", self.user_dir]
-        return shlex.join(lib.portable(words))
+        return shlex.join(portable(words))
 
     @property
     def result(self) -> Path:
@@ -96,7 +98,7 @@ def finish(run: Run) -> dict[str, Any]:
         **signature(),
     }
     run.folder.mkdir(parents=True, exist_ok=True)
-    lib.write_json(run.result, line)
+    write_json(run.result, line)
     return line
 
 

@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import json
 import logging
-import re
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
+from multimax_fairseq.files import read_lines, write
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -85,20 +83,6 @@ def experiments() -> list[str]:
 # --- commands ----------------------------------------------------------------------------------
 
 
-def program(name: str) -> str:
-    """The path of a fairseq command: this environment's, or the one in PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise UsageError(f"there is no command {name}: activate the environment it is in")
-    return found
-
-
-def portable(command: list[str]) -> list[str]:
-    """The command as called from the checkout's root, without this machine's paths."""
-    return [Path(command[0]).name, *(word.removeprefix(f"{ROOT}/") for word in command[1:])]
-
-
 def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
     """{option: its values}; "" holds the words before the first option. The last one counts."""
     found: dict[str, tuple[str, ...]] = {}
@@ -139,25 +123,6 @@ def resumable(name: str) -> Iterator[None]:
 # --- files -------------------------------------------------------------------------------------
 
 
-def write(file: Path, text: str) -> None:
-    """Write a file atomically."""
-    with whole(file) as aside:
-        aside.write_text(text, encoding="utf-8")
-
-
-def write_json(file: Path, value: Any) -> None:
-    write(file, json.dumps(value, ensure_ascii=False) + "\n")
-
-
-def read_lines(file: Path) -> list[str]:
-    """The lines of a text file; only a line feed ends a line."""
-    try:
-        with file.open(encoding="utf-8", newline="\n") as lines:
-            return [line.removesuffix("\n") for line in lines]
-    except UnicodeDecodeError as error:
-        raise UsageError(f"'{file}' is not UTF-8 ({error}): prepare the data again") from None
-
-
 def read_results(file: Path) -> list[Line]:
     return [json.loads(line) for line in read_lines(file)]
 
@@ -172,12 +137,6 @@ def finished_runs(out: Path) -> list[tuple[Path, Line]]:
     if not files:
         raise UsageError(f"'{out}' has no finished run: give the --out of an experiment")
     return [(file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in files]
-
-
-def sentences(output: str, kind: str) -> dict[int, str]:
-    """{sentence number: text} from fairseq-generate's lines H (hypothesis) or T (target)."""
-    tab = r"\t\S+\t" if kind == "H" else r"\t"
-    return {int(n): s for n, s in re.findall(rf"^{kind}-(\d+){tab}(.*)$", output, re.MULTILINE)}
 
 
 def collect(out: Path, table: Callable[[list[Line]], str]) -> str:

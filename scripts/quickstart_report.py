@@ -9,6 +9,9 @@ from pathlib import Path
 
 import lib
 
+from multimax_fairseq.commands.stock import sentences
+from multimax_fairseq.files import read_lines
+
 HEAD = ["Model", "Normalizer", "Parameters", "Tokens/s", "Minutes", "On held-out text"]
 
 
@@ -21,7 +24,7 @@ def main() -> None:
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
             if what == "translation":
                 output = (folder / "evaluate.log").read_text(encoding="utf-8")
-                translations[normalizer] = lib.sentences(output, "H")
+                translations[normalizer] = sentences(output, "H")
                 score = f"BLEU {result['value']:.1f}"
             else:
                 score = f"perplexity {result['value']:.1f} per subword, "
@@ -36,7 +39,7 @@ def main() -> None:
     print("Tokens/s and Minutes are those of training.")
 
     data = out / "data" / "translation"
-    sources, references = (lib.read_lines(data / f"test.{language}") for language in ("es", "en"))
+    sources, references = (read_lines(data / f"test.{language}") for language in ("es", "en"))
     for i in range(min(5, len(references))):
         print(f"\n  {'source':10}{sources[i]}\n  {'reference':10}{references[i]}")
         for normalizer, found in translations.items():

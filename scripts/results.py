@@ -20,7 +20,9 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 from scipy import stats
 
+from multimax_fairseq.commands.stock import sentences
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import read_lines
 
 DATA = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "results.md"
@@ -54,7 +56,7 @@ def of_row(lines: list[Line], row: str) -> list[Line]:
 
 
 def hypotheses(run: Path, references: list[str]) -> list[str]:
-    found = lib.sentences((run / "evaluate.log").read_text(encoding="utf-8"), "H")
+    found = sentences((run / "evaluate.log").read_text(encoding="utf-8"), "H")
     return [found[number] for number in range(len(references))]
 
 
@@ -109,7 +111,7 @@ def add_runs(out: Path) -> None:
             continue
         softmax = runs.get(("softmax", line["seed"]))
         if is_compared and softmax is not None:
-            references = lib.read_lines(ROOT / line["evaluation"][1] / "test.reference.en")
+            references = read_lines(ROOT / line["evaluation"][1] / "test.reference.en")
             both = (hypotheses(each, references) for each in (run, softmax))
             line["bootstrap"] = bootstrap(*both, references)
         known[key(line)] = line

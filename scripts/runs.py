@@ -14,8 +14,9 @@ import lib
 import torch
 from lib import ROOT
 
+from multimax_fairseq.commands.stock import portable
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
+from multimax_fairseq.files import whole, write, write_json
 from multimax_fairseq.signature import processor, signature
 
 
@@ -70,7 +71,7 @@ def run_all(
         epochs = args.epochs or rows[row].epochs
         words = [f"{name}.sh", *settings, "--rows", row]
         words += ["--seeds", str(seed), "--epochs", str(epochs)]
-        command = f"scripts/{shlex.join(lib.portable(words))}"
+        command = f"scripts/{shlex.join(portable(words))}"
         _check_same(folder, f"{data}\n{command}\n")
         if (folder / "result.json").exists():
             print(f"Nothing to do: {name} {row}, seed {seed} is finished.")
@@ -85,7 +86,7 @@ def run_all(
             "hardware": _hardware(args),
             **signature("timm"),
         }
-        lib.write_json(folder / "result.json", line)
+        write_json(folder / "result.json", line)
 
     def table(results: list[lib.Line]) -> str:
         blocks = [[r for r in results if r["row"] == row] for row in rows]
@@ -109,7 +110,7 @@ def _check_same(folder: Path, command: str) -> None:
             f"'{folder}' was trained with another command or other data: give another --out, or "
             "remove that folder"
         )
-    lib.write(file, command)
+    write(file, command)
 
 
 def _hardware(args: argparse.Namespace) -> str:

@@ -6,7 +6,6 @@ all of them. `scripts/test.sh --all` draws a thousand texts for each function.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import re
@@ -23,7 +22,7 @@ import steps
 import subwords
 import wikitext103
 from archives import Archive
-from commands import BIN, PLUGIN, ROOT, refused, run
+from commands import BIN, PLUGIN, refused, run
 from corpus import ENGLISH, GERMAN
 from fairseq.data import Dictionary, indexed_dataset
 from fairseq.file_chunker_utils import Chunker, find_offsets
@@ -33,10 +32,13 @@ from hypothesis import strategies as st
 from hypothesis_settings import the_same_draws
 from prep_archives import layout, pack, xml
 from prep_scripts import contents
+from sacrebleu.metrics import BLEU
 from train_commands import TRANSLATE
 
+from multimax_fairseq.commands.stock import sentences
 from multimax_fairseq.compat.text import SYMBOLS, check_files, count_lines
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import read_lines
 
 pytestmark = pytest.mark.long
 
@@ -84,16 +86,6 @@ ENCODED = LINE.map(str.encode)
 ANY_LINES = st.lists(ENCODED, min_size=1) | st.lists(
     ENCODED | st.sampled_from([*REFUSED.values()]), min_size=1
 )
-
-
-@pytest.fixture(scope="module")
-def evaluate():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("evaluate", ROOT / "scripts" / "evaluate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(ROOT / "scripts"))
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -304,13 +296,13 @@ def demo_pairs(draw, folder):
     assert {(es, en) for pairs in splits.values() for es, en, _ in pairs} <= given_rows
 
 
-def references(draw, folder, evaluate):
+def references(draw, folder):
     """The references are the lines of the raw text."""
     lines = draw(LINES)
     steps.write(folder / "test.reference.en", lines)
-    assert evaluate.lib.read_lines(folder / "test.reference.en") == lines
+    assert read_lines(folder / "test.reference.en") == lines
     output = "".join(f"S-{i}\t{x}\nH-{i}\t-0.5\t{x}\n" for i, x in enumerate(lines))
-    assert evaluate.lib.sentences(output, "H") == dict(enumerate(lines))
+    assert sentences(output, "H") == dict(enumerate(lines))
 
 
 FUNCTIONS = {
@@ -324,7 +316,7 @@ REFUSING = {
     *("any_bytes", "pairs_of_files", "a_wrong_dictionary", "text_of_an_archive", "talks"),
     "demo_pairs",
 }
-GIVEN = {"tokens_and_merges": "codes", "pieces": "model", "references": "evaluate"}
+GIVEN = {"tokens_and_merges": "codes", "pieces": "model"}
 
 
 def tried(name, count, request, capsys):
@@ -449,9 +441,9 @@ def test_interactive_numbers_every_input_line(corpus):
         assert not found
 
 
-def test_evaluate_scores_against_raw_references(corpus, evaluate):
+def test_evaluate_scores_against_raw_references(corpus):
     """BLEU equals the score of the log against the raw text; a too long line is an error."""
-    command = ("bash", ROOT / "scripts" / "evaluate.sh", "model/checkpoint_last.pt", "bin")
+    command = ("multimax-evaluate", "model/checkpoint_last.pt", "bin")
     command += ("--beam", "1")
     run(corpus, *command, "--json", "result.json")
     result = json.loads((corpus / "result.json").read_text())
@@ -459,7 +451,7 @@ def test_evaluate_scores_against_raw_references(corpus, evaluate):
     log = (corpus / "model" / "checkpoint_last.test.log").read_bytes().decode()
     found = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", log, re.MULTILINE))
     ordered = [found[str(i)] for i in range(len(references))]
-    assert result["value"] == evaluate.BLEU().corpus_score(ordered, [references]).score
+    assert result["value"] == BLEU().corpus_score(ordered, [references]).score
     assert f"{len(references)} sentences" in result["protocol"]
     assert "references: raw text" in result["protocol"]
     assert "Size of sample" in run(corpus, *command, "--subset", "valid", code=1)

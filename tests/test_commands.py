@@ -224,10 +224,9 @@ def test_train_resumes_with_the_same_losses(text):
     run(text, *command, "mt-resumed", *new)
 
 
-def test_average_checkpoints_writes_the_mean(text, translation):
-    script = str(ROOT / "scripts" / "average_checkpoints.py")
+def test_average_writes_the_mean(text, translation):
     output = ("--output", "mt-model/average.pt")
-    run(text, "python", script, "mt-model", "--last", "2", *output)
+    run(text, "multimax-average", "mt-model", "--last", "2", *output)
     files = (text / "mt-model/average.pt", *numbered(text / "mt-model")[-2:])
     mean, *parts = (parameters(file) for file in files)
     for name, value in mean.items():
@@ -235,11 +234,11 @@ def test_average_checkpoints_writes_the_mean(text, translation):
         torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
     path = ("--path", "mt-model/average.pt", "--max-len-b", "5", *ALL)
     assert len(hypotheses(run(text, "fairseq-generate", "mt", *PLUGIN, *path))) == 8
-    message = run(text, "python", script, "mt-model", "--last", "9", *output, code=1)
+    message = run(text, "multimax-average", "mt-model", "--last", "9", *output, code=1)
     assert "fewer than 9" in message and "Traceback" not in message
     for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint3.pt"):
         output = ("--output", f"mt-model/{name}")
-        message = run(text, "python", script, "mt-model", "--last", "2", *output, code=1)
+        message = run(text, "multimax-average", "mt-model", "--last", "2", *output, code=1)
         assert "is what training calls a checkpoint of its own" in message
 
 

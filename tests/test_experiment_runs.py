@@ -225,13 +225,13 @@ def test_evaluate_prints_the_score_of_the_run(experiment, tmp_path):
     row = KNOWN[name][1]
     result = next(r for r in results(folder) if r["row"] == row)
     checkpoint = folder / "out" / row / f"seed-{result['seed']}" / "checkpoint_best.pt"
-    script = str(ROOT / "scripts" / "evaluate.sh")
+    evaluate = ("multimax-evaluate", checkpoint)
     data = folder / "data" / "data-bin"
-    output = run(folder, script, checkpoint, data, "--json", tmp_path / "found.json")
+    output = run(folder, *evaluate, data, "--json", tmp_path / "found.json")
     assert f"{result['metric']} {result['value']:.2f}" in output and result["signature"] in output
     assert json.loads((tmp_path / "found.json").read_text())["value"] == result["value"]
     if name == "wikitext103":
-        output = run(folder, script, checkpoint, data, "--average", "2", "--subset", "valid")
+        output = run(folder, *evaluate, data, "--average", "2", "--subset", "valid")
         assert "perplexity" in output and (checkpoint.parent / "average2.pt").exists()
     else:
         # data-prep/ writes this if the numbers of sentence pairs differ from the expected ones.
@@ -239,12 +239,12 @@ def test_evaluate_prints_the_score_of_the_run(experiment, tmp_path):
         described = json.loads((near / "evaluation.json").read_text())
         described["differing_counts"] = {"train": {"expected": 10_000, "found": 9_997}}
         (near / "evaluation.json").write_text(json.dumps(described))
-        output = run(folder, script, checkpoint, near, "--json", tmp_path / "near.json")
+        output = run(folder, *evaluate, near, "--json", tmp_path / "near.json")
         found = json.loads((tmp_path / "near.json").read_text())
         for kind in ("signature", "tokenized_signature"):
             assert found[kind] == f"{result[kind]}|pairs:train 9,997 (expected 10,000)"
             assert found[kind] in output
-    output = run(folder, script, checkpoint, data / "none", code=1)
+    output = run(folder, *evaluate, data / "none", code=1)
     assert "does not exist" in output and "Traceback" not in output
     tabulate, found = str(ROOT / "scripts" / "tabulate"), folder / "out" / "results.jsonl"
     table = run(folder, tabulate, f"with all=it={found}")

@@ -6,22 +6,21 @@ test_compat.py tests forged NumPy types and code in each form of pickle.
 import io
 import os
 import pickle
-import runpy
 import struct
 import sys
 import threading
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, refused
+from commands import refused
 from fairseq import checkpoint_utils
 from hostile import CODE, END, Called, bounded, header, refuses, zipped
 
 from multimax_fairseq.analysis import __main__ as analyze
+from multimax_fairseq.commands.__main__ import average
 from multimax_fairseq.compat import untrusted
 from multimax_fairseq.integrations.convert import __main__ as convert
 
@@ -36,11 +35,7 @@ def main(command, *words):
     """Run a command of this package in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [*map(str, words)])
-        if callable(command):
-            command()
-            return
-        patch.syspath_prepend(str(Path(command).parent))  # as Python does
-        runpy.run_path(command, run_name="__main__")
+        command()
 
 
 class Forged:
@@ -245,13 +240,12 @@ def evil(tmp_path):
 
 
 def test_package_commands_refuse_code(evil, checkpoint, data, tmp_path):
-    average = str(ROOT / "scripts" / "average_checkpoints.py")
     new, whole = tmp_path / "new", checkpoint(ARCH)
     for words in (
         [analyze.main, "multimax-analyze", "parameters", evil],
         [analyze.main, "multimax-analyze", "collect", evil, data / "mt", "--out", new],
-        [average, "average", "--output", new, whole, evil],
-        [average, "average", "--output", new, evil],
+        [average, "multimax-average", "--output", new, whole, evil],
+        [average, "multimax-average", "--output", new, evil],
         [convert.main, "multimax-convert", "to-authors", evil, new],
         [convert.main, "multimax-convert", "to-paddlefleet", evil, new],
     ):

@@ -35,6 +35,7 @@ BELOW = {
     "analysis": {*MATHEMATICS, "modules", "models", "compat"},
     "integrations": {*MATHEMATICS, "modules", "models", "compat"},
     "trained": {"models", "analysis"},
+    "commands": {"models", "compat", "integrations"},
     **{name: set() for name in GROUND},
 }
 # Packages that a subpackage must work without.

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from commands import PLUGIN, ROOT, refused, run
+from commands import PLUGIN, refused, run
 from fairseq import options
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models.transformer import TransformerModel
@@ -92,7 +92,7 @@ def test_commands_translate_in_int8(data, checkpoint, tmp_path):
 
 def test_evaluate_prints_the_int8_difference(data, checkpoint, tmp_path):
     path = checkpoint(ARCH, "--share-all-embeddings")
-    evaluate = (ROOT / "scripts" / "evaluate.sh", path, data / "mt", "--subset", "valid")
+    evaluate = ("multimax-evaluate", path, data / "mt", "--subset", "valid")
     output = run(tmp_path, *evaluate, "--quantize", "int8", "--json", tmp_path / "found.json")
     value, narrow, difference = (
         float(x) for x in re.search(

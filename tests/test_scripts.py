@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from commands import ROOT, alive, run
+from commands import ROOT, alive, refused, run
 
 EXPERIMENT = r"""import signal, subprocess, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -299,22 +299,23 @@ def test_fairseq_commands_start_from_any_path(folder, tmp_path):
     assert done.stdout == "fairseq-train ['a b', '$c']\n"
 
 
-def test_average_checkpoints_reports_a_full_disk(checkpoint, tmp_path):
+def test_average_reports_a_full_disk(checkpoint, tmp_path):
     path = checkpoint("transformer_multimax")
-    words = f"'{ROOT}/scripts/average_checkpoints.py' '{path}' '{path}' --output new.pt"
     # A new Python process, under the limit.
+    code = "from multimax_fairseq.commands.__main__ import average; average()"
+    words = f"-c '{code}' '{path}' '{path}' --output new.pt"
     said = run(tmp_path, "bash", "-c", f"ulimit -f 1; '{sys.executable}' {words}", code=1)
     assert "error: 'new.pt' could not be written (File too large): make room there" in said
     assert "Traceback" not in said and not list(tmp_path.iterdir())
 
 
-def test_average_checkpoints_drops_ema_and_optimizer_state(checkpoint, tmp_path):
+def test_average_drops_ema_and_optimizer_state(checkpoint, tmp_path):
     for number in (1, 2):
         state = torch.load(checkpoint("transformer_multimax", seed=number), weights_only=False)
         state["extra_state"]["ema"] = state["model"]
         state["last_optimizer_state"] = {"state": {}, "param_groups": []}
         torch.save(state, tmp_path / f"{number}.pt")
-    words = ("python", ROOT / "scripts" / "average_checkpoints.py", "1.pt", "2.pt")
+    words = ("multimax-average", "1.pt", "2.pt")
     run(tmp_path, *words, "--output", "new.pt")
     found = torch.load(tmp_path / "new.pt", weights_only=False)
     assert "ema" not in found["extra_state"] and "last_optimizer_state" not in found
@@ -322,28 +323,26 @@ def test_average_checkpoints_drops_ema_and_optimizer_state(checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("updates, is_told", [((2, 4, 8), True), ((4, 6, 8), False)])
-def test_average_checkpoints_warns_of_uneven_spacing(checkpoint, tmp_path, updates, is_told):
+def test_average_warns_of_uneven_spacing(checkpoint, tmp_path, updates, is_told):
     for update in updates:
         shutil.copy(checkpoint("transformer_multimax"), tmp_path / f"checkpoint_1_{update}.pt")
-    script = ROOT / "scripts" / "average_checkpoints.py"
-    said = run(tmp_path, "python", script, ".", "--last", "3", "--output", "new.pt")
+    said = run(tmp_path, "multimax-average", ".", "--last", "3", "--output", "new.pt")
     assert ("2, 4, 8 of '.' are not evenly spaced" in said) == is_told
     assert ("warning" in said) == is_told
 
 
-def test_average_checkpoints_refuses_different_mappings(checkpoint, tmp_path):
+def test_average_refuses_different_mappings(checkpoint, tmp_path):
     flags = [("--attention-normalizer", name) for name in ("sparsemax", "entmax15")]
     files = [checkpoint("transformer_multimax", *words) for words in flags]
-    words = ("python", ROOT / "scripts" / "average_checkpoints.py", *files, "--output", "new.pt")
+    words = ("multimax-average", *files, "--output", "new.pt")
     said = run(tmp_path, *words, code=1)
     assert f"error: '{files[1]}' has other normalizers than '{files[0]}'" in said
     assert not (tmp_path / "new.pt").exists()
 
 
 @pytest.mark.parametrize("inputs", [["models"], ["a.pt", "models"]])
-def test_average_checkpoints_refuses_a_folder_without_last(inputs, tmp_path):
+def test_average_refuses_a_folder_without_last(inputs, tmp_path):
     (tmp_path / "models").mkdir()
-    words = ("python", ROOT / "scripts" / "average_checkpoints.py", *inputs, "--output", "new.pt")
-    said = run(tmp_path, *words, code=1)
-    error = "average_checkpoints.py: error: 'models' is a folder: add --last N to average its N"
-    assert said == f"{error} newest checkpoints\n"
+    words = ("multimax-average", *inputs, "--output", "new.pt")
+    error = "'models' is a folder: add --last N to average its N newest checkpoints"
+    assert refused(tmp_path, *words) == error

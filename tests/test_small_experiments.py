@@ -88,12 +88,11 @@ def test_speeches_trains_rows_with_another_plugin(speeches, tmp_path):
         assert line["attention"]["zeros"] == 0 and line["attention"]["entropy"] > 0
     model = tmp_path / "out/output_temperature/seed-3/checkpoint_best.pt"
     words = ("--user-dir", ROOT / "user_dir/tempered")
-    script = ROOT / "scripts" / "evaluate.sh"
-    said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words)
+    said = run(tmp_path, "multimax-evaluate", model, "data/lm/data-bin", *words)
     assert f"perplexity {lines[1]['value']:.2f}" in said
-    said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words, "--longer", "4")
+    said = run(tmp_path, "multimax-evaluate", model, "data/lm/data-bin", *words, "--longer", "4")
     assert f"perplexity {lines[1]['longer']['value']:.2f}" in said
-    said = run(tmp_path, "bash", script, model, "data/lm/data-bin", *words, "--longer", "8")
+    said = run(tmp_path, "multimax-evaluate", model, "data/lm/data-bin", *words, "--longer", "8")
     assert "blocks of 1024" in said
     # The fitted model has the weights of the row softmax, which must be finished.
     started, fitted = (

@@ -10,7 +10,7 @@ import lib
 import torch
 
 from benchmarks.measurement import BEST
-from multimax_fairseq.files import whole
+from multimax_fairseq.files import whole, write_json
 from multimax_fairseq.signature import processor, signature
 
 MARKERS = "os^DvP*X<>"
@@ -127,7 +127,7 @@ def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> No
         return
     args.out.mkdir(parents=True, exist_ok=True)
     base = args.out / f"benchmark-{args.command}"
-    lib.write_json(base.with_suffix(".json"), {**signed, "cases": cases})
+    write_json(base.with_suffix(".json"), {**signed, "cases": cases})
     if getattr(args, "sweep", None):
         x = {"attention": "length", "output": "vocabulary"}[args.command]
         files = [base.with_suffix(ending) for ending in (".png", ".svg")]

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexity.
 
-    scripts/evaluate.sh CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--longer N]
-                        [--json FILE] [--user-dir DIR] [--quantize int8]
+    multimax-evaluate CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--longer N]
+                      [--json FILE] [--user-dir DIR] [--quantize int8]
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
 papers report it. A translation has at most 1.2 tokens per source token plus 10, or what max_len_a
@@ -27,32 +26,31 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import lib
 import torch
-from average_checkpoints import average, newest
 from fairseq import checkpoint_utils
 from fairseq.data.data_utils import infer_language_pair
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
-from multimax_fairseq import compat
+from multimax_fairseq.commands.average import average, newest
+from multimax_fairseq.commands.stock import portable, program, run, sentences
+from multimax_fairseq.compat import PACKAGE
 from multimax_fairseq.compat.silent import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import check_place
+from multimax_fairseq.files import check_place, read_lines, write_json
 from multimax_fairseq.integrations.convert.checkpoint import write
 from multimax_fairseq.models.loading import task_of
 
-PLUGIN = lib.ROOT / "multimax_fairseq"
+PLUGIN = Path(PACKAGE)
 
 
-def command(name: str, *arguments: object) -> list[str]:
-    return [lib.program(name), *map(str, arguments)]
+def stock_command(name: str, *arguments: object) -> list[str]:
+    return [program(name), *map(str, arguments)]
 
 
 def invalid_description(described: Path, error: Exception) -> UsageError:
@@ -81,33 +79,13 @@ def describe(data: Path, target: str) -> dict[str, Any]:
     file = data / f"dict.{target}.txt"
     if not file.is_file():
         raise UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
-    types = [line.split(" ")[0] for line in lib.read_lines(file)]
+    types = [line.split(" ")[0] for line in read_lines(file)]
     remove = None
     if any(word.startswith("▁") for word in types):
         remove = "sentencepiece"
     elif any(word.endswith("@@") for word in types):
         remove = "@@ "
     return {"remove_bpe": remove, "tokenizer": None, "lowercase": False, "pairs": ""}
-
-
-def last_line(output: str) -> str:
-    """The last line of a failed command's output: its error."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
-
-
-def run(words: list[str], log: Path) -> str:
-    """Run a command; return its stderr and stdout, also written to `log`."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8")
-        errors.seek(0)
-        stderr = errors.read()
-    output = f"{stderr}\n{done.stdout}"
-    log.write_text(output, encoding="utf-8")
-    if done.returncode:
-        error = last_line(stderr.strip() or done.stdout)
-        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {error}")
-    return output
 
 
 def translation(
@@ -120,7 +98,7 @@ def translation(
         raise UsageError(f"'{data}' has no data of a language pair: check its path")
     text = describe(data, target)
     length = json.loads(getattr(task, "eval_bleu_args", None) or "{}")
-    words = command(
+    words = stock_command(
         *("fairseq-generate", data, "--path", checkpoint, "--gen-subset", subset),
         *("--source-lang", source, "--target-lang", target, "--beam", beam),
         *("--max-len-a", length.get("max_len_a", 1.2), "--max-len-b", length.get("max_len_b", 10)),
@@ -129,11 +107,11 @@ def translation(
         *(("--remove-bpe", text["remove_bpe"]) if text["remove_bpe"] else ()),
     )
     output = run(words, log)
-    hypotheses, decoded = lib.sentences(output, "H"), lib.sentences(output, "T")
+    hypotheses, decoded = sentences(output, "H"), sentences(output, "T")
     reference_file = data / f"{subset}.reference.{target}"
     count = len(decoded)
     if reference_file.is_file():
-        references = lib.read_lines(reference_file)
+        references = read_lines(reference_file)
         count = len(references)
     if not count or not set(hypotheses) == set(decoded) == set(range(count)):
         raise UsageError(
@@ -175,7 +153,7 @@ def translation(
         + ("raw text" if reference_file.is_file() else "read back from the binarised data")
         + (f", {unknown:,} with unknown words" if unknown else ""),
         "hypotheses": hashlib.sha256("\n".join(detokenized).encode()).hexdigest(),
-        "evaluation": lib.portable(words),
+        "evaluation": portable(words),
     }
 
 
@@ -195,7 +173,7 @@ def language_model(
 ) -> dict[str, Any]:
     block = longer * task.tokens_per_sample
     context = 400 * block // 512
-    words = command(
+    words = stock_command(
         *("fairseq-eval-lm", data, "--path", checkpoint, "--gen-subset", subset),
         *("--tokens-per-sample", block, "--context-window", context, "--sample-break-mode", "none"),
         *("--max-tokens", 4 * block, "--required-batch-size-multiple", 1, *options),
@@ -219,7 +197,7 @@ def language_model(
         "signature": f"a token, {count[-1]} tokens, blocks of {block}, context window {context}",
         "protocol": f"{subset}, fairseq-eval-lm, each token after at least {context} others where "
         "the text has as many",
-        "evaluation": lib.portable(words),
+        "evaluation": portable(words),
     }
 
 
@@ -281,7 +259,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="evaluate.sh",
+        prog="multimax-evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -297,7 +275,7 @@ def main() -> None:
     parser.add_argument("--beam", type=int, help="of a translation; default 5")
     parser.add_argument(
         "--longer",
-        type=lib.positive,
+        type=int,
         metavar="N",
         help="evaluate a language model on blocks N times as long as in training",
     )
@@ -315,38 +293,27 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
     args = parser.parse_args()
-    compat.apply()
-    try:
-        checkpoint = args.checkpoint
-        if args.json is not None:
-            check_place("--json", args.json)
-        if not checkpoint.exists():
-            raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
-        if args.average is None and checkpoint.is_dir():
-            raise UsageError(
-                f"'{checkpoint}' is a folder: give one of its checkpoints, or --average N"
-            )
-        if args.average is not None:
-            if args.average < 1:
-                raise UsageError(f"--average {args.average} must be at least 1")
-            folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-            checkpoint = folder / f"average{args.average}.pt"
-            write(average(newest(folder, args.average)), checkpoint)
-        arguments = (checkpoint, args.data, args.subset, args.beam)
-        score = functools.partial(evaluate, *arguments, plugin=args.user_dir, longer=args.longer)
-        int8_result = {}
-        if args.quantize is not None:
-            log = log_of(checkpoint, f"{args.subset}.int8")
-            int8_result = {"int8": score(log=log, quantized=True)["value"]}
-        result = score() | int8_result
-        show(result)
-        if args.json is not None:
-            lib.write_json(args.json, result)
-    except (UsageError, OSError) as error:
-        sys.exit(f"evaluate.sh: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()
+    checkpoint: Path = args.checkpoint
+    if args.json is not None:
+        check_place("--json", args.json)
+    for flag in ("average", "longer"):
+        if (number := getattr(args, flag)) is not None and number < 1:
+            raise UsageError(f"--{flag} {number} must be at least 1")
+    if not checkpoint.exists():
+        raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
+    if args.average is None and checkpoint.is_dir():
+        raise UsageError(f"'{checkpoint}' is a folder: give one of its checkpoints, or --average N")
+    if args.average is not None:
+        folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+        checkpoint = folder / f"average{args.average}.pt"
+        write(average(newest(folder, args.average)), checkpoint)
+    arguments = (checkpoint, args.data, args.subset, args.beam)
+    score = functools.partial(evaluate, *arguments, plugin=args.user_dir, longer=args.longer)
+    int8_result = {}
+    if args.quantize is not None:
+        log = log_of(checkpoint, f"{args.subset}.int8")
+        int8_result = {"int8": score(log=log, quantized=True)["value"]}
+    result = score() | int8_result
+    show(result)
+    if args.json is not None:
+        write_json(args.json, result)

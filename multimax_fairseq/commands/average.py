@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Averages the parameters of a run's checkpoints into one checkpoint for all fairseq commands.
 
-    scripts/average_checkpoints.py CHECKPOINT... --output FILE
-    scripts/average_checkpoints.py SAVE_DIR --last N --output FILE
+    multimax-average CHECKPOINT... --output FILE
+    multimax-average SAVE_DIR --last N --output FILE
 
 --last N averages the newest N numbered checkpoints of the folder: those of updates
 (checkpoint_1_500.pt) if there are enough, else those of epochs (checkpoint3.pt).
@@ -10,19 +9,16 @@
 
 import argparse
 import itertools
-import logging
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-# Importing fairseq prints what its speech synthesis needs.
-logging.getLogger("fairseq").setLevel(logging.WARNING)
-from multimax_fairseq import compat  # noqa: E402
-from multimax_fairseq.compat.saving import NUMBERED  # noqa: E402
-from multimax_fairseq.errors import UsageError  # noqa: E402
-from multimax_fairseq.files import check_place  # noqa: E402
-from multimax_fairseq.integrations.convert.checkpoint import options, read, write  # noqa: E402
-from multimax_fairseq.models.config import mapping_settings  # noqa: E402
+from multimax_fairseq.compat.saving import NUMBERED
+from multimax_fairseq.errors import UsageError
+from multimax_fairseq.files import check_place
+from multimax_fairseq.integrations.convert.checkpoint import options, read, write
+from multimax_fairseq.models.config import mapping_settings
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -48,7 +44,7 @@ def newest(folder: Path, count: int) -> list[Path]:
     )
 
 
-def average(files: list[Path]) -> dict:
+def average(files: list[Path]) -> dict[str, Any]:
     """The first checkpoint with the mean of all checkpoints' parameters, summed in float64."""
     first = read(files[0])
     totals = {name: p.double() for name, p in first["model"].items()}
@@ -75,36 +71,28 @@ def average(files: list[Path]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="multimax-average",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("inputs", nargs="+", type=Path, metavar="CHECKPOINT or SAVE_DIR")
     parser.add_argument("--last", type=int, metavar="N", help="the newest N of SAVE_DIR")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    compat.apply()
-    try:
-        files = args.inputs
-        if args.last is not None:
-            if args.last < 1 or len(files) != 1 or not files[0].is_dir():
-                raise UsageError("--last N needs N of at least 1 and one folder")
-            files = newest(files[0], args.last)
-        check_place("--output", args.output)
-        if args.output.name == "checkpoint_last.pt" or NUMBERED.fullmatch(args.output.name):
-            raise UsageError(
-                f"--output '{args.output}' is what training calls a checkpoint of its own: give "
-                "another name, such as average.pt"
-            )
-        if folders := [file for file in files if file.is_dir()]:
-            raise UsageError(
-                f"'{folders[0]}' is a folder: add --last N to average its N newest checkpoints"
-            )
-        write(average(files), args.output)
-    except (UsageError, OSError) as error:
-        sys.exit(f"average_checkpoints.py: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    files: list[Path] = args.inputs
+    if args.last is not None:
+        if args.last < 1 or len(files) != 1 or not files[0].is_dir():
+            raise UsageError("--last N needs N of at least 1 and one folder")
+        files = newest(files[0], args.last)
+    check_place("--output", args.output)
+    if args.output.name == "checkpoint_last.pt" or NUMBERED.fullmatch(args.output.name):
+        raise UsageError(
+            f"--output '{args.output}' is what training calls a checkpoint of its own: give "
+            "another name, such as average.pt"
+        )
+    if folders := [file for file in files if file.is_dir()]:
+        raise UsageError(
+            f"'{folders[0]}' is a folder: add --last N to average its N newest checkpoints"
+        )
+    write(average(files), args.output)
     print(f"{args.output}: the mean of {', '.join(file.name for file in files)}")
-
-
-if __name__ == "__main__":
-    main()
