@@ -16,11 +16,9 @@ from pathlib import Path
 
 import lib
 from lib import ROOT, Experiment, Line, options_of
-from sacrebleu.metrics import BLEU
-from sacrebleu.significance import PairedTest
 from scipy import stats
 
-from multimax_fairseq.commands.stock import sentences
+from multimax_fairseq.commands.compare import hypotheses, paired_bootstrap
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines
 
@@ -33,7 +31,6 @@ EXPERIMENTS = {
     "tatoeba": "More text, translation: Tatoeba, Spanish-English",
     "reviews": "More text, language modelling: film reviews",
 }
-SAMPLES = 1000
 # Seeds from this one on confirm what the earlier seeds selected; they have tables of their own.
 NEW_SEEDS = 6
 MARK = "<!-- Below: made by scripts/results.py -->\n"
@@ -53,19 +50,6 @@ def key(line: Line) -> tuple[str, int]:
 
 def of_row(lines: list[Line], row: str) -> list[Line]:
     return [line for line in lines if line["row"] == row]
-
-
-def hypotheses(run: Path, references: list[str]) -> list[str]:
-    found = sentences((run / "evaluate.log").read_text(encoding="utf-8"), "H")
-    return [found[number] for number in range(len(references))]
-
-
-def bootstrap(ours: list[str], softmax: list[str], references: list[str]) -> dict[str, float]:
-    """The difference in BLEU to softmax, and its p-value."""
-    systems = [("softmax", softmax), ("ours", ours)]
-    test = PairedTest(systems, {"BLEU": BLEU()}, [references], test_type="bs", n_samples=SAMPLES)
-    base, other = test()[1]["BLEU"]
-    return {"difference": other.score - base.score, "p": other.p_value}
 
 
 def settings(line: Line) -> dict[str, tuple[str, ...]]:
@@ -112,8 +96,8 @@ def add_runs(out: Path) -> None:
         softmax = runs.get(("softmax", line["seed"]))
         if is_compared and softmax is not None:
             references = read_lines(ROOT / line["evaluation"][1] / "test.reference.en")
-            both = (hypotheses(each, references) for each in (run, softmax))
-            line["bootstrap"] = bootstrap(*both, references)
+            both = (hypotheses(each, len(references)) for each in (softmax, run))
+            line["bootstrap"] = paired_bootstrap(*both, references)
         known[key(line)] = line
     order = list(Experiment.read(experiment).changes)
     ordered = sorted(known.values(), key=lambda line: (order.index(line["row"]), line["seed"]))

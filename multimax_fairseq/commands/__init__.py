@@ -1,1 +1,1 @@
-"""The commands multimax-average and multimax-evaluate."""
+"""The commands multimax-average, multimax-compare and multimax-evaluate."""

@@ -10,6 +10,10 @@ def average() -> None:
     start("average")
 
 
+def compare() -> None:
+    start("compare")
+
+
 def evaluate() -> None:
     start("evaluate")
 
