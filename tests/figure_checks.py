@@ -18,7 +18,8 @@ def check_figure(entry):
         )
         if not behind:
             assert axis.get_xlabel() and axis.get_ylabel(), (entry.name, axis)
-            assert axis.get_title() or len(panels) == 1 or entry.name == "output-layer", entry.name
+            has_own_label = entry.name.startswith(("output-layer", "trajectories-"))
+            assert axis.get_title() or len(panels) == 1 or has_own_label, entry.name
         assert has_data(axis), entry.name
         labelled += len(axis.get_legend_handles_labels()[1])
     if labelled > 1:

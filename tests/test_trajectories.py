@@ -1,6 +1,7 @@
 """multimax-analyze trajectories reads and draws the monitor's logs."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from figure_checks import check_figure
 from train_commands import MODEL_LANGUAGE, TRANSLATE
 
 from multimax_fairseq.analysis import training_log
+from multimax_fairseq.analysis.collection import PLACES
 from multimax_fairseq.analysis.figures import trajectories
 from multimax_fairseq.errors import UsageError
 
@@ -77,10 +79,10 @@ def test_read_all_gives_distinct_labels(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", line(2), "{monitor/", "[monitor/]", '{"monitor/x": "1"}'])
-def test_read_refuses_a_log_without_the_monitor(tmp_path, content):
+def test_read_refuses_a_log_without_values(tmp_path, content):
     file = tmp_path / "train.log"
     file.write_text(content + "\n")
-    with pytest.raises(UsageError, match="has no line of the monitor: train with --monitor-int"):
+    with pytest.raises(UsageError, match="has no lines in JSON: train with --monitor-int"):
         training_log.read(file)
     with pytest.raises(UsageError, match="does not exist"):
         training_log.read(tmp_path / "other.log")
@@ -104,22 +106,24 @@ def logs(text, tmp_path_factory):
 def test_trajectories_draws_one_run(logs):
     run(logs, "multimax-analyze", "trajectories", "translation.log")
     names = {file.stem for file in (logs / "trajectories").glob("*.png")}
-    assert names == {f"trajectories-{p}" for p in ("encoder", "decoder", "cross", "output")}
+    assert names == {f"trajectories-{p}" for p in ("training", *PLACES)}
     assert names == {file.stem for file in (logs / "trajectories").glob("*.svg")}
     log = training_log.read(logs / "translation.log")
     drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw([log])}
     for entry in drawn.values():
         check_figure(entry)
     figure = drawn["encoder"].figure
-    # Five figures of attention, the largest score, and eight scalars.
-    assert len(figure.axes) == 14
-    panel = next(axis for axis in figure.axes if axis.get_title() == "entropy (nats)")
+    # One panel for each value that changes.
+    table = log.figures[log.figures["place"] == "encoder"]
+    changing = table.groupby("name")["value"].nunique() > 1
+    assert len(figure.axes) == changing.sum() >= 12
+    panel = next(axis for axis in figure.axes if axis.get_ylabel() == "entropy (nats)")
     for layer, curve in enumerate(panel.get_lines()):
         found = list(zip(*curve.get_data(), strict=True))
         logged = [(u, v) for u, at, v in values(log, "encoder", "entropy") if at == layer]
         assert found == logged and [updates for updates, _ in found] == [2, 4, 6]
     assert legend(figure) == ["layer 1", "layer 2"]
-    assert len(drawn["output"].figure.axes) == 11
+    assert len(drawn["training"].figure.axes) == 2  # the learning rate is constant
 
 
 def test_trajectories_draws_two_runs(logs):
@@ -128,7 +132,7 @@ def test_trajectories_draws_two_runs(logs):
     printed = run(logs, "multimax-analyze", "trajectories", *both)
     assert f"written: {out}" in printed
     assert {file.stem for file in out.glob("*.svg")} == {
-        f"trajectories-{place}" for place in ("encoder", "decoder", "cross", "output")
+        f"trajectories-{place}" for place in ("training", *PLACES)
     }
     runs = training_log.read_all([logs / "translation.log", logs / "language.log"])
     drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw(runs)}
@@ -138,16 +142,41 @@ def test_trajectories_draws_two_runs(logs):
     shown = legend(figure)
     assert shown == ["translation", "language"]
     first, *_ = figure.axes
-    assert first.get_title() == "sparsity (0 to 1)" and len(first.get_lines()) == 2
+    assert first.get_ylabel() == "sparsity (0 to 1)" and len(first.get_lines()) == 2
     means = runs[0].figures.query("place == 'encoder' and name == 'entropy'")
     means = means.groupby("updates")["value"].mean()
     panel = drawn["encoder"].figure.axes[2]
     assert panel.get_lines()[0].get_ydata().tolist() == means.tolist()
 
 
-def test_trajectories_refuses_a_log_without_the_monitor(logs):
-    said = refused(logs, "multimax-analyze", "trajectories", "plain.log")
-    assert said.startswith("log 'plain.log' has no line of the monitor: train with --monitor-")
+def test_trajectories_draws_losses_without_the_monitor(logs):
+    run(logs, "multimax-analyze", "trajectories", "plain.log", "--out", "plain")
+    assert {file.stem for file in (logs / "plain").glob("*.svg")} == {"trajectories-training"}
+    log = training_log.read(logs / "plain.log")
+    (entry,) = trajectories.draw([log])
+    curves = {axis.get_ylabel(): axis.get_lines()[0].get_data() for axis in entry.figure.axes}
+    text = (logs / "plain.log").read_text()
+    lines = [json.loads(found) for found in re.findall(r'{"epoch.*}', text)]
+    for side, start in (("training", ""), ("validation", "valid_")):
+        logged = [x for x in lines if f"{start}loss" in x]
+        expected = {int(x[f"{start}num_updates"]): float(x[f"{start}loss"]) for x in logged}
+        found = curves[f"{side} loss (bits per token)"]
+        assert len(expected) > 1 and dict(zip(*found, strict=True)) == expected
+
+
+def test_trajectories_omits_values_that_stay_constant(tmp_path):
+    file = tmp_path / "train.log"
+    file.write_text(
+        "".join(
+            line(n, updates=n, encoder_at_0__entropy=n, encoder_at_0__zeros=0) + "\n"
+            for n in (2, 4)
+        )
+    )
+    (entry,) = trajectories.draw([training_log.read(file)])
+    assert [axis.get_ylabel() for axis in entry.figure.axes] == ["entropy (nats)"]
+
+
+def test_trajectories_refuses_a_missing_log(logs):
     assert "log 'none.log' does not" in refused(
         logs, "multimax-analyze", "trajectories", "none.log"
     )

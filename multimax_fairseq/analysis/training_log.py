@@ -1,5 +1,6 @@
-"""Reads the lines of `--monitor-interval` in the logs of fairseq-train, without fairseq."""
+"""Reads losses and the lines of `--monitor-interval` in logs of fairseq-train, without fairseq."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,16 +13,23 @@ from multimax_fairseq.compat.patch import MONITOR
 from multimax_fairseq.errors import UsageError, no_file
 
 EPOCH = "train_"  # prefix of the names in the line that ends an epoch
+# {name of a curve: names in fairseq's lines, the first that is there}; losses in bits per token
+CURVES = {
+    "training_loss": ("nll_loss", "loss"),
+    "validation_loss": ("valid_nll_loss", "valid_loss"),
+    "learning_rate": ("lr",),
+}
 
 
 @dataclass
 class TrainingLog:
-    """The monitor's values of one run.
+    """Losses and the monitor's values of one run.
 
     Attributes:
         label: the run's name in legends.
-        figures: one row per value: `updates`, `place` (encoder, decoder, cross, output), `layer`
-            (NaN for the output), `name`, `value`. A value per head has one row per head.
+        figures: one row per value: `updates`, `place` (training, encoder, decoder, cross, output),
+            `layer` (NaN for training and output), `name`, `value`. A value per head has one row
+            per head.
     """
 
     label: str
@@ -34,7 +42,7 @@ def read(file: Path) -> TrainingLog:
     If an update occurs twice, as after a crash, the later line counts.
 
     Raises:
-        UsageError: no such file, or no values of the monitor in it.
+        UsageError: no such file, or no values in it.
     """
     if not file.is_file():
         raise no_file("log", file)
@@ -45,9 +53,14 @@ def read(file: Path) -> TrainingLog:
         updates = figures.pop("updates", None)
         if updates is not None:
             logged |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
+        updates = line.get("num_updates", line.get("valid_num_updates"))
+        for curve, keys in CURVES.items():
+            key = next((key for key in keys if key in line), None)
+            if updates is not None and key is not None:
+                logged[int(float(updates)), f"training/{curve}"] = float(line[key])
     if not logged:
         raise UsageError(
-            f"log '{file}' has no line of the monitor: train with --monitor-interval 100 "
+            f"log '{file}' has no lines in JSON: train with --monitor-interval 100 "
             "--log-format json --log-file FILE, and give that file"
         )
     rows = []
@@ -80,9 +93,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             start = line.find("{")
-            if start < 0 or MONITOR not in line:
+            if start < 0 or "num_updates" not in line:
                 continue
-            try:
+            with contextlib.suppress(ValueError):
                 yield json.loads(line[start:])
-            except ValueError:
-                continue

@@ -1,4 +1,4 @@
-"""The values that the monitor logs during training, of one run or several."""
+"""Losses and the monitor's values during training, of one run or several."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +17,16 @@ from multimax_fairseq.analysis.canvas import (
     updates_axis,
     wrapped,
 )
-from multimax_fairseq.analysis.collection import PLACES
+from multimax_fairseq.analysis.collection import PLACES as ATTENTIONS
 from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.analysis.figures.modulators import IDENTITY, symbol_text
 from multimax_fairseq.analysis.training_log import TrainingLog
 
+PLACES = {"training": "loss and learning rate", **ATTENTIONS}
 LABELS = {
+    "training_loss": "training loss (bits per token)",
+    "validation_loss": "validation loss (bits per token)",
+    "learning_rate": "learning rate",
     "sparsity": "sparsity (0 to 1)",
     "multi_modality": "multi-modality",
     "entropy": "entropy (nats)",
@@ -37,12 +41,13 @@ MARKED = 20  # markers per line
 
 
 def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
-    """The monitor's values over the updates, one panel per value, averaged over the heads. One run
-    has one line per layer; of several runs each has one line, the mean over its layers. Dotted: the
-    identity, which is softmax."""
+    """Losses, or the monitor's values, over the updates: one panel per value that changes, averaged
+    over the heads. One run has one line per layer; of several runs each has one line, the mean over
+    its layers. Losses are negative log-likelihoods. Dotted: the identity, which is softmax."""
     tables = [log.figures[log.figures["place"] == place] for log in logs]
     known = [*LABELS, *IDENTITY]
-    there = {name for table in tables for name in table["name"]}
+    together = pd.concat(tables)
+    there = {name for name, own in together.groupby("name") if own["value"].nunique() > 1}
     names = [name for name in known if name in there] + sorted(there.difference(known))
     if not names:
         return None
@@ -53,9 +58,8 @@ def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
         for label, look, line in lines(logs, tables, name):
             every = max(1, len(line) // MARKED)
             axis.plot(line.index, line, label=label, markevery=every, **{**look, "markersize": 3})
-        title = symbol_text(name) if name in IDENTITY else plain(LABELS.get(name, name))
-        axis.set_title(title, size=9)
-        axis.set_ylabel("value")
+        label = symbol_text(name) if name in IDENTITY else plain(LABELS.get(name, name))
+        axis.set_ylabel(label, size=9)
         updates_axis(axis)
     legend_below(figure, columns=6 if len(logs) == 1 else 3)
     return figure
@@ -75,7 +79,7 @@ def lines(
     layers = layers_of(table)
     table = table[table["name"] == name]
     if not layers:
-        yield "output layer", style(0), table.groupby("updates")["value"].mean()
+        yield plain(logs[0].label), style(0), table.groupby("updates")["value"].mean()
     for index, layer in enumerate(layers):
         own = table[table["layer"] == layer]
         if not own.empty:
