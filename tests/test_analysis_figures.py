@@ -628,3 +628,20 @@ def test_figures_import_without_fairseq_and_pyplot(tmp_path):
         "print('fairseq' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     assert run(tmp_path, sys.executable, "-c", code).split()[-2:] == ["False", "False"]
+
+
+def test_plot_writes_chosen_figures_for_a_paper(folders, tmp_path, analyze):
+    words = ["--only", "pareto", "modulators-encoder", "--format", "pdf", "png", "--no-title"]
+    names = drawn_names(analyze("plot", folders["multimax"], "--out", tmp_path, *words))
+    assert sorted(names) == ["modulators-encoder", "pareto"]
+    assert {file.suffix for file in tmp_path.iterdir()} == {".pdf", ".png"}
+    assert (tmp_path / "pareto.pdf").read_bytes().startswith(b"%PDF")
+    analyze("plot", folders["multimax"], "--out", tmp_path, "--only", "pareto", "--width", "8")
+    found = re.search(r'<svg [^>]*width="([\d.]+)pt"', (tmp_path / "pareto.svg").read_text())
+    assert float(found[1]) == pytest.approx(8 / 2.54 * 72)
+
+
+def test_plot_names_the_nearest_figure(folders, tmp_path):
+    words = ("plot", folders["multimax"], "--only", "paretos")
+    sentence = refused(tmp_path, "multimax-analyze", *words)
+    assert sentence == "there is no figure 'paretos': did you mean 'pareto'?"

@@ -53,7 +53,7 @@ def main() -> None:
     command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
     command.set_defaults(run=collect)
     for name, help, run, default in (
-        ("plot", "draw the figures of a collection, as PNG and SVG", plot, "DIR/figures"),
+        ("plot", "draw the figures of a collection", plot, "DIR/figures"),
         ("report", "write one self-contained HTML page of a collection", report, "DIR"),
         ("compare", "compare several collections, in figures and one page", compare, None),
     ):
@@ -70,6 +70,8 @@ def main() -> None:
             help="folder to write into" + (f"; default: {default}" if default else ""),
         )
         command.set_defaults(run=run)
+        if name == "plot":
+            add_form(command)
     command = commands.add_parser(
         "trajectories", help="draw what --monitor-interval has logged, of one run or several"
     )
@@ -87,6 +89,21 @@ def main() -> None:
     args = parser.parse_args()
     with program("multimax-analyze"):
         args.run(args)
+
+
+def add_form(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help="draw only these figures"
+    )
+    command.add_argument(
+        "--format",
+        nargs="+",
+        choices=["pdf", "png", "svg"],
+        default=["png", "svg"],
+        help="default: png svg",
+    )
+    command.add_argument("--no-title", action="store_true", help="for a figure with a caption")
+    command.add_argument("--width", type=float, metavar="CM", help="width of each figure")
 
 
 def module(name: str) -> Any:
@@ -123,7 +140,10 @@ def collect(args: argparse.Namespace) -> None:
 
 def plot(args: argparse.Namespace) -> None:
     out = args.out or args.collection / "figures"
-    print_progress(module("figures").plot(module("collection").read(args.collection), out), out)
+    figures = module("figures")
+    form = figures.Form(tuple(args.format), not args.no_title, args.width)
+    collection = module("collection").read(args.collection)
+    print_progress(figures.plot(collection, out, args.only, form), out)
 
 
 def report(args: argparse.Namespace) -> None:

@@ -4,7 +4,8 @@ There is one module per theme and one function per figure, whose docstring is th
 report. A function returns None if a collection has no data for the figure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,48 +24,76 @@ from multimax_fairseq.analysis.figures import (
     weights,
 )
 from multimax_fairseq.analysis.figures.catalogue import Drawn, catalogue
+from multimax_fairseq.errors import UsageError, remedy_for
 from multimax_fairseq.files import whole
+
+CM = 2.54  # per inch
 
 # In the order of the report.
 CATALOGUE = catalogue(modulators, sparsity, weights, densities, smoothing, simplex, heads, output)
 
 
-def draw(collections: list[Collection]) -> Iterator[Drawn]:
-    """Yield every figure that the collections have data for."""
+@dataclass(frozen=True)
+class Form:
+    """How a figure is written."""
+
+    formats: tuple[str, ...] = ("png", "svg")
+    has_title: bool = True
+    width: float | None = None  # in cm; None for the figure's own
+
+
+def draw(
+    collections: list[Collection], only: Sequence[str] = (), has_title: bool = True
+) -> Iterator[Drawn]:
+    """Yield the figures that the collections have data for; all, or those in `only`.
+
+    Raises:
+        UsageError: `only` has a name that is no figure.
+    """
     several = len(collections) > 1
+    names = {name for entry in CATALOGUE for name in (entry.name, *entry.names())}
+    for name in only:
+        if name not in names:
+            raise UsageError(f"there is no figure {name!r}: {remedy_for(name, names)}")
     for entry in CATALOGUE:
         if several and not entry.comparable:
             continue
         what: Any = collections if entry.comparable else collections[0]
-        for place in entry.places or (None,):
+        for name, place in entry.names().items():
+            if only and not {entry.name, name} & set(only):
+                continue
             figure = entry.draw(what) if place is None else entry.draw(what, place)
             if figure is None:
                 continue
             title = entry.title if place is None else f"{entry.title}: {PLACES[place]}"
             heading = title if several else f"{title} ({plain(collections[0].label)})"
-            size = min(
-                12, 110 * figure.get_figwidth() / len(heading)
-            )  # a long title gets a smaller font
-            figure.suptitle(heading[0].upper() + heading[1:], fontsize=size, fontweight="bold")
-            name = entry.name if place is None else f"{entry.name}-{place}"
+            if has_title:
+                # A long title gets a smaller font.
+                size = min(12, 110 * figure.get_figwidth() / len(heading))
+                figure.suptitle(heading[0].upper() + heading[1:], fontsize=size, fontweight="bold")
             yield Drawn(name, title[0].upper() + title[1:], entry.caption, figure)
 
 
-def plot(collection: Collection, out: Path) -> Iterator[str]:
-    """Write every figure of a collection and yield its name."""
-    for drawn in draw([collection]):
-        write(drawn, out)
+def plot(
+    collection: Collection, out: Path, only: Sequence[str] = (), form: Form = Form()
+) -> Iterator[str]:
+    """Write figures of a collection and yield their names."""
+    for drawn in draw([collection], only, form.has_title):
+        write(drawn, out, form)
         yield drawn.name
 
 
-def write(drawn: Drawn, out: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, reproducibly: without dates and random ids."""
-    files = [out / f"{drawn.name}.{form}" for form in ("png", "svg")]
+def write(drawn: Drawn, out: Path, form: Form = Form()) -> list[Path]:
+    """Write a figure reproducibly, without dates and random ids."""
+    files = [out / f"{drawn.name}.{suffix}" for suffix in form.formats]
     out.mkdir(parents=True, exist_ok=True)
+    if form.width is not None:
+        width, height = drawn.figure.get_size_inches()
+        drawn.figure.set_size_inches(form.width / CM, height * form.width / CM / width)
     for file in files:
         same = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name})
         with whole(file) as aside, same:
-            dated = {"Date": None} if file.suffix == ".svg" else None
+            dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(file.suffix)
             drawn.figure.savefig(aside, format=file.suffix[1:], dpi=150, metadata=dated)
         drawn.figure.set_layout_engine("none")  # the second format reuses the layout
     return files

@@ -21,6 +21,10 @@ class Picture:
     comparable: bool
     places: tuple[str, ...]
 
+    def names(self) -> dict[str, str | None]:
+        """Return {name of a figure: its place}."""
+        return {f"{self.name}-{place}": place for place in self.places} or {self.name: None}
+
     @property
     def caption(self) -> str:
         return " ".join((self.draw.__doc__ or "").split())
