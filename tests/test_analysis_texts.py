@@ -81,7 +81,7 @@ def test_collect_counts_tokens_like_eval_lm(data, checkpoint, tmp_path):
     assert f"Evaluated {counted:,} tokens" in output
 
 
-@pytest.mark.parametrize("name", ["pareto", "histograms", "output", "density"])
+@pytest.mark.parametrize("name", ["pareto", "histograms", "output"])
 def test_figures_draw_labels_as_plain_text(folder, name):
     found = collection.read_all([folder] * len(TEXTS))
     for entry, label in zip(found, TEXTS, strict=True):
@@ -90,7 +90,6 @@ def test_figures_draw_labels_as_plain_text(folder, name):
         "pareto": sparsity.pareto,
         "histograms": lambda c: weights.weight_histograms(c, "encoder"),
         "output": output.output_layer,
-        "density": figures.heads.density,
     }[name](found)
     assert legend(figure) == TEXTS
     found[0].label = TEXTS[1]
@@ -99,10 +98,10 @@ def test_figures_draw_labels_as_plain_text(folder, name):
 
 
 def test_trajectories_name_runs_by_their_files(tmp_path):
-    figures_of_one = {"monitor/updates": "2", "monitor/encoder.0/$new_{": "1"}
+    lines = [{"num_updates": n, "monitor/updates": n, "monitor/encoder.0/$new_{": n} for n in "24"]
     files = [tmp_path / f"{text.replace(' ', '')}.log" for text in (r"$\frac{$", "_a", "b")]
     for file in files:
-        file.write_text(json.dumps(figures_of_one) + "\n")
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     logs = training_log.read_all(files)
     (drawn,) = trajectories.draw(logs)
     assert legend(drawn.figure) == [r"$\frac{$", "_a", "b"]

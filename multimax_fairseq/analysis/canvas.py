@@ -135,7 +135,10 @@ def line_a_series(
     label: str,
     all_updates: bool = False,
 ) -> Figure | None:
-    """Draw a quantity by layer, with one column per place and one line per series."""
+    """Draw a quantity by layer, with one column per place and one line per series.
+
+    The columns share their scale, which includes 0. Return None if the quantity is constant.
+    """
     tables = [latest(getattr(c, table)) for c in collections]
     places = [
         place
@@ -145,6 +148,9 @@ def line_a_series(
     if not places:
         return None
     drawn = series(collections, all_updates)
+    values = pd.concat(entry.of(table)[quantity] for entry in drawn).dropna()
+    if values.nunique() == 1:
+        return None
     figure, axes = grid(1, len(places))
     for axis, place in zip(axes[0], places, strict=True):
         layers: set[int] = set()
@@ -156,6 +162,7 @@ def line_a_series(
             look = ordered_style(index, len(drawn)) if all_updates else style(index)
             axis.plot(means.index, means, label=entry.label, **look)
         layer_axis(axis, sorted(layers))
+        axis.set_ylim(min(0, 1.05 * values.min()), 1.05 * values.max())
         axis.set_ylabel(label)
         axis.set_title(ATTENTIONS[place], fontsize=10)
     legend_below(figure)

@@ -123,15 +123,11 @@ def simplex_2d(collection: Collection) -> Figure | None:
 def simplex_3d(collection: Collection) -> Figure | None:
     """The weights that mappings give to three scores (Fig. 1 of Zhou et al. 2024). At a corner of
     the triangle one score has all the weight; on an edge the third score has none. First panel: the
-    scores 2, 1.5 and 0, where the band is softmax at different temperatures. Other panels: the
-    second score runs from 0 to 2, for known mappings and for the learned mappings of this model
-    (one line per layer, the mean over its heads)."""
-    places = learned_places(collection)
-    count = 2 + len(places)
-    columns = 2 if count in (2, 4) else 3
-    rows = -(-count // columns)
-    figure = Figure(figsize=(4.2 * columns, 4.6 * rows + 0.8), layout="constrained")
-    axes = [figure.add_subplot(rows, columns, i + 1, projection="3d") for i in range(count)]
+    scores 2, 1.5 and 0, where the band is softmax at different temperatures. Second panel: the
+    second score runs from 0 to 2. The learned mappings of this model are means over layers and
+    heads."""
+    figure = Figure(figsize=(8.4, 5.4), layout="constrained")
+    axes = [figure.add_subplot(1, 2, i + 1, projection="3d") for i in range(2)]
     for axis in axes:
         triangle(axis)
     temperatures = np.geomspace(0.1, 10, 80)
@@ -142,21 +138,19 @@ def simplex_3d(collection: Collection) -> Figure | None:
     bar.set_label("softmax temperature")
     bar.set_ticks([-1, 0, 1], labels=["0.1", "1", "10"])
     axes[0].set_title("scores 2, 1.5, 0", fontsize=10)
+    axes[1].set_title("scores 2, 0 to 2, 0", fontsize=10)
     first, _, third = EXAMPLE
     sweep = np.stack([np.full_like(SECOND, first), SECOND, np.full_like(SECOND, third)], -1)
-    for index, (label, apply) in enumerate(known_mappings().items()):
+    learned = {
+        f"this model, {ATTENTIONS[place]}": mean_of(list(mappings.values()))
+        for place, mappings in learned_places(collection).items()
+    }
+    for index, (label, apply) in enumerate((known_mappings() | learned).items()):
         look = style(index)
         point = apply(np.array(EXAMPLE))[:, None]
         only = {**look, "linestyle": "", "markersize": 8, "markeredgecolor": "white"}
         axes[0].plot(*point, **only, zorder=10)
         axes[1].plot(*apply(sweep).T, **look, label=label)
-    axes[1].set_title("scores 2, 0 to 2, 0", fontsize=10)
-    for axis, (place, mappings) in zip(axes[2:], places.items(), strict=True):
-        axis.plot(*mapping("softmax")(sweep).T, "k--", linewidth=1.2, label="softmax, T = 1")
-        for index, (layer, apply) in enumerate(mappings.items()):
-            look = ordered_style(index, len(mappings))
-            axis.plot(*apply(sweep).T, **look, label=f"layer {layer + 1}")
-        axis.set_title(f"learned: {ATTENTIONS[place]}", fontsize=10)
     legend_below(figure, columns=3)
     return figure
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from multimax_fairseq.analysis.canvas import (
     grid,
@@ -12,12 +11,20 @@ from multimax_fairseq.analysis.canvas import (
     legend_below,
     line_a_series,
     ordered_style,
+    plain,
     updates_axis,
 )
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection
 from multimax_fairseq.analysis.figures.catalogue import picture
 
 SIMILARITY = "patch similarity (absolute cosine)"
+INCH_PER_TOKEN = 0.13
+# {place: the sides of its queries and keys}
+SIDES = {
+    "encoder": ("source", "source"),
+    "decoder": ("target", "target"),
+    "cross": ("target", "source"),
+}
 
 
 @picture("Over-smoothing over the layers", comparable=True)
@@ -71,13 +78,16 @@ def rollout_example(collection: Collection) -> Figure | None:
     for example in collection.examples:
         for place in ATTENTIONS:
             if rolled := example.get("rollout", {}).get(place):
-                return draw_rollout(example["attention"][place], rolled, place)
+                return draw_rollout(example, rolled, place)
     return None
 
 
-def draw_rollout(attention: list[Any], rolled: list[Any], place: str) -> Figure:
-    chosen = sorted({int(i) for i in np.linspace(0, len(rolled) - 1, 6).round()})
-    figure, axes = grid(2, len(chosen), 2.2, 2.3)
+def draw_rollout(example: dict[str, Any], rolled: list[Any], place: str) -> Figure:
+    attention = example["attention"][place]
+    queries, keys = ([plain(token) for token in example[side]["tokens"]] for side in SIDES[place])
+    chosen = sorted({int(i) for i in np.linspace(0, len(rolled) - 1, 4).round()})
+    size = INCH_PER_TOKEN * len(keys) + 0.8, INCH_PER_TOKEN * len(queries) + 0.8
+    figure, axes = grid(2, len(chosen), *size)
     for column, layer in enumerate(chosen):
         for row, values in enumerate((np.mean(attention[layer], axis=0), np.array(rolled[layer]))):
             axis = axes[row, column]
@@ -85,9 +95,9 @@ def draw_rollout(attention: list[Any], rolled: list[Any], place: str) -> Figure:
             axis.set_title(
                 f"{'layer' if row == 0 else 'roll-out to layer'} {layer + 1}", fontsize=9
             )
-            axis.set(xlabel="key position", ylabel="query position")
-            for ticks in (axis.xaxis, axis.yaxis):
-                ticks.set_major_locator(MaxNLocator(4, integer=True))
+            axis.set(xlabel="key", ylabel="query")
+            axis.set_xticks(range(len(keys)), keys if row else [], rotation=90, fontsize=6)
+            axis.set_yticks(range(len(queries)), [] if column else queries, fontsize=6)
     figure.colorbar(
         image, ax=axes, label="weight (0 to each picture's largest)", ticks=[], shrink=0.6
     )
