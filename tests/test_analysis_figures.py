@@ -39,7 +39,6 @@ ALWAYS = {
     "rollout-example",
     "simplex-2d",
     "simplex-3d",
-    "density",
     "head-diversity",
     "positional-heads",
     "output-layer",
@@ -89,6 +88,8 @@ def test_draw_yields_exactly_the_figures_with_data(drawn, name):
     places = ["encoder", "decoder", "cross"] if name in TRANSLATIONS else ["decoder"]
     wanted = ALWAYS | {f"{figure}-{place}" for figure in OF_A_KIND for place in places}
     wanted |= {"bpe-merging-heads"}
+    if name in ("sparsemax", "alpha_entmax"):
+        wanted |= {"density"}
     if name in TRANSLATIONS:
         wanted |= {"interrogation-heads"}
     if name in ("multimax", "lm"):
@@ -109,7 +110,7 @@ def test_draw_one_checkpoint_with_first_order_per_head(tmp_path):
     assert not [name for name in found if "trajectories" in name or name.endswith("updates")]
     (axis, _) = found["modulators-encoder"].figure.axes
     assert len(axis.lines) == 3  # the identity and two heads
-    for name in ("modulators-encoder", "parameters", "simplex-3d", "density"):
+    for name in ("modulators-encoder", "parameters", "simplex-3d"):
         check_figure(found[name])
 
 
@@ -429,6 +430,10 @@ def test_compare_writes_figures_and_a_page(folders, tmp_path, analyze):
     tables = [pd.read_csv(folder / "heads.csv") for folder in given]
     for table in tables:
         assert report.number(table[table["updates"] == 40]["density"].mean()) in page.text
+    quality, settings, *_ = report.comparison(collection.read_all(given))
+    assert quality.rows[0][0] == "perplexity per token" and len(quality.rows[0]) == 3
+    assert all(len(set(row[1:])) > 1 for row in settings.rows)
+    assert "normalizer: decoder" in [row[0] for row in settings.rows]
     assert {f"{name}.svg" for name in names} < {file.name for file in out.iterdir()}
 
 

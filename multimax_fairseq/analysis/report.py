@@ -15,6 +15,7 @@ from multimax_fairseq.analysis import COLUMNS, figures
 from multimax_fairseq.analysis.canvas import places_of
 from multimax_fairseq.analysis.collection import PLACES, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import Drawn
+from multimax_fairseq.analysis.findings import findings, perplexity
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole
 
@@ -73,13 +74,17 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
         yield figure.name
     signed = {k: v for k, v in collection.signed.items() if k != "checkpoints"}
     updates = collection.updates()
-    places = ", ".join(PLACES[place] for place in collection.places())
+    about = collection.checkpoint()
+    layers = latest(collection.layers).groupby("place", sort=False).size()
+    places = ", ".join(f"{PLACES[place]} ({layers[place]} layers)" for place in collection.places())
     examples = [example for example in collection.examples if example.get("attention")]
     page = render(
         "report.html.j2",
         title=f"{collection.label}: what the model has learned",
-        summary=f"{places[0].upper()}{places[1:]}. Tables and figures are of the checkpoint after "
-        f"{updates[-1]:,} updates, the last of {len(updates)}, unless they say otherwise.",
+        summary=f"A {about.get('architecture', 'model')} with {places}, after {updates[-1]:,} "
+        f"updates. The data are {signed.get('sentences', 0):,} sentences or blocks of the subset "
+        f"{signed.get('subset', '')}, {signed.get('tokens', 0):,} tokens.",
+        findings=findings(collection),
         settings=settings(collection),
         signature=Table("Signature", ["", "value"], [[k, v] for k, v in flat(signed)]),
         tables=tables(collection),
@@ -226,12 +231,17 @@ def positional_heads(collection: Collection) -> list[Table]:
 
 
 def comparison(collections: list[Collection]) -> list[Table]:
-    """Return the tables of settings, of means per place, and of the output layers."""
+    """Return the tables of quality, of settings that differ, of means, and of the output layers."""
     labels = [collection.label for collection in collections]
     about = [dict(flat(collection.checkpoint())) for collection in collections]
     names = list(dict.fromkeys(name for column in about for name in column))
     rows = [[name, *(column.get(name, "") for column in about)] for name in names]
-    result = [Table("The models", ["", *labels], rows, settings=True)]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    result = [Table("Settings that differ", ["", *labels], rows, settings=True)]
+    qualities = [perplexity(collection) for collection in collections]
+    if any(value is not None for value in qualities):
+        cells = ["" if value is None else f"{value:.2f}" for value in qualities]
+        result.insert(0, Table("Quality", ["", *labels], [["perplexity per token", *cells]]))
     for place in places_of(collections):
         rows = []
         for table, columns in MEANS.items():
