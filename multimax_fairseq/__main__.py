@@ -6,7 +6,6 @@ For commands that take no --user-dir, and for models of stock fairseq that need 
 """
 
 import importlib
-import logging
 import sys
 from typing import Any
 
@@ -20,29 +19,12 @@ def run(command: str) -> Any:
     """Run a fairseq command on sys.argv, and return what it returns."""
     module = command.removeprefix("fairseq-").replace("-", "_")
     try:
-        apply_fixes()
+        compat.apply()
         program = importlib.import_module(f"fairseq_cli.{module}")
         untrusted.evaluate_literals()  # of the command's own module
     except ModuleNotFoundError as error:
         sys.exit(f"{command}: error: {missing_package(error) or error}")
     return program.cli_main()
-
-
-def apply_fixes() -> None:
-    """Apply the fixes of compat/, which import fairseq, and restore the logging setup.
-
-    Some modules of fairseq set up logging when they are imported. The command would then ignore its
-    own setup, because the first one wins.
-    """
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    logging.disable(logging.INFO)
-    try:
-        compat.apply()
-    finally:
-        logging.disable(logging.NOTSET)
-        root.handlers[:] = handlers
-        root.setLevel(level)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ model.translate(["Guten Morgen ."])
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# On import, fairseq sets up logging and prints what its speech synthesis needs.
-for package in ("fairseq", "multimax_fairseq"):
-    logging.getLogger(package).setLevel(logging.WARNING)
+from multimax_fairseq import compat
+
+compat.apply()  # first, since it keeps fairseq from changing the setup of logging
 
 from fairseq import hub_utils, utils  # noqa: E402
 from fairseq.data import LanguagePairDataset  # noqa: E402

@@ -104,10 +104,13 @@ def test_attention_of_a_recurrent_model(checkpoint, data):
     assert [probs.shape for probs in found.cross] == [(1, 8, 9)]
 
 
-def test_load_prints_nothing(checkpoint, data):
+def test_load_prints_nothing_and_keeps_the_logging_setup(checkpoint, data):
     file = checkpoint("transformer_multimax")
     code = f"""if True:
+        import logging
         from multimax_fairseq.trained import load
+        root = logging.getLogger()
+        assert (root.level, root.handlers) == (logging.WARNING, [])
         load({str(file)!r}, {str(data / "mt")!r}).translate({SOURCES!r}, max_len_b=5)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,6 +10,8 @@ models/ run its own functions where fairseq offers no hook.
 --user-dir. `python -m multimax_fairseq COMMAND` does so for a command without --user-dir.
 """
 
+import logging
+
 from multimax_fairseq.compat import mistakes, running, saving, silent, text, untrusted
 from multimax_fairseq.compat.hooks import (
     on_build_generator,
@@ -85,8 +87,20 @@ FIXES = (
 
 
 def apply():
-    """Apply all fixes; in a fairseq command, also print mistakes as one sentence."""
-    for fix in FIXES:
-        fix()
+    """Apply all fixes; in a fairseq command, also print mistakes as one sentence.
+
+    The fixes import fairseq, some of whose modules set up logging when they are imported. The
+    caller's own setup of logging is kept.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    logging.disable(logging.INFO)
+    try:
+        for fix in FIXES:
+            fix()
+    finally:
+        logging.disable(logging.NOTSET)
+        root.handlers[:] = handlers
+        root.setLevel(level)
     if command():
         mistakes.plain_errors()

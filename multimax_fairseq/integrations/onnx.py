@@ -96,7 +96,7 @@ def _write(
     shapes: Any,
 ) -> None:
     torch.onnx.export(
-        model,
+        model.eval(),
         arguments,
         file,
         input_names=inputs,
