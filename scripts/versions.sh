@@ -6,7 +6,7 @@
 #
 # Each pair gets its own clone and environment in DIR (default: versions), which are removed when its
 # tests have ended. DIR/CPYTHON-TORCH.log has their output, and DIR/table.md one row per pair. The
-# same command resumes: a pair with a row is not run again.
+# same command resumes: a pair whose tests have ended at this commit is not run again.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,11 +17,12 @@ case ${1:-} in
 esac
 mkdir -p "$out"
 out=$(cd "$out" && pwd) table=$out/table.md
-[[ -e $table ]] || printf '| CPython | torch | date | fast tests |\n| --- | --- | --- | --- |\n' >"$table"
+commit=$(git -C "$root" rev-parse --short HEAD)
+[[ -e $table ]] || printf '| CPython | torch | commit | date | fast tests |\n|%s\n' ' --- | --- | --- | --- | --- |' >"$table"
 
 for pair in "$@"; do
     python=${pair%%:*} torch=${pair#*:}
-    ! grep -q "^| $python | $torch |" "$table" || continue
+    ! grep -q "^| $python | $torch | $commit |.* passed" "$table" || continue
     log=$out/$python-$torch.log clone=$out/$python-$torch
     if "python$python" --version >/dev/null 2>&1; then
         printf '%s with torch %s: %s\n' "$python" "$torch" "$log"
@@ -34,6 +35,7 @@ for pair in "$@"; do
     else
         result="not run: there is no python$python here"
     fi
-    printf '| %s | %s | %s | %s |\n' "$python" "$torch" "$(date +%F)" "${result:-failed before the tests}" |
+    printf '| %s | %s | %s | %s | %s |\n' \
+        "$python" "$torch" "$commit" "$(date +%F)" "${result:-failed before the tests}" |
         tee -a "$table"
 done
