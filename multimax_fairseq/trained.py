@@ -64,12 +64,15 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
             translation, and not in text.
 
         Raises:
-            UsageError: the number of targets differs from the number of sources.
+            UsageError: the sentences are no list, or the number of targets does not fit.
         """
-        if self._is_translation and len(targets or ()) != len(sentences):
+        if isinstance(sentences, str) or isinstance(targets, str):
+            raise UsageError("score takes lists of sentences: put a single one in brackets")
+        expected = len(sentences) if self._is_translation else 0
+        if len(targets or ()) != expected:
             raise UsageError(
-                f"{len(sentences)} sources have {len(targets or ())} targets: give each source its "
-                "translation"
+                f"{len(sentences)} sentences have {len(targets or ())} targets, not {expected}: "
+                "give each source its translation, and a language model no targets"
             )
         samples = self._encode(sentences, targets)
         return [scored[0] for scored in self.generate(samples, score_reference=True)]
@@ -92,7 +95,12 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
         Args:
             sentence: the source, or the text of a language model.
             target: its translation; by default the one that the model finds with a beam of 5.
+
+        Raises:
+            UsageError: a language model gets a target.
         """
+        if target is not None and not self._is_translation:
+            raise UsageError("a language model has no target: leave it out")
         if self._is_translation and target is None:
             target = self.translate([sentence])[0]
         targets = None if target is None else [target]
@@ -187,7 +195,7 @@ def load(
             spaces between them.
 
     Raises:
-        UsageError: a file is missing or does not fit.
+        UsageError: a file is missing, or the dictionaries do not match.
     """
     models = []
     for path in (checkpoint, *others):

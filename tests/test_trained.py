@@ -48,8 +48,10 @@ def test_score_of_an_ensemble_uses_the_mean_probability(checkpoint, data):
 
 
 def test_score_needs_targets_for_translation(model):
-    with pytest.raises(UsageError, match="2 sources have 0 targets"):
+    with pytest.raises(UsageError, match="2 sentences have 0 targets, not 2"):
         model.score(SOURCES)
+    with pytest.raises(UsageError, match="takes lists of sentences"):
+        model.score(SOURCES[0], TARGETS[0])
 
 
 def test_language_model_scores_and_continues_text(checkpoint, data):
@@ -64,6 +66,9 @@ def test_language_model_scores_and_continues_text(checkpoint, data):
     torch.manual_seed(3)
     text = model.sample("All are", sampling=True, sampling_topk=5, max_len_b=8)
     assert text.startswith("All are ")
+    for call in (model.score, model.attention):
+        with pytest.raises(UsageError, match="language model"):
+            call(["All are"], ["All are"])
     assert model.features("All are").shape == (3, 16)
     found = model.attention("All are")
     assert (found.source, found.encoder, found.cross) == ([], [], [])
