@@ -7,13 +7,14 @@ import pandas as pd
 
 from multimax_fairseq.analysis.collection import PLACES, Collection, latest
 from multimax_fairseq.analysis.figures.modulators import modulated, modulators_of
+from multimax_fairseq.mappings.multimax import Modulator
 
 POSITIONAL = 0.5  # mean weight from which a head counts as positional
 RANGE = np.linspace(-30, 30, 60001)  # scores on which a turning point of sigma is sought
 
 
 def findings(collection: Collection) -> list[str]:
-    """Return three to five sentences about the last checkpoint."""
+    """Return up to five sentences about the last checkpoint."""
     parts = (quality, sparse_heads, multi_modality, turning_points, positional_heads)
     return [sentence for part in parts for sentence in part(collection)]
 
@@ -32,7 +33,7 @@ def quality(collection: Collection) -> Iterator[str]:
     text = f"The model has a perplexity of {own:.2f} per token on this data"
     bare = perplexity(collection, "nll_without_modulator")
     if bare is not None:
-        text += f"; without sigma in its output layer it would have {bare:.2f}"
+        text += f"; with sigma removed from its output layer, {bare:.2f}"
     yield f"{text}."
 
 
@@ -43,24 +44,27 @@ def sparse_heads(collection: Collection) -> Iterator[str]:
     most = heads.loc[heads["sparsity"].idxmax()]
     least = heads.loc[heads["sparsity"].idxmin()]
     text = (
-        f"Of {len(heads)} heads, {named(most)} is the sparsest (sparsity {most['sparsity']:.2f}) "
-        f"and {named(least)} the least sparse ({least['sparsity']:.2f})"
+        f"The sparsest of {len(heads)} heads is {named(most)} (sparsity {most['sparsity']:.2f}), "
+        f"the least sparse is {named(least)} ({least['sparsity']:.2f})"
     )
     zeros = 1 - heads["density"].mean()
-    if zeros > 0:
-        text += f"; {zeros:.0%} of all weights are exactly 0"
+    if zeros >= 0.005:  # fewer are rounding
+        text += f"; on average {zeros:.0%} of a head's weights are exactly 0"
     yield f"{text}."
 
 
 def multi_modality(collection: Collection) -> Iterator[str]:
     """Compare each layer with softmax at the temperature that gives the same sparsity."""
     better = count = 0
-    for _, frame in latest(collection.temperatures).groupby(["place", "layer"]):
+    mappings = collection.checkpoint().get("normalizer", {})
+    for (place, _), frame in latest(collection.temperatures).groupby(["place", "layer"]):
         softmax = frame[frame["temperature"].notna()].sort_values("sparsity")
         own = frame[frame["temperature"].isna()]
-        if own.empty or len(softmax) < 2:
+        if mappings.get(place) == "softmax" or own.empty or softmax.empty:
             continue
         sparsity, modes = own[["sparsity", "multi_modality"]].iloc[0]
+        if not softmax["sparsity"].min() <= sparsity <= softmax["sparsity"].max():
+            continue  # no measured temperature is as sparse
         equal = np.interp(sparsity, softmax["sparsity"], softmax["multi_modality"])
         count += 1
         better += bool(modes > equal + 1e-3)
@@ -73,26 +77,35 @@ def multi_modality(collection: Collection) -> Iterator[str]:
 
 
 def turning_points(collection: Collection) -> Iterator[str]:
-    """Say where sigma stops to increase, and how many scores lie there."""
-    shares = latest(collection.heads).groupby(["place", "layer"])["past_turning_point"].mean()
-    shares = shares.dropna()
-    if shares.empty:
+    """Say where sigma decreases, and how many scores lie there."""
+    heads = latest(collection.heads).dropna(subset=["past_turning_point"])
+    if heads.empty:
         return
-    if shares.max() == 0:
+    head = heads.loc[heads["past_turning_point"].idxmax()]
+    share, place, layer = head["past_turning_point"], head["place"], int(head["layer"])
+    if share == 0:
         yield "Sigma increases on all attention scores of this data."
         return
-    place, layer = shares.idxmax()
-    modulator = modulators_of(collection, place)[int(layer)][0]
-    slopes = np.diff(modulated(modulator, RANGE)) < 0
-    middle = len(slopes) // 2
-    above = np.flatnonzero(slopes[middle:])
-    below = np.flatnonzero(slopes[:middle])
-    where = [f"above {RANGE[middle + above[0]]:.1f}"] if len(above) else []
-    where += [f"below {RANGE[below[-1] + 1]:.1f}"] if len(below) else []
-    yield (
-        f"Sigma decreases most often in layer {int(layer) + 1} of the {PLACES[place]}: on scores "
-        f"{' and '.join(where)}, which are {shares.max():.1%} of the scores there."
-    )
+    modulators = modulators_of(collection, place)[layer]
+    falling = intervals(modulators[int(head["head"]) if len(modulators) > 1 else 0])
+    percent = f"{share:.1%}" if share >= 0.0005 else "less than 0.1%"
+    where = f"on scores {' and '.join(falling)}, which are" if falling else "on"
+    yield f"Sigma decreases most often for {named(head)}: {where} {percent} of its scores."
+
+
+def intervals(modulator: Modulator) -> list[str]:
+    """Return the intervals of scores on which sigma decreases, in words."""
+    falls = np.diff(modulated(modulator, RANGE)) < 0
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], falls, [False]]).astype(int)))
+    found = []
+    for start, end in edges.reshape(-1, 2):
+        if start == 0:
+            found.append(f"below {RANGE[end]:.1f}")
+        elif end == len(falls):
+            found.append(f"above {RANGE[start]:.1f}")
+        else:
+            found.append(f"from {RANGE[start]:.1f} to {RANGE[end]:.1f}")
+    return found
 
 
 def positional_heads(collection: Collection) -> Iterator[str]:
