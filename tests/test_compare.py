@@ -60,3 +60,10 @@ def test_compare_refuses_text_that_is_not_parallel(text, tmp_path):
     (text / "valid.en").write_text((text / "valid.de").read_text())
     assert "test.de' does not exist" in refused(tmp_path, "multimax-compare", text, *PAIR)
     assert not (tmp_path / "comparison").exists()
+
+
+def test_compare_refuses_a_test_sentence_that_is_too_long(text, tmp_path):
+    (text / "test.de").write_text("x y " * 1000 + "\n")
+    (text / "test.en").write_text("long\n")
+    sentence = refused(tmp_path, "multimax-compare", text, *PAIR)
+    assert sentence.startswith("line 1 of the test source has ") and "split the line" in sentence

@@ -38,6 +38,7 @@ MAPPINGS = ("softmax", "multimax")
 SPLITS = ("train", "valid", "test")
 Pairs = dict[str, list[tuple[str, str]]]  # {split: sentences with their translations}
 SUBWORDS, LONGEST = 6000, 250  # subwords in the vocabulary, and in a sentence of train and valid
+POSITIONS = 1024  # of the architecture, with the end of sentence
 SAMPLES = 1000
 COMMON = (
     "--arch transformer_iwslt_de_en_multimax --share-all-embeddings --encoder-normalize-before "
@@ -129,8 +130,13 @@ def prepare(pairs: Pairs, source: str, target: str, out: Path) -> Path:
     for split, lines in pairs.items():
         sides = (encode(list(side), out_type=str) for side in zip(*lines, strict=True))
         pieces = list(zip(*sides, strict=True))
-        if split != "test":
-            pieces = [pair for pair in pieces if all(0 < len(side) <= LONGEST for side in pair)]
+        if split == "test":
+            check_lengths([source for source, _ in pieces])
+        else:
+            kept = [pair for pair in pieces if all(0 < len(side) <= LONGEST for side in pair)]
+            if len(kept) < len(pieces):
+                print(f"{split}: left out {len(pieces) - len(kept):,} empty or too long pairs")
+            pieces = kept
         for language, side in zip((source, target), zip(*pieces, strict=True), strict=True):
             write(part / f"{split}.{language}", "".join(f"{' '.join(x)}\n" for x in side))
     words = [program("fairseq-preprocess"), "--source-lang", source, "--target-lang", target]
@@ -142,6 +148,16 @@ def prepare(pairs: Pairs, source: str, target: str, out: Path) -> Path:
     write(part / f"test.reference.{target}", references)
     part.rename(data)
     return data
+
+
+def check_lengths(sources: list[list[str]]) -> None:
+    """Raise UsageError if a test sentence is longer than the model's positions."""
+    longest = max(range(len(sources)), key=lambda line: len(sources[line]))
+    if len(sources[longest]) >= POSITIONS:
+        raise UsageError(
+            f"line {longest + 1} of the test source has {len(sources[longest]):,} subwords, but "
+            f"the model takes only {POSITIONS - 1:,}: split the line"
+        )
 
 
 def read_pairs(text: Path, split: str, languages: tuple[str, str]) -> list[tuple[str, str]]:
