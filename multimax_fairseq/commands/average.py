@@ -22,7 +22,7 @@ from multimax_fairseq.models.config import mapping_settings
 
 
 def newest(folder: Path, count: int) -> list[Path]:
-    """The newest `count` numbered checkpoints of a folder."""
+    """Return the newest `count` numbered checkpoints of a folder."""
     for pattern in (r"checkpoint_\d+_(\d+)\.pt", r"checkpoint(\d+)\.pt"):
         numbered = [
             (int(m[1]), f) for f in folder.iterdir() if (m := re.fullmatch(pattern, f.name))
@@ -45,7 +45,7 @@ def newest(folder: Path, count: int) -> list[Path]:
 
 
 def average(files: list[Path]) -> dict[str, Any]:
-    """The first checkpoint with the mean of all checkpoints' parameters, summed in float64."""
+    """Return the first checkpoint with the mean of all parameters, summed in float64."""
     first = read(files[0])
     totals = {name: p.double() for name, p in first["model"].items()}
     wanted = mapping_settings(options(first))

@@ -61,7 +61,7 @@ def invalid_description(described: Path, error: Exception) -> UsageError:
 
 
 def describe(data: Path, target: str) -> dict[str, Any]:
-    """How the text was prepared, from evaluation.json or else from the dictionary.
+    """Return how the text was prepared, from evaluation.json or else from the dictionary.
 
     `pairs` names the splits whose number of sentence pairs differs from the expected one.
     """
@@ -137,18 +137,19 @@ def translation(
     bleu = BLEU(lowercase=text["lowercase"])
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
     chrf = CHRF(lowercase=text["lowercase"])
-    unknown = 0 if reference_file.is_file() else sum(UNKNOWN_WORD in line for line in targets)
+    unknown = sum(UNKNOWN_WORD in line for line in targets)
+    unknown_tokens = 0 if reference_file.is_file() and text["tokenizer"] != "moses" else unknown
+    unknown = 0 if reference_file.is_file() else unknown
     # In the format of SacreBLEU's signatures.
     differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""
-    differing += f"|unknown:{unknown:,}" if unknown else ""
     return {
         "metric": "SacreBLEU",
         "value": bleu.corpus_score(detokenized, [references]).score,
-        "signature": f"{bleu.get_signature()}{differing}",
+        "signature": f"{bleu.get_signature()}{differing}{noted(unknown)}",
         "chrf": chrf.corpus_score(detokenized, [references]).score,
-        "chrf_signature": f"{chrf.get_signature()}{differing}",
+        "chrf_signature": f"{chrf.get_signature()}{differing}{noted(unknown)}",
         "tokenized_bleu": tokenized.corpus_score(tokens, [target_tokens]).score,
-        "tokenized_signature": f"{tokenized.get_signature()}{differing}",
+        "tokenized_signature": f"{tokenized.get_signature()}{differing}{noted(unknown_tokens)}",
         "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
         + ("raw text" if reference_file.is_file() else "read back from the binarised data")
         + (f", {unknown:,} with unknown words" if unknown else ""),
@@ -157,8 +158,13 @@ def translation(
     }
 
 
+def noted(unknown: int) -> str:
+    """Return the number of references with unknown words for a signature."""
+    return f"|unknown:{unknown:,}" if unknown else ""
+
+
 def words_of(data: Path, subset: str) -> int | None:
-    """The number of words before subwords, plus one per paragraph; None if it is unknown."""
+    """Return the number of words before subwords, plus one per paragraph; None if unknown."""
     described = data / "evaluation.json"
     if not described.is_file():
         return None
@@ -202,7 +208,7 @@ def language_model(
 
 
 def log_of(checkpoint: Path, name: str) -> Path:
-    """Beside the checkpoint if that folder is writable, else in the temporary folder."""
+    """Return a path beside the checkpoint, or in the temporary folder if that is read-only."""
     is_writable = os.access(checkpoint.parent, os.W_OK)
     folder = checkpoint.parent if is_writable else Path(tempfile.gettempdir())
     return folder / f"{checkpoint.stem}.{name}.log"
