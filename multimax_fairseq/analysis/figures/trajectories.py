@@ -17,12 +17,12 @@ from multimax_fairseq.analysis.canvas import (
     updates_axis,
     wrapped,
 )
-from multimax_fairseq.analysis.collection import PLACES as ATTENTIONS
+from multimax_fairseq.analysis.collection import PLACES
 from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.analysis.figures.modulators import IDENTITY, symbol_text
 from multimax_fairseq.analysis.training_log import TrainingLog
 
-PLACES = {"training": "loss and learning rate", **ATTENTIONS}
+THEMES = {"training": "loss and learning rate", **PLACES}
 LABELS = {
     "training_loss": "training loss (bits per token)",
     "validation_loss": "validation loss (bits per token)",
@@ -42,8 +42,9 @@ MARKED = 20  # markers per line
 
 def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
     """Losses, or the monitor's values, over the updates: one panel per value that changes, averaged
-    over the heads. One run has one line per layer; of several runs each has one line, the mean over
-    its layers. Losses are negative log-likelihoods. Dotted: the identity, which is softmax."""
+    over the heads. A single run has one line per layer. Several runs have one line each, the mean
+    over the layers. Losses are negative log-likelihoods. The dotted line is the value at which the
+    modulator is the identity."""
     tables = [log.figures[log.figures["place"] == place] for log in logs]
     known = [*LABELS, *IDENTITY]
     together = pd.concat(tables)
@@ -89,7 +90,7 @@ def lines(
 
 def draw(logs: list[TrainingLog]) -> Iterator[Drawn]:
     """Yield a figure for each place that a run has values for."""
-    for place, words in PLACES.items():
+    for place, words in THEMES.items():
         figure = trajectories(logs, place)
         if figure is None:
             continue
