@@ -641,12 +641,15 @@ def test_plot_writes_chosen_figures_for_a_paper(folders, tmp_path, analyze):
     assert sorted(names) == ["modulators-encoder", "pareto"]
     assert {file.suffix for file in tmp_path.iterdir()} == {".pdf", ".png"}
     assert (tmp_path / "pareto.pdf").read_bytes().startswith(b"%PDF")
-    analyze("plot", folders["multimax"], "--out", tmp_path, "--only", "pareto", "--width", "8")
+    analyze("plot", folders["multimax"], "--out", tmp_path, "--only", "pareto", "--width", "17")
     found = re.search(r'<svg [^>]*width="([\d.]+)pt"', (tmp_path / "pareto.svg").read_text())
-    assert float(found[1]) == pytest.approx(8 / 2.54 * 72)
+    assert float(found[1]) == pytest.approx(17 / 2.54 * 72)
 
 
 def test_plot_names_the_nearest_figure(folders, tmp_path):
     words = ("plot", folders["multimax"], "--only", "paretos")
     sentence = refused(tmp_path, "multimax-analyze", *words)
     assert sentence == "there is no figure 'paretos': did you mean 'pareto'?"
+    words = ("plot", folders["multimax"], "--out", "new", "--only", "pareto", "--width", "3")
+    sentence = refused(tmp_path, "multimax-analyze", *words)
+    assert sentence == "--width 3 is too narrow for pareto: give a larger one"

@@ -4,6 +4,7 @@ There is one module per theme and one function per figure, whose docstring is th
 report. A function returns None if a collection has no data for the figure.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,15 @@ def write(drawn: Drawn, out: Path, form: Form = Form()) -> list[Path]:
         drawn.figure.set_size_inches(form.width / CM, height * form.width / CM / width)
     for file in files:
         same = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name})
-        with whole(file) as aside, same:
+        with whole(file) as aside, same, warnings.catch_warnings():
+            if form.width is not None:
+                warnings.filterwarnings("error", "constrained_layout not applied")
             dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(file.suffix)
-            drawn.figure.savefig(aside, format=file.suffix[1:], dpi=150, metadata=dated)
+            try:
+                drawn.figure.savefig(aside, format=file.suffix[1:], dpi=150, metadata=dated)
+            except UserWarning:
+                raise UsageError(
+                    f"--width {form.width:g} is too narrow for {drawn.name}: give a larger one"
+                ) from None
         drawn.figure.set_layout_engine("none")  # the second format reuses the layout
     return files
