@@ -248,7 +248,7 @@ def test_report_supports_recurrent_models(collected):
     assert found.places() == ["cross"] and set(found.heads["head"]) == {0}
     assert found.layers["rollout_similarity"].isna().all()
     drawn = {entry.name: entry for entry in figures.draw([found])}
-    assert {"source-densities-cross", "pareto", "density", "output-layer"} <= set(drawn)
+    assert {"source-densities-cross", "pareto", "output-layer"} <= set(drawn)
     assert not {"rollout-example", "rollout", "over-smoothing"} & set(drawn)
     for name in ("source-densities-cross", "pareto", "positional-heads"):
         check_figure(drawn[name])

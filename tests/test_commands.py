@@ -92,7 +92,7 @@ def assert_every_figure_is_drawn(text, folder, data):
     """Collect and draw all figures."""
     out = collect(text, folder, data)
     found = {entry.name: entry for entry in figures.draw([collection.read(out)])}
-    assert {"pareto", "density", "over-smoothing", "output-layer"} <= set(found)
+    assert {"pareto", "over-smoothing", "output-layer"} <= set(found)
     for entry in found.values():
         check_figure(entry)
     return set(found)

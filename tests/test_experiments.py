@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from multimax_fairseq.commands.stock import last_line
 from multimax_fairseq.errors import UsageError
 
 pytestmark = pytest.mark.long
@@ -406,5 +407,5 @@ def test_slurm_launcher_starts_one_process_per_task():
         ("a\nb: error: c\n", "b: error: c"),
     ],
 )
-def test_last_line_finds_the_error(experiment, said, last):
-    assert experiment.evaluate.last_line(said) == last
+def test_last_line_finds_the_error(said, last):
+    assert last_line(said) == last

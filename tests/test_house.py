@@ -34,7 +34,7 @@ BELOW = {
     "compat": set(),
     "analysis": {*MATHEMATICS, "modules", "models", "compat"},
     "integrations": {*MATHEMATICS, "modules", "models", "compat"},
-    "trained": {"models", "analysis"},
+    "trained": {"models", "analysis", "compat"},
     "commands": {"models", "compat", "integrations"},
     **{name: set() for name in GROUND},
 }

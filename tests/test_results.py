@@ -91,7 +91,7 @@ def test_add_runs_compares_runs_once(results, tmp_path, monkeypatch):
     assert found["softmax", 1] is None and found["multimax", 1]["difference"] > 5
     assert found["multimax", 1]["p"] < 0.05 and found["multimax", 3]["difference"] == 0
     before = (results.DATA / "multi30k.jsonl").read_text()
-    monkeypatch.setattr(results, "bootstrap", None)  # must not run again
+    monkeypatch.setattr(results, "paired_bootstrap", None)  # must not run again
     results.add_runs(out)
     assert (results.DATA / "multi30k.jsonl").read_text() == before
 
