@@ -21,10 +21,16 @@ def findings(collection: Collection) -> list[str]:
 
 def perplexity(collection: Collection, column: str = "nll") -> float | None:
     """Return the perplexity per token; None if the collection has none."""
+    mean = mean_over_tokens(collection, column)
+    return None if mean is None else float(np.exp(mean))
+
+
+def mean_over_tokens(collection: Collection, column: str) -> float | None:
+    """Return the mean of a column of the output layer's table; None if the column is empty."""
     frame = latest(collection.output).dropna(subset=[column, "tokens"])
     if frame.empty:
         return None
-    return float(np.exp((frame[column] * frame["tokens"]).sum() / frame["tokens"].sum()))
+    return float((frame[column] * frame["tokens"]).sum() / frame["tokens"].sum())
 
 
 def quality(collection: Collection) -> Iterator[str]:

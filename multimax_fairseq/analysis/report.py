@@ -15,9 +15,9 @@ from multimax_fairseq.analysis import COLUMNS, figures
 from multimax_fairseq.analysis.canvas import places_of
 from multimax_fairseq.analysis.collection import PLACES, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import Drawn
-from multimax_fairseq.analysis.findings import findings, perplexity
+from multimax_fairseq.analysis.findings import findings, mean_over_tokens, perplexity
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole
+from multimax_fairseq.files import write
 
 TEMPLATES = Path(__file__).parent / "templates"
 MEANS = {
@@ -92,6 +92,7 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
         continuous=any(example.get("densities") for example in examples),
         drawn=drawn,
     )
+    out.mkdir(parents=True, exist_ok=True)
     write(out / "report.html", page)
 
 
@@ -115,6 +116,7 @@ def compare(collections: list[Collection], out: Path) -> Iterator[str]:
         tables=comparison(collections),
         drawn=drawn,
     )
+    out.mkdir(parents=True, exist_ok=True)
     write(out / "compare.html", page)
 
 
@@ -130,12 +132,6 @@ def differences(collections: list[Collection]) -> list[str]:
 def _measured(value: Any) -> Any:
     """Return the checksum of data, so that its path does not matter, or the value itself."""
     return value.get("sha256") if isinstance(value, dict) else value
-
-
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with whole(file) as aside:
-        aside.write_text(text, encoding="utf-8")
 
 
 def render(template: str, **values: Any) -> str:
@@ -258,9 +254,8 @@ def comparison(collections: list[Collection]) -> list[Table]:
     for column in ("entropy", "sparsity", "nll", "probability"):
         cells = []
         for collection in collections:
-            frame = latest(collection.output).dropna(subset=[column, "tokens"])
-            total = (frame[column] * frame["tokens"]).sum()
-            cells.append(number(total / frame["tokens"].sum()) if len(frame) else "")
+            mean = mean_over_tokens(collection, column)
+            cells.append("" if mean is None else number(mean))
         if any(cells):
             rows.append([column, *cells])
     if rows:
