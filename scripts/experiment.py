@@ -57,7 +57,7 @@ from omegaconf import DictConfig, OmegaConf
 from multimax_fairseq import compat
 from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
 from multimax_fairseq.commands import evaluate
-from multimax_fairseq.commands.stock import last_line, portable, program
+from multimax_fairseq.commands.stock import failure, portable, program
 from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
@@ -228,8 +228,8 @@ def train(run: Run, lock: int) -> None:
                 process.terminate()
                 process.wait()
         if process.returncode:
-            error = last_line(log.read_text(encoding="utf-8", errors="replace"))
-            raise UsageError(f"fairseq-train failed, see {log}: {error}")
+            output = log.read_text(encoding="utf-8", errors="replace")
+            raise failure("fairseq-train", output, log)
         file.write(f"{PEAK} {memory} bytes\n")
     (run.folder / "trained").touch()
 

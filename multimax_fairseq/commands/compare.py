@@ -29,7 +29,7 @@ from sacrebleu.significance import PairedTest, Result
 from tqdm import tqdm
 
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
-from multimax_fairseq.commands.stock import last_line, portable, program, run, sentences
+from multimax_fairseq.commands.stock import failure, portable, program, run, sentences
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.files import read_lines, write, write_json
 from multimax_fairseq.signature import processor, signature
@@ -194,8 +194,7 @@ def train(data: Path, folder: Path, words: list[str], updates: int) -> list[str]
                 bar.set_postfix_str(f"loss {found[1]}", refresh=False)
                 bar.update(int(found[2]) - bar.n)
     if process.returncode:
-        error = last_line(log.read_text(encoding="utf-8"))
-        raise UsageError(f"fairseq-train failed, see {log}: {error}")
+        raise failure("fairseq-train", log.read_text(encoding="utf-8"), log)
     return command
 
 

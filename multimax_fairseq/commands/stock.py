@@ -36,9 +36,13 @@ def run(words: list[str], log: Path) -> str:
     output = f"{stderr}\n{done.stdout}"
     log.write_text(output, encoding="utf-8")
     if done.returncode:
-        error = last_line(stderr.strip() or done.stdout)
-        raise UsageError(f"{Path(words[0]).name} failed, see {log}: {error}")
+        raise failure(Path(words[0]).name, stderr.strip() or done.stdout, log)
     return output
+
+
+def failure(name: str, output: str, log: Path) -> UsageError:
+    """Return the error for a failed command: the last line of its output, and where the rest is."""
+    return UsageError(f"{name} failed, see {log}: {last_line(output)}")
 
 
 def last_line(output: str) -> str:
