@@ -56,7 +56,7 @@ def requested(backend: str = "auto") -> str:
 
 @contextlib.contextmanager
 def plain_backend() -> Iterator[None]:
-    """Use plain PyTorch for all operations, whatever MULTIMAX_BACKEND says."""
+    """Run all operations in plain PyTorch; MULTIMAX_BACKEND has no effect inside."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "plain"
     try:
