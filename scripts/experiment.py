@@ -57,7 +57,7 @@ from omegaconf import DictConfig, OmegaConf
 from multimax_fairseq import compat
 from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
 from multimax_fairseq.commands import evaluate
-from multimax_fairseq.commands.stock import failure, portable, program
+from multimax_fairseq.commands.stock import failure, find_command, portable
 from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
@@ -157,7 +157,7 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
         text = evaluate.describe(args.data_bin, cfg.task.target_lang)
         cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
         cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
-    train = program("fairseq-train")
+    train = find_command("fairseq-train")
     command = [train, str(args.data_bin), *options(cfg), *args.train]
     final = options_of(command)
     updates, plugin = final["--max-update"][0], final["--user-dir"][0]

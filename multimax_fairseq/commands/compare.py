@@ -29,7 +29,7 @@ from sacrebleu.significance import PairedTest, Result
 from tqdm import tqdm
 
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
-from multimax_fairseq.commands.stock import failure, portable, program, run, sentences
+from multimax_fairseq.commands.stock import failure, find_command, portable, run, sentences
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.files import read_lines, write, write_json
 from multimax_fairseq.signature import processor, signature
@@ -139,7 +139,7 @@ def prepare(pairs: Pairs, source: str, target: str, out: Path) -> Path:
             pieces = kept
         for language, side in zip((source, target), zip(*pieces, strict=True), strict=True):
             write(part / f"{split}.{language}", "".join(f"{' '.join(x)}\n" for x in side))
-    words = [program("fairseq-preprocess"), "--source-lang", source, "--target-lang", target]
+    words = [find_command("fairseq-preprocess"), "--source-lang", source, "--target-lang", target]
     words += ["--joined-dictionary", "--destdir", str(part)]
     for split in SPLITS:
         words += [f"--{split}pref", str(part / split)]
@@ -178,7 +178,7 @@ def read_pairs(text: Path, split: str, languages: tuple[str, str]) -> list[tuple
 def train(data: Path, folder: Path, words: list[str], updates: int) -> list[str]:
     """Run or resume fairseq-train with a progress bar; return the command."""
     folder.mkdir(exist_ok=True)
-    command = [program("fairseq-train"), str(data), "--user-dir", str(PLUGIN), *words]
+    command = [find_command("fairseq-train"), str(data), "--user-dir", str(PLUGIN), *words]
     command += ["--save-dir", str(folder)]
     log = folder / "train.log"
     with (

@@ -38,7 +38,7 @@ from sacrebleu.metrics.chrf import CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
 from multimax_fairseq.commands.average import average, newest
-from multimax_fairseq.commands.stock import portable, program, run, sentences
+from multimax_fairseq.commands.stock import find_command, portable, run, sentences
 from multimax_fairseq.compat import PACKAGE
 from multimax_fairseq.compat.silent import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
@@ -50,7 +50,7 @@ PLUGIN = Path(PACKAGE)
 
 
 def stock_command(name: str, *arguments: object) -> list[str]:
-    return [program(name), *map(str, arguments)]
+    return [find_command(name), *map(str, arguments)]
 
 
 def invalid_description(described: Path, error: Exception) -> UsageError:

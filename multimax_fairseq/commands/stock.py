@@ -13,7 +13,7 @@ from multimax_fairseq.errors import UsageError
 CHECKOUT = Path(PACKAGE).parent
 
 
-def program(name: str) -> str:
+def find_command(name: str) -> str:
     """Return the path of a command: this environment's, or the one in PATH."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
