@@ -50,7 +50,7 @@ if name == "fairseq-train":
         arguments += ["--" + key, str(value)]
 else:
     arguments += [f"model.{{key.replace('-', '_')}}={{value}}" for key, value in sizes.items()]
-    arguments = [a if a.startswith("--") or "=" not in a else "+" + a for a in arguments]
+    arguments = [a if a.startswith("--") or "=" not in a else "++" + a for a in arguments]
     arguments += ["optimization.max_update=3"]
 os.execv("{real}/" + name, [name, *arguments])
 """

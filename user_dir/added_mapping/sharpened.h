@@ -13,7 +13,7 @@ struct Sharpened : RowFunction {
     const Vec p = exponential(scaled(x) - row.top) * row.factor;
     return {p, sharpness * p};
   }
-  // The derivative of p by the sharpness is p (x - mean of x). The sum of grad times it is this one.
+  // This key's term of sum(grad * dp/dsharpness).
   static Vec parameter_gradient(Vec x, Entry e, Vec grad, const Statistics&, const Totals& t) {
     return x == -INFINITE ? Vec{} : (grad - mean(t)) * e.weight * x;
   }
