@@ -202,13 +202,17 @@ def text_columns(
 
 
 def scores_table(found: list[Column], names: dict[str, str]) -> str:
-    """One row for each entry: mean ± deviation; + and - mark significant differences to softmax."""
+    """One row for each entry: mean ± deviation, the number of seeds if not all, and the verdict.
+
+    + and - mark significant differences from softmax.
+    """
     verdicts = [compare(column, "softmax") for column in found]
 
     def cell(column: Column, compared: dict[str, Comparison], entry: str) -> str:
         own = list(column.scores.get(entry, {}).values())
+        count = f" ({len(own)})" if 0 < len(own) < len(SEEDS) else ""
         mark = {1: " +", -1: " -", 0: ""}[compared[entry].verdict] if entry in compared else ""
-        return lib.mean(own, column.digits) + mark
+        return lib.mean(own, column.digits) + count + mark
 
     rows = [
         [names[entry], *(cell(c, v, entry) for c, v in zip(found, verdicts, strict=True))]
@@ -298,7 +302,6 @@ def page(text: str) -> str:
     labels = {name: entry.label for name, entry in of.items()}
     found = columns(lines, of)
     draw(found, labels)
-    seeds = {len(scores) for column in found for scores in column.scores.values()}
     groups = {
         "Attention": (found, labels, "temperature"),
         "Output layer": (
@@ -320,7 +323,6 @@ def page(text: str) -> str:
         parts[f"{title}: gain over a learned temperature"] = gains
     parts["Attention of the language models"] = attention_table(lines, of)
     notes = {
-        "Runs of an entry": [f"{min(seeds)} to {max(seeds)}"] if seeds else [],
         "Processors": [line["hardware"] for line in lines],
         "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
         "Commits": [str(line["commit"])[:12] for line in lines],
