@@ -107,55 +107,59 @@ def translation(
         *(("--remove-bpe", text["remove_bpe"]) if text["remove_bpe"] else ()),
     )
     output = run(words, log)
-    hypotheses, decoded = sentences(output, "H"), sentences(output, "T")
-    reference_file = data / f"{subset}.reference.{target}"
-    count = len(decoded)
-    if reference_file.is_file():
-        references = read_lines(reference_file)
-        count = len(references)
-    if not count or not set(hypotheses) == set(decoded) == set(range(count)):
-        raise UsageError(
-            f"fairseq-generate gave {len(hypotheses)} translations for {count} references: see "
-            f"{log}"
-        )
-    ordered = [hypotheses[i] for i in range(count)]
-    # SacreBLEU would split fairseq's placeholder into tokens that match <unk> in a translation.
-    targets = [decoded[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
-    detokenized = ordered
-    if text["tokenizer"] == "moses":
-        detokenize = MosesDetokenizer(lang=target).detokenize
-        detokenized = [detokenize(line.split()) for line in ordered]
-        tokens, target_tokens = ordered, targets
-        if not reference_file.is_file():
-            references = [detokenize(line.split()) for line in targets]
-    else:
-        if not reference_file.is_file():
-            references = targets
-        tokenize = MosesTokenizer(lang=target).tokenize
-        tokens = [tokenize(line, return_str=True, escape=False) for line in ordered]
-        target_tokens = [tokenize(line, return_str=True, escape=False) for line in references]
+    file = data / f"{subset}.reference.{target}"
+    raw = read_lines(file) if file.is_file() else None
+    hypotheses, targets = ordered(output, raw, log)
+    count, is_tokenized = len(targets), text["tokenizer"] == "moses"
+    translations, translation_tokens = forms(hypotheses, target, is_tokenized)
+    references, reference_tokens = forms(targets, target, is_tokenized)
+    unknown = unknown_in_tokens = sum(UNKNOWN_WORD in line for line in targets)
+    if raw is not None:
+        references, unknown = raw, 0
+        if not is_tokenized:
+            reference_tokens, unknown_in_tokens = forms(raw, target, is_tokenized)[1], 0
     bleu = BLEU(lowercase=text["lowercase"])
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
     chrf = CHRF(lowercase=text["lowercase"])
-    unknown = sum(UNKNOWN_WORD in line for line in targets)
-    unknown_tokens = 0 if reference_file.is_file() and text["tokenizer"] != "moses" else unknown
-    unknown = 0 if reference_file.is_file() else unknown
     # In the format of SacreBLEU's signatures.
     differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""
     return {
         "metric": "SacreBLEU",
-        "value": bleu.corpus_score(detokenized, [references]).score,
+        "value": bleu.corpus_score(translations, [references]).score,
         "signature": f"{bleu.get_signature()}{differing}{noted(unknown)}",
-        "chrf": chrf.corpus_score(detokenized, [references]).score,
+        "chrf": chrf.corpus_score(translations, [references]).score,
         "chrf_signature": f"{chrf.get_signature()}{differing}{noted(unknown)}",
-        "tokenized_bleu": tokenized.corpus_score(tokens, [target_tokens]).score,
-        "tokenized_signature": f"{tokenized.get_signature()}{differing}{noted(unknown_tokens)}",
+        "tokenized_bleu": tokenized.corpus_score(translation_tokens, [reference_tokens]).score,
+        "tokenized_signature": f"{tokenized.get_signature()}{differing}{noted(unknown_in_tokens)}",
         "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
-        + ("raw text" if reference_file.is_file() else "read back from the binarised data")
+        + ("read back from the binarised data" if raw is None else "raw text")
         + (f", {unknown:,} with unknown words" if unknown else ""),
-        "hypotheses": hashlib.sha256("\n".join(detokenized).encode()).hexdigest(),
+        "hypotheses": hashlib.sha256("\n".join(translations).encode()).hexdigest(),
         "evaluation": portable(words),
     }
+
+
+def ordered(output: str, raw: list[str] | None, log: Path) -> tuple[list[str], list[str]]:
+    """Return fairseq-generate's translations and targets, in the order of the text."""
+    hypotheses, targets = sentences(output, "H"), sentences(output, "T")
+    count = len(targets) if raw is None else len(raw)
+    if not count or not set(hypotheses) == set(targets) == set(range(count)):
+        raise UsageError(
+            f"fairseq-generate gave {len(hypotheses)} translations for {count} references: see "
+            f"{log}"
+        )
+    # SacreBLEU would split fairseq's placeholder into tokens that match <unk> in a translation.
+    marked = [targets[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
+    return [hypotheses[i] for i in range(count)], marked
+
+
+def forms(lines: list[str], language: str, is_tokenized: bool) -> tuple[list[str], list[str]]:
+    """Return lines as text and as Moses tokens; `is_tokenized` says which of the two they are."""
+    if is_tokenized:
+        detokenize = MosesDetokenizer(lang=language).detokenize
+        return [detokenize(line.split()) for line in lines], lines
+    tokenize = MosesTokenizer(lang=language).tokenize
+    return lines, [tokenize(line, return_str=True, escape=False) for line in lines]
 
 
 def noted(unknown: int) -> str:
