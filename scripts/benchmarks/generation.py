@@ -9,8 +9,9 @@ import copy
 import functools
 import importlib.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairseq import checkpoint_utils, utils
@@ -27,122 +28,35 @@ from multimax_fairseq.models.quantize import quantize
 from multimax_fairseq.models.search_layers import faster_layers
 
 
+class Trained(NamedTuple):
+    """A translation model with MultiMax, and the data that it translates."""
+
+    cfg: Any
+    task: Any
+    model: Any
+    batches: list[dict[str, Any]]
+
+
+Search = Callable[[dict[str, Any]], list[list[Any]]]  # a batch -> the tokens of each translation
+
+
 def generate(args: argparse.Namespace) -> list[Case]:
     @functools.cache
-    def inputs() -> tuple[Any, Any, Any, list[dict[str, Any]]]:
-        """(settings, task, our model, batches)."""
-        path = str(args.checkpoint)
-        refusal = UsageError(
-            f"--checkpoint {path} holds no translation model with MultiMax attention: train one "
-            "with --arch transformer_multimax or transformer_iwslt_de_en_multimax"
-        )
-        state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
-        if task_of(state, args.checkpoint)._name != "translation":
-            raise refusal
-        try:
-            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
-        except RuntimeError:
-            raise CheckpointError(
-                f"--checkpoint {path} does not fit the dictionary of {args.data} or this version: "
-                "give one that this version has trained on that data"
-            ) from None
-        if not any(name.endswith("normalizer.modulator") for name, _ in models[0].named_modules()):
-            raise refusal
-        cfg.generation.beam, cfg.generation.max_len_a, cfg.generation.max_len_b = args.beam, 1.2, 10
-        task.load_dataset(args.subset)
-        batches = task.get_batch_iterator(
-            task.dataset(args.subset), max_tokens=args.max_tokens, seed=1
-        ).next_epoch_itr()  # shuffled: else the first rounds have the shortest sentences
-        return cfg, task, models[0], list(batches)
-
-    def twin() -> Any:
-        """fairseq's model with the same weights, without the modulators."""
-        cfg, task, model, _ = inputs()
-        weights = model.state_dict()
-        twin = TransformerModel.build_model(copy.deepcopy(as_namespace(cfg.model)), task)
-        twin.load_state_dict({key: weights[key] for key in twin.state_dict()})
-        return twin
-
-    def ready(hypotheses: Any) -> Ready:
-        """`hypotheses(batch)` returns the tokens of each sentence's best hypothesis."""
-        batches = inputs()[3]
-
-        def step(number: int) -> dict[str, int]:
-            found = hypotheses(batches[number % len(batches)])
-            return {"hypotheses": len(found), "tokens": sum(map(len, found))}
-
-        return Ready(step, lambda: [best for batch in batches for best in hypotheses(batch)])
+    def trained() -> Trained:
+        return load(args)  # once, and only in the process of a contestant
 
     def contestant(family: str, backend: str = "auto", loop: Any = None) -> Contestant:
-        def make() -> Ready:
-            cfg, task, model, _ = inputs()
-            model = twin() if family == "stock" else copy.deepcopy(model)
-            model = model.to(args.device, getattr(torch, args.dtype))
-            model.prepare_for_inference_(cfg)
-            if family == "int8":
-                quantize([model])
-            if loop is None:
-                faster_layers([model])  # as fairseq-generate does
-            generator = task.build_generator([model], cfg.generation, seq_gen_cls=loop)
-
-            def hypotheses(batch: dict[str, Any]) -> list[list[int]]:
-                batch = utils.move_to_cuda(batch) if args.device == "cuda" else batch
-                found = task.inference_step(generator, [model], batch)
-                return [best["tokens"].tolist() for best, *_ in found]
-
-            return ready(hypotheses)
-
-        return Contestant(make, family, backend)
+        return Contestant(
+            lambda: ready(fairseq_search(trained(), family, loop, args), trained().batches),
+            family,
+            backend,
+        )
 
     def in_ctranslate2(numbers: str) -> Contestant:
-        def make() -> Ready:
-            import ctranslate2
-
-            cfg, task, _, _ = inputs()
-            with tempfile.TemporaryDirectory() as folder:
-                # One namespace of all settings, as in a checkpoint of fairseq-train.
-                names = vars(as_namespace(cfg.task)) | vars(as_namespace(cfg.model))
-                names |= {"arch": "transformer", "_name": "transformer", "task": cfg.task._name}
-                settings = argparse.Namespace(**names)
-                state = {
-                    "cfg": OmegaConf.to_container(cfg) | {"model": settings},
-                    "model": twin().state_dict(),
-                    "args": None,
-                    "best_loss": None,
-                }
-                file = Path(folder, "twin.pt")
-                torch.save(state, file)
-                converter = ctranslate2.converters.FairseqConverter(str(file), str(args.data))
-                converter.convert(str(Path(folder, "converted")), quantization=numbers)
-                translator = ctranslate2.Translator(
-                    str(Path(folder, "converted")),
-                    compute_type=numbers,
-                    inter_threads=1,
-                    intra_threads=torch.get_num_threads(),
-                )
-            words = task.source_dictionary
-
-            def hypotheses(batch: dict[str, Any]) -> list[list[str]]:
-                source = batch["net_input"]["src_tokens"]
-                texts = [
-                    [
-                        words[token]
-                        for token in row.tolist()
-                        if token not in (words.pad(), words.eos())
-                    ]
-                    for row in source
-                ]
-                found = translator.translate_batch(
-                    texts,
-                    beam_size=args.beam,
-                    max_decoding_length=int(1.2 * source.shape[1] + 10),
-                )
-                # The others count the end of sentence.
-                return [[*result.hypotheses[0], "</s>"] for result in found]
-
-            return ready(hypotheses)
-
-        return Contestant(make, f"CTranslate2 {numbers}")
+        return Contestant(
+            lambda: ready(ctranslate2_search(trained(), numbers, args), trained().batches),
+            f"CTranslate2 {numbers}",
+        )
 
     contestants = {
         "softmax (fairseq)": contestant("stock", loop=SequenceGenerator),
@@ -158,3 +72,110 @@ def generate(args: argparse.Namespace) -> list[Case]:
     label = f"generation, {args.subset}, beam {args.beam}"
     quantities = ["tokens/s", "hypotheses/s"]
     return [Case(label, 0, contestants, ["softmax (fairseq)", "MultiMax (plain)"], quantities)]
+
+
+def load(args: argparse.Namespace) -> Trained:
+    path = str(args.checkpoint)
+    refusal = UsageError(
+        f"--checkpoint {path} holds no translation model with MultiMax attention: train one with "
+        "--arch transformer_multimax or transformer_iwslt_de_en_multimax"
+    )
+    state = checkpoint_utils.load_checkpoint_to_cpu(path, {"data": str(args.data)})
+    if task_of(state, args.checkpoint)._name != "translation":
+        raise refusal
+    try:
+        models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
+    except RuntimeError:
+        raise CheckpointError(
+            f"--checkpoint {path} does not fit the dictionary of {args.data} or this version: give "
+            "one that this version has trained on that data"
+        ) from None
+    if not any(name.endswith("normalizer.modulator") for name, _ in models[0].named_modules()):
+        raise refusal
+    cfg.generation.beam, cfg.generation.max_len_a, cfg.generation.max_len_b = args.beam, 1.2, 10
+    task.load_dataset(args.subset)
+    batches = task.get_batch_iterator(
+        task.dataset(args.subset), max_tokens=args.max_tokens, seed=1
+    ).next_epoch_itr()  # shuffled: else the first rounds have the shortest sentences
+    return Trained(cfg, task, models[0], list(batches))
+
+
+def softmax_twin(trained: Trained) -> Any:
+    """Return fairseq's model with the same weights, without the modulators."""
+    weights = trained.model.state_dict()
+    settings = copy.deepcopy(as_namespace(trained.cfg.model))
+    twin = TransformerModel.build_model(settings, trained.task)
+    twin.load_state_dict({key: weights[key] for key in twin.state_dict()})
+    return twin
+
+
+def ready(search: Search, batches: list[dict[str, Any]]) -> Ready:
+    """Return a contestant that translates one batch per step."""
+
+    def step(number: int) -> dict[str, int]:
+        found = search(batches[number % len(batches)])
+        return {"hypotheses": len(found), "tokens": sum(map(len, found))}
+
+    return Ready(step, lambda: [best for batch in batches for best in search(batch)])
+
+
+def fairseq_search(trained: Trained, family: str, loop: Any, args: argparse.Namespace) -> Search:
+    """Return a beam search by fairseq's loop or another one, on the model of a family."""
+    cfg, task = trained.cfg, trained.task
+    model = softmax_twin(trained) if family == "stock" else copy.deepcopy(trained.model)
+    model = model.to(args.device, getattr(torch, args.dtype))
+    model.prepare_for_inference_(cfg)
+    if family == "int8":
+        quantize([model])
+    if loop is None:
+        faster_layers([model])  # as fairseq-generate does
+    generator = task.build_generator([model], cfg.generation, seq_gen_cls=loop)
+
+    def search(batch: dict[str, Any]) -> list[list[int]]:
+        batch = utils.move_to_cuda(batch) if args.device == "cuda" else batch
+        found = task.inference_step(generator, [model], batch)
+        return [best["tokens"].tolist() for best, *_ in found]
+
+    return search
+
+
+def ctranslate2_search(trained: Trained, numbers: str, args: argparse.Namespace) -> Search:
+    """Return CTranslate2's beam search on the softmax model, with numbers of a type."""
+    import ctranslate2
+
+    cfg = trained.cfg
+    with tempfile.TemporaryDirectory() as folder:
+        # One namespace of all settings, as in a checkpoint of fairseq-train.
+        names = vars(as_namespace(cfg.task)) | vars(as_namespace(cfg.model))
+        names |= {"arch": "transformer", "_name": "transformer", "task": cfg.task._name}
+        state = {
+            "cfg": OmegaConf.to_container(cfg) | {"model": argparse.Namespace(**names)},
+            "model": softmax_twin(trained).state_dict(),
+            "args": None,
+            "best_loss": None,
+        }
+        file, converted = Path(folder, "twin.pt"), str(Path(folder, "converted"))
+        torch.save(state, file)
+        converter = ctranslate2.converters.FairseqConverter(str(file), str(args.data))
+        converter.convert(converted, quantization=numbers)
+        translator = ctranslate2.Translator(
+            converted,
+            compute_type=numbers,
+            inter_threads=1,
+            intra_threads=torch.get_num_threads(),
+        )
+    words = trained.task.source_dictionary
+    special = {words.pad(), words.eos()}
+
+    def search(batch: dict[str, Any]) -> list[list[str]]:
+        source = batch["net_input"]["src_tokens"]
+        texts = [[words[token] for token in row if token not in special] for row in source.tolist()]
+        found = translator.translate_batch(
+            texts,
+            beam_size=args.beam,
+            max_decoding_length=int(1.2 * source.shape[1] + 10),
+        )
+        # The others count the end of sentence.
+        return [[*result.hypotheses[0], "</s>"] for result in found]
+
+    return search
