@@ -4,6 +4,7 @@ import argparse
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,113 +131,138 @@ def attention(args: argparse.Namespace) -> list[Case]:
 
 
 def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
-    batch, _, length, _ = shape
-
     @functools.cache
-    def inputs() -> tuple[dict[str, Tensor], Modulator, Tensor | None, Tensor]:
-        names = ("query", "key", "value")
-        parts = {n: random(i, args, *shape).requires_grad_() for i, n in enumerate(names)}
-        allowed = None
-        if args.mask in ("padding", "both"):
-            # Sentence lengths from the full length down to half of it.
-            lengths = length - torch.arange(batch) * length // (2 * batch)
-            allowed = (torch.arange(length) < lengths[:, None])[:, None, None].to(args.device)
-        return parts, some_modulator(args), allowed, random(3, args, *shape)
+    def inputs() -> Inputs:
+        return attention_inputs(args, shape)  # only in the process of a contestant
 
-    is_causal = args.mask in ("causal", "both")
+    def contestant(
+        name: str, make_attend: Callable[[Inputs], Callable], backend: str = "auto"
+    ) -> Contestant:
+        family = name.split()[0]
 
-    def whole_mask(allowed: Tensor | None) -> Tensor | None:
-        """Causal and padding mask combined, (B or 1, 1, T or 1, S); True = may attend."""
-        if not is_causal:
-            return allowed
-        causal = torch.ones(length, length, dtype=torch.bool, device=args.device).tril()
-        return causal[None, None] if allowed is None else allowed & causal
-
-    def contestant(name: str, make_attend: Callable, backend: str = "auto") -> Contestant:
         def make() -> Ready:
-            parts, modulator, allowed, grad = inputs()
-            attend = make_attend(modulator, allowed)
-            learned = dict(parts)
-            if name.startswith("MultiMax"):
-                learned |= dict(modulator.named_parameters())
-            learned |= {n: attend.keywords[n] for n in RIVALS.get(name.split()[0], {})}
-            ready = gradients_of(lambda: (attend(*parts.values()), grad), learned)
-            return ready if backend == "plain" else ready._replace(zeros=zeros_of(name.split()[0]))
+            own = inputs()
+            attend = make_attend(own)
+            learned = dict(own.parts)
+            if family == "MultiMax":
+                learned |= dict(own.modulator.named_parameters())
+            learned |= {name: attend.keywords[name] for name in RIVALS.get(family, {})}
+            ready = gradients_of(lambda: (attend(*own.parts.values()), own.grad), learned)
+            if backend == "plain" or family not in RIVALS:
+                return ready
+            return ready._replace(zeros=zeros_of(own, family))
 
-        return Contestant(make, name.split()[0], backend)
-
-    def torch_attention(_: Modulator, allowed: Tensor | None) -> Callable:
-        # Without padding, torch's is_causal is faster than a mask; torch refuses both together.
-        mask = whole_mask(allowed) if allowed is not None else None
-        flag = is_causal and allowed is None
-        return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=flag)
-
-    def our_attention(normalizer: str) -> Callable:
-        def make_attend(modulator: Modulator, allowed: Tensor | None) -> Callable:
-            options: dict[str, Any] = {"modulator": modulator} if normalizer == "multimax" else {}
-            for n, value in RIVALS.get(normalizer, {}).items():
-                options[n] = torch.full(
-                    (shape[1], 1, 1), value, device=args.device
-                ).requires_grad_()
-            options |= RIVAL_OPTIONS.get(normalizer, {})
-            options |= {"normalizer": normalizer, "attn_mask": allowed, "is_causal": is_causal}
-            return functools.partial(scaled_dot_product_attention, **options)
-
-        return make_attend
-
-    @torch.no_grad()
-    def zeros_of(normalizer: str) -> float | None:
-        """The share of zeros in the first batch element."""
-        if normalizer not in RIVALS:
-            return None
-        parts, _, allowed, _ = inputs()
-        mask = whole_mask(allowed)
-        excluded = None if mask is None else ~mask[:1]
-        scores = parts["query"][:1] @ parts["key"][:1].mT / shape[-1] ** 0.5
-        options: dict[str, Any] = {
-            n: scores.new_full((shape[1], 1, 1), value) for n, value in RIVALS[normalizer].items()
-        }
-        options |= RIVAL_OPTIONS.get(normalizer, {})
-        return share_of_zeros(normalize(normalizer, scores, mask=excluded, **options), excluded)
-
-    def torch_expression(modulator: Modulator, allowed: Tensor | None) -> Callable:
-        mask = whole_mask(allowed)
-        excluded = None if mask is None else ~mask
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            scores = (query / query.shape[-1] ** 0.5) @ key.transpose(-2, -1)
-            scores = expression(scores.float(), modulator)
-            if excluded is not None:
-                scores = scores.masked_fill(excluded, -torch.inf)
-            return scores.softmax(-1).to(value.dtype) @ value
-
-        return attend
+        return Contestant(make, family, backend)
 
     def lower_bound() -> Ready:
-        parts, _, _, grad = inputs()
-        inputs_and_grad = [*(part.detach() for part in parts.values()), grad]
-        return products(lambda: baselines.attention_products(inputs_and_grad, is_causal), parts)
+        own = inputs()
+        operands = [*(part.detach() for part in own.parts.values()), own.grad]
+        return products(lambda: baselines.attention_products(operands, own.is_causal), own.parts)
 
-    label = f"attention {'x'.join(map(str, shape))}, mask: {args.mask}"
+    multimax = functools.partial(our_attention, normalizer="multimax")
     contestants = {
         "softmax (torch)": contestant("softmax (torch)", torch_attention),
-        "softmax (plain)": contestant("softmax (plain)", our_attention("softmax"), "plain"),
-        EXPRESSION: contestant(EXPRESSION, torch_expression),
-        PLAIN: contestant(PLAIN, our_attention("multimax"), "plain"),
-        AUTO: contestant(AUTO, our_attention("multimax")),
+        "softmax (plain)": contestant("softmax (plain)", our_attention, "plain"),
+        EXPRESSION: contestant(EXPRESSION, expression_attention),
+        PLAIN: contestant(PLAIN, multimax, "plain"),
+        AUTO: contestant(AUTO, multimax),
     }
-    for name, kind in itertools.product(RIVALS if args.rivals else (), ("plain", "auto")):
-        contestants[f"{name} ({kind})"] = contestant(f"{name} ({kind})", our_attention(name), kind)
+    for rival, kind in itertools.product(RIVALS if args.rivals else (), ("plain", "auto")):
+        attend = functools.partial(our_attention, normalizer=rival)
+        contestants[f"{rival} ({kind})"] = contestant(f"{rival} ({kind})", attend, kind)
     others = {"softmax (compiled)": baselines.compiled_attention}
     if args.device == "cuda":
         others["softmax (FlexAttention)"] = baselines.flex_attention
-    for name, make_attend in others.items() if args.compile else ():
-        contestants[name] = contestant(name, lambda _, a, make=make_attend: make(whole_mask(a)))
+    for name, make in others.items() if args.compile else ():
+        contestants[name] = contestant(name, lambda own, make=make: make(own.mask))
     with_graphs(contestants, args, "softmax (torch)", AUTO)
     contestants[PRODUCTS] = Contestant(lower_bound, PRODUCTS)
     references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
     rivals = ["softmax (torch)", *(others if args.compile else ())]
-    return Case(label, length, contestants, references, ["seconds"], rivals, settles=True)
+    label = f"attention {'x'.join(map(str, shape))}, mask: {args.mask}"
+    return Case(label, shape[2], contestants, references, ["seconds"], rivals, settles=True)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of an attention, and its mask: True = may attend."""
+
+    parts: dict[str, Tensor]  # query, key and value, (B, H, T, D)
+    grad: Tensor  # of the output
+    modulator: Modulator
+    allowed: Tensor | None  # padding, (B, 1, 1, T)
+    is_causal: bool
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The padding and causal masks combined, (B or 1, 1, T or 1, T)."""
+        if not self.is_causal:
+            return self.allowed
+        length = self.grad.shape[2]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.grad.device).tril()
+        return causal[None, None] if self.allowed is None else self.allowed & causal
+
+    def parameters(self, rival: str) -> dict[str, Tensor]:
+        """Return a mapping's learned parameters, one per head."""
+        shape = (self.grad.shape[1], 1, 1)
+        return {
+            name: torch.full(shape, value, device=self.grad.device).requires_grad_()
+            for name, value in RIVALS.get(rival, {}).items()
+        }
+
+
+def attention_inputs(args: argparse.Namespace, shape: tuple[int, ...]) -> Inputs:
+    batch, _, length, _ = shape
+    names = ("query", "key", "value")
+    parts = {n: random(i, args, *shape).requires_grad_() for i, n in enumerate(names)}
+    allowed = None
+    if args.mask in ("padding", "both"):
+        # Sentence lengths from the full length down to half of it.
+        lengths = length - torch.arange(batch) * length // (2 * batch)
+        allowed = (torch.arange(length) < lengths[:, None])[:, None, None].to(args.device)
+    is_causal = args.mask in ("causal", "both")
+    return Inputs(parts, random(3, args, *shape), some_modulator(args), allowed, is_causal)
+
+
+def torch_attention(inputs: Inputs) -> Callable:
+    # Without padding, torch's is_causal is faster than a mask; torch refuses both together.
+    mask = inputs.mask if inputs.allowed is not None else None
+    flag = inputs.is_causal and inputs.allowed is None
+    return functools.partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=flag)
+
+
+def our_attention(inputs: Inputs, normalizer: str = "softmax") -> Callable:
+    options: dict[str, Any] = {**inputs.parameters(normalizer), **RIVAL_OPTIONS.get(normalizer, {})}
+    if normalizer == "multimax":
+        options["modulator"] = inputs.modulator
+    options |= {"attn_mask": inputs.allowed, "is_causal": inputs.is_causal}
+    return functools.partial(scaled_dot_product_attention, normalizer=normalizer, **options)
+
+
+def expression_attention(inputs: Inputs) -> Callable:
+    """MultiMax's attention as a user would write it in PyTorch."""
+    mask = inputs.mask
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = (query / query.shape[-1] ** 0.5) @ key.transpose(-2, -1)
+        scores = expression(scores.float(), inputs.modulator)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1).to(value.dtype) @ value
+
+    return attend
+
+
+@torch.no_grad()
+def zeros_of(inputs: Inputs, rival: str) -> float:
+    """Return the share of zeros among the weights of the first batch element."""
+    mask = inputs.mask
+    excluded = None if mask is None else ~mask[:1]
+    query, key = inputs.parts["query"][:1], inputs.parts["key"][:1]
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    parameters = {n: p.to(scores.dtype) for n, p in inputs.parameters(rival).items()}
+    options: dict[str, Any] = {**parameters, **RIVAL_OPTIONS.get(rival, {})}
+    return share_of_zeros(normalize(rival, scores, mask=excluded, **options), excluded)
 
 
 # --- the output layer --------------------------------------------------------------------------
