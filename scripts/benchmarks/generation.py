@@ -43,7 +43,7 @@ Search = Callable[[dict[str, Any]], list[list[Any]]]  # a batch -> the tokens of
 def generate(args: argparse.Namespace) -> list[Case]:
     @functools.cache
     def trained() -> Trained:
-        return load(args)  # once, and only in the process of a contestant
+        return load(args)  # once, when the first contestant is built
 
     def contestant(family: str, backend: str = "auto", loop: Any = None) -> Contestant:
         return Contestant(
@@ -52,10 +52,10 @@ def generate(args: argparse.Namespace) -> list[Case]:
             backend,
         )
 
-    def in_ctranslate2(numbers: str) -> Contestant:
+    def in_ctranslate2(compute_type: str) -> Contestant:
         return Contestant(
-            lambda: ready(ctranslate2_search(trained(), numbers, args), trained().batches),
-            f"CTranslate2 {numbers}",
+            lambda: ready(ctranslate2_search(trained(), compute_type, args), trained().batches),
+            f"CTranslate2 {compute_type}",
         )
 
     contestants = {
@@ -110,7 +110,7 @@ def softmax_twin(trained: Trained) -> Any:
 
 
 def ready(search: Search, batches: list[dict[str, Any]]) -> Ready:
-    """Return a contestant that translates one batch per step."""
+    """Return steps that translate one batch each."""
 
     def step(number: int) -> dict[str, int]:
         found = search(batches[number % len(batches)])
@@ -120,7 +120,10 @@ def ready(search: Search, batches: list[dict[str, Any]]) -> Ready:
 
 
 def fairseq_search(trained: Trained, family: str, loop: Any, args: argparse.Namespace) -> Search:
-    """Return a beam search by fairseq's loop or another one, on the model of a family."""
+    """Return a beam search of fairseq, or of this package if `loop` is None.
+
+    family: "stock" (the softmax twin), "ours" (MultiMax) or "int8" (MultiMax in int8).
+    """
     cfg, task = trained.cfg, trained.task
     model = softmax_twin(trained) if family == "stock" else copy.deepcopy(trained.model)
     model = model.to(args.device, getattr(torch, args.dtype))
@@ -139,8 +142,8 @@ def fairseq_search(trained: Trained, family: str, loop: Any, args: argparse.Name
     return search
 
 
-def ctranslate2_search(trained: Trained, numbers: str, args: argparse.Namespace) -> Search:
-    """Return CTranslate2's beam search on the softmax model, with numbers of a type."""
+def ctranslate2_search(trained: Trained, compute_type: str, args: argparse.Namespace) -> Search:
+    """Return CTranslate2's beam search on the softmax twin."""
     import ctranslate2
 
     cfg = trained.cfg
@@ -157,10 +160,10 @@ def ctranslate2_search(trained: Trained, numbers: str, args: argparse.Namespace)
         file, converted = Path(folder, "twin.pt"), str(Path(folder, "converted"))
         torch.save(state, file)
         converter = ctranslate2.converters.FairseqConverter(str(file), str(args.data))
-        converter.convert(converted, quantization=numbers)
+        converter.convert(converted, quantization=compute_type)
         translator = ctranslate2.Translator(
             converted,
-            compute_type=numbers,
+            compute_type=compute_type,
             inter_threads=1,
             intra_threads=torch.get_num_threads(),
         )

@@ -133,7 +133,7 @@ def attention(args: argparse.Namespace) -> list[Case]:
 def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
     @functools.cache
     def inputs() -> Inputs:
-        return attention_inputs(args, shape)  # only in the process of a contestant
+        return attention_inputs(args, shape)  # once, when the first contestant is built
 
     def contestant(
         name: str, make_attend: Callable[[Inputs], Callable], backend: str = "auto"
@@ -141,23 +141,25 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
         family = name.split()[0]
 
         def make() -> Ready:
-            own = inputs()
-            attend = make_attend(own)
-            learned = dict(own.parts)
+            tensors = inputs()
+            attend = make_attend(tensors)
+            learned = dict(tensors.parts)
             if family == "MultiMax":
-                learned |= dict(own.modulator.named_parameters())
-            learned |= {name: attend.keywords[name] for name in RIVALS.get(family, {})}
-            ready = gradients_of(lambda: (attend(*own.parts.values()), own.grad), learned)
+                learned |= dict(tensors.modulator.named_parameters())
+            learned |= {option: attend.keywords[option] for option in RIVALS.get(family, {})}
+            ready = gradients_of(lambda: (attend(*tensors.parts.values()), tensors.grad), learned)
             if backend == "plain" or family not in RIVALS:
                 return ready
-            return ready._replace(zeros=zeros_of(own, family))
+            return ready._replace(zeros=zeros_of(tensors, family))
 
         return Contestant(make, family, backend)
 
     def lower_bound() -> Ready:
-        own = inputs()
-        operands = [*(part.detach() for part in own.parts.values()), own.grad]
-        return products(lambda: baselines.attention_products(operands, own.is_causal), own.parts)
+        tensors = inputs()
+        operands = [*(part.detach() for part in tensors.parts.values()), tensors.grad]
+        return products(
+            lambda: baselines.attention_products(operands, tensors.is_causal), tensors.parts
+        )
 
     multimax = functools.partial(our_attention, normalizer="multimax")
     contestants = {
@@ -174,7 +176,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
     if args.device == "cuda":
         others["softmax (FlexAttention)"] = baselines.flex_attention
     for name, make in others.items() if args.compile else ():
-        contestants[name] = contestant(name, lambda own, make=make: make(own.mask))
+        contestants[name] = contestant(name, lambda tensors, make=make: make(tensors.mask))
     with_graphs(contestants, args, "softmax (torch)", AUTO)
     contestants[PRODUCTS] = Contestant(lower_bound, PRODUCTS)
     references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
@@ -202,12 +204,12 @@ class Inputs:
         causal = torch.ones(length, length, dtype=torch.bool, device=self.grad.device).tril()
         return causal[None, None] if self.allowed is None else self.allowed & causal
 
-    def parameters(self, rival: str) -> dict[str, Tensor]:
+    def parameters(self, normalizer: str) -> dict[str, Tensor]:
         """Return a mapping's learned parameters, one per head."""
         shape = (self.grad.shape[1], 1, 1)
         return {
             name: torch.full(shape, value, device=self.grad.device).requires_grad_()
-            for name, value in RIVALS.get(rival, {}).items()
+            for name, value in RIVALS.get(normalizer, {}).items()
         }
 
 
@@ -241,13 +243,13 @@ def our_attention(inputs: Inputs, normalizer: str = "softmax") -> Callable:
 
 def expression_attention(inputs: Inputs) -> Callable:
     """MultiMax's attention as a user would write it in PyTorch."""
-    mask = inputs.mask
+    excluded = None if inputs.mask is None else ~inputs.mask
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = (query / query.shape[-1] ** 0.5) @ key.transpose(-2, -1)
         scores = expression(scores.float(), inputs.modulator)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
+        if excluded is not None:
+            scores = scores.masked_fill(excluded, -torch.inf)
         return scores.softmax(-1).to(value.dtype) @ value
 
     return attend
