@@ -202,7 +202,7 @@ def text_columns(
 
 
 def scores_table(found: list[Column], names: dict[str, str]) -> str:
-    """One row for each entry: mean ± deviation, the number of seeds if not all, and the verdict.
+    """One row for each entry: mean ± deviation, and the number of seeds if fewer than five.
 
     + and - mark significant differences from softmax.
     """
@@ -232,7 +232,7 @@ def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
         size = one.mean / one.deviation if one.deviation else 0.0
         p = "p < 0.001" if one.p < 0.001 else f"p = {one.p:.3f}"
         digits = column.digits
-        return f"{one.mean:+.{digits}f} ± {one.deviation:.{digits}f}, d = {size:.1f}, {p}"
+        return f"{one.mean:+.{digits}f} ± {one.deviation:.{digits}f}, d = {size:z.1f}, {p}"
 
     rows = [
         [names[entry], *(cell(c, each.get(entry)) for c, each in zip(found, compared, strict=True))]

@@ -109,15 +109,15 @@ def translation(
     output = run(words, log)
     file = data / f"{subset}.reference.{target}"
     raw = read_lines(file) if file.is_file() else None
-    hypotheses, targets = ordered(output, raw, log)
-    count, is_tokenized = len(targets), text["tokenizer"] == "moses"
-    translations, translation_tokens = forms(hypotheses, target, is_tokenized)
-    references, reference_tokens = forms(targets, target, is_tokenized)
-    unknown = unknown_in_tokens = sum(UNKNOWN_WORD in line for line in targets)
-    if raw is not None:
-        references, unknown = raw, 0
-        if not is_tokenized:
-            reference_tokens, unknown_in_tokens = forms(raw, target, is_tokenized)[1], 0
+    hypotheses, targets = in_order(output, raw, log)
+    is_tokenized = text["tokenizer"] == "moses"
+    translations, translation_tokens = text_and_tokens(hypotheses, target, is_tokenized)
+    # The raw text is not tokenised, so the reference of Moses tokens is the binarised one.
+    lines = targets if raw is None or is_tokenized else raw
+    references, reference_tokens = text_and_tokens(lines, target, is_tokenized)
+    unknown_in_tokens = sum(UNKNOWN_WORD in line for line in targets) if lines is targets else 0
+    unknown = unknown_in_tokens if raw is None else 0
+    references = references if raw is None else raw
     bleu = BLEU(lowercase=text["lowercase"])
     tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
     chrf = CHRF(lowercase=text["lowercase"])
@@ -131,7 +131,7 @@ def translation(
         "chrf_signature": f"{chrf.get_signature()}{differing}{noted(unknown)}",
         "tokenized_bleu": tokenized.corpus_score(translation_tokens, [reference_tokens]).score,
         "tokenized_signature": f"{tokenized.get_signature()}{differing}{noted(unknown_in_tokens)}",
-        "protocol": f"{subset}, {count:,} sentences, beam {beam}, detokenised; references: "
+        "protocol": f"{subset}, {len(targets):,} sentences, beam {beam}, detokenised; references: "
         + ("read back from the binarised data" if raw is None else "raw text")
         + (f", {unknown:,} with unknown words" if unknown else ""),
         "hypotheses": hashlib.sha256("\n".join(translations).encode()).hexdigest(),
@@ -139,8 +139,12 @@ def translation(
     }
 
 
-def ordered(output: str, raw: list[str] | None, log: Path) -> tuple[list[str], list[str]]:
-    """Return fairseq-generate's translations and targets, in the order of the text."""
+def in_order(output: str, raw: list[str] | None, log: Path) -> tuple[list[str], list[str]]:
+    """Return fairseq-generate's translations and targets, in the order of the text.
+
+    Raises:
+        UsageError: a sentence is missing, by the numbers of targets or of raw references.
+    """
     hypotheses, targets = sentences(output, "H"), sentences(output, "T")
     count = len(targets) if raw is None else len(raw)
     if not count or not set(hypotheses) == set(targets) == set(range(count)):
@@ -149,12 +153,14 @@ def ordered(output: str, raw: list[str] | None, log: Path) -> tuple[list[str], l
             f"{log}"
         )
     # SacreBLEU would split fairseq's placeholder into tokens that match <unk> in a translation.
-    marked = [targets[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
-    return [hypotheses[i] for i in range(count)], marked
+    references = [targets[i].replace(UNKNOWN_IN_REFERENCE, UNKNOWN_WORD) for i in range(count)]
+    return [hypotheses[i] for i in range(count)], references
 
 
-def forms(lines: list[str], language: str, is_tokenized: bool) -> tuple[list[str], list[str]]:
-    """Return lines as text and as Moses tokens; `is_tokenized` says which of the two they are."""
+def text_and_tokens(
+    lines: list[str], language: str, is_tokenized: bool
+) -> tuple[list[str], list[str]]:
+    """Return lines as plain text and as Moses tokens; with `is_tokenized` they are tokens."""
     if is_tokenized:
         detokenize = MosesDetokenizer(lang=language).detokenize
         return [detokenize(line.split()) for line in lines], lines
