@@ -13,7 +13,7 @@ struct Sharpened : RowFunction {
     const Vec p = exponential(scaled(x) - row.top) * row.factor;
     return {p, sharpness * p};
   }
-  // This key's term of sum(grad * dp/dsharpness).
+  // sum_i grad_i dp_i/dsharpness = sum_i (grad_i - mean of grad) p_i x_i. This returns term i.
   static Vec parameter_gradient(Vec x, Entry e, Vec grad, const Statistics&, const Totals& t) {
     return x == -INFINITE ? Vec{} : (grad - mean(t)) * e.weight * x;
   }
