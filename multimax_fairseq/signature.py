@@ -35,6 +35,11 @@ def processor() -> str:
     return f"{name} (family {found['cpu family']}, model {found['model']})"
 
 
+def processor_and_threads(threads: int) -> str:
+    """Return the name of the CPU, and how many threads a run used."""
+    return f"{processor()}, {threads} thread{'' if threads == 1 else 's'}"
+
+
 def commit() -> str | None:
     """Return the git commit of the checkout, with "-dirty" if files differ; None outside of one."""
     # An installed copy may lie inside another checkout, whose commit is unrelated.

@@ -51,7 +51,7 @@ import lib
 import torch
 from attention_statistics import AttentionStatistics
 from fairseq import checkpoint_utils, utils
-from lib import CONFIGS, ROOT, Experiment, options_of
+from lib import CHOICES, CONFIGS, ROOT, Experiment, options_of
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
@@ -61,17 +61,9 @@ from multimax_fairseq.commands.stock import failure, find_command, portable
 from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
-from multimax_fairseq.signature import processor, signature
+from multimax_fairseq.signature import processor_and_threads, signature
 
 STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
-# The options of fairseq-train that choose the implementation of a config group.
-CHOICES = {
-    "task": "--task",
-    "model": "--arch",
-    "criterion": "--criterion",
-    "optimizer": "--optimizer",
-    "lr_scheduler": "--lr-scheduler",
-}
 
 
 # --- from a row to its command -------------------------------------------------------------------
@@ -275,7 +267,7 @@ def measured(log: str) -> dict[str, Any]:
     else:
         peaks = re.findall(rf"^{PEAK} (\d+) bytes", log, re.MULTILINE)
         memory = max(map(int, peaks), default=None)
-        hardware = f"{processor()}, {torch.get_num_threads()} threads"
+        hardware = processor_and_threads(torch.get_num_threads())
     speeds = [float(speed) for speed in re.findall(r" wps=([\d.]+)", log)]
     parameters = re.findall(r"num\. shared model params: ([\d,]+)", log)
     updates = re.findall(r" num_updates=(\d+)| num_updates (\d+)", log)

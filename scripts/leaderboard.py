@@ -40,7 +40,7 @@ from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
 from multimax_fairseq.commands.stock import portable
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import write_json
-from multimax_fairseq.signature import processor, signature
+from multimax_fairseq.signature import processor_and_threads, signature
 
 
 class Run(NamedTuple):
@@ -94,7 +94,7 @@ def finish(run: Run) -> dict[str, Any]:
         "updates_per_second": updates / seconds,
         "peak_memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "command": run.command,
-        "hardware": f"{processor()}, 1 thread",
+        "hardware": processor_and_threads(1),
         **signature(),
     }
     run.folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of tensorboardX
 Line = dict[str, Any]  # one result: a line of results.jsonl
+# The options of fairseq-train that choose the implementation of a config group.
+CHOICES = {
+    "task": "--task",
+    "model": "--arch",
+    "criterion": "--criterion",
+    "optimizer": "--optimizer",
+    "lr_scheduler": "--lr-scheduler",
+}
 
 
 # --- experiments -------------------------------------------------------------------------------

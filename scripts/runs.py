@@ -17,7 +17,7 @@ from lib import ROOT
 from multimax_fairseq.commands.stock import portable
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
-from multimax_fairseq.signature import processor, signature
+from multimax_fairseq.signature import processor_and_threads, signature
 
 
 def options(name: str, doc: str, rows: dict[str, Any], chosen: str) -> argparse.ArgumentParser:
@@ -116,4 +116,4 @@ def _check_same(folder: Path, command: str) -> None:
 def _hardware(args: argparse.Namespace) -> str:
     if torch.cuda.is_available():
         return f"{getattr(args, 'gpus', 1)} x {torch.cuda.get_device_name()}"
-    return f"{processor()}, {torch.get_num_threads()} threads"
+    return processor_and_threads(torch.get_num_threads())
