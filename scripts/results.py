@@ -126,9 +126,9 @@ def against(block: list[Line], base: list[Line], field: str) -> tuple[str, str]:
 def flags(changes: dict[str, dict[str, object]]) -> str:
     """What a row changes, as options of fairseq-train."""
     words = []
-    for settings in changes.values():
+    for group, settings in changes.items():
         for name, value in settings.items():
-            flag = "--optimizer" if name == "_name" else f"--{name.replace('_', '-')}"
+            flag = lib.CHOICES[group] if name == "_name" else f"--{name.replace('_', '-')}"
             words.append(flag if value is True else f"{flag} {value}")
     return f"`{' '.join(words)}`" if words else "the default"
 

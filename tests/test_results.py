@@ -56,6 +56,11 @@ def test_lines_of_have_all_reproduction_fields(results, experiment):
     assert len({line["data"] for line in lines}) == 1  # all rows have the same data
 
 
+def test_flags_name_architecture_and_optimizer(results):
+    changes = {"model": {"_name": "lm"}, "optimizer": {"_name": "adam"}, "common": {"fp16": True}}
+    assert results.flags(changes) == "`--arch lm --optimizer adam --fp16`"
+
+
 def run_of(folder, row, seed, value, texts):
     run = folder / row / f"seed-{seed}"
     run.mkdir(parents=True)
