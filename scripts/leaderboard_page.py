@@ -5,8 +5,8 @@
 
 OUT is the --out of scripts/leaderboard.sh, speeches.sh or multi30k.sh. Its finished runs are added
 to docs/results/leaderboard.jsonl, one line each; a newer run of the same row and seed replaces an
-older one. Then the page is written, also without any OUT. Runs of multi30k.sh are read only for the
-table of fitted scalars; the other tables show the translations of scripts/results.py.
+older one. Then the page is written, also without any OUT. The tables of attention show the
+translations of scripts/results.py, and runs of multi30k.sh for rows that it lacks.
 
 A comparison pairs runs of the same seed. Its p value is from a paired t-test, after Holm's
 correction for all entries of a column. The effect size is the mean of the differences over their
@@ -297,15 +297,16 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
 def page(text: str) -> str:
     """docs/leaderboard.md with new tables below the mark."""
     own, of = stored(), entries()
-    lines = [line for line in own if line["experiment"] != "multi30k"]
-    lines += [line for line in lib.read_results(TRANSLATIONS) if line["seed"] in SEEDS]
+    translations = [line for line in lib.read_results(TRANSLATIONS) if line["seed"] in SEEDS]
+    known = {("multi30k", line["row"]) for line in translations}
+    lines = [line for line in own if (line["experiment"], line["row"]) not in known] + translations
     labels = {name: entry.label for name, entry in of.items()}
     found = columns(lines, of)
     draw(found, labels)
     groups = {
         "Attention": (found, labels, "temperature"),
         "Output layer": (
-            text_columns(lines, OUTPUTS, OUTPUTS),
+            text_columns(own, OUTPUTS, OUTPUTS),
             {name: name for name in OUTPUTS},
             "learned temperature",
         ),
