@@ -31,8 +31,8 @@ from multimax_fairseq.models.loading import load as load_checkpoint  # noqa: E40
 class AttentionWeights:
     """Attention probabilities for one sentence and its translation, or for one text.
 
-    `encoder`, `decoder` and `cross` have one tensor per layer, (H, T, S): the rows are queries and
-    sum to 1, unless the mapping has a sink.
+    `encoder`, `decoder` and `cross` have one tensor per layer, (H, T, S). The rows are queries and
+    sum to 1, except for mappings whose `Mapping.sums_to_one` is False, or with a sink.
     """
 
     source: list[str]  # the encoder's input; empty for a language model
@@ -85,8 +85,8 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
             features: Tensor = model(inputs["src_tokens"], features_only=True)[0]  # (1, T, C)
             return features[0]
         output = model.encoder(inputs["src_tokens"], inputs["src_lengths"])
-        encoded: Tensor = output["encoder_out"][0]  # (T, 1, C)
-        return encoded[:, 0]
+        encoded: Tensor = output["encoder_out"][0]  # (T, 1, C), or (1, T, C) if recurrent
+        return encoded.flatten(0, 1)
 
     @torch.no_grad()
     def attention(self, sentence: str, target: str | None = None) -> AttentionWeights:

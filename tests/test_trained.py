@@ -107,6 +107,7 @@ def test_attention_of_a_recurrent_model(checkpoint, data):
     model = load(checkpoint("rnn_multimax"), data / "mt")
     found = model.attention(SOURCES[0], TARGETS[0])
     assert [probs.shape for probs in found.cross] == [(1, 8, 9)]
+    assert len(model.features(SOURCES[0])) == 9
 
 
 def test_load_prints_nothing_and_keeps_the_logging_setup(checkpoint, data):
