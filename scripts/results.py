@@ -136,8 +136,7 @@ def flags(changes: dict[str, dict[str, object]]) -> str:
 def significant(block: list[Line]) -> str:
     """How many runs the bootstrap finds better and worse than softmax, at p < 0.05."""
     tests = [line["bootstrap"] for line in block if "bootstrap" in line]
-    # SacreBLEU's p is 0 if the translations are identical.
-    clear = [test["difference"] for test in tests if test["difference"] and test["p"] < 0.05]
+    clear = [test["difference"] for test in tests if test["p"] < 0.05]
     better = sum(difference > 0 for difference in clear)
     return f"{better}, {len(clear) - better} of {len(tests)}" if tests else ""
 

@@ -209,7 +209,9 @@ def paired_bootstrap(softmax: list[str], other: list[str], references: list[str]
     systems: list[tuple[str, Sequence[str]]] = [("softmax", softmax), ("other", other)]
     test = PairedTest(systems, {"BLEU": BLEU()}, [references], "bs", SAMPLES)
     base, found = typing.cast(list[Result], test()[1]["BLEU"])
-    return {"difference": found.score - base.score, "p": found.p_value}
+    difference = found.score - base.score
+    # SacreBLEU's p of identical translations is 1 / (SAMPLES + 1), as if they differed.
+    return {"difference": difference, "p": found.p_value if difference else 1.0}
 
 
 def table(results: dict[str, Any], difference: float, p: float) -> str:
