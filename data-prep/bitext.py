@@ -15,7 +15,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 from archives import Archive, differing_counts, read_tar
-from steps import SPLITS, decode, fail, read, say, step, warn, write
+from steps import MARK, SPLITS, decode, fail, read, say, step, warn, write
 from subwords import binarize
 
 WORKERS = min(8, os.cpu_count() or 1)
@@ -280,6 +280,6 @@ def prepare(
     step(out / "text", made_from, make_text, archives)
     step(
         out / "data-bin",
-        made_from,
+        (out / "text" / MARK).read_text(),
         lambda folder: make_data_bin(out / "text", folder, languages, "bpe", evaluation),
     )

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")
 # In a finished folder: the checksum of its inputs, then one line "SIZE NAME" per file.
 MARK = "prepared.sha256"
-SHARED = ("steps.py", "archives.py", "subwords.py", "bitext.py")  # shared code
+SHARED = ("steps.py", "archives.py", "subwords.py", "bitext.py", "wmt.py")  # shared code
 
 
 # --- messages -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import sys
 
 import archives
+import bitext
 import iwslt14
 import multi30k
 import pytest
@@ -62,6 +63,23 @@ def test_step_remakes_for_another_archive(made, capsys):
     steps.step(made, "another archive", fill)
     why = "the archive, an option or the code has changed"
     assert capsys.readouterr().out == f"Preparing {made} anew, as {why}\n"
+
+
+def test_prepare_remakes_data_of_new_text(tmp_path, monkeypatch):
+    def copy(text, folder, *_):
+        (folder / "copy").write_text((text / "train").read_text())
+
+    def prepare(words):
+        def make_text(_, folder):
+            (folder / "train").write_text(words)
+
+        bitext.prepare(tmp_path, [], ("de", "en"), make_text, {})
+        return (tmp_path / "data-bin" / "copy").read_text()
+
+    monkeypatch.setattr(bitext, "make_data_bin", copy)
+    assert prepare("one") == "one"
+    (tmp_path / "text" / "train").unlink()  # makes the text anew
+    assert prepare("other words") == "other words"
 
 
 def test_step_refuses_folders_of_other_origin(tmp_path):
