@@ -1,6 +1,7 @@
 """The signature of a result: versions, commit, date and processor."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import platform
 import re
@@ -38,6 +39,17 @@ def processor() -> str:
 def processor_and_threads(threads: int) -> str:
     """Return the name of the CPU, and how many threads a run used."""
     return f"{processor()}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def data_checksum(folder: Path) -> str:
+    """Return the SHA-256 of all files that fairseq reads from a data folder, and of references."""
+    kinds = ("*.bin", "*.idx", "dict.*", "*.reference.*")
+    total = hashlib.sha256()
+    for file in sorted(file for kind in kinds for file in folder.glob(kind)):
+        with file.open("rb") as content:
+            checksum = hashlib.file_digest(content, "sha256").hexdigest()
+        total.update(f"{file.name} {checksum}\n".encode())
+    return total.hexdigest()
 
 
 def commit() -> str | None:

@@ -31,7 +31,6 @@ import argparse
 import datetime
 import fcntl
 import functools
-import hashlib
 import itertools
 import logging
 import os
@@ -61,7 +60,7 @@ from multimax_fairseq.commands.stock import failure, find_command, portable
 from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
-from multimax_fairseq.signature import processor_and_threads, signature
+from multimax_fairseq.signature import data_checksum, processor_and_threads, signature
 
 STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
 
@@ -281,20 +280,10 @@ def measured(log: str) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def digest(data: Path) -> str:
-    """The checksum of all files that a run reads from its data folder."""
-    kinds = ("*.bin", "*.idx", "dict.*", "*.reference.*")
-    total = hashlib.sha256()
-    for file in sorted(file for kind in kinds for file in data.glob(kind)):
-        with file.open("rb") as content:
-            total.update(
-                f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
-            )
-    return total.hexdigest()
+checksum_of = functools.cache(data_checksum)
 
 
-def check(run: Run, data: str) -> None:
+def check(run: Run, checksum: str) -> None:
     """Raise UsageError if the folder holds a run with another command.
 
     Also if another run of the same table used other data.
@@ -308,7 +297,7 @@ def check(run: Run, data: str) -> None:
                 "another --out, or remove that folder"
             )
     for file in run.folder.parent.parent.glob("*/seed-*/data.sha256"):
-        if file.read_text("utf-8").strip() != data:
+        if file.read_text("utf-8").strip() != checksum:
             raise UsageError(
                 f"'{file.parent}' was trained on other data than '{run.data}': runs on different "
                 "data cannot share a table; give another --out, or remove that folder"
@@ -324,7 +313,7 @@ def check_finished(run: Run) -> None:
             )
 
 
-# Statistics of attention are of this many validation batches of at most TOKENS tokens.
+# Statistics of attention use this many validation batches of at most TOKENS tokens.
 BATCHES, TOKENS = 4, 2048
 
 
@@ -359,14 +348,14 @@ def attention_of(checkpoint: Path, run: Run) -> dict[str, float]:
 
 def finish(run: Run, lock: int) -> None:
     """Train and evaluate, unless already done; write result.json."""
-    data = digest(run.data)
-    check(run, data)
+    checksum = checksum_of(run.data)
+    check(run, checksum)
     if (run.folder / "result.json").exists():
         print(f"Nothing to do: {run.name} is finished.")
         return
     check_finished(run)
     write(run.folder / "command", f"{shlex.join(run.command)}\n")
-    write(run.folder / "data.sha256", f"{data}\n")
+    write(run.folder / "data.sha256", f"{checksum}\n")
     if not (run.folder / "trained").exists():
         train(run, lock)
     print(f"{run.name}: evaluating", flush=True)
@@ -394,7 +383,7 @@ def finish(run: Run, lock: int) -> None:
         **({"data_set": run.data_set} if run.data_set else {}),
         **result,
         **measured(log),
-        "data": data,
+        "data": checksum,
         "command": shlex.join(portable(run.command)),
         **signature("sacrebleu"),
     }

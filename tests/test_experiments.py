@@ -310,7 +310,7 @@ def test_finish_compares_the_bytes_of_the_data(experiment, tmp_path):
     for place, content in ((data, "1"), (other, "2")):
         (place / "dict.en.txt").write_text(content)
     (run.folder / "result.json").touch()
-    (run.folder / "data.sha256").write_text(experiment.digest(data) + "\n")
+    (run.folder / "data.sha256").write_text(experiment.data_checksum(data) + "\n")
     (data / "prepared.sha256").write_text("of another version of data-prep/")
     experiment.finish(run, 0)
     with pytest.raises(UsageError, match="was trained on other data than '.*other'"):
@@ -328,7 +328,7 @@ def test_finish_refuses_rows_on_different_data(experiment, tmp_path):
     (beside / "data.sha256").write_text("of another text\n")
     with pytest.raises(UsageError, match="'.*softmax/seed-1' was trained on other data than '"):
         experiment.finish(run, 0)
-    (beside / "data.sha256").write_text(experiment.digest(data) + "\n")
+    (beside / "data.sha256").write_text(experiment.data_checksum(data) + "\n")
     experiment.finish(run, 0)
 
 

@@ -39,14 +39,13 @@ from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import as_namespace, settings
 from multimax_fairseq.models.loading import build, read, task_of
-from multimax_fairseq.signature import signature
+from multimax_fairseq.signature import data_checksum, signature
 
 logger = logging.getLogger(__name__)
 
 EXAMPLES, LONGEST_EXAMPLE = 4, 32
 # Bounds the memory of a batch to a few hundred MB, for any lengths and model.
 TOKENS_AT_ONCE, SCORES_AT_ONCE = 4000, 1 << 22
-HASHED = 1 << 20
 
 
 def collect(
@@ -100,7 +99,7 @@ def collect(
         signed = {
             "command": command,
             **signature(),
-            "data": {"folder": str(data), "sha256": _hash_folder(data)},
+            "data": {"folder": str(data), "sha256": data_checksum(data)},
             "subset": subset,
             **seen,
             "epsilon": "the mean of the scores that the query may attend to",
@@ -254,20 +253,6 @@ def _add_output(tables: writing.Tables, updates: int, model: Any, recorder: Reco
     tables["output"] += [{"updates": updates, **row} for row in recorder.output.rows()]
 
 
-# --- the hash of what was read --------------------------------------------------------------------
-
-
 def _hash_file(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _hash_folder(folder: Path) -> str:
-    """Return a hash of the names, sizes and first megabytes of the folder's files."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.is_file():
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as stream:
-                digest.update(stream.read(HASHED))
-    return digest.hexdigest()
