@@ -354,6 +354,7 @@ def finish(run: Run, lock: int) -> None:
         print(f"Nothing to do: {run.name} is finished.")
         return
     check_finished(run)
+    made_with = signature("sacrebleu")  # before the checkout can change
     write(run.folder / "command", f"{shlex.join(run.command)}\n")
     write(run.folder / "data.sha256", f"{checksum}\n")
     if not (run.folder / "trained").exists():
@@ -385,7 +386,7 @@ def finish(run: Run, lock: int) -> None:
         **measured(log),
         "data": checksum,
         "command": shlex.join(portable(run.command)),
-        **signature("sacrebleu"),
+        **made_with,
     }
     write_json(run.folder / "result.json", line)
 

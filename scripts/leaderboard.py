@@ -75,7 +75,7 @@ def finish(run: Run) -> dict[str, Any]:
     logging.getLogger("multimax_fairseq").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     import_plugin(run.user_dir)
-    task = TASKS[run.task]
+    task, made_with = TASKS[run.task], signature()  # before the checkout can change
     updates, batches = (task.updates // 20, 1) if run.is_quick else (task.updates, TEST_BATCHES)
     torch.manual_seed(run.seed)
     start = time.monotonic()
@@ -95,7 +95,7 @@ def finish(run: Run) -> dict[str, Any]:
         "peak_memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "command": run.command,
         "hardware": processor_and_threads(1),
-        **signature(),
+        **made_with,
     }
     run.folder.mkdir(parents=True, exist_ok=True)
     write_json(run.result, line)

@@ -76,6 +76,7 @@ def run_all(
         if (folder / "result.json").exists():
             print(f"Nothing to do: {name} {row}, seed {seed} is finished.")
             continue
+        made_with = signature("timm")  # before the checkout can change
         line = {
             "experiment": name,
             "row": row,
@@ -84,7 +85,7 @@ def run_all(
             "data": data,
             "command": command,
             "hardware": _hardware(args),
-            **signature("timm"),
+            **made_with,
         }
         write_json(folder / "result.json", line)
 

@@ -72,6 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     pairs = {split: read_pairs(args.text, split, (args.source, args.target)) for split in SPLITS}
     claim(args.out, args, pairs)
+    made_with = signature("sacrebleu")  # before the checkout can change
     data = prepare(pairs, args.source, args.target, args.out)
     results = {}
     for mapping in MAPPINGS:
@@ -87,7 +88,7 @@ def main() -> None:
     references = read_lines(data / f"test.reference.{args.target}")
     systems = [hypotheses(args.out / mapping, len(references)) for mapping in MAPPINGS]
     found = paired_bootstrap(systems[0], systems[1], references)
-    line = {"models": results, **found, "hardware": processor(), **signature("sacrebleu")}
+    line = {"models": results, **found, "hardware": processor(), **made_with}
     write_json(args.out / "result.json", line)
     print(table(results, **found), end="")
     print(f"written: {args.out / 'result.json'}")
