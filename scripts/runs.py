@@ -72,7 +72,7 @@ def run_all(
         words = [f"{name}.sh", *settings, "--rows", row]
         words += ["--seeds", str(seed), "--epochs", str(epochs)]
         command = f"scripts/{shlex.join(portable(words))}"
-        _check_same(folder, f"{data}\n{command}\n")
+        _check_same(folder, data, command)
         if (folder / "result.json").exists():
             print(f"Nothing to do: {name} {row}, seed {seed} is finished.")
             continue
@@ -103,15 +103,20 @@ def save(state: dict[str, Any], file: Path) -> None:
         torch.save(state, aside)
 
 
-def _check_same(folder: Path, command: str) -> None:
-    """Raise UsageError if the folder holds a run with another command or data; else note these."""
-    file = folder / "command"
-    if file.exists() and file.read_text(encoding="utf-8") != command:
-        raise UsageError(
-            f"'{folder}' was trained with another command or other data: give another --out, or "
-            "remove that folder"
-        )
-    write(file, command)
+def _check_same(folder: Path, data: str, command: str) -> None:
+    """Raise UsageError if the folder holds a run with another command; else note the command.
+
+    Also if a run of the same table used other data.
+    """
+    file, text = folder / "command", f"{data}\n{command}\n"
+    for other in folder.parent.parent.glob("*/seed-*/command"):
+        before = other.read_text(encoding="utf-8")
+        if before.partition("\n")[0] != data or (other == file and before != text):
+            raise UsageError(
+                f"'{other.parent}' was trained with another command or other data: give another "
+                "--out, or remove that folder"
+            )
+    write(file, text)
 
 
 def _hardware(args: argparse.Namespace) -> str:

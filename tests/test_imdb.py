@@ -119,6 +119,14 @@ def test_imdb_skips_finished_runs_and_tabulates_all(prepared, tmp_path):
     assert "| discrete sparsemax |" in printed and "| continuous softmax, N = 64 |" in printed
 
 
+def test_imdb_refuses_another_row_on_other_data(prepared, tmp_path):
+    trained = tmp_path / "out" / "sparsemax" / "seed-1"
+    trained.mkdir(parents=True)
+    (trained / "command").write_text("of other reviews\nscripts/imdb.sh\n")
+    output = run(tmp_path, *train(prepared, tmp_path / "out", "--rows", "softmax"), code=1)
+    assert "sparsemax/seed-1' was trained with another command or other data" in output
+
+
 def test_imdb_names_an_unknown_row(prepared, tmp_path):
     output = run(tmp_path, *train(prepared, tmp_path, "--rows", "entmax"), code=2)
     assert "imdb.sh: error: argument --rows: no row 'entmax': choose from softmax, " in output
