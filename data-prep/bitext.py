@@ -1,4 +1,4 @@
-"""What the preparations of translation data share: sentence pairs, Moses tokens, BPE, counts."""
+"""Shared code of translation data: sentence pairs, Moses tokens, BPE, counts."""
 
 import functools
 import io

@@ -47,8 +47,8 @@ OFFICIAL = (
     official("2017-01-ted-test/texts/de/en/de-en.tgz", "e3f5b2a075a2da1a395c8b60bf1e9be1"),
     official("2017-01-ted-test/texts/en/de/en-de.tgz", "b68e7097b179491f6c466ef41ad72b9b"),
 )
-# Counts that others report for the first archive; the paper has 206K, 9K and 2K (test). Others may
-# take a few lines for tags that are sentences here.
+# Counts that others report for the first archive; the paper has 206K, 9K and 2K (test). They may
+# differ from ours by a few lines that others treat as tags.
 PAIRS = {"train": 206_112, "valid": 8_967}
 
 LANGUAGES = ("de", "en")

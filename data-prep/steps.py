@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: messages, atomic steps, and checked text files."""
+"""Shared code of this folder: messages, atomic steps, and checked text files."""
 
 import argparse
 import codecs

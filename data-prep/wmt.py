@@ -1,4 +1,4 @@
-"""What wmt14.py and wmt16.py share: news, with validation on held-out pairs or on a news set."""
+"""Shared code of wmt14.py and wmt16.py: news, validated on held-out pairs or on a news set."""
 
 import shlex
 from collections.abc import Callable

@@ -4,7 +4,7 @@ This module holds the mathematics, and needs torch and entmax; `multimax_fairseq
 fairseq imports by itself under `--user-dir`, registers the architectures and the criteria.
 """
 
-from multimax_fairseq import supported  # noqa: F401  comes first, for it says what is too old
+from multimax_fairseq import supported  # noqa: F401  first: refuses old versions of Python and torch
 
 # isort: split
 from multimax_fairseq.continuous import (

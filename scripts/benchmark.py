@@ -189,8 +189,8 @@ def main() -> None:
 
                 args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 random_text(args.data, args.vocabulary)
-            signed = conditions(args)  # before the checkout can change
-            report(measure(cases, args), signed, args)
+            metadata = conditions(args)  # before the checkout can change
+            report(measure(cases, args), metadata, args)
     except (UsageError, OSError) as error:
         sys.exit(f"benchmark.py: error: {error}")
     except torch.OutOfMemoryError:

@@ -13,9 +13,9 @@ Each task (scripts/leaderboards/tasks.py) is tested at the trained length and at
 An entry is a mapping of `NORMALIZERS` or a variant of MultiMax (scripts/leaderboards/entries.py). A
 mapping of your own joins with --user-dir, the folder of a plugin that registers it.
 
-Each run is a process with one thread, and a line OUT/TASK-ENTRY/seed-N/result.json. Finished runs
+Each run is one process with one thread and writes OUT/TASK-ENTRY/seed-N/result.json. Finished runs
 are skipped, so the same command resumes after an interruption. OUT/results.jsonl collects the
-lines, OUT/table.md is their table. scripts/leaderboard_page.py adds them to docs/leaderboard.md.
+results, OUT/table.md is their table. scripts/leaderboard_page.py adds them to docs/leaderboard.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the scripts share: the rows of experiments, files, commands and tables. Needs no fairseq."""
+"""Shared code of the scripts: experiments, files, commands and tables. Needs no fairseq."""
 
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ class Experiment:
         changes: {row: {config group: {key: value}}}, on top of configs/NAME.yaml.
         data: {data set: changes in the same form}, if --data chooses one.
         labels: {row: its name in tables}.
-        papers: {row: the paper's figure}.
+        papers: {row: the paper's score}.
         paper_data: the paper's data set.
         score: name and field of what scripts/results.py compares.
         pairs: the pairs of rows that it compares.

@@ -1,6 +1,6 @@
 """Shared code of the experiments that train without fairseq: options, runs, results.
 
-An experiment has rows, {name: row}, whose attributes are label, paper (its figure) and epochs.
+An experiment has rows, {name: row}, whose attributes are label, paper (its score) and epochs.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def run_all(
         settings: the command's other options that change the result.
         data: a hash of the data.
         train: train(row, seed, epochs, folder) returns the metrics.
-        columns: of the table, before that of the paper's figure.
+        columns: of the table, before that of the paper's score.
     """
     for seed, row in itertools.product(args.seeds, args.rows):
         folder = args.out / row / f"seed-{seed}"

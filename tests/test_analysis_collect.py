@@ -183,13 +183,13 @@ def test_collect_parameters_equal_checkpoint(collected, checkpoint, variant, nam
 
 
 def test_collect_signature_describes_data_and_checkpoint(data, collected, checkpoint):
-    signed = json.loads((collected("multimax") / "collection.json").read_text(encoding="utf-8"))
-    assert signed["command"] == ["a", "command"] and signed["versions"]["torch"]
-    assert signed["subset"] == "valid" and signed["sentences"] == 12
+    metadata = json.loads((collected("multimax") / "collection.json").read_text(encoding="utf-8"))
+    assert metadata["command"] == ["a", "command"] and metadata["versions"]["torch"]
+    assert metadata["subset"] == "valid" and metadata["sentences"] == 12
     lines = (data / "all.en").read_text().splitlines()
-    assert signed["tokens"] == sum(len(line.split()) + 1 for line in lines)
-    assert len(signed["data"]["sha256"]) == 64
-    (about,) = signed["checkpoints"]
+    assert metadata["tokens"] == sum(len(line.split()) + 1 for line in lines)
+    assert len(metadata["data"]["sha256"]) == 64
+    (about,) = metadata["checkpoints"]
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
     assert about["path"] == str(path) and about["updates"] == 7 and len(about["sha256"]) == 64
     assert about["normalizer"] == dict.fromkeys(ATTENTIONS, "multimax")
@@ -423,8 +423,8 @@ def test_collect_language_model_has_decoder_attention_only(data, checkpoint, tmp
     assert all((r["past_turning_point"] is not None) == modulated for r in heads)
     rows = table(found, "output")
     assert all((row["nll_without_modulator"] is not None) == modulated for row in rows)
-    signed = json.loads((found / "collection.json").read_text(encoding="utf-8"))
-    assert signed["sentences"] == 10 and signed["tokens"] == sum(r["tokens"] for r in rows)
+    metadata = json.loads((found / "collection.json").read_text(encoding="utf-8"))
+    assert metadata["sentences"] == 10 and metadata["tokens"] == sum(r["tokens"] for r in rows)
     for example in json.loads((found / "examples.json").read_text(encoding="utf-8")):
         assert len(example["target"]["tokens"]) <= 32
         assert example["source"] == {"tokens": [], "words": []}
@@ -468,16 +468,16 @@ def test_collect_merges_checkpoints_of_one_run(data, checkpoint, collected, tmp_
         rows = table(both, name)
         assert rows == table(collected("multimax"), name) + table(alone, name)
     assert (both / "examples.json").read_text() == (alone / "examples.json").read_text()
-    signed = json.loads((both / "collection.json").read_text(encoding="utf-8"))
-    assert [about["updates"] for about in signed["checkpoints"]] == [7, 20]
+    metadata = json.loads((both / "collection.json").read_text(encoding="utf-8"))
+    assert [about["updates"] for about in metadata["checkpoints"]] == [7, 20]
 
 
 def test_collect_takes_first_sentences(data, checkpoint, tmp_path):
     path = checkpoint(TRANSLATION)
     few = gather(tmp_path / "few", path, data=data / "mt", sentences=3)
-    signed = json.loads((few / "collection.json").read_text(encoding="utf-8"))
+    metadata = json.loads((few / "collection.json").read_text(encoding="utf-8"))
     lines = (data / "all.en").read_text().splitlines()[:3]
-    assert signed["tokens"] == sum(len(line.split()) + 1 for line in lines)
+    assert metadata["tokens"] == sum(len(line.split()) + 1 for line in lines)
     assert len(json.loads((few / "examples.json").read_text(encoding="utf-8"))) == 3
 
 
@@ -626,8 +626,8 @@ def test_collect_keeps_previous_collection_after_failure(data, checkpoint, tmp_p
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "out"]
     assert (tmp_path / "link").is_symlink() and (out / "figures").is_dir()
     assert (out / "note.txt").read_text() == "of the first"
-    signed = json.loads((out / "collection.json").read_text(encoding="utf-8"))
-    assert signed["sentences"] == 3 and os.environ.get("MULTIMAX_BACKEND") == backend
+    metadata = json.loads((out / "collection.json").read_text(encoding="utf-8"))
+    assert metadata["sentences"] == 3 and os.environ.get("MULTIMAX_BACKEND") == backend
 
 
 def test_replace_collection_restores_previous_after_failure(tmp_path, monkeypatch):

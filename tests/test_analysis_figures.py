@@ -264,9 +264,9 @@ COMPARED = ("softmax", "multimax", "alpha_entmax")
 
 def test_differences_ignore_the_path_of_the_data(folders):
     one, other = (collection.read(folders["softmax"]) for _ in range(2))
-    other.signed["data"]["folder"] = "/another/data-bin"
+    other.metadata["data"]["folder"] = "/another/data-bin"
     assert not report.differences([one, other])
-    other.signed["data"]["sha256"] = "1" * 64
+    other.metadata["data"]["sha256"] = "1" * 64
     assert "differ in their data" in report.differences([one, other])[0]
 
 
@@ -299,9 +299,9 @@ def test_read_all_gives_distinct_labels(folders, tmp_path):
 
 def test_differences_name_other_measurements(folders, tmp_path):
     other = shutil.copytree(folders["lm"], tmp_path / "other")
-    signed = json.loads((other / "collection.json").read_text(encoding="utf-8"))
-    signed["epsilon"] = 0.5
-    (other / "collection.json").write_text(json.dumps(signed), encoding="utf-8")
+    metadata = json.loads((other / "collection.json").read_text(encoding="utf-8"))
+    metadata["epsilon"] = 0.5
+    (other / "collection.json").write_text(json.dumps(metadata), encoding="utf-8")
     (words,) = report.differences(collection.read_all([folders["lm"], other]))
     assert "epsilon" in words
     assert report.differences(collection.read_all([folders["lm"], folders["softmax"]])) == []

@@ -380,7 +380,7 @@ def test_hydra_train_equals_argparse_training(text, settings, kind, translation,
     for folder in ("model", "hydra"):
         path, out = f"{kind}-{folder}/checkpoint_last.pt", f"{kind}-{folder}-collected"
         run(text, "python", "-m", "multimax_fairseq.analysis", "collect", path, kind, "--out", out)
-        (about,) = collection.read(text / out).signed["checkpoints"]
+        (about,) = collection.read(text / out).metadata["checkpoints"]
         described.append({key: about[key] for key in about.keys() - {"path", "sha256"}})
     assert described[0] == described[1] and described[0]["settings"]["multimax_order"] == 2
 

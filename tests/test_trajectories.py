@@ -27,7 +27,7 @@ def line(done, start="", **figures):
 
 
 def values(log, place, name):
-    table = log.figures[(log.figures["place"] == place) & (log.figures["name"] == name)]
+    table = log.values[(log.values["place"] == place) & (log.values["name"] == name)]
     return list(zip(table["updates"], table["layer"], table["value"], strict=True))
 
 
@@ -66,7 +66,7 @@ def test_read_accepts_all_forms_of_log_lines(tmp_path):
     assert values(log, "encoder", "t_b1") == [(6, 1, 2)]
     ((updates, _, value),) = values(log, "output", "top1")
     assert (updates, value) == (2, 0.25)
-    assert len(log.figures) == 5
+    assert len(log.values) == 5
 
 
 def test_read_all_gives_distinct_labels(tmp_path):
@@ -114,7 +114,7 @@ def test_trajectories_draws_one_run(logs):
         check_figure(entry)
     figure = drawn["encoder"].figure
     # One panel for each value that changes.
-    table = log.figures[log.figures["place"] == "encoder"]
+    table = log.values[log.values["place"] == "encoder"]
     changing = table.groupby("name")["value"].nunique() > 1
     assert len(figure.axes) == changing.sum() >= 12
     panel = next(axis for axis in figure.axes if axis.get_ylabel() == "entropy (nats)")
@@ -143,7 +143,7 @@ def test_trajectories_draws_two_runs(logs):
     assert shown == ["translation", "language"]
     first, *_ = figure.axes
     assert first.get_ylabel() == "sparsity (0 to 1)" and len(first.get_lines()) == 2
-    means = runs[0].figures.query("place == 'encoder' and name == 'entropy'")
+    means = runs[0].values.query("place == 'encoder' and name == 'entropy'")
     means = means.groupby("updates")["value"].mean()
     panel = drawn["encoder"].figure.axes[2]
     assert panel.get_lines()[0].get_ydata().tolist() == means.tolist()

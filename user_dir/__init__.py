@@ -13,7 +13,7 @@ from multimax_fairseq.models.transformer_multimax import multimax_architecture
 
 @register_model_architecture("transformer_multimax", "transformer_multimax_small")
 def small(args):
-    """A small translation model with a modulator per head, in the encoder and across."""
+    """A small translation model: MultiMax in the encoder and cross-attention, one per head."""
     defaults = {
         "attention_normalizer_at": "encoder,cross",
         "multimax_heads": "separate",

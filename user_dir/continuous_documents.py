@@ -3,9 +3,9 @@
     python user_dir/continuous_documents.py
 
 `DocumentClassifier` has the paper's three attentions over the states of a BiLSTM, here with learned
-embeddings. Such states carry the class everywhere, so that a density anywhere classifies well. For
-a known answer, the values are the words themselves, and the encoder sees two marks but no class:
-the words between the marks are of the document's class, and as many elsewhere are of another one.
+embeddings. Such states contain the class at every position, so any density would classify well. In
+this test the values are word embeddings, and the encoder sees two marks but no class: the words
+between the marks are of the document's class, and as many elsewhere are of another one.
 A model that ignores the marks is right in half of the documents at most. This file does not import
 fairseq. scripts/imdb.sh trains the same classifier on IMDB reviews, with the paper's settings.
 """
@@ -34,7 +34,7 @@ class DocumentClassifier(nn.Module):
         parameters are the mean and the variance of the positions under softmax.
     density: "softmax" or "sparsemax", also of the discrete attention alone.
     seen: None: the values are the states. A number: the values are the embeddings, and the encoder
-        tells only the words below it apart.
+        reads every word from this index on as one word.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ def train(attention, density, steps=150, seed=1, seen=FILLER):
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = DocumentClassifier(WORDS, CLASSES, attention, density, 32, seen, size=32, hidden=32)
-    # A classifier of noise is best quieted by a wide density, which then learns nothing of where
-    # to be. So the classifier starts at zero, and the density narrow.
+    # A random classifier makes the density wide, and a wide density learns no location. So the
+    # classifier starts at zero, and the density narrow.
     nn.init.zeros_(model.classifier.weight)
     if attention == "continuous":
         nn.init.constant_(model.moments.bias[1], -4.0)

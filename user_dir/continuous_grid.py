@@ -45,7 +45,7 @@ class GridAttention(nn.Module):
         probs = self.score(cells).squeeze(-1).softmax(-1).double()
         mean = probs @ self.cells
         off = self.cells - mean[:, None]
-        # A density of one point is no ellipse: a hundredth of a cell is.
+        # The covariance of a single cell is 0: add a standard deviation of a tenth of a cell.
         least = (0.1 / CELLS) ** 2 * torch.eye(2)
         return mean, (probs[..., None] * off).mT @ off + least
 

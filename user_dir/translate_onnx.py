@@ -49,4 +49,5 @@ def translate(folder: Path, lines: list[str], longest: int = 200) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(translate(Path(sys.argv[1]), sys.stdin.read().splitlines())))
+    sentences = [line.rstrip("\n") for line in sys.stdin]
+    print("\n".join(translate(Path(sys.argv[1]), sentences)))

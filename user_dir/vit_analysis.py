@@ -1,4 +1,4 @@
-"""What the attention of trained DeiT models does: the MultiMax paper's figures on images.
+"""Analyses the attention of trained DeiT models: the MultiMax paper's figures on images.
 
     python user_dir/vit_analysis.py CHECKPOINT... --data DATA --out OUT [--images N] [--query N]
 
@@ -76,8 +76,8 @@ class Recorder:
 
     def on_attention(self, layer, module, inputs, probs):
         scores = inputs[0]
-        included = torch.zeros(1, 1, 1, scores.shape[-1], dtype=torch.bool)
-        self.sums[layer].add(scores, probs, included, tokens(len(scores), scores.shape[-1]))
+        excluded = torch.zeros(1, 1, 1, scores.shape[-1], dtype=torch.bool)
+        self.sums[layer].add(scores, probs, excluded, tokens(len(scores), scores.shape[-1]))
         self.weights[layer] = probs
         mean = probs.mean(1)
         self.rolled = metrics.rollout(mean, self.rolled if layer else None)
@@ -173,7 +173,7 @@ def analyse(args):
                     state["updates"], "output", None, model.head.modulator
                 )
             described.append(describe(file, model, state))
-        signed = {
+        metadata = {
             "command": sys.argv,
             **signature("timm"),
             "data": {"folder": str(args.data)},
@@ -183,7 +183,7 @@ def analyse(args):
             "reference": "1 / the number of tokens",
             "checkpoints": described,
         }
-        writing.write(args.out, folder, tables, [], signed)
+        writing.write(args.out, folder, tables, [], metadata)
     batch, weights = shown
     heats = grad_cam(load(file)[0], batch)
     grid = model.patch_embed.grid_size

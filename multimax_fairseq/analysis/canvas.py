@@ -128,7 +128,7 @@ def empty(frame: pd.DataFrame, *columns: str) -> bool:
     return not frame[list(columns)].notna().any(axis=None)
 
 
-def line_a_series(
+def plot_by_layer(
     collections: list[Collection],
     table: str,
     quantity: str,

@@ -96,7 +96,7 @@ def collect(
                 writing.add_attention(tables, about["updates"], place, layer, sums)
             _add_output(tables, about["updates"], model, recorder)
         described.sort(key=lambda about: about["updates"])
-        signed = {
+        metadata = {
             "command": command,
             **signature(),
             "data": {"folder": str(data), "sha256": data_checksum(data)},
@@ -106,7 +106,7 @@ def collect(
             "reference": "1 / the number of keys that the query may attend to",
             "checkpoints": described,
         }
-        writing.write(out, folder, tables, examples[max(examples)], signed)
+        writing.write(out, folder, tables, examples[max(examples)], metadata)
 
 
 # --- the model and the data -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Collection:
     """The files of one collection: one table per CSV file, and two JSON files.
 
     Attributes:
-        signed: collection.json: versions, data, and the settings of each checkpoint.
+        metadata: collection.json: versions, data, and the settings of each checkpoint.
         examples: examples.json, one dict per sentence or pair of sentences:
             `source`, `target`: `tokens` (subwords) and `words` (word, start, end of its subwords);
             `attention`: {place: [layer][head][query][key]};
@@ -41,7 +41,7 @@ class Collection:
     """
 
     folder: Path
-    signed: dict[str, Any]
+    metadata: dict[str, Any]
     parameters: pd.DataFrame
     heads: pd.DataFrame
     layers: pd.DataFrame
@@ -67,7 +67,7 @@ class Collection:
     def checkpoint(self) -> dict[str, Any]:
         """Return the last checkpoint's entry in collection.json."""
         return max(
-            self.signed.get("checkpoints") or [{}], key=lambda entry: entry.get("updates", 0)
+            self.metadata.get("checkpoints") or [{}], key=lambda entry: entry.get("updates", 0)
         )
 
     def places(self) -> list[str]:
@@ -87,7 +87,7 @@ def read(folder: Path) -> Collection:
     try:
         return Collection(
             folder,
-            signed=_json(folder / "collection.json"),
+            metadata=_json(folder / "collection.json"),
             examples=_json(folder / "examples.json"),
             **{name: _table(folder / f"{name}.csv", words) for name, words in COLUMNS.items()},
         )
@@ -128,15 +128,23 @@ def _damaged(file: Path, error: Exception) -> UsageError:
 def read_all(folders: list[Path]) -> list[Collection]:
     """Return several collections with distinct labels."""
     collections = [read(folder) for folder in folders]
-    labels = [collection.label for collection in collections]
-    for index, collection in enumerate(collections):
-        if labels.count(labels[index]) > 1:
-            collection.label += f" ({collection.folder.resolve().name})"
-    labels = [collection.label for collection in collections]
-    for index, collection in enumerate(collections):
-        if labels.count(labels[index]) > 1:
-            collection.label += f" {index + 1}"
+    labels = [each.label for each in collections]
+    longer = [f"{each.label} ({each.folder.resolve().name})" for each in collections]
+    for collection, label in zip(collections, distinct(labels, longer), strict=True):
+        collection.label = label
     return collections
+
+
+def distinct(labels: list[str], longer: list[str]) -> list[str]:
+    """Return the labels; repeated ones in their longer form, with a number if needed."""
+    found = [
+        long if labels.count(short) > 1 else short
+        for short, long in zip(labels, longer, strict=True)
+    ]
+    return [
+        f"{label} {number}" if found.count(label) > 1 else label
+        for number, label in enumerate(found, 1)
+    ]
 
 
 def latest(frame: pd.DataFrame) -> pd.DataFrame:
@@ -146,7 +154,6 @@ def latest(frame: pd.DataFrame) -> pd.DataFrame:
 
 def bins(frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the left edges, right edges and shares of a histogram's bins; open ends are inf."""
-    frame = frame.sort_values(["left", "right"])
     left = frame["left"].fillna(-np.inf).to_numpy(dtype=float)
     right = frame["right"].fillna(np.inf).to_numpy(dtype=float)
     count = frame["count"].to_numpy(dtype=float)

@@ -1,4 +1,4 @@
-"""What a collection shows, in sentences: the opening of the report."""
+"""Sentences about a collection, for the start of the report."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from multimax_fairseq.analysis.collection import PLACES, Collection, latest
-from multimax_fairseq.analysis.figures.modulators import modulated, modulators_of
+from multimax_fairseq.analysis.figures.modulators import modulated, modulators_of, runs
 from multimax_fairseq.mappings.multimax import Modulator
 
 POSITIONAL = 0.5  # mean weight from which a head counts as positional
@@ -102,9 +102,9 @@ def turning_points(collection: Collection) -> Iterator[str]:
 def intervals(modulator: Modulator) -> list[str]:
     """Return the intervals of scores on which sigma decreases, in words."""
     falls = np.diff(modulated(modulator, RANGE)) < 0
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], falls, [False]]).astype(int)))
     found = []
-    for start, end in edges.reshape(-1, 2):
+    for start, last in runs(falls):
+        end = last + 1
         if start == 0:
             found.append(f"below {RANGE[end]:.1f}")
         elif end == len(falls):

@@ -72,7 +72,7 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
         figure.figure.savefig(buffer, format="png", dpi=110)
         drawn.append(inline(figure, buffer.getvalue()))
         yield figure.name
-    signed = {k: v for k, v in collection.signed.items() if k != "checkpoints"}
+    metadata = {k: v for k, v in collection.metadata.items() if k != "checkpoints"}
     updates = collection.updates()
     about = collection.checkpoint()
     layers = latest(collection.layers).groupby("place", sort=False).size()
@@ -82,11 +82,11 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
         "report.html.j2",
         title=f"{collection.label}: what the model has learned",
         summary=f"A {about.get('architecture', 'model')} with {places}, after {updates[-1]:,} "
-        f"updates. The data are {signed.get('sentences', 0):,} sentences or blocks of the subset "
-        f"{signed.get('subset', '')}, {signed.get('tokens', 0):,} tokens.",
+        f"updates. The data are {metadata.get('sentences', 0):,} sentences or blocks of the subset "
+        f"{metadata.get('subset', '')}, {metadata.get('tokens', 0):,} tokens.",
         findings=findings(collection),
         settings=settings(collection),
-        signature=Table("Signature", ["", "value"], [[k, v] for k, v in flat(signed)]),
+        signature=Table("Signature", ["", "value"], [[k, v] for k, v in flat(metadata)]),
         tables=tables(collection),
         examples=examples,
         continuous=any(example.get("densities") for example in examples),
@@ -125,7 +125,7 @@ def differences(collections: list[Collection]) -> list[str]:
     return [
         f"The collections differ in their {words}, so their numbers are not comparable."
         for key, words in MEASURED.items()
-        if len({json.dumps(_measured(c.signed.get(key))) for c in collections}) > 1
+        if len({json.dumps(_measured(c.metadata.get(key))) for c in collections}) > 1
     ]
 
 
@@ -177,7 +177,7 @@ def flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
 
 def settings(collection: Collection) -> Table:
     """Return the table of settings, with one column per checkpoint."""
-    columns = [dict(flat(checkpoint)) for checkpoint in collection.signed.get("checkpoints", [])]
+    columns = [dict(flat(checkpoint)) for checkpoint in collection.metadata.get("checkpoints", [])]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
     return Table("Settings", ["", *(f"checkpoint {n + 1}" for n in range(len(columns)))], rows)

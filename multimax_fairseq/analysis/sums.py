@@ -15,9 +15,9 @@ from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.modules import Normalizer
 
 TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
-SCORE_STEP, BINS_A_DECADE = 0.5, 8
+SCORE_STEP, BINS_PER_DECADE = 0.5, 8
 SCORE_EDGES = np.arange(-40, 40 + SCORE_STEP / 2, SCORE_STEP)
-PROBABILITY_EDGES = np.concatenate([[0.0], np.logspace(-8, 0, 8 * BINS_A_DECADE + 1)])
+PROBABILITY_EDGES = np.concatenate([[0.0], np.logspace(-8, 0, 8 * BINS_PER_DECADE + 1)])
 # Positional heads attend to nearby tokens; larger offsets are ignored.
 LARGEST_OFFSET = 32
 # Ends of the buckets of word ranks, finer for frequent words.
@@ -195,7 +195,7 @@ def _score_counts(scores: Tensor, valid: Tensor) -> Tensor:
 def _prob_counts(probs: Tensor, valid: Tensor) -> Tensor:
     """Count probabilities in the bins 0, (0, 1e-8], ..., (last edge but one, 1]."""
     last = len(PROBABILITY_EDGES) - 1
-    steps = (probs.log10() - math.log10(PROBABILITY_EDGES[1])) * BINS_A_DECADE
+    steps = (probs.log10() - math.log10(PROBABILITY_EDGES[1])) * BINS_PER_DECADE
     bins = steps.ceil_().add_(1).clamp_(1, last).masked_fill_(probs == 0, 0)
     return _bin_counts(bins, valid, last + 1)
 

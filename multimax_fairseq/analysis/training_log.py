@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from multimax_fairseq.analysis.collection import distinct
 from multimax_fairseq.compat.patch import MONITOR
 from multimax_fairseq.errors import UsageError, no_file
 
@@ -27,13 +28,13 @@ class TrainingLog:
 
     Attributes:
         label: the run's name in legends.
-        figures: one row per value: `updates`, `place` (training, encoder, decoder, cross, output),
+        values: one row per value: `updates`, `place` (training, encoder, decoder, cross, output),
             `layer` (NaN for training and output), `name`, `value`. A value per head has one row
             per head.
     """
 
     label: str
-    figures: pd.DataFrame
+    values: pd.DataFrame
 
 
 def read(file: Path) -> TrainingLog:
@@ -49,10 +50,10 @@ def read(file: Path) -> TrainingLog:
     logged: dict[tuple[int, str], float] = {}
     for line in _lines(file):
         names = {name.removeprefix(EPOCH): value for name, value in line.items()}
-        figures = {n.removeprefix(MONITOR): v for n, v in names.items() if n.startswith(MONITOR)}
-        updates = figures.pop("updates", None)
+        values = {n.removeprefix(MONITOR): v for n, v in names.items() if n.startswith(MONITOR)}
+        updates = values.pop("updates", None)
         if updates is not None:
-            logged |= {(int(float(updates)), n): float(v) for n, v in figures.items()}
+            logged |= {(int(float(updates)), n): float(v) for n, v in values.items()}
         updates = line.get("num_updates", line.get("valid_num_updates"))
         for curve, keys in CURVES.items():
             key = next((key for key in keys if key in line), None)
@@ -78,13 +79,9 @@ def read_all(files: list[Path]) -> list[TrainingLog]:
     """Return the values of several runs with distinct labels."""
     logs = [read(file) for file in files]
     labels = [log.label for log in logs]
-    for index, (log, file) in enumerate(zip(logs, files, strict=True)):
-        if labels.count(labels[index]) > 1:
-            log.label = f"{file.resolve().parent.name}/{log.label}"
-    labels = [log.label for log in logs]
-    for index, log in enumerate(logs):
-        if labels.count(labels[index]) > 1:
-            log.label += f" {index + 1}"
+    longer = [f"{file.resolve().parent.name}/{file.stem}" for file in files]
+    for log, label in zip(logs, distinct(labels, longer), strict=True):
+        log.label = label
     return logs
 
 

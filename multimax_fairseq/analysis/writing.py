@@ -80,7 +80,7 @@ def _write_json(file: Path, value: Any) -> None:
 
 
 def write(
-    out: Path, folder: Path, tables: Tables, examples: list[Any], signed: dict[str, Any]
+    out: Path, folder: Path, tables: Tables, examples: list[Any], metadata: dict[str, Any]
 ) -> None:
     """Write all files to a folder of `temporary_folder`, which then becomes `out`."""
     with _explain_write_error(out):
@@ -88,7 +88,7 @@ def write(
             rows = sorted(tables[name], key=lambda row: row["updates"])
             _write_table(folder / f"{name}.csv", columns.split(), rows)
         _write_json(folder / EXAMPLE_FILE, examples)
-        _write_json(folder / SIGNATURE, signed)
+        _write_json(folder / SIGNATURE, metadata)
         _replace_collection(out.resolve(), folder)
 
 

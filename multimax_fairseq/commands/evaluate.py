@@ -4,8 +4,8 @@
                       [--json FILE] [--user-dir DIR] [--quantize int8]
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
-papers report it. A translation has at most 1.2 tokens per source token plus 10, or what max_len_a
-and max_len_b say in the --eval-bleu-args of the training. References are the lines of
+papers report it. A translation has at most 1.2 tokens per source token plus 10, or the max_len_a
+and max_len_b of the training's --eval-bleu-args. References are the lines of
 DATA-BIN/SUBSET.reference.LANGUAGE, raw text, if data preparation wrote it. Otherwise they are
 decoded from DATA-BIN, where an unknown word matches nothing, and the output gives the number of
 references with unknown words. DATA-BIN/evaluation.json says whether scores ignore case, and whether
@@ -203,14 +203,14 @@ def language_model(
         raise UsageError(f"fairseq-eval-lm printed no perplexity: see {log}")
     bits, tokens = float(loss[-1][0]), int(count[-1].replace(",", ""))
     count_of_words = words_of(data, subset)
-    a_word = {}
+    per_word = {}
     if count_of_words is not None:  # the same probability of the same text, normalised by words
-        a_word = {"word_perplexity": 2 ** (bits * tokens / count_of_words)}
+        per_word = {"word_perplexity": 2 ** (bits * tokens / count_of_words)}
     return {
         "metric": "perplexity",
         "value": 2**bits,
-        **a_word,
-        "signature": f"a token, {count[-1]} tokens, blocks of {block}, context window {context}",
+        **per_word,
+        "signature": f"per token, {count[-1]} tokens, blocks of {block}, context window {context}",
         "protocol": f"{subset}, fairseq-eval-lm, each token after at least {context} others where "
         "the text has as many",
         "evaluation": portable(words),
@@ -265,7 +265,8 @@ def show(result: dict[str, Any]) -> None:
         difference = round(result["int8"] - result["value"], 2) + 0.0  # no -0
         print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
     if "word_perplexity" in result:
-        print(f"perplexity per word {result['word_perplexity']:.2f} (between spaces, or an end)")
+        words = "split at spaces; a line end counts as a word"
+        print(f"perplexity per word {result['word_perplexity']:.2f} ({words})")
     if "tokenized_bleu" in result:
         print(f"chrF {result['chrf']:.2f}")
         print(f"  {result['chrf_signature']}")
@@ -315,8 +316,6 @@ def main() -> None:
     for flag in ("average", "longer"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise UsageError(f"--{flag} {number} must be at least 1")
-    if not checkpoint.exists():
-        raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
     if args.average is None and checkpoint.is_dir():
         raise UsageError(f"'{checkpoint}' is a folder: give one of its checkpoints, or --average N")
     if args.average is not None:

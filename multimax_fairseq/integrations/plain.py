@@ -1,4 +1,4 @@
-"""Loads finished fairseq models whose layers have an equal elsewhere."""
+"""Loads trained fairseq models that can be exported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sides(model: Any) -> dict[str, Any]:
 
 
 def _obstacle(model: Any, kind: str) -> str | None:
-    """Return a part of the model that has no equal elsewhere, or None."""
+    """Return the first part that cannot be exported, or None."""
     if type(model) not in MODELS[kind]:
         return f"the structure of a {type(model).__name__}"
     for side, part in sides(model).items():

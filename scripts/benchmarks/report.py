@@ -71,17 +71,18 @@ def table(case: dict[str, Any]) -> str:
     return f"{case['case']}{best}\n{lib.markdown(head, rows, align=True)}"
 
 
-def show(cases: list[dict[str, Any]], signed: dict[str, Any]) -> None:
+def show(cases: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
     """Print the tables and the conditions."""
     for case in cases:
         print(table(case))
         for name, agreed in case["agreement"].items():
             print(f"{name} against {agreed['with']}: {agreed['words']}")
         print()
-    versions = ", ".join(f"{name} {version}" for name, version in signed["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
     print(
-        f"Medians and quartiles of {signed['rounds']} rounds, in {signed['dtype']}, on "
-        f"{signed['device']}, {signed['threads']} threads.\n{versions}, commit {signed['commit']}"
+        f"Medians and quartiles of {metadata['rounds']} rounds, in {metadata['dtype']}, on "
+        f"{metadata['device']}, {metadata['threads']} threads.\n{versions}, "
+        f"commit {metadata['commit']}"
     )
 
 
@@ -120,16 +121,16 @@ def plot(cases: list[dict[str, Any]], sweep: str, title: str, files: list[Path])
             figure.savefig(aside, format=file.suffix[1:], dpi=150)
 
 
-def report(cases: list[dict[str, Any]], signed: dict[str, Any], args: Any) -> None:
+def report(cases: list[dict[str, Any]], metadata: dict[str, Any], args: Any) -> None:
     """Print the tables; with --out, write the data, and the figure of a sweep."""
-    show(cases, signed)
+    show(cases, metadata)
     if args.out is None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     base = args.out / f"benchmark-{args.command}"
-    write_json(base.with_suffix(".json"), {**signed, "cases": cases})
+    write_json(base.with_suffix(".json"), {**metadata, "cases": cases})
     if getattr(args, "sweep", None):
         x = {"attention": "length", "output": "vocabulary"}[args.command]
         files = [base.with_suffix(ending) for ending in (".png", ".svg")]
-        plot(cases, x, signed["command"], files)
+        plot(cases, x, metadata["command"], files)
     print(f"Written to {args.out}")

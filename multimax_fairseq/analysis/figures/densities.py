@@ -12,7 +12,7 @@ from multimax_fairseq.analysis.canvas import COLOURS, grid, legend_below, plain
 from multimax_fairseq.analysis.collection import Collection
 from multimax_fairseq.analysis.figures.catalogue import picture
 
-INCH_A_TOKEN = 0.21
+INCH_PER_TOKEN = 0.21
 MARK = COLOURS[1]
 
 
@@ -35,7 +35,7 @@ def draw_densities(example: dict[str, Any], place: str, layers: list[dict[str, A
     keys = [plain(token) for token in example["source"]["tokens"]]
     queried = example["source" if place == "encoder" else "target"]["tokens"]
     queries = [plain(token) for token in queried]
-    width, height = INCH_A_TOKEN * len(keys) + 1.6, INCH_A_TOKEN * len(queries) + 1.2
+    width, height = INCH_PER_TOKEN * len(keys) + 1.6, INCH_PER_TOKEN * len(queries) + 1.2
     figure, axes = grid(1, 2, width, height)
     for axis, values, title, label in (
         (axes[0, 0], example["attention"][place][layer][head], "discrete", "weight"),

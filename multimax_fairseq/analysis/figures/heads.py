@@ -13,9 +13,9 @@ from multimax_fairseq.analysis.canvas import (
     heatmaps,
     layers_of,
     legend_below,
-    line_a_series,
     ordered_style,
     places_of,
+    plot_by_layer,
     series,
     style,
     updates_axis,
@@ -91,7 +91,7 @@ def alpha_distribution(collection: Collection) -> Figure | None:
 def density(collections: list[Collection]) -> Figure | None:
     """The share of non-zero attention weights among the keys that a query may attend to: the mean
     over the heads (lines) and every head (pale markers)."""
-    figure = line_a_series(collections, "heads", "density", "density (share of non-zeros)")
+    figure = plot_by_layer(collections, "heads", "density", "density (share of non-zeros)")
     if figure is None:
         return None
     places = [
@@ -123,7 +123,7 @@ def head_diversity(collections: list[Collection]) -> Figure | None:
     their attention, with the number of keys as the base of the logarithm (Correia et al. 2019). 0:
     all heads agree; 1: every head attends to another key."""
     label = "Jensen-Shannon divergence (0 to 1)"
-    return line_a_series(collections, "layers", "head_diversity", label)
+    return plot_by_layer(collections, "layers", "head_diversity", label)
 
 
 @picture("Positional heads")

@@ -9,9 +9,9 @@ from multimax_fairseq.analysis.canvas import (
     grid,
     layers_of,
     legend_below,
-    line_a_series,
     ordered_style,
     plain,
+    plot_by_layer,
     updates_axis,
 )
 from multimax_fairseq.analysis.collection import ATTENTIONS, Collection
@@ -33,7 +33,7 @@ def over_smoothing(collections: list[Collection]) -> Figure | None:
     sentence (Gong et al. 2021). It is near 1 for over-smoothing (Fig. 4 of Zhou et al. 2024). A
     single model has one line per checkpoint, darker for later ones."""
     alone = len(collections) == 1
-    return line_a_series(collections, "layers", "patch_similarity", SIMILARITY, alone)
+    return plot_by_layer(collections, "layers", "patch_similarity", SIMILARITY, alone)
 
 
 @picture("Over-smoothing over training")
@@ -67,7 +67,7 @@ def rollout(collections: list[Collection]) -> Figure | None:
     """The correlation of each layer's attention with the roll-out up to it, which is the product of
     the attentions of all layers below (Abnar and Zuidema 2020; Fig. 9 of Zhou et al. 2024). A low
     correlation means that a layer's attention alone does not show where information comes from."""
-    return line_a_series(collections, "layers", "rollout_similarity", "correlation with roll-out")
+    return plot_by_layer(collections, "layers", "rollout_similarity", "correlation with roll-out")
 
 
 @picture("Roll-out of an example")

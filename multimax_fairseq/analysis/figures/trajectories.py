@@ -45,7 +45,7 @@ def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
     over the heads. A single run has one line per layer. Several runs have one line each, the mean
     over the layers. Losses are negative log-likelihoods. The dotted line is the value at which the
     modulator is the identity."""
-    tables = [log.figures[log.figures["place"] == place] for log in logs]
+    tables = [log.values[log.values["place"] == place] for log in logs]
     known = [*LABELS, *IDENTITY]
     together = pd.concat(tables)
     there = {name for name, own in together.groupby("name") if own["value"].nunique() > 1}
