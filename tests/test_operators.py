@@ -23,7 +23,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.ops import backend, best_outputs, cross_entropy, softmax_attention  # noqa: F401
+from multimax_fairseq.ops import backend, best_outputs, cross_entropy, modulator, softmax_attention  # noqa: F401
 from multimax_fairseq.ops.modulator import table_of
 
 pytestmark = [
@@ -701,3 +701,11 @@ def test_checkpoint_repeats_the_dropout_mask(use_reentrant):
         torch.manual_seed(7)
         gradients.append(reverse(function, query, torch.ones_like(query)))
     torch.testing.assert_close(*gradients)
+
+
+def test_operators_refuse_a_soft_cap_on_a_gpu(monkeypatch):
+    scores, table = torch.randn(2, 4), torch.ones(1, 3)
+    modulator.check_table(table, None, scores, "scores")
+    monkeypatch.setattr(modulator, "on_triton", lambda _: True)
+    with pytest.raises(ValueError, match=r"table must be \(1, 8 or 12\), got \[1, 3\]"):
+        modulator.check_table(table, None, scores, "scores")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose, on_triton
-from multimax_fairseq.ops.checks import check_float, check_tensor, is_whole
+from multimax_fairseq.ops.backend import choose
+from multimax_fairseq.ops.checks import check_cpu, check_float, check_tensor, is_whole
 from multimax_fairseq.ops.cross_entropy import cast_output, check_output, linear_backend
 from multimax_fairseq.ops.linear_loss import check_linear, table_or_none
-from multimax_fairseq.ops.modulator import AnyModulator, modulate_operator
+from multimax_fairseq.ops.modulator import AnyModulator
 from multimax_fairseq.ops.registration import Operator, define, without_gradient
 
 # The C++ kernels insert into a sorted list, which is fast only for a short list.
@@ -32,7 +32,8 @@ def fused_scores(
 
     Args:
         features: (..., D). weight: (V, D). bias: (V,) or None.
-        modulator: a `Modulator` with shared heads; None leaves the scores as they are.
+        modulator: a `Modulator` with shared heads, or a `SoftCap`; None leaves the scores as they
+            are.
 
     Returns:
         (..., V), float32, or None.
@@ -136,13 +137,17 @@ def _check_count(count: int, classes: int) -> None:
 _OUTPUT = "Tensor features, Tensor weight, Tensor? bias, Tensor? table"
 
 
+def _check_output_scores(
+    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+) -> None:
+    check_output(features, weight, bias, table)
+    check_cpu("features", features)
+
+
 def _output_scores(
     features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
 ) -> Tensor:
     """Return the modulated scores, (N, V) float32."""
-    if on_triton(features.device):
-        scores = torch.nn.functional.linear(features, weight, bias)
-        return scores.float() if table is None else modulate_operator(scores, table)
     layer = native.linear_layer(*native.in_float32(features, weight, bias, table))
     out = features.new_empty(len(features), len(weight), dtype=torch.float32)
     native.call("projection", native.Projection, out=out, **layer)
@@ -155,7 +160,7 @@ def _output_scores_fake(features: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 output_scores: Operator = define(
     f"output_scores({_OUTPUT}) -> Tensor",
-    check=check_output,
+    check=_check_output_scores,
     kernel=_output_scores,
     fake=_output_scores_fake,
     autograd=without_gradient("output_scores"),
@@ -172,13 +177,11 @@ def _check_best(scores: Tensor, count: int) -> None:
             f"scores must be (N, V) and count between 1 and V, got {list(scores.shape)} and {count}"
         )
     check_float("scores", scores, scores, "scores")
+    check_cpu("scores", scores)
 
 
 def _best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     scores = scores.float()
-    if on_triton(scores.device):
-        values, indices = scores.topk(count)
-        return values, indices, scores.logsumexp(1)
     rows, classes = scores.shape
     values, indices, totals = _empty_lists(scores, count)
     native.call(
@@ -216,7 +219,7 @@ best_scores_operator: Operator = define(
 
 def _check_best_outputs(*inputs: Any) -> None:
     *layer, count, apart = inputs
-    check_output(*layer)
+    _check_output_scores(*layer)
     classes = layer[1].shape[0]
     if not 1 <= count <= classes < 2**31:
         raise ValueError(
@@ -235,11 +238,6 @@ def _best_outputs(
     count: int,
     apart: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if on_triton(features.device):
-        scores = _output_scores(features, weight, bias, table)
-        columns = torch.tensor(apart, dtype=torch.int64, device=scores.device)
-        others = scores.index_fill(1, columns, -torch.inf)
-        return *others.topk(count), scores.logsumexp(1), scores[:, columns]
     values, indices, totals = _empty_lists(features, count)
     apart_scores = values.new_empty(len(features), len(apart))
     native.call(

@@ -78,8 +78,14 @@ def check_device(name: str, tensor: Tensor, like: Tensor, like_name: str) -> Non
         )
 
 
+def check_cpu(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the tensor is on the CPU, or on the meta device."""
+    if tensor.device.type not in ("cpu", "meta"):
+        raise ValueError(f"{name} is on {tensor.device}: this operator is for the CPU")
+
+
 def check_float(name: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
-    """Raise ValueError unless the kernels take the dtype, and `like` has it and the device."""
+    """Raise ValueError unless the kernels support the dtype, and dtype and device are `like`'s."""
     if tensor.dtype not in DTYPES or tensor.dtype != like.dtype:
         raise ValueError(
             f"{name} must be float32, float16 or bfloat16, and of the dtype of {like_name} "
@@ -99,14 +105,3 @@ def check_dropout(name: str, p: float, seed: Tensor | None) -> None:
             f"seed must be a scalar of int64 on the CPU, got {list(seed.shape)}, {seed.dtype} on "
             f"{seed.device}"
         )
-
-
-def check_table(table: Tensor, heads: int | None, like: Tensor, like_name: str) -> None:
-    """Raise ValueError unless the table is `ops.modulator.table_of`'s, float32, for these heads."""
-    rows = (1, heads) if heads else (1,)
-    if table.dim() != 2 or table.shape[0] not in rows or table.shape[1] not in (3, 8, 12):
-        wanted = " or ".join(map(str, dict.fromkeys(rows)))
-        raise ValueError(f"table must be ({wanted}, 3, 8 or 12), got {list(table.shape)}")
-    if table.dtype != torch.float32:
-        raise ValueError(f"table must be float32, got {table.dtype}")
-    check_device("table", table, like, like_name)

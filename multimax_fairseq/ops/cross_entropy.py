@@ -16,7 +16,6 @@ from multimax_fairseq.ops.checks import (
     check_float,
     check_integer,
     check_number,
-    check_table,
     check_tensor,
 )
 from multimax_fairseq.ops.linear_loss import (
@@ -25,7 +24,7 @@ from multimax_fairseq.ops.linear_loss import (
     cast_for_plain,
     cast_layer,
     check_linear,
-    check_summing,
+    check_reduction,
     logits_of,
     mean_of,
     modulated_logits,
@@ -34,6 +33,7 @@ from multimax_fairseq.ops.linear_loss import (
 )
 from multimax_fairseq.ops.modulator import (
     AnyModulator,
+    check_table,
     fits_device,
     modulated_gradients,
 )
@@ -68,9 +68,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of MultiMax (or softmax) over the outputs of a linear layer.
 
-        nll = log sum_k exp(z_k) - z_y,      z = sigma(W h + b)
-        loss = (1 - e - e_i) nll - e_i sum_k log p_k,   e_i = e / (V - 1),  e = label_smoothing
+        loss = (1 - e - e_i) nll - e_i sum_k log p_k
                + z_loss (log sum_k exp(z_k))^2 + maxsup (max_k z_k - mean_k z_k)
+        nll = log sum_k exp(z_k) - z_y,  z = sigma(W h + b)
+        e = label_smoothing,  e_i = e / (V - 1)
     Equivalent to: F.cross_entropy(modulator(F.linear(features, weight, bias)), target) without
     label smoothing. With it, e is spread over the V - 1 other classes, as in fairseq.
 
@@ -104,7 +105,7 @@ def linear_cross_entropy(
     check_linear(features, weight, bias, modulator)
     target = _checked_target(features, target)
     check_integer("ignore_index", ignore_index)
-    check_summing(reduction, chunk_size)
+    check_reduction(reduction, chunk_size)
     check_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.backend import choose
-from multimax_fairseq.ops.checks import MAX_DROPOUT, check_dropout, check_float
+from multimax_fairseq.ops.checks import MAX_DROPOUT, check_cpu, check_dropout, check_float
 from multimax_fairseq.ops.registration import Operator, define, needs_gradient
 
 
@@ -31,7 +31,7 @@ def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
     Args:
         input: any shape.
         p: in [0, 1].
-        backend: "auto", or "plain" for torch's own.
+        backend: "auto", "cpp", "triton" or "plain"; the kernel runs for "auto" and "cpp" on a CPU.
 
     The caller has checked the arguments. Inputs that the kernel does not support use torch's own
     dropout.
@@ -45,10 +45,7 @@ def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
 
 def _check(input: Tensor, seed: Tensor, p: float) -> None:
     check_float("input", input, input, "input")
-    if input.device.type not in ("cpu", "meta"):
-        raise ValueError(
-            f"input is on {input.device}: this dropout is for the CPU, elsewhere use torch's"
-        )
+    check_cpu("input", input)
     check_dropout("p", p, seed)
 
 

@@ -39,7 +39,8 @@ class LossCall(NamedTuple):
 
     Attributes:
         features: (N, D), float32, float16 or bfloat16. weight: (V, D). bias: (V,) or None.
-        table: (1, 1, 8 or 12) float32, of `ops.modulator.table_of`; None is softmax.
+        table: (1, 8 or 12), or (1, 3) for a soft-cap; float32, of `ops.modulator.table_of`.
+            None is softmax.
         target: (N,) int64. `symmetric_divergence` has its mask here.
         smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient of z_k
             contains (1 + 2 z_weight lse) p_k.
@@ -220,7 +221,7 @@ def _accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-# --- what the losses of a linear layer share ---------------------------------------------------
+# --- shared by the losses of a linear layer ----------------------------------------------------
 
 
 def check_linear(
@@ -268,7 +269,7 @@ def check_linear(
             )
 
 
-def check_summing(reduction: str, chunk_size: int | None) -> None:
+def check_reduction(reduction: str, chunk_size: int | None) -> None:
     """Raise TypeError or ValueError for an unknown reduction or a wrong chunk size."""
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"unknown reduction {reduction!r}: choose sum, mean or none")

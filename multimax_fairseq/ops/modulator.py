@@ -10,7 +10,8 @@ order n = 1..N, the power of the term:
 
 The coefficients are offsets from the identity: if all are zero, MultiMax is softmax.
 
-The kernels read a modulator as a *table*, the (1 or heads, 8 or 12) float32 tensor of `pack`.
+The kernels read a modulator as a *table*, the (1 or heads, 8 or 12) float32 tensor of `pack`. The
+table of a soft-cap is (1, 3): cap, shift and width.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from multimax_fairseq.ops.checks import (
     check_device,
     check_flag,
     check_float,
-    check_table,
     check_tensor,
 )
 from multimax_fairseq.ops.registration import (
@@ -386,6 +386,19 @@ def table_of(
 def fits_device(table: Tensor, device: torch.device) -> bool:
     """Whether the kernels of a device can read a table. Those of Triton know no soft-cap."""
     return table.device == device and (table.shape[1] != CAP_COLUMNS or not on_triton(device))
+
+
+def check_table(table: Tensor, heads: int | None, like: Tensor, like_name: str) -> None:
+    """Raise ValueError unless the kernels can read a table, for all heads together or for each."""
+    rows = (1, heads) if heads else (1,)
+    widths = (8, 12) if on_triton(like.device) else (CAP_COLUMNS, 8, 12)
+    if table.dim() != 2 or table.shape[0] not in rows or table.shape[1] not in widths:
+        wanted = " or ".join(map(str, dict.fromkeys(rows)))
+        columns = " or ".join(map(str, widths))
+        raise ValueError(f"table must be ({wanted}, {columns}), got {list(table.shape)}")
+    if table.dtype != torch.float32:
+        raise ValueError(f"table must be float32, got {table.dtype}")
+    check_device("table", table, like, like_name)
 
 
 def fits_heads(modulator: AnyModulator, heads: int) -> bool:

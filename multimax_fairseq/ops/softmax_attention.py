@@ -20,9 +20,9 @@ from multimax_fairseq.ops.checks import (
     check_device,
     check_dropout,
     check_float,
-    check_table,
     check_tensor,
 )
+from multimax_fairseq.ops.modulator import check_table
 from multimax_fairseq.ops.registration import (
     Operator,
     define,
@@ -42,7 +42,8 @@ class AttentionCall(NamedTuple):
     Attributes:
         query: (B, H, T, D), float32, float16 or bfloat16, any strides.
         key, value: (B, H, S, D), of the same dtype.
-        table: (1 or H, 8 or 12) or (1, 1) float32, of `ops.modulator.table_of`; None is softmax.
+        table: (1 or H, 8 or 12), or (1, 3) for a soft-cap; float32, of `ops.modulator.table_of`.
+            None is softmax.
         sink: (H,) float32, the score of an entry without a key; None for no sink.
         mask: (B or 1, H or 1, T or 1, S or 1). Bool: True excludes. float32: added to the modulated
             scores, -inf excludes. A query with no key left gets zeros.

@@ -15,7 +15,7 @@ from multimax_fairseq.ops.linear_loss import (
     LossCall,
     cast_for_plain,
     check_linear,
-    check_summing,
+    check_reduction,
     chunk_rows,
     logits_of,
     mean_of,
@@ -60,7 +60,7 @@ def symmetric_divergence(
         other: the shape and dtype of features.
         weight: (V, D), of the dtype of features.
         bias: (V,), of the dtype of features.
-        modulator: a `Modulator` with shared heads; None is softmax.
+        modulator: a `Modulator` with shared heads, or a `SoftCap`; None is softmax.
         mask: the leading shape of features, bool: True excludes a row.
         reduction: "sum", "mean" (over the rows that count; NaN if none does) or "none".
         chunk_size: rows of features taken at a time; None chooses.
@@ -79,7 +79,7 @@ def symmetric_divergence(
         mask = features.new_zeros(features.shape[:-1], dtype=torch.bool)
     else:
         _check_mask(features, mask)
-    check_summing(reduction, chunk_size)
+    check_reduction(reduction, chunk_size)
     # Row 2 i is h, row 2 i + 1 is the other one: a chunk has both.
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
