@@ -157,15 +157,11 @@ def fused_attention(
         and key.shape[2] < 2**31
         and dropout_p <= MAX_DROPOUT
         and supports_head_size(query.device, size)
-        and (modulator is None or has_parameters(modulator))
-        and fits_each_head(query, query.shape[1], sink, length_scale)
+        and supports_mapping(query, query.shape[1], backend, modulator, sink, length_scale, row)
         and (growth is None or _fits_each_query(query, *growth))
         and (
             row is None
-            # A row function replaces softmax and its modulator and sink.
-            or (modulator is None and sink is None)
-            and supports_row(row, query, query.shape[1], backend)
-            and row.supports_mask(mask)
+            or row.supports_mask(mask)
             and not (row.name in WITHOUT_GRADIENT and needs_gradient(query, key, value))
         )
         # Kernels compute no gradient of a mask.
@@ -199,6 +195,24 @@ def fused_attention(
         tensors = (query, key, value, table, per_head(sink, query), mask, seed)
         output, _ = attention(*tensors, is_causal, dropout_p, scale, low, high, False)
     return output if value_size == size else output[..., :value_size]
+
+
+def supports_mapping(
+    like: Tensor,
+    heads: int,
+    backend: str,
+    modulator: Any,
+    sink: float | Tensor | None,
+    length_scale: float | Tensor | None,
+    row: RowFunction | None,
+) -> bool:
+    """Whether the kernels can compute a mapping with these arguments of `fused_attention`."""
+    if not fits_each_head(like, heads, sink, length_scale):
+        return False
+    if row is None:
+        return modulator is None or has_parameters(modulator)
+    # A row function replaces softmax and its modulator and sink.
+    return modulator is None and sink is None and supports_row(row, like, heads, backend)
 
 
 def supports_row(row: RowFunction, query: Tensor, heads: int, backend: str) -> bool:

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.attention import (
-    fits_each_head,
     growth_factor,
     length_factor,
     per_head,
-    supports_row,
+    supports_mapping,
 )
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
-from multimax_fairseq.ops.modulator import fits_device, fits_heads, has_parameters, table_of
+from multimax_fairseq.ops.modulator import fits_device, fits_heads, table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
 from multimax_fairseq.ops.row_attention import check_row_function, row_fields
 from multimax_fairseq.ops.row_function import RowFunction
@@ -130,13 +129,7 @@ def decoding_attention(
         size % HEAD_SIZE_MULTIPLE == 0
         and like.numel() > 0
         and not is_autocast(like.device.type)  # the projections are not float32 then
-        and (modulator is None or has_parameters(modulator))
-        and fits_each_head(like, heads, sink, length_scale)
-        and (
-            row is None
-            or (modulator is None and sink is None)
-            and supports_row(row, like, heads, "auto")
-        )
+        and supports_mapping(like, heads, "auto", modulator, sink, length_scale, row)
     )
     table: Tensor | None = None
     if is_supported and modulator is not None:
