@@ -16,15 +16,16 @@ from multimax_fairseq.ops.masks import attention_mask
 class MultiheadAttention(SoftmaxMultiheadAttention):
     """fairseq's multi-head attention with a `Normalizer` in place of softmax.
 
-    One `forward` serves training, teacher forcing and incremental decoding, so all compute the same
-    function.
+    A decoding step runs in a kernel of its own if there is one, everything else in the normalizer's
+    `attend`. Both compute the same function.
 
     Args:
         softmax_attention: the layer built by fairseq. This layer takes over its projections and
             options; do not use the old one afterwards.
-        normalizer: a `Normalizer`, or any module with its `attend` and `keep_heads`. Its optional
-            `static_values(value, mask)` is called once for keys and values that stay the same while
-            a sentence is decoded, and the result is cached.
+        normalizer: a `Normalizer`, or any module with its `attend` and `keep_heads`. Two methods
+            are optional: `decoding_attention(like, heads, size)` returns the kernel of decoding
+            steps, and `static_values(value, mask)` is called once for keys and values that stay the
+            same while a sentence is decoded, and the result is cached.
 
     Raises:
         UsageError: the layer computes its own softmax (xFormers), or has extra keys together with
@@ -42,8 +43,8 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
                 "xFormers computes its own softmax, so no attention normalizer can act in it: "
                 "leave out the xFormers option"
             )
-        has_extra = stock.bias_k is not None or stock.add_zero_attn
-        if has_extra and any(isinstance(m, ContinuousAttention) for m in normalizer.modules()):
+        has_extra_keys = stock.bias_k is not None or stock.add_zero_attn
+        if has_extra_keys and any(isinstance(m, ContinuousAttention) for m in normalizer.modules()):
             raise UsageError(
                 "continuous attention has no place for the extra keys of add_bias_kv and "
                 "add_zero_attn: leave them out"
@@ -62,6 +63,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         for name in ("q_proj", "k_proj", "v_proj", "out_proj", "bias_k", "bias_v"):
             setattr(self, name, getattr(stock, name))
         self.dropout_module = stock.dropout_module
+        self.has_extra_keys = has_extra_keys
         self.normalizer = normalizer
         self.train(stock.training)
 
@@ -104,29 +106,11 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
                 output = self._decoding_step(query, incremental_state)
                 if output is not None:
                     return output, None
-            self._expand_cache(incremental_state)
-        buffer: dict[str, Tensor | None] = {}
-        if incremental_state is not None:
-            buffer = self._get_input_buffer(incremental_state)
         q = self._split_heads(self.q_proj(query))
         hidden = query.transpose(0, 1).unsqueeze(1)
-        # Beam search repeats a sentence for each hypothesis, in adjacent rows.
-        beam = self.beam_size if incremental_state is not None else 1
-        if static_kv and beam > 1 and key is not None and key.shape[1] == batch:
-            key = key[:, ::beam]
-            value = key
-            if key_padding_mask is not None:
-                key_padding_mask = key_padding_mask[::beam]
-        is_new = static_kv and buffer.get("prev_key") is None
-        k, v, key_padding_mask = self._project_keys(
-            query, key, value, key_padding_mask, buffer, static_kv
+        k, v, key_padding_mask = self._keys_and_values(
+            query, key, value, key_padding_mask, incremental_state, static_kv
         )
-        if incremental_state is not None:
-            if is_new:
-                v = self._static_values(v, key_padding_mask)
-            cache = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": key_padding_mask}
-            self._set_input_buffer(incremental_state, cache)
-
         # Hypotheses that share their keys become queries of one attention.
         beam = batch // k.shape[0]
         if beam > 1:
@@ -180,8 +164,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         A `KVCache` stores each key and value once; reordering the hypotheses does not copy it.
         """
         prepare = getattr(self.normalizer, "decoding_attention", None)
-        has_extra = self.bias_k is not None or self.add_zero_attn
-        is_step = self.self_attention and query.shape[0] == 1 and not has_extra
+        is_step = self.self_attention and query.shape[0] == 1 and not self.has_extra_keys
         buffer: dict[str, Any] = self._get_input_buffer(incremental_state)
         if prepare is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
             return None
@@ -227,8 +210,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
     def _is_causal(self, attn_mask: Tensor | None) -> bool:
         """Whether this is the causal mask that the decoder marks, without extra keys."""
-        extra = self.bias_k is not None or self.add_zero_attn
-        return not extra and getattr(attn_mask, "is_future_mask", False)
+        return not self.has_extra_keys and getattr(attn_mask, "is_future_mask", False)
 
     def _project(self, context: Tensor, beam: int) -> Tensor:
         """(B, heads, beam T, head size) to the layer's output (T, B beam, C)."""
@@ -252,6 +234,35 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     def _split_heads(self, x: Tensor) -> Tensor:
         """(T, B, C) to (B, heads, T, head size)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).permute(1, 2, 0, 3)
+
+    def _keys_and_values(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None,
+        incremental_state: dict[str, dict[str, Tensor | None]] | None,
+        static_kv: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values, (B, heads, S, head size), and their padding; update the cache."""
+        if incremental_state is None:
+            return self._project_keys(query, key, value, key_padding_mask, {}, static_kv)
+        self._expand_cache(incremental_state)
+        buffer = self._get_input_buffer(incremental_state)
+        # Beam search repeats a sentence for each hypothesis, in adjacent rows.
+        beam = self.beam_size
+        if static_kv and beam > 1 and key is not None and key.shape[1] == query.shape[1]:
+            key = key[:, ::beam]
+            value = key
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask[::beam]
+        is_new = static_kv and buffer.get("prev_key") is None
+        k, v, padding = self._project_keys(query, key, value, key_padding_mask, buffer, static_kv)
+        if is_new:
+            v = self._static_values(v, padding)
+        cache = {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding}
+        self._set_input_buffer(incremental_state, cache)
+        return k, v, padding
 
     def _project_keys(
         self,
