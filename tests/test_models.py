@@ -412,6 +412,8 @@ def test_prune_heads_also_prunes_normalizer_parameters(normalizer, settings):
     layer._adaptive_prune_heads([(2, 4), (6, 8)])
     _, after = layer(x, x, x, need_head_weights=True)
     torch.testing.assert_close(after, before[[1, 3]])
+    rebuilt = Normalizer(**layer.normalizer.arguments)  # as an export does
+    rebuilt.load_state_dict(layer.normalizer.state_dict())
 
 
 def test_adaptive_softmax_keeps_the_parameters_of_stock(build, lm_batch):

@@ -22,8 +22,9 @@ from multimax_fairseq.ops.masks import causal_mask
 class Normalizer(nn.Module):
     """A mapping of `NORMALIZERS` as a module.
 
-    `normalizer(scores, dim, mask)` returns probabilities. `normalizer.attend(query, key, value,
-    mask)` is the only entry point of attention, so training and decoding compute the same function.
+    `normalizer(scores, dim, mask)` returns probabilities. `attend` computes attention from queries
+    and keys, `attend_by_scores` from scores, and `decoding_attention` prepares the decoding steps
+    of one sentence. All compute the same function.
 
     Args:
         name: a key of `NORMALIZERS`.
@@ -264,6 +265,7 @@ class Normalizer(nn.Module):
         for module in self.modules():
             if hasattr(module, "num_heads"):
                 setattr(module, "num_heads", len(heads))  # noqa: B010  its type is the class's own
+        self.arguments["num_heads"] = len(heads)
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.name), *(f"{key}={v}" for key, v in self.fixed.items())])
