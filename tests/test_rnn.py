@@ -183,7 +183,7 @@ def test_recurrent_cell_equals_torch(kind, torchs):
     twin.load_state_dict(dict(zip(twin.state_dict(), (*weights, *biases), strict=True)))
     words, fed, *state = (torch.randn(6, size) for size in (5, 3, 4, 4))
     expected = twin(torch.cat([words, fed], 1), state[0] if kind == "gru" else tuple(state))
-    found = cell(cell.words(words), fed, tuple(state))
+    found = cell(cell.project_words(words), fed, tuple(state))
     torch.testing.assert_close(found[0] if kind == "gru" else found, expected)
     forget = sum(bias.chunk(4)[1] for bias in biases)
     assert (forget == 1).all() if kind == "lstm" else not any(bias.any() for bias in biases)

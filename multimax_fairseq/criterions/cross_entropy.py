@@ -176,9 +176,8 @@ class FusedOutput:
                 "MultiMax: leave them out, or use --output-normalizer multimax and no "
                 "--adaptive-softmax-cutoff"
             )
-        if is_adaptive:
-            return None
-        _log_all_logits(type(decoder).__name__)
+        if not is_adaptive:
+            _log_all_logits(type(decoder).__name__)
         return None
 
     def fused_losses(self, model, sample, linear_output, reduce, twice):

@@ -10,7 +10,12 @@ import entmax
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.masking import apply_masked, check_row_values, subtract_max
+from multimax_fairseq.mappings.masking import (
+    apply_masked,
+    at_least_float32,
+    check_row_values,
+    subtract_max,
+)
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, Option, heads_option, register
 from multimax_fairseq.ops.backend import traced
@@ -103,7 +108,7 @@ class _Entmax(torch.autograd.Function):
     The library's gradient by the scores is NaN next to a probability of 0, and its gradient by
     alpha lacks a term.
 
-        dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), 0 where p is
+        dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), and s = 0 where p = 0
         dp / dalpha = (p - q) / (alpha - 1)^2 + (h - q sum(h)) / (alpha - 1),
             q = s / sum(s),  h = -p log p                                (Correia et al. 2019)
     """
@@ -190,8 +195,7 @@ class EntmaxAlpha(nn.Module):
 
     def forward(self) -> Tensor:
         """Return alpha, (num_heads, 1, 1), in float32 or wider."""
-        wide = self.logit.to(torch.promote_types(self.logit.dtype, torch.float32))
-        alpha = 1 + wide.sigmoid()
+        alpha = 1 + at_least_float32(self.logit).sigmoid()
         alpha = alpha + (alpha.clamp(min=MIN_ALPHA) - alpha).detach()
         return alpha[:, None, None]
 
@@ -260,7 +264,7 @@ register(
         ),
         heads=heads_option(
             "separate",
-            "a learned alpha per head, or per layer",
+            "learn one alpha per head (separate) or per layer (shared)",
             setting="entmax_heads",
         ),
         build=_build,

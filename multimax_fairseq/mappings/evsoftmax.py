@@ -26,7 +26,7 @@ def evsoftmax(
     Equivalent to: torch.softmax(scores.masked_fill(scores < scores.mean(-1, True), -inf), -1)
 
     Args:
-        scores, dim, mask: as `softmax`; the mean is over the keys that the mask does not hide.
+        scores, dim, mask: as `softmax`; the mean is over the keys that the mask does not exclude.
         training: w_i is 1 + 1e-6 and 1e-6, so that low scores get gradients.
 
     Returns:

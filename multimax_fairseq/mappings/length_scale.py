@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.mappings.entmax import entmax15
 from multimax_fairseq.mappings.masking import (
+    at_least_float32,
     check_arguments,
     check_value,
     scale_scores,
@@ -27,7 +28,7 @@ START = Option(
     float,
     requirement="a finite number",
     is_valid=is_finite,
-    help="scale of ssmax at the start; 1 / log(n) is softmax over n keys, and 0.3 that over 28",
+    help="initial scale of ssmax; 1 / log(n) equals softmax for n keys, so 0.3 for 28 keys",
     setting="ssmax_start",
 )
 
@@ -126,7 +127,7 @@ class LengthScale(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the scales, (num_heads, 1, 1), in float32 or wider."""
-        return self.scale.to(torch.promote_types(self.scale.dtype, torch.float32))[:, None, None]
+        return at_least_float32(self.scale)[:, None, None]
 
     def extra_repr(self) -> str:
         return f"num_heads={len(self.scale)}"
@@ -161,7 +162,7 @@ class HiddenScale(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return (B, num_heads, T, 1), in float32 or wider, for hidden states (B, 1, T, C)."""
         projected = nn.functional.linear(hidden, self.weight).transpose(1, 3)
-        projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
+        projected = at_least_float32(projected)
         return nn.functional.softplus(projected) if self.name == "beta" else 2 * projected.tanh()
 
     def extra_repr(self) -> str:

@@ -123,16 +123,16 @@ def apply_masked(
     return probs if excluded is None else probs.masked_fill(excluded, 0.0)
 
 
-def at_least_float32(scores: Tensor) -> Tensor:
-    """Return scores in float32 or wider."""
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 or wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def subtract_max(scores: Tensor, dim: int) -> Tensor:
     """Return scores - maximum, for mappings that are invariant to a shift.
 
-    A product with a positive factor can then overflow only to -inf, and a threshold of maximum - 1
-    is exact.
+    A product with a positive factor can then overflow only to -inf. The maximum becomes 0, so the
+    start of entmax's bisection, maximum - 1, has no rounding error.
     """
     return scores - scores.detach().amax(dim, keepdim=True)
 

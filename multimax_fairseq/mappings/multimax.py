@@ -139,8 +139,8 @@ OPTIONS = (
 LENGTH_SCALE = Option(
     "length_scale",
     False,
-    help="multiply the scores by s log(n) before the modulator: s is learned from "
-    "0.3 on, n counts the keys",
+    help="multiply the scores by s log(n) before the modulator; s is learned and "
+    "starts at 0.3, n is the number of keys",
     setting="multimax_length_scale",
     **yes_or_no(),
 )

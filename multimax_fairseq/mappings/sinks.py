@@ -7,7 +7,12 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.masking import apply_masked, check_arguments, check_row_values
+from multimax_fairseq.mappings.masking import (
+    apply_masked,
+    at_least_float32,
+    check_arguments,
+    check_row_values,
+)
 from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, chosen_from, register
 from multimax_fairseq.ops.checks import check_number, check_whole
 
@@ -16,7 +21,8 @@ SINKS = ("none", "zero", "learned")
 SINK = Option(
     "sink",
     "none",
-    help="let an entry without a key take a share of attention: of score 0, or of a learned one",
+    help="add an entry without a key, which takes a share of attention; its score is 0 (zero) or "
+    "learned",
     setting="multimax_sink",
     **chosen_from(SINKS),
 )
@@ -96,7 +102,7 @@ class Sink(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the scores, (num_heads, 1, 1), in float32 or wider."""
-        return self.score.to(torch.promote_types(self.score.dtype, torch.float32))[:, None, None]
+        return at_least_float32(self.score)[:, None, None]
 
     def softmax_state(self) -> dict[str, Tensor]:
         """Return the state dict at which the sink takes almost no share."""

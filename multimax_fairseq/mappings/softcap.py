@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.masking import check_arguments
+from multimax_fairseq.mappings.masking import at_least_float32, check_arguments
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import is_finite
@@ -97,8 +96,7 @@ class SoftCap(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         """Return the capped scores."""
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return soft_capped(wide, *self.soft_cap)
+        return soft_capped(at_least_float32(scores), *self.soft_cap)
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.soft_cap))

@@ -202,12 +202,9 @@ def register(mapping: Mapping) -> None:
     """Add a mapping to `NORMALIZERS`, from which it gets its flags and labels.
 
     Raises:
-        TypeError: not a `Mapping`.
         ValueError: a name or setting that is taken or cannot be a flag; an output layer without a
-            loss; a wrong kernel or heads.
+            loss; wrong heads.
     """
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"a mapping must be a Mapping, got {mapping!r}")
     taken = {s for known in NORMALIZERS.values() for s in (known.name, *settings_of(known))}
     for name in (mapping.name, *settings_of(mapping)):
         if not name.isidentifier() or name in taken:
@@ -217,11 +214,6 @@ def register(mapping: Mapping) -> None:
         raise ValueError(
             f"the mapping {mapping.name!r} has output_options, but no loss: give an output_loss, "
             "or leave them out"
-        )
-    if mapping.kernel is not None and not callable(mapping.kernel):
-        raise ValueError(
-            f"the kernel of the mapping {mapping.name!r} must be a function of its arguments, got "
-            f"{mapping.kernel!r}: leave it out"
         )
     if isinstance(mapping.heads, str) and mapping.heads != SEPARATE_HEADS:
         raise ValueError(

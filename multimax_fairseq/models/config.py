@@ -162,7 +162,7 @@ def shared_options() -> dict[str, Option]:
             float,
             "a finite number above 0",
             lambda value: value is None or is_finite(value) and value > 0,
-            remark="1 scales the output layer's alone",
+            remark="with 1, only the gradients of the output layer's scalars are scaled",
             help="factor on the gradients of all learned scalars; those of the output layer are "
             "also multiplied by 1/sqrt(vocabulary size), so that they do not dominate the "
             "gradient norm that clipping reads",

@@ -13,7 +13,8 @@ where N counts layers from 0, or `output`. An attention has
 
 The output layer has its learned scalars, its entropy, and in `top1` and `top10` the probability of
 the most probable word and of the ten most probable. Undefined and non-finite values are left out.
-All are of the first batch of the first worker in an update; `monitor/updates` is the update.
+All values come from the first batch of an update, on the first worker; `monitor/updates` is the
+update.
 """
 
 import functools

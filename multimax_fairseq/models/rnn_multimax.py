@@ -219,7 +219,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
             prev_output_tokens = prev_output_tokens[:, -1:]
         cache = self.get_incremental_state(incremental_state, "cache") or self._start(encoder_out)
         keys, values, fed, *state = cache.values()
-        words = self.cell.words(self.dropout_module(self.embed_tokens(prev_output_tokens)))
+        words = self.cell.project_words(self.dropout_module(self.embed_tokens(prev_output_tokens)))
         features, weights = [], []
         for word in words.unbind(1):
             state = self.cell(word, fed, state)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.continuous.expectation import continuous_softmax, continuous_sparsemax
 from multimax_fairseq.continuous.value_function import positions, ridge_regression
+from multimax_fairseq.mappings.masking import at_least_float32
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.ops.attention import weighted_values
 from multimax_fairseq.ops.backend import is_autocast, traced
@@ -30,9 +31,9 @@ class ContinuousAttention(nn.Module):
         context = [dropout(p) V +] E_{t ~ density(mean, variance)}[V(t)], p = normalizer(scores)
     (Martins et al. 2020, Section 3.) V(t) is the ridge regression of the values on Gaussian basis
     functions, with token l of L at time l / L. Mean and variance are those of the positions under
-    p, or a linear layer predicts them from the query. For a Gaussian, `variance` is its variance.
-    For a truncated parabola it is a scale, as in the paper: the variance of that density is
-    (3/2 variance)^(2/3) / 5 (see `match_variance`).
+    dropout(p), divided by its sum, or a linear layer predicts them from the query. For a Gaussian,
+    `variance` is its variance. For a truncated parabola it is a scale, as in the paper: the
+    variance of that density is (3/2 variance)^(2/3) / 5 (see `match_variance`).
 
     Args:
         normalizer: the discrete attention. Its probabilities need not sum to 1.
@@ -41,7 +42,7 @@ class ContinuousAttention(nn.Module):
             translation models, or "continuous" alone.
         query_size: size of a query, from which a linear layer, shared by the heads, predicts the
             density: mean = sigmoid and variance = softplus of its outputs. With None,
-            mean = E_p[l / L] and variance = E_p[(l / L)^2] - mean^2.
+            mean = E[l / L] and variance = E[(l / L)^2] - mean^2 under dropout(p) / sum.
         num_bases: number of basis functions, a multiple of the number of widths.
         widths: their standard deviations. Each width has the same number of centres, evenly spaced
             on [0, 1].
@@ -120,7 +121,7 @@ class ContinuousAttention(nn.Module):
         discrete: Tensor | None = None
         probs: Tensor | None = None
         if self.predicted is not None:
-            mean, variance = self.predicted(query).float().unbind(-1)
+            mean, variance = at_least_float32(self.predicted(query)).unbind(-1)
             mean, variance = mean.sigmoid(), nn.functional.softplus(variance)
             if self.context == "combined" or need_probs:
                 discrete, probs = attend(value)

@@ -48,19 +48,21 @@ class RecurrentCell(nn.Module):
                 layer.weight.copy_(part)
             start_biases(self.word_projection.bias, self.hidden_projection.bias, kind)
 
-    def words(self, words: Tensor) -> Tensor:
+    def project_words(self, words: Tensor) -> Tensor:
         """Return the projection of words, (..., input_size), that `forward` takes."""
         return self.word_projection(words)
 
-    def forward(self, words: Tensor, fed: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        self, projected: Tensor, fed: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Return the next state, (hidden,) or for an LSTM (hidden, cell), each (B, hidden_size).
 
         Args:
-            words: (B, gates * hidden_size), the result of the method `words`.
+            projected: (B, gates * hidden_size), words after `project_words`.
             fed: (B, fed_size).
             state: the previous one.
         """
-        inputs = words + self.fed_projection(fed)
+        inputs = projected + self.fed_projection(fed)
         recurrent = self.hidden_projection(state[0])
         if self.kind == "lstm":
             input_gate, forget_gate, candidate, output_gate = (inputs + recurrent).chunk(4, -1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Other libraries exclude a key by adding -1e4 or less to its score. `replace_softmax` takes down to
-# -1024 of the sum as the score and the rest as the mask, so the bound is higher than -1e4.
+# Other libraries exclude a key by adding -1e4 or less to its score. `replace_softmax` sees only the
+# sum. It takes max(sum, -1024) as the score and the remainder as the mask, so an exclusion by -1e4
+# leaves a mask of about -9000.
 EXCLUDES = -5e3
 
 

@@ -91,13 +91,9 @@ def row_fields(function: str, header: str | None, parameter: Tensor | None) -> d
     """Return the library with a row function, and its fields of `native.RowAttention`."""
     return {
         "kernels": native.row_library(header, function),
-        "function": _index(function, header),
+        "function": FUNCTIONS.index(function) if header is None else 0,
         "parameter": None if parameter is None else parameter.contiguous(),
     }
-
-
-def _index(function: str, header: str | None) -> int:
-    return FUNCTIONS.index(function) if header is None else 0
 
 
 def _has_learned_parameter(call: RowAttentionCall) -> bool:

@@ -69,7 +69,7 @@ class MultimaxAdam(FairseqAdam):
         scalars["updates"] += 1
 
     def load_state_dict(self, state_dict, optimizer_overrides=None):
-        """Load a checkpoint's state. --optimizer-overrides do not apply to the scalars."""
+        """Load a checkpoint's state; --optimizer-overrides keep the scalars' weight decay of 0."""
         super().load_state_dict(state_dict, optimizer_overrides)
         self.param_groups[1]["weight_decay"] = 0.0
         self.param_groups[1].setdefault("updates", 0)  # missing in older checkpoints

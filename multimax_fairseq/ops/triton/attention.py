@@ -8,9 +8,8 @@ gradients of key and value.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,16 +40,6 @@ _FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
 _RANDOM = 2**16  # dropout uses 16 random bits
 _LOG2_E = math.log2(math.e)
 _CAPS = {True: CAP_NONE.value, False: CAP_BOTH.value}
-
-
-def launches(capability: int) -> Iterator[tuple[Call, dict[str, int]]]:
-    """Yield (call, launch arguments) for all kernels, given the compute capability (90 for 9.0)."""
-    names = (k.__name__ for k in (forward_kernel, mean_kernel, query_kernel, key_kernel))
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    for kind in itertools.product(names, dtypes, (16, 32, 64, 128), (False, True)):
-        call = Call(*kind)
-        for launch in candidates(call, capability):
-            yield call, launch.arguments()
 
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -161,9 +161,9 @@ def run_fastest(
 ) -> Result:
     """Run a kernel with the fastest launch, and return the result of that run.
 
-    The first call with each key times all candidates. There is no autotuning, and the first
-    candidate runs, if it is the only one, if deterministic algorithms are enabled, in the
-    interpreter, and during the capture of a CUDA graph.
+    The first call with each key times all candidates. The first candidate runs without autotuning
+    if it is the only one, if deterministic algorithms are enabled, in Triton's interpreter, or
+    while a CUDA graph is captured.
 
     Args:
         choice: the launches from `candidates`.
