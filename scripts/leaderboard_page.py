@@ -79,7 +79,7 @@ def stored() -> list[Line]:
 def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the stored lines."""
     known = {key(line): line for line in stored()}
-    for _, line in lib.finished_runs(out):
+    for run, line in lib.finished_runs(out):
         if line["experiment"] not in ("leaderboard", "speeches", "multi30k"):
             raise UsageError(
                 f"'{out}' is of {line['experiment']}: give the --out of leaderboard.sh, "
@@ -90,6 +90,7 @@ def add_runs(out: Path) -> None:
                 f"'{out}' has a run made with --quick or with uncommitted changes: repeat it "
                 "without --quick in a clean checkout"
             )
+        lib.check_same(run, line, known.values())
         before = known.get(key(line))
         if before is None or before["date"] < line["date"]:
             known[key(line)] = line
@@ -159,21 +160,21 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
     return corrected
 
 
-def columns(lines: list[Line], of: dict[str, Entry]) -> list[Column]:
+def columns(lines: list[Line], entries_by_name: dict[str, Entry]) -> list[Column]:
     """The columns of the attention's table: each synthetic task at two lengths, and both texts."""
     found = []
     for name, task in TASKS.items():
         own = [line for line in lines if line.get("task") == name]
         for length in (task.train[-1], task.test[-1]):
-            scores = scores_of(own, {e: e for e in of}, at_length(length))
+            scores = scores_of(own, {e: e for e in entries_by_name}, at_length(length))
             title = f"{task.title}, {length:,} ({task.unit})"
             found.append(Column(title, scores, task.digits, task.is_error))
     return [
         *found,
         *text_columns(
             lines,
-            {e: entry.translation for e, entry in of.items()},
-            {e: entry.language_model for e, entry in of.items()},
+            {e: entry.translation for e, entry in entries_by_name.items()},
+            {e: entry.language_model for e, entry in entries_by_name.items()},
         ),
     ]
 
@@ -242,14 +243,14 @@ def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
     return lib.markdown(["mapping", *(column.title for column in found)], rows)
 
 
-def attention_table(lines: list[Line], of: dict[str, Entry]) -> str:
+def attention_table(lines: list[Line], entries_by_name: dict[str, Entry]) -> str:
     """The table of attention statistics, speed and memory of the language models."""
     speeches = [line for line in lines if line["experiment"] == "speeches"]
 
     def mean_of(name: str, digits: int) -> Callable[[list[Line]], str]:
         return lambda block: lib.mean((line["attention"][name] for line in block), digits)
 
-    labels = {entry.language_model: entry.label for entry in of.values()}
+    labels = {entry.language_model: entry.label for entry in entries_by_name.values()}
     columns = {
         "mapping": lambda block: labels[block[0]["row"]],
         "zeros": mean_of("zeros", 3),
@@ -296,12 +297,12 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
 
 def page(text: str) -> str:
     """docs/leaderboard.md with new tables below the mark."""
-    own, of = stored(), entries()
+    own, entries_by_name = stored(), entries()
     translations = [line for line in lib.read_results(TRANSLATIONS) if line["seed"] in SEEDS]
     known = {("multi30k", line["row"]) for line in translations}
     lines = [line for line in own if (line["experiment"], line["row"]) not in known] + translations
-    labels = {name: entry.label for name, entry in of.items()}
-    found = columns(lines, of)
+    labels = {name: entry.label for name, entry in entries_by_name.items()}
+    found = columns(lines, entries_by_name)
     draw(found, labels)
     groups = {
         "Attention": (found, labels, "temperature"),
@@ -322,16 +323,11 @@ def page(text: str) -> str:
         parts[f"{title}: gain over softmax"] = gains_table(its_columns, names, "softmax")
         gains = gains_table(its_columns, names, temperature)
         parts[f"{title}: gain over a learned temperature"] = gains
-    parts["Attention of the language models"] = attention_table(lines, of)
-    notes = {
-        "Processors": [line["hardware"] for line in lines],
-        "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
-        "Commits": [str(line["commit"])[:12] for line in lines],
-    }
+    parts["Attention of the language models"] = attention_table(lines, entries_by_name)
     tables = "".join(
         f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2
     )
-    return f"{lib.text_above(MARK, text)}{tables}\n{lib.notes(notes)}"
+    return f"{lib.text_above(MARK, text)}{tables}\n{lib.notes(lines)}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import logging
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -147,6 +148,36 @@ def finished_runs(out: Path) -> list[tuple[Path, Line]]:
     return [(file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
+def settings(line: Line) -> dict[str, tuple[str, ...]]:
+    """The options of a line's command, without its seed and its paths."""
+    options = options_of(shlex.split(line["command"]))
+    varying = ("", "--seed", "--seeds", "--save-dir", "--user-dir", "--finetune-from-model")
+    return {name: values for name, values in options.items() if name not in varying}
+
+
+def check_same(run: Path, line: Line, stored: Iterable[Line]) -> None:
+    """Raise UsageError if a run's data, updates or settings differ from those of stored lines.
+
+    Lines of one experiment share their data; lines of one row also share updates and settings.
+    """
+    for other in stored:
+        if line["experiment"] != other["experiment"]:
+            continue
+        is_same_row = (line["row"], line.get("task")) == (other["row"], other.get("task"))
+        for name in ("data", "updates") if is_same_row else ("data",):
+            if line.get(name) != other.get(name):
+                raise UsageError(
+                    f"'{run}' has other {name} than the lines of docs/results ({line[name]}, not "
+                    f"{other[name]}): a table needs the same for all runs"
+                )
+        if is_same_row and (mine := settings(line)) != (theirs := settings(other)):
+            name = next(n for n in mine | theirs if mine.get(n) != theirs.get(n))
+            raise UsageError(
+                f"'{run}' was not trained as row {line['row']} of docs/results ({name}): all runs "
+                "of a row need the same settings"
+            )
+
+
 def collect(out: Path, table: Callable[[list[Line]], str]) -> str:
     """Write all results of a folder to results.jsonl and their table to table.md; return it."""
     files = sorted(out.glob("*/seed-*/result.json"))
@@ -184,8 +215,19 @@ def mean(values: Iterable[float | None], digits: int = 2, unit: float = 1.0) -> 
     return text if len(known) < 2 else f"{text} ± {statistics.stdev(known):,.{digits}f}"
 
 
-def notes(values: dict[str, Iterable[str]]) -> str:
-    """A Markdown list with the distinct values of each name that has any."""
+def notes(lines: list[Line]) -> str:
+    """A Markdown list of how results were scored and made; each name has its distinct values."""
+    values = {
+        "Data set": [line.get("data_set") for line in lines],
+        "Scores": [f"{x['signature']} ({x['protocol']})" for x in lines if "protocol" in x],
+        "chrF": [line.get("chrf_signature") for line in lines],
+        "Tokenised BLEU": [line.get("tokenized_signature") for line in lines],
+        "Data (SHA-256)": [line.get("data") for line in lines],
+        "Processors": [line["hardware"] for line in lines],
+        "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
+        # 12 digits, and "-dirty" if files differed.
+        "Commits": [f"{str(line['commit'])[:12]}{str(line['commit'])[40:]}" for line in lines],
+    }
     distinct = {name: sorted({value for value in each if value}) for name, each in values.items()}
     return "".join(f"- {name}: {'; '.join(each)}\n" for name, each in distinct.items() if each)
 
@@ -229,19 +271,11 @@ def results_table(results: list[Line]) -> str:
     if any(experiment.papers.values()):
         paper = f"paper, {experiment.paper_data}"
         columns[paper] = lambda block: experiment.papers.get(block[0]["row"], "")
-    notes = {
-        "data set": [r.get("data_set", "") for r in results],
-        metric: [f"{r['signature']} ({r['protocol']})" for r in results],
-        "chrF": [r.get("chrf_signature", "") for r in results],
-        "tokenised BLEU": [r.get("tokenized_signature", "") for r in results],
-        "hardware": [r["hardware"] for r in results],
-        "versions": [", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in results],
-        "commit": [str(r["commit"]) for r in results],
-        "seeds": [", ".join(map(str, sorted({r["seed"] for r in results})))],
-        "±": ["standard deviation over the runs; tokens/s: target tokens in training, median"],
-    }
-    lines = [f"- {n}: {x}\n" for n, each in notes.items() for x in sorted(set(each)) if x]
-    return f"{summary(by_row(results).values(), columns)}\n{''.join(lines)}"
+    seeds = ", ".join(map(str, sorted({r["seed"] for r in results})))
+    return (
+        f"{summary(by_row(results).values(), columns)}\n{notes(results)}- Seeds: {seeds}\n"
+        "- ±: standard deviation over the runs; tokens/s: target tokens in training, median\n"
+    )
 
 
 # --- pages that end in tables --------------------------------------------------------------------

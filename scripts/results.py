@@ -10,12 +10,11 @@ also without any OUT.
 """
 
 import re
-import shlex
 import statistics
 from pathlib import Path
 
 import lib
-from lib import ROOT, Experiment, Line, options_of
+from lib import ROOT, Experiment, Line
 from scipy import stats
 
 from multimax_fairseq.commands.compare import hypotheses, paired_bootstrap
@@ -52,30 +51,6 @@ def of_row(lines: list[Line], row: str) -> list[Line]:
     return [line for line in lines if line["row"] == row]
 
 
-def settings(line: Line) -> dict[str, tuple[str, ...]]:
-    """The options of a line's command, without its seed and its paths."""
-    options = options_of(shlex.split(line["command"]))
-    paths = ("", "--seed", "--save-dir", "--user-dir")
-    return {name: values for name, values in options.items() if name not in paths}
-
-
-def check(run: Path, line: Line, stored: list[Line]) -> None:
-    """Raise UsageError if a run's data, updates or settings differ from those of stored lines."""
-    for other in stored:
-        for name in ("data", "updates") if line["row"] == other["row"] else ("data",):
-            if line[name] != other[name]:
-                raise UsageError(
-                    f"'{run}' has other {name} than the lines of docs/results ({line[name]}, not "
-                    f"{other[name]}): a table needs the same for all runs"
-                )
-        if line["row"] == other["row"] and (mine := settings(line)) != (theirs := settings(other)):
-            name = next(n for n in mine | theirs if mine.get(n) != theirs.get(n))
-            raise UsageError(
-                f"'{run}' was not trained as row {line['row']} of docs/results ({name}): all runs "
-                "of a row need the same settings"
-            )
-
-
 def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the experiment's lines; a newer run replaces an older one."""
     results = lib.finished_runs(out)
@@ -84,7 +59,10 @@ def add_runs(out: Path) -> None:
         raise UsageError(f"'{out}' is of {experiment}: only {', '.join(EXPERIMENTS)} are kept")
     known = {key(line): line for line in lines_of(experiment)}
     for run, line in results:
-        check(run, line, list(known.values()))
+        lib.check_same(run, line, known.values())
+    results = [
+        (run, line) for run, line in results if line["date"] >= known.get(key(line), line)["date"]
+    ]
     runs = {key(line): run for run, line in results}
     new = {key(line) for _, line in results if known.get(key(line), {}).get("date") != line["date"]}
     for run, line in results:
@@ -179,19 +157,6 @@ def pairs(experiment: Experiment, lines: list[Line]) -> str:
     return lib.markdown(head, rows) if rows else ""
 
 
-def notes(lines: list[Line]) -> str:
-    values = {
-        "Scores": [f"{line['signature']} ({line['protocol']})" for line in lines],
-        "chrF": [line.get("chrf_signature", "") for line in lines],
-        "Tokenised BLEU": [line.get("tokenized_signature", "") for line in lines],
-        "Data (SHA-256)": [line["data"] for line in lines],
-        "Processors": [line["hardware"] for line in lines],
-        "Versions": [", ".join(f"{n} {v}" for n, v in line["versions"].items()) for line in lines],
-        "Commits": [str(line["commit"])[:12] for line in lines],
-    }
-    return lib.notes(values)
-
-
 def page(text: str) -> str:
     """docs/results.md with new tables below the mark."""
     text = lib.text_above(MARK, text)
@@ -209,7 +174,7 @@ def page(text: str) -> str:
                 text += f"\n### {heading}\n\n{table(experiment, rows, some)}"
         if compared := pairs(experiment, lines):
             text += f"\n### Two rows of the same seeds\n\n{compared}"
-        text += f"\n{notes(lines)}"
+        text += f"\n{lib.notes(lines)}"
     return text
 
 

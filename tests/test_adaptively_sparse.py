@@ -134,7 +134,7 @@ def test_adaptively_sparse_trains_and_writes_result_table(experiment):
     assert f"case:{'lc' if name == 'iwslt17' else 'mixed'}" in result["signature"]
     assert "raw text" in result["protocol"]
     assert f"alpha-entmax | {result['value']:.2f} |" in printed
-    assert f"- data set: {name}\n" in printed
+    assert f"- Data set: {name}\n" in printed
 
 
 def test_data_prep_splits_the_archive(experiment):

@@ -150,6 +150,16 @@ def test_add_runs_refuses_other_data_or_settings(
     assert said in str(error.value) and (results.DATA / "multi30k.jsonl").read_text() == kept
 
 
+def test_add_runs_keeps_the_newest(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "DATA", tmp_path / "kept")
+    for out, score, date in (("new", 2.0, "2026"), ("old", 1.0, "2025")):
+        run_of(tmp_path / out, "softmax", 1, score, [])
+        file = tmp_path / out / "softmax" / "seed-1" / "result.json"
+        file.write_text(file.read_text().replace('"now"', f'"{date}"'))
+        results.add_runs(tmp_path / out)
+    assert [line["value"] for line in results.lines_of("multi30k")] == [2.0]
+
+
 def test_add_runs_refuses_other_experiments(results, tmp_path):
     with pytest.raises(UsageError, match="has no finished run"):
         results.add_runs(tmp_path)
