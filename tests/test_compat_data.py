@@ -107,6 +107,7 @@ def test_get_valid_iterator_on_training_data_keeps_epochs(dictionary):
     trainer.model.max_positions.return_value = (1024, 1024)
     trainer.cfg = OmegaConf.structured(FairseqConfig())
     trainer.cfg.dataset.batch_size = 8
+    trainer.cfg.dataset.num_workers = 0
 
     def validate():
         iterator = Trainer.get_valid_iterator(trainer, "train")

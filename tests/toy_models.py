@@ -135,7 +135,8 @@ def trainer_of(data, save_dir, arch, *flags, fp16=False):
     """
     kind = "" if "_lm" in arch else "label_smoothed_"
     words = ["--cpu", "--optimizer", "adam", "--lr", "0.01", "--max-tokens", "200"]
-    words += ["--save-dir", str(save_dir), "--multimax-init-std", "0.3"]
+    # Without worker processes: torch waits seconds for those of an iterator that does not end.
+    words += ["--save-dir", str(save_dir), "--multimax-init-std", "0.3", "--num-workers", "0"]
     words += ["--criterion", f"{kind}multimax_cross_entropy", *flags]
     cfg = configuration(data, arch, *words, "--required-batch-size-multiple", "1")
     cfg.common.fp16 = fp16
