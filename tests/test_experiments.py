@@ -57,8 +57,13 @@ def lib(experiment):
     return experiment.lib
 
 
+@functools.cache
+def rows_of(experiment, name):
+    return experiment.Experiment.read(name)
+
+
 def compose(experiment, name, row):
-    return experiment.compose(experiment.Experiment.read(name), row)
+    return experiment.compose(rows_of(experiment, name), row)
 
 
 @pytest.fixture(autouse=True)
@@ -86,13 +91,14 @@ def as_hydra_train(experiment, name, row):
 
 
 @functools.cache
-def both_ways(experiment, name, row):
-    """A config as composed for fairseq-hydra-train and as parsed by fairseq-train.
+def three_ways(experiment, name, row):
+    """A config as composed, with the defaults of fairseq-hydra-train, as parsed by fairseq-train.
 
     It takes a second, so the tests share it and must not change it.
     """
     cfg = compose(experiment, name, row)
-    return as_hydra_train(experiment, name, row), parsed([cfg.task.data, *experiment.options(cfg)])
+    command = parsed([cfg.task.data, *experiment.options(cfg)])
+    return cfg, as_hydra_train(experiment, name, row), command
 
 
 # --- the configs -------------------------------------------------------------------------------
@@ -109,21 +115,18 @@ def test_rows_have_one_config_per_experiment(experiment, lib):
 
 @pytest.mark.parametrize("name, row", CONFIGS)
 def test_options_equal_the_config(experiment, name, row):
-    command = both_ways(experiment, name, row)[1]
-    for group, settings in compose(experiment, name, row).items():
+    cfg, _, command = three_ways(experiment, name, row)
+    for group, settings in cfg.items():
         for key, value in settings.items():
-            if (group, key) == (
-                "model",
-                "_name",
-            ):  # otherwise an architecture in fairseq's old style
-                key = key if OmegaConf.is_config(command.model) else "arch"
+            if (group, key) == ("model", "_name") and not OmegaConf.is_config(command.model):
+                key = "arch"  # an architecture in fairseq's old style
             assert getattr(command[group], key) == value, (group, key)
 
 
 @pytest.mark.parametrize("name, row", CONFIGS)
 def test_compose_overrides_fairseqs_defaults(experiment, name, row):
-    through_hydra = both_ways(experiment, name, row)[0]
-    for group, settings in compose(experiment, name, row).items():
+    cfg, through_hydra, _ = three_ways(experiment, name, row)
+    for group, settings in cfg.items():
         for key, value in settings.items():
             assert through_hydra[group][key] == value, (group, key)
 
@@ -133,7 +136,7 @@ def test_config_builds_the_same_model_through_hydra(experiment, name, row, dicti
     task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     is_drawn = row == "multimax"  # drawing the numbers of all rows would take minutes
     models = []
-    for cfg in both_ways(experiment, name, row):
+    for cfg in three_ways(experiment, name, row)[1:]:
         torch.manual_seed(1)
         with torch.device("cpu" if is_drawn else "meta"):
             models.append(tasks.FairseqTask.build_model(task, copy.deepcopy(cfg.model)))
