@@ -258,7 +258,7 @@ def gradients_of_one(rank, folder):
 @pytest.mark.parametrize(
     ("shared", "alpha"),
     [(False, 0.0), (True, 0.0), (False, 5.0)],
-    ids=["", "shared embeddings", "R-Drop"],
+    ids=["separate embeddings", "shared embeddings", "R-Drop"],
 )
 def test_cross_entropy_averages_gradients_of_two_processes(
     build, task, lm_batch, tmp_path, shared, alpha

@@ -3,7 +3,6 @@
 import os
 import re
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -135,18 +134,15 @@ def test_training_commands_set_max_update():
 
 def test_python_examples_run(folder, made):
     for code in blocks("python", "README.md", "docs/python.md", "docs/trained-models.md"):
-        words = [sys.executable, "-c", code]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        run(folder, "python", "-c", code)
 
 
-def test_mapping_example_equals_the_tested_files():
+def test_mapping_example_equals_the_tested_files(tmp_path):
     shown, compared = blocks("python", "docs/mappings.md")
     tested = read("user_dir/added_mapping/__init__.py").partition('"""\n\n')[2]
     assert shown == tested.replace("# noqa: F401  ", "# ")
     assert blocks("cpp", "docs/mappings.md") == [read("user_dir/added_mapping/sharpened.h")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "user_dir")}
-    subprocess.run([sys.executable, "-c", compared], env=environment, check=True)
+    run(tmp_path, "python", "-c", compared, PYTHONPATH=str(ROOT / "user_dir"))
 
 
 def test_flag_rows_match_the_flags():

@@ -131,7 +131,7 @@ def experiment(request, tmp_path_factory):
     return name, command, folder, finished, outputs
 
 
-# What the runner does alike in every experiment.
+# The runner's behaviour that does not depend on the experiment.
 in_one_experiment = pytest.mark.parametrize("experiment", ["iwslt17"], indirect=True)
 
 

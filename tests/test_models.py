@@ -158,9 +158,10 @@ def test_load_state_dict_of_a_stock_model_starts_at_identity(
 # --- one model, one function -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("left_pad_source", [True, False])
-@pytest.mark.parametrize("shared_cache", [False, True])
-@pytest.mark.parametrize("beam", [1, 5])
+@pytest.mark.parametrize(
+    "beam, shared_cache, left_pad_source",
+    [(1, False, False), (1, True, True), (5, False, True), (5, True, False)],
+)
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @torch.no_grad()
 def test_incremental_decoding_equals_full_context(

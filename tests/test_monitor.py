@@ -96,8 +96,12 @@ def loaded(path):
     return model, task, dataset.collater([dataset[i] for i in range(len(dataset))])
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused loss", "stock loss"])
-@pytest.mark.parametrize("name", MODELS)
+STOCK_LOSS = ("multimax", "softmax", "language model", "recurrent")
+
+
+@pytest.mark.parametrize(
+    "name, fused", [*((name, True) for name in MODELS), *((name, False) for name in STOCK_LOSS)]
+)
 def test_monitor_metrics_equal_a_collection(data, checkpoint, tmp_path, name, fused, monkeypatch):
     monkeypatch.setattr(observer, "SCORES_AT_ONCE", 1500)  # several parts of a batch
     monkeypatch.setattr(monitor, "LOGITS_AT_ONCE", 500)

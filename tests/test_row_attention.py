@@ -98,12 +98,11 @@ def test_every_function_is_tested():
 def test_row_attention_is_as_accurate_as_plain_pytorch(kernels, mapping, shape):
     batch, queries, keys, _ = shape
     for name, mask in masks(batch, queries, keys).items():
-        for is_causal in (False, True):
-            options = {"attn_mask": mask, "is_causal": is_causal}
-            found = assert_attention_as_accurate(mapping, shape, **options)
-            assert all(part.isfinite().all() for part in found)
-            if name == "nothing left":
-                assert all((part[:, :, : queries // 2 + 1] == 0).all() for part in found[:2])
+        options = {"attn_mask": mask, "is_causal": name in ("none", "padding")}
+        found = assert_attention_as_accurate(mapping, shape, **options)
+        assert all(part.isfinite().all() for part in found)
+        if name == "nothing left":
+            assert all((part[:, :, : queries // 2 + 1] == 0).all() for part in found[:2])
 
 
 # asentmax multiplies the query, which rounds large scores once more.
