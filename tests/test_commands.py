@@ -22,7 +22,6 @@ from train_commands import (
 
 from multimax_fairseq import NORMALIZERS, Modulator, trained
 from multimax_fairseq.analysis import collection, figures
-from multimax_fairseq.compat.running import resolve
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
 pytestmark = pytest.mark.long
@@ -424,15 +423,6 @@ def test_python_translates_like_generate(text, generated, loaded_by):
     assert translations == [
         hypothesis for _, (_, hypothesis) in sorted(hypotheses(generated).items())
     ]
-
-
-def test_resolve_finds_the_plugin_beside_a_clone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "multimax_fairseq/multimax_fairseq").mkdir(parents=True)
-    assert resolve("multimax_fairseq") == str(ROOT / "multimax_fairseq")
-    assert resolve("other") == "other"
-    (tmp_path / "multimax_fairseq/__init__.py").touch()  # a user's own package
-    assert resolve("multimax_fairseq") == "multimax_fairseq"
 
 
 def test_train_accepts_custom_user_dir(text):

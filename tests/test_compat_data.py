@@ -19,7 +19,7 @@ from multimax_fairseq.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
-def mended():
+def fixed_fairseq():
     compat.apply()
 
 

@@ -24,7 +24,7 @@ def without_a_pause(monkeypatch):
 
 
 @pytest.fixture
-def mends(monkeypatch):
+def replacements(monkeypatch):
     """Return the functions that replace fairseq's, in order."""
     made = []
     monkeypatch.setattr(saving, "replace", lambda owner, name: made.append)
@@ -79,12 +79,12 @@ def test_numbered_checkpoints_omits_averages(tmp_path):
 
 
 @pytest.mark.parametrize("path, is_async", [("x.pt", True), ("s3://x.pt", False)])
-def test_whole_checkpoints_leaves_other_files_to_fairseq(path, is_async, mends, monkeypatch):
+def test_whole_checkpoints_leaves_other_files_to_fairseq(path, is_async, replacements, monkeypatch):
     monkeypatch.setattr(saving, "_write_checkpoint", lambda *_: pytest.fail("saved here"))
     monkeypatch.setattr(PathManager, "path_requires_pathmanager", lambda path: "://" in path)
     saving.whole_checkpoints()
     given = []
-    mends[0](lambda *arguments: given.append(arguments), {}, path, is_async)
+    replacements[0](lambda *arguments: given.append(arguments), {}, path, is_async)
     assert given == [({}, path, is_async)]
 
 
@@ -92,12 +92,12 @@ def test_whole_checkpoints_leaves_other_files_to_fairseq(path, is_async, mends, 
     "most, done, ends",
     [(5, 5, True), (5, 7, True), (5, 4, False), (0, 7, False), (None, 7, False)],
 )
-def test_finished_run_stops_at_max_update(most, done, ends, mends):
+def test_finished_run_stops_at_max_update(most, done, ends, replacements):
     saving.finished_run()
     optimization = SimpleNamespace(max_update=most, max_epoch=0)
     settings = SimpleNamespace(optimization=optimization)
     trainer = SimpleNamespace(cfg=settings, get_num_updates=lambda: done)
-    assert mends[0](lambda *_: "loaded", None, trainer) == "loaded"
+    assert replacements[0](lambda *_: "loaded", None, trainer) == "loaded"
     assert (optimization.max_epoch == -1) == ends
 
 
@@ -124,7 +124,7 @@ def test_save_checkpoint_saves_at_the_end_of_an_epoch(omitted, saved, tmp_path):
 
 
 @pytest.fixture
-def load(mends, tmp_path, monkeypatch):
+def load(replacements, tmp_path, monkeypatch):
     """load(file, rank=0, suffix="", given=...) -> the file that a run goes on from in place of a
     damaged one."""
     monkeypatch.setattr(saving, "_resume", lambda load, trainer, filename: load(trainer, filename))
@@ -143,7 +143,7 @@ def load(mends, tmp_path, monkeypatch):
         checkpoint = SimpleNamespace(restore_file=given, save_dir=str(tmp_path))
         trainer = SimpleNamespace(cfg=SimpleNamespace(checkpoint=checkpoint))
         trainer.checkpoint_suffix, trainer.data_parallel_rank = suffix, rank
-        return mends[0](original, trainer, str(tmp_path / name))
+        return replacements[0](original, trainer, str(tmp_path / name))
 
     return call
 

@@ -62,7 +62,7 @@ ctypes.string_at(found.data_ptr() + {{}}, 1)
 # --- checks that run in a subprocess ------------------------------------------------------------
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import interpreter  # noqa: F401  (mends it)
+    import interpreter  # noqa: F401  fixes it
 
 
 def fenced(tensor, side):

@@ -8,7 +8,7 @@ import os
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import interpreter  # noqa: F401  mends bfloat16
+    import interpreter  # noqa: F401  fixes bfloat16
 
 
 def pytest_configure(config):

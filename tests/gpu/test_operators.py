@@ -34,7 +34,7 @@ def laid_out(tensors):
 
 
 def assert_as_fake(operator, *arguments):
-    """What an operator returns, which lies in memory as its fake form says, each on its own."""
+    """Check that outputs have the strides of the fake kernel and share no memory; return them."""
     found = operator(*arguments)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -93,7 +93,7 @@ def test_output_loss_gives_nan_for_out_of_range_target():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masking", [None, "added"])
 def test_run_fastest_can_repeat_a_launch(dtype, masking, monkeypatch):
-    """As it is where the fastest of several is looked for."""
+    """Autotuning launches a kernel several times."""
     from multimax_fairseq.ops.triton import attention as kernels
 
     *inputs, grad = attention_inputs(1, 2, 20, 30, 16, dtype)
