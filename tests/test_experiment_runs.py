@@ -231,6 +231,8 @@ def test_evaluate_prints_the_score_of_the_run(experiment, tmp_path):
     assert f"{result['metric']} {result['value']:.2f}" in output and result["signature"] in output
     assert json.loads((tmp_path / "found.json").read_text())["value"] == result["value"]
     if name == "wikitext103":
+        missing = ["multimax-evaluate", checkpoint.parent / "missing.pt", data, "--average", "2"]
+        assert "missing.pt' does not exist" in run(folder, *missing, code=1)
         output = run(folder, *evaluate, data, "--average", "2", "--subset", "valid")
         assert "perplexity" in output and (checkpoint.parent / "average2.pt").exists()
     else:

@@ -316,6 +316,8 @@ def main() -> None:
     for flag in ("average", "longer"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise UsageError(f"--{flag} {number} must be at least 1")
+    if not checkpoint.exists():  # --average would take the folder around it
+        raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
     if args.average is None and checkpoint.is_dir():
         raise UsageError(f"'{checkpoint}' is a folder: give one of its checkpoints, or --average N")
     if args.average is not None:
