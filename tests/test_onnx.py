@@ -22,6 +22,7 @@ TRANSLATION = {
     "multimax": ("transformer_multimax", "--output-normalizer", "multimax"),
     "sinks": ("transformer_multimax", "--multimax-sink", "learned", *PRE_NORM),
     "alpha_entmax": ("transformer_multimax", "--attention-normalizer", "alpha_entmax"),
+    "entmax15": ("transformer_multimax", "--attention-normalizer", "entmax15"),
     "ssmax": ("transformer_multimax", "--attention-normalizer", "ssmax"),
     "learned positions": ("transformer", "--encoder-learned-pos", "--decoder-learned-pos"),
 }

@@ -703,7 +703,7 @@ def test_checkpoint_repeats_the_dropout_mask(use_reentrant):
     torch.testing.assert_close(*gradients)
 
 
-def test_operators_refuse_a_soft_cap_on_a_gpu(monkeypatch):
+def test_check_table_refuses_a_soft_cap_on_a_gpu(monkeypatch):
     scores, table = torch.randn(2, 4), torch.ones(1, 3)
     modulator.check_table(table, None, scores, "scores")
     monkeypatch.setattr(modulator, "on_triton", lambda _: True)

@@ -97,8 +97,12 @@ def test_every_function_is_tested():
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
 def test_row_attention_is_as_accurate_as_plain_pytorch(kernels, mapping, shape):
     batch, queries, keys, _ = shape
-    for name, mask in masks(batch, queries, keys).items():
-        options = {"attn_mask": mask, "is_causal": name in ("none", "padding")}
+    made = masks(batch, queries, keys)
+    for name, is_causal in (
+        *(("none", True), ("padding", False), ("padding", True)),
+        *(("holes", False), ("nothing left", True)),
+    ):
+        options = {"attn_mask": made[name], "is_causal": is_causal}
         found = assert_attention_as_accurate(mapping, shape, **options)
         assert all(part.isfinite().all() for part in found)
         if name == "nothing left":
