@@ -165,16 +165,18 @@ def check_same(run: Path, line: Line, stored: Iterable[Line]) -> None:
             continue
         is_same_row = (line["row"], line.get("task")) == (other["row"], other.get("task"))
         for name in ("data", "updates") if is_same_row else ("data",):
-            if line.get(name) != other.get(name):
+            if (mine := line.get(name)) != (theirs := other.get(name)):
                 raise UsageError(
-                    f"'{run}' has other {name} than the lines of docs/results ({line[name]}, not "
-                    f"{other[name]}): a table needs the same for all runs"
+                    f"'{run}' has other {name} than the lines of docs/results ({mine}, not "
+                    f"{theirs}): a table needs the same for all runs; to replace the lines, remove "
+                    "them first"
                 )
-        if is_same_row and (mine := settings(line)) != (theirs := settings(other)):
-            name = next(n for n in mine | theirs if mine.get(n) != theirs.get(n))
+        ours, stored_ones = settings(line), settings(other)
+        if is_same_row and ours != stored_ones:
+            name = next(n for n in ours | stored_ones if ours.get(n) != stored_ones.get(n))
             raise UsageError(
                 f"'{run}' was not trained as row {line['row']} of docs/results ({name}): all runs "
-                "of a row need the same settings"
+                "of a row need the same settings; to replace the lines, remove them first"
             )
 
 

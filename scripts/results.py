@@ -58,11 +58,11 @@ def add_runs(out: Path) -> None:
     if experiment not in EXPERIMENTS:
         raise UsageError(f"'{out}' is of {experiment}: only {', '.join(EXPERIMENTS)} are kept")
     known = {key(line): line for line in lines_of(experiment)}
-    for run, line in results:
-        lib.check_same(run, line, known.values())
     results = [
         (run, line) for run, line in results if line["date"] >= known.get(key(line), line)["date"]
     ]
+    for run, line in results:
+        lib.check_same(run, line, known.values())
     runs = {key(line): run for run, line in results}
     new = {key(line) for _, line in results if known.get(key(line), {}).get("date") != line["date"]}
     for run, line in results:

@@ -104,18 +104,19 @@ def save(state: dict[str, Any], file: Path) -> None:
 
 
 def _check_same(folder: Path, data: str, command: str) -> None:
-    """Raise UsageError if the folder holds a run with another command; else note the command.
+    """Write the folder's command and the hash of the data.
 
-    Also if a run of the same table used other data.
+    Raise UsageError if the folder holds a run of another command, or a run of the same table used
+    other data.
     """
+    remedy = "give another --out, or remove that folder"
     file, text = folder / "command", f"{data}\n{command}\n"
     for other in folder.parent.parent.glob("*/seed-*/command"):
         before = other.read_text(encoding="utf-8")
-        if before.partition("\n")[0] != data or (other == file and before != text):
-            raise UsageError(
-                f"'{other.parent}' was trained with another command or other data: give another "
-                "--out, or remove that folder"
-            )
+        if before.partition("\n")[0] != data:
+            raise UsageError(f"'{other.parent}' was trained on other data: {remedy}")
+        if other == file and before != text:
+            raise UsageError(f"'{folder}' was trained with another command: {remedy}")
     write(file, text)
 
 

@@ -124,7 +124,7 @@ def test_imdb_refuses_another_row_on_other_data(prepared, tmp_path):
     trained.mkdir(parents=True)
     (trained / "command").write_text("of other reviews\nscripts/imdb.sh\n")
     output = run(tmp_path, *train(prepared, tmp_path / "out", "--rows", "softmax"), code=1)
-    assert "sparsemax/seed-1' was trained with another command or other data" in output
+    assert "sparsemax/seed-1' was trained on other data" in output
 
 
 def test_imdb_names_an_unknown_row(prepared, tmp_path):

@@ -91,5 +91,10 @@ def test_add_runs_keeps_the_newest_and_refuses_what_is_no_result(script, tmp_pat
         write(tmp_path / "bad", [line_of("softmax", 1, 1.0, **changes)])
         with pytest.raises(UsageError, match="repeat it without --quick"):
             script.add_runs(tmp_path / "bad")
+    write(tmp_path / "other task", [line_of("softmax", 1, 50.0, task="recall", updates=5)])
+    script.add_runs(tmp_path / "other task")
+    write(tmp_path / "other", [line_of("softmax", 2, 50.0, updates=5)])
+    with pytest.raises(UsageError, match="has other updates than the lines"):
+        script.add_runs(tmp_path / "other")
     with pytest.raises(UsageError, match="no finished run"):
         script.add_runs(tmp_path / "none")
