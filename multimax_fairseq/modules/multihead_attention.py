@@ -16,8 +16,8 @@ from multimax_fairseq.ops.masks import attention_mask
 class MultiheadAttention(SoftmaxMultiheadAttention):
     """fairseq's multi-head attention with a `Normalizer` in place of softmax.
 
-    A decoding step runs in a kernel of its own if there is one, everything else in the normalizer's
-    `attend`. Both compute the same function.
+    If a kernel supports it, `_decoding_step` computes a decoding step. All other calls use the
+    normalizer's `attend`. Both give the same result.
 
     Args:
         softmax_attention: the layer built by fairseq. This layer takes over its projections and

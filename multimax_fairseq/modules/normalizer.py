@@ -24,7 +24,7 @@ class Normalizer(nn.Module):
 
     `normalizer(scores, dim, mask)` returns probabilities. `attend` computes attention from queries
     and keys, `attend_by_scores` from scores, and `decoding_attention` prepares the decoding steps
-    of one sentence. All compute the same function.
+    of one sentence. All apply the same mapping.
 
     Args:
         name: a key of `NORMALIZERS`.
