@@ -79,6 +79,7 @@ def stored() -> list[Line]:
 def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the stored lines."""
     known = {key(line): line for line in stored()}
+    translations = lib.read_results(TRANSLATIONS)
     for run, line in lib.finished_runs(out):
         if line["experiment"] not in ("leaderboard", "speeches", "multi30k"):
             raise UsageError(
@@ -92,7 +93,7 @@ def add_runs(out: Path) -> None:
             )
         before = known.get(key(line))
         if before is None or before["date"] < line["date"]:
-            lib.check_same(run, line, [*known.values(), *lib.read_results(TRANSLATIONS)])
+            lib.check_same(run, line, [*known.values(), *translations])
             known[key(line)] = line
     lib.write_results(LINES, [known[name] for name in sorted(known)])
 

@@ -171,9 +171,8 @@ def check_same(run: Path, line: Line, stored: Iterable[Line]) -> None:
                     f"{theirs}): a table needs the same for all runs; to replace the lines, remove "
                     "them first"
                 )
-        ours, stored_ones = settings(line), settings(other)
-        if is_same_row and ours != stored_ones:
-            name = next(n for n in ours | stored_ones if ours.get(n) != stored_ones.get(n))
+        if is_same_row and (ours := settings(line)) != (before := settings(other)):
+            name = next(n for n in ours | before if ours.get(n) != before.get(n))
             raise UsageError(
                 f"'{run}' was not trained as row {line['row']} of docs/results ({name}): all runs "
                 "of a row need the same settings; to replace the lines, remove them first"
