@@ -35,7 +35,8 @@ from plain_formulas import (
 from random_inputs import drawn
 from torch import nn
 
-from multimax_fairseq import NORMALIZERS
+from multimax_fairseq import NORMALIZERS, linear_cross_entropy
+from multimax_fairseq.ops import cross_entropy
 from multimax_fairseq.ops.modulator import modulate
 
 pytestmark = pytest.mark.long
@@ -306,6 +307,33 @@ for alpha in (1, 1 + 1e-15, 1 + 1e-9, 1 + 1e-6, 1e4, 1e300):
 # --- and the rest ------------------------------------------------------------------------------
 
 
+def no_gradients_without_need():
+    """Check that the loss computes gradients only if they are needed."""
+    formed = []
+
+    def recording(function):
+        def record(*arguments):
+            formed.append(arguments[1] is not None)
+            return function(*arguments)
+
+        return record
+
+    modules = ((cross_entropy, "_run_cpp"), (cross_entropy, "_plain_parts"))
+    functions = [getattr(*module) for module in modules]
+    for module, function in zip(modules, functions, strict=True):
+        setattr(*module, recording(function))
+    try:
+        arguments = LOSS | dict(weight=nn.Parameter(LOSS["weight"]))
+        with torch.no_grad():
+            linear_cross_entropy(**arguments)
+        linear_cross_entropy(**arguments)
+        linear_cross_entropy(**LOSS)
+    finally:
+        for module, function in zip(modules, functions, strict=True):
+            setattr(*module, function)
+    return {} if formed == [False, True, False] else {"gradients formed": f"{formed}"}
+
+
 def differentiable_graph(name):
     """Check that create_graph=True does not change the gradients."""
     ours, _, good = FUNCTIONS[name]
@@ -341,6 +369,7 @@ def thrice():
     return {n: how for n, how in off.items() if how}
 
 
+case("loss", "no gradients are formed without need", no_gradients_without_need)
 case("attention", "of a tensor to itself", thrice)
 bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 for name in FUNCTIONS:
