@@ -20,7 +20,8 @@ from multimax_fairseq.continuous.value_function import positions, ridge_regressi
 
 DENSITIES = {"softmax": continuous_softmax, "sparsemax": continuous_sparsemax}
 ATTENTIONS = ("discrete", "continuous", "combined")
-WIDTHS, RIDGE, MIN_VARIANCE = (0.1, 0.5), 0.1, 1e-6
+WIDTHS, MIN_VARIANCE = (0.1, 0.5), 1e-6
+RIDGE = 0.01  # our choice, that of the authors' deep-spin/quati
 # The words of the documents that are drawn: each class has five of its own.
 PAD, OPEN, CLOSE, FILLER, CLASS_WORD, CLASSES = 0, 1, 2, 3, 20, 4
 WORDS = CLASS_WORD + 5 * CLASSES
