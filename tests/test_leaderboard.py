@@ -9,6 +9,8 @@ import pytest
 import torch
 from commands import ROOT, run
 
+from multimax_fairseq.models.config import build_normalizer, translation_config
+
 SCRIPT = ROOT / "scripts" / "leaderboard.sh"
 
 
@@ -58,6 +60,17 @@ def test_score_is_best_for_the_target_and_data_follow_the_seed(tasks, name):
     assert other > perfect + 0.1 if task.is_error else other < perfect - 10
     assert all(map(torch.equal, inputs, task.batch(16, task.test[0], draw())))
     assert not torch.equal(target, task.batch(16, task.test[0], draw(2))[-1])
+
+
+def test_entries_learn_the_parameters_that_the_flags_give(tasks):
+    entries = importlib.import_module("leaderboards.entries").entries()
+    defaults = translation_config()()
+    for entry in entries.values():
+        if not entry.options and not entry.separate_heads:
+            found = entry.normalizer().state_dict()
+            built = build_normalizer(defaults, entry.mapping, tasks.HEADS, tasks.SIZE)
+            shapes = {name: value.shape for name, value in built.state_dict().items()}
+            assert {name: value.shape for name, value in found.items()} == shapes
 
 
 @pytest.mark.long

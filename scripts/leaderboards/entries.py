@@ -5,7 +5,7 @@ from typing import Any
 
 from leaderboards.tasks import HEADS, SIZE
 from multimax_fairseq import NORMALIZERS, Normalizer
-from multimax_fairseq.mappings.table import SEPARATE_HEADS
+from multimax_fairseq.mappings.table import SEPARATE_HEADS, Option
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Entry:
 
     def normalizer(self) -> Normalizer:
         """Return a new normalizer for the models of `tasks`."""
-        is_separate = self.separate_heads or NORMALIZERS[self.mapping].heads == SEPARATE_HEADS
+        heads = NORMALIZERS[self.mapping].heads
+        default = heads.default if isinstance(heads, Option) else heads
+        is_separate = self.separate_heads or default == SEPARATE_HEADS
         return Normalizer(self.mapping, HEADS if is_separate else None, SIZE, **self.options)
 
 
@@ -92,7 +94,7 @@ VARIANTS = {
 
 
 def entries() -> dict[str, Entry]:
-    """Return all entries; a mapping that a plugin has registered is one with its defaults."""
+    """Return `VARIANTS`, and an entry with default options for every other mapping."""
     others = {
         name: Entry(mapping.label, name, translation=name, language_model=name)
         for name, mapping in NORMALIZERS.items()
