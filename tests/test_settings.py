@@ -117,6 +117,7 @@ def test_settings_all_have_a_refusal_case():
     "flags, found",
     [
         ("--continuous-bases 0", "--continuous-bases 0 must be a whole number"),
+        ("--continuous-bases 32", "--continuous-bases 32 must be a multiple of 3, the number of"),
         ("--continuous-widths 0.1,0", "--continuous-widths 0.1,0 must be finite numbers above 0"),
         ("--continuous-widths 0.1,", "--continuous-widths 0.1, must be finite numbers above 0"),
         ("--continuous-ridge 0", "--continuous-ridge 0.0 must be a finite number above 0"),

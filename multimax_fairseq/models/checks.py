@@ -47,6 +47,13 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
     options = {**mapping_options(), **CONTINUOUS_OPTIONS}
     for name in sorted(read):
         check_option(args, name, options[name])
+    if "continuous_bases" in read:
+        count = len(args.continuous_widths.split(","))
+        if args.continuous_bases % count:
+            raise UsageError(
+                f"--continuous-bases {args.continuous_bases} must be a multiple of {count}, the "
+                "number of --continuous-widths"
+            )
     for fact, remedy in _without_effect(args, read, attentions):
         if not building_from_checkpoint():
             raise UsageError(f"{fact}: {remedy}")
@@ -133,14 +140,14 @@ def _owner(name: str) -> tuple[str, str]:
 def _changed_settings(args: Any) -> set[str]:
     """Return the settings that differ both from the defaults and from the architecture's."""
     names = [setting.name for setting in settings()]
-    usual = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in names})
+    arch_defaults = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in names})
     arch = getattr(args, "_name", None) or getattr(args, "arch", None)
     if arch in ARCH_CONFIG_REGISTRY:
-        ARCH_CONFIG_REGISTRY[arch](usual)
-    set_defaults(usual)
+        ARCH_CONFIG_REGISTRY[arch](arch_defaults)
+    set_defaults(arch_defaults)
     defaults = vars(translation_config()())
     return {
         name
         for name in names
-        if getattr(args, name, defaults[name]) not in (getattr(usual, name), defaults[name])
+        if getattr(args, name, defaults[name]) not in (getattr(arch_defaults, name), defaults[name])
     }
