@@ -196,6 +196,7 @@ def chosen(option: str, text: str | None, known: list[str]) -> list[str]:
 def main() -> None:
     args = parse()
     with lib.resumable("leaderboard.sh"):
+        own = entries()
         import_plugin(args.user_dir)
         entry_names = args.entries or ("softmax,multimax" if args.quick else None)
         seeds = args.seeds or ([1, 2] if args.quick else [1, 2, 3, 4, 5])
@@ -204,7 +205,8 @@ def main() -> None:
         runs = []
         for seed, task, row in itertools.product(seeds, tasks, rows):
             folder = args.out / f"{task}-{row}" / f"seed-{seed}"
-            runs.append(Run(task, row, seed, args.quick, args.user_dir, folder))
+            plugin = "" if row in own else args.user_dir
+            runs.append(Run(task, row, seed, args.quick, plugin, folder))
         work([run for run in runs if not is_finished(run)], args.jobs)
         print(f"\n{lib.collect(args.out, table)}Results: {args.out}")
 

@@ -95,9 +95,9 @@ def test_leaderboard_runs_resumes_and_refuses_other_runs(tmp_path):
     (line,) = map(json.loads, (tmp_path / "again/results.jsonl").read_text().splitlines())
     assert line["scores"] == first["scores"] and line["attention"] == first["attention"]
 
-    plugin = ["--user-dir", ROOT / "user_dir/added_mapping", "--entries", "sharpened"]
+    plugin = ["--user-dir", ROOT / "user_dir/added_mapping", "--entries", "softmax,sharpened"]
     output = run(tmp_path, *command, *plugin, "--tasks", "maximum", "--seeds", "1")
-    assert "| sharpened softmax | 1 |" in output
+    assert "(1 of 1)" in output and "| sharpened softmax | 1 |" in output
     output = run(tmp_path, *command, "--tasks", "sorting", code=1)
     assert "unknown 'sorting' in --tasks: choose from retrieval" in output
     output = run(tmp_path, *(word for word in command if word != "--quick"), code=1)
