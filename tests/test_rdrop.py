@@ -300,18 +300,6 @@ def test_rdrop_never_holds_all_logits(task, build, lm_batch, monkeypatch, kind):
     assert held == []
 
 
-def test_rdrop_refuses_the_adaptive_softmax(task, build, lm_batch, kind):
-    cls, options, *_ = kind
-    cutoff = ("--adaptive-softmax-cutoff", "10,20")
-    for arch, *flags in (
-        ("transformer_lm", *cutoff),
-        ("transformer_lm_multimax", *cutoff, "--output-normalizer", "softmax"),
-    ):
-        with pytest.raises(UsageError, match="leave --adaptive-softmax-cutoff out"):
-            criterion = cls(task, sentence_avg=False, rdrop_alpha=ALPHA, **options)
-            criterion(build(arch, *flags), lm_batch())
-
-
 @pytest.mark.parametrize("alpha", [-1.0, -1e-9, math.nan, math.inf])
 def test_rdrop_refuses_an_invalid_weight(task, kind, alpha):
     cls, options, *_ = kind

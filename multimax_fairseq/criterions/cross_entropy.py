@@ -166,9 +166,8 @@ class FusedOutput:
     def fused_output(self, model):
         """Return the decoder's `linear_output`, or None if the fused loss is not possible."""
         decoder = getattr(model, "decoder", None)
-        is_adaptive = getattr(decoder, "adaptive_softmax", None) is not None
         linear_output = getattr(decoder, "linear_output", None)
-        if not is_adaptive and linear_output is not None and linear_output() is not None:
+        if linear_output is not None and linear_output() is not None:
             return linear_output
         if self.z_loss > 0 or self.maxsup > 0:
             raise UsageError(
@@ -176,8 +175,7 @@ class FusedOutput:
                 "MultiMax: leave them out, or use --output-normalizer multimax and no "
                 "--adaptive-softmax-cutoff"
             )
-        if not is_adaptive:
-            _log_all_logits(type(decoder).__name__)
+        _log_all_logits(type(decoder).__name__)
         return None
 
     def fused_losses(self, model, sample, linear_output, reduce, twice):
@@ -224,18 +222,13 @@ class FusedOutput:
 
         Log-probabilities take the place of the features.
         """
-        if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
-            raise UsageError(
-                "--rdrop-alpha needs probabilities with gradients for all words, which fairseq's "
-                "adaptive softmax does not give: leave --adaptive-softmax-cutoff out"
-            )
         net_output = model(**doubled(sample["net_input"]))
         log_probs = model.get_normalized_probs(net_output, log_probs=True)
         log_probs = log_probs[:, self.ignore_prefix_size :]
         target = model.get_targets(sample, net_output)[:, self.ignore_prefix_size :]
-        twice = target.repeat_interleave(2, 0).unsqueeze(-1)
+        doubled_target = target.repeat_interleave(2, 0).unsqueeze(-1)
         loss, nll_loss = label_smoothed_nll_loss(
-            log_probs, twice, self.label_smoothing, self.padding_idx, reduce
+            log_probs, doubled_target, self.label_smoothing, self.padding_idx, reduce
         )
         if not reduce:
             loss, nll_loss = loss.squeeze(-1), nll_loss.squeeze(-1)
