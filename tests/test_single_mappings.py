@@ -520,3 +520,17 @@ def test_ssmax_refuses_an_infinite_length_scale_in_every_backend(backend):
     options = {"normalizer": "ssmax", "length_scale": -math.inf, "backend": backend}
     with pytest.raises(ValueError, match="length_scale must be finite, got -inf"):
         scaled_dot_product_attention(*parts, **options)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("sink", {"sink": None}),
+        ("ssmax", {"length_scale": None}),
+        ("adaptive_temperature", {"training": 1}),
+    ],
+)
+def test_attention_refuses_options_of_the_wrong_type(name, options):
+    query = torch.randn(1, H, T, D)
+    with pytest.raises(TypeError, match=next(iter(options))):
+        scaled_dot_product_attention(query, query, query, normalizer=name, **options)

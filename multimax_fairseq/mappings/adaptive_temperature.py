@@ -13,7 +13,8 @@ from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.checks import check_flag
 from multimax_fairseq.ops.row_function import RowFunction
 
-# 1 / temperature by the entropy, highest power first: Figure 5 of Velickovic et al. 2024.
+# Coefficients of P, which gives 1 / temperature from the entropy; highest power first. Figure 5 of
+# Velickovic et al. 2024.
 TEMPERATURE_FIT = (-0.037, 0.481, -2.3, 4.917, -1.791)
 
 
@@ -24,8 +25,9 @@ def adaptive_temperature(
 
         p = softmax(beta x), beta = max(P(H), 1), H the entropy of softmax(x)
                                                                        (Velickovic et al. 2024)
-    P is the paper's polynomial, -0.037 H^4 + 0.481 H^3 - 2.3 H^2 + 4.917 H - 1.791. The paper does
-    not use it up to H = 0.5, where it is below 1. For models that were trained with softmax.
+    P is the paper's polynomial, -0.037 H^4 + 0.481 H^3 - 2.3 H^2 + 4.917 H - 1.791. For
+    H <= 0.5 the paper keeps temperature 1; there P(H) < 1, so the maximum gives the same. For
+    models that were trained with softmax.
 
     Args:
         scores, dim, mask: as `softmax`; a float mask counts for H and is not multiplied.
@@ -49,10 +51,12 @@ def adaptive_temperature(
     return softmax(shift_and_scale(scores, fitted.clamp(min=1.0), dim, mask), dim, mask)
 
 
-def _kernel(training: bool = False) -> dict[str, Any]:
-    return (
-        {} if training else {"row": RowFunction("adaptive_temperature", needs_exclusion_mask=True)}
-    )
+def _kernel(training: bool = False) -> dict[str, Any] | None:
+    if not isinstance(training, bool):
+        return None
+    if training:
+        return {}  # softmax
+    return {"row": RowFunction("adaptive_temperature", needs_exclusion_mask=True)}
 
 
 register(

@@ -43,8 +43,8 @@ def ssmax(
 
     Args:
         scores, dim, mask: as `softmax`; n counts what is not excluded, as `key_counts`.
-        length_scale: s. A tensor, which gets its gradient, is broadcastable to scores and has size
-            1 in `dim`.
+        length_scale: s. A tensor must be broadcastable to scores, with size 1 in `dim`; it can
+            require grad.
 
     Returns:
         The shape of scores, in float32 or wider; a single key gets 1.
@@ -73,13 +73,13 @@ def asentmax(
         p = 1.5-entmax((1 + beta log(n + 1)^gamma) x), n keys            (Vasylenko et al. 2026)
     Equivalent to: entmax.entmax15((1 + beta * math.log(n + 1) ** gamma) * scores, dim)
 
-    The paper has log(n), which is 0 for a single key and then has no negative power.
+    The paper uses log(n). For a single key it is 0, and 0 to a negative gamma is infinite.
 
     Args:
         scores, dim, mask: as `softmax`; n counts what is not excluded, as `key_counts`. The
             factor does not multiply a float mask.
-        beta, gamma: tensors, which get their gradients, are broadcastable to scores and have size 1
-            in `dim`.
+        beta, gamma: tensors must be broadcastable to scores, with size 1 in `dim`; they can
+            require grad.
 
     Returns:
         The shape of scores, in float32 or wider.
@@ -186,7 +186,9 @@ register(
         options=(START,),
         heads=SEPARATE_HEADS,
         build=lambda num_heads, start: {"length_scale": LengthScale(num_heads or 1, start)},
-        kernel=lambda length_scale: {"length_scale": length_scale},
+        kernel=lambda length_scale: (
+            None if length_scale is None else {"length_scale": length_scale}
+        ),
     )
 )
 register(

@@ -27,9 +27,9 @@ SINK = Option(
     **chosen_from(SINKS),
 )
 
-# Next to any real score, the share of this sink vanishes in float32, but its gradient is still
-# large enough for Adam.
-START_OF_SOFTMAX = -20.0
+# Beside a score of 0 this sink has the weight exp(-20) = 2e-9; its gradient is still large enough
+# for Adam.
+NEGLIGIBLE_SINK = -20.0
 
 
 def softmax_with_sink(
@@ -42,8 +42,8 @@ def softmax_with_sink(
 
     Args:
         scores, dim, mask: as `softmax`, but a row sums to less than one.
-        sink: the score of the sink; -inf is softmax. A tensor, which gets its gradient, is
-            broadcastable to scores and has size 1 in `dim`.
+        sink: the score of the sink; -inf is softmax. A tensor must be broadcastable to
+            scores, with size 1 in `dim`; it can require grad.
 
     Returns:
         The shape of scores, in float32 or wider.
@@ -106,7 +106,7 @@ class Sink(nn.Module):
 
     def softmax_state(self) -> dict[str, Tensor]:
         """Return the state dict at which the sink takes almost no share."""
-        return {"score": torch.full_like(self.score, START_OF_SOFTMAX)}
+        return {"score": torch.full_like(self.score, NEGLIGIBLE_SINK)}
 
     def extra_repr(self) -> str:
         return f"num_heads={len(self.score)}"
@@ -129,6 +129,6 @@ register(
         heads=SEPARATE_HEADS,
         build=lambda num_heads: {"sink": Sink(num_heads or 1)},
         sums_to_one=False,
-        kernel=lambda sink: {"sink": sink},
+        kernel=lambda sink: None if sink is None else {"sink": sink},
     )
 )
