@@ -13,7 +13,7 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
 from multimax_fairseq import NORMALIZERS, Mapping, Normalizer, register
 from multimax_fairseq.mappings.table import Option, yes_or_no
-from multimax_fairseq.models.learned_scalars import learned_modules, learned_scalars
+from multimax_fairseq.models.learned_scalars import learned_modules
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops import native
 
@@ -295,7 +295,7 @@ class OfHidden(torch.nn.Module):
         return hidden @ self.weight.mT
 
 
-def test_learned_scalars_excludes_hidden_state_modules(monkeypatch):
+def test_learned_modules_excludes_matrices(monkeypatch):
     softmax = NORMALIZERS["softmax"].function
     mapping = Mapping(
         "of_hidden",
@@ -311,8 +311,8 @@ def test_learned_scalars_excludes_hidden_state_modules(monkeypatch):
             "b": Normalizer("multimax"),
         }
     )
-    assert [name for name, _ in learned_scalars(model)] == ["b.modulator"]
     assert [name for name, _ in learned_modules(model)] == ["a.gain", "b.modulator"]
+    assert [name for name, _ in learned_modules(model, matrices=False)] == ["b.modulator"]
     query, hidden = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4)
     found = [
         model["a"].attend(query, query, query, hidden=hidden, need_probs=needed)[0]

@@ -21,14 +21,6 @@ logger = logging.getLogger(__name__)
 LEARNED = r"\.(normalizer|gate|output_modulator)\."
 
 
-def learned_scalars(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of each module whose parameters are scalars of a normalizer.
-
-    These are the submodules of the normalizers and the modulator of the output layer.
-    """
-    return learned_modules(model, matrices=False)
-
-
 def learned_modules(model: Any, *, matrices: bool = True) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of each learned module that stock fairseq models do not have.
 
@@ -90,7 +82,7 @@ def prepare_scalars(model: Any, args: Any) -> None:
     over V words per token. Adam is invariant to the scale, but without it gradient clipping would
     slow down the whole model.
     """
-    scalars = learned_scalars(model)
+    scalars = learned_modules(model, matrices=False)
     if args.train_scalars_only:
         if not any(list(module.parameters()) for _, module in scalars):
             raise UsageError(
