@@ -5,8 +5,8 @@
 
 OUT is the --out of scripts/leaderboard.sh, speeches.sh or multi30k.sh. Its finished runs are added
 to docs/results/leaderboard.jsonl, one line each; a newer run of the same row and seed replaces an
-older one. Then the page is written, also without any OUT. The tables of attention show the
-translations of scripts/results.py, and runs of multi30k.sh for rows that it lacks.
+older one. Then the page is written, also without any OUT. The attention tables take the scores of
+Multi30k from docs/results/multi30k.jsonl, and of rows missing there from leaderboard.jsonl.
 
 A comparison pairs runs of the same seed. Its p value is from a paired t-test, after Holm's
 correction for all entries of a column. The effect size is the mean of the differences over their

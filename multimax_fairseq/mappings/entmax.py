@@ -22,8 +22,8 @@ from multimax_fairseq.ops.backend import traced
 from multimax_fairseq.ops.checks import check_whole, is_finite
 from multimax_fairseq.ops.row_function import RowFunction
 
-# The gradient by alpha is a difference of probabilities over (alpha - 1)^2. Closer to 1, rounding
-# errors of float32 would exceed it.
+# The gradient with respect to alpha is a difference of probabilities over (alpha - 1)^2. Closer to
+# 1, rounding errors of float32 would exceed it.
 MIN_ALPHA = 1.01
 
 
@@ -60,9 +60,9 @@ def alpha_entmax(
 
     Args:
         scores, dim, mask: as `softmax`.
-        alpha: at least 1; 1 is softmax, 2 is sparsemax. A tensor, which gets its gradient, is
-            broadcastable to scores, has size 1 in `dim`, and lies well above 1: its gradient is a
-            difference over (alpha - 1)^2.
+        alpha: at least 1; 1 is softmax, 2 is sparsemax. A tensor must be broadcastable to scores,
+            with size 1 in `dim`; it can require grad, and then its values should lie well above 1,
+            because the gradient is a difference over (alpha - 1)^2.
 
     Returns:
         The shape of scores, in float32 or wider.
@@ -74,8 +74,8 @@ def alpha_entmax(
     """
     if isinstance(alpha, Tensor):
         _check_alpha(alpha, scores, dim)
-        wide_alpha = alpha
-        return apply_masked(lambda wide: _bisect(wide, wide_alpha, dim), scores, dim, mask)
+        tensor = alpha
+        return apply_masked(lambda wide: _bisect(wide, tensor, dim), scores, dim, mask)
     if not isinstance(alpha, Real) or isinstance(alpha, bool):
         raise TypeError(f"alpha must be a number or a tensor, got {alpha!r}")
     if not 1 <= alpha <= sys.float_info.max:
@@ -105,8 +105,8 @@ def _check_alpha(alpha: Tensor, scores: Tensor, dim: int) -> None:
 class _Entmax(torch.autograd.Function):
     """The library's mappings with correct gradients.
 
-    The library's gradient by the scores is NaN next to a probability of 0, and its gradient by
-    alpha lacks a term.
+    The library's gradient with respect to the scores is NaN next to a probability of 0, and the one
+    with respect to alpha lacks a term.
 
         dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), and s = 0 where p = 0
         dp / dalpha = (p - q) / (alpha - 1)^2 + (h - q sum(h)) / (alpha - 1),
@@ -135,13 +135,13 @@ class _Entmax(torch.autograd.Function):
         positive = torch.where(inside, probs, 1.0)
         weights = positive ** (2 - alpha) * inside
         shares = weights / weights.sum(ctx.dim, keepdim=True)
-        by_scores = weights * (grad - (grad * shares).sum(ctx.dim, keepdim=True))
+        grad_scores = weights * (grad - (grad * shares).sum(ctx.dim, keepdim=True))
         if not ctx.needs_input_grad[1]:
-            return by_scores, None, None, None
+            return grad_scores, None, None, None
         entropy = -probs * positive.log()
-        by_alpha = (probs - shares) / (alpha - 1) ** 2
-        by_alpha = by_alpha + (entropy - shares * entropy.sum(ctx.dim, keepdim=True)) / (alpha - 1)
-        return by_scores, (grad * by_alpha).sum_to_size(alpha.shape), None, None
+        slope = (probs - shares) / (alpha - 1) ** 2  # dp / dalpha
+        slope = slope + (entropy - shares * entropy.sum(ctx.dim, keepdim=True)) / (alpha - 1)
+        return grad_scores, (grad * slope).sum_to_size(alpha.shape), None, None
 
 
 def _sorted(wide: Tensor, alpha: float, dim: int) -> Tensor:
@@ -209,10 +209,10 @@ def _build(num_heads: int | None, alpha: float | None) -> dict[str, Any]:
 
 def _kernel(alpha: float | Tensor) -> dict[str, Any] | None:
     if isinstance(alpha, Tensor):
-        # The kernel needs alpha in (1, 2]; in a recorded graph its values are unknown. On a GPU,
-        # reading them would synchronise.
-        is_known = alpha.device.type == "cpu" and not traced()
-        if traced() or is_known and not ((alpha >= MIN_ALPHA) & (alpha <= 2)).all():
+        if traced():
+            return None  # the kernel needs alpha in (1, 2], but its values are unknown
+        # On a GPU, reading the values would synchronise.
+        if alpha.device.type == "cpu" and not ((alpha >= MIN_ALPHA) & (alpha <= 2)).all():
             return None
         return {"row": RowFunction("alpha_entmax", alpha)}
     if not is_finite(alpha):

@@ -96,13 +96,13 @@ def masked(
     wide = wide.masked_fill(excluded, -float("inf")).masked_fill(empty, 0.0)
     wide = _divide(wide, temperature, dim)
     if mask.dtype != torch.bool:
-        # Add 0 where -inf excludes: the sum would have a gradient.
+        # Zero the mask where it is -inf, so that excluded entries get no gradient.
         wide = wide + mask.masked_fill(excluded, 0.0)
     return wide, excluded
 
 
 def _divide(wide: Tensor, temperature: float, dim: int) -> Tensor:
-    """Return the scores, shifted by their maximum, at a temperature."""
+    """Return (scores - maximum) / temperature; the scores themselves at temperature 1."""
     if temperature == 1 or wide.numel() == 0:
         return wide
     return subtract_max(wide, dim) / temperature

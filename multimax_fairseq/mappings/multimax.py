@@ -186,7 +186,7 @@ class Modulator(nn.Module):
         if num_heads is not None and not is_whole(num_heads):
             raise ValueError(
                 "the modulator's number of heads must be a whole number of at least 1, or None "
-                f"for all heads alike, got {num_heads!r}"
+                f"to share the scalars among all heads, got {num_heads!r}"
             )
         for option, value in zip(OPTIONS, (order, terms, init_std, monotone), strict=True):
             option.check(value, f"the modulator's {option.name}")

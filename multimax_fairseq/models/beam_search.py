@@ -146,8 +146,8 @@ class BeamGenerator(SequenceGenerator):
                     words, values = words[mask], values[mask]
             if step == longest:
                 break
-            # At most `beam` of the 2 * beam candidates end, because each hypothesis has one end.
-            order = ends.byte().sort(dim=1, stable=True).indices[:, :beam]  # those that go on first
+            # At most `beam` of the 2 * beam candidates are EOS, one per hypothesis. They go last.
+            order = ends.byte().sort(dim=1, stable=True).indices[:, :beam]
             rows, words, values = (x.gather(1, order).view(-1) for x in (rows, words, values))
             tokens = torch.cat([tokens[rows], words[:, None]], 1)
             scores = torch.cat([scores[rows], values[:, None]], 1)
@@ -211,7 +211,7 @@ class BeamGenerator(SequenceGenerator):
     ) -> tuple[Tensor, Tensor]:
         """Return the best continuations of each row: log-probabilities and words, (rows, choices).
 
-        There are at least as many as can be chosen. At the greatest length only the end is left.
+        Enough for any choice of 2 * beam. At the maximum length the only candidate is EOS.
         """
         features = [
             model.decoder(

@@ -30,8 +30,8 @@ class Normalizer(nn.Module):
         name: a key of `NORMALIZERS`.
         num_heads: None learns one set of parameters. Otherwise each head has its own, and scores
             carry the heads in dimension -3. Mappings without parameters ignore it.
-        hidden_size: size of the hidden states that queries are projections of. asentmax reads them;
-            other mappings ignore it.
+        hidden_size: size of the hidden states from which the queries are projected. asentmax reads
+            them; other mappings ignore it.
         options: of the mapping, `NORMALIZERS[name].options`:
             order, terms, init_std, monotone: multimax, as `Modulator`.
             sink: multimax, "none", "zero" or "learned", as `Sink`.
@@ -70,8 +70,8 @@ class Normalizer(nn.Module):
         mapping = mapping_named(name)
         if num_heads is not None and not is_whole(num_heads):
             raise ValueError(
-                "the number of heads must be a whole number of at least 1, or None for all heads "
-                f"alike, got {num_heads!r}"
+                "the number of heads must be a whole number of at least 1, or None to share "
+                f"the parameters among all heads, got {num_heads!r}"
             )
         # The arguments of an equal normalizer.
         self.arguments = {"name": name, "num_heads": num_heads, "hidden_size": hidden_size}
@@ -243,8 +243,8 @@ class Normalizer(nn.Module):
         mapping, arguments = mapping_named(self.name), dict(self.fixed)
         if mapping.hidden and hidden is None:
             raise ValueError(
-                f"the normalizer {self.name!r} reads the hidden states that queries are "
-                "projections of: pass them as hidden"
+                f"the normalizer {self.name!r} reads the hidden states from which "
+                "the queries are projected: pass them as hidden"
             )
         for argument, module in self.named_children():
             if argument == "modulator":
