@@ -20,8 +20,8 @@ row changes. Each row and seed is one call of fairseq-train. OUT/ROW/seed-N hold
     data.sha256         the checksum of the data
 
 OUT/results.jsonl collects the results, OUT/table.md is their table. Finished runs are skipped,
-interrupted ones resume. Several of the same command can run at once, for example one per GPU
-(CUDA_VISIBLE_DEVICES): they share the runs.
+interrupted ones resume. Several processes can run the same command, for example one per GPU
+(CUDA_VISIBLE_DEVICES); each run is done by one of them.
 
 Options after -- go to every fairseq-train call, after those of the row. Without a GPU everything
 runs on the CPU in float32.
@@ -94,8 +94,8 @@ def compose(experiment: Experiment, row: str, data_set: str = "") -> DictConfig:
     return OmegaConf.merge(cfg, experiment.data.get(data_set, {}), experiment.changes[row])
 
 
-def fit(cfg: DictConfig, gpus: int) -> None:
-    """Adjust the batch of each GPU or update_freq so that the total batch stays; 0 is the CPU."""
+def fit_batch(cfg: DictConfig, gpus: int) -> None:
+    """Adjust the batch per GPU, or update_freq, to keep the total batch; gpus=0 means the CPU."""
     key, unit = "batch_size", "sentences"
     if "batch_size" not in cfg.dataset:
         key, unit = "max_tokens", "tokens"
@@ -138,7 +138,7 @@ def options(cfg: DictConfig) -> list[str]:
 def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
     cfg = compose(args.experiment, row, args.data)
     folder = args.out / row / f"seed-{seed}"
-    fit(cfg, args.gpus)
+    fit_batch(cfg, args.gpus)
     cfg.common.user_dir = str(ROOT / cfg.common.user_dir)
     cfg.common.seed = seed
     cfg.checkpoint.save_dir = str(folder)
@@ -290,8 +290,10 @@ def check(run: Run, checksum: str) -> None:
     """
     command = run.folder / "command"
     if command.exists():
-        before = shlex.split(command.read_text("utf-8"))
-        if options_of(before) != options_of(run.command):  # the order does not matter
+        # The order of the options does not matter, nor do the paths before them: of fairseq-train,
+        # and of the data, whose checksum is compared below.
+        before = options_of(shlex.split(command.read_text("utf-8")))
+        if {**before, "": ()} != {**options_of(run.command), "": ()}:
             raise UsageError(
                 f"'{run.folder}' was trained with another command (its file `command`): give "
                 "another --out, or remove that folder"
@@ -411,7 +413,7 @@ def work(runs: list[Run]) -> None:
                 os.close(lock)
 
 
-# The data of these experiments is one of those that data-prep/demo.py prepares.
+# {experiment: the part of data-prep/demo.py that prepares its data}
 DEMO = {"speeches": "lm", "reviews": "reviews", "tatoeba": "translation"}
 
 

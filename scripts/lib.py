@@ -17,7 +17,7 @@ from multimax_fairseq.files import read_lines, write
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of tensorboardX
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # hint: tensorboardX
 Line = dict[str, Any]  # one result: a line of results.jsonl
 # The options of fairseq-train that choose the implementation of a config group.
 CHOICES = {
@@ -84,16 +84,14 @@ class Experiment:
         )
 
 
-def experiments() -> list[str]:
-    """The names of all experiments."""
-    return sorted(file.stem for file in (CONFIGS / "rows").glob("*.yaml"))
-
-
 # --- commands ----------------------------------------------------------------------------------
 
 
 def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
-    """{option: its values}; "" holds the words before the first option. The last one counts."""
+    """{option: its values}; "" holds the words before the first option.
+
+    If an option is repeated, its last value counts.
+    """
     found: dict[str, tuple[str, ...]] = {}
     name = ""
     for word in command:
