@@ -19,6 +19,7 @@ from multimax_fairseq.models.config import (
     mapping_options,
     named_normalizers,
     normalizer_names,
+    parse_widths,
     set_defaults,
     settings,
     shared_options,
@@ -48,7 +49,7 @@ def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
     for name in sorted(read):
         check_option(args, name, options[name])
     if "continuous_bases" in read:
-        count = len(args.continuous_widths.split(","))
+        count = len(parse_widths(args.continuous_widths))
         if args.continuous_bases % count:
             raise UsageError(
                 f"--continuous-bases {args.continuous_bases} must be a multiple of {count}, the "

@@ -61,7 +61,7 @@ def dropout_option(name: str, default: float, help: str) -> Option:
     )
 
 
-def _parse_widths(text: Any) -> tuple[float, ...]:
+def parse_widths(text: Any) -> tuple[float, ...]:
     """Return the numbers of a text such as "0.03,0.1"; () if one is not a finite number above 0."""
     try:
         widths = tuple(float(word) for word in text.split(","))
@@ -105,7 +105,7 @@ CONTINUOUS_OPTIONS = {
             "0.03,0.1,0.3",
             str,
             "finite numbers above 0 with commas between them, such as 0.03,0.1,0.3",
-            lambda value: bool(_parse_widths(value)),
+            lambda value: bool(parse_widths(value)),
             help="their standard deviations, for a sentence of length 1; each has the same number "
             "of functions, evenly spaced",
         ),
@@ -335,7 +335,7 @@ def build_attention(
             CONTINUOUS[density],
             args.continuous_context,
             num_bases=args.continuous_bases,
-            widths=_parse_widths(args.continuous_widths),
+            widths=parse_widths(args.continuous_widths),
             ridge=args.continuous_ridge,
         )
     if args.attention_gate:
