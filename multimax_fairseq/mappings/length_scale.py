@@ -186,9 +186,7 @@ register(
         options=(START,),
         heads=SEPARATE_HEADS,
         build=lambda num_heads, start: {"length_scale": LengthScale(num_heads or 1, start)},
-        kernel=lambda length_scale: (
-            None if length_scale is None else {"length_scale": length_scale}
-        ),
+        kernel=lambda length_scale: {"length_scale": length_scale},
     )
 )
 register(

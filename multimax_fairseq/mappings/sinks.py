@@ -129,6 +129,6 @@ register(
         heads=SEPARATE_HEADS,
         build=lambda num_heads: {"sink": Sink(num_heads or 1)},
         sums_to_one=False,
-        kernel=lambda sink: None if sink is None else {"sink": sink},
+        kernel=lambda sink: {"sink": sink},
     )
 )

@@ -135,8 +135,8 @@ class Mapping:
     def for_kernel(self, **arguments: Any) -> dict[str, Any] | None:
         """Return the arguments of `fused_attention`; None if no kernel supports these arguments.
 
-        If an argument is unknown to `kernel`, or missing, `function` accepts it or raises a
-        TypeError.
+        If an argument is unknown to `kernel`, or a required one is missing or None, `function`
+        accepts it or raises a TypeError.
         """
         if self.kernel is None:
             return None
@@ -144,7 +144,7 @@ class Mapping:
             if name not in self.kernel_parameters:
                 return None
         for name, is_required in self.kernel_parameters.items():
-            if is_required and name not in arguments:
+            if is_required and arguments.get(name) is None:
                 return None
         return self.kernel(**arguments)
 
