@@ -13,16 +13,13 @@ correction for all entries of a column. The effect size is the mean of the diffe
 standard deviation.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import lib
 import matplotlib
-from lib import ROOT, Line
-from scipy import stats
+from lib import ROOT, Comparison, Line, Scores
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -37,7 +34,6 @@ TRANSLATIONS = ROOT / "docs" / "results" / "multi30k.jsonl"
 SEEDS = range(1, 6)
 PAGE, FIGURE = ROOT / "docs" / "leaderboard.md", ROOT / "docs" / "leaderboard.svg"
 MARK = "<!-- Below: made by scripts/leaderboard_page.py -->\n"
-SIGNIFICANT = 0.05
 # {entry of the output layer: its row in configs/rows/speeches.yaml and multi30k.yaml}
 OUTPUTS = {
     "softmax": "softmax",
@@ -111,19 +107,6 @@ class Column:
     is_error: bool  # lower is better
 
 
-class Comparison(NamedTuple):
-    """Differences from a baseline, paired by seed; positive is better."""
-
-    mean: float
-    deviation: float
-    p: float  # after Holm's correction
-
-    @property
-    def verdict(self) -> int:
-        """1 better, -1 worse, 0 no significant difference."""
-        return 0 if self.p >= SIGNIFICANT else 1 if self.mean > 0 else -1
-
-
 def scores_of(
     lines: list[Line], rows: dict[str, str], score: Callable[[Line], float]
 ) -> dict[str, dict[int, float]]:
@@ -137,28 +120,11 @@ def scores_of(
 
 
 def compare(column: Column, base: str) -> dict[str, Comparison]:
-    """Compare each entry of a column that shares three seeds or more with the baseline."""
+    """Compare the entries of a column with one of them; a positive difference is better."""
     sign = -1 if column.is_error else 1
-    found: dict[str, tuple[float, float, float]] = {}
-    for entry, scores in column.scores.items():
-        theirs = column.scores.get(base, {})
-        seeds = sorted(scores.keys() & theirs.keys())
-        if entry == base or len(seeds) < 3:
-            continue
-        gains = [sign * (scores[seed] - theirs[seed]) for seed in seeds]
-        p = stats.ttest_1samp(gains, 0).pvalue if any(gains) else 1.0
-        found[entry] = statistics.mean(gains), statistics.stdev(gains), float(p)
-    corrected = holm({entry: p for entry, (_, _, p) in found.items()})
-    return {e: Comparison(mean, sd, corrected[e]) for e, (mean, sd, _) in found.items()}
-
-
-def holm(p_values: dict[str, float]) -> dict[str, float]:
-    """Return p values after Holm's step-down correction (Holm 1979)."""
-    corrected, largest = {}, 0.0
-    for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, p_values[name] * (len(p_values) - rank)))
-        corrected[name] = largest
-    return corrected
+    signed = {e: {s: sign * x for s, x in own.items()} for e, own in column.scores.items()}
+    baseline: Scores = signed.pop(base, {})
+    return lib.compare({entry: (own, baseline) for entry, own in signed.items()})
 
 
 def columns(lines: list[Line], entries_by_name: dict[str, Entry]) -> list[Column]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines, write
@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # hint: tensorboardX
 Line = dict[str, Any]  # one result: a line of results.jsonl
+Scores = dict[int, float]  # {seed: score}
+SIGNIFICANT = 0.05
 # The options of fairseq-train that choose the implementation of a config group.
 CHOICES = {
     "task": "--task",
@@ -212,6 +214,50 @@ def mean(values: Iterable[float | None], digits: int = 2, unit: float = 1.0) -> 
         return ""
     text = f"{statistics.mean(known):,.{digits}f}"
     return text if len(known) < 2 else f"{text} ± {statistics.stdev(known):,.{digits}f}"
+
+
+class Comparison(NamedTuple):
+    """Differences from a baseline, paired by seed."""
+
+    mean: float
+    deviation: float
+    interval: tuple[float, float]  # 95 %, of the mean; without correction
+    p: float  # of a paired t-test, after Holm's correction
+
+    @property
+    def verdict(self) -> int:
+        """1 higher, -1 lower, 0 no significant difference."""
+        return 0 if self.p >= SIGNIFICANT else 1 if self.mean > 0 else -1
+
+    @property
+    def p_text(self) -> str:
+        return "< 0.001" if self.p < 0.001 else f"{self.p:.3f}"
+
+
+def compare(pairs: dict[str, tuple[Scores, Scores]]) -> dict[str, Comparison]:
+    """Compare {name: (scores, scores of its baseline)}, where at least three seeds are in both."""
+    from scipy import stats  # slow to import
+
+    found = {}
+    for name, (scores, baseline) in pairs.items():
+        gains = [score - baseline[seed] for seed, score in scores.items() if seed in baseline]
+        if len(gains) >= 3:
+            test = stats.ttest_1samp(gains, 0)
+            low, high = test.confidence_interval(0.95)
+            p = float(test.pvalue) if any(gains) else 1.0
+            mean, deviation = statistics.mean(gains), statistics.stdev(gains)
+            found[name] = Comparison(mean, deviation, (low, high), p)
+    corrected = holm({name: one.p for name, one in found.items()})
+    return {name: one._replace(p=corrected[name]) for name, one in found.items()}
+
+
+def holm(p_values: dict[str, float]) -> dict[str, float]:
+    """Return p values after Holm's step-down correction (Holm 1979)."""
+    corrected, largest = {}, 0.0
+    for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, p_values[name] * (len(p_values) - rank)))
+        corrected[name] = largest
+    return corrected
 
 
 def notes(lines: list[Line]) -> str:

@@ -10,12 +10,10 @@ also without any OUT.
 """
 
 import re
-import statistics
 from pathlib import Path
 
 import lib
-from lib import ROOT, Experiment, Line
-from scipy import stats
+from lib import ROOT, Comparison, Experiment, Line, Scores
 
 from multimax_fairseq.commands.compare import hypotheses, paired_bootstrap
 from multimax_fairseq.errors import UsageError
@@ -86,19 +84,27 @@ def add_runs(out: Path) -> None:
 # --- the page ------------------------------------------------------------------------------------
 
 
-def against(block: list[Line], base: list[Line], field: str) -> tuple[str, str]:
-    """Mean ± deviation of the differences between runs of the same seed, and the p-value of a
-    paired t-test."""
-    theirs = {line["seed"]: line[field] for line in base}
-    pairs = [(line[field], theirs[line["seed"]]) for line in block if line["seed"] in theirs]
-    if not pairs or block == base:
-        return "", ""
-    differences = [one - other for one, other in pairs]
-    mean = f"{statistics.mean(differences):+.2f}"
-    if len(pairs) < 2:
-        return mean, ""
-    p = stats.ttest_rel(*zip(*pairs, strict=True)).pvalue
-    return f"{mean} ± {statistics.stdev(differences):.2f}", "< 0.001" if p < 0.001 else f"{p:.3f}"
+def scores(experiment: Experiment, lines: list[Line], row: str) -> Scores:
+    return {line["seed"]: line[experiment.score["field"]] for line in of_row(lines, row)}
+
+
+def compare(experiment: Experiment, lines: list[Line]) -> dict[str, Comparison]:
+    """Compare each row with softmax; the correction counts all rows."""
+    rows = dict.fromkeys(line["row"] for line in lines if line["row"] != "softmax")
+    softmax = scores(experiment, lines, "softmax")
+    return lib.compare({row: (scores(experiment, lines, row), softmax) for row in rows})
+
+
+def difference(one: Comparison | None) -> str:
+    return f"{one.mean:+.2f} ± {one.deviation:.2f}" if one else ""
+
+
+def interval(one: Comparison | None) -> str:
+    return f"{one.interval[0]:+.2f} to {one.interval[1]:+.2f}" if one else ""
+
+
+def p_value(one: Comparison | None) -> str:
+    return "" if one is None else "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
 
 
 def flags(changes: dict[str, dict[str, object]]) -> str:
@@ -119,8 +125,10 @@ def significant(block: list[Line]) -> str:
     return f"{better}, {len(clear) - better} of {len(tests)}" if tests else ""
 
 
-def table(experiment: Experiment, rows: list[str], lines: list[Line]) -> str:
-    field, softmax = experiment.score["field"], of_row(lines, "softmax")
+def table(
+    experiment: Experiment, rows: list[str], lines: list[Line], compared: dict[str, Comparison]
+) -> str:
+    field = experiment.score["field"]
 
     def mean_of(name: str):
         return lambda block: lib.mean(line[name] for line in block)
@@ -130,8 +138,9 @@ def table(experiment: Experiment, rows: list[str], lines: list[Line]) -> str:
         "what it changes": lambda block: flags(experiment.changes[block[0]["row"]]),
         "seeds": lambda block: ", ".join(str(line["seed"]) for line in block),
         experiment.score["name"]: mean_of(field),
-        "minus softmax's": lambda block: against(block, softmax, field)[0],
-        "p": lambda block: against(block, softmax, field)[1],
+        "minus softmax's": lambda block: difference(compared.get(block[0]["row"])),
+        "95 % interval": lambda block: interval(compared.get(block[0]["row"])),
+        "p": lambda block: p_value(compared.get(block[0]["row"])),
     }
     if field == "value":  # a translation
         columns["bootstrap: better, worse of"] = significant
@@ -145,15 +154,17 @@ def table(experiment: Experiment, rows: list[str], lines: list[Line]) -> str:
 
 
 def pairs(experiment: Experiment, lines: list[Line]) -> str:
-    """The table of the pairs of rows; empty if no pair has a seed in common."""
-    rows = []
-    for one, other in experiment.pairs:
-        block, base = of_row(lines, one), of_row(lines, other)
-        seeds = sorted({line["seed"] for line in block} & {line["seed"] for line in base})
-        if seeds:
-            cells = against(block, base, experiment.score["field"])
-            rows.append([f"{one} minus {other}", ", ".join(map(str, seeds)), *cells])
-    head = ["rows", "seeds", experiment.score["name"], "p"]
+    """The table of the pairs of rows; empty if no pair has three seeds in common."""
+    both = {
+        f"{one} minus {other}": (scores(experiment, lines, one), scores(experiment, lines, other))
+        for one, other in experiment.pairs
+    }
+    rows = [
+        [name, ", ".join(str(s) for s in both[name][0] if s in both[name][1]), *cells]
+        for name, found in lib.compare(both).items()
+        for cells in [(difference(found), interval(found), p_value(found))]
+    ]
+    head = ["rows", "seeds", experiment.score["name"], "95 % interval", "p"]
     return lib.markdown(head, rows) if rows else ""
 
 
@@ -171,9 +182,10 @@ def page(text: str) -> str:
         tables["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
         for heading, (rows, some) in tables.items():
             if any(line["row"] in rows for line in some):
-                text += f"\n### {heading}\n\n{table(experiment, rows, some)}"
-        if compared := pairs(experiment, lines):
-            text += f"\n### Two rows of the same seeds\n\n{compared}"
+                compared = compare(experiment, some)
+                text += f"\n### {heading}\n\n{table(experiment, rows, some, compared)}"
+        if of_pairs := pairs(experiment, lines):
+            text += f"\n### Two rows of the same seeds\n\n{of_pairs}"
         text += f"\n{lib.notes(lines)}"
     return text
 
@@ -182,13 +194,14 @@ def front_page(text: str) -> str:
     """The README with a new table of translation results."""
     experiment = Experiment.read("multi30k")
     lines = [line for line in lines_of("multi30k") if line["seed"] < NEW_SEEDS]
-    softmax = of_row(lines, "softmax")
+    compared = compare(experiment, lines)
     columns = {
         "attention": lambda block: experiment.labels[block[0]["row"]],
         "seeds": lambda block: str(len(block)),
         "SacreBLEU": lambda block: lib.mean(line["value"] for line in block),
-        "minus softmax's": lambda block: against(block, softmax, "value")[0],
-        "p": lambda block: against(block, softmax, "value")[1],
+        "minus softmax's": lambda block: difference(compared.get(block[0]["row"])),
+        "95 % interval": lambda block: interval(compared.get(block[0]["row"])),
+        "p": lambda block: p_value(compared.get(block[0]["row"])),
         f"paper, {experiment.paper_data}": lambda b: experiment.papers[b[0]["row"]],
     }
     table = lib.summary([of_row(lines, row) for row in experiment.groups["paper"]], columns)

@@ -47,7 +47,7 @@ def write(out, lines):
 
 
 def test_holm_multiplies_the_smallest_p_most_and_never_falls(script):
-    found = script.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.5})
+    found = script.lib.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.5})
     assert found == pytest.approx({"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.5})
 
 
@@ -59,9 +59,10 @@ def test_compare_pairs_seeds_and_counts_less_error_as_gain(script):
     gains = np.array([0.5, 0.2, 0.9])
     assert found.mean == pytest.approx(gains.mean())
     assert found.deviation == pytest.approx(gains.std(ddof=1))
-    assert found.p == pytest.approx(stats.ttest_rel([3, 2, 4], [2.5, 1.8, 3.1]).pvalue)
-    assert found.verdict == 0
-    assert script.Comparison(-1.0, 0.1, 0.01).verdict == -1
+    test = stats.ttest_rel([3, 2, 4], [2.5, 1.8, 3.1])
+    assert found.p == pytest.approx(test.pvalue) and found.verdict == 0
+    assert found.interval == pytest.approx(tuple(test.confidence_interval(0.95)))
+    assert found._replace(mean=-1.0, p=0.01).verdict == -1
 
 
 def test_page_marks_what_differs_and_keeps_the_words(script, tmp_path):
