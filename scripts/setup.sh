@@ -115,14 +115,15 @@ compiles vector || fail "fairseq needs a C++ compiler and '${compiler[*]}' fails
 compiles Python.h ||
     fail "fairseq needs Python.h, which $headers lacks: install Python's headers (Debian: $development)."
 
-rm -f "$stamp"
-# The environment's scripts contain its path, so a moved environment is broken.
+# The environment's scripts contain its path, so a moved environment is broken. A link to another
+# checkout's environment is replaced here, which leaves that one as it is.
 if ! usable || [[ $(describe "$venv/bin/python") != "$interpreter" ]] ||
     ! grep -qsF "$venv" "$venv/bin/activate"; then
     [[ $python != "$venv/bin/python" ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
     rm -rf "$venv"
     quietly "Environment (${interpreter% *})" "$python" -m venv "$venv"
 fi
+rm -f "$stamp"
 
 # Python compiles what it imports; to have pip compile everything takes most of a minute.
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1

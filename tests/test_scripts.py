@@ -267,6 +267,22 @@ def test_setup_installs_replaced_packages_again(package, setup, tmp_path):
     assert re.search(r"torch==[\d.]+$", installs, re.MULTILINE)
 
 
+def test_setup_leaves_a_linked_environment_as_it_is(setup, tmp_path):
+    own, other = tmp_path / ".venv", tmp_path / "other"
+    shutil.copytree(own, tmp_path / "new")
+    own.rename(other)
+    own.symlink_to(other)
+    (other / "bin" / "activate").write_text(str(other))
+    (other / "setup.stamp").write_text("finished")
+    program(tmp_path / "base", python('[ "$2" != venv ] || exec cp -R "$ROOT/new" "$3"\n'))
+
+    done, installs = setup(PYTHON=str(tmp_path / "base"))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (other / "setup.stamp").read_text() == "finished"
+    assert installs and not own.is_symlink() and (own / "setup.stamp").exists()
+
+
 @pytest.mark.parametrize(
     ("header", "package"),
     [("vector", r"g\+\+"), ("Python.h", rf"python3\.{sys.version_info.minor}-dev")],
