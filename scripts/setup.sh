@@ -39,6 +39,7 @@ fi
 
 work=$(mktemp -d)
 log=$work/log
+export PIP_LOG=$work/pip # names the host of a failed connection, which pip's output may not
 trap 'rm -rf "$work"' EXIT
 
 # quietly WHAT COMMAND...: print one line and a dot every five seconds; all output if it fails
@@ -46,6 +47,7 @@ quietly() {
     local what=$1 pid status=0
     shift
     printf '%s ' "$what"
+    : >"$PIP_LOG"
     "$@" >"$log" 2>&1 </dev/null &
     pid=$!
     trap 'kill "$pid" 2>/dev/null || true; exit 130' INT TERM
@@ -60,7 +62,12 @@ quietly() {
     if ((status != 0)); then
         printf ' failed\n'
         cat "$log" >&2
-        fail "the step above failed: fix its cause and run scripts/setup.sh again; finished steps are kept."
+        local index again="run scripts/setup.sh again; finished steps are kept."
+        index=$(sed -n 's/.*Could not fetch URL \(.*\/\)[^/]*\/: \(connection error\|timed out\).*/\1/p' \
+            "$PIP_LOG" | sort -u | paste -sd ' ')
+        [[ -z $index ]] ||
+            fail "the step above failed, and the package index $index did not answer: check the network or set PIP_INDEX_URL (for PyTorch, MULTIMAX_TORCH) to another one, then $again"
+        fail "the step above failed: fix its cause and $again"
     fi
     printf ' done\n'
 }

@@ -283,6 +283,18 @@ def test_setup_leaves_a_linked_environment_as_it_is(setup, tmp_path):
     assert installs and not own.is_symlink() and (own / "setup.stamp").exists()
 
 
+def test_setup_names_an_index_that_does_not_answer(setup, tmp_path):
+    real = f'case "$*" in *127.0.0.1*) exec {shlex.quote(sys.executable)} "$@" ;; esac\n'
+    program(tmp_path / ".venv" / "bin" / "python", python(real + RECORDS))
+    torch = "no-such-package==1 --index-url http://127.0.0.1:9/simple"
+    offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_RETRIES": "0"}
+
+    done, _ = setup(MULTIMAX_TORCH=torch, **offline)
+
+    assert done.returncode == 1 and "No matching distribution found" in done.stderr
+    assert "the package index http://127.0.0.1:9/simple/ did not answer: check" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("header", "package"),
     [("vector", r"g\+\+"), ("Python.h", rf"python3\.{sys.version_info.minor}-dev")],
