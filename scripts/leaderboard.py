@@ -155,6 +155,12 @@ def table(lines: list[lib.Line]) -> str:
         }
         if of_task:
             text += f"{task.title}: {task.unit}\n\n{lib.summary(blocks, columns)}\n"
+        fewest = min((line["updates"] for line in of_task), default=task.updates)
+        if fewest < task.updates:
+            text += (
+                f"These scores are no results: --quick stopped models after {fewest:,} of "
+                f"{task.updates:,} updates, so they are not trained.\n\n"
+            )
     return text
 
 
@@ -175,7 +181,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a test of the command: two mappings and seeds, few updates, one batch in evaluation",
+        help="a test of the command: two seeds of softmax, MultiMax and the plugin's mappings, "
+        "few updates, one batch in evaluation",
     )
     parser.add_argument("--user-dir", default="", metavar="DIR", help="a plugin with mappings")
     parser.add_argument(
@@ -198,7 +205,14 @@ def main() -> None:
     with lib.resumable("leaderboard.sh"):
         own = entries()
         import_plugin(args.user_dir)
-        entry_names = args.entries or ("softmax,multimax" if args.quick else None)
+        added = [name for name in entries() if name not in own]
+        if args.user_dir and not added:
+            raise UsageError(
+                f"--user-dir '{args.user_dir}' registers no mapping: pass the folder of a plugin "
+                "that calls register"
+            )
+        quick = ",".join(["softmax", "multimax", *added])
+        entry_names = args.entries or (quick if args.quick else None)
         seeds = args.seeds or ([1, 2] if args.quick else [1, 2, 3, 4, 5])
         tasks = chosen("--tasks", args.tasks, list(TASKS))
         rows = chosen("--entries", entry_names, list(entries()))

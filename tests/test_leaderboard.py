@@ -87,6 +87,8 @@ def test_leaderboard_runs_resumes_and_refuses_other_runs(tmp_path):
     first = json.loads(files[0].read_text())
     output = run(tmp_path, *command)
     assert "(1 of 1)" in output
+    (note,) = {x for x in output.splitlines() if "so they are not trained" in x and "1,000" in x}
+    assert note.startswith("These scores are no results: --quick stopped models after 50 of 1,000")
     assert (
         sum(file.stat().st_mtime_ns != time for file, time in zip(files, times, strict=True)) == 1
     )
@@ -95,9 +97,13 @@ def test_leaderboard_runs_resumes_and_refuses_other_runs(tmp_path):
     (line,) = map(json.loads, (tmp_path / "again/results.jsonl").read_text().splitlines())
     assert line["scores"] == first["scores"] and line["attention"] == first["attention"]
 
-    plugin = ["--user-dir", ROOT / "user_dir/added_mapping", "--entries", "softmax,sharpened"]
-    output = run(tmp_path, *command, *plugin, "--tasks", "maximum", "--seeds", "1")
+    plugin = ["--tasks", "maximum", "--seeds", "1", "--user-dir"]
+    output = run(tmp_path, *command, *plugin, ROOT / "user_dir/added_mapping")
     assert "(1 of 1)" in output and "| sharpened softmax | 1 |" in output
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "__init__.py").touch()
+    output = run(tmp_path, *command, *plugin, "empty", code=1)
+    assert "--user-dir 'empty' registers no mapping: pass the folder" in output
     output = run(tmp_path, *command, "--tasks", "sorting", code=1)
     assert "unknown 'sorting' in --tasks: choose from retrieval" in output
     output = run(tmp_path, *(word for word in command if word != "--quick"), code=1)
