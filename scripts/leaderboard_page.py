@@ -13,6 +13,7 @@ correction for all entries of a column. The effect size is the mean of the diffe
 standard deviation.
 """
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from leaderboards.entries import Entry, entries
 from leaderboards.tasks import TASKS
-from matplotlib.colors import ListedColormap
 
 from multimax_fairseq.errors import UsageError
 
@@ -34,6 +34,7 @@ TRANSLATIONS = ROOT / "docs" / "results" / "multi30k.jsonl"
 SEEDS = range(1, 6)
 PAGE, FIGURE = ROOT / "docs" / "leaderboard.md", ROOT / "docs" / "leaderboard.svg"
 MARK = "<!-- Below: made by scripts/leaderboard_page.py -->\n"
+LARGE = 5  # the effect size at which the colours of the figure end
 # {entry of the output layer: its row in configs/rows/speeches.yaml and multi30k.yaml}
 OUTPUTS = {
     "softmax": "softmax",
@@ -197,10 +198,9 @@ def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
     def cell(column: Column, one: Comparison | None) -> str:
         if one is None:
             return ""
-        size = one.mean / one.deviation if one.deviation else 0.0
         p = "p < 0.001" if one.p < 0.001 else f"p = {one.p:.3f}"
         digits = column.digits
-        return f"{one.mean:+.{digits}f} ± {one.deviation:.{digits}f}, d = {size:z.1f}, {p}"
+        return f"{one.mean:+.{digits}f} ± {one.deviation:.{digits}f}, d = {one.size:z.1f}, {p}"
 
     rows = [
         [names[entry], *(cell(c, each.get(entry)) for c, each in zip(found, compared, strict=True))]
@@ -231,26 +231,32 @@ def attention_table(lines: list[Line], entries_by_name: dict[str, Entry]) -> str
 
 
 def draw(found: list[Column], names: dict[str, str]) -> None:
-    """Draw which entries are better and worse than softmax in each column that compares them."""
+    """Draw the effect size against softmax in each column that compares entries with it."""
     all_of = {column.title: compare(column, "softmax") for column in found}
     compared = {title: each for title, each in all_of.items() if each}
     if not compared:
         return
     shown = [entry for entry in names if any(entry in each for each in compared.values())]
-    values = [
-        [each[entry].verdict if entry in each else float("nan") for each in compared.values()]
+    plt.rcParams["svg.hashsalt"] = "leaderboard"  # else each drawing has other identifiers
+    figure, axis = plt.subplots(figsize=(10, 0.32 * len(shown) + 2.2))
+    sizes = [
+        [each[entry].size if entry in each else float("nan") for each in compared.values()]
         for entry in shown
     ]
-    plt.rcParams["svg.hashsalt"] = "leaderboard"  # else each drawing has other identifiers
-    figure, axis = plt.subplots(figsize=(8, 0.32 * len(shown) + 2.2))
-    colors = ListedColormap(["#d95f02", "#eeeeee", "#1b9e77"])
-    axis.imshow(values, cmap=colors, vmin=-1, vmax=1, aspect="auto")
-    for row, of_entry in enumerate(values):
-        for place, value in enumerate(of_entry):
-            text = {1: "better", -1: "worse"}.get(value, "")
-            axis.text(place, row, text, ha="center", va="center", fontsize=7, color="white")
-    titles = [title.replace(", ", ",\n") for title in compared]
-    axis.set_xticks(range(len(compared)), titles, fontsize=7)
+    # Brown is worse and green is better.
+    image = axis.imshow(sizes, cmap="BrBG", vmin=-LARGE, vmax=LARGE, aspect="auto")
+    for place, each in enumerate(compared.values()):
+        for row, entry in enumerate(shown):
+            if entry not in each:
+                continue
+            one = each[entry]
+            look = {"fontweight": "bold"} if one.verdict else {}
+            text = f"{one.size:+z.1f}{'*' if one.verdict else ''}"
+            color = "white" if abs(one.size) > 0.6 * LARGE else "black"
+            axis.text(place, row, text, ha="center", va="center", fontsize=7, color=color, **look)
+    parts = [title.replace(" (", "\n(").splitlines() for title in compared]
+    titles = ["\n".join(textwrap.fill(part, 13) for part in each) for each in parts]
+    axis.set_xticks(range(len(compared)), titles, fontsize=6.5)
     axis.set_yticks(range(len(shown)), [names[entry] for entry in shown], fontsize=8)
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
@@ -258,6 +264,11 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
         axis.axvline(place - 0.5, color="white", linewidth=2)
     for place in range(1, len(shown)):
         axis.axhline(place - 0.5, color="white", linewidth=2)
+    bar = figure.colorbar(image, extend="both", aspect=40, pad=0.02)
+    bar.set_label("effect size d against softmax: below 0 worse, above 0 better", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    note = f"* bold: p < {lib.SIGNIFICANT} after Holm's correction.   White: fewer than three seeds."
+    axis.set_xlabel(note, fontsize=8, labelpad=8)
     figure.savefig(FIGURE, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
 

@@ -225,13 +225,14 @@ class Comparison(NamedTuple):
     p: float  # of a paired t-test, after Holm's correction
 
     @property
+    def size(self) -> float:
+        """The effect size d."""
+        return self.mean / self.deviation if self.deviation else 0.0
+
+    @property
     def verdict(self) -> int:
         """1 higher, -1 lower, 0 no significant difference."""
         return 0 if self.p >= SIGNIFICANT else 1 if self.mean > 0 else -1
-
-    @property
-    def p_text(self) -> str:
-        return "< 0.001" if self.p < 0.001 else f"{self.p:.3f}"
 
 
 def compare(pairs: dict[str, tuple[Scores, Scores]]) -> dict[str, Comparison]:

@@ -1,6 +1,7 @@
 """scripts/leaderboard_page.py: comparisons, and the page from lines."""
 
 import importlib
+import itertools
 import json
 import sys
 
@@ -78,7 +79,28 @@ def test_page_marks_what_differs_and_keeps_the_words(script, tmp_path):
     assert cells["MultiMax"][0] == "63.1 ± 1.6 +"
     label = script.entries()["sink"].label
     assert not cells[label][0].endswith("+") and cells["softmax"][0] == "53.0 ± 1.6"
-    assert "p < 0.001" in text and "better" in (tmp_path / "figure.svg").read_text()
+    assert "p < 0.001" in text
+
+
+def test_figure_shows_sizes_and_separate_column_heads(script, monkeypatch):
+    kept = []
+    monkeypatch.setattr(script.plt, "close", kept.append)
+    scores = {"softmax": {1: 50.0, 2: 51.0, 3: 52.0}, "better": {1: 60.0, 2: 61.1, 3: 62.0}}
+    scores |= {"same": {1: 51.0, 2: 50.0, 3: 52.0}, "worse": {1: 40.0, 2: 41.1, 3: 42.0}}
+    titles = [column.title for column in script.columns([], script.entries())]
+    found = [script.Column(title, scores, 1, False) for title in titles]
+
+    script.draw(found, {name: name for name in scores})
+
+    (figure,) = kept
+    axis, bar = figure.axes
+    first = [text.get_text() for text in axis.texts[:3]]
+    compared = script.compare(found[0], "softmax")
+    assert first == [f"{compared['better'].size:+.1f}*", "+0.0", f"{compared['worse'].size:+.1f}*"]
+    assert "effect size d against softmax" in bar.get_ylabel()
+    assert "p < 0.05" in axis.get_xlabel() and "White" in axis.get_xlabel()
+    heads = [label.get_window_extent() for label in axis.get_xticklabels()]
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(heads))
 
 
 def test_add_runs_keeps_the_newest_and_refuses_what_is_no_result(script, tmp_path):
