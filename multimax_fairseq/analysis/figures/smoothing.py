@@ -89,17 +89,19 @@ def draw_rollout(example: dict[str, Any], rolled: list[Any], place: str) -> Figu
     size = INCH_PER_TOKEN * len(keys) + 0.8, INCH_PER_TOKEN * len(queries) + 0.8
     figure, axes = grid(2, len(chosen), *size)
     for column, layer in enumerate(chosen):
+        axes[0, column].sharex(axes[1, column])
         for row, values in enumerate((np.mean(attention[layer], axis=0), np.array(rolled[layer]))):
             axis = axes[row, column]
             image = axis.imshow(values, cmap="cividis", vmin=0)
             axis.set_title(
                 f"{'layer' if row == 0 else 'roll-out to layer'} {layer + 1}", fontsize=9
             )
-            axis.set(xlabel="key", ylabel="query")
-            axis.set_xticks(range(len(keys)), keys if row else [], rotation=90, fontsize=6)
+            axis.set(xlabel="key" if row else "", ylabel="query")
+            axis.set_xticks(range(len(keys)), keys, rotation=90, fontsize=6)
+            axis.tick_params(labelbottom=row == 1)
             axis.set_yticks(range(len(queries)), [] if column else queries, fontsize=6)
     figure.colorbar(
         image, ax=axes, label="weight (0 to each picture's largest)", ticks=[], shrink=0.6
     )
-    axes[0, 0].annotate(ATTENTIONS[place], (0, 1.2), xycoords="axes fraction", fontsize=9)
+    axes[0, 0].set_title(f"{ATTENTIONS[place]}\n{axes[0, 0].get_title()}", fontsize=9)
     return figure
