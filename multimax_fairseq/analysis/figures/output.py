@@ -12,8 +12,8 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 @picture("Output layer by word frequency", comparable=True)
 def output_layer(collections: list[Collection]) -> Figure | None:
     """The predicted distribution by the frequency of the correct word (rank in the dictionary,
-    frequent words on the left). Hollow markers: the same model without its output modulator, which
-    shows the modulator's effect on frequent and rare words."""
+    frequent words on the left). A model with an output modulator also has hollow markers: the same
+    model without it, which shows the modulator's effect on frequent and rare words."""
     quantities = {
         "entropy": "entropy (nats)",
         "sparsity": "sparsity (0 to 1)",
