@@ -1,5 +1,7 @@
 """multimax-analyze plot, report and compare, on synthetic collections."""
 
+import io
+import itertools
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from reference import sigma
 
 from multimax_fairseq.analysis import __main__, collection, figures, report
 from multimax_fairseq.analysis.figures.modulators import percent
+from multimax_fairseq.analysis.figures.smoothing import draw_rollout
 from multimax_fairseq.errors import UsageError
 
 pytestmark = [
@@ -136,6 +139,30 @@ def test_draw_one_sided_modulators_and_temperatures(tmp_path):
 
 def lines_of(axis):
     return {line.get_label(): line.get_xydata() for line in axis.lines}
+
+
+def test_pareto_names_its_lines_and_markers(drawn):
+    (legend,) = drawn("multimax")["pareto"].figure.legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts == ["layer 1", "layer 2", "softmax, T = 0.25 to 4", "the model's own mapping"]
+
+
+@pytest.mark.parametrize("queries, keys, layers", [(4, 4, 2), (20, 12, 3)])
+def test_rollout_texts_do_not_overlap(queries, keys, layers):
+    weights = np.ones((layers, 2, queries, keys)) / keys
+    sides = {"target": queries, "source": keys}
+    example = {name: {"tokens": ["token"] * count} for name, count in sides.items()}
+    example["attention"] = {"cross": weights}
+    figure = draw_rollout(example, list(weights[:, 0]), "cross")
+    figure.savefig(io.BytesIO(), dpi=figure.dpi)
+    texts = [
+        text
+        for axis in figure.axes
+        for text in (axis.title, axis.xaxis.label, axis.yaxis.label)
+        if text.get_text()
+    ]
+    boxes = [text.get_window_extent() for text in texts]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_modulators_follow_the_papers_equation(drawn, folders):

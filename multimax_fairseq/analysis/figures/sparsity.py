@@ -70,6 +70,11 @@ def pareto(collections: list[Collection]) -> Figure | None:
         axis.set(xlabel="sparsity (0 to 1)", ylabel="multi-modality (0 to 1)")
         axis.set_title(ATTENTIONS[place], fontsize=10)
         axis.margins(0.12)
+    line, own = axes[0, 0].plot([], [], "k.-", [], [], "ko", linewidth=1, markersize=3)
+    own.set_markersize(9)
+    temperatures = pd.concat(c.temperatures["temperature"] for c in collections).dropna()
+    line.set_label(f"softmax, T = {temperatures.min():g} to {temperatures.max():g}")
+    own.set_label("the model's own mapping")
     legend_below(figure, columns=6)
     return figure
 
@@ -89,12 +94,14 @@ def trade(
         markersize=3,
     )
     if words:
-        for (_, end), shift in zip(line.iloc[[0, -1]].iterrows(), (-32, 4), strict=True):
+        ends = zip(line.iloc[[0, -1]].iterrows(), (-5, 4), ("right", "left"), strict=True)
+        for (_, end), shift, side in ends:
             axis.annotate(
                 f"T = {end['temperature']:g}",
                 (end["sparsity"], end["multi_modality"]),
                 xytext=(shift, 4),
                 textcoords="offset points",
+                horizontalalignment=side,
                 fontsize=7,
             )
     own = frame[frame["temperature"].isna()]
