@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -535,6 +536,17 @@ def test_collect_reports_user_errors_in_one_sentence(
     )
     assert all(part in sentence for part in parts), sentence
     assert sorted(tmp_path.rglob("*")) == before  # no partial files
+
+
+def test_collect_names_the_subsets_of_the_models_languages(
+    data, checkpoint, tmp_path, monkeypatch, capsys
+):
+    folder = shutil.copytree(data / "mt", tmp_path / "mt")
+    (folder / "dev.xx-yy.xx.bin").write_bytes(b"other languages")
+    words = (checkpoint(TRANSLATION), folder, "--subset", "dev", "--out", tmp_path / "new")
+    sentence = told(monkeypatch, capsys, "collect", *words)
+    assert "has no subset 'dev': give --subset " in sentence and "valid" in sentence
+    assert "dev or" not in sentence and "--gen-subset" not in sentence
 
 
 def test_collect_names_unwritable_folder(data, checkpoint, monkeypatch, capsys, tmp_path):

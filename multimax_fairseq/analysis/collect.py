@@ -121,9 +121,17 @@ def _task(state: dict[str, Any], path: Path, data: Path, subset: str) -> Any:
             f"checkpoint '{path}' is of the task {cfg._name}: give one of translation or "
             "language_modeling"
         )
-    files = list(data.glob(f"{subset}.*.bin")) + list(data.glob(f"{subset}.bin"))
+    # The names that fairseq reads: of one language pair in both orders, or of one text.
+    languages: Any = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None)
+    pairs = [f".{'-'.join(pair)}.*" for pair in (languages, languages[::-1]) if all(pair)] or [""]
+
+    def files_of(name: str) -> list[Path]:
+        return [file for pair in pairs for file in data.glob(f"{name}{pair}.bin")]
+
+    files = files_of(subset)
     if not files:
-        known = sorted({file.name.split(".")[0] for file in data.glob("*.bin")})
+        names = {file.name.split(".")[0] for file in data.glob("*.bin")}
+        known = sorted(name for name in names if files_of(name))
         raise UsageError(
             f"data folder '{data}' has no subset '{subset}': give --subset "
             f"{' or '.join(known) or 'and a folder that fairseq-preprocess wrote'}"
