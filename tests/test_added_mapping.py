@@ -174,7 +174,8 @@ def test_parameters_command_prints_the_learned_sharpness(folder):
     state = torch.load(folder / "model/checkpoint_last.pt", weights_only=False)["model"]
     for name in FACTORS:
         assert state[name].shape == (1,) and state[name] != 1.5
-    printed = run(folder, "multimax-analyze", "parameters", "model/checkpoint_last.pt")
+    words = ("model/checkpoint_last.pt", *PLUGIN)
+    printed = run(folder, "multimax-analyze", "parameters", *words)
     assert "sharpness.factor" in printed.splitlines()[0]
     for place in ("encoder layer 1, self-attention", "decoder layer 1, cross-attention"):
         assert place in printed

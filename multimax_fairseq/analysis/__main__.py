@@ -21,6 +21,7 @@ def main() -> None:
         "parameters", help="print what normalizers have learned, layer by layer"
     )
     command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="of fairseq-train")
+    add_user_dir(command)
     command.set_defaults(run=print_parameters)
     command = commands.add_parser(
         "collect", help="measure attention and output layer of checkpoints on data, into files"
@@ -50,7 +51,7 @@ def main() -> None:
         metavar="DIR",
         help="folder of the collection; an earlier collection in it is replaced",
     )
-    command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
+    add_user_dir(command)
     command.set_defaults(run=collect)
     for name, help, run, default in (
         ("plot", "draw the figures of a collection", plot, "DIR/figures"),
@@ -91,6 +92,10 @@ def main() -> None:
         args.run(args)
 
 
+def add_user_dir(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
+
+
 def add_form(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--only", nargs="+", default=(), metavar="NAME", help="draw only these figures"
@@ -122,7 +127,7 @@ def with_fairseq(name: str, plugin: str | None = None) -> Any:
 
 
 def print_parameters(args: argparse.Namespace) -> None:
-    parameters = with_fairseq("parameters")
+    parameters = with_fairseq("parameters", args.user_dir)
     print(parameters.table(parameters.read(args.checkpoint)), end="")
 
 
