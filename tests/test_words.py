@@ -12,11 +12,14 @@ def test_display_joins_subwords():
         (["▁ein", "▁un", "be", "kannt", "?"], ["ein", "unbekannt", "?"]),
         (["ein", "unbekannt"], ["ein", "unbekannt"]),
         (["wohl", "@-@", "be@@", "kannt", "."], ["wohl-bekannt", "."]),
+        (["@-@", "bekannt", "wohl", "@-@"], ["-bekannt", "wohl-"]),
         (["▁wohl", "-", "bekannt", "▁-", "▁ja", "."], ["wohl-bekannt", "-", "ja", "."]),
     ):
         dictionary = Dictionary()
         tokens = torch.tensor([dictionary.add_symbol(s) for s in symbols] + [dictionary.eos()])
         shown = WordBoundaries(dictionary).display(tokens)
+        rotated = WordBoundaries(dictionary).display(tokens.roll(1))  # as a language model's input
+        assert [word["word"] for word in rotated["words"]] == ["</s>", *words]
         assert [word["word"] for word in shown["words"]] == [*words, "</s>"]
         assert shown["tokens"] == [*symbols, "</s>"]
         spans = [tuple(range(word["start"], word["end"])) for word in shown["words"]]

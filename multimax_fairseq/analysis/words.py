@@ -43,16 +43,19 @@ class WordBoundaries:
             self.ends = torch.tensor([not (joined and s.endswith("@@")) for s in symbols])
             self.starts = torch.tensor(special)
         self.joins = torch.tensor([s == HYPHEN for s in symbols])
+        around = (dictionary.bos(), dictionary.pad(), dictionary.eos())
+        self.edges = torch.tensor([index in around for index in range(len(symbols))])
         self.question_marks = torch.tensor([s.strip("▁") == "?" for s in symbols])
         asking = INTERROGATIVES.get(language or "en", "").split()
         self.asks = torch.tensor([s.strip("▁").lower() in asking for s in symbols])
 
     def numbers(self, tokens: Tensor) -> Tensor:
         """Return the index of the word that each token belongs to, (B, T)."""
-        new, joins = self.starts[tokens], self.joins[tokens]
+        new, joins, edges = self.starts[tokens], self.joins[tokens], self.edges[tokens]
         new[:, 1:] |= self.ends[tokens[:, :-1]]
-        new[:, 1:] &= ~joins[:, :-1]  # after a hyphen
-        return (new & ~joins).cumsum(1)
+        hyphenated = joins[:, 1:] | joins[:, :-1]
+        new[:, 1:] &= ~hyphenated | edges[:, 1:] | edges[:, :-1]
+        return new.cumsum(1)
 
     def interrogatives(self, tokens: Tensor) -> Tensor:
         """Return a mask of tokens that are a whole interrogative word, (B, T)."""
