@@ -1,5 +1,6 @@
 """user_dir/output_rivals: its two output layers, and models trained with them."""
 
+import copy
 import math
 import sys
 
@@ -63,6 +64,15 @@ def test_learned_soft_cap_learns_its_cap(plugin):
         return torch.func.functional_call(module, {"log_cap": log_cap}, (x,))
 
     assert torch.autograd.gradcheck(function, (x.requires_grad_(), module.log_cap))
+
+
+def test_output_functions_compute_in_the_wider_dtype(plugin):
+    for module in (plugin.PiecewiseLinear(), plugin.LearnedSoftCap()):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter)
+        x = 20 * torch.randn(50).double()
+        assert torch.equal(module(x), copy.deepcopy(module).double()(x))
+        assert torch.equal(module(x.half()), module(x.half().float()))
 
 
 def test_mixture_of_softmaxes_is_the_sum_of_its_parts(plugin):

@@ -137,6 +137,12 @@ def test_key_counts_returns_float32_for_half_precision():
         assert count == 4001 and count.dtype == torch.float32
 
 
+def test_ssmax_of_float64_scores_computes_in_float64():
+    scores, scale = drawn(B, H, T, S).double(), torch.full((H, 1, 1), 0.4)
+    expected = normalize("ssmax", scores, length_scale=scale.double())
+    assert torch.equal(normalize("ssmax", scores, length_scale=scale), expected)
+
+
 def test_ssmax_equals_softmax_at_inverse_log_of_key_count():
     scores = drawn(T, S)
     torch.testing.assert_close(

@@ -63,7 +63,7 @@ def key_counts(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Ten
     wide = torch.promote_types(scores.dtype, torch.float32)
     length = scores.shape[dim] if scores.dim() > 0 else 1
     if mask is None or mask.dim() == 0:
-        return torch.full((), max(length, 1), dtype=wide, device=scores.device)
+        return torch.full([1] * scores.dim(), max(length, 1), dtype=wide, device=scores.device)
     allowed = ~excluded_keys(mask)
     behind = dim - scores.dim() if dim >= 0 else dim
     if mask.dim() < -behind:  # all keys or none

@@ -15,6 +15,7 @@ from fairseq.models import register_model, register_model_architecture
 from torch import nn
 
 from multimax_fairseq import NORMALIZERS, Mapping, register
+from multimax_fairseq.mappings.masking import at_least_float32
 from multimax_fairseq.models.transformer_lm_multimax import (
     MultimaxLanguageModel,
     language_model_config,
@@ -42,7 +43,8 @@ class PiecewiseLinear(nn.Module):
         self.raw_slope = nn.Parameter(torch.full((segments,), math.log(math.e - 1)))
 
     def forward(self, x):
-        slopes = F.softplus(self.raw_slope)
+        x = at_least_float32(x)
+        slopes = F.softplus(self.raw_slope.to(x.dtype))
         rises = self.width * slopes
         levels = rises.cumsum(0) - rises - self.bound  # where each segment begins
         with torch.no_grad():
@@ -60,7 +62,8 @@ class LearnedSoftCap(nn.Module):
         self.log_cap = nn.Parameter(torch.tensor(math.log(50.0)))
 
     def forward(self, x):
-        cap = self.log_cap.exp()
+        x = at_least_float32(x)
+        cap = self.log_cap.to(x.dtype).exp()
         return cap * (x / cap).tanh()
 
 
