@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from examples import EXAMPLES
 from random_inputs import FAR, far_modulator, random_scores
 from torch.autograd import gradcheck
+from torch.func import jacfwd, jacrev, vmap
 
 import multimax_fairseq
 from multimax_fairseq import (
@@ -439,6 +440,49 @@ def test_normalize_excludes_mask_values_that_overflow():
         probs = normalize(name, scores, mask=mask, **options)
         (grad,) = torch.autograd.grad(probs[:, 1].sum(), scores)
         assert (probs[1] == 0).all() and probs[0, 1] > 0 and grad.isfinite().all(), name
+
+
+def test_alpha_gradient_in_float32_is_accurate_near_one():
+    x, weights = random_scores(20, 300, spread=2.0), random_scores(20, 300)
+    for alpha in (1.01, 1.05, 1.2, 1.5, 2.0):
+        exact, found = (
+            jacrev(lambda a: (normalize("alpha_entmax", x.to(a.dtype), alpha=a) * weights).sum(-1))(
+                torch.tensor(alpha).to(dtype)
+            )
+            for dtype in (torch.float64, torch.float32)
+        )
+        error = (found - exact).abs().max() / exact.abs().max()
+        assert error < 5e-5, alpha  # bisection in float32 at the power 1 / (alpha - 1)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_normalize_supports_vmap_and_forward_mode(name):
+    x, options = random_scores(3, 6, spread=2.0), battery()[name]
+    learned = {
+        key: value.detach() + 0.1 * torch.arange(3).double()  # one value per row
+        for key, value in options.items()
+        if isinstance(value, torch.Tensor)
+    }
+    fixed = {key: options[key] for key in options.keys() - learned.keys()}
+    rows = [(x[i], {key: value[i] for key, value in learned.items()}) for i in range(3)]
+
+    def mapping(x, learned):
+        return normalize(name, x, **fixed, **learned)
+
+    def row_of(results, index):
+        return torch.utils._pytree.tree_map(lambda t: t[index], results)
+
+    forward, reverse = (transform(mapping, (0, 1)) for transform in (jacfwd, jacrev))
+    for row in rows:
+        torch.testing.assert_close(forward(*row), reverse(*row))
+    for function in (mapping, forward, reverse):
+        found = vmap(function)(x, learned)
+        for index, row in enumerate(rows):
+            torch.testing.assert_close(row_of(found, index), function(*row))
+    if learned:
+        shared = vmap(mapping, (None, 0), 1)(x, learned)
+        for index, (_, values) in enumerate(rows):
+            torch.testing.assert_close(shared[:, index], mapping(x, values))
 
 
 def test_entmax_alpha_per_head_acts_on_its_own_head():

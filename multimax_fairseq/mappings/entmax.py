@@ -22,8 +22,7 @@ from multimax_fairseq.ops.backend import traced
 from multimax_fairseq.ops.checks import check_whole, is_finite
 from multimax_fairseq.ops.row_function import RowFunction
 
-# The gradient with respect to alpha is a difference of probabilities over (alpha - 1)^2. Closer to
-# 1, rounding errors of float32 would exceed it.
+# Closer to 1, the power 1 / (alpha - 1) would amplify rounding errors of float32.
 MIN_ALPHA = 1.01
 
 
@@ -61,8 +60,8 @@ def alpha_entmax(
     Args:
         scores, dim, mask: as `softmax`.
         alpha: at least 1; 1 is softmax, 2 is sparsemax. A tensor must be broadcastable to scores,
-            with size 1 in `dim`; it can require grad, and then its values should lie well above 1,
-            because the gradient is a difference over (alpha - 1)^2.
+            with size 1 in `dim`; it can require grad. In float32 its values should be at least
+            1.01, because the power 1 / (alpha - 1) amplifies rounding errors.
 
     Returns:
         The shape of scores, in float32 or wider.
@@ -103,14 +102,10 @@ def _check_alpha(alpha: Tensor, scores: Tensor, dim: int) -> None:
 
 
 class _Entmax(torch.autograd.Function):
-    """The library's mappings with correct gradients.
+    """The library's mappings with correct gradients, also under torch.func and forward mode.
 
     The library's gradient with respect to the scores is NaN next to a probability of 0, and the one
-    with respect to alpha lacks a term.
-
-        dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), and s = 0 where p = 0
-        dp / dalpha = (p - q) / (alpha - 1)^2 + (h - q sum(h)) / (alpha - 1),
-            q = s / sum(s),  h = -p log p                                (Correia et al. 2019)
+    with respect to alpha lacks a term. `dim` is negative: vmap adds a dimension in front.
     """
 
     @staticmethod
@@ -126,22 +121,68 @@ class _Entmax(torch.autograd.Function):
         _, alpha, ctx.dim, _ = inputs
         ctx.alpha, learned = (None, alpha) if isinstance(alpha, Tensor) else (alpha, None)
         ctx.save_for_backward(output, learned)
+        ctx.save_for_forward(output, learned)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         probs, learned = ctx.saved_tensors
         alpha = ctx.alpha if learned is None else learned
-        inside = probs > 0
-        positive = torch.where(inside, probs, 1.0)
-        weights = positive ** (2 - alpha) * inside
-        shares = weights / weights.sum(ctx.dim, keepdim=True)
-        grad_scores = weights * (grad - (grad * shares).sum(ctx.dim, keepdim=True))
+        grad_scores = _along_scores(probs, alpha, ctx.dim, grad)  # the Jacobian is symmetric
         if not ctx.needs_input_grad[1]:
             return grad_scores, None, None, None
-        entropy = -probs * positive.log()
-        slope = (probs - shares) / (alpha - 1) ** 2  # dp / dalpha
-        slope = slope + (entropy - shares * entropy.sum(ctx.dim, keepdim=True)) / (alpha - 1)
+        slope = _slope_of_alpha(probs, alpha, ctx.dim)
         return grad_scores, (grad * slope).sum_to_size(alpha.shape), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, scores: Tensor | None, by_alpha: Tensor | None, *_: None) -> Tensor:
+        probs, learned = ctx.saved_tensors
+        alpha = ctx.alpha if learned is None else learned
+        tangent = torch.zeros_like(probs)
+        if scores is not None:
+            tangent = tangent + _along_scores(probs, alpha, ctx.dim, scores)
+        if by_alpha is not None:
+            tangent = tangent + by_alpha * _slope_of_alpha(probs, alpha, ctx.dim)
+        return tangent
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], wide: Tensor, alpha: float | Tensor, *rest: int
+    ) -> tuple[Tensor, int]:
+        of_wide, of_alpha, *_ = in_dims
+        wide = wide[None] if of_wide is None else wide.movedim(of_wide, 0)
+        if isinstance(alpha, Tensor) and of_alpha is not None:
+            alpha = alpha.movedim(of_alpha, 0)
+            alpha = alpha.reshape(-1, *(1,) * (wide.dim() - alpha.dim()), *alpha.shape[1:])
+        wide = wide.expand(info.batch_size, *wide.shape[1:])
+        return _Entmax.apply(wide, alpha, *rest), 0
+
+
+def _along_scores(probs: Tensor, alpha: float | Tensor, dim: int, vector: Tensor) -> Tensor:
+    """Return the product of dp / dx and a vector.
+
+    dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), and s = 0 where p = 0
+                                                                      (Correia et al. 2019)
+    """
+    inside = probs > 0
+    weights = torch.where(inside, probs, 1.0) ** (2 - alpha) * inside
+    shares = weights / weights.sum(dim, keepdim=True)
+    return weights * (vector - (vector * shares).sum(dim, keepdim=True))
+
+
+def _slope_of_alpha(probs: Tensor, alpha: Tensor, dim: int) -> Tensor:
+    """Return dp / dalpha, accurate also for alpha near 1.
+
+    Correia et al. (2019), with e = alpha - 1, s as above and h = -p log p:
+        dp / dalpha = (p - q) / e^2 + (h - q sum(h)) / e,  q = s / sum(s)
+    These terms cancel near alpha = 1. With l = -log p and v = (exp(e l) - 1 - e l) / e^2 they are
+        p (sum(p v) (1 + e l) - v (1 + e sum(h))) / sum(s)
+    """
+    excess = alpha - 1
+    logs = -torch.where(probs > 0, probs, 1.0).log()
+    growth = (excess * logs).expm1()  # s = p (1 + growth)
+    second = (growth - excess * logs) / excess**2
+    entropy, mean, total = ((probs * x).sum(dim, keepdim=True) for x in (logs, second, 1 + growth))
+    return probs * (mean * (1 + excess * logs) - second * (1 + excess * entropy)) / total
 
 
 def _sorted(wide: Tensor, alpha: float, dim: int) -> Tensor:
@@ -149,6 +190,7 @@ def _sorted(wide: Tensor, alpha: float, dim: int) -> Tensor:
 
     For such a row the library would read index -1, which crashes the process on a GPU.
     """
+    dim = dim - wide.dim() if dim >= 0 else dim
     top = wide.detach().amax(dim, keepdim=True)
     wrong = top - top != 0
     # Branch on values only on a CPU, where it is cheap, and not in a recorded graph.
@@ -169,6 +211,7 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
         return wide.softmax(dim)  # the difference is below the rounding error
     else:
         alpha = min(alpha, limits.max)
+    dim = dim - wide.dim() if dim >= 0 else dim
     # Each step halves an interval of length one. More steps than mantissa bits change nothing.
     steps = 30 if wide.dtype == torch.float32 else 60
     return _Entmax.apply(subtract_max(wide, dim), alpha, dim, steps)
