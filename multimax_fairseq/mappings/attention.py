@@ -15,7 +15,7 @@ from multimax_fairseq.ops.attention import (
     fused_attention,
     weighted_values,
 )
-from multimax_fairseq.ops.backend import requested
+from multimax_fairseq.ops.backend import KERNELS, requested
 from multimax_fairseq.ops.masks import causal_mask
 
 
@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
         key: (B, H, S, D), of query's dtype.
         value: (B, H, S, D) or of another last dimension.
         normalizer: a key of `NORMALIZERS`.
-        modulator: for multimax, which needs it.
+        modulator: for multimax, and other mappings whose function has this parameter.
         attn_mask: broadcastable to (B, H, T, S). Bool: True may attend. Float: added to the scores,
             -inf excludes; MultiMax adds it to the modulated scores. It gets its gradient. A query
             that may attend to no key gets zeros.
@@ -64,9 +64,10 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: an argument of a wrong type; an option that the normalizer does not take.
-        ValueError: an unknown normalizer or backend; multimax without a modulator, or another
-            normalizer with one; shapes, dtypes or devices that do not fit; a dropout_p outside of
-            [0, 1]; a scale that is not finite.
+        ValueError: an unknown normalizer or backend; a backend without a kernel for this call;
+            multimax without a modulator, or a normalizer with one that it does not take; shapes,
+            dtypes or devices that do not fit; a dropout_p outside of [0, 1]; a scale that is not
+            finite.
 
     Example:
         >>> query, key, value = torch.randn(3, 2, 8, 10, 64)
@@ -76,21 +77,19 @@ def scaled_dot_product_attention(
     check_attention(query, key, value, attn_mask, is_causal, dropout_p, scale, "attn_mask")
     dropout_p, scale = float(dropout_p), None if scale is None else float(scale)
     mapping = mapping_named(normalizer)
-    if mapping.function is multimax:
-        if modulator is None:
+    if modulator is None and mapping.function is multimax:
+        raise ValueError(f"normalizer {normalizer!r} needs a modulator: pass modulator=Modulator()")
+    if modulator is not None:
+        if "modulator" not in mapping.parameters:
             raise ValueError(
-                f"normalizer {normalizer!r} needs a modulator: pass modulator=Modulator()"
+                f"normalizer {normalizer!r} takes no modulator, got {modulator!r}: leave it out, "
+                "or pass normalizer='multimax'"
             )
         if not callable(modulator):
             raise TypeError(
                 f"modulator must be a Modulator or a function of the scores, got {modulator!r}"
             )
         options["modulator"] = modulator
-    elif modulator is not None:
-        raise ValueError(
-            f"normalizer {normalizer!r} takes no modulator, got {modulator!r}: leave it out, or "
-            "pass normalizer='multimax'"
-        )
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = ~mask
@@ -102,6 +101,11 @@ def scaled_dot_product_attention(
         if context is not None:
             return context
     requested(backend)
+    if backend in KERNELS:
+        raise ValueError(
+            f"no {backend} kernel computes {normalizer!r} with these arguments ({query.dtype} on "
+            f"{query.device}): pass backend='auto' to use plain PyTorch"
+        )
     if is_causal:
         mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)
     scores = attention_scores(query, key, scale)

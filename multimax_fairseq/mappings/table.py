@@ -156,6 +156,12 @@ class Mapping:
         parameters = inspect.signature(self.kernel).parameters.values()
         return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
 
+    @functools.cached_property
+    def parameters(self) -> frozenset[str]:
+        """The names of the function's parameters besides scores, dim and mask."""
+        _scores, *others = inspect.signature(self.function).parameters
+        return frozenset(others) - {"dim", "mask"}
+
     @property
     def attention_options(self) -> tuple[Option, ...]:
         """The options in attention: `options`, and `heads` if it is an option."""
@@ -194,6 +200,15 @@ class Mapping:
 
 NORMALIZERS: dict[str, Mapping] = {}
 
+# Arguments of scaled_dot_product_attention and normalize.
+RESERVED_PARAMETERS = frozenset(
+    "query key value normalizer attn_mask is_causal dropout_p scale backend name".split()
+)
+# Arguments of Normalizer, attach and replace_softmax.
+RESERVED_OPTIONS = frozenset(
+    "name num_heads hidden_size model normalizer inputs where per_head freeze".split()
+)
+
 # Called after a mapping is registered.
 listeners: list[Callable[[], None]] = []
 
@@ -202,14 +217,24 @@ def register(mapping: Mapping) -> None:
     """Add a mapping to `NORMALIZERS`, from which it gets its flags and labels.
 
     Raises:
-        ValueError: a name or setting that is taken or cannot be a flag; an output layer without a
-            loss; wrong heads.
+        ValueError: a name or setting that is taken or cannot be a flag; a parameter of the function
+            or an option with a reserved name; an output layer without a loss; wrong heads.
     """
     taken = {s for known in NORMALIZERS.values() for s in (known.name, *settings_of(known))}
     for name in (mapping.name, *settings_of(mapping)):
         if not name.isidentifier() or name in taken:
             why = "is taken" if name in taken else "cannot be a flag"
             raise ValueError(f"the mapping's name or setting {name!r} {why}: choose another")
+    options = {option.name for option in mapping.options}
+    for kind, names in (
+        ("parameter", RESERVED_PARAMETERS.intersection(mapping.parameters)),
+        ("option", RESERVED_OPTIONS & options),
+    ):
+        if names:
+            raise ValueError(
+                f"the mapping {mapping.name!r} has the {kind} {min(names)!r}, which is an argument "
+                "of the package's own functions: rename it"
+            )
     if mapping.output_options is not None and not (mapping.modulated or mapping.output_loss):
         raise ValueError(
             f"the mapping {mapping.name!r} has output_options, but no loss: give an output_loss, "
@@ -220,7 +245,7 @@ def register(mapping: Mapping) -> None:
             f"the heads of the mapping {mapping.name!r} must be an Option, SEPARATE_HEADS or None, "
             f"got {mapping.heads!r}"
         )
-    _ = mapping.kernel_parameters  # torch.compile can read this property, but not compute it
+    _ = mapping.kernel_parameters  # torch.compile can read these properties, but not compute them
     NORMALIZERS[mapping.name] = mapping
     for listener in listeners:
         listener()

@@ -224,7 +224,7 @@ def supports_row(row: RowFunction, query: Tensor, heads: int, backend: str) -> b
         return row.name in ON_TRITON and row.header is None and is_triton_requested(backend)
     # Compile a header only if the kernel would run.
     return row.header is None or (
-        choose("", backend, query) == "cpp" and has_row_library(row.header, row.name)
+        choose("", backend, query) == "cpp" and has_row_library(row.header, row.name, backend)
     )
 
 

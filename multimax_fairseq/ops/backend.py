@@ -21,7 +21,8 @@ from multimax_fairseq.ops.checks import DTYPES
 logger = logging.getLogger(__name__)
 
 is_wrapper = is_traceable_wrapper_subclass
-BACKENDS = ("auto", "plain", "cpp", "triton")
+KERNELS = ("cpp", "triton")
+BACKENDS = ("auto", "plain", *KERNELS)
 VARIABLE = "MULTIMAX_BACKEND"
 # Triton reads this variable when it is imported.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -149,9 +150,20 @@ def is_triton_requested(backend: str) -> bool:
 
 
 @_constant
-def has_row_library(header: str, function: str) -> bool:
-    """Whether the row function of a header is compiled."""
-    return native.row_library(header, function) is not None
+def has_row_library(header: str, function: str, backend: str) -> bool:
+    """Whether the row function of a header is compiled.
+
+    Raises:
+        ValueError: it is not, but C++ is requested by name.
+    """
+    if native.row_library(header, function) is not None:
+        return True
+    if requested(backend) == "cpp":
+        raise ValueError(
+            f"the row function {function} of {header} did not compile, but the backend 'cpp' is "
+            "requested: correct the header (the log has the compiler's error), or use 'auto'"
+        )
+    return False
 
 
 @functools.cache
