@@ -1,5 +1,6 @@
 """A mapping added by a --user-dir works in every command without a change to the package."""
 
+import inspect
 import json
 import re
 import sys
@@ -11,8 +12,23 @@ from commands import ROOT, refused, run
 from corpus import ENGLISH, GERMAN
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 
-from multimax_fairseq import NORMALIZERS, Mapping, Normalizer, register
-from multimax_fairseq.mappings.table import Option, yes_or_no
+from multimax_fairseq import (
+    NORMALIZERS,
+    Mapping,
+    Modulator,
+    Normalizer,
+    normalize,
+    register,
+    replace_softmax,
+    scaled_dot_product_attention,
+)
+from multimax_fairseq.integrations.transformers import attach
+from multimax_fairseq.mappings.table import (
+    RESERVED_OPTIONS,
+    RESERVED_PARAMETERS,
+    Option,
+    yes_or_no,
+)
 from multimax_fairseq.models.learned_scalars import learned_modules
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops import native
@@ -69,6 +85,7 @@ def test_training_uses_the_kernel_of_the_added_mapping(folder):
 
 
 KERNEL = """
+import os
 from pathlib import Path
 import added_mapping, torch
 from multimax_fairseq import scaled_dot_product_attention
@@ -121,6 +138,12 @@ except ValueError as error:
 Path("wrong.h").write_text("struct Sharpened : RowFunction { no type; };")
 added_mapping.HEADER = "wrong.h"
 torch.testing.assert_close(attend("auto"), attend("plain"))
+for backend, variable in (("cpp", "auto"), ("auto", "cpp")):
+    os.environ["MULTIMAX_BACKEND"] = variable
+    try:
+        attend(backend)
+    except ValueError as error:
+        print(error)
 """
 
 
@@ -130,6 +153,7 @@ def test_kernel_of_the_added_mapping_equals_plain_pytorch(tmp_path):
     assert {"equal", "again"} <= set(output.splitlines())
     assert "no gradient: detach it, or define learns and parameter_gradient in fixed.h" in output
     assert "plain PyTorch replaces the row function Sharpened of wrong.h: 'c++' failed: " in output
+    assert output.count("Sharpened of wrong.h did not compile, but the backend 'cpp' is") == 2
 
 
 SHARPENED = """
@@ -261,6 +285,17 @@ def test_tempered_mappings_learn_in_attention_and_output(folder):
             Mapping("other", "of some heads", NORMALIZERS["topk"].function, heads="some"),
             "must be an Option, SEPARATE_HEADS or None, got 'some'",
         ),
+        (
+            Mapping("other", "scaled", lambda scores, dim, mask, scale: scores),
+            "has the parameter 'scale', .* rename it",
+        ),
+        (
+            Mapping(
+                *("other", "named", NORMALIZERS["softmax"].function),
+                options=(Option("num_heads", True, help="", **yes_or_no()),),
+            ),
+            "has the option 'num_heads', .* rename it",
+        ),
     ],
 )
 def test_register_refuses_invalid_mappings(mapping, part, monkeypatch):
@@ -269,6 +304,29 @@ def test_register_refuses_invalid_mappings(mapping, part, monkeypatch):
     with pytest.raises(ValueError, match=part):
         register(mapping)
     assert before == NORMALIZERS
+
+
+def test_reserved_names_are_those_of_the_packages_arguments():
+    def arguments(*functions):
+        return {name for function in functions for name in inspect.signature(function).parameters}
+
+    free = {"scores", "dim", "mask", "modulator", "options", "settings"}
+    functions = arguments(scaled_dot_product_attention, normalize)
+    assert functions - free == RESERVED_PARAMETERS
+    assert arguments(Normalizer, replace_softmax, attach) - free == RESERVED_OPTIONS
+
+
+def test_attention_passes_a_modulator_to_any_mapping_that_takes_one(monkeypatch):
+    def function(scores, dim=-1, mask=None, *, modulator):
+        return normalize("softmax", modulator(scores), dim, mask)
+
+    monkeypatch.setitem(NORMALIZERS, "own", Mapping("own", "own", function))
+    query, modulator = torch.randn(1, 2, 3, 4), Modulator(init_std=0.5)
+    found, expected = (
+        scaled_dot_product_attention(query, query, query, normalizer=name, modulator=modulator)
+        for name in ("own", "multimax")
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_complete_refuses_values_of_another_type():
