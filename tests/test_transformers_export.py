@@ -94,7 +94,7 @@ def test_export_keeps_the_logits_of_a_normalizer(kind, norms, data, checkpoint, 
     mask = source.ne(task.source_dictionary.pad()).long()
     with torch.no_grad():
         expected = model(**batch)[0]
-        logits = theirs(source, mask, decoder_input_ids=previous, use_cache=False).logits
+        logits = theirs(source, mask, decoder_input_ids=previous, labels=previous).logits
     real = previous.ne(task.target_dictionary.pad())
     assert (logits - expected)[real].abs().max() < 1e-5 * expected.abs().max()
 
@@ -202,7 +202,7 @@ def test_export_supports_separate_embeddings(data, checkpoint, tmp_path):
     source, previous = batch["src_tokens"], batch["prev_output_tokens"]
     mask = source.ne(task.source_dictionary.pad()).long()
     with torch.no_grad():
-        logits = theirs(source, mask, decoder_input_ids=previous, use_cache=False).logits
+        logits = theirs(source, mask, decoder_input_ids=previous, labels=previous).logits
         torch.testing.assert_close(logits[:, 0], model(**batch)[0][:, 0], atol=1e-5, rtol=0)
 
 
