@@ -200,6 +200,18 @@ def test_commands_check_the_output_folder_first(tmp_path, command, words):
 # --- wrong results -------------------------------------------------------------------------------
 
 
+def test_train_refuses_to_resume_without_optimizer_state(places, folder):
+    words = shlex.split(f"{TRANSLATE} --no-save-optimizer-state".format(**places))
+    run(folder, *words)
+    for path in ("model/checkpoint_last.pt", places["MT"]):
+        sentence = refused(folder, *words, "--restore-file", path)
+        assert f"'{path}', which has no optimizer state" in sentence
+        assert "--reset-optimizer" in sentence and "--finetune-from-model" in sentence
+    assert "no optimizer state" in refused(folder, *words)
+    output = run(folder, *words, "--reset-optimizer")
+    assert "num_updates 1 " in output
+
+
 @pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])
 def test_model_overrides_accepts_only_settings_of_the_checkpoint(places, folder, command):
     words = f"{command} {{mt}} {{plugin}} --task translation --path {{MT}} --max-tokens 400"

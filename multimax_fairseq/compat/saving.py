@@ -222,13 +222,15 @@ def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
     """Load a checkpoint into a trainer; CheckpointError if the run cannot resume from it.
 
     Cause: fairseq does not compare a model's settings, or the shapes of an optimizer's state, with
-    the checkpoint's. It deletes the parameters before it starts an average (--store-ema) from them;
-    here the average starts from the loaded model. A model's `check_resumed(settings, before)`
-    compares the settings.
-    Remove when fairseq compares both, and starts an average from the loaded model.
+    the checkpoint's. Without an optimizer's state it counts updates from 0 again, but not epochs.
+    It deletes the parameters before it starts an average (--store-ema) from them; here the average
+    starts from the loaded model. A model's `check_resumed(settings, before)` compares the settings.
+    Remove when fairseq compares both, requires an optimizer's state, and starts an average from the
+    loaded model.
     """
     check = getattr(trainer.get_model(), "check_resumed", None)
-    if check is not None and not reset_optimizer and trainer.data_parallel_rank == 0:
+    is_checked = not reset_optimizer and trainer.data_parallel_rank == 0
+    if check is not None and is_checked:
         before = read_metadata(filename, lambda state: state["cfg"]["model"])
         if before is not None:
             check(trainer.cfg.model, before)
@@ -238,6 +240,13 @@ def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
         ema.store_ema = False
     try:
         loaded = load(trainer, filename, reset_optimizer, *args, **kwargs)
+        if is_checked and read_metadata(filename, lambda s: "last_optimizer_state" not in s):
+            raise CheckpointError(
+                f"a run cannot resume from '{filename}', which has no optimizer state (as with "
+                "--no-save-optimizer-state, or after multimax-average): pass --reset-optimizer to "
+                "train its parameters from update 0, or pass it as --finetune-from-model with "
+                "another --save-dir"
+            )
         _check_moments(trainer._optimizer)
     except Exception as error:
         if isinstance(error, OSError | ImportError) or explain(error):
