@@ -8,6 +8,7 @@ import torch
 from commands import PLUGIN, refused, run
 from fairseq.data.data_utils import load_indexed_dataset
 
+from multimax_fairseq import trained
 from multimax_fairseq.compat import mistakes
 from multimax_fairseq.errors import UsageError
 
@@ -210,6 +211,38 @@ def test_train_refuses_to_resume_without_optimizer_state(places, folder):
     assert "no optimizer state" in refused(folder, *words)
     output = run(folder, *words, "--reset-optimizer")
     assert "num_updates 1 " in output
+
+
+def test_commands_refuse_another_direction_than_the_checkpoint(places, folder):
+    run(folder, *shlex.split(TRANSLATE.format(**places)))  # languages inferred from the data
+    path, back = folder / "model" / "checkpoint_last.pt", folder / "back"
+    shutil.copytree(places["mt"], back)
+    for file in back.glob("*.de-en.*"):
+        file.rename(back / file.name.replace("de-en", "en-de"))
+    options = ["--task", "translation", *PLUGIN, "--max-tokens", "400", "--path", path]
+    swapped = ["-s", "en", "-t", "de"]
+    split = {"generate": ["--gen-subset", "valid"], "interactive": ["--input", "text"]}
+    for name, data, languages in (
+        ("generate", places["mt"], swapped),
+        ("generate", back, []),
+        ("interactive", places["mt"], swapped),
+        ("validate", places["mt"], swapped),
+    ):
+        words = [f"fairseq-{name}", data, *options, *split.get(name, []), *languages]
+        sentence = refused(folder, *words)
+        assert sentence.startswith(f"'{path}' translates from de to en, not from en to de: ")
+        assert "--source-lang de --target-lang en" in sentence
+    # The user can rename the languages.
+    names = "{'source_lang': 'en', 'target_lang': 'de'}"
+    assert f'--model-overrides "{names}"' in sentence
+    run(folder, *words, "--model-overrides", names)
+    with pytest.raises(UsageError, match="from de to en"):
+        trained.load(path, places["mt"], source_lang="en", target_lang="de")
+    # An earlier checkpoint may not know its languages.
+    state = torch.load(path)
+    state["cfg"]["task"].update(source_lang=None, target_lang=None)
+    torch.save(state, path)
+    run(folder, *words)
 
 
 @pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])

@@ -65,6 +65,7 @@ FIXES = (
     silent.diverse_beams,
     silent.repeated_ngrams,
     silent.partial_perplexity,
+    silent.inferred_languages,
     silent.model_overrides,
     text.text_lines,
     text.dictionaries,

@@ -20,6 +20,7 @@ UNKNOWN_IN_REFERENCE = "<<unk>>"
 # translation contains it.
 UNKNOWN_WORD = "UNKNOWNTOKENINREF"
 HEADER = struct.Struct("<9sQBQ")  # of an index: magic, version, code of the dtype, sentences
+LANGUAGES = ("source_lang", "target_lang")
 PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-prep/"
 
 
@@ -406,6 +407,57 @@ def partial_perplexity():
                 "infinite: compare such models by the loss that fairseq-validate prints"
             )
         return hypotheses
+
+
+def inferred_languages():
+    """Save the languages that fairseq infers from the data, for `check_languages`.
+
+    Cause: the task infers them in its own copy of the settings, so the checkpoint has None.
+    Remove when fairseq saves them.
+    """
+    from fairseq.trainer import Trainer
+
+    @replace(Trainer, "state_dict")
+    def state_dict(original, self):
+        state = original(self)
+        settings = state["cfg"]["task"]
+        for name in LANGUAGES:
+            if isinstance(settings, dict) and settings.get(name, "") is None:
+                settings[name] = getattr(self.task.cfg, name)
+        return state
+
+
+def check_languages(path, state, task, overrides):
+    """Raise UsageError if a command asks for other languages than a checkpoint's.
+
+    Cause: fairseq-generate and fairseq-interactive take the languages from the task that the
+    command built, or infer them from the data; fairseq-validate and Python pass them as overrides.
+    A joined dictionary fits both directions. A user's own override of the checkpoint's languages
+    stays.
+    Remove when fairseq compares them.
+    """
+    settings = state.get("args") or state.get("cfg")
+    if isinstance(settings, dict):
+        settings = settings.get("task")
+    if isinstance(settings, argparse.Namespace):
+        settings = vars(settings)
+    own = settings if isinstance(settings, dict) else {}
+    overrides = overrides or {}
+    if task is None:
+        asked = overrides
+        overrides = ast.literal_eval(overrides.get("model_overrides", "{}"))
+    else:
+        settings = task.args if task.cfg is None else task.cfg
+        asked = {name: getattr(settings, name, None) for name in LANGUAGES}
+    own, asked = ([each.get(name) for name in LANGUAGES] for each in (own | overrides, asked))
+    if any(a and b and a != b for a, b in zip(own, asked, strict=True)):
+        source, target = own
+        asked = [b or a for a, b in zip(own, asked, strict=True)]
+        raise UsageError(
+            f"'{path}' translates from {source} to {target}, not from {asked[0]} to {asked[1]}: "
+            f"pass --source-lang {source} --target-lang {target} and their data; if only the names "
+            f'differ, pass --model-overrides "{dict(zip(LANGUAGES, asked, strict=True))}"'
+        )
 
 
 def model_overrides():

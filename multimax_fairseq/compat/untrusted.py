@@ -22,6 +22,7 @@ import torch
 
 from multimax_fairseq.compat.mistakes import explain, is_raised_by_fairseq
 from multimax_fairseq.compat.patch import replace
+from multimax_fairseq.compat.silent import check_languages
 from multimax_fairseq.errors import CheckpointError, UsageError, first_line
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -177,8 +178,8 @@ def _is_altered(path):
             return True
 
 
-def _check_file(path, local):
-    """Raise CheckpointError for a file that is altered, holds code, or is no checkpoint."""
+def _checked(path, local):
+    """Return a checkpoint's state; CheckpointError if it is altered, holds code or is none."""
     if _is_altered(local):
         raise _damaged(path)
     load = functools.partial(torch.load, local, map_location="cpu", weights_only=True)
@@ -201,6 +202,7 @@ def _check_file(path, local):
         raise CheckpointError(
             f"'{path}' is refused: {error}; give a file that fairseq-train wrote."
         ) from error
+    return state
 
 
 def checkpoint_files():
@@ -214,12 +216,12 @@ def checkpoint_files():
     from fairseq.file_io import PathManager
 
     @replace(checkpoint_utils, "load_checkpoint_to_cpu")
-    def load_checkpoint_to_cpu(original, path, *args, **kwargs):
+    def load_checkpoint_to_cpu(original, path, arg_overrides=None, *args, **kwargs):
         local = PathManager.get_local_path(path)
         if os.path.isfile(local):
-            _check_file(path, local)
+            check_languages(path, _checked(path, local), _task.get(), arg_overrides)
         try:
-            return original(path, *args, **kwargs)
+            return original(path, arg_overrides, *args, **kwargs)
         except (OSError, UsageError):
             raise
         except Exception as error:
@@ -343,6 +345,8 @@ def checkpoint_numbers():
 
 
 _building = contextvars.ContextVar("building_from_checkpoint", default=False)
+# The task for which fairseq loads a model; None if the checkpoint's own.
+_task = contextvars.ContextVar("task", default=None)
 
 
 def building_from_checkpoint():
@@ -360,10 +364,12 @@ def checkpoint_models():
     from fairseq import checkpoint_utils
 
     @replace(checkpoint_utils, "load_model_ensemble_and_task")
-    def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
-        token = _building.set(True)
+    def load_model_ensemble_and_task(
+        original, filenames, arg_overrides=None, task=None, *args, **kwargs
+    ):
+        tokens = _building.set(True), _task.set(task)
         try:
-            return original(filenames, *args, **kwargs)
+            return original(filenames, arg_overrides, task, *args, **kwargs)
         except Exception as error:
             text = explain(error)
             is_named = text and any(name in text for name in filenames)
@@ -378,7 +384,8 @@ def checkpoint_models():
                 )
             raise CheckpointError(f"'{', '.join(filenames)}': {text}") from error
         finally:
-            _building.reset(token)
+            _building.reset(tokens[0])
+            _task.reset(tokens[1])
 
 
 def read_metadata(path, read):
