@@ -297,13 +297,12 @@ def test_hydra_train_trains_an_rnn(text, settings):
     assert found["decoder.bridge.weight"].shape == (16, 1000)
 
 
-def test_interactive_equals_generate(text, generated):
-    found = hypotheses(generated)
-    output = run(
-        *(text, "fairseq-interactive", "mt", *PLUGIN, "--path", "mt-model/checkpoint_last.pt"),
-        *("--beam", "5", "--max-len-b", "12", "--source-lang", "de", "--target-lang", "en"),
-        stdin=(text / "test.de").read_text(),
-    )
+@pytest.mark.parametrize("limit", [(), ("--truncate-source", "--max-source-positions", "6")])
+def test_interactive_equals_generate(text, translation, limit):
+    words = ("mt", *PLUGIN, "--path", "mt-model/checkpoint_last.pt", "--beam", "5", *limit)
+    words += ("--max-len-b", "12", "--source-lang", "de", "--target-lang", "en")
+    found = hypotheses(run(text, "fairseq-generate", *words, *ALL))
+    output = run(text, "fairseq-interactive", *words, stdin=(text / "test.de").read_text())
     given = hypotheses(output)
     assert given.keys() == found.keys() and len(found) == 8
     for number, (score, hypothesis) in given.items():

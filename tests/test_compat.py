@@ -662,6 +662,18 @@ def test_progress_lines_leave_out_monitored_values(tmp_path, monkeypatch, caplog
     assert written == {"loss": 1.0, "monitor/a.0/zeros": 0.5}
 
 
+def test_pretrained_bart_trains_and_translates(toy):
+    task = ["mt", "--task", "translation_from_pretrained_bart", "--langs", "de,en"]
+    task += ["-s", "de", "-t", "en"]
+    run(toy, "fairseq-train", *task, *TRANSLATE, "--save-dir", "bart")
+    words = [*task, "--path", "bart/checkpoint_last.pt", "--max-len-b", "3"]
+    found = run(toy, "fairseq-generate", *words, "--max-tokens", "400")
+    typed = run(toy, "fairseq-interactive", *words, stdin=(toy / "test.de").read_text())
+    lines = re.compile(r"^([SH]-\d+)\t(?:-[\d.]+\t)?(.*)", re.MULTILINE)  # without scores
+    found, typed = (sorted(lines.findall(output)) for output in (found, typed))
+    assert len(found) == 24 and found == typed
+
+
 def test_main_runs_a_command_without_a_user_dir(toy):
     same = ("-s", "test.en", "-r", "test.en", "--sacrebleu")
     output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-score", *same)

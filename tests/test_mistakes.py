@@ -86,6 +86,8 @@ CHECKPOINTS = [
         "'multimax_order'",
     ),
     ("fairseq-eval-lm {as_lm} {plugin} --gen-subset valid --path {MT}", "language model"),
+    (f"{EVAL_LM} --self-target", "--self-target"),
+    (f"{MODEL} --past-target", "--past-target"),
 ]
 SIZES_AND_PLACES = [
     (f"{TRANSLATE} --max-tokens 2", "--max-tokens 2"),

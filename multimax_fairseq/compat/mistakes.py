@@ -171,6 +171,10 @@ CHECKPOINTS = [  # options that do not fit a checkpoint
         "that it was trained with, or another --save-dir",
     ),
     (
+        r"ValueError: Unsupported language modeling target: (\w+)",
+        "this language model predicts only the next token: leave --{0}-target out",
+    ),
+    (
         r"AttributeError: '(\w+)' object has no attribute 'supported_targets'",
         "{0} is no language model: choose one, or use fairseq-generate or fairseq-validate",
     ),

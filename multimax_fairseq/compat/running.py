@@ -228,6 +228,17 @@ def adaptive_softmax_checkpoints():
         return upgraded
 
 
+def pretrained_bart():
+    """Run the task translation_from_pretrained_bart.
+
+    Cause: it reads its settings as `args`, and its base class stores them as `cfg`.
+    Remove when fairseq uses one name.
+    """
+    from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
+
+    TranslationFromPretrainedBARTTask.args = property(lambda self: self.cfg)
+
+
 def checkpoint_to_workers():
     """Send a checkpoint to the other workers with torch's own broadcast of objects.
 

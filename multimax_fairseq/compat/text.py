@@ -167,6 +167,25 @@ def symbols_in_input():
         return sentences, lengths
 
 
+def truncated_input():
+    """Truncate the input of fairseq-interactive under --truncate-source.
+
+    Cause: fairseq truncates only the sources of prepared data.
+    Remove when it truncates these too.
+    """
+    if command() != "fairseq-interactive":
+        return
+    from fairseq.tasks.translation import TranslationTask
+
+    @replace(TranslationTask, "build_dataset_for_inference")
+    def build_dataset_for_inference(original, self, src_tokens, src_lengths, *args, **kwargs):
+        if self.cfg.truncate_source:
+            kept = self.cfg.max_source_positions - 1
+            src_tokens = [torch.cat([each[:-1][:kept], each[-1:]]) for each in src_tokens]
+            src_lengths = [len(each) for each in src_tokens]
+        return original(self, src_tokens, src_lengths, *args, **kwargs)
+
+
 def scored_lines():
     """Refuse files of unequal length in fairseq-score, and flags that --sacrebleu ignores.
 
