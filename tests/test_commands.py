@@ -310,6 +310,38 @@ def test_interactive_equals_generate(text, translation, limit):
         assert score == pytest.approx(found[number][0], abs=1e-3)
 
 
+def test_replace_unk_copies_the_word_with_the_largest_attention(text, translation):
+    lines = ["Quax und Frob Mensch", "Menschen Zorg hat", "Recht Wubb"]
+    for language in ("de", "en"):
+        (text / f"odd.{language}").write_text("\n".join(lines) + "\n")
+    raw = ("--dataset-impl", "raw")
+    dictionaries = ("--srcdict", "mt/dict.de.txt", "--tgtdict", "mt/dict.en.txt")
+    pair = ("-s", "de", "-t", "en")
+    words = (*pair, *dictionaries, *raw, "--testpref", "odd", "--destdir", "odd")
+    run(text, "fairseq-preprocess", *words)
+    (text / "pairs").write_text("Zorg care\nQuax quack\n")
+    path = text / "mt-model" / "checkpoint_last.pt"
+    model = trained.load(path, text / "mt")
+    words = []
+    for line in lines:
+        [[best, *_]] = model.generate([model.encode(line)], beam=2, max_len_b=4, unkpen=-100)
+        assert best["tokens"].tolist() == [model.tgt_dict.unk()] * 4 + [model.tgt_dict.eos()]
+        source = line.split()
+        words.append([source[i] for i in best["attention"][: len(source), :4].argmax(0)])
+    unknown = {"Quax", "Frob", "Zorg", "Wubb"}
+    assert unknown & {word for each in words for word in each}
+    options = ("odd", *PLUGIN, *pair, "--path", path, "--beam", "2", "--max-len-b", "4")
+    options += ("--unkpen", "-100")
+    stdin = (text / "odd.de").read_text()
+    for command in (("fairseq-generate", *options, *raw), ("fairseq-interactive", *options)):
+        for more in ((), ("pairs",), ("--print-alignment",)):
+            output = run(text, *command, "--replace-unk", *more, stdin=stdin)
+            pairs = {"Zorg": "care", "Quax": "quack"} if more == ("pairs",) else {}
+            expected = [" ".join(pairs.get(word, word) for word in each) for each in words]
+            assert [line for _, (_, line) in sorted(hypotheses(output).items())] == expected
+    assert "fairseq-interactive" in refused(text, *("fairseq-generate", *options, "--replace-unk"))
+
+
 def test_score_of_identical_files_is_100(text):
     for option, figure in (((), "BLEU4 = 100.00"), (("--sacrebleu",), "BLEU = 100.00")):
         output = run(text, "fairseq-score", "--sys", "test.en", "--ref", "test.en", *option)

@@ -1,6 +1,6 @@
 """Fixes for fairseq 0.12.3, and one sentence for each common mistake of a user.
 
-A fix has one of four reasons: fairseq does not run with a current torch or numpy (running.py); it
+A fix has one of four reasons: fairseq does not run (running.py, unknown_words.py); it
 returns a wrong result without an error (silent.py, text.py); it loses data (saving.py); a file can
 run code or is not a checkpoint (untrusted.py). Each fix is one function. Its docstring says what
 the fix does, the cause, and when to remove it. mistakes.py is the table of mistakes. hooks.py lets
@@ -12,7 +12,15 @@ models/ run its own functions where fairseq offers no hook.
 
 import logging
 
-from multimax_fairseq.compat import mistakes, running, saving, silent, text, untrusted
+from multimax_fairseq.compat import (
+    mistakes,
+    running,
+    saving,
+    silent,
+    text,
+    unknown_words,
+    untrusted,
+)
 from multimax_fairseq.compat.hooks import (
     on_build_generator,
     on_generation_flags,
@@ -74,6 +82,7 @@ FIXES = (
     text.symbols_in_input,
     text.truncated_input,
     text.scored_lines,
+    unknown_words.replaced_unknown_words,
     saving.whole_checkpoints,
     saving.saved_checkpoints,
     saving.resumed_runs,

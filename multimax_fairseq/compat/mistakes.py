@@ -105,6 +105,12 @@ DATA = [  # missing or foreign data, dictionary, checkpoint
         "there is no split '{0}' in '{1}': check --train-subset, --valid-subset or --gen-subset, "
         "and the languages",
     ),
+    (
+        r"AssertionError: --replace-unk requires a raw text dataset",
+        "--replace-unk needs the words of the sources, which prepared data does not have: use "
+        "fairseq-interactive, or prepare the data with fairseq-preprocess --dataset-impl raw and "
+        "pass --dataset-impl raw here",
+    ),
     (r"OSError: Model file not found: (.*)", "there is no checkpoint '{0}': check --path"),
     (
         r"FileNotFoundError: (/.*)",
