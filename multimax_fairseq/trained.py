@@ -23,6 +23,7 @@ from fairseq.data import LanguagePairDataset  # noqa: E402
 
 import multimax_fairseq.models  # noqa: E402, F401  registers the architectures
 from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer  # noqa: E402
+from multimax_fairseq.compat.text import symbols_as_unknown  # noqa: E402
 from multimax_fairseq.errors import UsageError  # noqa: E402
 from multimax_fairseq.models.loading import load as load_checkpoint  # noqa: E402
 
@@ -122,6 +123,10 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
             **layers,
         )
 
+    def binarize(self, sentence: str) -> Tensor:
+        """Return the token indices of a sentence of subwords; fairseq's method reads symbols."""
+        return _token_indices(sentence, self.src_dict)
+
     # --- samples ---
 
     @property
@@ -134,7 +139,7 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
         if targets is None:
             return sources
         words = [self.apply_bpe(self.tokenize(target)) for target in targets]
-        encoded = [self.tgt_dict.encode_line(line, add_if_not_exist=False).long() for line in words]
+        encoded = [_token_indices(line, self.tgt_dict) for line in words]
         return list(zip(sources, encoded, strict=True))
 
     def _dataset(self, samples: list[Any]) -> Any:
@@ -167,6 +172,12 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
 
     def _words(self, tokens: Tensor, dictionary: Any) -> list[str]:
         return [dictionary[index] for index in tokens[0].tolist()]
+
+
+def _token_indices(line: str, dictionary: Any) -> Tensor:
+    tokens = dictionary.encode_line(line, add_if_not_exist=False).long()
+    indices: Tensor = symbols_as_unknown(tokens, dictionary)
+    return indices
 
 
 class _Probabilities(AttentionListener):

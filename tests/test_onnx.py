@@ -85,6 +85,9 @@ def test_the_example_translates_as_fairseq(data, checkpoint, tmp_path):
     script = ROOT / "user_dir" / "translate_onnx.py"
     translate = runpy.run_path(str(script))["translate"]
     assert translate(tmp_path / "out", lines, longest=20) == expected
+    symbols, unknown = "</s> <s> Recht <pad>", "x x Recht x"
+    found = translate(tmp_path / "out", [symbols, unknown], longest=20)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,22 @@ def test_attention_of_a_recurrent_model(checkpoint, data):
     assert len(model.features(SOURCES[0])) == 9
 
 
+def test_symbols_in_text_are_unknown_words(model, checkpoint, data):
+    language_model = load(checkpoint("transformer_lm_multimax"), data / "lm")
+    symbols, unknown = "</s> Everyone <s> has <pad> <unk>", "x Everyone x has x x"
+    for found, expected in (
+        (model.score([symbols], [symbols]), model.score([unknown], [unknown])),
+        (language_model.score([symbols]), language_model.score([unknown])),
+    ):
+        assert torch.equal(found[0]["tokens"], expected[0]["tokens"])
+        assert torch.equal(found[0]["positional_scores"], expected[0]["positional_scores"])
+    assert model.translate([symbols], max_len_b=9) == model.translate([unknown], max_len_b=9)
+    found, expected = model.attention(symbols, symbols), model.attention(unknown, unknown)
+    assert (found.source, found.target) == (expected.source, expected.target)
+    for each in (model, language_model):
+        assert torch.equal(each.features(symbols), each.features(unknown))
+
+
 def test_load_prints_nothing_and_keeps_the_logging_setup(checkpoint, data):
     file = checkpoint("transformer_multimax")
     code = f"""if True:

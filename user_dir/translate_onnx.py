@@ -24,7 +24,8 @@ def translate(folder: Path, lines: list[str], longest: int = 200) -> list[str]:
     sizes = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     pad, eos = sizes["pad"], sizes["eos"]
     source, target = (words_of(folder / f"dict.{side}.txt") for side in ("source", "target"))
-    ids = {word: number for number, word in enumerate(source)}
+    # In a sentence <s>, <pad> and </s> are unknown words, as in fairseq-interactive.
+    ids = {word: number for number, word in enumerate(source) if number > eos}
     rows = [[ids.get(word, ids["<unk>"]) for word in line.split()] + [eos] for line in lines]
     tokens = np.full((len(rows), max(map(len, rows))), pad)
     for place, row in enumerate(rows):

@@ -160,11 +160,15 @@ def symbols_in_input():
     @replace(FairseqTask, "get_interactive_tokens_and_lengths")
     def get_interactive_tokens_and_lengths(original, self, lines, encode_fn):
         sentences, lengths = original(self, lines, encode_fn)
-        words = self.source_dictionary
-        own = torch.tensor([words.bos(), words.pad(), words.eos()])
-        for tokens in sentences:
-            tokens[:-1][torch.isin(tokens[:-1], own)] = words.unk()
-        return sentences, lengths
+        return [symbols_as_unknown(s, self.source_dictionary) for s in sentences], lengths
+
+
+def symbols_as_unknown(tokens, dictionary):
+    """Return an encoded sentence with the symbols before its end replaced by the unknown word."""
+    symbols = torch.tensor([dictionary.index(symbol) for symbol in SYMBOLS])
+    is_symbol = torch.isin(tokens, symbols)
+    is_symbol[-1] = False  # the end of the sentence
+    return tokens.masked_fill(is_symbol, dictionary.unk())
 
 
 def truncated_input():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 from fairseq.modules import MultiheadAttention, SinusoidalPositionalEmbedding
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     FSMTConfig,
@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from multimax_fairseq.compat.text import SYMBOLS
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.integrations.plain import check_new, load_plain, sides
 from multimax_fairseq.integrations.transformers import fsmt
@@ -47,6 +48,7 @@ ACTIVATIONS = {
     "tanh": "tanh",
     "linear": "linear",
 }
+SPACES = r"\s\x{1c}-\x{1f}"  # where Python's str.split, which fairseq uses, splits
 TOLERANCE = 1e-5  # of the logits, relative to the largest one
 
 
@@ -343,8 +345,10 @@ def _tokenizer(words: Dictionary, is_translation: bool) -> PreTrainedTokenizerFa
     eos, unk = words.eos_word, words.unk_word
     vocabulary = {symbol: index for index, symbol in enumerate(words.symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
-    # As Python's str.split, which fairseq uses: also at four control characters.
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\x{1c}-\x{1f}]+"), "removed")
+    symbols = "|".join(sorted(SYMBOLS))  # unknown words in a text
+    is_symbol = Regex(rf"(?<![^{SPACES}])({symbols})(?![^{SPACES}])")
+    tokenizer.normalizer = normalizers.Replace(is_symbol, unk)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"[{SPACES}]+"), "removed")
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {eos}" if is_translation else f"{eos} $A", special_tokens=[(eos, words.eos())]
     )
