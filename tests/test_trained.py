@@ -5,7 +5,11 @@ import sys
 
 import pytest
 import torch
+from fairseq import tasks
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
+from multimax_fairseq.analysis.collect import collect
+from multimax_fairseq.commands.evaluate import evaluate
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.trained import load
 
@@ -108,6 +112,50 @@ def test_attention_of_a_recurrent_model(checkpoint, data):
     found = model.attention(SOURCES[0], TARGETS[0])
     assert [probs.shape for probs in found.cross] == [(1, 8, 9)]
     assert len(model.features(SOURCES[0])) == 9
+
+
+def with_task(file, folder, name, **settings):
+    """Return a copy of a checkpoint whose task has another name."""
+    state = torch.load(file, weights_only=False)
+    state["cfg"]["task"] |= {"_name": name, **settings}
+    torch.save(state, folder / f"{name}.pt")
+    return folder / f"{name}.pt"
+
+
+OTHER_TASKS = sorted(set(tasks.TASK_REGISTRY) - {"translation", "language_modeling"})
+
+
+def test_load_refuses_other_tasks_by_name(checkpoint, data, tmp_path):
+    assert {"translation_multi_simple_epoch", "translation_lev", "denoising"} <= {*OTHER_TASKS}
+    for name in OTHER_TASKS:
+        file = with_task(checkpoint("transformer_multimax"), tmp_path, name)
+        sentence = f"of the task {name}: pass one of translation or language_modeling"
+        with pytest.raises(UsageError, match=sentence):
+            load(file, data / "mt")
+        with pytest.raises(UsageError, match=sentence):
+            collect([file], data / "mt", "valid", 1, tmp_path / "out", [])
+        with pytest.raises(UsageError, match=sentence):
+            evaluate(file, data / "mt")
+
+
+def test_load_accepts_a_plugins_translation_task(checkpoint, data, tmp_path, monkeypatch):
+    file = with_task(checkpoint("transformer_multimax"), tmp_path, "of_a_plugin")
+    with pytest.raises(UsageError, match="of the task of_a_plugin: import its plugin first"):
+        load(file, data / "mt")
+    task = type("PluginTask", (TranslationTask,), {})
+    monkeypatch.setitem(tasks.TASK_REGISTRY, "of_a_plugin", task)
+    monkeypatch.setitem(tasks.TASK_DATACLASS_REGISTRY, "of_a_plugin", TranslationConfig)
+    assert type(load(file, data / "mt").task) is task
+
+
+def test_load_names_a_folder_without_data(checkpoint, data, tmp_path):
+    languages = dict.fromkeys(("source_lang", "target_lang"))
+    file = with_task(checkpoint("transformer_multimax"), tmp_path, "translation", **languages)
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", data / "lm"):
+        with pytest.raises(UsageError, match=f"'{folder}' has no data of a language pair: pass"):
+            load(file, folder)
+    load(file, data / "mt")
 
 
 def test_symbols_in_text_are_unknown_words(model, checkpoint, data):

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq import tasks, utils
+from fairseq import utils
 from tqdm import tqdm
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
@@ -38,7 +38,7 @@ from multimax_fairseq.compat.untrusted import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import as_namespace, settings
-from multimax_fairseq.models.loading import build, read, task_of
+from multimax_fairseq.models.loading import build, read, set_up_task
 from multimax_fairseq.signature import data_checksum, signature
 
 logger = logging.getLogger(__name__)
@@ -114,15 +114,9 @@ def collect(
 
 def _task(state: dict[str, Any], path: Path, data: Path, subset: str) -> Any:
     """Return the checkpoint's task, with the subset loaded."""
-    cfg = task_of(state, path)
-    task = tasks.setup_task(cfg, from_checkpoint=True)
-    if not hasattr(task, "source_dictionary"):
-        raise UsageError(
-            f"checkpoint '{path}' is of the task {cfg._name}: give one of translation or "
-            "language_modeling"
-        )
+    task = set_up_task(state, path, data)
     # The names that fairseq reads: of one language pair in both orders, or of one text.
-    languages: Any = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None)
+    languages: Any = getattr(task.cfg, "source_lang", None), getattr(task.cfg, "target_lang", None)
     pairs = [f".{'-'.join(pair)}.*" for pair in (languages, languages[::-1]) if all(pair)] or [""]
 
     def files_of(name: str) -> list[Path]:

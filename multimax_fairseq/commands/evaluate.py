@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data.data_utils import infer_language_pair
+from fairseq.tasks import TASK_REGISTRY
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
@@ -44,7 +45,7 @@ from multimax_fairseq.compat.silent import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import check_place, read_lines, write_json
 from multimax_fairseq.integrations.convert.checkpoint import write
-from multimax_fairseq.models.loading import task_of
+from multimax_fairseq.models.loading import kind_of, task_of
 
 PLUGIN = Path(PACKAGE)
 
@@ -249,9 +250,9 @@ def evaluate(
         return language_model(checkpoint, data, task, subset, longer or 1, options, log)
     if longer is not None:
         raise UsageError("--longer is for language models: leave it out")
-    if not hasattr(task, "source_lang"):
+    if task._name in TASK_REGISTRY and kind_of(task._name) != "translation":
         raise UsageError(
-            f"checkpoint '{checkpoint}' is of the task {task._name}: give one of translation or "
+            f"checkpoint '{checkpoint}' is of the task {task._name}: pass one of translation or "
             "language_modeling"
         )
     beam = 5 if beam is None else beam

@@ -12,7 +12,7 @@ from torch import nn
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.config import as_namespace
-from multimax_fairseq.models.loading import load
+from multimax_fairseq.models.loading import KINDS, kind_of, load
 from multimax_fairseq.models.transformer_lm_multimax import MultimaxLanguageModel
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 from multimax_fairseq.modules.normalizer import Normalizer
@@ -40,8 +40,8 @@ def load_plain(kind: str | None, checkpoint: Path, data_bin: Path) -> tuple[Any,
     Raises:
         UsageError: a file is missing or does not fit; a part of the model is not supported.
     """
-    model, task, settings = load(checkpoint, data_bin, MODELS if kind is None else [kind])
-    obstacle = _obstacle(model, settings.task._name)
+    model, task, settings = load(checkpoint, data_bin, KINDS if kind is None else [kind])
+    obstacle = _obstacle(model, kind or kind_of(settings.task._name))
     if obstacle:
         raise UsageError(f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}")
     return model, task, as_namespace(settings.model)
@@ -52,7 +52,7 @@ def sides(model: Any) -> dict[str, Any]:
     return {name: getattr(model, name) for name in ("encoder", "decoder") if hasattr(model, name)}
 
 
-def _obstacle(model: Any, kind: str) -> str | None:
+def _obstacle(model: Any, kind: Any) -> str | None:
     """Return the first part that cannot be exported, or None."""
     if type(model) not in MODELS[kind]:
         return f"the structure of a {type(model).__name__}"

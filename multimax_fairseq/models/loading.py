@@ -5,39 +5,69 @@ from pathlib import Path
 from typing import Any
 
 from fairseq import checkpoint_utils, tasks
+from fairseq.data.data_utils import infer_language_pair
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.translation import TranslationTask
 
 from multimax_fairseq.errors import UsageError, no_file
 
+KINDS = {"translation": TranslationTask, "language_modeling": LanguageModelingTask}
+
 
 def load(
-    path: Path, data: Path, kinds: Collection[str] = (), **overrides: Any
+    path: Path, data: Path, kinds: Collection[str] = tuple(KINDS), **overrides: Any
 ) -> tuple[Any, Any, Any]:
     """Return a checkpoint's model in evaluation mode, its task and its settings.
 
     Args:
         path: written by fairseq-train.
         data: the folder of fairseq-preprocess that the model was trained on.
-        kinds: names of tasks; empty for any task.
+        kinds: some of `KINDS`.
         **overrides: settings that replace those in the checkpoint.
 
     Raises:
         UsageError: a file is missing or does not fit, or the task is of another kind.
     """
     state = read(path, data, **overrides)
-    cfg = task_of(state, path)
-    if kinds and cfg._name not in kinds:
-        raise UsageError(
-            f"checkpoint '{path}' is of the task {cfg._name}: give one of {' or '.join(kinds)}"
-        )
-    try:
-        task = tasks.setup_task(cfg, from_checkpoint=True)
-    except FileNotFoundError as error:  # of its dictionaries
-        raise UsageError(
-            f"data folder '{data}' has no {Path(error.filename).name}: give the folder that the "
-            "model was trained on"
-        ) from None
+    task = set_up_task(state, path, data, kinds)
     model, cfg = build(state, path, task, data)
     return model, task, cfg
+
+
+def kind_of(name: str) -> str | None:
+    """Return the one of `KINDS` that a task is; None for other tasks of fairseq.
+
+    A plugin's subclass has the kind of its base, but not a subclass in fairseq, whose batches or
+    searches are others.
+    """
+    bases = getattr(tasks.TASK_REGISTRY.get(name), "__mro__", ())
+    first = next((base for base in bases if base.__module__.startswith("fairseq.")), None)
+    return next((kind for kind, task in KINDS.items() if task is first), None)
+
+
+def set_up_task(
+    state: dict[str, Any], path: Path, data: Path, kinds: Collection[str] = tuple(KINDS)
+) -> Any:
+    """Return the task of a checkpoint, with the dictionaries of `data`.
+
+    Raises:
+        UsageError: the task is of another kind, or `data` is of another.
+    """
+    cfg = task_of(state, path)
+    kind = kind_of(cfg._name)
+    if kind not in kinds:
+        is_known = cfg._name in tasks.TASK_REGISTRY
+        remedy = f"pass one of {' or '.join(kinds)}" if is_known else "import its plugin first"
+        raise UsageError(f"checkpoint '{path}' is of the task {cfg._name}: {remedy}")
+    remedy = "pass the folder that the model was trained on"
+    is_pair_missing = kind == "translation" and None in (cfg.source_lang, cfg.target_lang)
+    if is_pair_missing and None in infer_language_pair(str(data)):
+        raise UsageError(f"data folder '{data}' has no data of a language pair: {remedy}")
+    try:
+        return tasks.setup_task(cfg, from_checkpoint=True)
+    except FileNotFoundError as error:  # of its dictionaries
+        missing = Path(error.filename).name
+        raise UsageError(f"data folder '{data}' has no {missing}: {remedy}") from None
 
 
 def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
