@@ -4,6 +4,9 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+# The longest list of names that an error prints in full.
+MAX_LISTED = 20
+
 
 class UsageError(ValueError):
     """A mistake of the user. The message names the fact, the reason and the remedy."""
@@ -22,9 +25,12 @@ def no_file(what: str, path: Path) -> UsageError:
 
 
 def remedy_for(name: str, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown name: the closest known one, or to leave it out."""
+    """Return the remedy for an unknown name: the closest known one, a short list, or to drop it."""
+    known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else "leave it out"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"choose from {', '.join(known)}" if len(known) <= MAX_LISTED else "leave it out"
 
 
 def first_line(error: BaseException) -> str:

@@ -206,7 +206,8 @@ def load(
             spaces between them.
 
     Raises:
-        UsageError: a file is missing, or the dictionaries do not match.
+        UsageError: a file or setting does not exist, the dictionaries do not match, or the task is
+            neither translation nor language modelling.
     """
     models = []
     for path in (checkpoint, *others):

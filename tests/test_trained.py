@@ -114,6 +114,27 @@ def test_attention_of_a_recurrent_model(checkpoint, data):
     assert len(model.features(SOURCES[0])) == 9
 
 
+def test_load_refuses_misspelt_settings(checkpoint, data):
+    for settings, remedy in (
+        ({"bep": "sentencepiece"}, "no setting is called 'bep': did you mean 'bpe'"),
+        ({"bpe": "sentence_piece"}, "bpe='sentence_piece' does not exist: did you mean 'sentence"),
+        ({"tokenizer": "mose"}, "tokenizer='mose' does not exist: did you mean 'moses'"),
+        ({"sentencepiece_model": "x"}, "'sentencepiece_model' belongs to bpe='sentencepiece': "),
+        ({"bpe": "characters", "bpe_codes": "x"}, "'bpe_codes' belongs to bpe='fastbpe' or"),
+    ):
+        with pytest.raises(UsageError, match=remedy):
+            load(checkpoint("transformer_multimax"), data / "mt", **settings)
+
+
+def test_load_replaces_the_subwords_of_the_checkpoint(checkpoint, data, tmp_path):
+    state = torch.load(checkpoint("transformer_multimax"), weights_only=False)
+    state["cfg"]["bpe"] = {"_name": "subword_nmt", "bpe_codes": "none", "bpe_separator": "@@"}
+    torch.save(state, tmp_path / "subwords.pt")
+    model = load(tmp_path / "subwords.pt", data / "mt", bpe="characters")
+    assert model.apply_bpe("das") == "d a s"
+    assert load(tmp_path / "subwords.pt", data / "mt", bpe=None).bpe is None
+
+
 def with_task(file, folder, name, **settings):
     """Return a copy of a checkpoint whose task has another name."""
     state = torch.load(file, weights_only=False)

@@ -20,7 +20,7 @@ from collections import defaultdict
 import torch
 
 from multimax_fairseq.compat.patch import PACKAGE, command, replace
-from multimax_fairseq.errors import UsageError
+from multimax_fairseq.errors import MAX_LISTED, UsageError
 
 PREPARED = "fairseq-preprocess and the scripts of data-prep/ write such a folder"
 PLUGIN = f"load the plugin with --user-dir {PACKAGE} (common.user_dir in a YAML file)"
@@ -223,8 +223,6 @@ NAMED_OPTIONS = [  # fairseq's own message names the option
 ERRORS = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_PLACES, *PROCESSES, *NAMED_OPTIONS]
 
 OUR_NAMES = re.compile(r"(--)?\w*multimax|--(attention|output)-normalizer|--(quantize|topk)\b")
-# The longest list of choices that an error prints in full.
-MAX_LISTED = 20
 INTERRUPTED = "interrupted; the same command resumes a training from its last checkpoint"
 
 # The settings of this process's command, for the sentences of ERRORS.

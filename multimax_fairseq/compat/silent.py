@@ -473,7 +473,7 @@ def model_overrides():
         user_overrides = overrides
         if command() == "fairseq-validate":  # passes its own flags as overrides too
             user_overrides = ast.literal_eval(overrides.get("model_overrides", "{}"))
-        known = _setting_names(cfg, user_overrides)
+        known = setting_names(cfg, user_overrides)
         for name in user_overrides if command() else ():
             if name not in known and name not in cfg:
                 raise UsageError(
@@ -483,7 +483,7 @@ def model_overrides():
         return original(cfg, overrides)
 
 
-def _setting_names(cfg, overrides):
+def setting_names(cfg, overrides):
     """Return the names of a checkpoint's settings, for a namespace also those with defaults."""
     from fairseq.models import ARCH_MODEL_REGISTRY
 

@@ -6,11 +6,26 @@ from typing import Any
 
 from fairseq import checkpoint_utils, tasks
 from fairseq.data.data_utils import infer_language_pair
+from fairseq.dataclass.utils import overwrite_args_by_name
+from fairseq.registry import REGISTRIES
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.translation import TranslationTask
 
-from multimax_fairseq.errors import UsageError, no_file
+from multimax_fairseq.compat.silent import setting_names
+from multimax_fairseq.errors import UsageError, no_file, remedy_for
 
+# Flags of fairseq-generate that a search in Python reads.
+SEARCH = frozenset(
+    "beam constraints diverse_beam_groups diverse_beam_strength diversity_rate lenpen "
+    "match_source_len max_len_a max_len_b min_len no_repeat_ngram_size print_alignment sampling "
+    "sampling_topk sampling_topp score_reference temperature unkpen unnormalized".split()
+)
+# Settings beside those of model, task and text that have an effect on a loaded model. A call sets
+# the other two flags of SEARCH.
+LOADED = SEARCH - {"beam", "score_reference"} | {
+    *("batch_size", "max_tokens", "retain_dropout", "retain_dropout_modules")
+}
+ENCODERS = {kind: REGISTRIES[kind] for kind in ("bpe", "tokenizer")}
 KINDS = {"translation": TranslationTask, "language_modeling": LanguageModelingTask}
 
 
@@ -74,7 +89,7 @@ def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
     """Return a checkpoint's state, with `data` and other settings replaced.
 
     Raises:
-        UsageError: one of the two does not exist.
+        UsageError: one of the two, or a setting, does not exist.
     """
     if not path.is_file():
         raise no_file("checkpoint", path)
@@ -82,9 +97,33 @@ def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
         raise UsageError(
             f"data folder '{data}' does not exist: give the folder that fairseq-preprocess wrote"
         )
-    overrides = {"data": str(data), "eval_bleu": False, **overrides}
-    state: dict[str, Any] = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)
+    state: dict[str, Any] = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    if cfg := state.get("cfg"):
+        _check_names(cfg, overrides)
+        cfg.update(dict.fromkeys(ENCODERS.keys() & overrides))  # fairseq replaces only None
+        overwrite_args_by_name(cfg, {"data": str(data), "eval_bleu": False, **overrides})
+        state["args"] = None  # of an older checkpoint; fairseq would read its settings again
     return state
+
+
+def _check_names(cfg: Any, overrides: dict[str, Any]) -> None:
+    """Raise UsageError for a setting, tokenizer or subword encoder that does not exist."""
+    known = {*setting_names(cfg, overrides), *LOADED, *ENCODERS}
+    owners: dict[str, list[str]] = {}
+    for kind, registry in ENCODERS.items():
+        chosen = overrides.get(kind, (cfg.get(kind) or {}).get("_name"))
+        if chosen is not None and chosen not in registry["registry"]:
+            remedy = remedy_for(chosen, registry["registry"])
+            raise UsageError(f"{kind}={chosen!r} does not exist: {remedy}")
+        for name, options in registry["dataclass_registry"].items():
+            for option in options.__dataclass_fields__:
+                owners.setdefault(option, []).append(f"{kind}={name!r}")
+                known |= {option} if name == chosen else set()
+    for name in overrides:
+        if name in owners and name not in known:
+            raise UsageError(f"{name!r} belongs to {' or '.join(owners[name])}: pass both")
+        if name not in known:
+            raise UsageError(f"no setting is called {name!r}: {remedy_for(name, known)}")
 
 
 def task_of(state: dict[str, Any], path: Path) -> Any:
