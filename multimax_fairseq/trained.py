@@ -6,7 +6,9 @@ model.translate(["Guten Morgen ."])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,17 @@ compat.apply()  # first, since it keeps fairseq from changing the setup of loggi
 
 from fairseq import hub_utils, utils  # noqa: E402
 from fairseq.data import LanguagePairDataset  # noqa: E402
+from fairseq.data.data_utils import collate_tokens  # noqa: E402
+from fairseq.token_generation_constraints import pack_constraints  # noqa: E402
 
 import multimax_fairseq.models  # noqa: E402, F401  registers the architectures
 from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer  # noqa: E402
 from multimax_fairseq.compat.text import symbols_as_unknown  # noqa: E402
-from multimax_fairseq.errors import UsageError  # noqa: E402
+from multimax_fairseq.errors import UsageError, remedy_for  # noqa: E402
+from multimax_fairseq.models.loading import SEARCH  # noqa: E402
 from multimax_fairseq.models.loading import load as load_checkpoint  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,70 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
     fairseq's interface provides `translate`, `sample`, `generate`, `encode` and `decode`. This is
     an nn.Module: `.cuda()`, `.half()` and `.to(device)` work as usual.
     """
+
+    def sample(self, sentences: Any, beam: int = 1, verbose: bool = False, **arguments: Any) -> Any:
+        """Return a translation or continuation of each sentence; "" if it is skipped."""
+        if isinstance(sentences, str):
+            return self.sample([sentences], beam, verbose, **arguments)[0]
+        samples = [self.encode(sentence) for sentence in sentences]
+        found = self.generate(samples, beam, verbose, **arguments)
+        return [self.decode(each[0]["tokens"]) if each else "" for each in found]
+
+    def generate(
+        self,
+        tokenized_sentences: Any,
+        beam: int = 5,
+        verbose: bool = False,
+        skip_invalid_size_inputs: bool = False,
+        inference_step_args: dict[str, Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        **flags: Any,
+    ) -> Any:
+        """Return the hypotheses of each sentence, the best first.
+
+        fairseq's method gives each batch all rows of `inference_step_args`, moves later results
+        up if it skips a sentence, and ignores an unknown flag.
+
+        Args:
+            tokenized_sentences: token indices, (T,) each, or of one sentence.
+            verbose: log sentences and hypotheses.
+            skip_invalid_size_inputs: return no hypotheses for sentences that are too long.
+            inference_step_args: `prefix_tokens` and `constraints`, with one row for each sentence.
+            prefix_allowed_tokens_fn: maps the number of a sentence, and the tokens of a
+                hypothesis, to the tokens that may follow.
+            **flags: flags of fairseq-generate that the search reads.
+
+        Raises:
+            UsageError: there is no such flag, or the number of rows does not fit.
+        """
+        if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
+            arguments = skip_invalid_size_inputs, inference_step_args, prefix_allowed_tokens_fn
+            return self.generate([tokenized_sentences], beam, verbose, *arguments, **flags)[0]
+        for name in flags:
+            if name not in SEARCH:
+                raise UsageError(f"the search has no flag {name!r}: {remedy_for(name, SEARCH)}")
+        sentences = list(tokenized_sentences)
+        if not sentences:
+            return []
+        rows = self._rows(inference_step_args or {}, len(sentences))
+        settings = copy.deepcopy(self.cfg.generation)
+        settings.update({"beam": beam, **flags})
+        generator = self.task.build_generator(
+            self.models, settings, prefix_allowed_tokens_fn=prefix_allowed_tokens_fn
+        )
+        found: list[Any] = [[] for _ in sentences]
+        for batch in self._build_batches(sentences, skip_invalid_size_inputs):
+            batch = utils.apply_to_sample(lambda x: x.to(self.device), batch)
+            own = {name: each[batch["id"].cpu()].to(self.device) for name, each in rows.items()}
+            hypotheses = self.task.inference_step(generator, self.models, batch, **own)
+            for number, each in zip(batch["id"].tolist(), hypotheses, strict=True):
+                found[number] = each
+        if verbose:
+            for tokens, hypotheses in zip(sentences, found, strict=True):
+                logger.info(f"S\t{self.src_dict.string(tokens)}")
+                for each in hypotheses:
+                    logger.info(f"H\t{each['score']}\t{self.decode(each['tokens'])}")
+        return found
 
     def score(
         self, sentences: Sequence[str], targets: Sequence[str] | None = None
@@ -141,6 +212,25 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
         words = [self.apply_bpe(self.tokenize(target)) for target in targets]
         encoded = [_token_indices(line, self.tgt_dict) for line in words]
         return list(zip(sources, encoded, strict=True))
+
+    def _rows(self, arguments: dict[str, Any], count: int) -> dict[str, Tensor]:
+        """Return the arguments of `inference_step` as tensors of `count` rows."""
+        rows: dict[str, Tensor] = {}
+        for name, value in arguments.items():
+            if value is None:
+                continue
+            if len(value) != count:
+                raise UsageError(
+                    f"{name} has {len(value)} rows for {count} sentences: pass one for each"
+                )
+            if torch.is_tensor(value):
+                rows[name] = value.cpu()
+            elif name == "constraints":
+                rows[name] = pack_constraints([[*map(torch.as_tensor, each)] for each in value])
+            else:
+                words = [torch.as_tensor(row, dtype=torch.long) for row in value]
+                rows[name] = collate_tokens(words, self.tgt_dict.pad())
+        return rows
 
     def _dataset(self, samples: list[Any]) -> Any:
         if torch.is_tensor(samples[0]):

@@ -1,5 +1,6 @@
 """Trained models in Python: translate, score, features, attention."""
 
+import functools
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from fairseq import tasks
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq.token_generation_constraints import pack_constraints
 
 from multimax_fairseq.analysis.collect import collect
 from multimax_fairseq.commands.evaluate import evaluate
@@ -112,6 +114,65 @@ def test_attention_of_a_recurrent_model(checkpoint, data):
     found = model.attention(SOURCES[0], TARGETS[0])
     assert [probs.shape for probs in found.cross] == [(1, 8, 9)]
     assert len(model.features(SOURCES[0])) == 9
+
+
+def _translate(model, sentences, arguments, **flags):
+    return model.translate(sentences, max_len_b=4, inference_step_args=arguments, **flags)
+
+
+def test_results_belong_to_their_sentences(checkpoint, data):
+    """With one batch and with several: prefixes, constraints, allowed tokens, skipped sentences."""
+    sentences = ["Jeder hat das Recht", SOURCES[0], "hat", "Recht Recht"]
+    words = ["free", "equal", "right", "All"]
+    for size in (None, 2):
+        model = load(checkpoint("transformer_multimax"), data / "mt", batch_size=size)
+        rows = [[model.tgt_dict.index(word)] for word in words]
+
+        translate = functools.partial(_translate, model, sentences)
+        for prefixes in (torch.tensor(rows), rows):
+            found = translate({"prefix_tokens": prefixes})
+            assert [line.split()[0] for line in found] == words
+        lengths = translate({"prefix_tokens": [row * n for n, row in enumerate(rows)]})
+        assert [line.split()[:n] for n, line in enumerate(lengths)] == [
+            [word] * n for n, word in enumerate(words)
+        ]
+        constraints = [[torch.tensor(row)] for row in rows]
+        for packed in (constraints, pack_constraints(constraints)):
+            found = translate({"constraints": packed}, constraints="ordered")
+            assert all(map(str.__contains__, found, words))
+
+        def follow(number, tokens, rows=rows, model=model):
+            return rows[number] if len(tokens) < 3 else [model.tgt_dict.eos()]
+
+        found = model.translate(sentences, max_len_b=4, prefix_allowed_tokens_fn=follow)
+        assert found == [f"{word} {word}" for word in words]
+        alone = model.generate(
+            model.encode(sentences[1]), prefix_allowed_tokens_fn=lambda _, tokens: follow(1, tokens)
+        )
+        assert model.decode(alone[0]["tokens"]) == "equal equal"
+        expected = model.translate(sentences, max_len_b=3)
+        some = [sentences[0], "hat " * 2000, *sentences[1:]]
+        found = model.translate(some, max_len_b=3, skip_invalid_size_inputs=True)
+        assert found == [expected[0], "", *expected[1:]]
+    with pytest.raises(UsageError, match="prefix_tokens has 3 rows for 4 sentences: pass one for"):
+        translate({"prefix_tokens": rows[:3]})
+
+
+def test_empty_lists_have_no_results(model):
+    assert model.translate([]) == model.sample([]) == model.score([], []) == []
+
+
+def test_search_refuses_misspelt_flags(model):
+    for flags, remedy in (
+        ({"beams": 1}, "no flag 'beams': did you mean 'beam'"),
+        ({"length_penalty": 9.0}, "no flag 'length_penalty': did you mean 'lenpen'"),
+        ({"nbest": 3}, "no flag 'nbest': choose from beam, constraints, .*, unnormalized"),
+    ):
+        for call in (model.translate, model.sample):
+            with pytest.raises(UsageError, match=remedy):
+                call(SOURCES, **flags)
+        with pytest.raises(UsageError, match=remedy):
+            model.generate(model.encode(SOURCES[0]), **flags)
 
 
 def test_load_refuses_misspelt_settings(checkpoint, data):
