@@ -53,8 +53,8 @@ class AttentionWeights:
 class TrainedModel(hub_utils.GeneratorHubInterface):
     """The model of a checkpoint, or an ensemble, with its dictionaries and subwords.
 
-    fairseq's interface provides `translate`, `sample`, `generate`, `encode` and `decode`. This is
-    an nn.Module: `.cuda()`, `.half()` and `.to(device)` work as usual.
+    fairseq's interface provides `translate`, `encode` and `decode`. This is an nn.Module:
+    `.cuda()`, `.half()` and `.to(device)` work as usual.
     """
 
     def sample(self, sentences: Any, beam: int = 1, verbose: bool = False, **arguments: Any) -> Any:
