@@ -2,53 +2,32 @@
 
 This module holds the mathematics, and needs torch and entmax; `multimax_fairseq.models`, which
 fairseq imports by itself under `--user-dir`, registers the architectures and the criteria.
+
+The public names are those of api.py, which is imported at their first use: torch takes seconds, and
+`multimax-compare --help` does without it.
 """
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
 
 from multimax_fairseq import supported  # noqa: F401  first: refuses old versions of Python and torch
 
-# isort: split
-from multimax_fairseq.continuous import (
-    continuous_softmax,
-    continuous_softmax_nd,
-    continuous_sparsemax,
-    continuous_sparsemax_2d,
-)
-from multimax_fairseq.integrations.replace_softmax import replace_softmax
-from multimax_fairseq.mappings import (
-    NORMALIZERS,
-    Mapping,
-    Modulator,
-    Option,
-    log_multimax,
-    multimax,
-    normalize,
-    register,
-    scaled_dot_product_attention,
-)
-from multimax_fairseq.modules import Normalizer
-from multimax_fairseq.ops.cross_entropy import linear_cross_entropy
-from multimax_fairseq.ops.row_function import RowFunction
-from multimax_fairseq.ops.symmetric_divergence import symmetric_divergence
-
 __version__ = "0.2.0"
 
-__all__ = [
-    "NORMALIZERS",
-    "Mapping",
-    "Modulator",
-    "Normalizer",
-    "Option",
-    "RowFunction",
-    "continuous_softmax",
-    "continuous_softmax_nd",
-    "continuous_sparsemax",
-    "continuous_sparsemax_2d",
-    "linear_cross_entropy",
-    "log_multimax",
-    "multimax",
-    "normalize",
-    "register",
-    "replace_softmax",
-    "scaled_dot_product_attention",
-    "symmetric_divergence",
-]
+if TYPE_CHECKING:
+    from multimax_fairseq.api import *  # noqa: F403
+else:
+
+    def __getattr__(name):
+        """Return a submodule or a public name; keep all public names here."""
+        if importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
+        api = importlib.import_module(f"{__name__}.api")
+        globals().update({each: getattr(api, each) for each in ("__all__", *api.__all__)})
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -12,13 +12,13 @@ import tomllib
 
 import pytest
 from commands import ROOT
-from torch.torch_version import TorchVersion
 
 from multimax_fairseq import supported
 
 pytestmark = pytest.mark.long
 
 PACKAGE = ROOT / "multimax_fairseq"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GROUND = ("errors", "files", "signature", "supported")
 MATHEMATICS = {"ops", "mappings", "continuous"}
 # The subpackages that each one may import, besides itself and GROUND.
@@ -96,6 +96,33 @@ def test_package_imports_have_no_cycle():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
+@pytest.mark.parametrize("command", PROJECT["scripts"].values(), ids=list(PROJECT["scripts"]))
+def test_help_of_every_command_imports_no_slow_package(command):
+    module, function = command.split(":")
+    program = f"""if True:
+        import atexit, sys
+        slow = {{"torch", "fairseq", "sacrebleu", "numpy"}}
+        atexit.register(lambda: print("imported:", slow & sys.modules.keys()))
+        sys.argv[1:] = ["--help"]
+        from {module} import {function}
+        {function}()
+        """
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and "show this help message" in done.stdout
+    assert done.stdout.endswith("imported: set()\n")
+
+
+def test_public_names_are_found_at_their_first_use():
+    program = """if True:
+        import multimax_fairseq
+        assert {"multimax", "Modulator"} <= set(dir(multimax_fairseq))
+        from multimax_fairseq import *
+        assert replace_softmax is multimax_fairseq.replace_softmax and multimax_fairseq.ops
+        assert not hasattr(multimax_fairseq, "no_such_name")
+        """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_requirements_lock_has_hashes_for_every_package():
     scripts = ROOT / "scripts"
     asked = re.findall(r"^\S+==\S+", (scripts / "requirements.txt").read_text(), re.M)
@@ -131,13 +158,12 @@ def test_wheel_build_is_reproducible(tmp_path):
 
 
 def test_supported_check_names_old_versions():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == ">={}.{}".format(*supported.PYTHON)
-    assert "torch>={}.{}".format(*supported.TORCH) in project["dependencies"]
-    supported.check((3, 11, 0), TorchVersion("2.10.0+cpu"))
+    assert PROJECT["requires-python"] == ">={}.{}".format(*supported.PYTHON)
+    assert "torch>={}.{}".format(*supported.TORCH) in PROJECT["dependencies"]
+    supported.check((3, 11, 0), "2.10.0+cpu")
     for python, torch, named in (((3, 10, 13), "2.13.0", "3.10"), ((3, 12, 1), "2.9.1", "2.9.1")):
         with pytest.raises(ImportError, match=f"3.11 and torch 2.10 or newer.* {named}"):
-            supported.check(python, TorchVersion(torch))
+            supported.check(python, torch)
 
 
 def test_import_of_models_is_fork_safe():

@@ -8,9 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from multimax_fairseq import compat
-from multimax_fairseq.compat.program import program
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -88,6 +85,8 @@ def main() -> None:
     )
     command.set_defaults(run=trajectories)
     args = parser.parse_args()
+    from multimax_fairseq.compat.program import program  # imports torch; --help does without it
+
     with program("multimax-analyze"):
         args.run(args)
 
@@ -118,6 +117,8 @@ def module(name: str) -> Any:
 
 def with_fairseq(name: str, plugin: str | None = None) -> Any:
     """Import a module of the analysis that needs fairseq, after a --user-dir with mappings."""
+    from multimax_fairseq import compat
+
     compat.apply()
     if plugin is not None:
         from fairseq import utils

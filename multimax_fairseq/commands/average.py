@@ -1,11 +1,4 @@
-"""Averages the parameters of a run's checkpoints into one checkpoint for all fairseq commands.
-
-    multimax-average CHECKPOINT... --output FILE
-    multimax-average SAVE_DIR --last N --output FILE
-
---last N averages the newest N numbered checkpoints of the folder: those of updates
-(checkpoint_1_500.pt) if there are enough, else those of epochs (checkpoint3.pt).
-"""
+"""Averages the parameters of a run's checkpoints into one checkpoint for all fairseq commands."""
 
 import argparse
 import itertools
@@ -69,16 +62,7 @@ def average(files: list[Path]) -> dict[str, Any]:
     return first
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="multimax-average",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="CHECKPOINT or SAVE_DIR")
-    parser.add_argument("--last", type=int, metavar="N", help="the newest N of SAVE_DIR")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
     files: list[Path] = args.inputs
     if args.last is not None:
         if args.last < 1 or len(files) != 1 or not files[0].is_dir():

@@ -1,15 +1,4 @@
-"""Trains softmax and MultiMax on your parallel text, and compares their translations.
-
-    multimax-compare TEXT --source de --target en [--out comparison]
-
-TEXT has train, valid and test in both languages, one sentence per line: train.de, train.en, and so
-on. The command learns subwords, trains one model with softmax attention and one with MultiMax, and
-prints SacreBLEU, chrF and a paired bootstrap test. The models suit two CPU cores, or one GPU if
-there is one. The same command resumes after an interruption.
-
-The test covers the choice of test sentences. It does not cover the chance of training: repeat the
-comparison with other values of --seed, and another --out, before you rely on a small difference.
-"""
+"""Trains softmax and MultiMax on your parallel text, and compares their translations."""
 
 import argparse
 import hashlib
@@ -56,20 +45,10 @@ ON_CPU = (
 ON_GPU = "--dropout 0.3 --max-tokens 4096 --lr 5e-4 --warmup-updates 4000 --fp16".split()
 
 
-def main() -> None:
+def main(args: argparse.Namespace) -> None:
     is_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="multimax-compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("text", type=Path, metavar="TEXT")
-    parser.add_argument("--source", required=True, metavar="LANGUAGE")
-    parser.add_argument("--target", required=True, metavar="LANGUAGE")
-    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR")
-    parser.add_argument("--updates", type=int, default=30000 if is_gpu else 2500, metavar="N")
-    parser.add_argument("--seed", type=int, default=1, metavar="N")
-    args = parser.parse_args()
+    if args.updates is None:
+        args.updates = 30_000 if is_gpu else 2_500
     pairs = {split: read_pairs(args.text, split, (args.source, args.target)) for split in SPLITS}
     claim(args.out, args, pairs)
     made_with = signature("sacrebleu")  # before the checkout can change

@@ -1,24 +1,4 @@
-"""Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexity.
-
-    multimax-evaluate CHECKPOINT DATA-BIN [--average N] [--subset test] [--beam 5] [--longer N]
-                      [--json FILE] [--user-dir DIR] [--quantize int8]
-
-Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
-papers report it. A translation has at most 1.2 tokens per source token plus 10, or the max_len_a
-and max_len_b of the training's --eval-bleu-args. References are the lines of
-DATA-BIN/SUBSET.reference.LANGUAGE, raw text, if data preparation wrote it. Otherwise they are
-decoded from DATA-BIN, where an unknown word matches nothing, and the output gives the number of
-references with unknown words. DATA-BIN/evaluation.json says whether scores ignore case, and whether
-the numbers of sentence pairs differ from those expected, which the signatures then report.
-
-Language model: perplexity per token, end-of-sentence tokens included, by fairseq's protocol: each
-token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).
-Blocks are as long as in training; --longer N makes them N times as long.
-Also perplexity per word of the text before subwords, if evaluation.json has the number of words.
-
-Both compute in float32, also for models trained with --bf16. A source longer than the model's
-maximum is an error: --truncate-source of the training has no effect here.
-"""
+"""Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexity."""
 
 import argparse
 import functools
@@ -275,42 +255,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {result['tokenized_signature']}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="multimax-evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("data", type=Path, metavar="DATA-BIN")
-    parser.add_argument(
-        "--average",
-        type=int,
-        metavar="N",
-        help="first average the newest N checkpoints of the folder into averageN.pt",
-    )
-    parser.add_argument("--subset", default="test", help="of DATA-BIN; default test")
-    parser.add_argument("--beam", type=int, help="of a translation; default 5")
-    parser.add_argument(
-        "--longer",
-        type=int,
-        metavar="N",
-        help="evaluate a language model on blocks N times as long as in training",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=["int8"],
-        help="also evaluate in int8 on the CPU, and print the difference",
-    )
-    parser.add_argument(
-        "--user-dir",
-        type=Path,
-        default=PLUGIN,
-        metavar="DIR",
-        help="a plugin on top of this one; default multimax_fairseq",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
     checkpoint: Path = args.checkpoint
     if args.json is not None:
         check_place("--json", args.json)

@@ -5,8 +5,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from multimax_fairseq import compat
-from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 
 COMMANDS = {
@@ -36,6 +34,8 @@ def main(words: list[str] | None = None) -> None:
         for file in files.split():
             command.add_argument(file.lower(), type=Path, metavar=file, help=FILES[file])
     args = parser.parse_args(words)
+    from multimax_fairseq.compat.program import program  # imports torch; --help does without it
+
     with program("multimax-convert"):
         print(f"written: {convert(args)}")
 
@@ -43,7 +43,6 @@ def main(words: list[str] | None = None) -> None:
 def convert(args: argparse.Namespace) -> Path:
     """Run a command and return the file that it wrote."""
     if args.command == "onnx":
-        compat.apply()
         onnx: Path = with_fairseq("integrations.onnx").export_onnx(
             args.old, args.data_bin, args.out
         )
@@ -51,7 +50,6 @@ def convert(args: argparse.Namespace) -> Path:
     out: Path = args.head if args.command == "to-paddlefleet" else args.new
     if out.exists():
         raise UsageError(f"'{out}' exists already: give another name, or remove it")
-    compat.apply()
     checkpoint = with_fairseq("integrations.convert.checkpoint")
     if args.command.endswith("authors"):
         state = checkpoint.read(args.old)
@@ -72,6 +70,9 @@ def convert(args: argparse.Namespace) -> Path:
 
 def with_fairseq(name: str) -> Any:
     """Import a module that needs fairseq; `program` explains an ImportError."""
+    from multimax_fairseq import compat
+
+    compat.apply()
     return importlib.import_module(f"multimax_fairseq.{name}")
 
 
