@@ -18,6 +18,8 @@ from archives import Archive, differing_counts, read_tar
 from steps import MARK, SPLITS, decode, fail, read, say, step, warn, write
 from subwords import binarize
 
+from multimax_fairseq.children import end_with_parent
+
 WORKERS = min(8, os.cpu_count() or 1)
 Sides = tuple[list[str], ...]  # the lines of the source and of the target
 Languages = tuple[str, str]  # source and target
@@ -169,8 +171,12 @@ def mapped(
 
 
 def start_pool() -> multiprocessing.pool.Pool:
-    # Workers ignore Ctrl-C; the main process reports it.
-    return multiprocessing.Pool(WORKERS, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    return multiprocessing.Pool(WORKERS, start_worker)
+
+
+def start_worker() -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process reports Ctrl-C
 
 
 def moses_tokens(

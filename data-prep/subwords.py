@@ -10,6 +10,8 @@ from pathlib import Path
 
 from steps import SPLITS, fail, read, write
 
+from multimax_fairseq.children import child
+
 
 def sentencepieces(
     folder: Path, languages: tuple[str, ...], size: int, model_type: str = "bpe"
@@ -53,16 +55,17 @@ def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: obj
     for split, prefix in zip(SPLITS, prefixes, strict=True):
         command += [f"--{split}pref", str(prefix)]
     command += ["--workers", str(min(workers, os.cpu_count() or 1)), *map(str, options)]
-    result = subprocess.run(
+    with child(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         close_fds=False,  # see alone()
-    )
-    if result.returncode:
+    ) as process:
+        output, _ = process.communicate()
+    if process.returncode:
         if os.environ.get("MULTIMAX_TRACEBACK", "0") not in ("", "0"):
-            sys.stderr.buffer.write(result.stdout)
-        lines = filter(str.strip, result.stdout.decode(errors="replace").split("\n"))
+            sys.stderr.buffer.write(output)
+        lines = filter(str.strip, output.decode(errors="replace").split("\n"))
         said = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")]
         last = said[-1].strip() if said else "no output"
         fail(f"fairseq-preprocess failed: {last}; MULTIMAX_TRACEBACK=1 shows its output.")

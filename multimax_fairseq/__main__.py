@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from multimax_fairseq import compat
+from multimax_fairseq.children import exit_on_signals
 from multimax_fairseq.compat import untrusted
 from multimax_fairseq.compat.patch import COMMANDS
 from multimax_fairseq.compat.program import missing_package
@@ -24,7 +25,8 @@ def run(command: str) -> Any:
         untrusted.evaluate_literals()  # of the command's own module
     except ModuleNotFoundError as error:
         sys.exit(f"{command}: error: {missing_package(error) or error}")
-    return program.cli_main()
+    with exit_on_signals():  # fairseq-preprocess ends its workers at exit
+        return program.cli_main()
 
 
 def main() -> None:

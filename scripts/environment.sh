@@ -13,3 +13,5 @@ sys.exit(not os.path.samefile(found, os.path.join(sys.argv[1], "multimax_fairseq
     "$root/scripts/setup.sh"
     PATH=$root/.venv/bin:$PATH
 fi
+# As multimax_fairseq/children.py does: torch reads it when it is loaded.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}

@@ -37,7 +37,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -55,6 +54,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
 from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
+from multimax_fairseq.children import child, exit_on_signals
 from multimax_fairseq.commands import evaluate
 from multimax_fairseq.commands.stock import failure, find_command, portable
 from multimax_fairseq.compat import saving
@@ -207,17 +207,12 @@ def train(run: Run, lock: int) -> None:
     with log.open("a", encoding="utf-8") as file:
         file.write(f"{STARTED}\n{shlex.join(run.command)}\n")
         file.flush()
-        process = subprocess.Popen(
-            run.command, stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock,)
-        )
-        try:
-            with log.open(encoding="utf-8", errors="replace") as follow:
-                follow.seek(file.tell())
-                memory = watch(run, process, follow)
-        finally:
-            if process.returncode is None:
-                process.terminate()
-                process.wait()
+        with (
+            child(run.command, stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock,)) as process,
+            log.open(encoding="utf-8", errors="replace") as follow,
+        ):
+            follow.seek(file.tell())
+            memory = watch(run, process, follow)
         if process.returncode:
             output = log.read_text(encoding="utf-8", errors="replace")
             raise failure("fairseq-train", output, log)
@@ -495,19 +490,20 @@ def prepare(args: argparse.Namespace) -> None:
             flag = f"--archive-{part}"
         command += ["--out", str(folder)]
         command += [] if args.archive is None else [flag, args.archive]
-        if code := subprocess.run(command).returncode:
-            sys.exit(code)
+        with child(command) as process:
+            pass
+        if process.returncode:
+            sys.exit(process.returncode)
     if not args.data_bin.is_dir():
         raise UsageError(f"--data-bin '{args.data_bin}' is not a folder: check its path")
 
 
 def main() -> None:
     logging.getLogger("hydra").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name = sys.argv[1]
     is_quickstart = name.startswith("quickstart_")
     compat.apply()
-    with lib.resumable(f"{'quickstart' if is_quickstart else name}.sh"):
+    with lib.resumable(f"{'quickstart' if is_quickstart else name}.sh"), exit_on_signals():
         args = parse(name)
         prepare(args)
         args.out.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ import torch
 from leaderboards.entries import entries
 from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
 
+from multimax_fairseq.children import end_with_parent
 from multimax_fairseq.commands.stock import portable
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import write_json
@@ -126,7 +127,9 @@ def work(runs: list[Run], jobs: int) -> None:
     """Finish all runs, several at a time."""
     # A fresh process for each run: its peak memory is the run's own.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        jobs, mp_context=context, max_tasks_per_child=1, initializer=end_with_parent
+    ) as pool:
         futures = {pool.submit(finish, run): run for run in runs}
         try:
             for count, future in enumerate(as_completed(futures), 1):

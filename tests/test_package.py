@@ -5,13 +5,14 @@ import graphlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 
 import pytest
-from commands import ROOT
+from commands import ROOT, alive
 
 from multimax_fairseq import supported
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.long
 
 PACKAGE = ROOT / "multimax_fairseq"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-GROUND = ("errors", "files", "signature", "supported")
+GROUND = ("children", "errors", "files", "signature", "supported")
 MATHEMATICS = {"ops", "mappings", "continuous"}
 # The subpackages that each one may import, besides itself and GROUND.
 BELOW = {
@@ -121,6 +122,68 @@ def test_public_names_are_found_at_their_first_use():
         assert not hasattr(multimax_fairseq, "no_such_name")
         """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- children -------------------------------------------------------------------------------------
+
+
+def test_children_are_started_in_one_place():
+    """Elsewhere a child could outlive the command. Exempt: git, and the compiler's own group."""
+    exempt = {"multimax_fairseq/signature.py", "multimax_fairseq/ops/build.py"}
+    starts = re.compile(r"subprocess\.(Popen|run|call|check_\w+)\(|os\.(system|popen|spawn\w+)\(")
+    pools = re.compile(r"\b(ProcessPoolExecutor|multiprocessing\.Pool)\(")
+    found, without = set(), set()
+    for folder in ("multimax_fairseq", "scripts", "data-prep"):
+        for file in (ROOT / folder).rglob("*.py"):
+            text, name = file.read_text(encoding="utf-8"), str(file.relative_to(ROOT))
+            found |= {name} if starts.search(text) else set()
+            without |= {name} if pools.search(text) and "end_with_parent" not in text else set()
+    assert found - exempt == {"multimax_fairseq/children.py"} and not without
+
+
+PARENT = """if True:
+    import sys, time
+    from multimax_fairseq.children import child, exit_on_signals
+    policy = "import os; print(os.environ['OMP_WAIT_POLICY'], flush=True); "
+    with exit_on_signals(), child([sys.executable, "-c", policy + sys.argv[1]]):
+        time.sleep(1000)
+    """
+SLEEP = "import time; time.sleep(1000)"
+IGNORE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+
+
+@pytest.mark.parametrize("number, body", [(n, SLEEP) for n in (1, 2, 3, 9, 15)] + [(15, IGNORE)])
+def test_child_ends_with_its_parent(number, body):
+    """By SIGHUP, SIGINT, SIGQUIT, SIGKILL and SIGTERM, also if the child ignores SIGTERM."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, body],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert parent.stdout.readline() == "PASSIVE\n"
+    time.sleep(0.5)  # until a child ignores SIGTERM
+    parent.send_signal(number)
+    parent.wait(timeout=60)
+    for _ in range(100):
+        if not alive(parent.pid):
+            return
+        time.sleep(0.1)
+    raise AssertionError(alive(parent.pid))
+
+
+def test_child_keeps_the_users_openmp_policy():
+    program = PARENT.replace("time.sleep(1000)", "pass")
+    done = subprocess.run(
+        [sys.executable, "-c", program, ""],
+        env={**os.environ, "OMP_WAIT_POLICY": "ACTIVE"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "ACTIVE\n"
 
 
 def test_requirements_lock_has_hashes_for_every_package():

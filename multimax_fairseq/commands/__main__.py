@@ -73,7 +73,7 @@ def compare() -> None:
     parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR")
     parser.add_argument("--updates", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    start("compare", parser)
+    start("compare", parser, resumes=True)
 
 
 def evaluate() -> None:
@@ -118,12 +118,12 @@ def new_parser(name: str, description: str) -> argparse.ArgumentParser:
     )
 
 
-def start(name: str, parser: argparse.ArgumentParser) -> None:
+def start(name: str, parser: argparse.ArgumentParser, resumes: bool = False) -> None:
     """Run a command; a user's mistake or a missing package ends in one sentence."""
     args = parser.parse_args()
     from multimax_fairseq import compat  # imports torch; --help does without it
     from multimax_fairseq.compat.program import program
 
-    with program(parser.prog):
+    with program(parser.prog, resumes):
         compat.apply()
         importlib.import_module(f"multimax_fairseq.commands.{name}").main(args)

@@ -17,6 +17,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest, Result
 from tqdm import tqdm
 
+from multimax_fairseq.children import child
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.stock import failure, find_command, portable, run, sentences
 from multimax_fairseq.errors import UsageError, no_file
@@ -164,7 +165,7 @@ def train(data: Path, folder: Path, words: list[str], updates: int) -> list[str]
     with (
         log.open("a", encoding="utf-8") as file,
         tqdm(total=updates, desc=folder.name, unit=" updates") as bar,
-        subprocess.Popen(
+        child(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
         ) as process,
     ):

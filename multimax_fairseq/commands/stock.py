@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from multimax_fairseq.children import child
 from multimax_fairseq.compat import PACKAGE
 from multimax_fairseq.errors import UsageError
 
@@ -30,13 +31,14 @@ def portable(command: list[str]) -> list[str]:
 def run(words: list[str], log: Path) -> str:
     """Run a command; return its stderr and stdout, also written to `log`."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8")
+        with child(words, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8") as process:
+            stdout, _ = process.communicate()
         errors.seek(0)
         stderr = errors.read()
-    output = f"{stderr}\n{done.stdout}"
+    output = f"{stderr}\n{stdout}"
     log.write_text(output, encoding="utf-8")
-    if done.returncode:
-        raise failure(Path(words[0]).name, stderr.strip() or done.stdout, log)
+    if process.returncode:
+        raise failure(Path(words[0]).name, stderr.strip() or stdout, log)
     return output
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from multimax_fairseq.children import exit_on_signals
 from multimax_fairseq.compat.mistakes import error_message, explain, wants_traceback
 
 # Packages of the extra "analysis"; all others belong to "fairseq".
@@ -13,23 +14,25 @@ ANALYSIS_PACKAGES = ("jinja2", "matplotlib", "pandas")
 
 
 @contextlib.contextmanager
-def program(name):
-    """Run the body of a command called `name`.
+def program(name, resumes=False):
+    """Run the body of a command called `name`; `resumes` if the same command continues its work.
 
-    Exit status: 1 for a mistake; 128 + the signal's number for SIGINT, SIGTERM and a closed pipe.
+    Exit status: 1 for a mistake; 128 + the signal's number for SIGINT, SIGTERM, SIGHUP and a closed
+    pipe.
     """
     # fairseq logs missing packages for speech synthesis when it is imported.
     for package in ("fairseq", "multimax_fairseq"):
         logging.getLogger(package).setLevel(logging.WARNING)
-    # On SIGTERM, temporary files are removed, as after Ctrl-C.
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        yield
-        sys.stdout.flush()
+        with exit_on_signals():
+            yield
+            sys.stdout.flush()
     except BrokenPipeError:  # such as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
+        if resumes:
+            print("\nStopped; the same command resumes.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         text = explain(error) or missing_package(error)
@@ -38,8 +41,6 @@ def program(name):
         if text is None or wants_traceback():
             raise
         sys.exit(error_message(name, text))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def missing_package(error):

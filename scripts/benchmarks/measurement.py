@@ -24,6 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from multimax_fairseq.children import end_with_parent
 from multimax_fairseq.errors import UsageError
 
 BEST = "best baseline"
@@ -189,7 +190,7 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
     at_once = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
     with (
         mock.patch.dict(os.environ, at_once),
-        ProcessPoolExecutor(1, mp_context=context) as pool,
+        ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool,
     ):
         try:
             return pool.submit(peak_of_process, *task).result()
