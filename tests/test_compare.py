@@ -1,11 +1,18 @@
-"""multimax-compare: from raw text to a paired test."""
+"""multimax-compare: from raw text to a test over seeds."""
 
 import json
 import re
+import signal
+import subprocess
+import time
+from statistics import mean, stdev
 
 import pytest
-from commands import refused, run
+from commands import BIN, alive, programs_first, refused, run
 from corpus import ENGLISH, GERMAN
+from scipy import stats
+
+from multimax_fairseq.commands import compare
 
 pytestmark = pytest.mark.long
 
@@ -23,33 +30,88 @@ def text(tmp_path):
     return folder
 
 
-def test_compare_trains_both_and_resumes(text, tmp_path):
+def scores(comparison):
+    """Return {mapping: BLEU of each seed}."""
+    models = json.loads((comparison / "result.json").read_text())["models"]
+    return {name: [run["value"] for run in model["runs"]] for name, model in models.items()}
+
+
+def test_compare_reports_no_p_of_one_seed_and_resumes_with_more(text, tmp_path):
     command = ("multimax-compare", text, *PAIR, "--updates", "5", "--seed", "3")
-    run(tmp_path, *command)
-    result = tmp_path / "comparison" / "result.json"
-    found = json.loads(result.read_text())
-    assert found["models"].keys() == {"softmax", "multimax"} and 0 <= found["p"] <= 1
-    values = [model["value"] for model in found["models"].values()]
-    assert found["difference"] == pytest.approx(values[1] - values[0])
-    for name, model in found["models"].items():
-        assert f"--attention-normalizer {name}" in " ".join(model["command"])
-        assert "--seed 3" in " ".join(model["command"])
-        assert "references: raw text" in model["protocol"]
-    references = (tmp_path / "comparison/data-bin/test.reference.en").read_text()
-    assert references == "".join(f"{line}\n" for line in ENGLISH.splitlines()[1::3])
-    # The command trains no finished model again, and continues an unfinished one.
-    last = tmp_path / "comparison/softmax/checkpoint_last.pt"
-    before = last.stat().st_mtime_ns
-    result.unlink()
-    for file in (tmp_path / "comparison" / "multimax").glob("checkpoint*"):
-        file.unlink()
+    comparison = tmp_path / "comparison"
     output = run(tmp_path, *command)
-    again = json.loads(result.read_text())
-    assert [model["value"] for model in again["models"].values()] == values
+    found = json.loads((comparison / "result.json").read_text())
+    assert found["models"].keys() == {"softmax", "multimax"} and found["p"] is None
+    assert "p =" not in output and "One training each shows no difference" in output
+    values = scores(comparison)
+    assert found["difference"] == pytest.approx(values["multimax"][0] - values["softmax"][0])
+    for name, model in found["models"].items():
+        (each,) = model["runs"]
+        assert f"--attention-normalizer {name}" in " ".join(each["command"])
+        assert "--seed 3" in " ".join(each["command"])
+        assert "references: raw text" in model["protocol"]
+        assert model["value"] == each["value"] and model["value_deviation"] is None
+    references = (comparison / "data-bin/test.reference.en").read_text()
+    assert references == "".join(f"{line}\n" for line in ENGLISH.splitlines()[1::3])
+    # Three sentences with both translations, and the losses of both trainings.
+    block = r"  source +\S.*\n  reference +\S.*\n  softmax.*\n  multimax"
+    assert len(re.findall(block, output)) == 3
+    curves = (comparison / "curves.svg").read_text()
+    assert "validation loss" in curves and "softmax" in curves
+    # The command trains no finished model again, and continues an unfinished one.
+    last = comparison / "softmax/seed-3/checkpoint_last.pt"
+    before = last.stat().st_mtime_ns
+    for file in [*(comparison / "multimax/seed-3").glob("checkpoint*"), comparison / "result.json"]:
+        file.unlink()
+    (comparison / "multimax/seed-3/result.json").unlink()
+    output = run(tmp_path, *command, "--seeds", "2")
+    both = scores(comparison)
+    assert {name: each[:1] for name, each in both.items()} == values
     assert last.stat().st_mtime_ns == before
-    sentence = refused(tmp_path, *command[:-1], "4")
+    found = json.loads((comparison / "result.json").read_text())
+    differences = [b - a for a, b in zip(both["softmax"], both["multimax"], strict=True)]
+    assert found["seeds"] == [3, 4] and found["difference"] == pytest.approx(mean(differences))
+    for name, model in found["models"].items():
+        assert model["value"] == pytest.approx(mean(both[name]))
+        assert model["value_deviation"] == pytest.approx(stdev(both[name]))
+    assert re.search(
+        r"multimax +\d+\.\d+ ± \d+\.\d+ +\d+\.\d+ ± \d+\.\d+\ndifference: [+-]\d+\.\d+ ± \d+\.\d+ "
+        r"BLEU, p = \d\.\d+ \(paired t-test over 2 seeds\)\n",
+        output,
+    )
+    sentence = refused(tmp_path, *command, "--updates", "4")
     assert "'comparison' is a comparison of other text or settings" in sentence
-    assert re.search(r"multimax +\d+\.\d+ +\d+\.\d+\ndifference: [+-]\d+\.\d+ BLEU, p = ", output)
+
+
+def test_paired_p_equals_the_tests_of_scipy():
+    one, other = [38.1, 38.9, 37.7], [38.6, 38.8, 38.4]
+    differences = [b - a for a, b in zip(one, other, strict=True)]
+    assert compare.paired_p(differences) == pytest.approx(stats.ttest_rel(other, one).pvalue)
+    assert compare.paired_p([0.0, 0.0]) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_compare_ends_training_and_says_that_it_resumes(text, tmp_path, number):
+    process = subprocess.Popen(
+        [BIN / "multimax-compare", text, *PAIR, "--updates", "100000"],
+        cwd=tmp_path,
+        env=programs_first(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    log = tmp_path / "comparison/softmax/seed-1/train.log"
+    while not (log.exists() and "num_updates" in log.read_text()):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in output
+    assert ("the same command resumes" in output) == (number == signal.SIGINT)
+    before = log.read_text()
+    time.sleep(2)
+    assert log.read_text() == before and not alive(process.pid)
 
 
 def test_compare_refuses_text_that_is_not_parallel(text, tmp_path):

@@ -6,30 +6,36 @@ import itertools
 import json
 import re
 import shutil
+import statistics
 import subprocess
-import typing
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from sacrebleu.metrics.bleu import BLEU
-from sacrebleu.significance import PairedTest, Result
 from tqdm import tqdm
 
 from multimax_fairseq.children import child
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.stock import failure, find_command, portable, run, sentences
 from multimax_fairseq.errors import UsageError, no_file
-from multimax_fairseq.files import read_lines, write, write_json
+from multimax_fairseq.files import read_lines, whole, write, write_json
 from multimax_fairseq.signature import processor, signature
 
 MAPPINGS = ("softmax", "multimax")
 SPLITS = ("train", "valid", "test")
+Result = dict[str, Any]
 Pairs = dict[str, list[tuple[str, str]]]  # {split: sentences with their translations}
 SUBWORDS, LONGEST = 6000, 250  # subwords in the vocabulary, and in a sentence of train and valid
 POSITIONS = 1024  # of the architecture, with the end of sentence
-SAMPLES = 1000
+DESCRIPTIONS = ("protocol", "signature")  # of a result; the same for every seed
+# docs/results/multi30k.jsonl: the standard deviation over all 16 seeds of the row softmax.
+ONE_SEED = (
+    "One training each shows no difference between mappings: on Multi30k, 16 softmax models (2 + 2 "
+    "layers, 128 wide) that differ in the seed alone have a standard deviation of 0.38 BLEU. Pass "
+    "--seeds 5 for a test over seeds."
+)
+VALIDATION = r"valid on 'valid' subset .* nll_loss (\S+) .* num_updates (\d+)"
 COMMON = (
     "--arch transformer_iwslt_de_en_multimax --share-all-embeddings --encoder-normalize-before "
     "--decoder-normalize-before --criterion label_smoothed_multimax_cross_entropy "
@@ -50,37 +56,39 @@ def main(args: argparse.Namespace) -> None:
     is_gpu = torch.cuda.is_available()
     if args.updates is None:
         args.updates = 30_000 if is_gpu else 2_500
+    for flag in ("updates", "seeds"):
+        if (number := getattr(args, flag)) < 1:
+            raise UsageError(f"--{flag} {number} must be at least 1")
     pairs = {split: read_pairs(args.text, split, (args.source, args.target)) for split in SPLITS}
     claim(args.out, args, pairs)
     made_with = signature("sacrebleu")  # before the checkout can change
     data = prepare(pairs, args.source, args.target, args.out)
-    results = {}
-    for mapping in MAPPINGS:
-        words = ["--attention-normalizer", mapping, "--seed", str(args.seed)]
+    seeds = range(args.seed, args.seed + args.seeds)
+    runs: dict[str, list[Result]] = {mapping: [] for mapping in MAPPINGS}
+    for seed, mapping in itertools.product(seeds, MAPPINGS):
+        words = ["--attention-normalizer", mapping, "--seed", str(seed)]
         words += ["--max-update", str(args.updates), "--total-num-update", str(args.updates)]
         words += ["--save-interval-updates", str(max(1, args.updates // 5))]
         words += [*COMMON, *(ON_GPU if is_gpu else ON_CPU)]
-        folder = args.out / mapping
-        command = train(data, folder, words, args.updates)
-        log = folder / "evaluate.log"
-        result = evaluate(folder / "checkpoint_best.pt", data, log=log)
-        results[mapping] = result | {"command": portable(command)}
-    references = read_lines(data / f"test.reference.{args.target}")
-    systems = [hypotheses(args.out / mapping, len(references)) for mapping in MAPPINGS]
-    found = paired_bootstrap(systems[0], systems[1], references)
-    line = {"models": results, **found, "hardware": processor(), **made_with}
+        runs[mapping].append(finish(data, args.out / mapping / f"seed-{seed}", words, args.updates))
+    models = {mapping: over_seeds(results) for mapping, results in runs.items()}
+    found = difference(*([run["value"] for run in runs[mapping]] for mapping in MAPPINGS))
+    line = {"seeds": [*seeds], "models": models, **found, "hardware": processor(), **made_with}
     write_json(args.out / "result.json", line)
-    print(table(results, **found), end="")
+    folders = {mapping: args.out / mapping / f"seed-{args.seed}" for mapping in MAPPINGS}
+    print(samples(pairs["test"], folders))
+    print(table(models, found), end="")
     print(f"written: {args.out / 'result.json'}")
+    print(draw(args.out, seeds))
 
 
 def claim(out: Path, args: argparse.Namespace, pairs: Pairs) -> None:
     """Write the settings of a new comparison; raise UsageError if `out` has another one."""
     digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-    settings = {name: getattr(args, name) for name in ("source", "target", "updates", "seed")}
+    settings = {name: getattr(args, name) for name in ("source", "target", "updates")}
     file, line = out / "settings.json", json.dumps({**settings, "sha256": digest})
     if file.exists() and read_lines(file) != [line]:
-        raise UsageError(f"'{out}' is a comparison of other text or settings: give another --out")
+        raise UsageError(f"'{out}' is a comparison of other text or settings: pass another --out")
     out.mkdir(parents=True, exist_ok=True)
     write(file, f"{line}\n")
 
@@ -156,15 +164,26 @@ def read_pairs(text: Path, split: str, languages: tuple[str, str]) -> list[tuple
     return list(zip(*sides, strict=True))
 
 
+def finish(data: Path, folder: Path, words: list[str], updates: int) -> Result:
+    """Train and evaluate one model, unless done; return its result."""
+    file = folder / "result.json"
+    if not file.exists():
+        command = train(data, folder, words, updates)
+        result = evaluate(folder / "checkpoint_best.pt", data, log=folder / "evaluate.log")
+        write_json(file, result | {"command": portable(command)})
+    result = json.loads(file.read_text(encoding="utf-8"))
+    return result
+
+
 def train(data: Path, folder: Path, words: list[str], updates: int) -> list[str]:
     """Run or resume fairseq-train with a progress bar; return the command."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     command = [find_command("fairseq-train"), str(data), "--user-dir", str(PLUGIN), *words]
     command += ["--save-dir", str(folder)]
     log = folder / "train.log"
     with (
         log.open("a", encoding="utf-8") as file,
-        tqdm(total=updates, desc=folder.name, unit=" updates") as bar,
+        tqdm(total=updates, desc=f"{folder.parent.name} {folder.name}", unit=" updates") as bar,
         child(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
         ) as process,
@@ -185,25 +204,81 @@ def hypotheses(folder: Path, count: int) -> list[str]:
     return [found[number] for number in range(count)]
 
 
-def paired_bootstrap(softmax: list[str], other: list[str], references: list[str]) -> dict[str, Any]:
-    """Return the difference in BLEU, and p of a paired bootstrap test (Koehn, 2004)."""
-    systems: list[tuple[str, Sequence[str]]] = [("softmax", softmax), ("other", other)]
-    test = PairedTest(systems, {"BLEU": BLEU()}, [references], "bs", SAMPLES)
-    base, found = typing.cast(list[Result], test()[1]["BLEU"])
-    difference = found.score - base.score
-    # SacreBLEU's p of identical translations is 1 / (SAMPLES + 1), as if they differed.
-    return {"difference": difference, "p": found.p_value if difference else 1.0}
+def over_seeds(runs: list[Result]) -> Result:
+    """Return the means of the scores, and their standard deviations if there are several runs."""
+    found: Result = {name: runs[0][name] for name in runs[0] if name.endswith(DESCRIPTIONS)}
+    for name in ("value", "chrf"):
+        scores = [run[name] for run in runs]
+        found[name] = statistics.mean(scores)
+        found[f"{name}_deviation"] = statistics.stdev(scores) if len(scores) > 1 else None
+    return {**found, "runs": runs}
 
 
-def table(results: dict[str, Any], difference: float, p: float) -> str:
-    lines = ["attention  SacreBLEU   chrF"]
-    lines += [
-        f"{mapping:<9}{result['value']:11.2f}{result['chrf']:7.2f}"
-        for mapping, result in results.items()
-    ]
-    lines += [
-        f"difference: {difference:+.2f} BLEU, p = {p:.3f} (paired bootstrap over {SAMPLES:,} "
-        "samples of the test set; one training each)",
-        results["softmax"]["signature"],
-    ]
-    return "".join(f"{line}\n" for line in lines)
+def difference(softmax: list[float], other: list[float]) -> Result:
+    """Return the mean difference in BLEU; with several seeds also its deviation and p."""
+    differences = [b - a for a, b in zip(softmax, other, strict=True)]
+    found: Result = {"difference": statistics.mean(differences), "deviation": None, "p": None}
+    if len(differences) > 1:
+        found |= {"deviation": statistics.stdev(differences), "p": paired_p(differences)}
+    return found
+
+
+def paired_p(differences: list[float]) -> float:
+    """Return p of a paired t-test, from the differences between runs of the same seed."""
+    from scipy import stats  # slow to import
+
+    return float(stats.ttest_1samp(differences, 0).pvalue) if any(differences) else 1.0
+
+
+def samples(pairs: list[tuple[str, str]], folders: dict[str, Path]) -> str:
+    """Return three test sentences with their references and translations."""
+    found = {name: hypotheses(folder, len(pairs)) for name, folder in folders.items()}
+    text = ""
+    for number in range(0, len(pairs), -(-len(pairs) // 3)):
+        source, reference = pairs[number]
+        lines = {"source": source, "reference": reference}
+        lines |= {name: translations[number] for name, translations in found.items()}
+        text += "\n" + "".join(f"  {name:10}{line}\n" for name, line in lines.items())
+    return text
+
+
+def table(models: dict[str, Result], found: Result) -> str:
+    lines = [f"{'attention':<10}{'SacreBLEU':>15}{'chrF':>15}"]
+    for mapping, model in models.items():
+        cells = (with_deviation(model[n], model[f"{n}_deviation"]) for n in ("value", "chrf"))
+        lines.append(f"{mapping:<10}{''.join(f'{cell:>15}' for cell in cells)}")
+    text = with_deviation(found["difference"], found["deviation"], "+")
+    if found["p"] is None:
+        lines += [f"difference: {text} BLEU", ONE_SEED]
+    else:
+        count = len(models["softmax"]["runs"])
+        test = f"p = {found['p']:.3f} (paired t-test over {count} seeds)"
+        lines.append(f"difference: {text} BLEU, {test}")
+    return "".join(f"{line}\n" for line in [*lines, models["softmax"]["signature"]])
+
+
+def with_deviation(mean: float, deviation: float | None, sign: str = "") -> str:
+    text = f"{mean:{sign}.2f}"
+    return text if deviation is None else f"{text} ± {deviation:.2f}"
+
+
+def draw(out: Path, seeds: Iterable[int]) -> str:
+    """Draw the validation losses of all runs; return what to print."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return "no curves.svg: matplotlib is missing (pip install 'multimax-fairseq[analysis]')"
+    figure = Figure(figsize=(5.5, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for mapping, style in zip(MAPPINGS, ("C0-o", "C1--s"), strict=True):
+        for number, seed in enumerate(seeds):
+            log = (out / mapping / f"seed-{seed}" / "train.log").read_text(encoding="utf-8")
+            # By update: a resumed run repeats some.
+            losses = {int(n): float(loss) for loss, n in re.findall(VALIDATION, log)}
+            label = None if number else mapping
+            axes.plot(*zip(*sorted(losses.items()), strict=True), style, markersize=3, label=label)
+    axes.set(xlabel="updates", ylabel="validation loss, bits per subword")
+    axes.legend()
+    with whole(out / "curves.svg") as aside:
+        figure.savefig(aside, format="svg")
+    return f"drawn: {out / 'curves.svg'}"
