@@ -267,8 +267,8 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
     bar = figure.colorbar(image, extend="both", aspect=40, pad=0.02)
     bar.set_label("effect size d against softmax: below 0 worse, above 0 better", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    look = f"* bold: p < {lib.SIGNIFICANT} after Holm's correction.   "
-    axis.set_xlabel(f"{look}White: fewer than three seeds.", fontsize=8, labelpad=8)
+    note = f"* bold: p < {lib.SIGNIFICANT} after Holm's correction.   "
+    axis.set_xlabel(f"{note}White: fewer than three seeds.", fontsize=8, labelpad=8)
     figure.savefig(FIGURE, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
 
