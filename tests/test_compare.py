@@ -10,9 +10,13 @@ from statistics import mean, stdev
 import pytest
 from commands import BIN, alive, programs_first, refused, run
 from corpus import ENGLISH, GERMAN
+from fairseq.data import Dictionary
+from fairseq.data.data_utils import load_indexed_dataset
 from scipy import stats
 
 from multimax_fairseq.commands import compare
+from multimax_fairseq.commands.parallel_text import LONGEST, SPLITS, SUBWORDS, prepare
+from multimax_fairseq.errors import UsageError
 
 pytestmark = pytest.mark.long
 
@@ -122,6 +126,61 @@ def test_compare_refuses_text_that_is_not_parallel(text, tmp_path):
     (text / "valid.en").write_text((text / "valid.de").read_text())
     assert "test.de' does not exist" in refused(tmp_path, "multimax-compare", text, *PAIR)
     assert not (tmp_path / "comparison").exists()
+
+
+def pairs(train, test):
+    return {"train": train, "valid": test, "test": test}
+
+
+def test_prepare_knows_each_character_of_the_training_text(tmp_path, capsys):
+    lines = list(zip(GERMAN.splitlines(), ENGLISH.splitlines(), strict=True))
+    prepare(pairs(lines[::2], lines[1::2]), "de", "en", tmp_path)
+    seen = {x for pair in lines[::2] for line in pair for x in line}
+    shares = {}
+    for column, language in enumerate(("de", "en")):
+        data = tmp_path / "data-bin"
+        words = Dictionary.load(str(data / f"dict.{language}.txt"))
+        text = "".join(pair[column] for pair in lines[1::2])
+        binary = load_indexed_dataset(str(data / f"test.de-en.{language}"))
+        unknown = sum(int((line == words.unk()).sum()) for line in binary)
+        assert unknown <= sum(x not in seen for x in text)
+        shares[language] = 100 * unknown / int(sum(binary.sizes))
+    printed = capsys.readouterr().out
+    for language, share in shares.items():
+        said = f"test.{language}: {share:.3g}% of the tokens are <unk>"
+        assert (said in printed) == (share > 0)
+
+
+def test_prepare_learns_from_any_number_of_characters(tmp_path):
+    characters = "".join(map(chr, range(0x4E00, 0x4E00 + SUBWORDS + 100)))
+    lines = [(characters[i : i + 50], "x") for i in range(0, len(characters), 50)]
+    data = prepare(pairs(lines, lines[:2]), "zh", "en", tmp_path)
+    assert set(characters) <= set(Dictionary.load(str(data / "dict.zh.txt")).symbols)
+
+
+@pytest.mark.parametrize("line", ["word " * 1000, "word " * (LONGEST + 1), "w" * 100_000])
+def test_prepare_refuses_text_without_a_usable_pair(tmp_path, line):
+    with pytest.raises(UsageError, match="train has no pair with 1 to 250 subwords"):
+        prepare(pairs([(line, line)] * 3, [("x", "x")]), "de", "en", tmp_path)
+
+
+def test_prepare_names_the_missing_package_of_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ko_mecab.MeCab", None)
+    with pytest.raises(UsageError, match=r"pip install 'sacrebleu\[ko\]'"):
+        prepare(pairs([], []), "en", "ko_KR", tmp_path)
+
+
+def test_prepare_refuses_text_without_spaces_in_an_unknown_language(tmp_path):
+    with pytest.raises(UsageError, match="the text in 'tgt' has no spaces between words"):
+        prepare(pairs([], [("x", "今天天气很好")]), "src", "tgt", tmp_path)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_compare_refuses_a_split_without_a_pair(text, tmp_path, split):
+    (text / f"{split}.de").write_text("eins\n\n")
+    (text / f"{split}.en").write_text("\ntwo\n")
+    sentence = refused(tmp_path, "multimax-compare", text, *PAIR)
+    assert sentence.endswith(f"{split}.en' have no line with text in both: add some")
 
 
 def test_compare_refuses_a_test_sentence_that_is_too_long(text, tmp_path):

@@ -24,11 +24,13 @@ from fairseq.logging import progress_bar
 from fairseq.search import Sampling
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import OmegaConf
 
-from multimax_fairseq import compat
-from multimax_fairseq.compat import running, untrusted
+from multimax_fairseq import compat, scores
+from multimax_fairseq.compat import mistakes, running, untrusted
 from multimax_fairseq.compat.patch import COMMANDS
+from multimax_fairseq.errors import UsageError
 
 pytestmark = pytest.mark.long
 
@@ -456,6 +458,53 @@ def test_unknown_words_in_references_match_nothing(toy, caplog):
         score[last] = scorer.result_string()
     assert score[unknown] == score["ANOTHER"]
     assert [r.message[:38] for r in caplog.records] == ["1 of 2 references hold unknown words, "]
+
+
+CHINESE = ["今天天气很好", "我喜欢读书", "他在家里吃饭"] * 20
+
+
+@pytest.mark.parametrize("wrong", ["last", "all"])
+@pytest.mark.parametrize("language", ["zh", "zho_Hans", "th_TH", "de"])
+def test_languages_without_spaces_select_checkpoints_by_their_bleu(monkeypatch, language, wrong):
+    compat.apply()
+    hypotheses = [line[:-1] + "错" if wrong == "last" else "错" for line in CHINESE]
+    words = Dictionary()
+    indices = {line: words.add_symbol(line) for line in (*CHINESE, *hypotheses)}
+    rows = [[torch.tensor([indices[line]]) for line in x] for x in (hypotheses, CHINESE)]
+    task = TranslationTask(TranslationConfig(target_lang=language), words, words)
+    task.tokenizer = None
+    found = [[{"tokens": row}] for row in rows[0]]
+    monkeypatch.setattr(task, "inference_step", lambda *_, **__: found)
+    score = task._inference_with_bleu(None, {"target": rows[1]}, None).score
+    assert score == scores.bleu(language).corpus_score(hypotheses, [CHINESE]).score
+    assert (score > 60) == (wrong == "last" and language != "de")
+
+
+def test_languages_without_spaces_name_the_missing_package(monkeypatch):
+    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ja_mecab.MeCab", None)
+    settings = {"eval_bleu": True, "target_lang": "ja_XX"}
+    for action in (lambda: scores.bleu("ja"), lambda: mistakes.check_settings(settings)):
+        with pytest.raises(UsageError, match=r"needs MeCab: .* pip install 'sacrebleu\[ja\]'"):
+            action()
+
+
+def test_generate_scores_with_the_tokenizer_of_the_language(monkeypatch, caplog):
+    compat.apply()
+    monkeypatch.setitem(mistakes._settings, "target_lang", "zh")
+    choice = OmegaConf.create({"_name": "sacrebleu", "sacrebleu_tokenizer": "13a"})
+    scorer = scoring.build_scorer(choice, Dictionary())
+    for line in CHINESE:
+        scorer.add_string(line, line[:-1] + "错")
+    assert scorer.score() > 60
+    scoring.build_scorer("bleu", Dictionary())
+    assert "for the language 'zh' add --scoring sacrebleu" in caplog.records[-1].message
+
+
+def test_score_command_refuses_text_without_spaces(tmp_path):
+    (tmp_path / "test.zh").write_text("".join(f"{line}\n" for line in CHINESE), encoding="utf-8")
+    for more in ((), ("--sacrebleu",)):
+        same = ("-s", "test.zh", "-r", "test.zh", *more)
+        assert "use sacrebleu with -tok zh" in refused(tmp_path, "fairseq-score", *same)
 
 
 def test_score_command_scores_with_sacrebleu(toy):

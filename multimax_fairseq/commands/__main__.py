@@ -40,12 +40,14 @@ Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexi
                       [--json FILE] [--user-dir DIR] [--quantize int8]
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
-papers report it. A translation has at most 1.2 tokens per source token plus 10, or the max_len_a
-and max_len_b of the training's --eval-bleu-args. References are the lines of
-DATA-BIN/SUBSET.reference.LANGUAGE, raw text, if data preparation wrote it. Otherwise they are
-decoded from DATA-BIN, where an unknown word matches nothing, and the output gives the number of
-references with unknown words. DATA-BIN/evaluation.json says whether scores ignore case, and whether
-the numbers of sentence pairs differ from those expected, which the signatures then report.
+papers report it. The target language selects SacreBLEU's tokenizer: zh, ja-mecab or ko-mecab; char
+for Thai, Lao, Khmer, Burmese and Tibetan; 13a for all others, and only these have Moses tokens. A
+translation has at most 1.2 tokens per source token plus 10, or the max_len_a and max_len_b of the
+training's --eval-bleu-args. References are the lines of DATA-BIN/SUBSET.reference.LANGUAGE, raw
+text, if data preparation wrote it. Otherwise they are decoded from DATA-BIN, where an unknown word
+matches nothing, and the output gives the number of references with unknown words.
+DATA-BIN/evaluation.json says whether scores ignore case, and whether the numbers of sentence pairs
+differ from those expected, which the signatures then report.
 
 Language model: perplexity per token, end-of-sentence tokens included, by fairseq's protocol: each
 token after at least 400 earlier ones in blocks of 512 (in the same proportion for other blocks).

@@ -4,6 +4,7 @@ import argparse
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -18,7 +19,9 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
+from multimax_fairseq import scores
 from multimax_fairseq.commands.average import average, newest
+from multimax_fairseq.commands.parallel_text import unknown_share
 from multimax_fairseq.commands.stock import find_command, portable, run, sentences
 from multimax_fairseq.compat import PACKAGE
 from multimax_fairseq.compat.silent import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
@@ -27,6 +30,7 @@ from multimax_fairseq.files import check_place, read_lines, write_json
 from multimax_fairseq.integrations.convert.checkpoint import write
 from multimax_fairseq.models.loading import kind_of, task_of
 
+logger = logging.getLogger(__name__)
 PLUGIN = Path(PACKAGE)
 
 
@@ -78,6 +82,7 @@ def translation(
     if target is None:
         raise UsageError(f"'{data}' has no data of a language pair: check its path")
     text = describe(data, target)
+    bleu = scores.bleu(target, text["lowercase"])  # before the work, since a package may be missing
     length = json.loads(getattr(task, "eval_bleu_args", None) or "{}")
     words = stock_command(
         *("fairseq-generate", data, "--path", checkpoint, "--gen-subset", subset),
@@ -99,25 +104,38 @@ def translation(
     unknown_in_tokens = sum(UNKNOWN_WORD in line for line in targets) if lines is targets else 0
     unknown = unknown_in_tokens if raw is None else 0
     references = references if raw is None else raw
-    bleu = BLEU(lowercase=text["lowercase"])
-    tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
+    if mistake := scores.language_mistake(target, references):
+        logger.warning(mistake)
     chrf = CHRF(lowercase=text["lowercase"])
     # In the format of SacreBLEU's signatures.
     differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""
+    of_tokens = {}
+    if is_tokenized or scores.tokenizer(target) == scores.DEFAULT:
+        tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
+        score = tokenized.corpus_score(translation_tokens, [reference_tokens]).score
+        signature = f"{tokenized.get_signature()}{differing}{noted(unknown_in_tokens)}"
+        of_tokens = {"tokenized_bleu": score, "tokenized_signature": signature}
     return {
         "metric": "SacreBLEU",
         "value": bleu.corpus_score(translations, [references]).score,
         "signature": f"{bleu.get_signature()}{differing}{noted(unknown)}",
         "chrf": chrf.corpus_score(translations, [references]).score,
         "chrf_signature": f"{chrf.get_signature()}{differing}{noted(unknown)}",
-        "tokenized_bleu": tokenized.corpus_score(translation_tokens, [reference_tokens]).score,
-        "tokenized_signature": f"{tokenized.get_signature()}{differing}{noted(unknown_in_tokens)}",
+        **of_tokens,
+        **unknown_tokens(data, f"{subset}.*.{source}", f"dict.{source}.txt"),
         "protocol": f"{subset}, {len(targets):,} sentences, beam {beam}, detokenised; references: "
         + ("read back from the binarised data" if raw is None else "raw text")
         + (f", {unknown:,} with unknown words" if unknown else ""),
         "hypotheses": hashlib.sha256("\n".join(translations).encode()).hexdigest(),
         "evaluation": portable(words),
     }
+
+
+def unknown_tokens(data: Path, pattern: str, dictionary: str) -> dict[str, float]:
+    """Return {"unknown": share of <unk> in percent} for a text of the data folder, if not 0."""
+    texts = [file.with_suffix("") for file in data.glob(f"{pattern}.idx")]
+    share = max((unknown_share(text, data / dictionary) for text in texts), default=0.0)
+    return {"unknown": share} if share else {}
 
 
 def in_order(output: str, raw: list[str] | None, log: Path) -> tuple[list[str], list[str]]:
@@ -191,6 +209,7 @@ def language_model(
         "metric": "perplexity",
         "value": 2**bits,
         **per_word,
+        **unknown_tokens(data, subset, "dict.txt"),
         "signature": f"per token, {count[-1]} tokens, blocks of {block}, context window {context}",
         "protocol": f"{subset}, fairseq-eval-lm, each token after at least {context} others where "
         "the text has as many",
@@ -242,15 +261,18 @@ def evaluate(
 def show(result: dict[str, Any]) -> None:
     print(f"{result['metric']} {result['value']:.2f} ({result['protocol']})")
     print(f"  {result['signature']}")
+    if "unknown" in result:
+        print(f"{result['unknown']:.3g}% of the model's input tokens are <unk>")
     if "int8" in result:
         difference = round(result["int8"] - result["value"], 2) + 0.0  # no -0
         print(f"in int8 {result['int8']:.2f}: {difference:+.2f}")
     if "word_perplexity" in result:
         words = "split at spaces; a line end counts as a word"
         print(f"perplexity per word {result['word_perplexity']:.2f} ({words})")
-    if "tokenized_bleu" in result:
+    if "chrf" in result:
         print(f"chrF {result['chrf']:.2f}")
         print(f"  {result['chrf_signature']}")
+    if "tokenized_bleu" in result:
         print(f"tokenised BLEU {result['tokenized_bleu']:.2f} (Moses tokens)")
         print(f"  {result['tokenized_signature']}")
 

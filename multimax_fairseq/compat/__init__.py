@@ -71,6 +71,7 @@ FIXES = (
     silent.ema_frequency,
     silent.adaptive_tails,
     silent.unknown_words_in_references,
+    silent.languages_without_spaces,
     silent.diverse_beams,
     silent.repeated_ngrams,
     silent.partial_perplexity,

@@ -19,6 +19,7 @@ from collections import defaultdict
 
 import torch
 
+from multimax_fairseq import scores
 from multimax_fairseq.compat.patch import PACKAGE, command, replace
 from multimax_fairseq.errors import MAX_LISTED, UsageError
 
@@ -35,6 +36,16 @@ def _infers_another_pair(settings):
 
     pair = infer_language_pair(str(settings["data"]).split(os.pathsep)[0])
     return not any(map(operator.eq, given, pair))
+
+
+def target_language():
+    """Return the target language of this process's command, given or inferred, or ""."""
+    from fairseq.data.data_utils import infer_language_pair
+
+    data, language = str(_settings["data"]).split(os.pathsep)[0], _settings["target_lang"]
+    if language is None and os.path.isdir(data):
+        language = infer_language_pair(data)[1]
+    return language or ""
 
 
 def _setting_mistake(settings):
@@ -73,6 +84,8 @@ def _setting_mistake(settings):
             f"--best-checkpoint-metric {metric} with {maximize} keeps the worst checkpoint: leave "
             f"{maximize} out"
         )
+    if settings["eval_bleu"] and not settings["eval_tokenized_bleu"]:
+        scores.bleu(target_language())  # raises UsageError without its package
     window, workers = settings["context_window"] or 0, settings["num_workers"] or 0
     if window > 0 and workers > 1:
         return (

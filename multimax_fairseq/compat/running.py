@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import torch
 
+from multimax_fairseq import scores
 from multimax_fairseq.compat import mistakes, text
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command, replace
 from multimax_fairseq.errors import UsageError
@@ -72,6 +73,8 @@ def score_command():
     @replace(sacrebleu, "corpus_bleu")
     def corpus_bleu(original, hypotheses, references, *args, **kwargs):
         references = [r if r is None else list(r) for r in references]
+        if language := scores.LANGUAGE.get():  # see silent.languages_without_spaces
+            kwargs.setdefault("tokenize", scores.tokenizer(language))
         return original(list(hypotheses), references, *args, **kwargs)
 
     @replace(bleu.Scorer, "__init__")

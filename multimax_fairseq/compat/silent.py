@@ -6,10 +6,13 @@ import logging
 import math
 import os
 import struct
+import sys
 
 import numpy as np
 import torch
 
+from multimax_fairseq import scores
+from multimax_fairseq.compat import mistakes
 from multimax_fairseq.compat.patch import command, replace
 from multimax_fairseq.errors import UsageError, remedy_for
 
@@ -298,10 +301,43 @@ def unknown_words_in_references():
 
     @replace(scoring, "build_scorer")
     def build_scorer(original, choice, tgt_dict):
+        _choose_tokenizer(choice)
         scorer = original(choice, tgt_dict)
         if hasattr(scorer, "add_string"):
             _replace_placeholders(scorer)
         return scorer
+
+
+def languages_without_spaces():
+    """Score --eval-bleu and --scoring sacrebleu with the tokenizer of the target language.
+
+    Cause: fairseq splits each language with 13a, which leaves a Chinese sentence as one token, so
+    its BLEU is 0 unless all characters are right. --eval-bleu selects checkpoints by it.
+    Remove when fairseq gives SacreBLEU the target language.
+    """
+    from fairseq.tasks.translation import TranslationTask
+
+    @replace(TranslationTask, "_inference_with_bleu")
+    def _inference_with_bleu(original, self, *args):
+        token = scores.LANGUAGE.set(self.cfg.target_lang)  # for sacrebleu.corpus_bleu
+        try:
+            return original(self, *args)
+        finally:
+            scores.LANGUAGE.reset(token)
+
+
+def _choose_tokenizer(choice):
+    """Set the tokenizer of --scoring sacrebleu; warn of BLEU4 in a language without spaces."""
+    kind, language = getattr(choice, "_name", choice), mistakes.target_language()
+    is_given = any(word.startswith("--sacrebleu-tokenizer") for word in sys.argv)
+    if kind == "sacrebleu" and not is_given:
+        scores.bleu(language)  # raises UsageError without its package
+        choice.sacrebleu_tokenizer = scores.tokenizer(language)
+    elif kind == "bleu" and scores.tokenizer(language) != scores.DEFAULT:
+        logger.warning(
+            "BLEU4 compares the words between spaces, or the subwords without --remove-bpe: for "
+            f"the language '{language}' add --scoring sacrebleu"
+        )
 
 
 def _replace_placeholders(scorer):

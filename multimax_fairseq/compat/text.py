@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from multimax_fairseq import scores
 from multimax_fairseq.compat.patch import command, replace
 from multimax_fairseq.errors import UsageError, first_line
 
@@ -191,12 +192,13 @@ def truncated_input():
 
 
 def scored_lines():
-    """Refuse files of unequal length in fairseq-score, and flags that --sacrebleu ignores.
+    """Refuse what fairseq-score scores wrongly: unequal lengths, ignored flags, unspaced text.
 
     Cause: fairseq-score leaves out the extra lines of the longer file. With --sacrebleu it ignores
     --ignore-case, --sentence-bleu and --order. It reads a byte order mark as part of a word, which
-    the fix skips.
-    Remove when fairseq-score compares the lengths, refuses the flags and skips the mark.
+    the fix skips. A sentence without spaces is one word, so BLEU of Chinese is 0.
+    Remove when fairseq-score compares the lengths, refuses the flags, skips the mark and has
+    SacreBLEU's -tok.
     """
     from fairseq_cli import score
 
@@ -221,6 +223,12 @@ def scored_lines():
                     f"{counts[1]:,}: give the same sentences in the same order, one a line (a "
                     "carriage return also ends a line)"
                 )
+            with open(args.ref) as lines:
+                if scores.lacks_spaces(lines):
+                    raise UsageError(
+                        f"'{args.ref}' has no spaces between words, so BLEU would compare whole "
+                        "sentences: use sacrebleu with -tok zh, ja-mecab or char"
+                    )
         return original()
 
 
