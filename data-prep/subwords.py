@@ -3,12 +3,16 @@
 import io
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from steps import SPLITS, fail, read, write
+from steps import SPLITS, fail, read, say, write
+
+# The lines of fairseq-preprocess: the text, and the share of its tokens that are <unk>.
+REPLACED = re.compile(r"([^/\n]+): \d+ sents, \d+ tokens, (\S+)% replaced")
 
 from multimax_fairseq.children import child
 
@@ -49,7 +53,7 @@ def sentencepieces(
 
 
 def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: object) -> None:
-    """Run fairseq-preprocess on the texts of the splits."""
+    """Run fairseq-preprocess on the texts of the splits; print the share of unknown tokens."""
     command = [sys.executable, "-m", "multimax_fairseq", "fairseq-preprocess"]
     command += ["--destdir", str(target)]
     for split, prefix in zip(SPLITS, prefixes, strict=True):
@@ -69,4 +73,7 @@ def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: obj
         said = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")]
         last = said[-1].strip() if said else "no output"
         fail(f"fairseq-preprocess failed: {last}; MULTIMAX_TRACEBACK=1 shows its output.")
+    for name, share in REPLACED.findall(result.stdout.decode(errors="replace")):
+        if float(share):
+            say(f"  {name}: {share}% of the tokens are <unk>")
     (target / "preprocess.log").unlink()  # it names folders of this machine
