@@ -303,7 +303,7 @@ def test_export_names_a_missing_file(data, checkpoint, tmp_path):
         ((file, tmp_path / "no", out), "no' does not exist"),
         ((data / "noise.pt", data / "mt", out), "noise.pt"),
         ((file, data / "mt-other", out), "do not fit checkpoint"),
-        ((file, data / "lm", out), r"lm' has no dict\.de\.txt: give the folder"),
+        ((file, data / "lm", out), r"lm' has no dict\.de\.txt: pass the folder"),
         ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
         ((file, data / "mt", data), "exists already: give a new folder"),
     ):
