@@ -137,8 +137,9 @@ def test_settings_are_those_of_deit(tmp_path):
     names = "EPOCHS WARMUP_EPOCHS BATCH_SIZE LEARNING_RATE WEIGHT_DECAY DROP_PATH REPEATS "
     names += "AUGMENTATION ERASING MIXING WARMUP_LEARNING_RATE MIN_LEARNING_RATE CROP"
     code = f"""
-import imagenet, json
-print(json.dumps({{name: vars(imagenet)[name] for name in {names.split()}}}))"""
+import deit, imagenet, json
+found = vars(deit) | vars(imagenet)
+print(json.dumps({{name: found[name] for name in {names.split()}}}))"""
     assert in_timm(tmp_path, code) == {
         "EPOCHS": 300,
         "WARMUP_EPOCHS": 5,
@@ -264,7 +265,11 @@ def test_grad_cam_weighs_channels_by_their_effect_on_the_logit(tmp_path):
     assert error < 1e-5
 
 
-def test_vit_multimax_reports_missing_timm(tmp_path):
+def test_only_the_help_does_without_timm(tmp_path):
     paths = os.pathsep.join(map(str, PATHS[2:]))
+    words = ("python", ROOT / "scripts" / "imagenet.py")
+    assert "--batch-size N" in run(tmp_path, *words, "--help", PYTHONPATH=paths)
+    output = run(tmp_path, *words, "--data", ".", code=1, PYTHONPATH=paths)
+    assert "timm is missing: docs/python.md" in output and "Traceback" not in output
     output = run(tmp_path, "python", "-c", "import vit_multimax", code=1, PYTHONPATH=paths)
     assert "timm is missing" in output and "docs/python.md" in output
