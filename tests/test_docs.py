@@ -21,7 +21,8 @@ PAGES += ["CONTRIBUTING.md"]
 ELSEWHERE = [
     "bash scripts/quickstart.sh\n",
     "bash scripts/test.sh\n",
-    "multimax-compare text --source de --target en\n",
+    "multimax-compare text --source de --target en\n"
+    "multimax-compare text --source de --target en --seeds 5\n",
     "bash scripts/iwslt14.sh\nbash scripts/wikitext103.sh\nbash scripts/iwslt17.sh\n"
     "bash scripts/adaptively_sparse.sh --data kftt\nbash scripts/imdb.sh\n"
     "bash scripts/imagenet.sh --data imagenet\n",
