@@ -83,7 +83,8 @@ def claim(out: Path, args: argparse.Namespace, pairs: Pairs) -> None:
     digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
     settings = {name: getattr(args, name) for name in ("source", "target", "updates")}
     file, line = out / "settings.json", json.dumps({**settings, "sha256": digest})
-    if file.exists() and read_lines(file) != [line]:
+    is_started = file.exists() and (out / "data-bin").exists()
+    if is_started and read_lines(file) != [line]:
         raise UsageError(f"'{out}' is a comparison of other text or settings: pass another --out")
     out.mkdir(parents=True, exist_ok=True)
     write(file, f"{line}\n")
