@@ -45,9 +45,11 @@ DATA = [
     ("fairseq-generate {mt} {plugin}", "--path"),
     ("fairseq-eval-lm {lm} {plugin}", "--path checkpoint"),
     ("fairseq-interactive {mt} {plugin}", "--path checkpoint"),
-    ("fairseq-generate {mt} {plugin} --path text", "'text' damaged"),
+    ("fairseq-generate {mt} {plugin} --path text", "'text' text, checkpoint_best.pt"),
+    (f"{TRANSLATE} --restore-file text", "'text' text, checkpoint_best.pt"),
     ("fairseq-generate {other} {plugin} --gen-subset valid --path {MT}", "dictionaries size"),
-    ("fairseq-interactive {mt} {plugin} --path {MT} --input latin", "UTF-8 0xfc iconv"),
+    ("fairseq-interactive {mt} {plugin} --path {MT} --input latin", "'latin' line 2 0xfc iconv"),
+    ("fairseq-score --sys latin --ref text", "'latin' line 2 0xfc iconv"),
     ("fairseq-interactive {mt} {plugin} --path {MT} --input none", "'none' path"),
     ("fairseq-interactive {mt} {plugin} --path {MT} --bpe sentencepiece", "sentencepiece_model"),
     ("fairseq-preprocess {plugin} -s de -t en --trainpref none --destdir bin", "'none.de' path"),
@@ -76,6 +78,8 @@ NAMES = [
     (f"{HYDRA} model={LM}", f"'{LM}' +model._name="),
     (f"{HYDRA} model.attention_normalizer=topk", "+model.attention_normalizer"),
     ("fairseq-hydra-train --config-dir . --config-name run1", "run1.yaml --config-name"),
+    ("fairseq-hydra-train --config-dir . --config-name key", "'max_updat' OptimizationConfig"),
+    ("fairseq-hydra-train --config-dir . --config-name group", "'checkpont' FairseqConfig"),
 ]
 CHECKPOINTS = [
     (f"{TRANSLATE} --restore-file {{MT}} --encoder-embed-dim 8 --decoder-embed-dim 8", "options"),
@@ -95,7 +99,10 @@ SIZES_AND_PLACES = [
     (f"{MODEL} --max-tokens 8", "--max-tokens 8"),
     (f"{TRANSLATE} --encoder-attention-heads 3", "--encoder-attention-heads 3 16"),
     (f"{TRANSLATE} --encoder-embed-dim 32", "--share-all-embeddings --encoder-embed-dim"),
-    (f"{TRANSLATE} --save-dir text/model", "text/model --save-dir"),
+    *(
+        (f"{TRANSLATE} --save-dir {name}", f"--save-dir '{name}' another")
+        for name in ("text", "text/model", "/proc/none")
+    ),
     (f"{TRANSLATE} --lr-scheduler polynomial_decay", "--total-num-update"),
     (f"{TRANSLATE} --best-checkpoint-metric bleu", "bleu --eval-bleu"),
     (f"{TRANSLATE} --best-checkpoint-metric bleu --eval-bleu", "--maximize-best-checkpoint-metric"),
@@ -154,7 +161,9 @@ def places(data, checkpoint, tmp_path_factory):
 def folder(tmp_path):
     """The current folder of a command, with the files that the table names."""
     (tmp_path / "text").write_text("a b\n" * 3)
-    (tmp_path / "latin").write_bytes("Würde\n".encode("latin-1"))
+    (tmp_path / "latin").write_bytes("Recht\nWürde\n".encode("latin-1"))
+    (tmp_path / "key.yaml").write_text("optimization: {max_updat: 6}\n")
+    (tmp_path / "group.yaml").write_text("checkpont: {save_dir: model}\n")
     (tmp_path / "two.de").write_text("a\nb\n")
     (tmp_path / "two.en").write_text("a\nb\nc\n")
     return tmp_path

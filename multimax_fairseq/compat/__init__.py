@@ -1,9 +1,9 @@
 """Fixes for fairseq 0.12.3, and one sentence for each common mistake of a user.
 
-A fix has one of four reasons: fairseq does not run (running.py, unknown_words.py); it
-returns a wrong result without an error (silent.py, text.py); it loses data (saving.py); a file can
-run code or is not a checkpoint (untrusted.py). Each fix is one function. Its docstring says what
-the fix does, the cause, and when to remove it. mistakes.py is the table of mistakes. hooks.py lets
+A fix has one of four reasons: fairseq does not run (running.py, unknown_words.py); it returns a
+wrong result without an error (silent.py, text.py); it loses data (saving.py); a file can run code
+or is not a checkpoint (untrusted.py). Each fix is one function. Its docstring says what the fix
+does, the cause, and when to remove it. mistakes.py is the table of mistakes. hooks.py lets
 models/ run its own functions where fairseq offers no hook.
 
 `apply()` applies all of them; a second call changes nothing. models/__init__.py calls it under
@@ -85,6 +85,7 @@ FIXES = (
     text.scored_lines,
     unknown_words.replaced_unknown_words,
     saving.whole_checkpoints,
+    saving.save_folder,
     saving.saved_checkpoints,
     saving.resumed_runs,
     saving.finished_run,

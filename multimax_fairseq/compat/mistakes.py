@@ -162,7 +162,7 @@ NAMES = [  # unknown architecture, mapping or criterion, or no --user-dir
         "the configuration has no such key: check its name, or write {0} to add it",
     ),
     (
-        r"ConfigKeyError: Key '(\w+)' not in '(\w+)'",
+        r"(?s)\w+: .*?Key '(\w+)' not in '(\w+)'",
         "there is no option '{0}' in {1}: check its name",
     ),
     (
@@ -210,7 +210,7 @@ SIZES_AND_PLACES = [  # lengths, batch size, save folder
     ),
     (
         r"(?:PermissionError|IsADirectoryError|NotADirectoryError|OSError): \[.*?\] (.*): '(.*)'",
-        "cannot open '{1}' ({0}): check the path and its permissions; checkpoints go to --save-dir",
+        "cannot open '{1}' ({0}): check the path and its permissions",
     ),
 ]
 PROCESSES = [  # one of several processes fails, and the others lose their connection
@@ -264,8 +264,9 @@ def explain(error):
         cause = cause.__cause__ or cause.__context__
     if is_raised_by_fairseq(error):
         text = f"{type(error).__name__}: {error}"
+        reason = f"\n{error.__cause__}" if error.__cause__ else ""  # where hydra names the key
         for pattern, sentence in ERRORS:
-            if match := re.match(pattern, text):
+            if match := re.match(pattern, text) or re.match(pattern, text + reason):
                 text = string.Formatter().vformat(sentence, match.groups(), _settings)
                 return " ".join(text.split())
     return None

@@ -277,6 +277,25 @@ def _check_moments(optimizer):
                 )
 
 
+def save_folder():
+    """Name --save-dir if it cannot be made or written to.
+
+    Cause: fairseq's error does not name the flag.
+    Remove when it does.
+    """
+    from fairseq import checkpoint_utils
+
+    @replace(checkpoint_utils, "verify_checkpoint_directory")
+    def verify_checkpoint_directory(original, save_dir):
+        try:
+            original(save_dir)
+        except OSError as error:
+            raise UsageError(
+                f"--save-dir '{save_dir}' cannot be made or written to ({error.strerror}): pass "
+                "another folder"
+            ) from error
+
+
 def saved_checkpoints():
     """Also save at the end of an epoch without a checkpoint; never take NaN as the best value.
 

@@ -83,14 +83,9 @@ def count_lines(path):
 
 def what_is_wrong(line):
     """Return (fault, remedy) of a line in bytes that fairseq cannot read; None if it can."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        is_wide = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        return (
-            f"is not UTF-8 (byte {line[error.start]:#04x})",
-            f"convert it, as iconv -f {'UTF-16' if is_wide else 'LATIN1'} -t UTF-8 does",
-        )
+    if reason := _not_utf8(line):
+        return reason
+    text = line.decode("utf-8")
     if "\0" in text:
         return (
             "has a NUL character",
@@ -103,6 +98,29 @@ def what_is_wrong(line):
             "write it differently, or remove the line",
         )
     return None
+
+
+def _not_utf8(line):
+    """Return (fault, remedy) of a line in bytes that is not UTF-8; None if it is."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        is_wide = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return (
+            f"is not UTF-8 (byte {line[error.start]:#04x})",
+            f"convert it, as iconv -f {'UTF-16' if is_wide else 'LATIN1'} -t UTF-8 does",
+        )
+    return None
+
+
+def _open(path, mode="r", newline=None):
+    """Open a text without its byte order mark; UsageError names a line that is not UTF-8."""
+    if os.path.isfile(path):  # a pipe can be read only once
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if reason := _not_utf8(line):
+                    raise UsageError(f"line {number:,} of '{path}' {reason[0]}: {reason[1]}")
+    return open(path, mode, encoding="utf-8-sig", newline=newline)
 
 
 def dictionaries():
@@ -142,7 +160,7 @@ def interactive_lines():
 
     @replace(fileinput, "hook_encoded")
     def hook_encoded(original, encoding, errors=None):
-        return functools.partial(open, encoding="utf-8-sig", newline="\n")
+        return functools.partial(_open, newline="\n")
 
     if isinstance(sys.stdin, io.TextIOWrapper):
         encoding = sys.stdin.encoding.lower()
@@ -202,8 +220,7 @@ def scored_lines():
     """
     from fairseq_cli import score
 
-    # The plain `open` that fairseq-score calls.
-    score.open = functools.partial(open, encoding="utf-8-sig")
+    score.open = _open  # the plain `open` that fairseq-score calls
 
     @replace(score, "cli_main")
     def cli_main(original):
@@ -236,5 +253,5 @@ def _lines_to_score(path):
     """Return the number of lines as fairseq-score counts them."""
     if path == "-":
         return sum(1 for _ in io.StringIO(sys.stdin.getvalue(), newline=None))
-    with open(path) as file:
+    with _open(path) as file:
         return sum(1 for _ in file)

@@ -6,6 +6,7 @@ numbers, deeply nested settings, sizes that take forever to build, altered bytes
 
 import argparse
 import ast
+import codecs
 import contextvars
 import functools
 import math
@@ -178,6 +179,17 @@ def _is_altered(path):
             return True
 
 
+def _is_text(path):
+    """Whether a file begins with printable text."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # may end within a character
+        return bool(text) and "".join(text.split()).isprintable()
+    except UnicodeDecodeError:
+        return False
+
+
 def _checked(path, local):
     """Return a checkpoint's state; CheckpointError if it is altered, holds code or is none."""
     if _is_altered(local):
@@ -190,6 +202,11 @@ def _checked(path, local):
             state = load()
     except Exception as error:  # torch and pickle raise any kind for a damaged file
         content = _refused_content(error) if isinstance(error, UnpicklingError) else None
+        if content is None and _is_text(local):
+            raise CheckpointError(
+                f"'{path}' is text, not a checkpoint: pass a file that fairseq-train wrote, such "
+                "as checkpoint_best.pt"
+            ) from error
         if content is None:
             raise _damaged(path) from error
         raise CheckpointError(
