@@ -117,7 +117,7 @@ def test_onnx_language_model_equals_fairseq(flags, data, checkpoint, tmp_path):
 
 def test_onnx_names_an_unsupported_part(data, checkpoint, tmp_path):
     for arch, flags, what in (
-        ("rnn_multimax", (), "the structure of a RecurrentModel"),
+        ("rnn_multimax", (), "the structure of a RecurrentModel. Use the model with"),
         ("transformer_multimax", ("--attention-gate",), "GatedAttention in encoder.self_attn"),
         ("transformer_multimax", ("--output-normalizer", "entmax15"), "sparse output normalizer"),
     ):

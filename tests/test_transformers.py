@@ -446,6 +446,12 @@ def test_attach_refuses_unsupported_models(make, message):
     assert not any(hasattr(module, "normalizer") for module in model.modules())
 
 
+def test_attach_names_replace_softmax_for_a_model_of_torch():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1)
+    with pytest.raises(ValueError, match="TransformerEncoder does not use .*replace_softmax"):
+        attach(model)
+
+
 def test_attach_refuses_mappings_of_hidden_states():
     with pytest.raises(ValueError, match="'asentmax' reads hidden states"):
         attach(t5(), "asentmax")

@@ -43,7 +43,10 @@ def load_plain(kind: str | None, checkpoint: Path, data_bin: Path) -> tuple[Any,
     model, task, settings = load(checkpoint, data_bin, KINDS if kind is None else [kind])
     obstacle = _obstacle(model, kind or kind_of(settings.task._name))
     if obstacle:
-        raise UsageError(f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}")
+        raise UsageError(
+            f"checkpoint '{checkpoint}' cannot be exported: it has {obstacle}. Use the model with "
+            "multimax_fairseq.trained.load, or train one without that part"
+        )
     return model, task, as_namespace(settings.model)
 
 

@@ -60,6 +60,8 @@ def attach(
             does not use AttentionInterface, soft-capping, sinks or position biases. The model is
             then unchanged.
     """
+    if not hasattr(model, "set_attn_implementation"):
+        raise UsageError(_ignores_the_interface(model))
     if mapping_named(normalizer).hidden:
         raise UsageError(
             f"the normalizer {normalizer!r} reads hidden states, which transformers does not pass "
