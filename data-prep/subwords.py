@@ -12,9 +12,9 @@ from pathlib import Path
 from steps import SPLITS, fail, read, say, write
 
 # The lines of fairseq-preprocess: the text, and the share of its tokens that are <unk>.
-REPLACED = re.compile(r"([^/\n]+): \d+ sents, \d+ tokens, (\S+)% replaced")
-
 from multimax_fairseq.children import child
+
+REPLACED = re.compile(r"([^/\n]+): \d+ sents, \d+ tokens, (\S+)% replaced")
 
 
 def sentencepieces(
@@ -73,7 +73,7 @@ def binarize(prefixes: Iterable[Path], target: Path, workers: int, *options: obj
         said = [line for line in lines if not line.startswith("(MULTIMAX_TRACEBACK")]
         last = said[-1].strip() if said else "no output"
         fail(f"fairseq-preprocess failed: {last}; MULTIMAX_TRACEBACK=1 shows its output.")
-    for name, share in REPLACED.findall(result.stdout.decode(errors="replace")):
+    for name, share in REPLACED.findall(output.decode(errors="replace")):
         if float(share):
             say(f"  {name}: {share}% of the tokens are <unk>")
     (target / "preprocess.log").unlink()  # it names folders of this machine
