@@ -11,9 +11,9 @@ from pathlib import Path
 
 from steps import SPLITS, fail, read, say, write
 
-# The lines of fairseq-preprocess: the text, and the share of its tokens that are <unk>.
 from multimax_fairseq.children import child
 
+# The lines of fairseq-preprocess: the text, and the share of its tokens that are <unk>.
 REPLACED = re.compile(r"([^/\n]+): \d+ sents, \d+ tokens, (\S+)% replaced")
 
 

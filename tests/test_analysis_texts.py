@@ -59,7 +59,7 @@ def test_figures_draw_tokens_as_plain_text(copied):
 
 
 @pytest.mark.parametrize(
-    "subset, why", [("half", "has no target side"), ("valid.de-en", "no split 'valid.de-en'")]
+    "subset, why", [("half", "has no target side"), ("valid.de-en", "no subset 'valid.de-en'")]
 )
 def test_collect_names_the_missing_side_of_a_subset(data, checkpoint, tmp_path, subset, why):
     path = checkpoint("transformer_multimax")
@@ -91,7 +91,7 @@ def test_figures_draw_labels_as_plain_text(folder, name):
         "histograms": lambda c: weights.weight_histograms(c, "encoder"),
         "output": output.output_layer,
     }[name](found)
-    assert legend(figure) == TEXTS
+    assert legend(figure)[: len(TEXTS)] == TEXTS
     found[0].label = TEXTS[1]
     drawn = next(iter(figures.draw(found[:1])))
     drawn.figure.savefig(io.BytesIO(), format="svg")  # including the label above it
