@@ -1,7 +1,7 @@
 """MultiMax for fairseq: learnable modulated softmax in attention and in the output layer.
 
-This module holds the mathematics, and needs torch and entmax; `multimax_fairseq.models`, which
-fairseq imports by itself under `--user-dir`, registers the architectures and the criteria.
+The package needs torch and entmax; `multimax_fairseq.models`, which fairseq imports by itself under
+`--user-dir`, registers the architectures and the criteria.
 
 The public names are those of api.py, which is imported at their first use: torch takes seconds, and
 `multimax-compare --help` does without it.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Return a submodule or a public name; keep all public names here."""
+        """Return a submodule or a public name, and cache the public names in this module."""
         if importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
         api = importlib.import_module(f"{__name__}.api")

@@ -1,4 +1,4 @@
-"""What `from multimax_fairseq import ...` gives. It imports torch."""
+"""The public names of the package. This module imports torch."""
 
 from multimax_fairseq.continuous import (
     continuous_softmax,

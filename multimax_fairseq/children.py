@@ -61,8 +61,8 @@ def exit_on_signals() -> Iterator[None]:
     def leave(number: int, frame: Any) -> None:
         sys.exit(128 + number)
 
-    both = (signal.SIGTERM, signal.SIGHUP)
-    changed = [number for number in both if signal.getsignal(number) == signal.SIG_DFL]  # not nohup
+    both = (signal.SIGTERM, signal.SIGHUP)  # nohup ignores SIGHUP, which stays so
+    changed = [number for number in both if signal.getsignal(number) == signal.SIG_DFL]
     for number in changed:
         signal.signal(number, leave)
     try:

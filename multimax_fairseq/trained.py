@@ -77,8 +77,8 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
     ) -> Any:
         """Return the hypotheses of each sentence, the best first.
 
-        fairseq's method gives each batch all rows of `inference_step_args`, moves later results
-        up if it skips a sentence, and ignores an unknown flag.
+        Replaces fairseq's method, which passes all rows of `inference_step_args` to each batch,
+        shifts the results after a skipped sentence, and ignores unknown flags.
 
         Args:
             tokenized_sentences: token indices, (T,) each, or of one sentence.
@@ -195,7 +195,7 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
         )
 
     def binarize(self, sentence: str) -> Tensor:
-        """Return the token indices of a sentence of subwords; fairseq's method reads symbols."""
+        """Return the token indices of a sentence of subwords; symbols are unknown words."""
         return _token_indices(sentence, self.src_dict)
 
     # --- samples ---

@@ -161,8 +161,8 @@ def table(lines: list[lib.Line]) -> str:
         fewest = min((line["updates"] for line in of_task), default=task.updates)
         if fewest < task.updates:
             text += (
-                f"These scores are no results: --quick stopped models after {fewest:,} of "
-                f"{task.updates:,} updates, so they are not trained.\n\n"
+                f"These scores are not results: --quick trains for only {fewest:,} of "
+                f"{task.updates:,} updates.\n\n"
             )
     return text
 

@@ -244,10 +244,10 @@ def compare(pairs: dict[str, tuple[Scores, Scores]]) -> dict[str, Comparison]:
         gains = [score - baseline[seed] for seed, score in scores.items() if seed in baseline]
         if len(gains) >= 3:
             test = stats.ttest_1samp(gains, 0)
-            low, high = test.confidence_interval(0.95)
-            p = float(test.pvalue) if any(gains) else 1.0
             mean, deviation = statistics.mean(gains), statistics.stdev(gains)
-            found[name] = Comparison(mean, deviation, (low, high), p)
+            interval = test.confidence_interval(0.95) if deviation else (mean, mean)
+            p = float(test.pvalue) if any(gains) else 1.0
+            found[name] = Comparison(mean, deviation, tuple(interval), p)
     corrected = holm({name: one.p for name, one in found.items()})
     return {name: one._replace(p=corrected[name]) for name, one in found.items()}
 

@@ -102,7 +102,7 @@ def scores(experiment: Experiment, lines: list[Line], row: str) -> Scores:
 
 
 def compare(experiment: Experiment, lines: list[Line]) -> dict[str, Comparison]:
-    """Compare each row with softmax; the correction counts all rows."""
+    """Compare each row with softmax; the correction counts the rows that are compared."""
     rows = dict.fromkeys(line["row"] for line in lines if line["row"] != "softmax")
     softmax = scores(experiment, lines, "softmax")
     return lib.compare({row: (scores(experiment, lines, row), softmax) for row in rows})

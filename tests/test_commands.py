@@ -339,6 +339,7 @@ def test_replace_unk_copies_the_word_with_the_largest_attention(text, translatio
             pairs = {"Zorg": "care", "Quax": "quack"} if more == ("pairs",) else {}
             expected = [" ".join(pairs.get(word, word) for word in each) for each in words]
             assert [line for _, (_, line) in sorted(hypotheses(output).items())] == expected
+            assert ("T-0\tQuax und Frob Mensch\n" in output) == (command[0] == "fairseq-generate")
     assert "fairseq-interactive" in refused(text, *("fairseq-generate", *options, "--replace-unk"))
 
 

@@ -27,7 +27,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import OmegaConf
 
-from multimax_fairseq import compat, scores
+from multimax_fairseq import bleu, compat
 from multimax_fairseq.compat import mistakes, running, untrusted
 from multimax_fairseq.compat.patch import COMMANDS
 from multimax_fairseq.errors import UsageError
@@ -476,14 +476,14 @@ def test_languages_without_spaces_select_checkpoints_by_their_bleu(monkeypatch, 
     found = [[{"tokens": row}] for row in rows[0]]
     monkeypatch.setattr(task, "inference_step", lambda *_, **__: found)
     score = task._inference_with_bleu(None, {"target": rows[1]}, None).score
-    assert score == scores.bleu(language).corpus_score(hypotheses, [CHINESE]).score
+    assert score == bleu.metric(language).corpus_score(hypotheses, [CHINESE]).score
     assert (score > 60) == (wrong == "last" and language != "de")
 
 
 def test_languages_without_spaces_name_the_missing_package(monkeypatch):
     monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ja_mecab.MeCab", None)
     settings = {"eval_bleu": True, "target_lang": "ja_XX"}
-    for action in (lambda: scores.bleu("ja"), lambda: mistakes.check_settings(settings)):
+    for action in (lambda: bleu.metric("ja"), lambda: mistakes.check_settings(settings)):
         with pytest.raises(UsageError, match=r"needs MeCab: .* pip install 'sacrebleu\[ja\]'"):
             action()
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 PACKAGE = ROOT / "multimax_fairseq"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-GROUND = ("children", "errors", "files", "scores", "signature", "supported")
+GROUND = ("children", "bleu", "errors", "files", "signature", "supported")
 MATHEMATICS = {"ops", "mappings", "continuous"}
 # The subpackages that each one may import, besides itself and GROUND.
 BELOW = {

@@ -88,8 +88,9 @@ def assert_attention_as_accurate(
             draws.append(attend(mapping, parts, grad, dtype, precision, backend=kind, **options))
         found.append([torch.cat(parts) for parts in zip(*draws, strict=True)])
     assert_as_accurate(*(parts[:4] for parts in found))
-    # At alpha = 1.01 the kernel's gradient of alpha is less accurate than that of plain PyTorch.
-    assert_as_accurate(*(parts[4:] for parts in found), rounding=1e-5)
+    # Near alpha = 1 the kernel's gradient of alpha is less accurate than that of plain PyTorch.
+    rounding = 1e-5 if mapping[0] == "alpha_entmax" else 5e-7
+    assert_as_accurate(*(parts[4:] for parts in found), rounding=rounding)
     return found[0]
 
 

@@ -41,7 +41,7 @@ Evaluates a checkpoint on a folder of fairseq-preprocess: SacreBLEU, or perplexi
 
 Translation: SacreBLEU and chrF of the detokenised text, and BLEU of its Moses tokens, as older
 papers report it. The target language selects SacreBLEU's tokenizer: zh, ja-mecab or ko-mecab; char
-for Thai, Lao, Khmer, Burmese and Tibetan; 13a for all others, and only these have Moses tokens. A
+for Thai, Lao, Khmer, Burmese and Tibetan; 13a for all others. Moses tokens are for 13a alone. A
 translation has at most 1.2 tokens per source token plus 10, or the max_len_a and max_len_b of the
 training's --eval-bleu-args. References are the lines of DATA-BIN/SUBSET.reference.LANGUAGE, raw
 text, if data preparation wrote it. Otherwise they are decoded from DATA-BIN, where an unknown word

@@ -26,10 +26,10 @@ MAPPINGS = ("softmax", "multimax")
 Result = dict[str, Any]
 DESCRIPTIONS = ("protocol", "signature")  # of a result; the same for every seed
 # docs/results/multi30k.jsonl: the standard deviation over all 16 seeds of the row softmax.
-ONE_SEED = (
-    "One training each shows no difference between mappings: on Multi30k, 16 softmax models (2 + 2 "
-    "layers, 128 wide) that differ in the seed alone have a standard deviation of 0.38 BLEU. Pass "
-    "--seeds 5 for a test over seeds."
+FEW_SEEDS = (
+    "One or two trainings of each mapping are not enough to compare them: on Multi30k, 16 softmax "
+    "models (2 + 2 layers, 128 wide) that differ in the seed alone have a standard deviation of "
+    "0.38 BLEU. Pass --seeds 5 for a test over seeds."
 )
 VALIDATION = r"valid on 'valid' subset .* nll_loss (\S+) .* num_updates (\d+)"
 COMMON = (
@@ -56,21 +56,21 @@ def main(args: argparse.Namespace) -> None:
         if (number := getattr(args, flag)) < 1:
             raise UsageError(f"--{flag} {number} must be at least 1")
     pairs = {split: read_pairs(args.text, split, (args.source, args.target)) for split in SPLITS}
-    claim(args.out, args, pairs)
-    made_with = signature("sacrebleu")  # before the checkout can change
+    options = [*COMMON, *(ON_GPU if is_gpu else ON_CPU)]
+    options += ["--max-update", str(args.updates), "--total-num-update", str(args.updates)]
+    options += ["--save-interval-updates", str(max(1, args.updates // 5))]
+    claim(args.out, {"source": args.source, "target": args.target, "options": options}, pairs)
+    made_with = {"hardware": processor(), **signature("sacrebleu")}  # before the checkout changes
     data = prepare(pairs, args.source, args.target, args.out)
     seeds = range(args.seed, args.seed + args.seeds)
     runs: dict[str, list[Result]] = {mapping: [] for mapping in MAPPINGS}
     for seed, mapping in itertools.product(seeds, MAPPINGS):
-        words = ["--attention-normalizer", mapping, "--seed", str(seed)]
-        words += ["--max-update", str(args.updates), "--total-num-update", str(args.updates)]
-        words += ["--save-interval-updates", str(max(1, args.updates // 5))]
-        words += [*COMMON, *(ON_GPU if is_gpu else ON_CPU)]
-        runs[mapping].append(finish(data, args.out / mapping / f"seed-{seed}", words, args.updates))
+        words = ["--attention-normalizer", mapping, "--seed", str(seed), *options]
+        folder = args.out / mapping / f"seed-{seed}"
+        runs[mapping].append(finish(data, folder, words, args.updates, made_with))
     models = {mapping: over_seeds(results) for mapping, results in runs.items()}
     found = difference(*([run["value"] for run in runs[mapping]] for mapping in MAPPINGS))
-    line = {"seeds": [*seeds], "models": models, **found, "hardware": processor(), **made_with}
-    write_json(args.out / "result.json", line)
+    write_json(args.out / "result.json", {"seeds": [*seeds], "models": models, **found})
     folders = {mapping: args.out / mapping / f"seed-{args.seed}" for mapping in MAPPINGS}
     print(samples(pairs["test"], folders))
     print(table(models, found), end="")
@@ -78,10 +78,9 @@ def main(args: argparse.Namespace) -> None:
     print(draw(args.out, seeds))
 
 
-def claim(out: Path, args: argparse.Namespace, pairs: Pairs) -> None:
+def claim(out: Path, settings: dict[str, Any], pairs: Pairs) -> None:
     """Write the settings of a new comparison; raise UsageError if `out` has another one."""
     digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-    settings = {name: getattr(args, name) for name in ("source", "target", "updates")}
     file, line = out / "settings.json", json.dumps({**settings, "sha256": digest})
     is_started = file.exists() and (out / "data-bin").exists()
     if is_started and read_lines(file) != [line]:
@@ -90,13 +89,13 @@ def claim(out: Path, args: argparse.Namespace, pairs: Pairs) -> None:
     write(file, f"{line}\n")
 
 
-def finish(data: Path, folder: Path, words: list[str], updates: int) -> Result:
+def finish(data: Path, folder: Path, words: list[str], updates: int, made_with: Result) -> Result:
     """Train and evaluate one model, unless done; return its result."""
     file = folder / "result.json"
     if not file.exists():
         command = train(data, folder, words, updates)
         result = evaluate(folder / "checkpoint_best.pt", data, log=folder / "evaluate.log")
-        write_json(file, result | {"command": portable(command)})
+        write_json(file, {**result, "command": portable(command), **made_with})
     result = json.loads(file.read_text(encoding="utf-8"))
     return result
 
@@ -141,11 +140,13 @@ def over_seeds(runs: list[Result]) -> Result:
 
 
 def difference(softmax: list[float], other: list[float]) -> Result:
-    """Return the mean difference in BLEU; with several seeds also its deviation and p."""
+    """Return the mean difference in BLEU, its deviation, and p from three seeds on."""
     differences = [b - a for a, b in zip(softmax, other, strict=True)]
     found: Result = {"difference": statistics.mean(differences), "deviation": None, "p": None}
     if len(differences) > 1:
-        found |= {"deviation": statistics.stdev(differences), "p": paired_p(differences)}
+        found["deviation"] = statistics.stdev(differences)
+    if len(differences) > 2:
+        found["p"] = paired_p(differences)
     return found
 
 
@@ -175,7 +176,7 @@ def table(models: dict[str, Result], found: Result) -> str:
         lines.append(f"{mapping:<10}{''.join(f'{cell:>15}' for cell in cells)}")
     text = with_deviation(found["difference"], found["deviation"], "+")
     if found["p"] is None:
-        lines += [f"difference: {text} BLEU", ONE_SEED]
+        lines += [f"difference: {text} BLEU", FEW_SEEDS]
     else:
         count = len(models["softmax"]["runs"])
         test = f"p = {found['p']:.3f} (paired t-test over {count} seeds)"

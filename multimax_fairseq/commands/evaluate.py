@@ -19,7 +19,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
-from multimax_fairseq import scores
+from multimax_fairseq import bleu
 from multimax_fairseq.commands.average import average, newest
 from multimax_fairseq.commands.parallel_text import unknown_share
 from multimax_fairseq.commands.stock import find_command, portable, run, sentences
@@ -82,7 +82,7 @@ def translation(
     if target is None:
         raise UsageError(f"'{data}' has no data of a language pair: check its path")
     text = describe(data, target)
-    bleu = scores.bleu(target, text["lowercase"])  # before the work, since a package may be missing
+    sacrebleu = bleu.metric(target, text["lowercase"])  # first, since a package may be missing
     length = json.loads(getattr(task, "eval_bleu_args", None) or "{}")
     words = stock_command(
         *("fairseq-generate", data, "--path", checkpoint, "--gen-subset", subset),
@@ -104,25 +104,29 @@ def translation(
     unknown_in_tokens = sum(UNKNOWN_WORD in line for line in targets) if lines is targets else 0
     unknown = unknown_in_tokens if raw is None else 0
     references = references if raw is None else raw
-    if mistake := scores.language_mistake(target, references):
+    if mistake := bleu.language_mistake(target, references):
         logger.warning(mistake)
     chrf = CHRF(lowercase=text["lowercase"])
     # In the format of SacreBLEU's signatures.
     differing = f"|pairs:{text['pairs']}" if text["pairs"] else ""
     of_tokens = {}
-    if is_tokenized or scores.tokenizer(target) == scores.DEFAULT:
+    if is_tokenized or bleu.tokenizer(target) == bleu.DEFAULT:
         tokenized = BLEU(lowercase=text["lowercase"], tokenize="none", force=True)
         score = tokenized.corpus_score(translation_tokens, [reference_tokens]).score
         signature = f"{tokenized.get_signature()}{differing}{noted(unknown_in_tokens)}"
         of_tokens = {"tokenized_bleu": score, "tokenized_signature": signature}
     return {
         "metric": "SacreBLEU",
-        "value": bleu.corpus_score(translations, [references]).score,
-        "signature": f"{bleu.get_signature()}{differing}{noted(unknown)}",
+        "value": sacrebleu.corpus_score(translations, [references]).score,
+        "signature": f"{sacrebleu.get_signature()}{differing}{noted(unknown)}",
         "chrf": chrf.corpus_score(translations, [references]).score,
         "chrf_signature": f"{chrf.get_signature()}{differing}{noted(unknown)}",
         **of_tokens,
-        **unknown_tokens(data, f"{subset}.*.{source}", f"dict.{source}.txt"),
+        **unknown_tokens(
+            data,
+            [f"{subset}.{a}-{b}.{source}" for a, b in ((source, target), (target, source))],
+            f"dict.{source}.txt",
+        ),
         "protocol": f"{subset}, {len(targets):,} sentences, beam {beam}, detokenised; references: "
         + ("read back from the binarised data" if raw is None else "raw text")
         + (f", {unknown:,} with unknown words" if unknown else ""),
@@ -131,9 +135,9 @@ def translation(
     }
 
 
-def unknown_tokens(data: Path, pattern: str, dictionary: str) -> dict[str, float]:
-    """Return {"unknown": share of <unk> in percent} for a text of the data folder, if not 0."""
-    texts = [file.with_suffix("") for file in data.glob(f"{pattern}.idx")]
+def unknown_tokens(data: Path, names: list[str], dictionary: str) -> dict[str, float]:
+    """Return {"unknown": share of <unk> in percent} if it is not 0; one of the texts exists."""
+    texts = [data / name for name in names if (data / f"{name}.idx").exists()]
     share = max((unknown_share(text, data / dictionary) for text in texts), default=0.0)
     return {"unknown": share} if share else {}
 
@@ -209,7 +213,7 @@ def language_model(
         "metric": "perplexity",
         "value": 2**bits,
         **per_word,
-        **unknown_tokens(data, subset, "dict.txt"),
+        **unknown_tokens(data, [subset], "dict.txt"),
         "signature": f"per token, {count[-1]} tokens, blocks of {block}, context window {context}",
         "protocol": f"{subset}, fairseq-eval-lm, each token after at least {context} others where "
         "the text has as many",
@@ -243,13 +247,17 @@ def evaluate(
     options = [] if torch.cuda.is_available() and not quantized else ["--cpu"]
     options += ["--quantize", "int8"] if quantized else []
     options += ["--user-dir", str(plugin)]
-    if task._name == "language_modeling":
+    is_text = not hasattr(task, "source_lang")  # of a plugin's task that is not imported here
+    kind = "language_modeling" if is_text else "translation"
+    if task._name in TASK_REGISTRY:
+        kind = kind_of(task._name) or task._name
+    if kind == "language_modeling":
         if quantized:
             raise UsageError("--quantize int8 is for translation: leave it out")
         return language_model(checkpoint, data, task, subset, longer or 1, options, log)
     if longer is not None:
         raise UsageError("--longer is for language models: leave it out")
-    if task._name in TASK_REGISTRY and kind_of(task._name) != "translation":
+    if kind != "translation":
         raise UsageError(
             f"checkpoint '{checkpoint}' is of the task {task._name}: pass one of translation or "
             "language_modeling"

@@ -10,14 +10,15 @@ from typing import Any
 from fairseq.data import Dictionary
 from fairseq.data.data_utils import load_indexed_dataset
 
+from multimax_fairseq.bleu import language_mistake, metric
 from multimax_fairseq.commands.stock import find_command, run
 from multimax_fairseq.errors import UsageError, no_file
 from multimax_fairseq.files import read_lines, write
-from multimax_fairseq.scores import bleu, language_mistake
 
 SPLITS = ("train", "valid", "test")
 Pairs = dict[str, list[tuple[str, str]]]  # {split: sentences with their translations}
-SUBWORDS, LONGEST = 6000, 250  # in the dictionary, and in a sentence of train and valid
+SUBWORDS = 6000  # in the dictionary
+LONGEST = 250  # subwords of a sentence of train and valid
 POSITIONS = 1024  # of the architecture, with the end of sentence
 
 
@@ -41,7 +42,7 @@ def read_pairs(text: Path, split: str, languages: tuple[str, str]) -> list[tuple
 
 def prepare(pairs: Pairs, source: str, target: str, out: Path) -> Path:
     """Learn subwords and binarise the text, unless done; return the folder of the data."""
-    bleu(target)  # raises UsageError without its package
+    metric(target)  # raises UsageError without its package
     references = [line for _, line in pairs["test"]]
     if mistake := language_mistake(target, references):
         raise UsageError(mistake)
@@ -60,7 +61,7 @@ def prepare(pairs: Pairs, source: str, target: str, out: Path) -> Path:
             check_lengths([source for source, _ in pieces])
         else:
             kept = [pair for pair in pieces if all(0 < len(side) <= LONGEST for side in pair)]
-            check_some(split, kept)
+            check_not_empty(split, kept)
             if len(kept) < len(pieces):
                 print(f"{split}: left out {len(pieces) - len(kept):,} empty or too long pairs")
             pieces = kept
@@ -90,7 +91,7 @@ def learn_subwords(train: list[tuple[str, str]], folder: Path) -> Any:
 
     # Other lines are longer than LONGEST subwords, since a subword has at most 16 characters.
     kept = [pair for pair in train if all(0 < len(side) <= 16 * LONGEST for side in pair)]
-    check_some("train", kept)
+    check_not_empty("train", kept)
     lines = list(itertools.chain.from_iterable(kept))
     characters = set().union(*(unicodedata.normalize("NFKC", line) for line in lines))
     file = folder / "sentencepiece.model"
@@ -121,7 +122,7 @@ def unknown_share(text: Path, dictionary: Path) -> float:
     return 100 * count / int(sum(lines.sizes))
 
 
-def check_some(split: str, pairs: Sequence[object]) -> None:
+def check_not_empty(split: str, pairs: Sequence[object]) -> None:
     """Raise UsageError if no sentence pair is left of a split."""
     if not pairs:
         raise UsageError(

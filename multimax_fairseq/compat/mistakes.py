@@ -19,7 +19,7 @@ from collections import defaultdict
 
 import torch
 
-from multimax_fairseq import scores
+from multimax_fairseq import bleu
 from multimax_fairseq.compat.patch import PACKAGE, command, replace
 from multimax_fairseq.errors import MAX_LISTED, UsageError
 
@@ -85,7 +85,7 @@ def _setting_mistake(settings):
             f"{maximize} out"
         )
     if settings["eval_bleu"] and not settings["eval_tokenized_bleu"]:
-        scores.bleu(target_language())  # raises UsageError without its package
+        bleu.metric(target_language())  # raises UsageError without its package
     window, workers = settings["context_window"] or 0, settings["num_workers"] or 0
     if window > 0 and workers > 1:
         return (
@@ -377,6 +377,21 @@ def plain_errors():
                 _end(text)
 
         return original(reported)
+
+
+def save_folder():
+    """Name --save-dir if it cannot be made or written to; fairseq's error names no flag."""
+    from fairseq import checkpoint_utils
+
+    @replace(checkpoint_utils, "verify_checkpoint_directory")
+    def verify_checkpoint_directory(original, save_dir):
+        try:
+            original(save_dir)
+        except OSError as error:
+            raise UsageError(
+                f"--save-dir '{save_dir}' cannot be made or written to ({error.strerror}): pass "
+                "another folder"
+            ) from error
 
 
 def unknown_model():

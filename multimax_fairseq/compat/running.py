@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import torch
 
-from multimax_fairseq import scores
+from multimax_fairseq import bleu
 from multimax_fairseq.compat import mistakes, text
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command, replace
 from multimax_fairseq.errors import UsageError
@@ -68,19 +68,19 @@ def score_command():
     Remove when fairseq-score passes those.
     """
     import sacrebleu
-    from fairseq.scoring import bleu
+    from fairseq.scoring.bleu import BleuConfig, Scorer
 
     @replace(sacrebleu, "corpus_bleu")
     def corpus_bleu(original, hypotheses, references, *args, **kwargs):
         references = [r if r is None else list(r) for r in references]
-        if language := scores.LANGUAGE.get():  # see silent.languages_without_spaces
-            kwargs.setdefault("tokenize", scores.tokenizer(language))
+        if language := bleu.LANGUAGE.get():  # see silent.tokenizer_of_target_language
+            kwargs.setdefault("tokenize", bleu.tokenizer(language))
         return original(list(hypotheses), references, *args, **kwargs)
 
-    @replace(bleu.Scorer, "__init__")
+    @replace(Scorer, "__init__")
     def __init__(original, self, cfg, *numbers):
         if numbers:
-            cfg = bleu.BleuConfig(pad=cfg, eos=numbers[0], unk=numbers[1])
+            cfg = BleuConfig(pad=cfg, eos=numbers[0], unk=numbers[1])
         original(self, cfg)
 
 

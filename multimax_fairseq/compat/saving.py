@@ -229,8 +229,8 @@ def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
     loaded model.
     """
     check = getattr(trainer.get_model(), "check_resumed", None)
-    is_checked = not reset_optimizer and trainer.data_parallel_rank == 0
-    if check is not None and is_checked:
+    must_resume = not reset_optimizer and trainer.data_parallel_rank == 0
+    if check is not None and must_resume:
         before = read_metadata(filename, lambda state: state["cfg"]["model"])
         if before is not None:
             check(trainer.cfg.model, before)
@@ -240,7 +240,7 @@ def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
         ema.store_ema = False
     try:
         loaded = load(trainer, filename, reset_optimizer, *args, **kwargs)
-        if is_checked and read_metadata(filename, lambda s: "last_optimizer_state" not in s):
+        if must_resume and read_metadata(filename, lambda s: "last_optimizer_state" not in s):
             raise CheckpointError(
                 f"a run cannot resume from '{filename}', which has no optimizer state (as with "
                 "--no-save-optimizer-state, or after multimax-average): pass --reset-optimizer to "
@@ -275,25 +275,6 @@ def _check_moments(optimizer):
                     f"its optimizer has {name} of shape {list(shape)} for parameters of shape "
                     f"{list(parameter.shape)}"
                 )
-
-
-def save_folder():
-    """Name --save-dir if it cannot be made or written to.
-
-    Cause: fairseq's error does not name the flag.
-    Remove when it does.
-    """
-    from fairseq import checkpoint_utils
-
-    @replace(checkpoint_utils, "verify_checkpoint_directory")
-    def verify_checkpoint_directory(original, save_dir):
-        try:
-            original(save_dir)
-        except OSError as error:
-            raise UsageError(
-                f"--save-dir '{save_dir}' cannot be made or written to ({error.strerror}): pass "
-                "another folder"
-            ) from error
 
 
 def saved_checkpoints():

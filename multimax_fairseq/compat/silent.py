@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import torch
 
-from multimax_fairseq import scores
+from multimax_fairseq import bleu
 from multimax_fairseq.compat import mistakes
 from multimax_fairseq.compat.patch import command, replace
 from multimax_fairseq.errors import UsageError, remedy_for
@@ -308,7 +308,7 @@ def unknown_words_in_references():
         return scorer
 
 
-def languages_without_spaces():
+def tokenizer_of_target_language():
     """Score --eval-bleu and --scoring sacrebleu with the tokenizer of the target language.
 
     Cause: fairseq splits each language with 13a, which leaves a Chinese sentence as one token, so
@@ -319,21 +319,22 @@ def languages_without_spaces():
 
     @replace(TranslationTask, "_inference_with_bleu")
     def _inference_with_bleu(original, self, *args):
-        token = scores.LANGUAGE.set(self.cfg.target_lang)  # for sacrebleu.corpus_bleu
+        token = bleu.LANGUAGE.set(self.cfg.target_lang)  # for sacrebleu.corpus_bleu
         try:
             return original(self, *args)
         finally:
-            scores.LANGUAGE.reset(token)
+            bleu.LANGUAGE.reset(token)
 
 
 def _choose_tokenizer(choice):
     """Set the tokenizer of --scoring sacrebleu; warn of BLEU4 in a language without spaces."""
     kind, language = getattr(choice, "_name", choice), mistakes.target_language()
     is_given = any(word.startswith("--sacrebleu-tokenizer") for word in sys.argv)
-    if kind == "sacrebleu" and not is_given:
-        scores.bleu(language)  # raises UsageError without its package
-        choice.sacrebleu_tokenizer = scores.tokenizer(language)
-    elif kind == "bleu" and scores.tokenizer(language) != scores.DEFAULT:
+    is_default = getattr(choice, "sacrebleu_tokenizer", None) == bleu.DEFAULT and not is_given
+    if kind == "sacrebleu" and is_default:
+        bleu.metric(language)  # raises UsageError without its package
+        choice.sacrebleu_tokenizer = bleu.tokenizer(language)
+    elif kind == "bleu" and bleu.tokenizer(language) != bleu.DEFAULT:
         logger.warning(
             "BLEU4 compares the words between spaces, or the subwords without --remove-bpe: for "
             f"the language '{language}' add --scoring sacrebleu"
@@ -353,7 +354,7 @@ def _replace_placeholders(scorer):
         if any(has_unknown):
             logger.warning(
                 f"{sum(has_unknown):,} of {len(has_unknown):,} references hold unknown words, "
-                "which match nothing: for a score on raw text give the D- lines to fairseq-score"
+                "which match nothing: for a score on raw text pass the D- lines to sacrebleu"
             )
         return result_string(*args)
 
@@ -489,10 +490,15 @@ def check_languages(path, state, task, overrides):
     if any(a and b and a != b for a, b in zip(own, asked, strict=True)):
         source, target = own
         asked = [b or a for a, b in zip(own, asked, strict=True)]
+        remedy = "leave source_lang and target_lang out"
+        if command():
+            remedy = (
+                f"pass --source-lang {source} --target-lang {target} and their data; if only the "
+                f'names differ, pass --model-overrides "{dict(zip(LANGUAGES, asked, strict=True))}"'
+            )
         raise UsageError(
             f"'{path}' translates from {source} to {target}, not from {asked[0]} to {asked[1]}: "
-            f"pass --source-lang {source} --target-lang {target} and their data; if only the names "
-            f'differ, pass --model-overrides "{dict(zip(LANGUAGES, asked, strict=True))}"'
+            f"{remedy}"
         )
 
 

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from multimax_fairseq import scores
+from multimax_fairseq import bleu
 from multimax_fairseq.compat.patch import command, replace
 from multimax_fairseq.errors import UsageError, first_line
 
@@ -241,7 +241,7 @@ def scored_lines():
                     "carriage return also ends a line)"
                 )
             with open(args.ref) as lines:
-                if scores.lacks_spaces(lines):
+                if bleu.lacks_spaces(lines):
                     raise UsageError(
                         f"'{args.ref}' has no spaces between words, so BLEU would compare whole "
                         "sentences: use sacrebleu with -tok zh, ja-mecab or char"

@@ -28,9 +28,10 @@ def replaced_unknown_words():
 
     @replace(utils, "load_align_dict")
     def load_align_dict(original, path):
-        if path is not None:
-            replacement.translations = {} if path == NO_FILE else _read(path)
-        return None  # fairseq itself replaces nothing
+        if path is None:
+            return None
+        replacement.translations = {} if path == NO_FILE else _read(path)
+        return {}  # fairseq-generate then reads source and reference from the raw text
 
     @replace(interactive, "make_batches")
     def make_batches(original, lines, cfg, task, max_positions, encode_fn):
@@ -39,8 +40,9 @@ def replaced_unknown_words():
             yield batch
 
     @replace(utils, "post_process_prediction")
-    def post_process_prediction(original, *args, tgt_dict, **kwargs):
-        return original(*args, tgt_dict=replacement.dictionary or tgt_dict, **kwargs)
+    def post_process_prediction(original, *args, tgt_dict, align_dict, **kwargs):
+        words = replacement.dictionary or tgt_dict
+        return original(*args, tgt_dict=words, align_dict=None, **kwargs)
 
     def inference_step(original, self, generator, models, sample, *args, **kwargs):
         if replacement.translations is None:

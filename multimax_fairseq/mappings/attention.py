@@ -103,8 +103,8 @@ def scaled_dot_product_attention(
     requested(backend)
     if backend in KERNELS:
         raise ValueError(
-            f"no {backend} kernel computes {normalizer!r} with these arguments ({query.dtype} on "
-            f"{query.device}): pass backend='auto' to use plain PyTorch"
+            f"no {backend} kernel computes {normalizer!r} with these arguments: pass "
+            "backend='auto' to use plain PyTorch"
         )
     if is_causal:
         mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)

@@ -127,37 +127,39 @@ class _Entmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         probs, learned = ctx.saved_tensors
         alpha = ctx.alpha if learned is None else learned
-        grad_scores = _along_scores(probs, alpha, ctx.dim, grad)  # the Jacobian is symmetric
+        grad_scores = _jacobian_product(probs, alpha, ctx.dim, grad)  # the Jacobian is symmetric
         if not ctx.needs_input_grad[1]:
             return grad_scores, None, None, None
         slope = _slope_of_alpha(probs, alpha, ctx.dim)
         return grad_scores, (grad * slope).sum_to_size(alpha.shape), None, None
 
     @staticmethod
-    def jvp(ctx: Any, scores: Tensor | None, by_alpha: Tensor | None, *_: None) -> Tensor:
+    def jvp(
+        ctx: Any, scores_tangent: Tensor | None, alpha_tangent: Tensor | None, *_: None
+    ) -> Tensor:
         probs, learned = ctx.saved_tensors
         alpha = ctx.alpha if learned is None else learned
         tangent = torch.zeros_like(probs)
-        if scores is not None:
-            tangent = tangent + _along_scores(probs, alpha, ctx.dim, scores)
-        if by_alpha is not None:
-            tangent = tangent + by_alpha * _slope_of_alpha(probs, alpha, ctx.dim)
+        if scores_tangent is not None:
+            tangent = tangent + _jacobian_product(probs, alpha, ctx.dim, scores_tangent)
+        if alpha_tangent is not None:
+            tangent = tangent + alpha_tangent * _slope_of_alpha(probs, alpha, ctx.dim)
         return tangent
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], wide: Tensor, alpha: float | Tensor, *rest: int
     ) -> tuple[Tensor, int]:
-        of_wide, of_alpha, *_ = in_dims
-        wide = wide[None] if of_wide is None else wide.movedim(of_wide, 0)
-        if isinstance(alpha, Tensor) and of_alpha is not None:
-            alpha = alpha.movedim(of_alpha, 0)
+        wide_dim, alpha_dim, *_ = in_dims
+        wide = wide[None] if wide_dim is None else wide.movedim(wide_dim, 0)
+        if isinstance(alpha, Tensor) and alpha_dim is not None:
+            alpha = alpha.movedim(alpha_dim, 0)
             alpha = alpha.reshape(-1, *(1,) * (wide.dim() - alpha.dim()), *alpha.shape[1:])
         wide = wide.expand(info.batch_size, *wide.shape[1:])
         return _Entmax.apply(wide, alpha, *rest), 0
 
 
-def _along_scores(probs: Tensor, alpha: float | Tensor, dim: int, vector: Tensor) -> Tensor:
+def _jacobian_product(probs: Tensor, alpha: float | Tensor, dim: int, vector: Tensor) -> Tensor:
     """Return the product of dp / dx and a vector.
 
     dp / dx = diag(s) - s s^T / sum(s),  s = p^(2 - alpha), and s = 0 where p = 0

@@ -11,7 +11,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.translation import TranslationTask
 
-from multimax_fairseq.compat.silent import setting_names
+from multimax_fairseq.compat.silent import check_languages, setting_names
 from multimax_fairseq.errors import UsageError, no_file, remedy_for
 
 # Flags of fairseq-generate that a search in Python reads.
@@ -20,8 +20,7 @@ SEARCH = frozenset(
     "match_source_len max_len_a max_len_b min_len no_repeat_ngram_size print_alignment sampling "
     "sampling_topk sampling_topp score_reference temperature unkpen unnormalized".split()
 )
-# Settings beside those of model, task and text that have an effect on a loaded model. A call sets
-# the other two flags of SEARCH.
+# Other settings that a loaded model reads; `beam` and `score_reference` are arguments of each call.
 LOADED = SEARCH - {"beam", "score_reference"} | {
     *("batch_size", "max_tokens", "retain_dropout", "retain_dropout_modules")
 }
@@ -52,8 +51,8 @@ def load(
 def kind_of(name: str) -> str | None:
     """Return the one of `KINDS` that a task is; None for other tasks of fairseq.
 
-    A plugin's subclass has the kind of its base, but not a subclass in fairseq, whose batches or
-    searches are others.
+    A plugin's subclass has the kind of its base. fairseq's own subclasses have none: their batches
+    or their search differ.
     """
     bases = getattr(tasks.TASK_REGISTRY.get(name), "__mro__", ())
     first = next((base for base in bases if base.__module__.startswith("fairseq.")), None)
@@ -98,9 +97,11 @@ def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
             f"data folder '{data}' does not exist: give the folder that fairseq-preprocess wrote"
         )
     state: dict[str, Any] = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    check_languages(path, state, None, overrides)
     if cfg := state.get("cfg"):
         _check_names(cfg, overrides)
-        cfg.update(dict.fromkeys(ENCODERS.keys() & overrides))  # fairseq replaces only None
+        # overwrite_args_by_name replaces bpe and tokenizer only if they are None.
+        cfg.update(dict.fromkeys(ENCODERS.keys() & overrides))
         overwrite_args_by_name(cfg, {"data": str(data), "eval_bleu": False, **overrides})
         state["args"] = None  # of an older checkpoint; fairseq would read its settings again
     return state

@@ -19,7 +19,7 @@ CODES = {
 TOKENIZERS = {code: name for name, codes in CODES.items() for code in codes.split()}
 # Letters, without combining marks, of Thai, Lao, Tibetan, Burmese; Khmer; Japanese and Chinese.
 LETTERS = re.compile(r"(?=[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff])\w")
-LONGEST_WORD = 5  # letters, on average
+MAX_MEAN_WORD = 5  # letters, on average
 DEFAULT = BLEU.TOKENIZER_DEFAULT  # 13a
 # The target language of sacrebleu.corpus_bleu, which fairseq calls without one.
 LANGUAGE = contextvars.ContextVar("language", default="")
@@ -30,7 +30,7 @@ def tokenizer(language: str) -> str:
     return TOKENIZERS.get(re.split("[-_.]", language.lower())[0], DEFAULT)
 
 
-def bleu(language: str, lowercase: bool = False) -> BLEU:
+def metric(language: str, lowercase: bool = False) -> BLEU:
     """Return SacreBLEU's metric for a target language.
 
     Raises:
@@ -49,7 +49,7 @@ def bleu(language: str, lowercase: bool = False) -> BLEU:
 def lacks_spaces(lines: Iterable[str]) -> bool:
     """Whether the text is written without spaces between words."""
     text = "\n".join(lines)
-    return len(LETTERS.findall(text)) > LONGEST_WORD * len(text.split())
+    return len(LETTERS.findall(text)) > MAX_MEAN_WORD * len(text.split())
 
 
 def language_mistake(language: str, lines: Iterable[str]) -> str | None:
