@@ -23,11 +23,12 @@ from hugging_face import (
     made,
     tokens,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from multimax_fairseq import replace_softmax
 from multimax_fairseq.integrations.transformers import attach, checkpoint, load, save
+from multimax_fairseq.integrations.transformers.layers import KEY
 from multimax_fairseq.modules.normalizer import Normalizer
 
 pytestmark = pytest.mark.long
@@ -50,6 +51,16 @@ def bert_gpt2():
 def vit_gpt2():
     config = hf.ViTConfig(image_size=8, patch_size=4, **LAYERS, **WIDTHS)
     return encoder_decoder(hf.ViTModel(config), gpt2().config, hf.VisionEncoderDecoderModel)
+
+
+IMAGE = WORDS - 1  # the token that stands for an image
+
+
+def llava():
+    """A model whose weights have other names in its files."""
+    vision = hf.CLIPVisionConfig(image_size=8, patch_size=4, **LAYERS, **WIDTHS)
+    text = {"vision_config": vision, "text_config": llama().config, "image_token_id": IMAGE}
+    return hf.LlavaForConditionalGeneration(hf.LlavaConfig(**text))
 
 
 def same(model, other):
@@ -101,13 +112,39 @@ def test_load_keeps_dtypes(tmp_path):
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
-def test_load_reads_shards(tmp_path):
-    model = made(gpt2)
-    attach(model, init_std=0.3)
-    small = model.save_pretrained
-    model.save_pretrained = lambda folder: small(folder, max_shard_size="20KB")
-    save(model, tmp_path)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+@pytest.mark.parametrize("normalizer", ["multimax", "topk"])
+@pytest.mark.parametrize("make", [gpt2, llava])
+def test_load_reads_what_save_pretrained_writes(make, normalizer, tmp_path):
+    """As Trainer calls it, in one file, and as a user does, in shards."""
+    model = made(make)
+    images = {"pixel_values": torch.randn(1, 3, 8, 8)} if make is llava else {}
+    inputs = {"input_ids": tokens(1).index_fill(1, torch.arange(4), IMAGE), **images}
+    settings = {"multimax": {"init_std": 0.3}, "topk": {"k": 2}}[normalizer]
+    attach(model, normalizer, inputs=inputs, **settings)
+    model.save_pretrained(tmp_path / "trainer", state_dict=model.state_dict())
+    load(tmp_path / "trainer").save_pretrained(tmp_path / "user", max_shard_size="20KB")
+    assert len(list((tmp_path / "user").glob("model-*.safetensors"))) > 1
+    again = load(tmp_path / "user")
+    same(model, again)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+
+
+def test_load_reads_folders_with_the_normalizers_beside_the_config(tmp_path):
+    """`save` wrote the normalizers' arguments to the metadata of multimax.safetensors."""
+    model = made(llama)
+    names = attach(model, "multimax", init_std=0.3, order=1)
+    arguments = model.config.__dict__.pop(KEY)
+    assert [*arguments] == names
+    model.save_pretrained(tmp_path)
+    assert KEY not in json.loads((tmp_path / "config.json").read_text())
+    tensors = {n: p.detach() for n, p in model.named_parameters() if ".normalizer." in n}
+    tensors = {name.replace(".normalizer.", "."): value for name, value in tensors.items()}
+    save_file(tensors, tmp_path / FILE, {"layers": json.dumps(arguments)})
+    again = load(tmp_path)
+    same(model, again)
+    save(again, tmp_path)
+    assert not (tmp_path / FILE).exists()
     same(model, load(tmp_path))
 
 
@@ -138,36 +175,32 @@ def saved(tmp_path):
     return tmp_path / "saved"
 
 
-def rewrite(folder, change):
-    """Write the normalizers' tensors again after a change."""
-    tensors = load_file(folder / FILE)
-    with safe_open(folder / FILE, "pt") as file:
-        metadata = file.metadata()
-    change(tensors)
-    save_file(tensors, folder / FILE, metadata)
-
-
-FIRST = "model.layers.0.self_attn"
+FIRST = "model.layers.0.self_attn.normalizer"
 TENSOR = f"{FIRST}.modulator.low_threshold"
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "error"),
     [
-        lambda tensors: tensors.pop(TENSOR),
-        lambda tensors: tensors.update({TENSOR: torch.ones(3)}),
-        lambda tensors: tensors.update({f"{FIRST}.other": torch.ones(3)}),
+        (lambda tensors: tensors.pop(TENSOR), ValueError),
+        (lambda tensors: tensors.update({TENSOR: torch.ones(3)}), RuntimeError),
+        (lambda tensors: tensors.update({f"{FIRST}.other": torch.ones(3)}), ValueError),
     ],
 )
-def test_load_refuses_normalizers_that_do_not_fit(saved, change):
-    rewrite(saved, change)
-    with pytest.raises(RuntimeError, match="Normalizer"):
+def test_load_refuses_normalizers_that_do_not_fit(change, error, saved):
+    tensors = load_file(saved / "model.safetensors")
+    change(tensors)
+    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(error, match="not those of LlamaForCausalLM with its normalizers|mismatch"):
         load(saved)
 
 
-def test_load_needs_the_file_of_save(saved):
-    (saved / FILE).unlink()
-    with pytest.raises(ValueError, match="does not exist: give a folder that save wrote"):
+def test_load_names_what_a_folder_lacks(saved, tmp_path):
+    made(llama).save_pretrained(tmp_path / "softmax")
+    with pytest.raises(ValueError, match="names no normalizers: use from_pretrained"):
+        load(tmp_path / "softmax")
+    (saved / "config.json").unlink()
+    with pytest.raises(ValueError, match="does not exist: pass a folder that save, save_pre"):
         load(saved)
 
 
@@ -211,15 +244,17 @@ def test_load_checks_the_class(saved):
 
 def test_save_refuses_models_without_normalizers(tmp_path):
     model = made(llama)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no normalizers"):
+    with pytest.raises(ValueError, match="normalizers from attach.* this LlamaForCausalLM is not"):
         save(model, tmp_path)
     replace_softmax(model)
-    with pytest.raises(ValueError, match="no normalizers from attach"):
+    with pytest.raises(ValueError, match="normalizers from attach.* this LlamaForCausalLM is not"):
         save(model, tmp_path)
     with pytest.raises(ValueError, match="has normalizers already"):
         attach(model)
     model = made(llama)
     attach(model)
+    with pytest.raises(ValueError, match="this Sequential is not"):
+        save(nn.Sequential(model, nn.Linear(2, 2)), tmp_path)
 
 
 def test_failed_save_keeps_the_earlier_model(saved, monkeypatch):
@@ -230,7 +265,7 @@ def test_failed_save_keeps_the_earlier_model(saved, monkeypatch):
     attach(other, init_std=0.5)
     files = sorted(saved.iterdir())
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_file", full)
+        patched.setattr(hf.GenerationConfig, "save_pretrained", full)
         with pytest.raises(OSError, match="no space"):
             save(other, saved)
     assert sorted(saved.iterdir()) == files
@@ -321,11 +356,16 @@ def test_load_reads_no_pickle(saved):
         load(saved)
 
 
-def test_load_keeps_bfloat16_normalizers(tmp_path):
-    model = made(llama)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_load_gives_normalizers_at_least_float32(dtype, tmp_path):
+    model = made(gpt2)
     attach(model, init_std=0.3)
-    save(model.to(torch.bfloat16), tmp_path)
-    same(model, load(tmp_path))
+    save(model.to(dtype), tmp_path)
+    again = load(tmp_path)
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, parameter in again.named_parameters():
+        assert parameter.dtype == (wide if ".normalizer." in name else dtype)
+    torch.testing.assert_close(logits(again, tokens()), logits(model, tokens()))
 
 
 def test_load_sets_evaluation_mode(saved):

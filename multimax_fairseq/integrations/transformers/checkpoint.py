@@ -8,29 +8,31 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.integrations.transformers import fsmt
 from multimax_fairseq.integrations.transformers.layers import (
+    KEY,
     add_normalizer,
     attached,
     quiet,
+    record,
     set_implementation,
 )
 
-FILE, LAYERS = "multimax.safetensors", "layers"
+CONFIG = "config.json"
+# Folders from before the arguments were in CONFIG have them in the metadata of this file.
+OLD_FILE, OLD_LAYERS = "multimax.safetensors", "layers"
 
 
-def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+def save(model: Any, folder: str | os.PathLike[str]) -> None:
     """Write a model with normalizers to a folder that `load` reads.
 
-    It calls `model.save_pretrained(folder)` and writes the normalizers to multimax.safetensors.
+    It calls `model.save_pretrained(folder)`.
 
     Example:
         save(model, "folder")
@@ -43,30 +45,24 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     Raises:
         UsageError: the model has no normalizers from `attach`.
     """
-    layers = attached(model)
-    # replace_softmax sets `forward` of a layer.
-    if not layers or any("forward" in vars(layer) for layer in layers.values()):
+    layers = attached(model).values() if isinstance(model, PreTrainedModel) else []
+    # replace_softmax sets `forward` of a layer. After add_adapter, save_pretrained writes no model.
+    is_other = any("forward" in vars(x) for x in layers) or hasattr(model, "peft_config")
+    if not layers or is_other:
         raise UsageError(
-            f"{type(model).__name__} has no normalizers from attach: call attach, or use "
-            "save_pretrained"
+            f"save needs a model of transformers with normalizers from attach, which this "
+            f"{type(model).__name__} is not: call attach, or use save_pretrained"
         )
+    record(model)
     folder = Path(folder)
-    tensors = {
-        f"{name}.{key}": value.detach().contiguous()
-        for name, layer in layers.items()
-        for key, value in layer.normalizer.state_dict().items()
-    }
-    arguments = json.dumps({name: layer.normalizer.arguments for name, layer in layers.items()})
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as name:
         temporary = Path(name)
         model.save_pretrained(temporary)
-        save_file(tensors, temporary / FILE, {LAYERS: arguments})
-        # FILE is removed first and moved last, so that `load` refuses an interrupted save.
-        (folder / FILE).unlink(missing_ok=True)
-        for weights in folder.glob("model*.safetensors*"):
-            weights.unlink()
-        for file in sorted(temporary.iterdir(), key=lambda file: file.name == FILE):
+        # CONFIG is removed first and moved last, so that `load` refuses an interrupted save.
+        for old in (folder / CONFIG, folder / OLD_FILE, *folder.glob("model*.safetensors*")):
+            old.unlink(missing_ok=True)
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == CONFIG):
             file.replace(folder / file.name)
 
 
@@ -75,59 +71,68 @@ def load(
     model_class: type[PreTrainedModel] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a model that `save` wrote, in evaluation mode.
+    """Return a model with the normalizers that `attach` gave it, in evaluation mode.
 
     Args:
-        folder: the folder given to `save`.
+        folder: written by `save`, `save_pretrained` or Trainer after `attach`.
         model_class: the model's class. Default: the class of transformers that config.json names.
         options: other arguments of `model_class.from_pretrained`, such as dtype and device_map. The
-            normalizers keep the dtype in which they were saved.
+            normalizers are float32, or wider if the model is.
 
     Raises:
-        UsageError: the folder is not from `save`, or its weights are not those of the class.
+        UsageError: the folder has no normalizers, or its weights are not those of the class.
     """
     folder = Path(folder)
-    arguments_by_layer, tensors = _read(folder / FILE)
-    model_class = model_class or _class_of(folder)
+    if not (folder / CONFIG).is_file():
+        raise UsageError(
+            f"'{folder / CONFIG}' does not exist: pass a folder that save, save_pretrained or "
+            "Trainer wrote. For a folder of PEFT, call attach and PeftModel.from_pretrained"
+        )
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    layers = getattr(config, KEY, None) or _old_arguments(folder)
     options.setdefault("use_safetensors", True)  # a pickle could run code
-    with quiet():  # transformers reports the normalizers as unexpected keys
-        model, info = model_class.from_pretrained(folder, **options, output_loading_info=True)
-    known = tuple(f"{name}.normalizer." for name in arguments_by_layer)
-    unknown = (name for name in info["unexpected_keys"] if not name.startswith(known))
-    wrong = {*info["missing_keys"], *unknown}
+    builder: Any = _with_normalizers(model_class or _class_of(config), layers)
+    with quiet():
+        model, info = builder.from_pretrained(folder, **options, output_loading_info=True)
+    wrong = {*info["missing_keys"], *info["unexpected_keys"]}
     if wrong:
         raise UsageError(
-            f"the weights in '{folder}' are not those of {type(model).__name__} (such as "
-            f"{min(wrong)!r}): give the model_class that was saved"
+            f"the weights in '{folder}' are not those of {type(model).__name__} with its "
+            f"normalizers (such as {min(wrong)!r}): pass the model_class that was saved"
         )
-    fsmt.adapt(model)
-    for name, arguments in arguments_by_layer.items():
-        layer: Any = model.get_submodule(name)
-        add_normalizer(layer, arguments)
-        device = next((p.device for p in layer.normalizer.parameters()), None)
-        state = {key: value.to(device) for key, value in tensors[name].items()}
-        layer.normalizer.load_state_dict(state, assign=True)
     if any(not isinstance(layer, nn.Linear) for layer in attached(model).values()):
         set_implementation(model)
+    record(model)
     return model
 
 
-def _read(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
-    """Return the arguments and the tensors of each layer's normalizer."""
-    if not file.is_file():
-        raise UsageError(f"'{file}' does not exist: give a folder that save wrote")
-    with safe_open(file, "pt") as opened:
-        arguments_by_layer = json.loads(opened.metadata()[LAYERS])
-        tensors: dict[str, dict[str, torch.Tensor]] = {name: {} for name in arguments_by_layer}
-        for full in opened.keys():  # noqa: SIM118  it is not a dict
-            name = max((n for n in arguments_by_layer if full.startswith(f"{n}.")), key=len)
-            tensors[name][full.removeprefix(f"{name}.")] = opened.get_tensor(full)
-    return arguments_by_layer, tensors
+def _with_normalizers(model_class: Any, layers: dict[str, dict[str, Any]]) -> Any:
+    """Return a class whose from_pretrained builds a `model_class`, adds normalizers, then loads."""
+
+    class Builder(model_class):
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            model = model_class(*arguments, **options)
+            fsmt.adapt(model)
+            parts = dict(model.named_modules())
+            for name in layers.keys() & parts.keys():
+                add_normalizer(parts[name], layers[name])
+            return model
+
+    return Builder
 
 
-def _class_of(folder: Path) -> type[PreTrainedModel]:
+def _old_arguments(folder: Path) -> dict[str, dict[str, Any]]:
+    if not (folder / OLD_FILE).is_file():
+        raise UsageError(
+            f"'{folder / CONFIG}' names no normalizers: use from_pretrained for a softmax model. "
+            "For a Trainer checkpoint of an earlier version, call attach, then load_state_dict"
+        )
+    with safe_open(folder / OLD_FILE, "pt") as opened:
+        return json.loads(opened.metadata()[OLD_LAYERS])
+
+
+def _class_of(config: Any) -> type[PreTrainedModel]:
     """Return the class that config.json names."""
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     name = (config.architectures or ["none"])[0]
     model_class = getattr(transformers, name, None)
     if not isinstance(model_class, type) or not issubclass(model_class, PreTrainedModel):

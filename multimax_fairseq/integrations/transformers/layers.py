@@ -18,6 +18,8 @@ from multimax_fairseq.integrations.transformers import fsmt, interface
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 
+KEY = "multimax_normalizers"  # of config.json: {layer's name: arguments}
+
 
 def attach(
     model: PreTrainedModel,
@@ -37,8 +39,8 @@ def attach(
 
     FSMT, which has no AttentionInterface, is supported too.
 
-    Load the weights of a softmax model first. `save` and `load` keep the normalizers;
-    `from_pretrained` drops them.
+    Load the weights of a softmax model first. `attach` notes the normalizers in `model.config`, so
+    `load` reads what `save`, `save_pretrained` or Trainer writes. `from_pretrained` drops them.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("gpt2")
@@ -94,6 +96,7 @@ def attach(
             interface.equip.reset(token)
         if not equipped:
             raise UsageError(_ignores_the_interface(model))
+    record(model)
     if freeze:
         model.requires_grad_(False)
         for module in equipped.values():
@@ -110,16 +113,25 @@ def attached(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def record(model: Any) -> None:
+    """Write the arguments of each layer's normalizer to the config, for `load`."""
+    arguments = {name: layer.normalizer.arguments for name, layer in attached(model).items()}
+    setattr(model.config, KEY, arguments)
+
+
 def add_normalizer(module: Any, arguments: dict[str, Any]) -> Normalizer:
     """Add a `Normalizer` with these arguments to an attention layer or an output layer.
 
-    That of an output layer, an nn.Linear, modulates the logits.
+    That of an output layer, an nn.Linear, modulates the logits. The parameters are float32, or
+    wider if that is torch's default dtype.
     """
     if hasattr(module, "normalizer"):
         raise UsageError(f"{type(module).__name__} has an attribute 'normalizer': rename it")
     normalizer = Normalizer(**arguments)
     device = next((parameter.device for parameter in module.parameters()), None)
-    module.normalizer = normalizer.to(device=device).train(module.training)
+    # from_pretrained builds models with the dtype of their weights as the default dtype.
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    module.normalizer = normalizer.to(device, dtype).train(module.training)
     if isinstance(module, nn.Linear):
         module.register_forward_hook(_modulate)
     return normalizer
