@@ -148,6 +148,55 @@ def test_load_reads_folders_with_the_normalizers_beside_the_config(tmp_path):
     same(model, load(tmp_path))
 
 
+class ModulesToSave(nn.Module):
+    """A module and its trained copy, as PEFT's wrapper for modules_to_save."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
+
+    def attend(self, *arguments, **options):
+        return self.modules_to_save["default"].attend(*arguments, **options)
+
+
+class Adapted(nn.Module):
+    """A model with the structure of PEFT's."""
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.base_model, self.names = nn.Module(), names
+        self.base_model.model = model
+        for name in names:
+            layer = model.get_submodule(name)
+            layer.normalizer = ModulesToSave(layer.normalizer)
+
+    def merge_and_unload(self):
+        for name in self.names:
+            layer = self.base_model.model.get_submodule(name)
+            layer.normalizer = layer.normalizer.modules_to_save["default"]
+        return self.base_model.model
+
+
+@pytest.mark.parametrize("wrap", ["peft", "data parallel", "compiled"])
+def test_save_writes_the_model_inside_a_wrapper(wrap, tmp_path):
+    model = made(llama)
+    names = attach(model, init_std=0.3)
+    wrapped = {
+        "peft": lambda: nn.DataParallel(Adapted(model, names)),
+        "data parallel": lambda: nn.DataParallel(model),
+        "compiled": lambda: torch.compile(model),
+    }[wrap]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "normalizer" in name and "original_module" not in name:
+                parameter += 0.1  # as training does
+    expected, keys = logits(model, tokens()), list(wrapped.state_dict())
+    save(wrapped, tmp_path)
+    assert list(wrapped.state_dict()) == keys
+    assert torch.equal(logits(load(tmp_path), tokens()), expected)
+
+
 def test_copies_keep_their_normalizers():
     model = made(llama)
     attach(model, init_std=0.3)

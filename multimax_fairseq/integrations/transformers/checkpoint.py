@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
@@ -32,7 +33,8 @@ OLD_FILE, OLD_LAYERS = "multimax.safetensors", "layers"
 def save(model: Any, folder: str | os.PathLike[str]) -> None:
     """Write a model with normalizers to a folder that `load` reads.
 
-    It calls `model.save_pretrained(folder)`.
+    It calls `save_pretrained` of the model of transformers, which may be inside a wrapper, such as
+    DistributedDataParallel. A model of PEFT is copied, and its adapters are merged into the copy.
 
     Example:
         save(model, "folder")
@@ -45,6 +47,11 @@ def save(model: Any, folder: str | os.PathLike[str]) -> None:
     Raises:
         UsageError: the model has no normalizers from `attach`.
     """
+    peft = next((part for part in model.modules() if hasattr(part, "merge_and_unload")), None)
+    if peft is not None:
+        model = copy.deepcopy(peft).merge_and_unload()
+    while not isinstance(model, PreTrainedModel) and len(parts := list(model.children())) == 1:
+        model = parts[0]
     layers = attached(model).values() if isinstance(model, PreTrainedModel) else []
     # replace_softmax sets `forward` of a layer. After add_adapter, save_pretrained writes no model.
     is_other = any("forward" in vars(x) for x in layers) or hasattr(model, "peft_config")
