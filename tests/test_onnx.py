@@ -1,6 +1,7 @@
 """Export of fairseq's Transformers to ONNX, run by onnxruntime alone."""
 
 import json
+import logging
 import runpy
 
 import numpy as np
@@ -113,6 +114,19 @@ def test_onnx_language_model_equals_fairseq(flags, data, checkpoint, tmp_path):
     assert cache.shape[4] == 9
     with pytest.raises(SystemExit, match="exists already"):
         convert.main(command)
+
+
+def test_onnx_export_prints_no_warning_of_torch(data, checkpoint, tmp_path, caplog, recwarn):
+    theirs = logging.getLogger("torch")  # it has a handler of its own
+    theirs.addHandler(caplog.handler)
+    try:
+        export_onnx(checkpoint("transformer_lm_multimax"), data / "lm", tmp_path / "out")
+    finally:
+        theirs.removeHandler(caplog.handler)
+    logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    # The commands silence hydra at their start.
+    warned = [str(w.message) for w in recwarn if "hydra" not in str(w.message)]
+    assert (logged, warned) == ([], [])
 
 
 def test_onnx_names_an_unsupported_part(data, checkpoint, tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +99,36 @@ def _write(
     outputs: list[str],
     shapes: Any,
 ) -> None:
-    torch.onnx.export(
-        model.eval(),
-        arguments,
-        file,
-        input_names=inputs,
-        output_names=outputs,
-        dynamic_shapes=shapes,
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-    )
+    with _quiet_exporter():
+        torch.onnx.export(
+            model.eval(),
+            arguments,
+            file,
+            input_names=inputs,
+            output_names=outputs,
+            dynamic_shapes=shapes,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+@contextlib.contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Silence the warnings that torch's exporter prints for every model."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("torchvision is not installed")
+
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    logger.addFilter(is_shown)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            warnings.filterwarnings("ignore", "# The axis name: .* shares", UserWarning)
+            yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 class Side(nn.Module):
