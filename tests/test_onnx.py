@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import runpy
 
 import numpy as np
@@ -124,8 +125,8 @@ def test_onnx_export_prints_no_warning_of_torch(data, checkpoint, tmp_path, capl
     finally:
         theirs.removeHandler(caplog.handler)
     logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    # The commands silence hydra at their start.
-    warned = [str(w.message) for w in recwarn if "hydra" not in str(w.message)]
+    # Hydra, which reads the checkpoint, warns too; the commands silence it at their start.
+    warned = [str(w.message) for w in recwarn if re.search(r"/torch/|copyreg", w.filename)]
     assert (logged, warned) == ([], [])
 
 
