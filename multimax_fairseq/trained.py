@@ -98,6 +98,10 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
         for name in flags:
             if name not in SEARCH:
                 raise UsageError(f"the search has no flag {name!r}: {remedy_for(name, SEARCH)}")
+        if not isinstance(beam, int) or beam < 1:
+            raise UsageError(f"beam must be a whole number of at least 1, got {beam!r}")
+        if (kind := flags.get("constraints")) not in (None, "ordered", "unordered"):
+            raise UsageError(f"constraints must be 'ordered' or 'unordered', got {kind!r}")
         sentences = list(tokenized_sentences)
         if not sentences:
             return []
@@ -206,6 +210,9 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
 
     def _encode(self, sentences: Sequence[str], targets: Sequence[str] | None = None) -> list[Any]:
         """Return token indices, or (source, target) pairs of them."""
+        for text in (*sentences, *(targets or ())):
+            if not isinstance(text, str):
+                raise UsageError(f"a sentence must be a string, got {text!r}")
         sources = [self.encode(sentence) for sentence in sentences]
         if targets is None:
             return sources
@@ -222,6 +229,10 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
             if len(value) != count:
                 raise UsageError(
                     f"{name} has {len(value)} rows for {count} sentences: pass one for each"
+                )
+            if any(isinstance(row, str) for row in value):
+                raise UsageError(
+                    f"{name} must be token indices, such as those of model.tgt_dict, got {value!r}"
                 )
             if torch.is_tensor(value):
                 rows[name] = value.cpu()

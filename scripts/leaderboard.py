@@ -105,6 +105,8 @@ def finish(run: Run) -> dict[str, Any]:
 
 def import_plugin(user_dir: str) -> None:
     if user_dir:
+        if not Path(user_dir).is_dir():
+            raise UsageError(f"--user-dir '{user_dir}' does not exist: check its path")
         from fairseq import utils  # takes seconds, and the package's own mappings do without it
 
         utils.import_user_module(argparse.Namespace(user_dir=user_dir))

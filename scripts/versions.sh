@@ -15,6 +15,9 @@ case ${1:-} in
 -h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0" && exit ;;
 --out) out=$2 && shift 2 ;;
 esac
+for pair in "$@"; do
+    [[ $pair == *:* ]] || { printf "versions.sh: '%s' is no CPYTHON:TORCH; see --help.\n" "$pair" >&2 && exit 2; }
+done
 mkdir -p "$out"
 out=$(cd "$out" && pwd) table=$out/table.md
 commit=$(git -C "$root" rev-parse --short HEAD)

@@ -285,6 +285,21 @@ def test_tempered_mappings_learn_in_attention_and_output(folder):
             Mapping("other", "of some heads", NORMALIZERS["topk"].function, heads="some"),
             "must be an Option, SEPARATE_HEADS or None, got 'some'",
         ),
+        (Mapping("other", "no mask", lambda scores, dim: scores), "the parameters dim and mask"),
+        (
+            Mapping(
+                *("other", "a default", lambda scores, dim, mask, start: scores),
+                options=(Option("start", -1.0, float, "above 0", lambda x: x > 0, help=""),),
+            ),
+            "the default of other's option 'start' must be above 0, got -1.0",
+        ),
+        (
+            Mapping(
+                *("other", "a kernel", lambda scores, dim, mask, start: scores),
+                kernel=lambda begin: {},
+            ),
+            "has the parameter 'begin', which its function lacks",
+        ),
         (
             Mapping("other", "scaled", lambda scores, dim, mask, scale: scores),
             "has the parameter 'scale', .* rename it",

@@ -677,6 +677,9 @@ def test_plot_names_the_nearest_figure(folders, tmp_path):
     words = ("plot", folders["multimax"], "--only", "paretos")
     sentence = refused(tmp_path, "multimax-analyze", *words)
     assert sentence == "there is no figure 'paretos': did you mean 'pareto'?"
+    words = ("plot", folders["softmax"], "--out", "new", "--only", "modulators-encoder")
+    sentence = refused(tmp_path, "multimax-analyze", *words)
+    assert "has no data for modulators-encoder: leave --only out" in sentence
     words = ("plot", folders["multimax"], "--out", "new", "--only", "pareto", "--width", "3")
     sentence = refused(tmp_path, "multimax-analyze", *words)
     assert sentence == "--width 3 is too narrow for pareto: give a larger one"

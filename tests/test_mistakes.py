@@ -91,6 +91,8 @@ CHECKPOINTS = [
     ),
     ("fairseq-eval-lm {as_lm} {plugin} --gen-subset valid --path {MT}", "language model"),
     (f"{EVAL_LM} --self-target", "--self-target"),
+    (f"{EVAL_LM} --tokens-per-sample 8 --context-window 8", "--context-window --tokens-per-sample"),
+    ("fairseq-validate {mt} {plugin} --path {MT}", "--task translation language_modeling"),
     (f"{MODEL} --past-target", "--past-target"),
 ]
 SIZES_AND_PLACES = [

@@ -162,17 +162,23 @@ def test_empty_lists_have_no_results(model):
     assert model.translate([]) == model.sample([]) == model.score([], []) == []
 
 
-def test_search_refuses_misspelt_flags(model):
+def test_search_refuses_wrong_arguments(model):
     for flags, remedy in (
         ({"beams": 1}, "no flag 'beams': did you mean 'beam'"),
         ({"length_penalty": 9.0}, "no flag 'length_penalty': did you mean 'lenpen'"),
         ({"nbest": 3}, "no flag 'nbest': choose from beam, constraints, .*, unnormalized"),
+        ({"beam": "5"}, "beam must be a whole number of at least 1, got '5'"),
+        ({"constraints": "any"}, "constraints must be 'ordered' or 'unordered', got 'any'"),
     ):
         for call in (model.translate, model.sample):
             with pytest.raises(UsageError, match=remedy):
                 call(SOURCES, **flags)
         with pytest.raises(UsageError, match=remedy):
             model.generate(model.encode(SOURCES[0]), **flags)
+    with pytest.raises(UsageError, match="prefix_tokens must be token indices"):
+        model.translate(SOURCES[:1], inference_step_args={"prefix_tokens": ["A"]})
+    with pytest.raises(UsageError, match="a sentence must be a string, got"):
+        model.attention(SOURCES[:1], SOURCES[:1])
 
 
 def test_load_refuses_misspelt_settings(checkpoint, data):
@@ -182,6 +188,7 @@ def test_load_refuses_misspelt_settings(checkpoint, data):
         ({"tokenizer": "mose"}, "tokenizer='mose' does not exist: did you mean 'moses'"),
         ({"sentencepiece_model": "x"}, "'sentencepiece_model' belongs to bpe='sentencepiece': "),
         ({"bpe": "characters", "bpe_codes": "x"}, "'bpe_codes' belongs to bpe='fastbpe' or"),
+        ({"bpe": "sentencepiece"}, "bpe='sentencepiece' needs sentencepiece_model: pass it too"),
     ):
         with pytest.raises(UsageError, match=remedy):
             load(checkpoint("transformer_multimax"), data / "mt", **settings)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import shlex
 import sys
 from collections.abc import Iterable
@@ -107,7 +108,13 @@ def add_form(command: argparse.ArgumentParser) -> None:
         help="default: png svg",
     )
     command.add_argument("--no-title", action="store_true", help="for a figure with a caption")
-    command.add_argument("--width", type=float, metavar="CM", help="width of each figure")
+    command.add_argument("--width", type=width, metavar="CM", help="width of each figure")
+
+
+def width(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return number
 
 
 def module(name: str) -> Any:

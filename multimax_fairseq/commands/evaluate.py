@@ -289,7 +289,7 @@ def main(args: argparse.Namespace) -> None:
     checkpoint: Path = args.checkpoint
     if args.json is not None:
         check_place("--json", args.json)
-    for flag in ("average", "longer"):
+    for flag in ("average", "beam", "longer"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise UsageError(f"--{flag} {number} must be at least 1")
     if not checkpoint.exists():  # --average would take the folder around it

@@ -86,7 +86,15 @@ def _setting_mistake(settings):
         )
     if settings["eval_bleu"] and not settings["eval_tokenized_bleu"]:
         bleu.metric(target_language())  # raises UsageError without its package
+    if settings["beam"] is not None and settings["beam"] < 1:
+        return f"--beam {settings['beam']} must be at least 1"
     window, workers = settings["context_window"] or 0, settings["num_workers"] or 0
+    tokens = settings["tokens_per_sample"]
+    if command() == "fairseq-eval-lm" and tokens and window >= tokens:
+        return (
+            f"--context-window {window} leaves no token of --tokens-per-sample {tokens} to score: "
+            "pass a smaller one"
+        )
     if window > 0 and workers > 1:
         return (
             f"--context-window {window} takes the context from other text with --num-workers "
@@ -140,7 +148,8 @@ DATA = [  # missing or foreign data, dictionary, checkpoint
     ),
     (
         r"UnicodeDecodeError: .* (byte 0x..) .*",
-        "the text is not UTF-8 ({0}): convert it, as iconv -f LATIN1 -t UTF-8 does from Latin-1",
+        "the text is not UTF-8 ({0}): convert it, as iconv -t UTF-8 -f LATIN1 does from Latin-1, "
+        "and -f UTF-16 from UTF-16",
     ),
     (
         r"AssertionError: Source and target must contain the same number of examples",
@@ -152,6 +161,7 @@ DATA = [  # missing or foreign data, dictionary, checkpoint
     ),
 ]
 NAMES = [  # unknown architecture, mapping or criterion, or no --user-dir
+    (r"KeyError: None$", "--task is missing: pass translation or language_modeling"),
     (
         r"(?s)\w*Exception: .*?(?:'model/|'criterion/)(\w*multimax\w*)",
         "hydra looks '{0}' up before it loads common.user_dir: give it with ._name, as in "
@@ -227,7 +237,8 @@ PROCESSES = [  # one of several processes fails, and the others lose their conne
         "the connection to another rank is lost: its message says why",
     ),
 ]
-NAMED_OPTIONS = [  # fairseq's own message names the option
+NAMED_OPTIONS = [  # fairseq's own message names the option or the package
+    (r"ImportError: (Please install .*)", "{0}"),
     (
         r"(?:AssertionError|Exception|ImportError|ValueError): (.*(?<![\w-])--[a-z].*)",
         "{0}",

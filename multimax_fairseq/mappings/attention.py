@@ -15,7 +15,7 @@ from multimax_fairseq.ops.attention import (
     fused_attention,
     weighted_values,
 )
-from multimax_fairseq.ops.backend import KERNELS, requested
+from multimax_fairseq.ops.backend import KERNELS, requested, transformed
 from multimax_fairseq.ops.masks import causal_mask
 
 
@@ -102,9 +102,10 @@ def scaled_dot_product_attention(
             return context
     requested(backend)
     if backend in KERNELS:
+        where = "under torch.func or forward mode" if transformed() else "with these arguments"
         raise ValueError(
-            f"no {backend} kernel computes {normalizer!r} with these arguments: pass "
-            "backend='auto' to use plain PyTorch"
+            f"no {backend} kernel computes {normalizer!r} {where}: pass backend='auto' to use "
+            "plain PyTorch"
         )
     if is_causal:
         mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)

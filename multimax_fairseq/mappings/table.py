@@ -132,7 +132,7 @@ class Mapping:
         """Return function(*args, **arguments)."""
         return self.function(*args, **arguments)
 
-    def for_kernel(self, **arguments: Any) -> dict[str, Any] | None:
+    def for_kernel(self, /, **arguments: Any) -> dict[str, Any] | None:
         """Return the arguments of `fused_attention`; None if no kernel supports these arguments.
 
         If an argument is unknown to `kernel`, or a required one is missing or None, `function`
@@ -160,6 +160,10 @@ class Mapping:
     def parameters(self) -> frozenset[str]:
         """The names of the function's parameters besides scores, dim and mask."""
         _scores, *others = inspect.signature(self.function).parameters
+        if not {"dim", "mask"} <= {*others}:
+            raise ValueError(
+                f"the function of the mapping {self.name!r} must have the parameters dim and mask"
+            )
         return frozenset(others) - {"dim", "mask"}
 
     @property
@@ -245,7 +249,16 @@ def register(mapping: Mapping) -> None:
             f"the heads of the mapping {mapping.name!r} must be an Option, SEPARATE_HEADS or None, "
             f"got {mapping.heads!r}"
         )
-    _ = mapping.kernel_parameters  # torch.compile can read these properties, but not compute them
+    for option in mapping.options:
+        if option.default is not None:
+            option.check(option.default, f"the default of {mapping.name}'s option {option.name!r}")
+    # torch.compile can read these two properties, but not compute them.
+    required = {name for name, is_required in mapping.kernel_parameters.items() if is_required}
+    if unknown := required - mapping.parameters:
+        raise ValueError(
+            f"the kernel of {mapping.name!r} has the parameter {min(unknown)!r}, which its "
+            "function lacks: use the same names"
+        )
     NORMALIZERS[mapping.name] = mapping
     for listener in listeners:
         listener()

@@ -10,6 +10,7 @@ from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.registry import REGISTRIES
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.translation import TranslationTask
+from omegaconf import MISSING, OmegaConf
 
 from multimax_fairseq.compat.silent import check_languages, setting_names
 from multimax_fairseq.errors import UsageError, no_file, remedy_for
@@ -97,8 +98,8 @@ def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
             f"data folder '{data}' does not exist: give the folder that fairseq-preprocess wrote"
         )
     state: dict[str, Any] = checkpoint_utils.load_checkpoint_to_cpu(str(path))
-    check_languages(path, state, None, overrides)
     if cfg := state.get("cfg"):
+        check_languages(path, {"cfg": OmegaConf.to_container(cfg)}, None, overrides)
         _check_names(cfg, overrides)
         # overwrite_args_by_name replaces bpe and tokenizer only if they are None.
         cfg.update(dict.fromkeys(ENCODERS.keys() & overrides))
@@ -117,9 +118,12 @@ def _check_names(cfg: Any, overrides: dict[str, Any]) -> None:
             remedy = remedy_for(chosen, registry["registry"])
             raise UsageError(f"{kind}={chosen!r} does not exist: {remedy}")
         for name, options in registry["dataclass_registry"].items():
-            for option in options.__dataclass_fields__:
+            for option, field in options.__dataclass_fields__.items():
                 owners.setdefault(option, []).append(f"{kind}={name!r}")
                 known |= {option} if name == chosen else set()
+                is_missing = field.default == MISSING and option not in overrides
+                if name == overrides.get(kind) and is_missing:
+                    raise UsageError(f"{kind}={name!r} needs {option}: pass it too")
     for name in overrides:
         if name in owners and name not in known:
             raise UsageError(f"{name!r} belongs to {' or '.join(owners[name])}: pass both")

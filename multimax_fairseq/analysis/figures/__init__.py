@@ -49,13 +49,14 @@ def draw(
     """Yield the figures that the collections have data for; all, or those in `only`.
 
     Raises:
-        UsageError: `only` has a name that is no figure.
+        UsageError: `only` has a name that is no figure, or names none that there is data for.
     """
     several = len(collections) > 1
     names = {name for entry in CATALOGUE for name in (entry.name, *entry.names())}
     for name in only:
         if name not in names:
             raise UsageError(f"there is no figure {name!r}: {remedy_for(name, names)}")
+    is_drawn = not only
     for entry in CATALOGUE:
         if several and not entry.comparable:
             continue
@@ -72,7 +73,13 @@ def draw(
                 # A long title gets a smaller font.
                 size = min(12, 110 * figure.get_figwidth() / len(heading))
                 figure.suptitle(heading[0].upper() + heading[1:], fontsize=size, fontweight="bold")
+            is_drawn = True
             yield Drawn(name, title[0].upper() + title[1:], entry.caption, figure)
+    if not is_drawn:
+        raise UsageError(
+            f"this collection has no data for {' or '.join(only)}: leave --only out to draw what "
+            "it has"
+        )
 
 
 def plot(
