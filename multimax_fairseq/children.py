@@ -13,9 +13,10 @@ from typing import Any
 PATIENCE = 10  # seconds from SIGTERM to SIGKILL
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-# OpenMP's threads wait for each other by spinning, which takes the processor from the thread that
-# they wait for if other processes run. OpenMP reads this once, when torch is loaded.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# libgomp's threads wait for each other by spinning, which takes the processor from the thread that
+# they wait for if other processes run. They sleep after this number of rounds (measured in
+# docs/speed.md). libgomp reads it once, when torch is loaded.
+SPINCOUNT = {"GOMP_SPINCOUNT": "1000"}
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def child(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]
         options: as of subprocess.Popen.
     """
     end = functools.partial(end_with_parent, os.getpid())
-    env = ENVIRONMENT | dict(os.environ)
+    env = ({} if "OMP_WAIT_POLICY" in os.environ else SPINCOUNT) | dict(os.environ)
     with subprocess.Popen(command, preexec_fn=end, env=env, **options) as process:
         try:
             yield process

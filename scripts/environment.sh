@@ -14,4 +14,4 @@ sys.exit(not os.path.samefile(found, os.path.join(sys.argv[1], "multimax_fairseq
     PATH=$root/.venv/bin:$PATH
 fi
 # As multimax_fairseq/children.py does: torch reads it when it is loaded.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+[[ -n ${OMP_WAIT_POLICY:-} ]] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}

@@ -144,7 +144,7 @@ def test_children_are_started_in_one_place():
 PARENT = """if True:
     import sys, time
     from multimax_fairseq.children import child, exit_on_signals
-    policy = "import os; print(os.environ['OMP_WAIT_POLICY'], flush=True); "
+    policy = "import os; print(os.environ.get('GOMP_SPINCOUNT'), flush=True); "
     with exit_on_signals(), child([sys.executable, "-c", policy + sys.argv[1]]):
         time.sleep(1000)
     """
@@ -163,7 +163,7 @@ def test_child_ends_with_its_parent(number, body):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert parent.stdout.readline() == "PASSIVE\n"
+    assert parent.stdout.readline() == "1000\n"
     time.sleep(0.5)  # until a child ignores SIGTERM
     parent.send_signal(number)
     parent.wait(timeout=60)
@@ -174,16 +174,19 @@ def test_child_ends_with_its_parent(number, body):
     raise AssertionError(alive(parent.pid))
 
 
-def test_child_keeps_the_users_openmp_policy():
+@pytest.mark.parametrize(
+    "own, found", [({"OMP_WAIT_POLICY": "ACTIVE"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")]
+)
+def test_child_keeps_the_users_openmp_settings(own, found):
     program = PARENT.replace("time.sleep(1000)", "pass")
     done = subprocess.run(
         [sys.executable, "-c", program, ""],
-        env={**os.environ, "OMP_WAIT_POLICY": "ACTIVE"},
+        env={**os.environ, **own},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    assert done.stdout == "ACTIVE\n"
+    assert done.stdout == f"{found}\n"
 
 
 def test_requirements_lock_has_hashes_for_every_package():
