@@ -463,8 +463,8 @@ def test_from_authors_refuses_other_files(authors, checkpoint, tmp_path, monkeyp
     text, cut = tmp_path / "text.pt", tmp_path / "cut.pt"
     text.write_text("no checkpoint")
     cut.write_bytes(whole.read_bytes()[:-1000])
-    for file in (text, cut):
-        assert "is damaged or incomplete" in refused(monkeypatch, "from-authors", file, new)
+    for file, why in ((text, "is text, not a checkpoint"), (cut, "is damaged or incomplete")):
+        assert why in refused(monkeypatch, "from-authors", file, new)
     sentence = refused(monkeypatch, "from-authors", checkpoint("transformer_lm"), new)
     assert "has no ts and ranges" in sentence and "--finetune-from-model" in sentence
     sentence = refused(monkeypatch, "from-authors", checkpoint(LM), new)

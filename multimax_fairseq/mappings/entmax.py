@@ -102,10 +102,10 @@ def _check_alpha(alpha: Tensor, scores: Tensor, dim: int) -> None:
 
 
 class _Entmax(torch.autograd.Function):
-    """The library's mappings with correct gradients, also under torch.func and forward mode.
+    """The library's mappings with correct gradients.
 
     The library's gradient with respect to the scores is NaN next to a probability of 0, and the one
-    with respect to alpha lacks a term. `dim` is negative: vmap adds a dimension in front.
+    with respect to alpha lacks a term.
     """
 
     @staticmethod
@@ -121,7 +121,6 @@ class _Entmax(torch.autograd.Function):
         _, alpha, ctx.dim, _ = inputs
         ctx.alpha, learned = (None, alpha) if isinstance(alpha, Tensor) else (alpha, None)
         ctx.save_for_backward(output, learned)
-        ctx.save_for_forward(output, learned)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -132,6 +131,18 @@ class _Entmax(torch.autograd.Function):
             return grad_scores, None, None, None
         slope = _slope_of_alpha(probs, alpha, ctx.dim)
         return grad_scores, (grad * slope).sum_to_size(alpha.shape), None, None
+
+
+class _TransformedEntmax(_Entmax):
+    """`_Entmax` for torch.func and forward mode; torch.compile does not trace a class with jvp.
+
+    `dim` is negative: vmap adds a dimension in front.
+    """
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Entmax.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*ctx.to_save)
 
     @staticmethod
     def jvp(
@@ -156,7 +167,13 @@ class _Entmax(torch.autograd.Function):
             alpha = alpha.movedim(alpha_dim, 0)
             alpha = alpha.reshape(-1, *(1,) * (wide.dim() - alpha.dim()), *alpha.shape[1:])
         wide = wide.expand(info.batch_size, *wide.shape[1:])
-        return _Entmax.apply(wide, alpha, *rest), 0
+        return _TransformedEntmax.apply(wide, alpha, *rest), 0
+
+
+def _entmax(wide: Tensor, alpha: float | Tensor, dim: int, steps: int) -> Tensor:
+    function = _Entmax if torch.compiler.is_compiling() else _TransformedEntmax
+    probs: Tensor = function.apply(wide, alpha, dim, steps)
+    return probs
 
 
 def _jacobian_product(probs: Tensor, alpha: float | Tensor, dim: int, vector: Tensor) -> Tensor:
@@ -197,8 +214,8 @@ def _sorted(wide: Tensor, alpha: float, dim: int) -> Tensor:
     wrong = top - top != 0
     # Branch on values only on a CPU, where it is cheap, and not in a recorded graph.
     if wrong.device.type == "cpu" and not traced() and not wrong.any():
-        return _Entmax.apply(wide, alpha, dim, 0)
-    exact = _Entmax.apply(wide.masked_fill(wrong, 0.0), alpha, dim, 0)
+        return _entmax(wide, alpha, dim, 0)
+    exact = _entmax(wide.masked_fill(wrong, 0.0), alpha, dim, 0)
     return exact.masked_fill(wrong, torch.nan)
 
 
@@ -216,7 +233,7 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
     dim = dim - wide.dim() if dim >= 0 else dim
     # Each step halves an interval of length one. More steps than mantissa bits change nothing.
     steps = 30 if wide.dtype == torch.float32 else 60
-    return _Entmax.apply(subtract_max(wide, dim), alpha, dim, steps)
+    return _entmax(subtract_max(wide, dim), alpha, dim, steps)
 
 
 class EntmaxAlpha(nn.Module):
