@@ -134,10 +134,7 @@ class _Entmax(torch.autograd.Function):
 
 
 class _TransformedEntmax(_Entmax):
-    """`_Entmax` for torch.func and forward mode; torch.compile does not trace a class with jvp.
-
-    `dim` is negative: vmap adds a dimension in front.
-    """
+    """`_Entmax` for torch.func and forward mode; torch.compile does not trace a class with jvp."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -171,6 +168,7 @@ class _TransformedEntmax(_Entmax):
 
 
 def _entmax(wide: Tensor, alpha: float | Tensor, dim: int, steps: int) -> Tensor:
+    dim = dim - wide.dim() if dim >= 0 else dim  # negative, since vmap adds a dimension in front
     function = _Entmax if torch.compiler.is_compiling() else _TransformedEntmax
     probs: Tensor = function.apply(wide, alpha, dim, steps)
     return probs
@@ -209,7 +207,6 @@ def _sorted(wide: Tensor, alpha: float, dim: int) -> Tensor:
 
     For such a row the library would read index -1, which crashes the process on a GPU.
     """
-    dim = dim - wide.dim() if dim >= 0 else dim
     top = wide.detach().amax(dim, keepdim=True)
     wrong = top - top != 0
     # Branch on values only on a CPU, where it is cheap, and not in a recorded graph.
@@ -230,7 +227,6 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
         return wide.softmax(dim)  # the difference is below the rounding error
     else:
         alpha = min(alpha, limits.max)
-    dim = dim - wide.dim() if dim >= 0 else dim
     # Each step halves an interval of length one. More steps than mantissa bits change nothing.
     steps = 30 if wide.dtype == torch.float32 else 60
     return _entmax(subtract_max(wide, dim), alpha, dim, steps)
