@@ -7,8 +7,6 @@ import argparse
 import importlib
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent
-
 AVERAGE = """\
 Averages the parameters of a run's checkpoints into one checkpoint for all fairseq commands.
 
@@ -128,7 +126,6 @@ def evaluate() -> None:
     parser.add_argument(
         "--user-dir",
         type=Path,
-        default=PACKAGE,
         metavar="DIR",
         help="a plugin on top of this one; default multimax_fairseq",
     )

@@ -301,7 +301,8 @@ def main(args: argparse.Namespace) -> None:
         checkpoint = folder / f"average{args.average}.pt"
         write(average(newest(folder, args.average)), checkpoint)
     arguments = (checkpoint, args.data, args.subset, args.beam)
-    score = functools.partial(evaluate, *arguments, plugin=args.user_dir, longer=args.longer)
+    plugin = args.user_dir or PLUGIN
+    score = functools.partial(evaluate, *arguments, plugin=plugin, longer=args.longer)
     int8_result = {}
     if args.quantize is not None:
         log = log_of(checkpoint, f"{args.subset}.int8")
