@@ -240,7 +240,7 @@ def scored_lines():
                     f"{counts[1]:,}: give the same sentences in the same order, one a line (a "
                     "carriage return also ends a line)"
                 )
-            with open(args.ref) as lines:
+            with _open(args.ref) as lines:
                 if bleu.lacks_spaces(lines):
                     raise UsageError(
                         f"'{args.ref}' has no spaces between words, so BLEU would compare whole "
