@@ -161,7 +161,7 @@ def test_dropout_falls_back_to_torch(p, monkeypatch):
     "mapping, kernel",
     [
         ({"normalizer": "softmax"}, "attention"),
-        ({"normalizer": "entmax15"}, "row_attention"),
+        ({"normalizer": "entmax15"}, "attention"),
         ({"normalizer": "softmax", "temperature": 0.5}, "dropout"),
     ],
 )

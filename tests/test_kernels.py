@@ -16,9 +16,9 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
 )
 from multimax_fairseq.ops import backend, build, cross_entropy
+from multimax_fairseq.ops.attention_operator import windows
 from multimax_fairseq.ops.best_outputs import fused_scores
 from multimax_fairseq.ops.modulator import tails, tails_operator
-from multimax_fairseq.ops.softmax_attention import windows
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(

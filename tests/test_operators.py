@@ -23,7 +23,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.ops import backend, best_outputs, cross_entropy, modulator, softmax_attention  # noqa: F401
+from multimax_fairseq.ops import attention_operator, backend, best_outputs, cross_entropy, modulator  # noqa: F401
 from multimax_fairseq.ops.modulator import table_of
 
 pytestmark = [
@@ -127,10 +127,11 @@ def test_attention_passes_opcheck(name, dtype):
         *(t.requires_grad_() for t in parts),
         None if options is None else some_table(**options),
         torch.randn(HEADS).requires_grad_() if "sink" in name else None,
+        None,
         None if shape is None else some_mask(*shape, kind=kind),
         torch.tensor(5) if dropout > 0 else None,
     )
-    numbers = (is_causal, dropout, 0.3, 2, 2)
+    numbers = (is_causal, dropout, 0.3, 2, 2, None, None)
     opcheck(OPERATORS.attention, (*inputs, *numbers, keep))
     constant = [t if t is None else t.detach() for t in inputs]
     output, statistics = OPERATORS.attention(*constant, *numbers, True)
@@ -540,12 +541,12 @@ def test_cpu_kernels_form_no_score_matrix():
     """A recorder around an operator does not see the calls inside it."""
     query, key, value, mask = cast_inputs("attention", torch.bfloat16)
     table = some_table().detach()
-    rest = (torch.zeros(query.shape[1]), ~mask, None, False, 0.0, 0.3, 2, 2)
+    rest = (torch.zeros(query.shape[1]), None, ~mask, None, False, 0.0, 0.3, 2, 2, None, None)
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
     numbers = (0.01, 1 - 0.01 * KEYS, 0.1, 0.2, -100, None, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:
-        output, statistics = softmax_attention._attention(query, key, value, table, *rest, True)
-        softmax_attention._attention_backward(
+        output, statistics = attention_operator._attention(query, key, value, table, *rest, True)
+        attention_operator._attention_backward(
             *(output, output, statistics, query, key, value, table, *rest)
         )
         cross_entropy._output_loss_parts(features, weight, bias, table, target, *numbers)

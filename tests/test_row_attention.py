@@ -9,6 +9,7 @@ from torch.library import opcheck
 
 from multimax_fairseq import NORMALIZERS, scaled_dot_product_attention
 from multimax_fairseq.ops import build
+from multimax_fairseq.ops.attention_operator import AttentionCall
 from multimax_fairseq.ops.decoding import KVCache, decoding_attention
 from multimax_fairseq.ops.row_function import FUNCTIONS, WITHOUT_GRADIENT
 
@@ -267,42 +268,44 @@ def test_row_attention_passes_opcheck(function):
         parameter.requires_grad_()
     mask = torch.rand(2, 1, 4, 5) < 0.3
     operators = torch.ops.multimax_fairseq
-    numbers = (True, 0.3, 0.4, function, None)
-    given = (query, key, value, parameter, mask, torch.tensor(5))
-    constant = [x.detach() for x in given]
+    numbers = (True, 0.3, 0.4, 0, 0, function, None)
+    given = (query, key, value, None, None, parameter, mask, torch.tensor(5))
+    constant = [None if x is None else x.detach() for x in given]
     learned = constant if function in WITHOUT_GRADIENT else given
-    opcheck(operators.row_attention, (*learned, *numbers, True))
-    output, statistics = operators.row_attention(*constant, *numbers, True)
+    opcheck(operators.attention, (*learned, *numbers, True))
+    output, statistics = operators.attention(*constant, *numbers, True)
     opcheck(
-        operators.row_attention_backward,
-        (torch.randn_like(output), statistics, *constant, *numbers),
+        operators.attention_backward,
+        (torch.randn_like(output), None, statistics, *constant, *numbers),
     )
     cache = (torch.randn(12, HEADS, 16), torch.randn(12, HEADS, 16), torch.arange(10).view(2, 5))
-    step = (torch.randn(2, HEADS, 16), *cache, None, None, 0.3, constant[3], function)
+    step = (torch.randn(2, HEADS, 16), *cache, None, None, 0.3, constant[5], function, None)
     opcheck(operators.attention_step, step)
 
 
 def test_row_attention_operator_refuses_what_it_cannot_take():
     query, key, value = torch.randn(3, 2, HEADS, 4, 8)
-    operator = torch.ops.multimax_fairseq.row_attention
-    rest = (None, None, False, 0.0, 0.3)
-    for given, sentence in (
-        ((query, key, value, torch.ones(2), *rest, "topk"), r"parameter must be float32 \(3,\)"),
+    call = AttentionCall(
+        *(query, key, value, None, None, None, None, None, False, 0.0, 0.3, 0, 0, "softpick", None)
+    )
+    for changes, sentence in (
+        ({"parameter": torch.ones(2), "function": "topk"}, r"parameter must be float32 \(3,\)"),
+        ({"function": "relu"}, "unknown row function 'relu': choose"),
+        ({"function": "alpha_entmax"}, "alpha_entmax needs a parameter"),
+        ({"query": query[0]}, r"query must be \(B, H, length, D\)"),
+        ({"sink": torch.ones(3)}, "softpick takes neither table nor sink"),
+        ({"function": None, "parameter": torch.ones(3)}, "parameter and header belong to a"),
         (
-            (query, key, value, None, *rest, "relu"),
-            "unknown row function 'relu': choose",
+            {"query": query.clone().requires_grad_(), "function": "adaptive_temperature"},
+            "adaptive_temperature has no gradient here",
         ),
-        ((query, key, value, None, *rest, "alpha_entmax"), "alpha_entmax needs a parameter"),
-        ((query[0], key, value, None, *rest, "softpick"), r"query must be \(B, H, length, D\)"),
+        (
+            {"parameter": torch.ones(3, requires_grad=True), "function": "sigmoid"},
+            "the parameter of sigmoid has no gradient",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
-            operator(*given, None, False)
-    learned = query.clone().requires_grad_()
-    with pytest.raises(ValueError, match="adaptive_temperature has no gradient here"):
-        operator(learned, key, value, None, *rest, "adaptive_temperature", None, False)
-    factor = torch.ones(3, requires_grad=True)
-    with pytest.raises(ValueError, match="the parameter of sigmoid has no gradient"):
-        operator(query, key, value, factor, *rest, "sigmoid", None, False)
+            torch.ops.multimax_fairseq.attention(*call._replace(**changes), False)
 
 
 def test_topk_finds_its_threshold_over_any_range():

@@ -15,6 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multimax_fairseq.ops.attention_operator import (
+    AttentionCall,
+    attention,
+    check_mask,
+    supports_head_size,
+)
 from multimax_fairseq.ops.backend import (
     choose,
     has_row_library,
@@ -34,13 +40,7 @@ from multimax_fairseq.ops.dropout import draw_seed, dropout
 from multimax_fairseq.ops.masks import attention_key_counts
 from multimax_fairseq.ops.modulator import fits_device, fits_heads, has_parameters, table_of
 from multimax_fairseq.ops.registration import needs_gradient
-from multimax_fairseq.ops.row_attention import row_attention
 from multimax_fairseq.ops.row_function import ON_TRITON, WITHOUT_GRADIENT, RowFunction
-from multimax_fairseq.ops.softmax_attention import (
-    attention,
-    check_mask,
-    supports_head_size,
-)
 
 
 def check_attention(
@@ -168,7 +168,7 @@ def fused_attention(
         and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
     )
     table: Tensor | None = None
-    low = high = 2
+    low = high = 0
     if is_supported and modulator is not None:
         table, low, high = table_of(modulator, query.device)
         is_supported = fits_heads(modulator, query.shape[1]) and fits_device(table, query.device)
@@ -186,14 +186,24 @@ def fused_attention(
     scale = _default_scale(query) if scale is None else scale
     query, key, value = (_padded(tensor, size) for tensor in (query, key, value))
     seed = draw_seed() if dropout_p > 0 else None
-    if row is not None:
-        parameter = per_head(row.parameter, query)
-        numbers = (is_causal, dropout_p, scale, row.name, row.header)
-        output, _ = row_attention(query, key, value, parameter, mask, seed, *numbers, False)
-    else:
-        table = None if table is None else table.float()
-        tensors = (query, key, value, table, per_head(sink, query), mask, seed)
-        output, _ = attention(*tensors, is_causal, dropout_p, scale, low, high, False)
+    call = AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        table=None if table is None else table.float(),
+        sink=per_head(sink, query),
+        parameter=None if row is None else per_head(row.parameter, query),
+        mask=mask,
+        seed=seed,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
+        low=low,
+        high=high,
+        function=None if row is None else row.name,
+        header=None if row is None else row.header,
+    )
+    output, _ = attention(*call, False)
     return output if value_size == size else output[..., :value_size]
 
 

@@ -18,13 +18,17 @@ from multimax_fairseq.ops.attention import (
     per_head,
     supports_mapping,
 )
+from multimax_fairseq.ops.attention_operator import (
+    check_row_function,
+    check_scalars,
+    kernel_name,
+    mapping_fields,
+)
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.modulator import fits_device, fits_heads, table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
-from multimax_fairseq.ops.row_attention import check_row_function, row_fields
 from multimax_fairseq.ops.row_function import RowFunction
-from multimax_fairseq.ops.softmax_attention import check_scalars, table_fields
 
 # The head size must be a multiple of the kernel's widest vector, in floats.
 HEAD_SIZE_MULTIPLE = 16
@@ -147,10 +151,18 @@ def decoding_attention(
                 query = query * length_factor(counts, length_scale)[..., 0]
             if growth is not None:
                 query = query * growth_factor(counts, *growth)[..., 0]
-        call = StepCall(query, *cache[:3], table, per_head(sink, query), scale)
-        if row is not None:
-            parameter = per_head(row.parameter, query)
-            call = call._replace(parameter=parameter, function=row.name, header=row.header)
+        call = StepCall(
+            query=query,
+            keys=cache.keys,
+            values=cache.values,
+            ancestors=cache.ancestors,
+            table=table,
+            sink=per_head(sink, query),
+            scale=scale,
+            parameter=None if row is None else per_head(row.parameter, query),
+            function=None if row is None else row.name,
+            header=None if row is None else row.header,
+        )
         return attention_step(*call)
 
     return attend
@@ -164,8 +176,7 @@ class StepCall(NamedTuple):
 
     query: (R, H, D) float32 on the CPU, D a multiple of 16.
     keys, values, ancestors: as `KVCache`.
-    table, sink, scale: as `AttentionCall`.
-    parameter, function, header: as `RowAttentionCall`; function None is softmax.
+    table, sink, scale, parameter, function, header: as `AttentionCall`.
     """
 
     query: Tensor
@@ -175,14 +186,14 @@ class StepCall(NamedTuple):
     table: Tensor | None
     sink: Tensor | None
     scale: float
-    parameter: Tensor | None = None
-    function: str | None = None
-    header: str | None = None
+    parameter: Tensor | None
+    function: str | None
+    header: str | None
 
 
 def _check(*inputs: Any) -> None:
     call = StepCall(*inputs)
-    query, keys, values, ancestors, table, sink, scale = call[:7]
+    query, keys, values, ancestors = call.query, call.keys, call.values, call.ancestors
     if query.dim() != 3 or query.shape[2] % HEAD_SIZE_MULTIPLE:
         raise ValueError(
             f"query must be (R, H, D), D a multiple of {HEAD_SIZE_MULTIPLE}, got "
@@ -204,42 +215,36 @@ def _check(*inputs: Any) -> None:
             f"{list(ancestors.shape)}"
         )
     check_device("ancestors", ancestors, query, "query")
-    check_scalars(query, table, sink, scale)
-    if call.function is not None:
-        check_row_function(call.function, call.header, call.parameter, query)
+    check_scalars(query, call.table, call.sink, call.scale)
+    check_row_function(call.function, call.header, call.parameter, call.table, call.sink, query)
 
 
 def _kernel(*inputs: Any) -> Tensor:
     """Return the output, (R, H, D). ValueError for an ancestor that is not one of the N rows."""
     call = StepCall(*inputs)
-    query, keys, values, ancestors, table, sink, scale = call[:7]
-    if query.numel() == 0 or ancestors.numel() == 0:
-        return query.new_zeros(query.shape)
+    keys, values = call.keys, call.values
+    if call.query.numel() == 0 or call.ancestors.numel() == 0:
+        return call.query.new_zeros(call.query.shape)
+    query, ancestors = call.query.contiguous(), call.ancestors.contiguous()
     hypotheses, heads, size = query.shape
-    query, ancestors = query.contiguous(), ancestors.contiguous()
     output = torch.empty_like(query)
-    row: dict[str, Any] = {}
-    if call.function is not None:
-        row = row_fields(call.function, call.header, call.parameter)
     status = native.call(
-        "row_attention_step" if row else "attention_step",
-        native.RowAttention if row else native.Attention,
+        kernel_name("attention_step", call.function),
+        native.Attention,
         batch=hypotheses,
         heads=heads,
         queries=1,
         keys=ancestors.shape[1],
         size=size,
         threads=torch.get_num_threads(),
-        scale=scale,
+        scale=call.scale,
         query=query.unsqueeze(2),
         key=keys.contiguous().transpose(0, 1).unsqueeze(0),
         value=values.contiguous().transpose(0, 1).unsqueeze(0),
         output=output.unsqueeze(2),
-        sink=None if sink is None else sink.contiguous(),
         ancestors=ancestors,
         rows=len(keys),
-        **table_fields(table),
-        **row,
+        **mapping_fields(call.table, call.sink, call.parameter, call.function, call.header),
     )
     if status < 0:
         raise ValueError(

@@ -40,20 +40,14 @@ class Attention(ctypes.Structure):
         *_fields("columns table_row is_causal", ctypes.c_int64),
         *_fields("scale dropout", ctypes.c_float),
         *_fields("seed", ctypes.c_uint64),
-        *_fields("starts ends table sink statistics grad_table grad_sink", ctypes.c_void_p),
+        *_fields("function", ctypes.c_int64),
+        *_fields("starts ends table sink parameter statistics", ctypes.c_void_p),
+        *_fields("grad_table grad_sink grad_parameter", ctypes.c_void_p),
         *_fields("mask", Mask),
         *_fields("query key value output", _Rows),
         *_fields("grad_output grad_query grad_key grad_value", _Rows),
         *_fields("ancestors", ctypes.c_void_p),
         *_fields("rows", ctypes.c_int64),
-    ]
-
-
-class RowAttention(ctypes.Structure):
-    _fields_ = [
-        *Attention._fields_,
-        *_fields("function", ctypes.c_int64),
-        *_fields("parameter grad_parameter", ctypes.c_void_p),
     ]
 
 
@@ -109,10 +103,7 @@ class Tails(ctypes.Structure):
 
 
 # In the order of `structure_sizes` in cpp/cpu.cpp.
-STRUCTURES = (
-    *(Mask, Attention, OutputLoss, Projection, Best, BestOutputs, Drop, Modulation, Tails),
-    RowAttention,
-)
+STRUCTURES = (Mask, Attention, OutputLoss, Projection, Best, BestOutputs, Drop, Modulation, Tails)
 _WITH_STRIDES = {name for name, kind, *_ in Attention._fields_ if kind is _Rows}
 
 

@@ -100,21 +100,21 @@ def plain_attention(query, key, value, table, mask=None, causal=False, scale=Non
 
 def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), **more):
     """Return the kernels' [output, gradients of query, key, value, table and sink if given]."""
-    from multimax_fairseq.ops.softmax_attention import AttentionCall
+    from multimax_fairseq.ops.attention_operator import AttentionCall
     from multimax_fairseq.ops.triton import attention as kernels
 
     inputs = [t.detach() for t in inputs]
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
     drop = more.get("drop", (0, 0.0))
     seed = torch.tensor(drop[0])
-    options = (table, more.get("sink"), mask, seed, causal, drop[1], scale, *orders)
-    call = AttentionCall(*inputs, *options)
+    numbers = (seed, causal, drop[1], scale, *orders, None, None)
+    call = AttentionCall(*inputs, table, more.get("sink"), None, mask, *numbers)
     out, total = kernels.attention_forward(call)
     grads = kernels.attention_backward(grad, out, total, call)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
     assert total.shape == (*out.shape[:2], 1, out.shape[2]) and total.dtype == torch.float32
-    assert (grads[3] is None) == (table is None)
-    return [out, *(g for g in grads if g is not None)]
+    assert ("table" in grads) == (table is not None)
+    return [out, *grads.values()]
 
 
 def plain_attend(inputs, grad, table, **options):

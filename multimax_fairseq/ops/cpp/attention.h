@@ -1,4 +1,5 @@
-// Attention with modulated scores, softmax(sigma(scale Q K^T) + mask) V, and its gradients.
+// Attention with modulated scores, softmax(sigma(scale Q K^T) + mask) V, and its gradients;
+// row_attention.h has that of row functions.
 #pragma once
 
 #include "dropout.h"
@@ -19,15 +20,20 @@ struct Attention {
   int64_t is_causal;           // 1: query t may attend to the keys s <= t only
   float scale, dropout;        // dropout: the probability of dropping
   uint64_t seed;
+  int64_t function;  // of `dispatch_row`; softmax does not read it
   // (batch, queries). Query t of sentence b may attend to the keys [starts[b, t], ends[b, t]). The
   // windows include the causal mask. Null: only the causal mask, if any, restricts the keys.
   const int32_t *starts, *ends;
   const float* table;  // (1 or heads, columns)
   const float* sink;   // (heads,): the score of an extra entry without a key; or null
-  float* statistics;   // (batch, heads, 2, queries): maximum score, 1 / sum of exp; or null
-  float* grad_table;   // (1 or heads, columns), or null
-  float* grad_sink;    // (heads,), or null
-  Mask mask;           // applied in addition to the windows
+  const float* parameter;  // (heads,), as RowFunction.parameter in ops/row_function.py; or null
+  // Softmax: (batch, heads, 2, queries), maximum score and 1 / sum of exp. A row function:
+  // (batch, heads, 3, queries), its `Statistics`. Or null.
+  float* statistics;
+  float* grad_table;      // (1 or heads, columns), or null
+  float* grad_sink;       // (heads,), or null
+  float* grad_parameter;  // (heads,), or null
+  Mask mask;              // applied in addition to the windows
   Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
   // Beam search: hypotheses share their prefixes, so `key` and `value` hold the states of all
   // steps, (rows, heads, size). Key s of hypothesis b is row ancestors[b, s], with `ancestors`
@@ -322,28 +328,63 @@ void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
 }
 
 struct Backward : Attention {
-  // Partial gradients of the table and the sink: (batch, heads, COLUMNS), (batch, heads).
-  double *tables, *sinks;
+  // Partial gradients: (batch, heads, COLUMNS) of the table, (batch, heads) of the others.
+  double *tables, *sinks, *parameters;
+};
+
+// A head in the backward pass: its keys and values, their gradients, and one block of queries.
+struct BackwardHead {
+  const int64_t keys, size, pitch;
+  const float *const key, *const value;  // (keys, pitch)
+  GradRows grad_key, grad_value;
+  float *const query, *const grad_output, *const grad_query;  // (QUERIES, pitch); query is scaled
+  float *const query_t, *const grad_output_t;                 // (size, QUERIES)
+  float* const rest;                                          // unused scratch memory
+
+  BackwardHead(const Attention& a, int64_t b, int64_t h, float* scratch)
+      : keys(padded(a.keys)), size(a.size), pitch(padded(size)),
+        key(dense_rows(a.key, b, h, a.keys, size, scratch)),
+        value(dense_rows(a.value, b, h, a.keys, size, scratch + keys * pitch)),
+        grad_key(a.grad_key, b, h, a.keys, size, scratch + 2 * keys * pitch),
+        grad_value(a.grad_value, b, h, a.keys, size, scratch + 3 * keys * pitch),
+        query(scratch + 4 * keys * pitch), grad_output(query + QUERIES * pitch),
+        grad_query(grad_output + QUERIES * pitch), query_t(grad_query + QUERIES * pitch),
+        grad_output_t(query_t + size * QUERIES), rest(grad_output_t + size * QUERIES) {}
+  static int64_t floats(const Attention& a) {
+    const int64_t pitch = padded(a.size);
+    return (4 * padded(a.keys) + 3 * QUERIES) * pitch + 2 * a.size * QUERIES;
+  }
+  // Reads the block of queries [q0, q0 + count).
+  void load_queries(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t count) {
+    if (count % LANES || size < pitch) std::fill(query, rest, 0.0f);
+    copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
+    transpose(query, pitch, count, size, query_t, QUERIES);
+    copy(a.grad_output.at(b, h) + q0 * a.grad_output.row, a.grad_output.row, count, size,
+         grad_output, pitch);
+    transpose(grad_output, pitch, count, size, grad_output_t, QUERIES);
+  }
+  void write_grad_query(
+      const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t count) const {
+    copy(grad_query, pitch, count, size, a.grad_query.at(b, h) + q0 * a.grad_query.row,
+         a.grad_query.row, a.scale);
+  }
+  void write_back() {
+    grad_key.write_back();
+    grad_value.write_back();
+  }
 };
 
 // Recomputes the scores of a block of queries, then their gradients, in tiles of KEYS_L1 keys.
 template <class Sigma, bool MASKED>
 void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float* scratch) {
-  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
+  const int64_t bh = b * a.heads + h;
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
   const Dropout dropout(a.dropout, a.seed, bh);
-  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
-  float* rows = scratch + keys * pitch;
-  const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
-  GradRows grad_key(a.grad_key, b, h, a.keys, size, rows + keys * pitch);
-  GradRows grad_value(a.grad_value, b, h, a.keys, size, rows + 2 * keys * pitch);
-  float* query = rows + 3 * keys * pitch;              // (QUERIES, pitch), scaled
-  float* grad_output = query + QUERIES * pitch;        // (QUERIES, pitch)
-  float* grad_query = grad_output + QUERIES * pitch;   // (QUERIES, pitch)
-  float* query_t = grad_query + QUERIES * pitch;       // (size, QUERIES)
-  float* grad_output_t = query_t + size * QUERIES;     // (size, QUERIES)
-  float* scores = grad_output_t + size * QUERIES;      // (keys, QUERIES); later their gradients
+  BackwardHead head(a, b, h, scratch);
+  auto& [keys, size, pitch, key, value, grad_key, grad_value, query, grad_output, grad_query,
+         query_t, grad_output_t, rest] = head;
+  float* scores = rest;                                // (keys, QUERIES); later their gradients
   float* probs = scores + keys * QUERIES;              // (keys, QUERIES)
   float* grad_probs = probs + keys * QUERIES;          // (keys, QUERIES)
   float* mask = grad_probs + keys * QUERIES;           // (KEYS_L1, QUERIES) if MASKED
@@ -355,13 +396,8 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
     grad_key.initialize(first), grad_value.initialize(first);
+    head.load_queries(a, b, h, q0, count);
     if (first >= last) std::fill(grad_query, query_t, 0.0f);
-    if (count < width || size < pitch) std::fill(query, scores, 0.0f);
-    const float* grads = a.grad_output.at(b, h) + q0 * a.grad_output.row;
-    copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
-    transpose(query, pitch, count, size, query_t, QUERIES);
-    copy(grads, a.grad_output.row, count, size, grad_output, pitch);
-    transpose(grad_output, pitch, count, size, grad_output_t, QUERIES);
     alignas(64) float tops[QUERIES] = {}, inverses[QUERIES] = {}, means[QUERIES] = {};
     const float* statistics = a.statistics + 2 * bh * a.queries + q0;
     std::copy_n(statistics, count, tops);
@@ -438,16 +474,14 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
                       key + s0 * pitch, pitch, grad_query + q * pitch, pitch, s0 > first);
     }
     grad_key.initialized = grad_value.initialized = std::max(grad_key.initialized, last);
-    copy(grad_query, pitch, count, size, a.grad_query.at(b, h) + q0 * a.grad_query.row,
-         a.grad_query.row, a.scale);
+    head.write_grad_query(a, b, h, q0, count);
   }
-  grad_key.write_back();
-  grad_value.write_back();
+  head.write_back();
 }
 
 int64_t backward_scratch(const Attention& a) {
-  const int64_t keys = padded(a.keys), pitch = padded(a.size), tile = a.mask.data ? KEYS_L1 : 0;
-  return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + 3 * keys + tile) * QUERIES;
+  return BackwardHead::floats(a) +
+         (3 * padded(a.keys) + (a.mask.data ? KEYS_L1 : 0)) * QUERIES;
 }
 
 // Calls work(piece, next piece of this thread or NONE, scratch) for each piece, in parallel. The

@@ -22,7 +22,7 @@
 extern "C" {
 int64_t structure_sizes[] = {
     sizeof(Mask), sizeof(Attention),   sizeof(OutputLoss), sizeof(Projection), sizeof(Best),
-    sizeof(BestOutputs), sizeof(Drop), sizeof(Modulation), sizeof(Tails), sizeof(RowAttention)};
+    sizeof(BestOutputs), sizeof(Drop), sizeof(Modulation), sizeof(Tails)};
 }
 
 // Selects oneDNN or BLAS for matrix products. Returns 1 if it is available. Python calls this

@@ -9,13 +9,6 @@
 #include "attention.h"
 #include "rows.h"
 
-struct RowAttention : Attention {
-  // `statistics`, (batch, heads, 3, queries), holds those of the row function.
-  int64_t function;        // of `dispatch_row`
-  const float* parameter;  // (heads,), as RowFunction.parameter in ops/row_function.py; or null
-  float* grad_parameter;   // (heads,), or null
-};
-
 namespace {
 
 constexpr int64_t GROUPS = QUERIES / LANES;
@@ -55,7 +48,7 @@ class Support {
 // Computes the scores of a block of queries, (keys, QUERIES); those of excluded keys are -inf.
 template <bool MASKED>
 void row_scores(
-    const RowAttention& a, int64_t b, int64_t h, int64_t q0, int64_t count, const Window& w,
+    const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t count, const Window& w,
     const float* key, const float* query_t, float* scores, float* mask) {
   const int64_t width = padded(count), pitch = padded(a.size);
   const int64_t first = w.first / LANES * LANES, last = padded(w.last);
@@ -77,12 +70,12 @@ void row_scores(
 }
 
 template <class Row>
-Row row_of(const RowAttention& a, int64_t h) {
+Row row_of(const Attention& a, int64_t h) {
   return Row(a.parameter ? a.parameter[h] : 0);
 }
 
 template <class Row, bool MASKED>
-void row_forward_head(const RowAttention& a, int64_t b, int64_t h, int64_t, float* scratch) {
+void row_forward_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Row row = row_of<Row>(a, h);
   const Dropout dropout(a.dropout, a.seed, bh);
@@ -134,32 +127,21 @@ void row_forward_head(const RowAttention& a, int64_t b, int64_t h, int64_t, floa
   }
 }
 
-int64_t row_forward_scratch(const RowAttention& a) {
+int64_t row_forward_scratch(const Attention& a) {
   const int64_t keys = padded(a.keys), pitch = padded(a.size);
   return (2 * keys + QUERIES) * pitch + (a.size + KEYS_L1 + keys) * QUERIES +
          Support::floats(keys);
 }
 
-struct RowBackward : RowAttention {
-  double* parameters;  // (batch, heads): partial gradients of the parameter
-};
-
 template <class Row, bool MASKED>
-void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, float* scratch) {
-  const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
+void row_backward_head(const Backward& a, int64_t b, int64_t h, int64_t, float* scratch) {
+  const int64_t bh = b * a.heads + h;
   const Row row = row_of<Row>(a, h);
   const Dropout dropout(a.dropout, a.seed, bh);
-  const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
-  float* rows = scratch + keys * pitch;
-  const float* value = dense_rows(a.value, b, h, a.keys, size, rows);  // (keys, pitch)
-  GradRows grad_key(a.grad_key, b, h, a.keys, size, rows + keys * pitch);
-  GradRows grad_value(a.grad_value, b, h, a.keys, size, rows + 2 * keys * pitch);
-  float* query = rows + 3 * keys * pitch;              // (QUERIES, pitch), scaled
-  float* grad_output = query + QUERIES * pitch;        // (QUERIES, pitch)
-  float* grad_query = grad_output + QUERIES * pitch;   // (QUERIES, pitch)
-  float* query_t = grad_query + QUERIES * pitch;       // (size, QUERIES)
-  float* grad_output_t = query_t + size * QUERIES;     // (size, QUERIES)
-  float* mask = grad_output_t + size * QUERIES;        // (KEYS_L1, QUERIES)
+  BackwardHead head(a, b, h, scratch);
+  auto& [keys, size, pitch, key, value, grad_key, grad_value, query, grad_output, grad_query,
+         query_t, grad_output_t, rest] = head;
+  float* mask = rest;                                  // (KEYS_L1, QUERIES)
   float* scores = mask + KEYS_L1 * QUERIES;            // (keys, QUERIES)
   float* weights = scores + keys * QUERIES;            // (keys, QUERIES)
   float* grads = weights + keys * QUERIES;             // (keys, QUERIES), of the weights
@@ -173,13 +155,8 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
     const int64_t count = std::min(QUERIES, a.queries - q0), width = padded(count);
     const Window w = window(a.starts, a.ends, a.queries, a.keys, a.is_causal, b, q0, count);
     const int64_t first = w.first / LANES * LANES, last = padded(w.last);
-    if (count < width || size < pitch) std::fill(query, mask, 0.0f);
+    head.load_queries(a, b, h, q0, count);
     std::fill_n(grad_query, QUERIES * pitch, 0.0f);
-    copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
-    transpose(query, pitch, count, size, query_t, QUERIES);
-    copy(a.grad_output.at(b, h) + q0 * a.grad_output.row, a.grad_output.row, count, size,
-         grad_output, pitch);
-    transpose(grad_output, pitch, count, size, grad_output_t, QUERIES);
     row_scores<MASKED>(a, b, h, q0, count, w, key, query_t, scores, mask);
 
     // The weights and slopes, and where they are not 0.
@@ -258,23 +235,20 @@ void row_backward_head(const RowBackward& a, int64_t b, int64_t h, int64_t, floa
         small_product(LANES, pitch, depth, slopes + s * QUERIES + q, 1, QUERIES, key + s * pitch,
                       pitch, grad_query + q * pitch, pitch, true);
       });
-    copy(grad_query, pitch, count, size, a.grad_query.at(b, h) + q0 * a.grad_query.row,
-         a.grad_query.row, a.scale);
+    head.write_grad_query(a, b, h, q0, count);
   }
-  grad_key.write_back();
-  grad_value.write_back();
+  head.write_back();
 }
 
-int64_t row_backward_scratch(const RowAttention& a) {
-  const int64_t keys = padded(a.keys), pitch = padded(a.size);
-  return (4 * keys + 3 * QUERIES) * pitch + (2 * a.size + KEYS_L1 + 4 * keys) * QUERIES +
-         Support::floats(keys);
+int64_t row_backward_scratch(const Attention& a) {
+  const int64_t keys = padded(a.keys);
+  return BackwardHead::floats(a) + (KEYS_L1 + 4 * keys) * QUERIES + Support::floats(keys);
 }
 
 // Attention of the hypotheses [part * HYPOTHESES, (part + 1) * HYPOTHESES), with one query each. A
 // vector lane holds one hypothesis.
 template <class Row>
-void row_step_part(const RowAttention& a, int64_t part, float* scratch) {
+void row_step_part(const Attention& a, int64_t part, float* scratch) {
   const int64_t b0 = part * HYPOTHESES, last = std::min(b0 + HYPOTHESES, a.batch);
   const int64_t keys = padded(a.keys);  // scratch: the scores, (heads, keys, HYPOTHESES)
   if (last < b0 + HYPOTHESES) std::fill_n(scratch, a.heads * keys * HYPOTHESES, -INFINITE);
@@ -309,8 +283,8 @@ void row_step_part(const RowAttention& a, int64_t part, float* scratch) {
 
 }  // namespace
 
-extern "C" int row_attention_forward(const RowAttention* attention) {
-  const RowAttention& a = *attention;
+extern "C" int row_attention_forward(const Attention* attention) {
+  const Attention& a = *attention;
   return guarded([&] {
     dispatch_row(a.function, [&](auto* kind) {
       using Row = std::remove_pointer_t<decltype(kind)>;
@@ -320,9 +294,9 @@ extern "C" int row_attention_forward(const RowAttention* attention) {
   });
 }
 
-extern "C" int row_attention_backward(const RowAttention* attention) {
+extern "C" int row_attention_backward(const Attention* attention) {
   return guarded([&] {
-    RowBackward a{*attention};
+    Backward a{*attention};
     std::vector<double> parameters(a.batch * a.heads);
     a.parameters = parameters.data();
     dispatch_row(a.function, [&](auto* kind) {
@@ -336,8 +310,8 @@ extern "C" int row_attention_backward(const RowAttention* attention) {
 }
 
 // As `attention_step`, by a row function.
-extern "C" int row_attention_step(const RowAttention* attention) {
-  const RowAttention& a = *attention;
+extern "C" int row_attention_step(const Attention* attention) {
+  const Attention& a = *attention;
   if (!are_ancestors_valid(a)) return -1;
   const int64_t parts = (a.batch + HYPOTHESES - 1) / HYPOTHESES;
   return guarded([&] {

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multimax_fairseq.ops.attention_operator import AttentionCall
 from multimax_fairseq.ops.backend import capability
 from multimax_fairseq.ops.native import dense_like
-from multimax_fairseq.ops.softmax_attention import AttentionCall
 from multimax_fairseq.ops.triton.attention_kernels import (
     forward_kernel,
     key_kernel,
@@ -69,14 +69,14 @@ def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def attention_backward(
     grad: Tensor, output: Tensor, total: Tensor, call: AttentionCall
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of `attention_forward` by query, key, value, table and sink.
+) -> dict[str, Tensor]:
+    """Return the gradients of `attention_forward`, by the names of the tensors.
 
     Args:
-        grad: (B, H, T, D), the gradient by the output.
+        grad: (B, H, T, D), the gradient with respect to the output.
         output, total: the results of `attention_forward(call)`.
     """
-    grad_query, grad_key, grad_value = map(dense_like, call[:3])
+    grad_query, grad_key, grad_value = map(dense_like, (call.query, call.key, call.value))
     table, sink, scale = call.table, call.sink, call.scale
     call = _with_positive_scale(call)
     output, grad = with_unit_last_stride(output), with_unit_last_stride(grad)
@@ -86,13 +86,13 @@ def attention_backward(
     is_exact, is_added = query.dtype == torch.float32, arguments["MASKING"] > 2
     delta, norm = torch.empty_like(total), None
     arguments |= {"TOTAL": total, "GRAD": grad, "DELTA": delta, **strides("g", grad)}
-    by_query = {"OUT": output, **strides("o", output)}
-    grad_table, grad_sink = None, None
+    of_output = {"OUT": output, **strides("o", output)}
+    grads = {"query": grad_query, "key": grad_key, "value": grad_value}
     means = None if sink is None else torch.empty_like(total)
 
     def run_means(launch: Launch) -> None:
         programs = -(-length // launch.queries) * batch * heads
-        own = {"EXACT": is_exact, **_sink(sink), **by_query}
+        own = {"EXACT": is_exact, **_sink(sink), **of_output}
         run_kernel(mean_kernel, programs, own | arguments | launch.arguments())
 
     def run_queries(launch: Launch) -> Tensor | None:
@@ -101,7 +101,7 @@ def attention_backward(
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
         own = {
             "GRAD_Q": grad_query, "SUMS": sums, "SUMMED": sums is not None, "MEANS": means,
-            "SINKS": means is not None, **strides("gq", grad_query), **by_query,
+            "SINKS": means is not None, **strides("gq", grad_query), **of_output,
         }  # fmt: skip
         run_kernel(query_kernel, blocks * batch * heads, own | arguments | launch.arguments())
         return sums
@@ -123,14 +123,14 @@ def attention_backward(
     if scale <= 0:
         grad_query.neg_() if scale < 0 else grad_query.zero_()
     if table is not None and sums is not None:
-        grad_table = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
+        grads["table"] = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
     if sink is not None and means is not None:
         # The sink's value vector is 0, so its gradient is -p_sink * mean for each row.
         score = sink[:, None, None]
         share = (score - total).exp() if is_added else (score * _LOG2_E - total).exp2()
         share = share if norm is None else share * norm
-        grad_sink = -(share * means).sum((0, 2, 3))
-    return grad_query, grad_key, grad_value, grad_table, grad_sink
+        grads["sink"] = -(share * means).sum((0, 2, 3))
+    return grads
 
 
 def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch], Result]) -> Result:
@@ -148,7 +148,7 @@ def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch],
 
 def attention_arguments(call: AttentionCall) -> dict[str, Any]:
     """Return the arguments that all kernels share."""
-    query, key, value, table, _, mask, seed, is_causal, dropout_p, scale, low, high = call
+    query, key, table, mask = call.query, call.key, call.table, call.mask
     batch, heads, length, size = query.shape
     masking, mask_strides = 0, (0, 0, 0, 0)
     if mask is not None:
@@ -158,14 +158,14 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         mask_strides = mask.stride()
     table = None if table is None else table.contiguous()
     # Dropout compares 16 random bits with the threshold. keep_scale uses the rounded probability.
-    threshold = round(dropout_p * _RANDOM)
+    threshold = round(call.dropout_p * _RANDOM)
     return {
         **strides("q", query),
         **strides("k", key),
-        **strides("v", value),
+        **strides("v", call.value),
         "Q": query,
         "K": key,
-        "V": value,
+        "V": call.value,
         "TABLE": table,
         "MASK": mask,
         "m_b": mask_strides[0],
@@ -176,20 +176,20 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         "heads": heads,
         "T": length,
         "S": key.shape[2],
-        "scale": float(scale),  # an int would make Triton compile another kernel
-        "seed": 0 if seed is None else int(seed) & (2**31 - 1),
+        "scale": float(call.scale),  # an int would make Triton compile another kernel
+        "seed": 0 if call.seed is None else int(call.seed) & (2**31 - 1),
         "threshold": threshold,
         "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,
         "D": size,
         "WIDTH": max(16, 1 << (size - 1).bit_length()),
-        "LOW": 0 if table is None else low,
-        "HIGH": 0 if table is None else high,
+        "LOW": call.low,
+        "HIGH": call.high,
         "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
         # A dot product of two float16 rows stays far below the cap.
         "CAP": _CAPS[query.dtype == torch.float16],
         "MASKING": masking,
-        "CAUSAL": is_causal,
-        "DROPOUT": dropout_p > 0,
+        "CAUSAL": call.is_causal,
+        "DROPOUT": call.dropout_p > 0,
         # The coefficients are folded so that one fused multiply-add computes a term.
         "enable_fp_fusion": True,
     }

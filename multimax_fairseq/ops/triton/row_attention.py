@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from multimax_fairseq.ops.attention_operator import AttentionCall
 from multimax_fairseq.ops.backend import capability
 from multimax_fairseq.ops.native import dense_like
 from multimax_fairseq.ops.row_function import FUNCTIONS
@@ -22,11 +23,8 @@ from multimax_fairseq.ops.triton.row_kernels import (
     row_query_kernel,
 )
 
-if TYPE_CHECKING:  # row_attention imports this module lazily
-    from multimax_fairseq.ops.row_attention import RowAttentionCall
 
-
-def row_attention_forward(call: RowAttentionCall) -> tuple[Tensor, Tensor]:
+def row_attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Return the attention output (B, H, T, D), and the row statistics (B, H, 3, T), float32.
 
     Args:
@@ -41,37 +39,33 @@ def row_attention_forward(call: RowAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def row_attention_backward(
-    grad: Tensor, statistics: Tensor, call: RowAttentionCall
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and parameter, which is empty for None."""
-    grad_query, grad_key, grad_value = map(dense_like, call[:3])
+    grad: Tensor, statistics: Tensor, call: AttentionCall
+) -> dict[str, Tensor]:
+    """Return the gradients of `row_attention_forward`, by the names of the tensors."""
+    grad_query, grad_key, grad_value = map(dense_like, (call.query, call.key, call.value))
     grad = with_unit_last_stride(grad)
     batch, heads, queries, _ = call.query.shape
     mean = statistics.new_empty(batch, heads, queries)
-    by_row = mean  # the gradient of alpha of each row
+    grad_alpha = mean  # of each row
     if call.function == "alpha_entmax":
-        by_row = statistics.new_empty(batch, heads, queries)
+        grad_alpha = statistics.new_empty(batch, heads, queries)
     arguments = _arguments(call)
     arguments |= {"STATISTICS": statistics, "GRAD": grad, "MEAN": mean, **strides("g", grad)}
-    outputs = {"GRAD_Q": grad_query, "GRAD_PARAMETER": by_row, **strides("gq", grad_query)}
+    outputs = {"GRAD_Q": grad_query, "GRAD_PARAMETER": grad_alpha, **strides("gq", grad_query)}
     _run(row_query_kernel, arguments, outputs, "queries")
     outputs = {"GRAD_K": grad_key, "GRAD_V": grad_value}
     outputs |= {**strides("gk", grad_key), **strides("gv", grad_value)}
     _run(row_key_kernel, arguments, outputs, "keys")
-    if call.parameter is None:
-        grad_parameter = mean.new_empty(0)
-    elif call.function == "alpha_entmax":
-        grad_parameter = by_row.sum((0, 2))
-    else:
-        grad_parameter = torch.zeros_like(call.parameter)
-    return grad_query, grad_key, grad_value, grad_parameter
+    grads = {"query": grad_query, "key": grad_key, "value": grad_value}
+    if call.function == "alpha_entmax":
+        grads["parameter"] = grad_alpha.sum((0, 2))
+    return grads
 
 
-def _arguments(call: RowAttentionCall) -> dict[str, Any]:
+def _arguments(call: AttentionCall) -> dict[str, Any]:
     """Return the arguments that all kernels share."""
-    query, key, value = (with_unit_last_stride(t) for t in call[:3])
-    softmax = call._replace(query=query, key=key, value=value).as_softmax_call
-    arguments = attention_arguments(softmax)
+    query, key, value = (with_unit_last_stride(t) for t in (call.query, call.key, call.value))
+    arguments = attention_arguments(call._replace(query=query, key=key, value=value))
     parameter = None if call.parameter is None else call.parameter.contiguous()
     return arguments | {"PARAMETER": parameter, "FUNCTION": FUNCTIONS.index(call.function)}
 

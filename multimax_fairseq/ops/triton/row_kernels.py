@@ -38,6 +38,11 @@ _EXTREMES, _REACHING, _WEIGHTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(
 _MAX_STEPS = tl.constexpr(60)
 
 
+@triton.constexpr_function
+def _is_entmax(function):
+    return FUNCTIONS[function] in ("sparsemax", "entmax15", "alpha_entmax")
+
+
 @triton.jit
 def _parameter(PARAMETER, h, FUNCTION: tl.constexpr):
     """Return the step alpha - 1, the factor of low scores, k, or the bias."""
@@ -97,12 +102,12 @@ def _log1p(v):
 @triton.jit
 def _entry(x, top, threshold, factor, parameter, FUNCTION: tl.constexpr):
     """Return the weight of a score and its slope; statistics broadcast to the shape of x."""
-    if FUNCTION <= _EVSOFTMAX:
+    if FUNCTION == _TOPK or FUNCTION == _EVSOFTMAX:
         rest = 0.0 if FUNCTION == _TOPK else parameter
         p = tl.exp(x - top) * factor
         weight = tl.where(x >= threshold, p + rest * p, rest * p)
         return weight, weight
-    elif FUNCTION <= _ALPHA_ENTMAX:
+    elif _is_entmax(FUNCTION):
         v = _distance(x, top, threshold, parameter)
         if FUNCTION == _SPARSEMAX:
             slope = tl.where(v > -1, 1.0, v + 1)
@@ -271,7 +276,7 @@ def _reduce(
         q, K, rows, k_n, mask, m_t, m_s, T, S, scale, t0, top, threshold, parameter, no_bound,
         D, WIDTH, MASKING, CAUSAL, BLOCK_T, BLOCK_S, FUNCTION, _WEIGHTS,
     )  # fmt: skip
-    if (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
+    if _is_entmax(FUNCTION):
         # Newton's method for |u| = 1 with the norm of order 1 / (alpha - 1), as in row_functions.h.
         step, rises = 0, 1
         while (step < _MAX_STEPS) & (rises > 0):
@@ -386,7 +391,7 @@ def row_query_kernel(
         if phase == 2:
             if FUNCTION == _SIGMOID:
                 mean = tl.zeros([BLOCK_T], tl.float32)
-            elif (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
+            elif _is_entmax(FUNCTION):
                 mean = tl.where(slopes == 0, 0.0, weighted / tl.where(slopes == 0, 1.0, slopes))
             else:
                 mean = weighted
@@ -405,7 +410,7 @@ def row_query_kernel(
                 x, top[:, None], row_threshold[:, None], factor[:, None], parameter, FUNCTION
             )
             if phase < 2:
-                if (FUNCTION >= _SPARSEMAX) & (FUNCTION <= _ALPHA_ENTMAX):
+                if _is_entmax(FUNCTION):
                     weighted += tl.sum(slope * grad_weight, 1)
                     slopes += tl.sum(slope, 1)
                 else:

@@ -1,12 +1,14 @@
-"""The operator of fused softmax attention, with MultiMax's modulator and a sink.
+"""The operators of fused attention.
 
-    O = dropout(softmax(sigma(scale * Q K^T) + mask)) V
+    O = dropout(f(scale * Q K^T + mask)) V
 
-The (T, S) probabilities are not stored. `ops.attention.fused_attention` calls `attention`.
+f is softmax, with MultiMax's modulator and a sink, or a row function such as entmax. The (T, S)
+weights are not stored. `ops.attention.fused_attention` calls `attention`.
 """
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +33,13 @@ from multimax_fairseq.ops.registration import (
     schema_of,
     without_gradient,
 )
+from multimax_fairseq.ops.row_function import (
+    FUNCTIONS,
+    LEARNED,
+    ON_TRITON,
+    WITHOUT_GRADIENT,
+    check_function,
+)
 
 # The largest head size on a GPU, where a tile must fit into shared memory.
 MAX_HEAD_SIZE = 128
@@ -45,13 +54,16 @@ class AttentionCall(NamedTuple):
         table: (1 or H, 8 or 12), or (1, 3) for a soft-cap; float32, of `ops.modulator.table_of`.
             None is softmax.
         sink: (H,) float32, the score of an entry without a key; None for no sink.
+        parameter: (H,) float32, of the row function, or None.
         mask: (B or 1, H or 1, T or 1, S or 1). Bool: True excludes. float32: added to the modulated
             scores, -inf excludes. A query with no key left gets zeros.
         seed: scalar int64 on the CPU, for dropout; its lower 31 bits count.
         is_causal: query t attends to keys up to t; with a mask, both hold.
-        dropout_p: probability of dropping an attention probability, below 1.
+        dropout_p: probability of dropping an attention weight, below 1.
         scale: finite.
         low, high: orders of the modulator's sides, 0 to 2; the Triton kernels compile for them.
+        function, header: the name and the header of a `RowFunction`, which takes neither table nor
+            sink; None is softmax.
     """
 
     query: Tensor
@@ -59,6 +71,7 @@ class AttentionCall(NamedTuple):
     value: Tensor
     table: Tensor | None
     sink: Tensor | None
+    parameter: Tensor | None
     mask: Tensor | None
     seed: Tensor | None
     is_causal: bool
@@ -66,16 +79,12 @@ class AttentionCall(NamedTuple):
     scale: float
     low: int
     high: int
+    function: str | None
+    header: str | None
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that autograd saves."""
-        return self[:7]
-
-    @property
-    def numbers(self) -> tuple[Any, ...]:
-        """The fields after the tensors."""
-        return self[7:]
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in _TENSORS}
 
     @property
     def is_empty(self) -> bool:
@@ -83,9 +92,17 @@ class AttentionCall(NamedTuple):
         return self.query.numel() == 0 or self.key.numel() == 0
 
 
-# --- torch.ops.multimax_fairseq.attention ------------------------------------------------------
-
+# The tensors that get a gradient.
+_DIFFERENTIABLE = ("query", "key", "value", "table", "sink", "parameter")
+_TENSORS = [
+    name
+    for name, hint in typing.get_type_hints(AttentionCall).items()
+    if hint in (Tensor, Tensor | None)
+]
 _ARGUMENTS = schema_of(AttentionCall)
+
+
+# --- checks ------------------------------------------------------------------------------------
 
 
 def supports_head_size(device: torch.device, size: int) -> bool:
@@ -125,6 +142,7 @@ def check_call(call: AttentionCall) -> None:
     if not supports_head_size(query.device, size):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not supported on a GPU, got {size}")
     check_scalars(query, call.table, call.sink, call.scale)
+    check_row_function(call.function, call.header, call.parameter, call.table, call.sink, query)
     if call.mask is not None:
         full = (batch, heads, queries, keys)
         if call.mask.dim() != 4:
@@ -146,7 +164,43 @@ def check_call(call: AttentionCall) -> None:
         )
 
 
-def check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
+def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scale: float) -> None:
+    """Raise ValueError for a table, sink or scale that the kernels cannot take."""
+    heads = query.shape[1]
+    if table is not None:
+        check_table(table, heads, query, "query")
+    if sink is not None:
+        _check_per_head("sink", sink, query, "score")
+    if not -torch.inf < scale < torch.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
+
+
+def check_row_function(
+    function: str | None,
+    header: str | None,
+    parameter: Tensor | None,
+    table: Tensor | None,
+    sink: Tensor | None,
+    query: Tensor,
+) -> None:
+    """Raise ValueError for a row function that the kernels cannot compute."""
+    if function is None:
+        if parameter is not None or header is not None:
+            raise ValueError("parameter and header belong to a function: pass its name too")
+        return
+    if table is not None or sink is not None:
+        raise ValueError(f"the row function {function} takes neither table nor sink: pass None")
+    check_function(function, header, parameter is not None)
+    if parameter is not None:
+        _check_per_head("parameter", parameter, query, "number")
+    if on_triton(query.device):
+        if header is not None or function not in ON_TRITON:
+            raise ValueError(f"{function} has no kernel on a GPU: use the mapping's own function")
+    elif native.row_library(header, function) is None:
+        raise ValueError(f"there is no compiled row function {function}: the log says why")
+
+
+def _check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
     """Raise ValueError unless the value is float32 (H,), on query's device."""
     heads = query.shape[1]
     if tuple(value.shape) != (heads,) or value.dtype != torch.float32:
@@ -157,15 +211,25 @@ def check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
     check_device(name, value, query, "query")
 
 
-def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scale: float) -> None:
-    """Raise ValueError for a table, sink or scale that the kernels cannot take."""
-    heads = query.shape[1]
-    if table is not None:
-        check_table(table, heads, query, "query")
-    if sink is not None:
-        check_per_head("sink", sink, query, "score")
-    if not -torch.inf < scale < torch.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
+def _has_learned_parameter(call: AttentionCall) -> bool:
+    """Whether the parameter needs a gradient. ValueError if the function gives it none."""
+    if call.parameter is None or not call.parameter.requires_grad:
+        return False
+    assert call.function is not None
+    if call.header is None:
+        learns = call.function in LEARNED
+    else:
+        kernels = native.row_library(call.header, call.function)
+        learns = kernels is not None and bool(kernels.row_learns())
+    if not learns:
+        remedy = "detach it"
+        if call.header is not None:
+            remedy += f", or define learns and parameter_gradient in {call.header}"
+        raise ValueError(f"the parameter of {call.function} has no gradient: {remedy}")
+    return True
+
+
+# --- torch.ops.multimax_fairseq.attention ------------------------------------------------------
 
 
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -173,41 +237,48 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     *arguments, keep = inputs
     call = AttentionCall(*arguments)
     query = call.query
-    if call.is_empty:
-        output = native.dense_like(query).zero_()
-        statistics = query.new_zeros(_statistics_shape(query), dtype=torch.float32)
-    elif on_triton(query.device):
-        from multimax_fairseq.ops.triton.attention import attention_forward
+    if on_triton(query.device) and not call.is_empty:
+        from multimax_fairseq.ops.triton import attention, row_attention
 
-        output, statistics = attention_forward(call)
-    else:
-        output = native.dense_like(query, torch.float32)
-        shape = _statistics_shape(query) if keep else (0,)
-        statistics = output.new_empty(shape)
-        native.call(
-            "attention_forward",
-            native.Attention,
-            output=output,
-            statistics=statistics if keep else None,
-            **fields_of(call),
+        forward = (
+            attention.attention_forward
+            if call.function is None
+            else row_attention.row_attention_forward
         )
-        output = native.cast(output, query.dtype)
-    return output, statistics if keep else statistics.new_empty(0)
+        output, statistics = forward(call)
+        return output, statistics if keep else statistics.new_empty(0)
+    statistics = query.new_empty(_statistics_shape(call, keep), dtype=torch.float32)
+    if call.is_empty:
+        return native.dense_like(query).zero_(), statistics.zero_()
+    output = native.dense_like(query, torch.float32)
+    native.call(
+        kernel_name("attention_forward", call.function),
+        native.Attention,
+        output=output,
+        statistics=statistics if keep else None,
+        **_fields_of(call),
+    )
+    return native.cast(output, query.dtype), statistics
 
 
-def _statistics_shape(query: Tensor) -> tuple[int, ...]:
+def _statistics_shape(call: AttentionCall, keep: bool) -> tuple[int, ...]:
     """Return the shape of the row statistics.
 
-    C++ stores the maximum score and 1 / sum of each row, Triton the log-sum-exp.
+    Of softmax, C++ stores the maximum score and 1 / sum of each row, Triton the log-sum-exp. A row
+    function has three, as in cpp/rows.h.
     """
-    batch, heads, queries, _ = query.shape
-    return batch, heads, 1 if on_triton(query.device) else 2, queries
+    if not keep:
+        return (0,)
+    batch, heads, queries, _ = call.query.shape
+    count = 3 if call.function is not None else 1 if on_triton(call.query.device) else 2
+    return batch, heads, count, queries
 
 
 def _attention_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
-    query, keep = inputs[0], inputs[-1]
-    shape = _statistics_shape(query) if keep else (0,)
-    return native.dense_like(query), torch.empty(shape, dtype=torch.float32, device=query.device)
+    *arguments, keep = inputs
+    call = AttentionCall(*arguments)
+    shape = _statistics_shape(call, keep)
+    return native.dense_like(call.query), call.query.new_empty(shape, dtype=torch.float32)
 
 
 class _Attention(torch.autograd.Function):
@@ -215,8 +286,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, below: Callable[..., Any], *inputs: Any) -> tuple[Tensor, Tensor]:
         call = AttentionCall(*inputs)
         output, statistics = below(*call, True)
-        ctx.save_for_backward(output, statistics, *call.tensors)
-        ctx.numbers = call.numbers
+        kept = output if _needs_output(call) else None
+        ctx.save_for_backward(kept, statistics, *call.tensors.values())
+        without_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
+        ctx.numbers = call._replace(**without_tensors)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)  # the gradient of the statistics is not read
         return output, statistics
@@ -224,28 +297,40 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * (1 + len(AttentionCall._fields))
-        # Read once: under activation checkpointing, each access computes them again.
-        output, statistics, *tensors = ctx.saved_tensors
-        call = AttentionCall(*tensors, *ctx.numbers)
-        *by_inputs, by_table, by_sink = attention_backward(grad, output, statistics, *call)
-        by_table = None if call.table is None else by_table
-        by_sink = None if call.sink is None else by_sink
-        # None for `below`, the mask, the seed and the numbers.
-        return (None, *by_inputs, by_table, by_sink, None, None, *(None for _ in call.numbers))
+        grads: dict[str, Tensor] = {}
+        if grad is not None:
+            # Read once: under activation checkpointing, each access computes them again.
+            output, statistics, *tensors = ctx.saved_tensors
+            call = ctx.numbers._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+            found = attention_backward(grad, output, statistics, *call)
+            grads = dict(zip(_DIFFERENTIABLE, found, strict=True))
+            for name in ("table", "sink", "parameter"):
+                if getattr(call, name) is None:
+                    del grads[name]
+            if "parameter" in grads and not _has_learned_parameter(call):
+                del grads["parameter"]
+        # None for `below`.
+        return (None, *(grads.get(name) for name in AttentionCall._fields))
+
+
+def _needs_output(call: AttentionCall) -> bool:
+    """Whether the backward pass reads the output: Triton's does, for softmax."""
+    return call.function is None and on_triton(call.query.device)
 
 
 def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     call = AttentionCall(*inputs[:-1])
-    if not needs_gradient(*call.tensors):
+    if not needs_gradient(*call.tensors.values()):
         return below(*inputs)
     if call.mask is not None and call.mask.requires_grad:
         raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
+    if call.function in WITHOUT_GRADIENT and call.header is None:
+        raise ValueError(f"{call.function} has no gradient here: use the mapping's own function")
+    _has_learned_parameter(call)  # raises ValueError before the forward pass
     return _Attention.apply(below, *call)
 
 
-def to_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
+def _to_autocast(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Cast as torch does for its own attention; other tensors stay float32."""
     dtype = torch.get_autocast_dtype(query.device.type)
     parts = (t.to(dtype) if t.dtype in DTYPES else t for t in (query, key, value))
@@ -258,22 +343,26 @@ attention: Operator = define(
     kernel=_attention,
     fake=_attention_fake,
     autograd=_attention_autograd,
-    autocast=to_autocast,
+    autocast=_to_autocast,
 )
 
 
 # --- torch.ops.multimax_fairseq.attention_backward ---------------------------------------------
 
 
-def _check_backward(grad: Tensor, output: Tensor, statistics: Tensor, *inputs: Any) -> None:
+def _check_backward(grad: Tensor, output: Tensor | None, statistics: Tensor, *inputs: Any) -> None:
     call = AttentionCall(*inputs)
     check_call(call)
     query = call.query
+    if output is None and _needs_output(call):
+        raise ValueError("output is None: pass that of the forward pass")
     for name, tensor in (("grad", grad), ("output", output)):
+        if tensor is None:
+            continue
         if tensor.shape != query.shape:
             raise ValueError(f"{name} must be {list(query.shape)}, got {list(tensor.shape)}")
         check_float(name, tensor, query, "query")
-    shape = _statistics_shape(query)
+    shape = _statistics_shape(call, True)
     if tuple(statistics.shape) != shape or statistics.dtype != torch.float32:
         raise ValueError(
             f"statistics must be float32 {list(shape)}, of a call with keep=True, got "
@@ -285,60 +374,58 @@ def _check_backward(grad: Tensor, output: Tensor, statistics: Tensor, *inputs: A
 
 
 def _attention_backward(
-    grad: Tensor, output: Tensor, statistics: Tensor, *inputs: Any
+    grad: Tensor, output: Tensor | None, statistics: Tensor, *inputs: Any
 ) -> tuple[Tensor, ...]:
-    """Return the gradients by query, key, value, table and sink; empty for None."""
+    """Return the gradients of query, key, value, table, sink and parameter; empty for None."""
     call = AttentionCall(*inputs)
-    query, key, value = call[:3]
-    grads: tuple[Tensor | None, ...]
+    wanted = {name: x for name, x in call.tensors.items() if name in _DIFFERENTIABLE}
     if call.is_empty:
-        by_inputs = (native.dense_like(t).zero_() for t in (query, key, value))
-        by_scalars = (None if t is None else torch.zeros_like(t) for t in (call.table, call.sink))
-        grads = (*by_inputs, *by_scalars)
-    elif on_triton(query.device):
-        from multimax_fairseq.ops.triton.attention import attention_backward
+        grads = {name: native.dense_like(x).zero_() for name, x in wanted.items() if x is not None}
+    elif on_triton(call.query.device):
+        from multimax_fairseq.ops.triton import attention, row_attention
 
-        grads = attention_backward(grad, output, statistics, call)
+        if call.function is None:
+            grads = attention.attention_backward(grad, output, statistics, call)
+        else:
+            grads = row_attention.row_attention_backward(grad, statistics, call)
     else:
-        by_query, by_key, by_value = (
-            native.dense_like(t, torch.float32) for t in (query, key, value)
-        )
-        by_table, by_sink = (
-            None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-            for t in (call.table, call.sink)
-        )
+        grads = {
+            name: native.dense_like(x, torch.float32) for name, x in wanted.items() if x is not None
+        }
+        fields: dict[str, Any] = {f"grad_{name}": x for name, x in grads.items()}
         native.call(
-            "attention_backward",
+            kernel_name("attention_backward", call.function),
             native.Attention,
-            **fields_of(call),
+            **_fields_of(call),
             statistics=statistics,
             grad_output=native.wide(grad),
-            grad_query=by_query,
-            grad_key=by_key,
-            grad_value=by_value,
-            grad_table=by_table,
-            grad_sink=by_sink,
+            **fields,
         )
-        by_inputs = (native.cast(t, query.dtype) for t in (by_query, by_key, by_value))
-        grads = (*by_inputs, by_table, by_sink)
+        for name in ("query", "key", "value"):
+            grads[name] = native.cast(grads[name], call.query.dtype)
     # Outputs of an operator must not share memory: one empty tensor for each None.
-    return tuple(query.new_empty(0, dtype=torch.float32) if g is None else g for g in grads)
+    return tuple(
+        grads[name]
+        if name in grads
+        else call.query.new_zeros(0 if x is None else x.shape, dtype=torch.float32)
+        for name, x in wanted.items()
+    )
 
 
 def _attention_backward_fake(
-    grad: Tensor, output: Tensor, statistics: Tensor, *inputs: Any
+    grad: Tensor, output: Tensor | None, statistics: Tensor, *inputs: Any
 ) -> tuple[Tensor, ...]:
     call = AttentionCall(*inputs)
-    by_scalars = (
-        call.query.new_empty((0,) if t is None else t.shape, dtype=torch.float32)
-        for t in (call.table, call.sink)
+    of_scalars = (
+        call.query.new_empty((0,) if x is None else x.shape, dtype=torch.float32)
+        for x in (call.table, call.sink, call.parameter)
     )
-    return *(native.dense_like(t) for t in call[:3]), *by_scalars
+    return *(native.dense_like(x) for x in (call.query, call.key, call.value)), *of_scalars
 
 
 attention_backward: Operator = define(
-    f"attention_backward(Tensor grad, Tensor output, Tensor statistics, {_ARGUMENTS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"attention_backward(Tensor grad, Tensor? output, Tensor statistics, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check_backward,
     kernel=_attention_backward,
     fake=_attention_backward_fake,
@@ -349,7 +436,12 @@ attention_backward: Operator = define(
 # --- C++ ---------------------------------------------------------------------------------------
 
 
-def fields_of(call: AttentionCall) -> dict[str, Any]:
+def kernel_name(name: str, function: str | None) -> str:
+    """Return the name of the C++ function of softmax, or of row functions."""
+    return name if function is None else f"row_{name}"
+
+
+def _fields_of(call: AttentionCall) -> dict[str, Any]:
     """Return the fields of `native.Attention` that the forward and the backward pass share."""
     batch, heads, queries, size = call.query.shape
     keys = call.key.shape[2]
@@ -364,27 +456,40 @@ def fields_of(call: AttentionCall) -> dict[str, Any]:
         "query": native.wide(call.query),
         "key": native.wide(call.key),
         "value": native.wide(call.value),
-        "sink": None if call.sink is None else call.sink.contiguous(),
         "seed": 0 if call.seed is None else int(call.seed),
         "starts": starts,
         "ends": ends,
         "is_causal": call.is_causal,
         "dropout": call.dropout_p,
         "scale": call.scale,
-        **table_fields(call.table),
+        **mapping_fields(call.table, call.sink, call.parameter, call.function, call.header),
     }
     if needs_mask and call.mask is not None:
         fields["mask"] = _mask_of(call.mask)
     return fields
 
 
-def table_fields(table: Tensor | None) -> dict[str, Any]:
-    """Return the fields of `native.Attention` for the modulator."""
-    if table is None:
-        return {}
-    columns = table.shape[1]
-    row = columns if len(table) > 1 else 0
-    return {"table": table.contiguous(), "columns": columns, "table_row": row}
+def mapping_fields(
+    table: Tensor | None,
+    sink: Tensor | None,
+    parameter: Tensor | None,
+    function: str | None,
+    header: str | None,
+) -> dict[str, Any]:
+    """Return the fields of `native.Attention` for the mapping, and the library that computes it."""
+    fields: dict[str, Any] = {}
+    if table is not None:
+        columns = table.shape[1]
+        row = columns if len(table) > 1 else 0
+        fields = {"table": table.contiguous(), "columns": columns, "table_row": row}
+    if sink is not None:
+        fields["sink"] = sink.contiguous()
+    if parameter is not None:
+        fields["parameter"] = parameter.contiguous()
+    if function is not None:
+        fields["kernels"] = native.row_library(header, function)
+        fields["function"] = FUNCTIONS.index(function) if header is None else 0
+    return fields
 
 
 def _mask_of(mask: Tensor) -> native.Mask:
