@@ -651,7 +651,7 @@ def test_fused_scores_is_as_accurate_as_plain(
 # ------------------------------------------------------------------------------ kernel selection
 
 
-def test_choose_selects_the_requested_backend(monkeypatch, caplog):
+def test_select_answers_with_the_requested_backend(monkeypatch, caplog):
     parts, _ = attention_inputs(1, 1, 4, 4, 16)
     backend._log.cache_clear()
     monkeypatch.delenv("MULTIMAX_BACKEND", raising=False)
@@ -659,20 +659,39 @@ def test_choose_selects_the_requested_backend(monkeypatch, caplog):
         for _ in range(2):
             scaled_dot_product_attention(*parts, modulator=some_modulator())
     assert caplog.messages.count("attention: cpp backend") == 1
-    assert backend.choose("x", "auto", parts[0].double()) == "plain"
-    assert backend.choose("x", "plain", parts[0]) == "plain"
+    assert backend.select("auto", parts[0].double())[0] == "plain"
+    assert backend.select("plain", parts[0])[0] == "plain"
     with torch.autocast("cpu"):
-        assert backend.choose("x", "auto", parts[0], parts[1].bfloat16()) == "cpp"
-        assert backend.choose("x", "auto", parts[0].double()) == "plain"
-    assert backend.choose("x", "auto", parts[0], parts[1].bfloat16()) == "plain"
+        assert backend.select("auto", parts[0], parts[1].bfloat16()) == ("cpp", "")
+        assert backend.select("auto", parts[0].double())[0] == "plain"
+    assert backend.select("auto", parts[0], parts[1].bfloat16())[0] == "plain"
     monkeypatch.setenv("MULTIMAX_BACKEND", "plain")
-    assert backend.choose("x", "auto", parts[0]) == "plain"
-    assert backend.choose("x", "cpp", parts[0]) == "cpp"
+    assert backend.select("auto", parts[0])[0] == "plain"
+    assert backend.select("cpp", parts[0]) == ("cpp", "")
     monkeypatch.setenv("MULTIMAX_BACKEND", "fast")
     with pytest.raises(ValueError, match="MULTIMAX_BACKEND 'fast': choose one of auto, plain"):
         scaled_dot_product_attention(*parts, modulator=some_modulator())
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         scaled_dot_product_attention(*parts, modulator=some_modulator(), backend="cuda")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({}, "the kernel does not support these dtypes"),
+        ({"backend": "plain"}, "the backend 'plain' is requested"),
+        ({"modulator": torch.tanh}, "the modulator is a function without parameters"),
+        ({"attn_mask": torch.zeros(4, 4, requires_grad=True)}, "the mask needs a gradient"),
+    ],
+)
+def test_log_names_the_condition_of_a_fallback(change, reason, caplog):
+    query = torch.ones(1, 1, 4, 16, dtype=torch.float64 if "dtypes" in reason else None)
+    backend._log.cache_clear()
+    with caplog.at_level("INFO", backend.__name__):
+        scaled_dot_product_attention(
+            query, query, query, **{"modulator": some_modulator(), **change}
+        )
+    assert f"attention: plain backend, because {reason}" in caplog.messages
 
 
 def test_tails_equals_reference_values_and_jacobian():

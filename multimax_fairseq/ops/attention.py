@@ -27,6 +27,7 @@ from multimax_fairseq.ops.backend import (
     is_autocast,
     is_triton_requested,
     on_triton,
+    select,
 )
 from multimax_fairseq.ops.checks import (
     MAX_DROPOUT,
@@ -150,29 +151,16 @@ def fused_attention(
     """
     # The kernels need equal sizes of key and value. Zero padding changes no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-    is_supported = (
-        query.dim() == 4
-        and key.shape[:-1] == value.shape[:-1]
-        and key.shape[:2] == query.shape[:2]
-        and key.shape[2] < 2**31
-        and dropout_p <= MAX_DROPOUT
-        and supports_head_size(query.device, size)
-        and supports_mapping(query, query.shape[1], backend, modulator, sink, length_scale, row)
-        and (growth is None or _fits_each_query(query, *growth))
-        and (
-            row is None
-            or row.supports_mask(mask)
-            and not (row.name in WITHOUT_GRADIENT and needs_gradient(query, key, value))
-        )
-        # Kernels compute no gradient of a mask.
-        and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
-    )
+    unsupported = _unsupported_call(query, key, value, mask, dropout_p, size, growth, row)
     table: Tensor | None = None
     low = high = 0
-    if is_supported and modulator is not None:
-        table, low, high = table_of(modulator, query.device)
-        is_supported = fits_heads(modulator, query.shape[1]) and fits_device(table, query.device)
-    if choose("attention", backend, query, key, value, is_supported=is_supported) == "plain":
+    if not unsupported:
+        heads = query.shape[1]
+        unsupported = unsupported_mapping(query, heads, backend, modulator, sink, length_scale, row)
+        if not unsupported and modulator is not None:
+            table, low, high = table_of(modulator, query.device)
+            unsupported = unsupported_table(modulator, table, heads, query.device)
+    if choose("attention", backend, query, key, value, unsupported=unsupported) == "plain":
         return None
     if length_scale is not None or growth is not None:
         counts = attention_key_counts(query, key, mask, is_causal)
@@ -207,7 +195,36 @@ def fused_attention(
     return output if value_size == size else output[..., :value_size]
 
 
-def supports_mapping(
+def _unsupported_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    size: int,
+    growth: tuple[float | Tensor, float | Tensor] | None,
+    row: RowFunction | None,
+) -> str:
+    """Return why no kernel supports these arguments of `fused_attention`; "" if one may."""
+    if query.dim() != 4 or key.shape[:-1] != value.shape[:-1] or key.shape[:2] != query.shape[:2]:
+        return "query, key and value must be (B, H, length, size)"
+    if key.shape[2] >= 2**31 or not supports_head_size(query.device, size):
+        return "there are too many keys, or the head size is too large"
+    if dropout_p > MAX_DROPOUT:
+        return f"dropout_p is above {MAX_DROPOUT}"
+    if growth is not None and not _fits_each_query(query, *growth):
+        return "beta or gamma does not broadcast to the queries"
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return "the mask needs a gradient"
+    if row is not None:
+        if not row.supports_mask(mask):
+            return f"{row.name} supports only masks that exclude keys"
+        if row.name in WITHOUT_GRADIENT and needs_gradient(query, key, value):
+            return f"{row.name} has no kernel for its gradient"
+    return ""
+
+
+def unsupported_mapping(
     like: Tensor,
     heads: int,
     backend: str,
@@ -215,27 +232,39 @@ def supports_mapping(
     sink: float | Tensor | None,
     length_scale: float | Tensor | None,
     row: RowFunction | None,
-) -> bool:
-    """Whether the kernels can compute a mapping with these arguments of `fused_attention`."""
+) -> str:
+    """Return why no kernel supports these arguments of `fused_attention`; "" if one does."""
     if not fits_each_head(like, heads, sink, length_scale):
-        return False
-    if row is None:
-        return modulator is None or has_parameters(modulator)
-    # A row function replaces softmax and its modulator and sink.
-    return modulator is None and sink is None and supports_row(row, like, heads, backend)
+        return "sink and length_scale must be one number, or one per head"
+    if row is not None:
+        if modulator is not None or sink is not None:
+            return f"{row.name} replaces softmax, its modulator and its sink"
+        return _unsupported_row(row, like, heads, backend)
+    if modulator is not None and not has_parameters(modulator):
+        return "the modulator is a function without parameters"
+    return ""
 
 
-def supports_row(row: RowFunction, query: Tensor, heads: int, backend: str) -> bool:
-    """Whether the kernel can compute a row function for queries like this one."""
+def unsupported_table(modulator: Any, table: Tensor, heads: int, device: torch.device) -> str:
+    """Return why no kernel supports the table of a modulator; "" if one does."""
+    if fits_heads(modulator, heads) and fits_device(table, device):
+        return ""
+    return "the modulator is for other heads or another device"
+
+
+def _unsupported_row(row: RowFunction, query: Tensor, heads: int, backend: str) -> str:
     if not (isinstance(row.parameter, float) or fits_each_head(query, heads, row.parameter, None)):
-        return False
+        return f"the parameter of {row.name} must be one number, or one per head"
     if on_triton(query.device):
         # Not by default: their speed on a GPU is unknown.
-        return row.name in ON_TRITON and row.header is None and is_triton_requested(backend)
+        if row.name in ON_TRITON and row.header is None and is_triton_requested(backend):
+            return ""
+        return f"{row.name} has a Triton kernel only if it is requested by name"
     # Compile a header only if the kernel would run.
-    return row.header is None or (
-        choose("", backend, query) == "cpp" and has_row_library(row.header, row.name, backend)
-    )
+    if row.header is not None and select(backend, query)[0] == "cpp":
+        if not has_row_library(row.header, row.name, backend):
+            return f"{row.header} did not compile"
+    return ""
 
 
 def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:

@@ -8,7 +8,7 @@ weights are not stored. `ops.attention.fused_attention` calls `attention`.
 
 from __future__ import annotations
 
-import typing
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,22 +83,16 @@ class AttentionCall(NamedTuple):
     header: str | None
 
     @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        return {name: getattr(self, name) for name in _TENSORS}
-
-    @property
     def is_empty(self) -> bool:
         """Whether there is no query or no key."""
         return self.query.numel() == 0 or self.key.numel() == 0
 
 
-# The tensors that get a gradient.
+# The tensors that get a gradient, and all tensors.
 _DIFFERENTIABLE = ("query", "key", "value", "table", "sink", "parameter")
-_TENSORS = [
-    name
-    for name, hint in typing.get_type_hints(AttentionCall).items()
-    if hint in (Tensor, Tensor | None)
-]
+_TENSORS = (*_DIFFERENTIABLE, "mask", "seed")
+_differentiable = operator.attrgetter(*_DIFFERENTIABLE)
+_tensors = operator.attrgetter(*_TENSORS)
 _ARGUMENTS = schema_of(AttentionCall)
 
 
@@ -211,10 +205,10 @@ def _check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
     check_device(name, value, query, "query")
 
 
-def _has_learned_parameter(call: AttentionCall) -> bool:
-    """Whether the parameter needs a gradient. ValueError if the function gives it none."""
+def _check_learned_parameter(call: AttentionCall) -> None:
+    """Raise ValueError if the parameter needs a gradient that the row function does not give."""
     if call.parameter is None or not call.parameter.requires_grad:
-        return False
+        return
     assert call.function is not None
     if call.header is None:
         learns = call.function in LEARNED
@@ -226,7 +220,6 @@ def _has_learned_parameter(call: AttentionCall) -> bool:
         if call.header is not None:
             remedy += f", or define learns and parameter_gradient in {call.header}"
         raise ValueError(f"the parameter of {call.function} has no gradient: {remedy}")
-    return True
 
 
 # --- torch.ops.multimax_fairseq.attention ------------------------------------------------------
@@ -287,9 +280,8 @@ class _Attention(torch.autograd.Function):
         call = AttentionCall(*inputs)
         output, statistics = below(*call, True)
         kept = output if _needs_output(call) else None
-        ctx.save_for_backward(kept, statistics, *call.tensors.values())
-        without_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
-        ctx.numbers = call._replace(**without_tensors)
+        ctx.save_for_backward(kept, statistics, *_tensors(call))
+        ctx.numbers = call._replace(**dict.fromkeys(_TENSORS))  # type: ignore[arg-type]
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)  # the gradient of the statistics is not read
         return output, statistics
@@ -297,20 +289,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        grads: dict[str, Tensor] = {}
-        if grad is not None:
-            # Read once: under activation checkpointing, each access computes them again.
-            output, statistics, *tensors = ctx.saved_tensors
-            call = ctx.numbers._replace(**dict(zip(_TENSORS, tensors, strict=True)))
-            found = attention_backward(grad, output, statistics, *call)
-            grads = dict(zip(_DIFFERENTIABLE, found, strict=True))
-            for name in ("table", "sink", "parameter"):
-                if getattr(call, name) is None:
-                    del grads[name]
-            if "parameter" in grads and not _has_learned_parameter(call):
-                del grads["parameter"]
+        if grad is None:
+            return (None,) * (1 + len(AttentionCall._fields))
+        # Read once: under activation checkpointing, each access computes them again.
+        output, statistics, *tensors = ctx.saved_tensors
+        call = ctx.numbers._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+        found = attention_backward(grad, output, statistics, *call)
+        grads = {
+            name: None if x is None else gradient
+            for name, x, gradient in zip(_DIFFERENTIABLE, tensors, found, strict=False)
+        }
         # None for `below`.
-        return (None, *(grads.get(name) for name in AttentionCall._fields))
+        return (None, *map(grads.get, AttentionCall._fields))
 
 
 def _needs_output(call: AttentionCall) -> bool:
@@ -320,13 +310,13 @@ def _needs_output(call: AttentionCall) -> bool:
 
 def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     call = AttentionCall(*inputs[:-1])
-    if not needs_gradient(*call.tensors.values()):
+    if not needs_gradient(*_tensors(call)):
         return below(*inputs)
     if call.mask is not None and call.mask.requires_grad:
         raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
     if call.function in WITHOUT_GRADIENT and call.header is None:
         raise ValueError(f"{call.function} has no gradient here: use the mapping's own function")
-    _has_learned_parameter(call)  # raises ValueError before the forward pass
+    _check_learned_parameter(call)
     return _Attention.apply(below, *call)
 
 
@@ -378,7 +368,7 @@ def _attention_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key, value, table, sink and parameter; empty for None."""
     call = AttentionCall(*inputs)
-    wanted = {name: x for name, x in call.tensors.items() if name in _DIFFERENTIABLE}
+    wanted = dict(zip(_DIFFERENTIABLE, _differentiable(call), strict=True))
     if call.is_empty:
         grads = {name: native.dense_like(x).zero_() for name, x in wanted.items() if x is not None}
     elif on_triton(call.query.device):

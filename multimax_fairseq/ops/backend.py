@@ -72,12 +72,30 @@ def plain_backend() -> Iterator[None]:
 def choose(
     operation: str,
     backend: str,
-    first: Tensor,
-    *others: Tensor | None,
-    is_supported: bool = True,
+    *tensors: Tensor | None,
+    unsupported: str = "",
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> str:
-    """Return "plain", "cpp" or "triton" for an operation on these tensors.
+    """Return the backend of `select`. Log it once, with the condition that excludes a kernel.
+
+    Args:
+        operation: its name in the log.
+        backend, tensors, unsupported, dtypes: as `select`.
+    """
+    is_traced = traced()
+    choice, reason = _select(is_traced, backend, tensors, unsupported, dtypes)
+    if not is_traced:
+        _log(operation, choice, reason)
+    return choice
+
+
+def select(
+    backend: str,
+    *tensors: Tensor | None,
+    unsupported: str = "",
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> tuple[str, str]:
+    """Return "plain", "cpp" or "triton" for an operation on these tensors, and why it is "plain".
 
     A kernel takes tensors of one device and one dtype out of `dtypes`, to which autocast casts. In
     all other cases the backend is "plain", even if another one is requested: also under
@@ -85,46 +103,75 @@ def choose(
     such as DTensor.
 
     Args:
-        operation: its name in the log, written once; "" for none.
         backend: as `requested`.
-        first, others: the tensors.
-        is_supported: whether the kernel supports the other arguments.
+        tensors: the first one is not None.
+        unsupported: why the kernel does not support the other arguments; "" if it does.
         dtypes: those that the kernel supports.
     """
-    device, dtype = first.device, first.dtype
-    choice = _kernel(backend, str(device))
-    is_cast = is_autocast(device.type)
-    if choice == "triton" and device.type == "cpu":
-        kernel_dtype = torch.get_autocast_dtype("cpu") if is_cast else dtype
-        is_supported = is_supported and kernel_dtype in INTERPRETED
+    return _select(traced(), backend, tensors, unsupported, dtypes)
+
+
+def _select(
+    is_traced: bool,
+    backend: str,
+    tensors: tuple[Tensor | None, ...],
+    unsupported: str,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[str, str]:
+    first = tensors[0]
+    assert first is not None
+    choice, reason = _kernel(backend, str(first.device))
+    reason = reason or unsupported
+    if not reason and is_traced:
+        reason = _unsupported_trace()
+    reason = reason or _unsupported_tensors(choice, first, tensors, dtypes)
+    return ("plain", reason) if reason else (choice, "")
+
+
+def _unsupported_trace() -> str:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return "torch.jit.trace records the calls"
+    return "torch.func or forward mode differentiates the calls" if transformed() else ""
+
+
+def _unsupported_tensors(
+    choice: str, first: Tensor, tensors: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, ...]
+) -> str:
+    """Return why a kernel does not take these tensors; "" if it does."""
+    device, is_cast = first.device, is_autocast(first.device.type)
     allowed = DTYPES if is_cast else dtypes
-    is_supported = is_supported and dtype in allowed and not is_wrapper(first)
-    for other in others:
-        if other is not None:
-            fits = other.dtype in allowed if is_cast else other.dtype == dtype
-            fits = fits and other.device == device and not is_wrapper(other)
-            is_supported = is_supported and fits
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if not is_supported or tracing or transformed():
-        choice = "plain"
-    if operation and not traced():
-        _log(operation, choice)
-    return choice
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in allowed or not is_cast and tensor.dtype != first.dtype:
+            return "the kernel does not support these dtypes"
+        if tensor.device != device:
+            return "the tensors are on several devices"
+        if is_wrapper(tensor):
+            return "a tensor wraps others"
+    if choice == "triton" and device.type == "cpu":
+        dtype = torch.get_autocast_dtype("cpu") if is_cast else first.dtype
+        if dtype not in INTERPRETED:
+            return "Triton's interpreter does not support this dtype"
+    return ""
 
 
 @_constant
-def _kernel(backend: str, device: str) -> str:
-    """Return the backend for tensors on this device."""
+def _kernel(backend: str, device: str) -> tuple[str, str]:
+    """Return the backend for tensors on this device, and why it is "plain"."""
     wanted = requested(backend)
     kind = device.partition(":")[0]
-    if kind == "cpu" and interpreted():
-        return "triton" if wanted in ("auto", "triton") and _has_triton() else "plain"
-    if kind == "cpu" and wanted in ("auto", "cpp") and native.library() is not None:
-        return "cpp"
-    if kind == "cuda" and wanted in ("auto", "triton") and _has_triton():
-        # Older GPUs have too little shared memory for the kernels.
-        return "triton" if capability(device) >= 80 else "plain"
-    return "plain"
+    kernel = "triton" if kind == "cuda" or kind == "cpu" and interpreted() else "cpp"
+    if wanted not in ("auto", kernel):
+        return "plain", f"the backend {wanted!r} is requested"
+    if kind not in ("cpu", "cuda"):
+        return "plain", f"{kind} has no kernels"
+    if not _has(kernel):
+        missing = "triton is not installed" if kernel == "triton" else "no compiled kernels"
+        return "plain", missing
+    if kind == "cuda" and capability(device) < 80:
+        return "plain", "the GPU's compute capability is below 8.0"  # too little shared memory
+    return kernel, ""
 
 
 def is_autocast(device: str) -> bool:
@@ -172,8 +219,8 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _log(operation: str, choice: str) -> None:
-    logger.info(f"{operation}: {choice} backend")
+def _log(operation: str, choice: str, reason: str) -> None:
+    logger.info(f"{operation}: {choice} backend" + (f", because {reason}" if reason else ""))
 
 
 # --- devices ------------------------------------------------------------------------------------

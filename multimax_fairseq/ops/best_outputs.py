@@ -119,9 +119,11 @@ def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         )
     _check_count(count, scores.shape[1])
     scores = scores.detach()
-    is_supported = scores.numel() > 0 and count <= MAX_COUNT
+    unsupported = "" if count <= MAX_COUNT else f"more than {MAX_COUNT} scores are wanted"
+    if scores.numel() == 0:
+        unsupported = "there are no scores"
     dtypes = (torch.float32,)
-    if choose("best scores", "auto", scores, is_supported=is_supported, dtypes=dtypes) == "cpp":
+    if choose("best scores", "auto", scores, unsupported=unsupported, dtypes=dtypes) == "cpp":
         return best_scores_operator(scores, count)
     values, indices = scores.topk(count)
     return values, indices, scores.logsumexp(1)

@@ -124,8 +124,8 @@ def linear_cross_entropy(
     weights = (smooth_weight, nll_weight, float(z_loss), float(maxsup))
     call = LossCall(rows, weight, bias, table, target, *weights, ignore_index, chunk_size)
     # A GPU kernel would round the maximum differently in its two passes.
-    is_supported = maxsup == 0 or not on_triton(rows.device)
-    if linear_backend("output loss", rows, weight, bias, table, is_supported) == "plain":
+    unsupported = "maxsup has no kernel on a GPU" if maxsup and on_triton(rows.device) else ""
+    if linear_backend("output loss", rows, weight, bias, table, unsupported) == "plain":
         loss, nll_loss = _plain(call, summed)
     else:
         table = None if table is None else table.float()
@@ -160,15 +160,18 @@ def linear_backend(
     weight: Tensor,
     bias: Tensor | None,
     table: Tensor | None,
-    is_supported: bool = True,
+    unsupported: str = "",
 ) -> str:
     """Return the backend for a linear layer and its modulator, as `choose`."""
-    fits = table is None or (table.shape[0] == 1 and fits_device(table, features.device))
+    if table is not None and not (len(table) == 1 and fits_device(table, features.device)):
+        unsupported = "the modulator has heads, or is for another device"
+    elif features.numel() == 0 or weight.numel() == 0:
+        unsupported = "a tensor is empty"
     return choose(
         operation,
         "auto",
         *(features, weight, bias),
-        is_supported=is_supported and fits and features.numel() > 0 and weight.numel() > 0,
+        unsupported=unsupported,
         # The C++ kernel computes in float32; a narrower weight would need a copy.
         dtypes=DTYPES if on_triton(features.device) else (torch.float32,),
     )

@@ -16,7 +16,8 @@ from multimax_fairseq.ops.attention import (
     growth_factor,
     length_factor,
     per_head,
-    supports_mapping,
+    unsupported_mapping,
+    unsupported_table,
 )
 from multimax_fairseq.ops.attention_operator import (
     check_row_function,
@@ -26,7 +27,7 @@ from multimax_fairseq.ops.attention_operator import (
 )
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
-from multimax_fairseq.ops.modulator import fits_device, fits_heads, table_of
+from multimax_fairseq.ops.modulator import table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
 from multimax_fairseq.ops.row_function import RowFunction
 
@@ -129,18 +130,20 @@ def decoding_attention(
     Returns:
         None if no kernel can compute it.
     """
-    is_supported = (
-        size % HEAD_SIZE_MULTIPLE == 0
-        and like.numel() > 0
-        and not is_autocast(like.device.type)  # the projections are not float32 then
-        and supports_mapping(like, heads, "auto", modulator, sink, length_scale, row)
-    )
+    unsupported = ""
+    if size % HEAD_SIZE_MULTIPLE or like.numel() == 0:
+        unsupported = f"the head size is no multiple of {HEAD_SIZE_MULTIPLE}"
+    elif is_autocast(like.device.type):
+        unsupported = "autocast does not keep the projections in float32"
+    else:
+        unsupported = unsupported_mapping(like, heads, "auto", modulator, sink, length_scale, row)
     table: Tensor | None = None
-    if is_supported and modulator is not None:
+    if not unsupported and modulator is not None:
         table = table_of(modulator, like.device)[0].detach().float()
-        is_supported = fits_heads(modulator, heads) and fits_device(table, like.device)
+        unsupported = unsupported_table(modulator, table, heads, like.device)
     dtypes = (torch.float32,)
-    if choose("", "auto", like, is_supported=is_supported, dtypes=dtypes) != "cpp":
+    backend = choose("attention of a step", "auto", like, unsupported=unsupported, dtypes=dtypes)
+    if backend != "cpp":
         return None
 
     @torch.no_grad()

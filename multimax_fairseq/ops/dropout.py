@@ -38,7 +38,8 @@ def dropout(input: Tensor, p: float, backend: str = "auto") -> Tensor:
     """
     if p == 0:
         return input
-    if choose("dropout", backend, input, is_supported=p <= MAX_DROPOUT) == "cpp":
+    unsupported = f"p is above {MAX_DROPOUT}" if p > MAX_DROPOUT else ""
+    if choose("dropout", backend, input, unsupported=unsupported) == "cpp":
         return dropout_operator(input, draw_seed(), p)
     return F.dropout(input, p)
 

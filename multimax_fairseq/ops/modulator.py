@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multimax_fairseq.ops import native
-from multimax_fairseq.ops.backend import choose, on_triton, traced
+from multimax_fairseq.ops.backend import choose, on_triton, select, traced
 from multimax_fairseq.ops.checks import (
     check_device,
     check_flag,
@@ -109,9 +109,10 @@ def modulate(
     if low == 0 and high == 0:
         return x.to(wide)
     table = pack(low_coefficient, low_threshold, high_coefficient, high_threshold, monotone)
-    # torch.compile fuses the plain form by itself.
-    is_supported = not torch.compiler.is_compiling() and table.device == x.device
-    if choose("modulator", "auto", x, is_supported=is_supported) != "plain":
+    unsupported = "" if table.device == x.device else "it is on another device than the scores"
+    if torch.compiler.is_compiling():
+        unsupported = "torch.compile fuses it"
+    if choose("modulator", "auto", x, unsupported=unsupported) != "plain":
         return modulate_operator(x, table.float())
     x, table = x.to(wide), table.to(wide)
     if traced():
@@ -302,7 +303,7 @@ def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
 
 def _fused_tails(table: Tensor) -> Tensor:
     # In plain PyTorch, these many small operations take longer than one attention.
-    if choose("", "auto", table, is_supported=not traced()) == "plain":
+    if traced() or select("auto", table)[0] == "plain":
         return tails(table)
     return tails_operator(table)[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.ops.backend import choose, is_autocast, needs_plain_operations
+from multimax_fairseq.ops.backend import is_autocast, needs_plain_operations, select
 from multimax_fairseq.ops.checks import check_device, check_tensor
 from multimax_fairseq.ops.linear_loss import (
     LinearLoss,
@@ -152,8 +152,8 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
     """Return for each row 0, and half the divergence of its pair; and the gradients."""
     # In plain PyTorch, the modulator would take half of the time.
     table, device = call.table, call.features.device
-    is_supported = table is not None and fits_device(table, device)
-    fast = choose("", "auto", call.features, is_supported=is_supported) != "plain"
+    fast = table is not None and fits_device(table, device)
+    fast = fast and select("auto", call.features)[0] != "plain"
 
     def one_chunk(
         scores: Tensor, table: Tensor | None, mask: Tensor, factors: Tensor | None

@@ -332,21 +332,21 @@ struct Backward : Attention {
   double *tables, *sinks, *parameters;
 };
 
-// A head in the backward pass: its keys and values, their gradients, and one block of queries.
+// A head in the backward pass: its keys and values, and memory for their gradients and for one block
+// of queries. Functions copy the members to local variables, which stay in registers.
 struct BackwardHead {
-  const int64_t keys, size, pitch;
-  const float *const key, *const value;  // (keys, pitch)
-  GradRows grad_key, grad_value;
-  float *const query, *const grad_output, *const grad_query;  // (QUERIES, pitch); query is scaled
-  float *const query_t, *const grad_output_t;                 // (size, QUERIES)
-  float* const rest;                                          // unused scratch memory
+  int64_t keys, size, pitch;
+  const float *key, *value;                // (keys, pitch)
+  float *key_rows, *value_rows;            // (keys, pitch), for the gradients
+  float *query, *grad_output, *grad_query;  // (QUERIES, pitch); query is scaled
+  float *query_t, *grad_output_t;          // (size, QUERIES)
+  float* rest;                             // unused scratch memory
 
   BackwardHead(const Attention& a, int64_t b, int64_t h, float* scratch)
       : keys(padded(a.keys)), size(a.size), pitch(padded(size)),
         key(dense_rows(a.key, b, h, a.keys, size, scratch)),
         value(dense_rows(a.value, b, h, a.keys, size, scratch + keys * pitch)),
-        grad_key(a.grad_key, b, h, a.keys, size, scratch + 2 * keys * pitch),
-        grad_value(a.grad_value, b, h, a.keys, size, scratch + 3 * keys * pitch),
+        key_rows(scratch + 2 * keys * pitch), value_rows(scratch + 3 * keys * pitch),
         query(scratch + 4 * keys * pitch), grad_output(query + QUERIES * pitch),
         grad_query(grad_output + QUERIES * pitch), query_t(grad_query + QUERIES * pitch),
         grad_output_t(query_t + size * QUERIES), rest(grad_output_t + size * QUERIES) {}
@@ -355,7 +355,7 @@ struct BackwardHead {
     return (4 * padded(a.keys) + 3 * QUERIES) * pitch + 2 * a.size * QUERIES;
   }
   // Reads the block of queries [q0, q0 + count).
-  void load_queries(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t count) {
+  void load_queries(const Attention& a, int64_t b, int64_t h, int64_t q0, int64_t count) const {
     if (count % LANES || size < pitch) std::fill(query, rest, 0.0f);
     copy(a.query.at(b, h) + q0 * a.query.row, a.query.row, count, size, query, pitch, a.scale);
     transpose(query, pitch, count, size, query_t, QUERIES);
@@ -368,10 +368,6 @@ struct BackwardHead {
     copy(grad_query, pitch, count, size, a.grad_query.at(b, h) + q0 * a.grad_query.row,
          a.grad_query.row, a.scale);
   }
-  void write_back() {
-    grad_key.write_back();
-    grad_value.write_back();
-  }
 };
 
 // Recomputes the scores of a block of queries, then their gradients, in tiles of KEYS_L1 keys.
@@ -381,9 +377,11 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
   const Sigma sigma = a.sigma<Sigma>(h);
   const float sink = a.sink_of(h);
   const Dropout dropout(a.dropout, a.seed, bh);
-  BackwardHead head(a, b, h, scratch);
-  auto& [keys, size, pitch, key, value, grad_key, grad_value, query, grad_output, grad_query,
-         query_t, grad_output_t, rest] = head;
+  const BackwardHead head(a, b, h, scratch);
+  const auto [keys, size, pitch, key, value, key_rows, value_rows, query, grad_output, grad_query,
+              query_t, grad_output_t, rest] = head;
+  GradRows grad_key(a.grad_key, b, h, a.keys, size, key_rows);
+  GradRows grad_value(a.grad_value, b, h, a.keys, size, value_rows);
   float* scores = rest;                                // (keys, QUERIES); later their gradients
   float* probs = scores + keys * QUERIES;              // (keys, QUERIES)
   float* grad_probs = probs + keys * QUERIES;          // (keys, QUERIES)
@@ -476,7 +474,8 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     grad_key.initialized = grad_value.initialized = std::max(grad_key.initialized, last);
     head.write_grad_query(a, b, h, q0, count);
   }
-  head.write_back();
+  grad_key.write_back();
+  grad_value.write_back();
 }
 
 int64_t backward_scratch(const Attention& a) {

@@ -138,9 +138,11 @@ void row_backward_head(const Backward& a, int64_t b, int64_t h, int64_t, float* 
   const int64_t bh = b * a.heads + h;
   const Row row = row_of<Row>(a, h);
   const Dropout dropout(a.dropout, a.seed, bh);
-  BackwardHead head(a, b, h, scratch);
-  auto& [keys, size, pitch, key, value, grad_key, grad_value, query, grad_output, grad_query,
-         query_t, grad_output_t, rest] = head;
+  const BackwardHead head(a, b, h, scratch);
+  const auto [keys, size, pitch, key, value, key_rows, value_rows, query, grad_output, grad_query,
+              query_t, grad_output_t, rest] = head;
+  GradRows grad_key(a.grad_key, b, h, a.keys, size, key_rows);
+  GradRows grad_value(a.grad_value, b, h, a.keys, size, value_rows);
   float* mask = rest;                                  // (KEYS_L1, QUERIES)
   float* scores = mask + KEYS_L1 * QUERIES;            // (keys, QUERIES)
   float* weights = scores + keys * QUERIES;            // (keys, QUERIES)
@@ -237,7 +239,8 @@ void row_backward_head(const Backward& a, int64_t b, int64_t h, int64_t, float* 
       });
     head.write_grad_query(a, b, h, q0, count);
   }
-  head.write_back();
+  grad_key.write_back();
+  grad_value.write_back();
 }
 
 int64_t row_backward_scratch(const Attention& a) {
