@@ -16,7 +16,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
 )
 from multimax_fairseq.ops import backend, build, cross_entropy
-from multimax_fairseq.ops.attention_operator import windows
+from multimax_fairseq.ops.attention import windows
 from multimax_fairseq.ops.best_outputs import fused_scores
 from multimax_fairseq.ops.modulator import tails, tails_operator
 

@@ -23,7 +23,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.ops import attention_operator, backend, best_outputs, cross_entropy, modulator  # noqa: F401
+from multimax_fairseq.ops import attention, backend, best_outputs, cross_entropy, modulator  # noqa: F401
 from multimax_fairseq.ops.modulator import table_of
 
 pytestmark = [
@@ -545,8 +545,8 @@ def test_cpu_kernels_form_no_score_matrix():
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
     numbers = (0.01, 1 - 0.01 * KEYS, 0.1, 0.2, -100, None, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:
-        output, statistics = attention_operator._attention(query, key, value, table, *rest, True)
-        attention_operator._attention_backward(
+        output, statistics = attention._attention(query, key, value, table, *rest, True)
+        attention._attention_backward(
             *(output, output, statistics, query, key, value, table, *rest)
         )
         cross_entropy._output_loss_parts(features, weight, bias, table, target, *numbers)

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from multimax_fairseq import NORMALIZERS, scaled_dot_product_attention
 from multimax_fairseq.ops import build
-from multimax_fairseq.ops.attention_operator import AttentionCall
+from multimax_fairseq.ops.attention import AttentionCall
 from multimax_fairseq.ops.decoding import KVCache, decoding_attention
 from multimax_fairseq.ops.row_function import FUNCTIONS, WITHOUT_GRADIENT
 

@@ -19,7 +19,7 @@ from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules import AdditiveAttention, Normalizer, normalizer_chain
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
-from multimax_fairseq.ops.attention import attention_scores
+from multimax_fairseq.ops.attention import AttentionInputs, attention_scores
 from multimax_fairseq.ops.masks import attention_mask, causal_mask, excluded_keys
 
 # Bounds the memory of scores that are computed again: a few tens of MB.
@@ -174,23 +174,15 @@ class Observer:
         self._notify(module, scores, probs, mask)
         self.advance(module, scores.shape[-2])
 
-    def _on_kernel(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-        hidden: Tensor | None,
-    ) -> None:
+    def _on_kernel(self, module: Any, inputs: AttentionInputs) -> None:
         """Receive the inputs of a fused kernel."""
 
         def normalize(scores: Tensor, mask: Tensor | None, rows: slice) -> Tensor:
             with _as_evaluated(module):
-                own = None if hidden is None else hidden[rows]
-                return module.forward(scores, -1, mask, own)
+                hidden = None if inputs.hidden is None else inputs.hidden[rows]
+                return module.forward(scores, -1, mask, hidden)
 
+        query, key, _, mask, is_causal, _, scale, _ = inputs
         self._compute_scores(module, normalize, query, key, mask, is_causal, scale)
 
     @torch.no_grad()

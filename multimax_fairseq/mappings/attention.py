@@ -9,14 +9,7 @@ from torch import Tensor
 
 from multimax_fairseq.mappings.multimax import ScoreFunction, multimax
 from multimax_fairseq.mappings.table import mapping_named
-from multimax_fairseq.ops.attention import (
-    attention_scores,
-    check_attention,
-    fused_attention,
-    weighted_values,
-)
-from multimax_fairseq.ops.backend import KERNELS, requested, transformed
-from multimax_fairseq.ops.masks import causal_mask
+from multimax_fairseq.ops.attention import AttentionInputs, attend, check_attention
 
 
 def scaled_dot_product_attention(
@@ -74,8 +67,8 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(query, key, value, modulator=Modulator()).shape
         torch.Size([2, 8, 10, 64])
     """
-    check_attention(query, key, value, attn_mask, is_causal, dropout_p, scale, "attn_mask")
-    dropout_p, scale = float(dropout_p), None if scale is None else float(scale)
+    inputs = AttentionInputs(query, key, value, attn_mask, is_causal, dropout_p, scale)
+    check_attention(inputs, "attn_mask")
     mapping = mapping_named(normalizer)
     if modulator is None and mapping.function is multimax:
         raise ValueError(f"normalizer {normalizer!r} needs a modulator: pass modulator=Modulator()")
@@ -90,26 +83,12 @@ def scaled_dot_product_attention(
                 f"modulator must be a Modulator or a function of the scores, got {modulator!r}"
             )
         options["modulator"] = modulator
-    mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = ~mask
-    for_kernel = mapping.for_kernel(**options)
-    if for_kernel is not None:
-        context = fused_attention(
-            query, key, value, mask, is_causal, dropout_p, scale, backend, **for_kernel
-        )
-        if context is not None:
-            return context
-    requested(backend)
-    if backend in KERNELS:
-        where = "under torch.func or forward mode" if transformed() else "with these arguments"
-        raise ValueError(
-            f"no {backend} kernel computes {normalizer!r} {where}: pass backend='auto' to use "
-            "plain PyTorch"
-        )
-    if is_causal:
-        mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)
-    scores = attention_scores(query, key, scale)
-    # `dim` by name, so that the options cannot contain another one.
-    probs = mapping.function(scores, dim=-1, mask=mask, **options)
-    return weighted_values(probs, value, dropout_p, backend)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        inputs = inputs._replace(mask=~attn_mask)
+
+    def normalize(scores: Tensor, mask: Tensor | None) -> Tensor:
+        # `dim` by name, so that the options cannot contain another one.
+        return mapping.function(scores, dim=-1, mask=mask, **options)
+
+    context, _ = attend(inputs, normalizer, normalize, mapping.for_kernel(**options), backend)
+    return context

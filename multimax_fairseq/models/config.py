@@ -25,7 +25,12 @@ from multimax_fairseq.mappings.table import (
     settings_of,
     yes_or_no,
 )
-from multimax_fairseq.modules import ContinuousAttention, GatedAttention, Normalizer
+from multimax_fairseq.modules import (
+    AttentionModule,
+    ContinuousAttention,
+    GatedAttention,
+    Normalizer,
+)
 from multimax_fairseq.modules.continuous_attention import CONTEXTS, DENSITIES
 from multimax_fairseq.ops.checks import is_finite, is_whole
 
@@ -317,14 +322,14 @@ def build_normalizer(
 
 def build_attention(
     args: Any, place: str, num_heads: int, hidden_size: int, head_size: int
-) -> nn.Module:
-    """Return the module with `attend` that the flags ask for at one of `PLACES`.
+) -> AttentionModule:
+    """Return the attention that the flags ask for at one of `PLACES`.
 
     Args:
         hidden_size: size of the hidden states that are projected to queries.
         head_size: size of each head's context.
     """
-    attention: nn.Module
+    attention: AttentionModule
     normalizer = build_normalizer(args, normalizer_names(args)[place], num_heads, hidden_size)
     density = getattr(args, DENSITY_AT.get(place, ""), "discrete")
     if density == "discrete":

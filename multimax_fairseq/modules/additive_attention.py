@@ -1,9 +1,8 @@
 """Additive attention of recurrent models: a small network scores each query and key."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
+from multimax_fairseq.modules.attention_module import AttentionModule
 from multimax_fairseq.ops.checks import check_whole
 
 
@@ -16,15 +15,15 @@ class AdditiveAttention(nn.Module):
 
     Args:
         query_size, key_size, hidden_size: sizes of a query, of a key, and of the layer.
-        normalizer: a `Normalizer`, or any module with its `attend_by_scores`. Its optional
-            `static_values(value, mask)` is called once per sentence.
+        normalizer: its `attend_by_scores` is called for each query, `static_values` once per
+            sentence.
 
     Raises:
         ValueError: a size is not a whole number of at least 1.
     """
 
     def __init__(
-        self, query_size: int, key_size: int, hidden_size: int, normalizer: nn.Module
+        self, query_size: int, key_size: int, hidden_size: int, normalizer: AttentionModule
     ) -> None:
         super().__init__()
         sizes = {"query_size": query_size, "key_size": key_size, "hidden_size": hidden_size}
@@ -33,7 +32,7 @@ class AdditiveAttention(nn.Module):
         self.query_projection = nn.Linear(query_size, hidden_size, bias=False)
         self.key_projection = nn.Linear(key_size, hidden_size, bias=False)
         self.score_projection = nn.Linear(hidden_size, 1, bias=False)
-        self.normalizer: Any = normalizer
+        self.normalizer = normalizer
         for layer in (self.query_projection, self.key_projection, self.score_projection):
             nn.init.xavier_uniform_(layer.weight)
 
@@ -52,8 +51,7 @@ class AdditiveAttention(nn.Module):
             (B, 1, S or more, key_size).
         """
         value = encoded[:, None]
-        prepare = getattr(self.normalizer, "static_values", None)
-        return value if prepare is None else prepare(value, padding[:, None, None])
+        return self.normalizer.static_values(value, padding[:, None, None])
 
     def forward(
         self,

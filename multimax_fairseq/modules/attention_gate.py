@@ -1,20 +1,20 @@
 """A learned gate on the context of attention."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
+from multimax_fairseq.modules.attention_module import AttentionModule
+from multimax_fairseq.ops.attention import AttentionInputs
 from multimax_fairseq.ops.checks import check_whole
 from multimax_fairseq.ops.decoding import DecodingAttention, KVCache
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(AttentionModule):
     """Attention whose context is gated by the hidden state of the query.
 
         context * sigmoid(W h)                                  (Qiu et al. 2025, elementwise gates)
 
     Args:
-        attention: any module with `attend` and `attend_by_scores`, with the same number of heads.
+        attention: an `AttentionModule` with the same number of heads.
         hidden_size: size of h.
         num_heads, head_size: of the context.
 
@@ -26,45 +26,32 @@ class GatedAttention(nn.Module):
     """
 
     def __init__(
-        self, attention: nn.Module, hidden_size: int, num_heads: int, head_size: int
+        self, attention: AttentionModule, hidden_size: int, num_heads: int, head_size: int
     ) -> None:
         super().__init__()
         check_whole("hidden_size", hidden_size)
         check_whole("num_heads", num_heads)
         check_whole("head_size", head_size)
-        self.normalizer: Any = attention  # the name in checkpoints and for `normalizer_chain`
+        self.normalizer = attention  # the name in checkpoints and for `normalizer_chain`
         self.num_heads, self.head_size = num_heads, head_size
         self.gate = nn.Linear(hidden_size, num_heads * head_size, bias=False)
         nn.init.zeros_(self.gate.weight)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        need_probs: bool = False,
-        hidden: Tensor | None = None,
+    def attention(
+        self, inputs: AttentionInputs, need_probs: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gated context of each query, and the probabilities before the gate.
 
-        Args, Returns: as `Normalizer.attend`.
+        Args, Returns: as `AttentionModule.attention`.
 
         Raises:
             ValueError: hidden is None, or an error of the attention.
         """
-        context, probs = self.normalizer.attend(
-            query, key, value, mask, is_causal, dropout_p, scale, need_probs, hidden
-        )
-        return self._gated(context, hidden), probs
+        context, probs = self.normalizer.attention(inputs, need_probs)
+        return self._gated(context, inputs.hidden), probs
 
     def decoding_attention(self, like: Tensor, heads: int, size: int) -> DecodingAttention | None:
-        """Return the attention's `decoding_attention` with the gate; None if it has none."""
-        prepare = getattr(self.normalizer, "decoding_attention", None)
-        attend = None if prepare is None else prepare(like, heads, size)
+        attend = self.normalizer.decoding_attention(like, heads, size)
         if attend is None:
             return None
 
@@ -83,10 +70,6 @@ class GatedAttention(nn.Module):
         need_probs: bool = False,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the result of `attend` for given scores.
-
-        Args, Returns, Raises: as `Normalizer.attend_by_scores`, and `attend`.
-        """
         context, probs = self.normalizer.attend_by_scores(
             scores, value, mask, dropout_p, need_probs, hidden
         )
@@ -99,12 +82,9 @@ class GatedAttention(nn.Module):
         return context * gate.squeeze(1).transpose(1, 2).to(context.dtype)
 
     def static_values(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the attention's `static_values`; the values if it has none."""
-        prepare = getattr(self.normalizer, "static_values", None)
-        return value if prepare is None else prepare(value, mask)
+        return self.normalizer.static_values(value, mask)
 
     def keep_heads(self, heads: list[int]) -> None:
-        """Keep only these heads' parameters."""
         self.normalizer.keep_heads(heads)
         rows = self.gate.weight.data.unflatten(0, (self.num_heads, self.head_size))[heads]
         self.gate.weight.data = rows.flatten(0, 1)

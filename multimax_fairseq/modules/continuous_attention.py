@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from multimax_fairseq.continuous.expectation import continuous_softmax, continuous_sparsemax
 from multimax_fairseq.continuous.value_function import positions, ridge_regression
 from multimax_fairseq.mappings.masking import at_least_float32
+from multimax_fairseq.modules.attention_module import AttentionModule
 from multimax_fairseq.modules.normalizer import Normalizer
-from multimax_fairseq.ops.attention import weighted_values
+from multimax_fairseq.ops.attention import AttentionInputs, weighted_values
 from multimax_fairseq.ops.backend import is_autocast, traced
 from multimax_fairseq.ops.checks import check_number, check_whole, is_finite, is_whole
 from multimax_fairseq.ops.dropout import dropout
@@ -25,7 +26,7 @@ ALL_KEYS = "continuous attention needs all keys of a sentence from the start"
 MIN_VARIANCE = 1e-6
 
 
-class ContinuousAttention(nn.Module):
+class ContinuousAttention(AttentionModule):
     """Attention whose context is the expectation of a function of time.
 
         context = [dropout(p) V +] E_{t ~ density(mean, variance)}[V(t)], p = normalizer(scores)
@@ -87,49 +88,40 @@ class ContinuousAttention(nn.Module):
         self.expectation = Expectation(density, num_bases, tuple(widths))
         self.predicted = None if query_size is None else nn.Linear(query_size, 2)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        need_probs: bool = False,
-        hidden: Tensor | None = None,
+    def attention(
+        self, inputs: AttentionInputs, need_probs: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the context of each query, and the discrete probabilities.
 
-        Args, Returns: as `Normalizer.attend`, but every query sees the same keys: the mask is
-            (B, 1, 1, S), bool or a float that excludes, and is_causal is False. The values may be
-            those of `static_values`.
+        Args, Returns: as `AttentionModule.attention`, but every query sees the same keys: the mask
+            is (B, 1, 1, S), bool or a float that excludes, and is_causal is False. The values may
+            be those of `static_values`.
 
         Raises:
             ValueError: the mask differs between queries or heads; is_causal is True; the values
                 have another length.
         """
-        if is_causal:
+        if inputs.is_causal:
             raise ValueError(f"{ALL_KEYS}: leave is_causal out")
-        value, coefficients, tokens = self._split_values(value, key.shape[2], mask)
-
-        def attend(value: Tensor) -> tuple[Tensor, Tensor | None]:
-            return self.normalizer.attend(
-                query, key, value, mask, False, dropout_p, scale, need_probs, hidden
-            )
-
+        value, coefficients, tokens = self._split_values(
+            inputs.value, inputs.key.shape[2], inputs.mask
+        )
         discrete: Tensor | None = None
         probs: Tensor | None = None
         if self.predicted is not None:
-            mean, variance = at_least_float32(self.predicted(query)).unbind(-1)
+            mean, variance = at_least_float32(self.predicted(inputs.query)).unbind(-1)
             mean, variance = mean.sigmoid(), nn.functional.softplus(variance)
             if self.context == "combined" or need_probs:
-                discrete, probs = attend(value)
+                discrete, probs = self.normalizer.attention(
+                    inputs._replace(value=value), need_probs
+                )
         else:
             extended = _with_times(value, positions(tokens)[:, None])
             device = value.device.type
             with torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext():
-                contexts, probs = attend(extended)
+                contexts, probs = self.normalizer.attention(
+                    inputs._replace(value=extended), need_probs
+                )
             discrete = contexts[..., :-3].to(value.dtype)
             mean, variance = _mean_and_variance(*contexts[..., -3:].unbind(-1))
         return self._context(mean, variance, coefficients, discrete), probs
@@ -143,12 +135,12 @@ class ContinuousAttention(nn.Module):
         need_probs: bool = False,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the result of `attend` for given scores.
+        """Return the result of `attention` for given scores.
 
-        Args, Returns: as `Normalizer.attend_by_scores`.
+        Args, Returns: as `AttentionModule.attend_by_scores`.
 
         Raises:
-            ValueError: as `attend`, or the density is predicted from the query.
+            ValueError: as `attention`, or the density is predicted from the query.
         """
         if self.predicted is not None:
             raise ValueError("query_size predicts a density from the query: use attend")

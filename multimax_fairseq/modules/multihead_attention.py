@@ -7,7 +7,9 @@ from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
+from multimax_fairseq.modules.attention_module import AttentionModule
 from multimax_fairseq.modules.continuous_attention import ContinuousAttention
+from multimax_fairseq.ops.attention import AttentionInputs
 from multimax_fairseq.ops.backend import is_autocast
 from multimax_fairseq.ops.decoding import KVCache
 from multimax_fairseq.ops.masks import attention_mask
@@ -17,15 +19,12 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     """fairseq's multi-head attention with a `Normalizer` in place of softmax.
 
     If a kernel supports it, `_decoding_step` computes a decoding step. All other calls use the
-    normalizer's `attend`. Both give the same result.
+    normalizer's `attention`. Both give the same result.
 
     Args:
         softmax_attention: the layer built by fairseq. This layer takes over its projections and
             options; do not use the old one afterwards.
-        normalizer: a `Normalizer`, or any module with its `attend` and `keep_heads`. Two methods
-            are optional: `decoding_attention(like, heads, size)` returns the kernel of decoding
-            steps, and `static_values(value, mask)` is called once for keys and values that stay the
-            same while a sentence is decoded, and the result is cached.
+        normalizer: a `Normalizer` or another `AttentionModule`.
 
     Raises:
         UsageError: the layer computes its own softmax (xFormers), or has extra keys together with
@@ -35,7 +34,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
     def __init__(
         self,
         softmax_attention: SoftmaxMultiheadAttention,
-        normalizer: nn.Module,
+        normalizer: AttentionModule,
     ) -> None:
         stock = softmax_attention
         if stock.use_xformers:
@@ -121,17 +120,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         k, v, mask = self._with_extra_keys(k, v, mask)
         dropout = self.dropout_module
         drops = dropout.training or dropout.apply_during_inference
-        context, probs = self.normalizer.attend(
-            q,
-            k,
-            v,
-            mask,
-            is_causal=is_causal,
-            dropout_p=dropout.p if drops else 0.0,
-            scale=self.scaling,
-            need_probs=need_weights or need_head_weights,
-            hidden=hidden,
-        )
+        dropout_p = dropout.p if drops else 0.0
+        inputs = AttentionInputs(q, k, v, mask, is_causal, dropout_p, self.scaling, hidden)
+        context, probs = self.normalizer.attention(inputs, need_weights or need_head_weights)
         output = self._project(context, beam)
         if probs is None:
             return output, None
@@ -163,10 +154,9 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
 
         A `KVCache` stores each key and value once; reordering the hypotheses does not copy it.
         """
-        prepare = getattr(self.normalizer, "decoding_attention", None)
         is_step = self.self_attention and query.shape[0] == 1 and not self.has_extra_keys
         buffer: dict[str, Any] = self._get_input_buffer(incremental_state)
-        if prepare is None or not is_step or "prev_key" in buffer or torch.is_grad_enabled():
+        if not is_step or "prev_key" in buffer or torch.is_grad_enabled():
             return None
         if is_autocast(query.device.type):  # the projections are not float32
             return None
@@ -176,7 +166,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
             return None
         attend = buffer.get("attend")  # parameters do not change during a search
         if attend is None:
-            attend = prepare(query, heads, size)
+            attend = self.normalizer.decoding_attention(query, heads, size)
         if attend is None:
             return None
         q, k, v = (
@@ -205,8 +195,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         self._set_input_buffer(incremental_state, expanded)
 
     def _static_values(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        prepare = getattr(self.normalizer, "static_values", None)
-        return v if prepare is None else prepare(v, attention_mask(None, key_padding_mask))
+        return self.normalizer.static_values(v, attention_mask(None, key_padding_mask))
 
     def _is_causal(self, attn_mask: Tensor | None) -> bool:
         """Whether this is the causal mask that the decoder marks, without extra keys."""

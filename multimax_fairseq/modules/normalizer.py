@@ -8,23 +8,23 @@ from torch import Tensor, nn
 from multimax_fairseq.mappings.length_scale import length_scaled
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.modules.attention_module import AttentionModule
 from multimax_fairseq.ops.attention import (
-    attention_scores,
+    AttentionInputs,
+    attend,
     check_attention,
-    fused_attention,
     weighted_values,
 )
 from multimax_fairseq.ops.checks import is_whole
 from multimax_fairseq.ops.decoding import DecodingAttention, KVCache, decoding_attention
-from multimax_fairseq.ops.masks import causal_mask
 
 
-class Normalizer(nn.Module):
+class Normalizer(AttentionModule):
     """A mapping of `NORMALIZERS` as a module.
 
     `normalizer(scores, dim, mask)` returns probabilities. `attend` computes attention from queries
-    and keys, `attend_by_scores` from scores, and `decoding_attention` prepares the decoding steps
-    of one sentence. All apply the same mapping.
+    and keys, `attend_by_scores` from scores. `decoding_attention` prepares the decoding steps of
+    one sentence. All apply the same mapping.
 
     Args:
         name: a key of `NORMALIZERS`.
@@ -85,7 +85,7 @@ class Normalizer(nn.Module):
                 )
             options["hidden_size"] = hidden_size
         self.name, self.num_heads, self.hidden_size = name, num_heads, hidden_size or 0
-        # Called after a fused kernel: hook(self, query, key, mask, is_causal, scale, hidden).
+        # Called after a fused kernel: hook(self, inputs).
         self.kernel_hooks: list[Callable[..., None]] = []
         self.modulator: nn.Module | None = None
         self.fixed: dict[str, Any] = {}
@@ -122,66 +122,32 @@ class Normalizer(nn.Module):
             scores = self.modulator(scores)
         return softmax(scores, dim, mask)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        need_probs: bool = False,
-        hidden: Tensor | None = None,
+    def attention(
+        self, inputs: AttentionInputs, need_probs: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the context of each query, and its attention probabilities.
 
             context = dropout(normalizer(scale * Q K^T, mask)) V
-        `MultiheadAttention` takes any module with this method and `keep_heads`.
 
-        Args:
-            query: (B, H, T, D), floating.
-            key, value: (B, H, S, D) and (B, H, S, any size), of query's dtype.
-            mask: broadcastable to (B, H, T, S). Bool: True excludes. Float: added to the scores,
-                after a modulator.
-            is_causal: query t attends to keys up to t; with a mask, both hold.
-            dropout_p: probability of dropping an attention probability.
-            scale: default 1 / sqrt(D).
-            need_probs: whether to return the probabilities, which the fused kernels never store.
-            hidden: (B, 1, T, hidden_size), the hidden states of the queries; for asentmax.
-
-        Returns:
-            The context, (B, H, T, size of a value), in the dtype of value or of autocast; and None
-            or the probabilities before dropout, (B, H, T, S), in float32 or wider.
+        Args, Returns: as `AttentionModule.attention`.
 
         Raises:
             TypeError, ValueError: as `scaled_dot_product_attention`.
         """
-        check_attention(query, key, value, mask, is_causal, dropout_p, scale)
-        arguments = None if need_probs else self._kernel_arguments(hidden)
-        if arguments is not None:
-            context = fused_attention(
-                query, key, value, mask, is_causal, dropout_p, scale, **arguments
-            )
-            if context is not None:
-                for hook in self.kernel_hooks:
-                    hook(self, query, key, mask, is_causal, scale, hidden)
-                return context, None
-        if is_causal:
-            mask = causal_mask(mask, query.shape[-2], key.shape[-2], query.device)
-        scores = attention_scores(query, key, scale)
-        return self.attend_by_scores(scores, value, mask, dropout_p, need_probs, hidden)
+        check_attention(inputs)
+        hidden = inputs.hidden
+        context, probs = attend(
+            inputs,
+            self.name,
+            lambda scores, mask: self(scores, -1, mask, hidden),
+            None if need_probs else self._kernel_arguments(hidden),
+        )
+        if probs is None:
+            for hook in self.kernel_hooks:
+                hook(self, inputs)
+        return context, probs if need_probs else None
 
     def decoding_attention(self, like: Tensor, heads: int, size: int) -> DecodingAttention | None:
-        """Return `ops.decoding.decoding_attention` of this mapping; None if no kernel supports it.
-
-        It is valid until a parameter changes.
-
-        Args:
-            like: a tensor of the dtype and on the device of queries.
-            heads, size: of the queries.
-        """
-
         def prepare(hidden: Tensor | None) -> DecodingAttention | None:
             arguments = self._kernel_arguments(hidden)
             return None if arguments is None else decoding_attention(like, heads, size, **arguments)
@@ -189,7 +155,7 @@ class Normalizer(nn.Module):
         if not mapping_named(self.name).hidden:
             return prepare(None)
 
-        def attend(
+        def attend_step(
             query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None
         ) -> Tensor:
             step = prepare(hidden)  # the arguments differ in each step
@@ -197,7 +163,7 @@ class Normalizer(nn.Module):
             return step(query, cache, scale, hidden)
 
         is_supported = prepare(like.new_zeros(1, 1, 1, self.hidden_size)) is not None
-        return attend if is_supported else None
+        return attend_step if is_supported else None
 
     def attend_by_scores(
         self,
@@ -208,12 +174,6 @@ class Normalizer(nn.Module):
         need_probs: bool = False,
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the result of `attend` for given scores.
-
-        Args:
-            scores: (B, H, T, S), floating.
-            value, mask, dropout_p, need_probs, hidden: as `attend`.
-        """
         probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 

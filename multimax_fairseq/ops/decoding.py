@@ -13,17 +13,15 @@ from torch import Tensor
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.attention import (
+    check_row_function,
+    check_scalars,
     growth_factor,
+    kernel_name,
     length_factor,
+    mapping_fields,
     per_head,
     unsupported_mapping,
     unsupported_table,
-)
-from multimax_fairseq.ops.attention_operator import (
-    check_row_function,
-    check_scalars,
-    kernel_name,
-    mapping_fields,
 )
 from multimax_fairseq.ops.backend import choose, is_autocast
 from multimax_fairseq.ops.checks import check_device
@@ -119,8 +117,9 @@ def decoding_attention(
     Query and output are (R, H, D). `hidden`, (R, 1, 1, any size), is not read here; gates and
     mappings of hidden states read it. The modulator's parameters are read once, here.
 
-    Equivalent to: fused_attention(query[:, :, None], *(x[cache.ancestors].transpose(1, 2)
-        for x in (cache.keys, cache.values)), None, False, 0.0, scale, ...)[:, :, 0]
+    Equivalent to: fused_attention(AttentionInputs(query[:, :, None], *(
+        x[cache.ancestors].transpose(1, 2) for x in (cache.keys, cache.values)), scale=scale),
+        ...)[:, :, 0]
 
     Args:
         like: a tensor of the dtype and on the device of the query.

@@ -100,7 +100,7 @@ def plain_attention(query, key, value, table, mask=None, causal=False, scale=Non
 
 def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), **more):
     """Return the kernels' [output, gradients of query, key, value, table and sink if given]."""
-    from multimax_fairseq.ops.attention_operator import AttentionCall
+    from multimax_fairseq.ops.attention import AttentionCall
     from multimax_fairseq.ops.triton import attention as kernels
 
     inputs = [t.detach() for t in inputs]

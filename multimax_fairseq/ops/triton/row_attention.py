@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.ops.attention_operator import AttentionCall
+from multimax_fairseq.ops.attention import AttentionCall
 from multimax_fairseq.ops.backend import capability
 from multimax_fairseq.ops.native import dense_like
 from multimax_fairseq.ops.row_function import FUNCTIONS
