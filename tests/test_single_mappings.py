@@ -28,6 +28,7 @@ from multimax_fairseq.models import learned_scalars
 from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.modules import ContinuousAttention, GatedAttention
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
+from multimax_fairseq.ops.attention import AttentionInputs
 from multimax_fairseq.ops.masks import key_counts
 
 B, H, T, S, D, C = 2, 3, 4, 6, 8, 5
@@ -393,8 +394,8 @@ def test_gated_attention_forwards_arguments(by_scores):
             given = (query @ key.mT, value, None, 0.5, True, hidden)
             found.append(attention.attend_by_scores(*given))
         else:
-            given = (query, key, value, None, True, 0.5, 0.7, True, hidden)
-            found.append(attention.attend(*given))
+            inputs = AttentionInputs(query, key, value, None, True, 0.5, 0.7, hidden)
+            found.append(attention.attention(inputs, need_probs=True))
     (context, probs), (gated, same) = found
     torch.testing.assert_close(gated, context / 2)
     torch.testing.assert_close(same, probs)

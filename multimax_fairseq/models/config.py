@@ -13,7 +13,6 @@ from typing import Any, Optional
 import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.table import (
