@@ -26,11 +26,11 @@ from fairseq.data.data_utils import collate_tokens  # noqa: E402
 from fairseq.token_generation_constraints import pack_constraints  # noqa: E402
 
 import multimax_fairseq.models  # noqa: E402, F401  registers the architectures
-from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer  # noqa: E402
 from multimax_fairseq.compat.text import symbols_as_unknown  # noqa: E402
 from multimax_fairseq.errors import UsageError, remedy_for  # noqa: E402
 from multimax_fairseq.models.loading import SEARCH  # noqa: E402
 from multimax_fairseq.models.loading import load as load_checkpoint  # noqa: E402
+from multimax_fairseq.statistics.observer import Attention, AttentionListener, Observer  # noqa: E402
 
 logger = logging.getLogger(__name__)
 

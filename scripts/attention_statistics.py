@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from multimax_fairseq.analysis.metrics import entropy
+from multimax_fairseq.statistics.metrics import entropy
 
 
 class AttentionStatistics:

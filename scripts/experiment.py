@@ -53,7 +53,6 @@ from lib import CHOICES, CONFIGS, ROOT, Experiment, options_of
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
-from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
 from multimax_fairseq.children import child, exit_on_signals
 from multimax_fairseq.commands import evaluate
 from multimax_fairseq.commands.stock import failure, find_command, portable
@@ -61,6 +60,7 @@ from multimax_fairseq.compat import saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
 from multimax_fairseq.signature import data_checksum, processor_and_threads, signature
+from multimax_fairseq.statistics.observer import Attention, AttentionListener, Observer
 
 STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
 

@@ -1,4 +1,4 @@
-"""analysis/sums.py: sums over queries and keys, and the models that the recorder refuses."""
+"""statistics/sums.py: sums over queries and keys, and the models that the recorder refuses."""
 
 import math
 from types import SimpleNamespace
@@ -9,10 +9,10 @@ import toy_models
 
 from multimax_fairseq import normalize
 from multimax_fairseq.analysis.recorder import Recorder
-from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.statistics.sums import AttentionSums, OutputSums, QueriesAndKeys
 
 
 @pytest.mark.parametrize(("name", "loss"), [("softmax", 300.0), ("entmax15", math.inf)])

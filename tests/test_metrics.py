@@ -8,8 +8,8 @@ import reference
 import torch
 
 from multimax_fairseq import Modulator, multimax
-from multimax_fairseq.analysis import metrics
 from multimax_fairseq.ops.modulator import modulate
+from multimax_fairseq.statistics import metrics
 
 NAN = math.nan
 

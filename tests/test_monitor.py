@@ -22,12 +22,12 @@ from toy_collection import TRANSLATION, VARIANTS, gather, table
 from toy_models import scatter_modulators
 from train_commands import MODEL_LANGUAGE, TRANSLATE, parameters
 
-from multimax_fairseq.analysis import observer
 from multimax_fairseq.criterions.cross_entropy import MultimaxCrossEntropyCriterion
 from multimax_fairseq.criterions.entmax_loss import EntmaxLossCriterion
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models import monitor
 from multimax_fairseq.models.config import PLACES
+from multimax_fairseq.statistics import observer
 
 pytestmark = pytest.mark.long
 

@@ -1,10 +1,10 @@
-"""analysis/observer.py: what a listener receives from a forward pass."""
+"""statistics/observer.py: what a listener receives from a forward pass."""
 
 import pytest
 import torch
 
-from multimax_fairseq.analysis.observer import AttentionListener, Observer
 from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.statistics.observer import AttentionListener, Observer
 
 PLACES = [(place, layer) for place in ("encoder", "decoder", "cross") for layer in range(2)]
 

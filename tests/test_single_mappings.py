@@ -20,7 +20,6 @@ from multimax_fairseq import (
     replace_softmax,
     scaled_dot_product_attention,
 )
-from multimax_fairseq.analysis import metrics
 from multimax_fairseq.mappings.entmax import EntmaxAlpha
 from multimax_fairseq.mappings.length_scale import HiddenScale, LengthScale
 from multimax_fairseq.mappings.sinks import Sink
@@ -30,6 +29,7 @@ from multimax_fairseq.modules import ContinuousAttention, GatedAttention
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.attention import AttentionInputs
 from multimax_fairseq.ops.masks import key_counts
+from multimax_fairseq.statistics import metrics
 
 B, H, T, S, D, C = 2, 3, 4, 6, 8, 5
 TRANSLATION = "transformer_multimax"

@@ -26,10 +26,11 @@ from timm.data import ImageDataset, create_transform
 from tqdm import tqdm
 
 from multimax_fairseq import NORMALIZERS, replace_softmax
-from multimax_fairseq.analysis import metrics, writing
-from multimax_fairseq.analysis.sums import AttentionSums, QueriesAndKeys
+from multimax_fairseq.analysis import writing
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.signature import signature
+from multimax_fairseq.statistics import metrics
+from multimax_fairseq.statistics.sums import AttentionSums, QueriesAndKeys
 
 BATCH_SIZE, SHOWN = 8, 4
 LAYERS = (0, 4, 9)  # layers 1, 5 and 10 of Figure 7

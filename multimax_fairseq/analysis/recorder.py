@@ -8,9 +8,6 @@ import torch
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
-from multimax_fairseq.analysis import metrics
-from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
-from multimax_fairseq.analysis.sums import AttentionSums, OutputSums, QueriesAndKeys
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.continuous.value_function import positions
 from multimax_fairseq.errors import UsageError
@@ -23,6 +20,9 @@ from multimax_fairseq.modules import (
 from multimax_fairseq.modules.continuous_attention import Expectation
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.backend import plain_backend
+from multimax_fairseq.statistics import metrics
+from multimax_fairseq.statistics.observer import Attention, AttentionListener, Observer
+from multimax_fairseq.statistics.sums import AttentionSums, OutputSums, QueriesAndKeys
 
 
 class Recorder(AttentionListener):

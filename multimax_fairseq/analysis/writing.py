@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from multimax_fairseq.analysis import COLUMNS
-from multimax_fairseq.analysis.sums import AttentionSums
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.learned_scalars import symbols
+from multimax_fairseq.statistics.sums import AttentionSums
 
 SIGNATURE, EXAMPLE_FILE = "collection.json", "examples.json"
 FILES = {SIGNATURE, EXAMPLE_FILE, *(f"{name}.csv" for name in COLUMNS)}

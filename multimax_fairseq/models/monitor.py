@@ -27,19 +27,19 @@ import torch
 from fairseq.logging import metrics as logged
 from torch import Tensor, nn
 
-from multimax_fairseq.analysis import metrics
-from multimax_fairseq.analysis.observer import (
+from multimax_fairseq.compat import MONITOR
+from multimax_fairseq.mappings.multimax import Modulator
+from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.models.config import flag
+from multimax_fairseq.models.learned_scalars import symbols
+from multimax_fairseq.statistics import metrics
+from multimax_fairseq.statistics.observer import (
     Attention,
     AttentionListener,
     Observer,
     evaluated,
     wide,
 )
-from multimax_fairseq.compat import MONITOR
-from multimax_fairseq.mappings.multimax import Modulator
-from multimax_fairseq.mappings.table import mapping_named
-from multimax_fairseq.models.config import flag
-from multimax_fairseq.models.learned_scalars import symbols
 
 logger = logging.getLogger(__name__)
 

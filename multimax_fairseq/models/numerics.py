@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.analysis.observer import Attention, AttentionListener, Observer
 from multimax_fairseq.models.monitor import LOGITS_AT_ONCE, words_of
+from multimax_fairseq.statistics.observer import Attention, AttentionListener, Observer
 
 
 class Examined:

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from torch import Tensor, nn
 
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules import AdditiveAttention, Normalizer, normalizer_chain
-from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.attention import AttentionInputs, attention_scores
 from multimax_fairseq.ops.masks import attention_mask, causal_mask, excluded_keys
 
 # Bounds the memory of scores that are computed again: a few tens of MB.
 SCORES_AT_ONCE = 1 << 22
+# By name, because `statistics` works without fairseq. Its subclasses may compute something else.
+SOFTMAX_ATTENTION = "fairseq.modules.multihead_attention.MultiheadAttention"
 
 
 @dataclass
@@ -255,10 +255,10 @@ def _attentions(model: Any) -> Iterator[tuple[str, int, Any]]:
         for number in range(len(layers)):  # iterating under LayerDrop would draw random numbers
             for name, place in (("self_attn", side), ("encoder_attn", "cross")):
                 attention = getattr(layers[number], name, None)
-                if isinstance(attention, MultiheadAttention):
-                    for part in _normalizers(attention.normalizer):
-                        yield place, number, part
-                elif type(attention) is SoftmaxMultiheadAttention:
+                for part in _normalizers(attention):
+                    yield place, number, part
+                kind = type(attention)
+                if f"{kind.__module__}.{kind.__qualname__}" == SOFTMAX_ATTENTION:
                     yield place, number, attention
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fairseq.data import Dictionary
 from torch import Tensor
 
-from multimax_fairseq.analysis import metrics
 from multimax_fairseq.mappings.multimax import Modulator
 from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.statistics import metrics
 
 TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
 SCORE_STEP, BINS_PER_DECADE = 0.5, 8
@@ -209,7 +208,7 @@ def _bin_counts(bins: Tensor, valid: Tensor, size: int) -> Tensor:
 class OutputSums:
     """Running sums over target words, by buckets of the words' rank in the dictionary."""
 
-    def __init__(self, dictionary: Dictionary) -> None:
+    def __init__(self, dictionary: Any) -> None:
         self.special = dictionary.nspecial
         words = len(dictionary) - self.special
         self.ranks = torch.tensor([rank for rank in BUCKET_RANKS if rank < words], dtype=torch.long)
