@@ -56,7 +56,6 @@ FIXES = (
     running.adaptive_softmax_checkpoints,
     running.pretrained_bart,
     running.checkpoint_to_workers,
-    running.processes,
     running.ddp,
     running.gathered_lists,
     running.non_finite_updates,
@@ -112,6 +111,7 @@ def apply():
     try:
         for fix in FIXES:
             fix()
+        running.processes(apply)
     finally:
         logging.disable(logging.NOTSET)
         root.handlers[:] = handlers

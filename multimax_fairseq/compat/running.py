@@ -259,13 +259,16 @@ def checkpoint_to_workers():
         return box[0]
 
 
-def processes():
+def processes(apply):
     """Train with several processes on a CPU, started by torchrun or by fairseq.
 
     Cause: fairseq counts processes by GPUs before it reads torchrun's variables. Without GPUs,
     torchrun's processes are separate trainings that write into one folder, and
     --distributed-world-size fails an assertion.
     Remove when fairseq reads torchrun's variables first, and starts processes without GPUs.
+
+    Args:
+        apply: applies all fixes in a spawned process.
     """
     from fairseq.distributed import utils
 
@@ -285,7 +288,7 @@ def processes():
             if options.distributed_backend == "nccl":  # fairseq's default, which is for GPUs
                 options.distributed_backend = "gloo"
             if options.distributed_init_method is None and not has_torchrun:
-                return _spawn(cfg, main, kwargs)
+                return _spawn(apply, cfg, main, kwargs)
             if options.distributed_init_method is None:
                 options.distributed_init_method = "env://"
                 options.distributed_world_size = int(os.environ["WORLD_SIZE"])
@@ -311,7 +314,7 @@ def _settings(cfg):
     return settings
 
 
-def _spawn(cfg, main, kwargs):
+def _spawn(apply, cfg, main, kwargs):
     """Start the processes of a run on a CPU; return when all have ended."""
     options = cfg.distributed_training
     port = options.distributed_port
@@ -322,19 +325,17 @@ def _spawn(cfg, main, kwargs):
     options.distributed_init_method = f"tcp://localhost:{port}"
     kwargs["start_rank"], options.distributed_rank = options.distributed_rank, None
     context = torch.multiprocessing.spawn(
-        _process, (main, cfg, kwargs), options.distributed_world_size, join=False
+        _process, (apply, main, cfg, kwargs), options.distributed_world_size, join=False
     )
     while not context.join(grace_period=5):  # so that each can print its message
         pass
 
 
-def _process(index, main, cfg, kwargs):
+def _process(index, apply, main, cfg, kwargs):
     """Run one spawned process. It connects before it reads --user-dir, so it applies the fixes."""
     from fairseq.distributed import utils
 
-    from multimax_fairseq import compat
-
-    compat.apply()
+    apply()
     if "OMP_NUM_THREADS" not in os.environ:
         threads = torch.get_num_threads() // cfg.distributed_training.distributed_world_size
         torch.set_num_threads(max(threads, 1))
