@@ -1,4 +1,4 @@
-"""Import rules of the package: which subpackage may import which."""
+"""Import rules of the package: which folder may import which."""
 
 import ast
 import graphlib
@@ -20,27 +20,21 @@ pytestmark = pytest.mark.long
 
 PACKAGE = ROOT / "multimax_fairseq"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-GROUND = ("children", "bleu", "errors", "files", "signature", "supported")
-MATHEMATICS = {"ops", "mappings", "continuous"}
-# The subpackages that each one may import, besides itself and GROUND.
-BELOW = {
-    "": {*MATHEMATICS, "modules", "integrations", "compat"},  # the package itself, and `python -m`
-    "ops": set(),
-    "mappings": {"ops"},
-    "continuous": {"ops"},
-    "modules": MATHEMATICS,
-    "models": {*MATHEMATICS, "modules", "compat", "criterions", "optim", "analysis"},
-    "criterions": MATHEMATICS,
-    "optim": MATHEMATICS,
-    "compat": set(),
-    "analysis": {*MATHEMATICS, "modules", "models", "compat"},
-    "integrations": {*MATHEMATICS, "modules", "models", "compat"},
-    "trained": {"models", "analysis", "compat"},
-    "commands": {"models", "compat", "integrations"},
-    **{name: set() for name in GROUND},
-}
-# Packages that a subpackage must work without.
-BARRED = {name: {"fairseq"} for name in MATHEMATICS}
+# Each folder or module may import itself and what stands in the lines before its own.
+ORDER = """
+children errors signature supported
+bleu files
+compat ops
+mappings continuous
+modules criterions optim
+statistics
+models
+analysis integrations trained
+commands api
+__main__
+"""
+LINES = [line.split() for line in ORDER.strip().splitlines()]
+WITHOUT_FAIRSEQ = ("ops", "mappings", "continuous", "statistics")
 
 
 def modules():
@@ -52,49 +46,72 @@ def modules():
     return found
 
 
-def imports(file, at_start=False):
-    """Return the names that a file imports; optionally only at module level."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    nodes = tree.body if at_start else ast.walk(tree)
-    for node in nodes:
+def imports(file):
+    """Yield the dotted names that a file imports, also in functions, except for type checkers."""
+    waiting = [ast.parse(file.read_text(encoding="utf-8"))]
+    for node in waiting:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        waiting += node.orelse if is_typing else ast.iter_child_nodes(node)
 
 
-def subpackage(name):
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in BELOW else ""
+MODULES = modules()
+# {module: modules of this package that it imports}
+GRAPH = {
+    name: {found if found in MODULES else found.rpartition(".")[0] for found in imports(file)}
+    & MODULES.keys()
+    for name, file in MODULES.items()
+}
 
 
-@pytest.mark.parametrize("name", BELOW)
-def test_subpackage_imports_only_from_below(name):
-    allowed = BELOW[name] | {*GROUND, name}
-    files = [file for module, file in modules().items() if subpackage(module) == name]
-    assert files
-    for file in files:
-        for imported in imports(file):
-            top, _, rest = imported.partition(".")
-            assert top not in BARRED.get(name, ()), f"{file} imports {imported}"
-            assert top != "transformers" or name == "integrations", f"{file} imports {imported}"
-            if top == "multimax_fairseq" and rest.split(".")[0] in BELOW:
-                assert rest.split(".")[0] in allowed, f"{file} imports {imported}"
+def place(name):
+    """Return the folder of a module of the package, or the module itself if it is in none."""
+    return name.split(".")[1] if "." in name else "__main__"
 
 
-def test_package_imports_have_no_cycle():
-    known = modules()
-    graph = {
-        name: {
-            found
-            for imported in imports(file, at_start=True)
-            for found in (imported, imported.rpartition(".")[0])
-            # Modules of one package may import each other; the package itself is being imported.
-            if found in known and not f"{name}.".startswith(f"{found}.")
-        }
-        for name, file in known.items()
+@pytest.mark.parametrize("number", range(len(LINES)), ids=map(" ".join, LINES))
+def test_no_folder_imports_from_one_above_it(number):
+    below = {each for line in LINES[:number] for each in line}
+    for name in LINES[number]:
+        files = [module for module in MODULES if place(module) == name]
+        assert files, name
+        for file in files:
+            above = {each for each in GRAPH[file] if place(each) not in {*below, name}}
+            assert not above, f"{file} imports {above}"
+
+
+def test_order_names_every_folder_and_module():
+    assert sorted(ORDER.split()) == sorted({place(name) for name in MODULES})
+
+
+def test_no_two_files_import_each_other():
+    list(graphlib.TopologicalSorter(GRAPH).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("folder", WITHOUT_FAIRSEQ)
+def test_folder_needs_no_fairseq(folder):
+    """Neither a file of the folder nor a file that it imports imports fairseq."""
+    waiting = {name for name in MODULES if place(name) == folder}
+    seen = set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        assert not [each for each in imports(MODULES[name]) if each.startswith("fairseq")], name
+        # Python runs the __init__ of each folder above.
+        parent = {name.rpartition(".")[0]} & MODULES.keys()
+        waiting |= (GRAPH[name] | parent) - seen
+
+
+def test_only_integrations_import_transformers():
+    users = {
+        place(name)
+        for name, file in MODULES.items()
+        if any(each.partition(".")[0] == "transformers" for each in imports(file))
     }
-    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+    assert users == {"integrations"}
 
 
 @pytest.mark.parametrize("command", PROJECT["scripts"].values(), ids=list(PROJECT["scripts"]))

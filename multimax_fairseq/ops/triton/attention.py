@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from multimax_fairseq.ops.triton.launches import (
     run_kernel,
 )
 from multimax_fairseq.ops.triton.modulator import CAP_BOTH, CAP_NONE, MONOTONE_COLUMNS
+
+if TYPE_CHECKING:  # softmax_attention imports this module lazily
+    from multimax_fairseq.ops.softmax_attention import AttentionCall
 
 # The autotuning key contains these kernel constants besides the lengths.
 _FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
