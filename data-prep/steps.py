@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from multimax_fairseq.errors import STOPPED
+
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")
 # In a finished folder: the checksum of its inputs, then one line "SIZE NAME" per file.
@@ -68,7 +70,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        print("\nStopped; the same command resumes.", file=sys.stderr)
+        print(f"\n{STOPPED}", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+STOPPED = "Stopped; the same command resumes."  # after Ctrl-C
 # The longest list of names that an error prints in full.
 MAX_LISTED = 20
 

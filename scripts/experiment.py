@@ -53,10 +53,11 @@ from lib import CHOICES, CONFIGS, ROOT, Experiment, options_of
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
-from multimax_fairseq.children import child, exit_on_signals
+from multimax_fairseq.children import child
 from multimax_fairseq.commands import evaluate
 from multimax_fairseq.commands.stock import failure, find_command, portable
 from multimax_fairseq.compat import saving
+from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
 from multimax_fairseq.signature import data_checksum, processor_and_threads, signature
@@ -503,7 +504,7 @@ def main() -> None:
     name = sys.argv[1]
     is_quickstart = name.startswith("quickstart_")
     compat.apply()
-    with lib.resumable(f"{'quickstart' if is_quickstart else name}.sh"), exit_on_signals():
+    with program(f"{'quickstart' if is_quickstart else name}.sh", resumes=True):
         args = parse(name)
         prepare(args)
         args.out.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ import lib
 import runs
 import torch
 
+from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 
 EPOCHS, BATCH_SIZE = 300, 1024  # as in DeiT's code, see deit.py
@@ -142,7 +143,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    with lib.resumable("imagenet.sh"):
+    with program("imagenet.sh", resumes=True):
         args = parse()
         import deit  # needs timm, which --help does without
 

@@ -23,6 +23,7 @@ from lib import ROOT
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines
 
@@ -208,7 +209,7 @@ def train(
 
 
 def main() -> None:
-    with lib.resumable("imdb.sh"):
+    with program("imdb.sh", resumes=True):
         parser = runs.options("imdb", __doc__, ROWS, ",".join(ROWS))
         parser.add_argument(
             "--data",

@@ -39,6 +39,7 @@ from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
 
 from multimax_fairseq.children import end_with_parent
 from multimax_fairseq.commands.stock import portable
+from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import write_json
 from multimax_fairseq.signature import processor_and_threads, signature
@@ -207,7 +208,7 @@ def chosen(option: str, text: str | None, known: list[str]) -> list[str]:
 
 def main() -> None:
     args = parse()
-    with lib.resumable("leaderboard.sh"):
+    with program("leaderboard.sh", resumes=True):
         own = entries()
         import_plugin(args.user_dir)
         added = [name for name in entries() if name not in own]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import lib
 import matplotlib
+import pages
 from lib import ROOT, Comparison, Line, Scores
 
 matplotlib.use("Agg")
@@ -77,7 +78,7 @@ def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the stored lines."""
     known = {key(line): line for line in stored()}
     translations = lib.read_results(TRANSLATIONS)
-    for run, line in lib.finished_runs(out):
+    for run, line in pages.finished_runs(out):
         if line["experiment"] not in ("leaderboard", "speeches", "multi30k"):
             raise UsageError(
                 f"'{out}' is of {line['experiment']}: give the --out of leaderboard.sh, "
@@ -90,7 +91,7 @@ def add_runs(out: Path) -> None:
             )
         before = known.get(key(line))
         if before is None or before["date"] < line["date"]:
-            lib.check_same(run, line, [*known.values(), *translations])
+            pages.check_same(run, line, [*known.values(), *translations])
             known[key(line)] = line
     lib.write_results(LINES, [known[name] for name in sorted(known)])
 
@@ -305,8 +306,8 @@ def page(text: str) -> str:
     tables = "".join(
         f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2
     )
-    return f"{lib.text_above(MARK, text)}{tables}\n{lib.notes([*own, *translations])}"
+    return f"{pages.text_above(MARK, text)}{tables}\n{lib.notes([*own, *translations])}"
 
 
 if __name__ == "__main__":
-    lib.store_and_write(__doc__, add_runs, {PAGE: page})
+    pages.store_and_write(__doc__, add_runs, {PAGE: page})

@@ -1,18 +1,14 @@
 """Shared code of the scripts: experiments, files, commands and tables. Needs no fairseq."""
 
 import argparse
-import contextlib
 import json
 import logging
-import shlex
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,18 +113,6 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-@contextlib.contextmanager
-def resumable(name: str) -> Iterator[None]:
-    """Run a script's body; a user's mistake or an interruption ends in one line."""
-    try:
-        yield
-    except (UsageError, OSError) as error:
-        sys.exit(f"{name}: error: {error}")
-    except KeyboardInterrupt:
-        print("\nStopped; the same command resumes.", file=sys.stderr)
-        sys.exit(130)
-
-
 # --- files -------------------------------------------------------------------------------------
 
 
@@ -138,45 +122,6 @@ def read_results(file: Path) -> list[Line]:
 
 def write_results(file: Path, lines: Iterable[Line]) -> None:
     write(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def finished_runs(out: Path) -> list[tuple[Path, Line]]:
-    """The folder and the result of each finished run of an experiment."""
-    files = sorted(out.glob("*/seed-*/result.json"))
-    if not files:
-        raise UsageError(f"'{out}' has no finished run: give the --out of an experiment")
-    return [(file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in files]
-
-
-def settings(line: Line) -> dict[str, tuple[str, ...]]:
-    """The options of a line's command, without its seed and its paths."""
-    options = options_of(shlex.split(line["command"]))
-    varying = ("", "--seed", "--seeds", "--save-dir", "--user-dir", "--finetune-from-model")
-    return {name: values for name, values in options.items() if name not in varying}
-
-
-def check_same(run: Path, line: Line, stored: Iterable[Line]) -> None:
-    """Raise UsageError if a run's data, updates or settings differ from those of stored lines.
-
-    Lines of one experiment share their data; lines of one row also share updates and settings.
-    """
-    for other in stored:
-        if line["experiment"] != other["experiment"]:
-            continue
-        is_same_row = (line["row"], line.get("task")) == (other["row"], other.get("task"))
-        for name in ("data", "updates") if is_same_row else ("data",):
-            if (mine := line.get(name)) != (theirs := other.get(name)):
-                raise UsageError(
-                    f"'{run}' has other {name} than the lines of docs/results ({mine}, not "
-                    f"{theirs}): a table needs the same for all runs; to replace the lines, remove "
-                    "them first"
-                )
-        if is_same_row and (ours := settings(line)) != (before := settings(other)):
-            name = next(n for n in ours | before if ours.get(n) != before.get(n))
-            raise UsageError(
-                f"'{run}' was not trained as row {line['row']} of docs/results ({name}): all runs "
-                "of a row need the same settings; to replace the lines, remove them first"
-            )
 
 
 def collect(out: Path, table: Callable[[list[Line]], str]) -> str:
@@ -322,33 +267,3 @@ def results_table(results: list[Line]) -> str:
         f"{summary(by_row(results).values(), columns)}\n{notes(results)}- Seeds: {seeds}\n"
         "- ±: standard deviation over the runs; tokens/s: target tokens in training, median\n"
     )
-
-
-# --- pages that end in tables --------------------------------------------------------------------
-
-
-def text_above(mark: str, text: str) -> str:
-    """The text of a page through the line after which its tables begin."""
-    head, found, _ = text.partition(mark)
-    if not found:
-        raise UsageError(f"the page has no line '{mark.strip()}': put it above its tables")
-    return head + mark
-
-
-def store_and_write(
-    doc: str, add_runs: Callable[[Path], None], pages: dict[Path, Callable[[str], str]]
-) -> None:
-    """The command of a script that stores the runs of each OUT, then renews its pages."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, nargs="*", metavar="OUT")
-    args = parser.parse_args()
-    try:
-        for out in args.out:
-            add_runs(out)
-        for file, renew in pages.items():
-            write(file, renew(file.read_text(encoding="utf-8")))
-    except (UsageError, OSError, ValueError, LookupError) as error:
-        sys.exit(f"{parser.prog}: error: {error}")
-    print(f"Written: {', '.join(map(str, pages))}")

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 import lib
+import pages
 from lib import ROOT, Comparison, Experiment, Line, Scores
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
@@ -54,7 +55,7 @@ def of_row(lines: list[Line], row: str) -> list[Line]:
 
 def add_runs(out: Path) -> None:
     """Add a folder's finished runs to the experiment's lines; a newer run replaces an older one."""
-    results = lib.finished_runs(out)
+    results = pages.finished_runs(out)
     experiment = results[0][1]["experiment"]
     if experiment not in EXPERIMENTS:
         raise UsageError(f"'{out}' is of {experiment}: only {', '.join(EXPERIMENTS)} are kept")
@@ -63,7 +64,7 @@ def add_runs(out: Path) -> None:
         (run, line) for run, line in results if line["date"] >= known.get(key(line), line)["date"]
     ]
     for run, line in results:
-        lib.check_same(run, line, known.values())
+        pages.check_same(run, line, known.values())
     runs = {key(line): run for run, line in results}
     new = {key(line) for _, line in results if known.get(key(line), {}).get("date") != line["date"]}
     for run, line in results:
@@ -183,7 +184,7 @@ def pairs(experiment: Experiment, lines: list[Line]) -> str:
 
 def page(text: str) -> str:
     """docs/results.md with new tables below the mark."""
-    text = lib.text_above(MARK, text)
+    text = pages.text_above(MARK, text)
     for name, title in EXPERIMENTS.items():
         lines, experiment = lines_of(name), Experiment.read(name)
         if not lines:
@@ -227,4 +228,4 @@ def front_page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    lib.store_and_write(__doc__, add_runs, {PAGE: page, README: front_page})
+    pages.store_and_write(__doc__, add_runs, {PAGE: page, README: front_page})

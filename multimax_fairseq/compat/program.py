@@ -1,4 +1,4 @@
-"""Runs the package's own commands: a user's mistake ends in one sentence, as in fairseq's."""
+"""Runs our commands and scripts: a user's mistake ends in one sentence, as in fairseq's."""
 
 import contextlib
 import logging
@@ -8,6 +8,7 @@ import sys
 
 from multimax_fairseq.children import exit_on_signals
 from multimax_fairseq.compat.mistakes import error_message, explain, wants_traceback
+from multimax_fairseq.errors import STOPPED
 
 # Packages of the extra "analysis"; all others belong to "fairseq".
 ANALYSIS_PACKAGES = ("jinja2", "matplotlib", "pandas")
@@ -32,7 +33,7 @@ def program(name, resumes=False):
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         if resumes:
-            print("\nStopped; the same command resumes.", file=sys.stderr)
+            print(f"\n{STOPPED}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         text = explain(error) or missing_package(error)
