@@ -27,6 +27,7 @@ import lib
 import runs
 import torch
 
+from multimax_fairseq.commands.tables import Line, mean_of
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 
@@ -86,7 +87,7 @@ def result(
     folder: Path,
     args: argparse.Namespace,
     data: dict[str, Any],
-) -> lib.Line:
+) -> Line:
     """Train in one process per GPU, and return the metrics."""
     import deit
 
@@ -165,11 +166,11 @@ def main() -> None:
             {
                 "model": lambda block: f"DeiT-{ROWS[block[0]['row']].size}",
                 "method": lambda block: ROWS[block[0]["row"]].label,
-                "accuracy": lambda block: lib.mean(r["value"] for r in block),
-                "best accuracy": lambda block: lib.mean(r["best"] for r in block),
+                "accuracy": mean_of("value"),
+                "best accuracy": mean_of("best"),
                 "runs": lambda block: str(len(block)),
-                "epochs": lambda block: lib.mean((r["epochs"] for r in block), 0),
-                "images/s": lambda block: lib.mean((r["images_per_second"] for r in block), 0),
+                "epochs": mean_of("epochs", digits=0),
+                "images/s": mean_of("images_per_second", digits=0),
             },
         )
 

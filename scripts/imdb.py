@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lib
 import runs
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from lib import ROOT
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from multimax_fairseq.commands.tables import mean_of
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines
@@ -231,10 +231,10 @@ def main() -> None:
             lambda row, seed, epochs, folder: train(row, seed, epochs, data, vectors, folder),
             {
                 "attention": lambda block: ROWS[block[0]["row"]].label,
-                "accuracy": lambda block: lib.mean(r["value"] for r in block),
-                "validation accuracy": lambda block: lib.mean(r["validation"] for r in block),
+                "accuracy": mean_of("value"),
+                "validation accuracy": mean_of("validation"),
                 "runs": lambda block: str(len(block)),
-                "epochs": lambda block: lib.mean((r["epochs"] for r in block), 1),
+                "epochs": mean_of("epochs", digits=1),
             },
         )
 

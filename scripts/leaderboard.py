@@ -27,7 +27,6 @@ import os
 import resource
 import shlex
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +37,9 @@ from leaderboards.entries import entries
 from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
 
 from multimax_fairseq.children import end_with_parent
+from multimax_fairseq.commands import tables
 from multimax_fairseq.commands.stock import portable
+from multimax_fairseq.commands.tables import Line, mean_of
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import write_json
@@ -145,7 +146,7 @@ def work(runs: list[Run], jobs: int) -> None:
             raise
 
 
-def table(lines: list[lib.Line]) -> str:
+def table(lines: list[Line]) -> str:
     """One table for each task: the mean score of each entry at each length."""
     labels = {row: entry.label for row, entry in entries().items()}
     # A mapping of a plugin that is not given this time has no entry.
@@ -157,10 +158,10 @@ def table(lines: list[lib.Line]) -> str:
         columns = {
             "mapping": lambda block: labels[block[0]["row"]],
             "seeds": lambda block: str(len(block)),
-            **{f"{length} keys": mean_at(str(length), task.digits) for length in task.test},
+            **{f"{n} keys": mean_of("scores", str(n), digits=task.digits) for n in task.test},
         }
         if of_task:
-            text += f"{task.title}: {task.unit}\n\n{lib.summary(blocks, columns)}\n"
+            text += f"{task.title}: {task.unit}\n\n{tables.summary(blocks, columns)}\n"
         fewest = min((line["updates"] for line in of_task), default=task.updates)
         if fewest < task.updates:
             text += (
@@ -168,10 +169,6 @@ def table(lines: list[lib.Line]) -> str:
                 f"{task.updates:,} updates.\n\n"
             )
     return text
-
-
-def mean_at(length: str, digits: int) -> Callable[[list[lib.Line]], str]:
-    return lambda block: lib.mean((line["scores"][length] for line in block), digits)
 
 
 def parse() -> argparse.Namespace:

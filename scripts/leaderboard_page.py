@@ -21,13 +21,15 @@ from pathlib import Path
 import lib
 import matplotlib
 import pages
-from lib import ROOT, Comparison, Line, Scores
+from lib import ROOT
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from leaderboards.entries import Entry, entries
 from leaderboards.tasks import TASKS
 
+from multimax_fairseq.commands import tables
+from multimax_fairseq.commands.tables import Comparison, Line, Scores, mean_of
 from multimax_fairseq.errors import UsageError
 
 LINES = ROOT / "docs" / "results" / "leaderboard.jsonl"
@@ -126,7 +128,7 @@ def compare(column: Column, base: str) -> dict[str, Comparison]:
     sign = -1 if column.is_error else 1
     signed = {e: {s: sign * x for s, x in own.items()} for e, own in column.scores.items()}
     baseline: Scores = signed.pop(base, {})
-    return lib.compare({entry: (own, baseline) for entry, own in signed.items()})
+    return tables.compare({entry: (own, baseline) for entry, own in signed.items()})
 
 
 def columns(lines: list[Line], entries_by_name: dict[str, Entry]) -> list[Column]:
@@ -182,14 +184,14 @@ def scores_table(found: list[Column], names: dict[str, str]) -> str:
         own = list(column.scores.get(entry, {}).values())
         count = f" ({len(own)})" if 0 < len(own) < len(SEEDS) else ""
         mark = {1: " +", -1: " -", 0: ""}[compared[entry].verdict] if entry in compared else ""
-        return lib.mean(own, column.digits) + count + mark
+        return tables.mean(own, column.digits) + count + mark
 
     rows = [
         [names[entry], *(cell(c, v, entry) for c, v in zip(found, verdicts, strict=True))]
         for entry in names
         if any(entry in column.scores for column in found)
     ]
-    return lib.markdown(["mapping", *(column.title for column in found)], rows)
+    return tables.markdown(["mapping", *(column.title for column in found)], rows)
 
 
 def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
@@ -199,36 +201,31 @@ def gains_table(found: list[Column], names: dict[str, str], base: str) -> str:
     def cell(column: Column, one: Comparison | None) -> str:
         if one is None:
             return ""
-        p = "p < 0.001" if one.p < 0.001 else f"p = {one.p:.3f}"
-        digits = column.digits
-        return f"{one.mean:+.{digits}f} ± {one.deviation:.{digits}f}, d = {one.size:z.1f}, {p}"
+        difference, _, p = one.cells(column.digits)
+        return f"{difference}, d = {one.size:z.1f}, p {p if '<' in p else f'= {p}'}"
 
     rows = [
         [names[entry], *(cell(c, each.get(entry)) for c, each in zip(found, compared, strict=True))]
         for entry in names
         if any(entry in each for each in compared)
     ]
-    return lib.markdown(["mapping", *(column.title for column in found)], rows)
+    return tables.markdown(["mapping", *(column.title for column in found)], rows)
 
 
 def attention_table(lines: list[Line], entries_by_name: dict[str, Entry]) -> str:
     """The table of attention statistics, speed and memory of the language models."""
     speeches = [line for line in lines if line["experiment"] == "speeches"]
-
-    def mean_of(name: str, digits: int) -> Callable[[list[Line]], str]:
-        return lambda block: lib.mean((line["attention"][name] for line in block), digits)
-
     labels = {entry.language_model: entry.label for entry in entries_by_name.values()}
     columns = {
         "mapping": lambda block: labels[block[0]["row"]],
-        "zeros": mean_of("zeros", 3),
-        "entropy, nats": mean_of("entropy", 2),
-        "weight on the first key": mean_of("first_key", 3),
-        "largest score": mean_of("largest_score", 1),
-        "tokens/s": lambda block: lib.mean((x["tokens_per_second"] for x in block), 0),
-        "peak GB": lambda block: lib.mean((x["peak_memory"] for x in block), 2, 1e9),
+        "zeros": mean_of("attention", "zeros", digits=3),
+        "entropy, nats": mean_of("attention", "entropy"),
+        "weight on the first key": mean_of("attention", "first_key", digits=3),
+        "largest score": mean_of("attention", "largest_score", digits=1),
+        "tokens/s": mean_of("tokens_per_second", digits=0),
+        "peak GB": mean_of("peak_memory", unit=1e9),
     }
-    return lib.summary([[x for x in speeches if x["row"] == row] for row in labels], columns)
+    return tables.summary([[x for x in speeches if x["row"] == row] for row in labels], columns)
 
 
 def draw(found: list[Column], names: dict[str, str]) -> None:
@@ -268,7 +265,7 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
     bar = figure.colorbar(image, extend="both", aspect=40, pad=0.02)
     bar.set_label("effect size d against softmax: below 0 worse, above 0 better", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    note = f"* bold: p < {lib.SIGNIFICANT} after Holm's correction.   "
+    note = f"* bold: p < {tables.SIGNIFICANT} after Holm's correction.   "
     axis.set_xlabel(f"{note}White: fewer than three seeds.", fontsize=8, labelpad=8)
     figure.savefig(FIGURE, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
@@ -303,10 +300,10 @@ def page(text: str) -> str:
         gains = gains_table(its_columns, names, temperature)
         parts[f"{title}: gain over a learned temperature"] = gains
     parts["Attention of the language models"] = attention_table(lines, entries_by_name)
-    tables = "".join(
+    sections = "".join(
         f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2
     )
-    return f"{pages.text_above(MARK, text)}{tables}\n{lib.notes([*own, *translations])}"
+    return f"{pages.text_above(MARK, text)}{sections}\n{lib.notes([*own, *translations])}"
 
 
 if __name__ == "__main__":

@@ -3,20 +3,17 @@
 import argparse
 import json
 import logging
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from multimax_fairseq.commands.tables import Column, Line, mean_of, summary
 from multimax_fairseq.files import read_lines, write
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # hint: tensorboardX
-Line = dict[str, Any]  # one result: a line of results.jsonl
-Scores = dict[int, float]  # {seed: score}
-SIGNIFICANT = 0.05
 # The options of fairseq-train that choose the implementation of a config group.
 CHOICES = {
     "task": "--task",
@@ -136,76 +133,6 @@ def collect(out: Path, table: Callable[[list[Line]], str]) -> str:
 # --- tables ------------------------------------------------------------------------------------
 
 
-def markdown(head: list[str], rows: list[list[str]], align: bool = False) -> str:
-    """A Markdown table; with `align`, columns are padded for a terminal."""
-    lines = [head, ["---"] * len(head), *rows]
-    if align:
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines[1] = ["-" * width for width in widths]
-        lines = [[cell.ljust(width) for cell, width in zip(x, widths, strict=True)] for x in lines]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def summary(blocks: Iterable[list[Line]], columns: dict[str, Callable[[list[Line]], str]]) -> str:
-    """A table with one row for each block of results; a column computes its cell from the block."""
-    rows = [[cell(block) for cell in columns.values()] for block in blocks if block]
-    return markdown(list(columns), rows)
-
-
-def mean(values: Iterable[float | None], digits: int = 2, unit: float = 1.0) -> str:
-    """The mean of the known values, ± the standard deviation (n - 1) if there are several."""
-    known = [value / unit for value in values if value is not None]
-    if not known:
-        return ""
-    text = f"{statistics.mean(known):,.{digits}f}"
-    return text if len(known) < 2 else f"{text} ± {statistics.stdev(known):,.{digits}f}"
-
-
-class Comparison(NamedTuple):
-    """Differences from a baseline, paired by seed."""
-
-    mean: float
-    deviation: float
-    interval: tuple[float, float]  # 95 %, of the mean; without correction
-    p: float  # of a paired t-test, after Holm's correction
-
-    @property
-    def size(self) -> float:
-        """The effect size d."""
-        return self.mean / self.deviation if self.deviation else 0.0
-
-    @property
-    def verdict(self) -> int:
-        """1 higher, -1 lower, 0 no significant difference."""
-        return 0 if self.p >= SIGNIFICANT else 1 if self.mean > 0 else -1
-
-
-def compare(pairs: dict[str, tuple[Scores, Scores]]) -> dict[str, Comparison]:
-    """Compare {name: (scores, scores of its baseline)}, where at least three seeds are in both."""
-    from scipy import stats  # slow to import
-
-    found = {}
-    for name, (scores, baseline) in pairs.items():
-        gains = [score - baseline[seed] for seed, score in scores.items() if seed in baseline]
-        if len(gains) >= 3:
-            test = stats.ttest_1samp(gains, 0)
-            mean, deviation = statistics.mean(gains), statistics.stdev(gains)
-            interval = test.confidence_interval(0.95) if deviation else (mean, mean)
-            p = float(test.pvalue) if any(gains) else 1.0
-            found[name] = Comparison(mean, deviation, tuple(interval), p)
-    corrected = holm({name: one.p for name, one in found.items()})
-    return {name: one._replace(p=corrected[name]) for name, one in found.items()}
-
-
-def holm(p_values: dict[str, float]) -> dict[str, float]:
-    """Return p values after Holm's step-down correction (Holm 1979)."""
-    corrected, largest = {}, 0.0
-    for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, p_values[name] * (len(p_values) - rank)))
-        corrected[name] = largest
-    return corrected
-
-
 def notes(lines: list[Line]) -> str:
     """A Markdown list of how results were scored and made; each name has its distinct values."""
     values = {
@@ -237,10 +164,7 @@ def results_table(results: list[Line]) -> str:
     experiment = Experiment.read(results[0]["experiment"])
     metric = results[0]["metric"]
 
-    def values(key: str, digits: int = 2, unit: float = 1.0) -> Callable[[list[Line]], str]:
-        return lambda block: mean((r.get(key) for r in block), digits, unit)
-
-    def distinct(key: str) -> Callable[[list[Line]], str]:
+    def distinct(key: str) -> Column:
         return lambda block: ", ".join(f"{n:,}" for n in sorted({r[key] or 0 for r in block}))
 
     optional = {
@@ -250,14 +174,14 @@ def results_table(results: list[Line]) -> str:
     }
     columns = {
         "method": lambda block: experiment.labels.get(block[0]["row"], block[0]["row"]),
-        metric: values("value"),
-        **{n: values(key) for n, key in optional.items() if any(key in r for r in results)},
+        metric: mean_of("value"),
+        **{n: mean_of(key) for n, key in optional.items() if any(key in r for r in results)},
         "runs": lambda block: str(len(block)),
         "parameters": distinct("parameters"),
         "updates": distinct("updates"),
-        "tokens/s": values("tokens_per_second", 0),
-        "minutes": values("seconds", 1, 60),
-        "peak GB": values("peak_memory", 2, 1e9),
+        "tokens/s": mean_of("tokens_per_second", digits=0),
+        "minutes": mean_of("seconds", digits=1, unit=60),
+        "peak GB": mean_of("peak_memory", unit=1e9),
     }
     if any(experiment.papers.values()):
         paper = f"paper, {experiment.paper_data}"

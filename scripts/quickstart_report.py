@@ -7,9 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-import lib
-
 from multimax_fairseq.commands.stock import sentences
+from multimax_fairseq.commands.tables import markdown
 from multimax_fairseq.files import read_lines
 
 HEAD = ["Model", "Normalizer", "Parameters", "Tokens/s", "Minutes", "On held-out text"]
@@ -33,7 +32,7 @@ def main() -> None:
             speed, minutes = result["tokens_per_second"] or 0, result["seconds"] / 60
             parameters = f"{result['parameters']:,}"
             rows.append([name, normalizer, parameters, f"{speed:,.0f}", f"{minutes:.1f}", score])
-    print("\n" + lib.markdown(HEAD, rows, align=True))
+    print("\n" + markdown(HEAD, rows, align=True))
     print("\n".join(dict.fromkeys(notes)))
     print("Words are split at spaces, and each paragraph's end counts as one more.")
     print("Tokens/s and Minutes are those of training.")

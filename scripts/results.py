@@ -14,11 +14,13 @@ from pathlib import Path
 
 import lib
 import pages
-from lib import ROOT, Comparison, Experiment, Line, Scores
+from lib import ROOT, Experiment
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 
+from multimax_fairseq.commands import tables
 from multimax_fairseq.commands.compare import hypotheses
+from multimax_fairseq.commands.tables import Column, Comparison, Line, Scores, mean_of
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines
 
@@ -106,19 +108,16 @@ def compare(experiment: Experiment, lines: list[Line]) -> dict[str, Comparison]:
     """Compare each row with softmax; the correction counts the rows that are compared."""
     rows = dict.fromkeys(line["row"] for line in lines if line["row"] != "softmax")
     softmax = scores(experiment, lines, "softmax")
-    return lib.compare({row: (scores(experiment, lines, row), softmax) for row in rows})
+    return tables.compare({row: (scores(experiment, lines, row), softmax) for row in rows})
 
 
-def difference(one: Comparison | None) -> str:
-    return f"{one.mean:+.2f} ± {one.deviation:.2f}" if one else ""
+def comparison(compared: dict[str, Comparison]) -> dict[str, Column]:
+    """The columns of each row's comparison."""
 
+    def column(number: int) -> Column:
+        return lambda block: one.cells()[number] if (one := compared.get(block[0]["row"])) else ""
 
-def interval(one: Comparison | None) -> str:
-    return f"{one.interval[0]:+.2f} to {one.interval[1]:+.2f}" if one else ""
-
-
-def p_value(one: Comparison | None) -> str:
-    return "" if one is None else "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
+    return {"minus softmax's": column(0), "95 % interval": column(1), "p": column(2)}
 
 
 def flags(changes: dict[str, dict[str, object]]) -> str:
@@ -144,17 +143,12 @@ def table(
 ) -> str:
     field = experiment.score["field"]
 
-    def mean_of(name: str):
-        return lambda block: lib.mean(line[name] for line in block)
-
     columns = {
         "row": lambda block: block[0]["row"],
         "what it changes": lambda block: flags(experiment.changes[block[0]["row"]]),
         "seeds": lambda block: ", ".join(str(line["seed"]) for line in block),
         experiment.score["name"]: mean_of(field),
-        "minus softmax's": lambda block: difference(compared.get(block[0]["row"])),
-        "95 % interval": lambda block: interval(compared.get(block[0]["row"])),
-        "p": lambda block: p_value(compared.get(block[0]["row"])),
+        **comparison(compared),
     }
     if field == "value":  # a translation
         columns["bootstrap: better, worse of"] = significant
@@ -164,7 +158,7 @@ def table(
     columns["validation"] = mean_of("validation")
     if experiment.paper_data:
         columns[f"paper, {experiment.paper_data}"] = lambda b: experiment.papers[b[0]["row"]]
-    return lib.summary([of_row(lines, row) for row in rows], columns)
+    return tables.summary([of_row(lines, row) for row in rows], columns)
 
 
 def pairs(experiment: Experiment, lines: list[Line]) -> str:
@@ -174,12 +168,11 @@ def pairs(experiment: Experiment, lines: list[Line]) -> str:
         for one, other in experiment.pairs
     }
     rows = [
-        [name, ", ".join(str(s) for s in both[name][0] if s in both[name][1]), *cells]
-        for name, found in lib.compare(both).items()
-        for cells in [(difference(found), interval(found), p_value(found))]
+        [name, ", ".join(str(s) for s in both[name][0] if s in both[name][1]), *found.cells()]
+        for name, found in tables.compare(both).items()
     ]
     head = ["rows", "seeds", experiment.score["name"], "95 % interval", "p"]
-    return lib.markdown(head, rows) if rows else ""
+    return tables.markdown(head, rows) if rows else ""
 
 
 def page(text: str) -> str:
@@ -192,9 +185,9 @@ def page(text: str) -> str:
         text += f"\n## {title}\n"
         old = [line for line in lines if line["seed"] < NEW_SEEDS]
         new = [line for line in lines if line["seed"] >= NEW_SEEDS]
-        tables = {group.capitalize(): (rows, old) for group, rows in experiment.groups.items()}
-        tables["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
-        for heading, (rows, some) in tables.items():
+        sections = {group.capitalize(): (rows, old) for group, rows in experiment.groups.items()}
+        sections["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
+        for heading, (rows, some) in sections.items():
             if any(line["row"] in rows for line in some):
                 compared = compare(experiment, some)
                 text += f"\n### {heading}\n\n{table(experiment, rows, some, compared)}"
@@ -212,13 +205,11 @@ def front_page(text: str) -> str:
     columns = {
         "attention": lambda block: experiment.labels[block[0]["row"]],
         "seeds": lambda block: str(len(block)),
-        "SacreBLEU": lambda block: lib.mean(line["value"] for line in block),
-        "minus softmax's": lambda block: difference(compared.get(block[0]["row"])),
-        "95 % interval": lambda block: interval(compared.get(block[0]["row"])),
-        "p": lambda block: p_value(compared.get(block[0]["row"])),
+        "SacreBLEU": mean_of("value"),
+        **comparison(compared),
         f"paper, {experiment.paper_data}": lambda b: experiment.papers[b[0]["row"]],
     }
-    table = lib.summary([of_row(lines, row) for row in experiment.groups["paper"]], columns)
+    table = tables.summary([of_row(lines, row) for row in experiment.groups["paper"]], columns)
     text, count = re.subn(r"(?m)^\| attention \| seeds \|.*\n(\|.*\n)+", lambda _: table, text)
     if count != 1:
         raise UsageError(

@@ -15,6 +15,7 @@ import torch
 from lib import ROOT
 
 from multimax_fairseq.commands.stock import portable
+from multimax_fairseq.commands.tables import Column, Line, summary
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import whole, write, write_json
 from multimax_fairseq.signature import processor_and_threads, signature
@@ -54,8 +55,8 @@ def run_all(
     args: argparse.Namespace,
     settings: list[str],
     data: str,
-    train: Callable[[str, int, int, Path], lib.Line],
-    columns: dict[str, Callable[[list[lib.Line]], str]],
+    train: Callable[[str, int, int, Path], Line],
+    columns: dict[str, Column],
 ) -> None:
     """Train the chosen rows and seeds, and print the table of all results in args.out.
 
@@ -89,10 +90,10 @@ def run_all(
         }
         write_json(folder / "result.json", line)
 
-    def table(results: list[lib.Line]) -> str:
+    def table(results: list[Line]) -> str:
         blocks = [[r for r in results if r["row"] == row] for row in rows]
         paper = {"paper": lambda block: rows[block[0]["row"]].paper}
-        return lib.summary(blocks, columns | paper)
+        return summary(blocks, columns | paper)
 
     print(f"\n{lib.collect(args.out, table)}\nResults: {args.out}")
 

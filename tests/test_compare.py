@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 from fairseq.data.data_utils import load_indexed_dataset
 from scipy import stats
 
-from multimax_fairseq.commands import compare
+from multimax_fairseq.commands import tables
 from multimax_fairseq.commands.parallel_text import LONGEST, SPLITS, SUBWORDS, prepare
 from multimax_fairseq.errors import UsageError
 
@@ -79,19 +79,21 @@ def test_compare_reports_no_p_of_one_seed_and_resumes_with_more(text, tmp_path):
         assert model["value"] == pytest.approx(mean(both[name]))
         assert model["value_deviation"] == pytest.approx(stdev(both[name]))
     assert re.search(
-        r"multimax +\d+\.\d+ ± \d+\.\d+ +\d+\.\d+ ± \d+\.\d+\ndifference: [+-]\d+\.\d+ ± \d+\.\d+ "
-        r"BLEU, p = \d\.\d+ \(paired t-test over 3 seeds\)\n",
+        r"multimax +\| \d+\.\d+ ± \d+\.\d+ +\| \d+\.\d+ ± \d+\.\d+ +\|\n"
+        r"difference: [+-]\d+\.\d+ ± \d+\.\d+ BLEU, p = \d\.\d+ \(paired t-test over 3 seeds\)\n",
         output,
     )
     sentence = refused(tmp_path, *command, "--updates", "4")
     assert "'comparison' is a comparison of other text or settings" in sentence
 
 
-def test_paired_p_equals_the_tests_of_scipy():
+def test_paired_equals_the_test_of_scipy():
     one, other = [38.1, 38.9, 37.7], [38.6, 38.8, 38.4]
     differences = [b - a for a, b in zip(one, other, strict=True)]
-    assert compare.paired_p(differences) == pytest.approx(stats.ttest_rel(other, one).pvalue)
-    assert compare.paired_p([0.0, 0.0]) == 1
+    found, expected = tables.paired(differences), stats.ttest_rel(other, one)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
+    assert tables.paired([0.0, 0.0]).p == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

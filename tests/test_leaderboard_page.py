@@ -48,7 +48,7 @@ def write(out, lines):
 
 
 def test_holm_multiplies_the_smallest_p_most_and_never_falls(script):
-    found = script.lib.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.5})
+    found = script.tables.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.5})
     assert found == pytest.approx({"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.5})
 
 

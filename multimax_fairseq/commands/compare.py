@@ -18,6 +18,7 @@ from multimax_fairseq.children import child
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.parallel_text import SPLITS, Pairs, prepare, read_pairs
 from multimax_fairseq.commands.stock import failure, find_command, portable, sentences
+from multimax_fairseq.commands.tables import FEWEST, markdown, mean, paired
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines, whole, write, write_json
 from multimax_fairseq.signature import processor, signature
@@ -69,11 +70,13 @@ def main(args: argparse.Namespace) -> None:
         folder = args.out / mapping / f"seed-{seed}"
         runs[mapping].append(finish(data, folder, words, args.updates, made_with))
     models = {mapping: over_seeds(results) for mapping, results in runs.items()}
-    found = difference(*([run["value"] for run in runs[mapping]] for mapping in MAPPINGS))
-    write_json(args.out / "result.json", {"seeds": [*seeds], "models": models, **found})
+    scores = ([run["value"] for run in runs[mapping]] for mapping in MAPPINGS)
+    gains = [multimax - softmax for softmax, multimax in zip(*scores, strict=True)]
+    found = {"seeds": [*seeds], "models": models, **difference(gains)}
+    write_json(args.out / "result.json", found)
     folders = {mapping: args.out / mapping / f"seed-{args.seed}" for mapping in MAPPINGS}
     print(samples(pairs["test"], folders))
-    print(table(models, found), end="")
+    print(table(runs, gains), end="")
     print(f"written: {args.out / 'result.json'}")
     print(draw(args.out, seeds))
 
@@ -139,22 +142,14 @@ def over_seeds(runs: list[Result]) -> Result:
     return {**found, "runs": runs}
 
 
-def difference(softmax: list[float], other: list[float]) -> Result:
-    """Return the mean difference in BLEU, its deviation, and p from three seeds on."""
-    differences = [b - a for a, b in zip(softmax, other, strict=True)]
-    found: Result = {"difference": statistics.mean(differences), "deviation": None, "p": None}
-    if len(differences) > 1:
-        found["deviation"] = statistics.stdev(differences)
-    if len(differences) > 2:
-        found["p"] = paired_p(differences)
-    return found
-
-
-def paired_p(differences: list[float]) -> float:
-    """Return p of a paired t-test, from the differences between runs of the same seed."""
-    from scipy import stats  # slow to import
-
-    return float(stats.ttest_1samp(differences, 0).pvalue) if any(differences) else 1.0
+def difference(gains: list[float]) -> Result:
+    """Return the mean difference in BLEU, its deviation, and p from FEWEST seeds on."""
+    test = paired(gains) if len(gains) > 1 else None
+    return {
+        "difference": statistics.mean(gains),
+        "deviation": test and test.deviation,
+        "p": test.p if test and len(gains) >= FEWEST else None,
+    }
 
 
 def samples(pairs: list[tuple[str, str]], folders: dict[str, Path]) -> str:
@@ -169,24 +164,18 @@ def samples(pairs: list[tuple[str, str]], folders: dict[str, Path]) -> str:
     return text
 
 
-def table(models: dict[str, Result], found: Result) -> str:
-    lines = [f"{'attention':<10}{'SacreBLEU':>15}{'chrF':>15}"]
-    for mapping, model in models.items():
-        cells = (with_deviation(model[n], model[f"{n}_deviation"]) for n in ("value", "chrf"))
-        lines.append(f"{mapping:<10}{''.join(f'{cell:>15}' for cell in cells)}")
-    text = with_deviation(found["difference"], found["deviation"], "+")
-    if found["p"] is None:
-        lines += [f"difference: {text} BLEU", FEW_SEEDS]
+def table(runs: dict[str, list[Result]], gains: list[float]) -> str:
+    rows = [
+        [mapping, *(mean(run[key] for run in each) for key in ("value", "chrf"))]
+        for mapping, each in runs.items()
+    ]
+    text = markdown(["attention", "SacreBLEU", "chrF"], rows, align=True)
+    text += f"difference: {mean(gains, sign='+')} BLEU"
+    if len(gains) < FEWEST:
+        text += f"\n{FEW_SEEDS}"
     else:
-        count = len(models["softmax"]["runs"])
-        test = f"p = {found['p']:.3f} (paired t-test over {count} seeds)"
-        lines.append(f"difference: {text} BLEU, {test}")
-    return "".join(f"{line}\n" for line in [*lines, models["softmax"]["signature"]])
-
-
-def with_deviation(mean: float, deviation: float | None, sign: str = "") -> str:
-    text = f"{mean:{sign}.2f}"
-    return text if deviation is None else f"{text} ± {deviation:.2f}"
+        text += f", p = {paired(gains).p:.3f} (paired t-test over {len(gains)} seeds)"
+    return f"{text}\n{runs['softmax'][0]['signature']}\n"
 
 
 def draw(out: Path, seeds: Iterable[int]) -> str:

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lib
 import torch
 
 from benchmarks.measurement import BEST
+from multimax_fairseq.commands.tables import markdown
 from multimax_fairseq.files import whole, write_json
 from multimax_fairseq.signature import processor, signature
 
@@ -68,7 +68,7 @@ def table(case: dict[str, Any]) -> str:
                 cells.append(number(max(entry["peak_memory"] - entry["gradients"], 0) / 1e6))
         rows.append(cells)
     best = f"; {BEST}: {case[BEST]}" if case[BEST] else ""
-    return f"{case['case']}{best}\n{lib.markdown(head, rows, align=True)}"
+    return f"{case['case']}{best}\n{markdown(head, rows, align=True)}"
 
 
 def show(cases: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
