@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import runs
+import classifiers
 import torch
 from lib import ROOT
 
@@ -177,9 +177,9 @@ def train(
             print(f"{about}: accuracy {state['accuracies'][-1]:.2f}", flush=True)
             state |= {"name": name, "options": options, "model": model.state_dict()}
             if (epoch + 1) % max(1, epochs // 10) == 0 or epoch + 1 == epochs:
-                runs.save(state, folder / f"epoch-{epoch + 1}.pt")
+                classifiers.save(state, folder / f"epoch-{epoch + 1}.pt")
             resuming = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-            runs.save(state | resuming, folder / "checkpoint.pt")
+            classifiers.save(state | resuming, folder / "checkpoint.pt")
     if args.gpus > 1:
         torch.distributed.destroy_process_group()
 

@@ -29,62 +29,34 @@ runs on the CPU in float32.
 
 import argparse
 import datetime
-import fcntl
 import functools
 import itertools
 import logging
-import os
 import re
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import hydra
 import lib
 import torch
 from attention_statistics import AttentionStatistics
 from fairseq import checkpoint_utils, utils
-from lib import CHOICES, CONFIGS, ROOT, Experiment, options_of
+from lib import CHOICES, CONFIGS, ROOT, Experiment
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
 from multimax_fairseq.children import child
 from multimax_fairseq.commands import evaluate
-from multimax_fairseq.commands.stock import failure, find_command, portable
-from multimax_fairseq.compat import saving
+from multimax_fairseq.commands.runs import PEAK, STARTED, Run, options_of, train, work
+from multimax_fairseq.commands.stock import find_command
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole, write, write_json
-from multimax_fairseq.signature import data_checksum, processor_and_threads, signature
+from multimax_fairseq.signature import data_checksum, processor_and_threads
 from multimax_fairseq.statistics.observer import Attention, AttentionListener, Observer
 
-STARTED, PEAK = "=== fairseq-train starts:", "=== peak memory:"  # our own lines in train.log
-
-
 # --- from a row to its command -------------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    experiment: str
-    row: str
-    seed: int
-    folder: Path
-    data: Path
-    plugin: str
-    command: list[str]
-    updates: int
-    data_set: str = ""  # that --data chose, if there is a choice
-    longer: int = 1  # as `Experiment`
-
-    @property
-    def name(self) -> str:
-        of = f"{self.experiment} {self.data_set}".rstrip()
-        return f"{of} {self.row}, seed {self.seed}"
 
 
 def compose(experiment: Experiment, row: str, data_set: str = "") -> DictConfig:
@@ -149,100 +121,30 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
         text = evaluate.describe(args.data_bin, cfg.task.target_lang)
         cfg.task.eval_bleu_remove_bpe = text["remove_bpe"]
         cfg.task.eval_bleu_detok = text["tokenizer"] or "space"
-    train = find_command("fairseq-train")
-    command = [train, str(args.data_bin), *options(cfg), *args.train]
-    final = options_of(command)
-    updates, plugin = final["--max-update"][0], final["--user-dir"][0]
+    command = [find_command("fairseq-train"), str(args.data_bin), *options(cfg), *args.train]
     return Run(
-        experiment=args.experiment.name,
-        row=row,
-        seed=seed,
-        folder=folder,
-        data=args.data_bin,
-        plugin=plugin,
-        command=command,
-        updates=int(updates),
-        data_set=args.data,
-        longer=args.experiment.longer,
+        f"{' '.join(filter(None, (args.experiment.name, args.data)))} {row}, seed {seed}",
+        folder,
+        command,
+        checksum_of(args.data_bin),
+        functools.partial(make, args, row, seed),
     )
 
 
 # --- one run -----------------------------------------------------------------------------------
 
 
-def claim(run: Run, wait: bool) -> int | None:
-    """Lock the run's folder; return the lock, or None if another process holds it.
-
-    fairseq-train inherits the lock, which holds until both processes have ended.
-    """
-    run.folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
-
-
-def last_checkpoint(folder: Path) -> Path:
-    """Return the path of checkpoint_last.pt; restore the file if it alone is missing.
-
-    fairseq writes the numbered checkpoint first. If a run was killed before the copy to
-    checkpoint_last.pt, the copy is made here.
-    """
-    last = folder / "checkpoint_last.pt"
-    numbered = sorted(folder.glob("checkpoint_*_*.pt"), key=lambda f: int(f.stem.split("_")[2]))
-    if numbered and not last.exists():
-        with whole(last) as aside:
-            shutil.copyfile(numbered[-1], aside)
-    return last
-
-
-def train(run: Run, lock: int) -> None:
-    """Train to the end, resuming from the last checkpoint; then create the file `trained`."""
-    done = saving.updates(last_checkpoint(run.folder))
-    log = run.folder / "train.log"
-    start = f"going on from update {done:,}" if done else "training"
-    print(f"{run.name}: {start}; full log: {log}", flush=True)
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"{STARTED}\n{shlex.join(run.command)}\n")
-        file.flush()
-        with (
-            child(run.command, stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock,)) as process,
-            log.open(encoding="utf-8", errors="replace") as follow,
-        ):
-            follow.seek(file.tell())
-            memory = watch(run, process, follow)
-        if process.returncode:
-            output = log.read_text(encoding="utf-8", errors="replace")
-            raise failure("fairseq-train", output, log)
-        file.write(f"{PEAK} {memory} bytes\n")
-    (run.folder / "trained").touch()
-
-
-def watch(run: Run, process: subprocess.Popen, follow: TextIO) -> int:
-    """Print progress from the log until the process ends; return its peak memory in bytes."""
-    rest, pid = "", 0
-    while not pid:
-        time.sleep(0.2)
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        *lines, rest = (rest + follow.read()).split("\n")
-        for line in lines:
-            if text := progress(run, line):
-                print(f"{run.name}: {text}", flush=True)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def progress(run: Run, line: str) -> str | None:
-    """A line of fairseq-train's log, shortened; None if it reports no progress."""
+def progress(run: Run, line: str) -> None:
+    """Print a line of fairseq-train's log, shortened, if it reports progress."""
+    text = ""
     if found := re.search(r"train_inner.* loss=([\d.]+).* wps=(\d+).* num_updates=(\d+)", line):
         loss, speed, update = found[1], int(found[2]), int(found[3])
-        return f"update {update:,} of {run.updates:,}, loss {loss}, {speed:,} tokens per second"
-    if found := re.search(r"valid on.*\| loss (\S+).*\| ppl (\S+)", line):
-        return f"validation loss {found[1]}, perplexity {found[2]}"
-    return None
+        updates = int(options_of(run.command)["--max-update"][0])
+        text = f"update {update:,} of {updates:,}, loss {loss}, {speed:,} tokens per second"
+    elif found := re.search(r"valid on.*\| loss (\S+).*\| ppl (\S+)", line):
+        text = f"validation loss {found[1]}, perplexity {found[2]}"
+    if text:
+        print(f"{run.name}: {text}", flush=True)
 
 
 def measured(log: str) -> dict[str, Any]:
@@ -279,29 +181,6 @@ def measured(log: str) -> dict[str, Any]:
 checksum_of = functools.cache(data_checksum)
 
 
-def check(run: Run, checksum: str) -> None:
-    """Raise UsageError if the folder holds a run with another command.
-
-    Also if another run of the same table used other data.
-    """
-    command = run.folder / "command"
-    if command.exists():
-        # The order of the options does not matter, nor do the paths before them: of fairseq-train,
-        # and of the data, whose checksum is compared below.
-        before = options_of(shlex.split(command.read_text("utf-8")))
-        if {**before, "": ()} != {**options_of(run.command), "": ()}:
-            raise UsageError(
-                f"'{run.folder}' was trained with another command (its file `command`): give "
-                "another --out, or remove that folder"
-            )
-    for file in run.folder.parent.parent.glob("*/seed-*/data.sha256"):
-        if file.read_text("utf-8").strip() != checksum:
-            raise UsageError(
-                f"'{file.parent}' was trained on other data than '{run.data}': runs on different "
-                "data cannot share a table; give another --out, or remove that folder"
-            )
-
-
 def check_finished(run: Run) -> None:
     """Raise UsageError if a model that the run starts from is not trained to its end."""
     for model in options_of(run.command).get("--finetune-from-model", ()):
@@ -327,11 +206,11 @@ class Listener(AttentionListener):
 
 
 @torch.no_grad()
-def attention_of(checkpoint: Path, run: Run) -> dict[str, float]:
+def attention_of(checkpoint: Path, data: Path, plugin: str) -> dict[str, float]:
     """Return the statistics of a checkpoint's attention."""
-    utils.import_user_module(argparse.Namespace(user_dir=run.plugin))
+    utils.import_user_module(argparse.Namespace(user_dir=plugin))
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], {"data": str(run.data)}
+        [str(checkpoint)], {"data": str(data)}
     )
     task.load_dataset("valid")
     batches = task.get_batch_iterator(task.dataset("valid"), max_tokens=TOKENS)
@@ -344,69 +223,42 @@ def attention_of(checkpoint: Path, run: Run) -> dict[str, float]:
     return listener.statistics.means()
 
 
-def finish(run: Run, lock: int) -> None:
-    """Train and evaluate, unless already done; write result.json."""
-    checksum = checksum_of(run.data)
-    check(run, checksum)
-    if (run.folder / "result.json").exists():
-        print(f"Nothing to do: {run.name} is finished.")
-        return
+def make(args: argparse.Namespace, row: str, seed: int, run: Run, lock: int) -> dict[str, Any]:
+    """Train and evaluate; return the result."""
+    experiment = args.experiment
     check_finished(run)
-    made_with = signature("sacrebleu")  # before the checkout can change
-    write(run.folder / "command", f"{shlex.join(run.command)}\n")
-    write(run.folder / "data.sha256", f"{checksum}\n")
-    if not (run.folder / "trained").exists():
-        train(run, lock)
+    train(run, lock, functools.partial(progress, run))
     print(f"{run.name}: evaluating", flush=True)
 
-    best = run.folder / "checkpoint_best.pt"
+    best, plugin = run.folder / "checkpoint_best.pt", options_of(run.command)["--user-dir"][0]
 
     def score(subset: str, log: str, longer: int | None = None) -> dict[str, Any]:
         file = run.folder / log
-        return evaluate.evaluate(best, run.data, subset, log=file, plugin=run.plugin, longer=longer)
+        return evaluate.evaluate(
+            best, args.data_bin, subset, log=file, plugin=plugin, longer=longer
+        )
 
     result = score("test", "evaluate.log")
-    if not run.experiment.startswith("quickstart_"):
+    if not experiment.name.startswith("quickstart_"):
         # Settings are chosen by this score.
         result["validation"] = score("valid", "evaluate.valid.log")["value"]
         if result["metric"] == "perplexity":
-            result["attention"] = attention_of(best, run)
-    if run.longer > 1:
-        longer = score("test", "evaluate.longer.log", run.longer)
+            result["attention"] = attention_of(best, args.data_bin, plugin)
+    if experiment.longer > 1:
+        longer = score("test", "evaluate.longer.log", experiment.longer)
         kept = ("value", "word_perplexity", "signature")
         result["longer"] = {key: longer[key] for key in kept if key in longer}
     print(f"{run.name}: {result['metric']} {result['value']:.2f}", flush=True)
     log = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace")
-    line = {
-        **{"experiment": run.experiment, "row": run.row, "seed": run.seed},
-        **({"data_set": run.data_set} if run.data_set else {}),
+    return {
+        **{"experiment": experiment.name, "row": row, "seed": seed},
+        **({"data_set": args.data} if args.data else {}),
         **result,
         **measured(log),
-        "data": checksum,
-        "command": shlex.join(portable(run.command)),
-        **made_with,
     }
-    write_json(run.folder / "result.json", line)
 
 
 # --- all of them -------------------------------------------------------------------------------
-
-
-def work(runs: list[Run]) -> None:
-    """Finish all runs: first those that no other process holds, then the others."""
-    waiting = []
-    for wait in (False, True):
-        for run in waiting if wait else runs:
-            if wait:
-                print(f"{run.name}: waiting for another process", flush=True)
-            lock = claim(run, wait)
-            if lock is None:
-                waiting.append(run)
-                continue
-            try:
-                finish(run, lock)
-            finally:
-                os.close(lock)
 
 
 # {experiment: the part of data-prep/demo.py that prepares its data}

@@ -23,8 +23,8 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import classifiers
 import lib
-import runs
 import torch
 
 from multimax_fairseq.commands.tables import Line, mean_of
@@ -113,7 +113,7 @@ def result(
 
 
 def parse() -> argparse.Namespace:
-    parser = runs.options("imagenet", __doc__, ROWS, "softmax,multimax")
+    parser = classifiers.options("imagenet", __doc__, ROWS, "softmax,multimax")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--batch-size",
@@ -156,7 +156,7 @@ def main() -> None:
                 f"--batch-size {args.batch_size} exceeds the {images} images per epoch"
             )
         names = [name for split in data.values() for name in split.filenames()]
-        runs.run_all(
+        classifiers.run_all(
             "imagenet",
             ROWS,
             args,

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import runs
+import classifiers
 import torch
 import torch.nn.functional as F
 from lib import ROOT
@@ -193,7 +193,7 @@ def train(
             best = {"best": found, "best_epoch": state["epoch"], "best_model": learned(model)}
             state.update(best)
         state |= {"model": learned(model), "optimizer": optimizer.state_dict()}
-        runs.save(state, checkpoint)
+        classifiers.save(state, checkpoint)
     model.load_state_dict(state["best_model"], strict=False)
     return {
         "metric": "accuracy",
@@ -210,7 +210,7 @@ def train(
 
 def main() -> None:
     with program("imdb.sh", resumes=True):
-        parser = runs.options("imdb", __doc__, ROWS, ",".join(ROWS))
+        parser = classifiers.options("imdb", __doc__, ROWS, ",".join(ROWS))
         parser.add_argument(
             "--data",
             type=Path,
@@ -222,7 +222,7 @@ def main() -> None:
         data, vectors = read_data(args.data)
         names = ("train.tsv", "valid.tsv", "test.tsv", "vectors.txt")
         text = b"".join((args.data / name).read_bytes() for name in names)
-        runs.run_all(
+        classifiers.run_all(
             "imdb",
             ROWS,
             args,

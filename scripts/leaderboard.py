@@ -19,17 +19,15 @@ results, OUT/table.md is their table. scripts/leaderboard_page.py adds them to d
 """
 
 import argparse
+import functools
 import itertools
-import json
 import logging
 import multiprocessing
 import os
 import resource
-import shlex
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import lib
 import torch
@@ -38,71 +36,48 @@ from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
 
 from multimax_fairseq.children import end_with_parent
 from multimax_fairseq.commands import tables
+from multimax_fairseq.commands.runs import Run, finish, finished
 from multimax_fairseq.commands.stock import portable
 from multimax_fairseq.commands.tables import Line, mean_of
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import write_json
-from multimax_fairseq.signature import processor_and_threads, signature
+from multimax_fairseq.signature import processor_and_threads
 
 
-class Run(NamedTuple):
-    task: str
-    entry: str
-    seed: int
-    is_quick: bool
-    user_dir: str
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.task}, {self.entry}, seed {self.seed}"
-
-    @property
-    def command(self) -> str:
-        """The command that repeats this run alone."""
-        words = ["scripts/leaderboard.sh", "--tasks", self.task, "--entries", self.entry]
-        words += ["--seeds", str(self.seed)]
-        words += ["--quick"] if self.is_quick else []
-        if self.user_dir:
-            words += ["--user-dir", self.user_dir]
-        return shlex.join(portable(words))
-
-    @property
-    def result(self) -> Path:
-        return self.folder / "result.json"
+def plan(out: Path, task: str, entry: str, seed: int, is_quick: bool, user_dir: str) -> Run:
+    words = ["scripts/leaderboard.sh", "--tasks", task, "--entries", entry, "--seeds", str(seed)]
+    words += ["--quick"] if is_quick else []
+    words += ["--user-dir", user_dir] if user_dir else []
+    name, folder = f"{task}, {entry}, seed {seed}", out / f"{task}-{entry}" / f"seed-{seed}"
+    make_it = functools.partial(make, task, entry, seed, is_quick, user_dir)
+    return Run(name, folder, portable(words), "", make_it)
 
 
-def finish(run: Run) -> dict[str, Any]:
-    """Train and evaluate one model; write its line."""
+def make(name: str, entry: str, seed: int, is_quick: bool, user_dir: str, *_: object) -> Line:
+    """Train and evaluate one model; return its result."""
     logging.getLogger("multimax_fairseq").setLevel(logging.WARNING)
     torch.set_num_threads(1)
-    import_plugin(run.user_dir)
-    task, made_with = TASKS[run.task], signature()  # before the checkout can change
-    updates, batches = (task.updates // 20, 1) if run.is_quick else (task.updates, TEST_BATCHES)
-    torch.manual_seed(run.seed)
+    import_plugin(user_dir)
+    task = TASKS[name]
+    updates, batches = (task.updates // 20, 1) if is_quick else (task.updates, TEST_BATCHES)
+    torch.manual_seed(seed)
     start = time.monotonic()
-    model = train(task, entries()[run.entry].normalizer(), run.seed, updates)
+    model = train(task, entries()[entry].normalizer(), seed, updates)
     seconds = time.monotonic() - start
     scores, attention = evaluate(task, model, batches)
-    line = {
+    return {
         "experiment": "leaderboard",
-        "task": run.task,
-        "row": run.entry,
-        "seed": run.seed,
+        "task": name,
+        "row": entry,
+        "seed": seed,
         "scores": scores,
         "unit": task.unit,
         "attention": attention,
         "updates": updates,
         "updates_per_second": updates / seconds,
         "peak_memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "command": run.command,
         "hardware": processor_and_threads(1),
-        **made_with,
     }
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write_json(run.result, line)
-    return line
 
 
 def import_plugin(user_dir: str) -> None:
@@ -112,19 +87,6 @@ def import_plugin(user_dir: str) -> None:
         from fairseq import utils  # takes seconds, and the package's own mappings do without it
 
         utils.import_user_module(argparse.Namespace(user_dir=user_dir))
-
-
-def is_finished(run: Run) -> bool:
-    """Whether the run's line exists; UsageError if it was made with another command."""
-    if not run.result.exists():
-        return False
-    before = json.loads(run.result.read_text(encoding="utf-8"))["command"]
-    if before != run.command:
-        raise UsageError(
-            f"'{run.folder}' holds another run ({before}): give another --out, or remove that "
-            "folder"
-        )
-    return True
 
 
 def work(runs: list[Run], jobs: int) -> None:
@@ -221,10 +183,9 @@ def main() -> None:
         rows = chosen("--entries", entry_names, list(entries()))
         runs = []
         for seed, task, row in itertools.product(seeds, tasks, rows):
-            folder = args.out / f"{task}-{row}" / f"seed-{seed}"
             plugin = "" if row in own else args.user_dir
-            runs.append(Run(task, row, seed, args.quick, plugin, folder))
-        work([run for run in runs if not is_finished(run)], args.jobs)
+            runs.append(plan(args.out, task, row, seed, args.quick, plugin))
+        work([run for run in runs if finished(run) is None], args.jobs)
         print(f"\n{lib.collect(args.out, table)}Results: {args.out}")
 
 

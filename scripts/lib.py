@@ -82,22 +82,6 @@ class Experiment:
 # --- commands ----------------------------------------------------------------------------------
 
 
-def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
-    """{option: its values}; "" holds the words before the first option.
-
-    If an option is repeated, its last value counts.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    name = ""
-    for word in command:
-        if word.startswith("--"):
-            name, has_value, value = word.partition("=")
-            found[name] = (value,) if has_value else ()
-        else:
-            found[name] = (*found.get(name, ()), word)
-    return found
-
-
 def positive(text: str) -> int:
     """The type of an option that is a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lib import options_of
-
+from multimax_fairseq.commands.runs import options_of
 from multimax_fairseq.commands.tables import Line
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError

@@ -65,9 +65,8 @@ def test_compare_reports_no_p_of_one_seed_and_resumes_with_more(text, tmp_path):
     # The command trains no finished model again, and continues an unfinished one.
     last = comparison / "softmax/seed-3/checkpoint_last.pt"
     before = last.stat().st_mtime_ns
-    for file in [*(comparison / "multimax/seed-3").glob("checkpoint*"), comparison / "result.json"]:
+    for file in [*(comparison / "multimax/seed-3").iterdir(), comparison / "result.json"]:
         file.unlink()
-    (comparison / "multimax/seed-3/result.json").unlink()
     output = run(tmp_path, *command, "--seeds", "3")
     both = scores(comparison)
     assert {name: each[:1] for name, each in both.items()} == values

@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from multimax_fairseq.commands import runs
 from multimax_fairseq.commands.stock import last_line
 from multimax_fairseq.errors import UsageError
 
@@ -201,8 +202,8 @@ def test_plan_uses_the_plugin_of_the_row(experiment, tmp_path, name):
         command = experiment.plan(args, row, 1).command
         assert command[command.index("--user-dir") + 1] == str(ROOT / folder)
     args.train = ["--user-dir=mine", "--max-update", "7"]
-    run = experiment.plan(args, "low", 1)
-    assert (run.plugin, run.updates) == ("mine", 7)
+    given = experiment.options_of(experiment.plan(args, "low", 1).command)
+    assert (given["--user-dir"], given["--max-update"]) == (("mine",), ("7",))
     args.train, args.max_update = [], 9
     given = experiment.options_of(experiment.plan(args, "low", 1).command)
     assert {*given["--max-update"], *given["--total-num-update"]} == {"9"}
@@ -281,58 +282,70 @@ def test_translation_marks_unknown_words_of_binarised_references(experiment, tmp
 
 
 def test_finish_refuses_another_command(experiment, tmp_path, capsys):
-    data, folder = tmp_path / "data" / "data-bin", tmp_path / "run"
-    data.mkdir(parents=True)
-    folder.mkdir()
-    run = experiment.Run(
-        "iwslt14", "softmax", 1, folder, data, "plugin", ["fairseq-train", "--lr", "1"], 3
-    )
-    (folder / "result.json").touch()
+    folder = tmp_path / "out/softmax/seed-1"
+    folder.mkdir(parents=True)
+    run = runs.Run("softmax, seed 1", folder, ["fairseq-train", "--lr", "1"], "of a text", None)
+    (folder / "result.json").write_text("{}")
     (folder / "command").write_text("fairseq-train --lr 2\n")
     with pytest.raises(UsageError, match="trained with another command"):
-        experiment.finish(run, 0)
+        runs.finish(run)
     run.command.extend(["--dropout", "0.1", "--clip-norm", "0.3"])
     (folder / "command").write_text("fairseq-train --lr 1 --dropout 0.3 --clip-norm 0.1\n")
     with pytest.raises(UsageError, match="trained with another command"):
-        experiment.finish(run, 0)
+        runs.finish(run)
     # The same settings in another order, by the command of another environment.
     (folder / "command").write_text("/other/fairseq-train --clip-norm 0.3 --lr 1 --dropout 0.1\n")
-    experiment.finish(run, 0)
-    assert "Nothing to do: iwslt14 softmax, seed 1" in capsys.readouterr().out
+    assert runs.finish(run) == {}
+    assert "Nothing to do: softmax, seed 1 is finished" in capsys.readouterr().out
     assert experiment.options_of(["a", "--lr=1"]) == experiment.options_of(
         ["a", "--lr", "2", "--lr", "1"]
     )
 
 
-def test_finish_compares_the_bytes_of_the_data(experiment, tmp_path):
-    data, other = tmp_path / "data-bin", tmp_path / "other"
-    folder = tmp_path / "out/softmax/seed-1"
-    run = experiment.Run("iwslt14", "softmax", 1, folder, data, "plugin", ["fairseq-train"], 3)
-    for place in (data, other, folder):
+def test_finish_refuses_rows_on_different_data(tmp_path):
+    folder, beside = tmp_path / "out/softmax/seed-1", tmp_path / "out/multimax/seed-1"
+    run = runs.Run("softmax, seed 1", folder, ["fairseq-train"], "of a text", None)
+    for place in (folder, beside):
         place.mkdir(parents=True)
-    for place, content in ((data, "1"), (other, "2")):
-        (place / "dict.en.txt").write_text(content)
-    (run.folder / "result.json").touch()
-    (run.folder / "data.sha256").write_text(experiment.data_checksum(data) + "\n")
-    (data / "prepared.sha256").write_text("of another version of data-prep/")
-    experiment.finish(run, 0)
-    with pytest.raises(UsageError, match="was trained on other data than '.*other'"):
-        experiment.finish(run._replace(data=other), 0)
-
-
-def test_finish_refuses_rows_on_different_data(experiment, tmp_path):
-    data, beside = tmp_path / "data-bin", tmp_path / "out/softmax/seed-1"
-    folder = tmp_path / "out/multimax/seed-1"
-    for place in (data, beside, folder):
-        place.mkdir(parents=True)
-    (data / "dict.en.txt").write_text("1")
-    (folder / "result.json").touch()
-    run = experiment.Run("iwslt14", "multimax", 1, folder, data, "plugin", ["fairseq-train"], 3)
+        (place / "result.json").write_text("{}")
+        (place / "data.sha256").write_text("of a text\n")
+    runs.finish(run)
+    with pytest.raises(UsageError, match="'.*seed-1' was trained on other data: runs on different"):
+        runs.finish(run._replace(data="of another text"))
     (beside / "data.sha256").write_text("of another text\n")
-    with pytest.raises(UsageError, match="'.*softmax/seed-1' was trained on other data than '"):
-        experiment.finish(run, 0)
-    (beside / "data.sha256").write_text(experiment.data_checksum(data) + "\n")
-    experiment.finish(run, 0)
+    with pytest.raises(UsageError, match="'.*multimax/seed-1' was trained on other data"):
+        runs.finish(run)
+
+
+def test_data_checksum_depends_on_the_bytes_alone(experiment, tmp_path):
+    (tmp_path / "dict.en.txt").write_text("1")
+    before = experiment.data_checksum(tmp_path)
+    (tmp_path / "prepared.sha256").write_text("of another version of data-prep/")
+    assert experiment.data_checksum(tmp_path) == before
+    (tmp_path / "dict.en.txt").write_text("2")
+    assert experiment.data_checksum(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"command": "of a text\nscripts/imdb.sh --rows softmax\n"},
+        {"result.json": '{"command": "leaderboard.sh --rows softmax"}'},
+    ],
+    ids=["imdb", "leaderboard"],
+)
+def test_finish_recognises_older_folders(tmp_path, files):
+    folder = tmp_path / "out/softmax/seed-1"
+    folder.mkdir(parents=True)
+    for name, text in ({"result.json": "{}"} | files).items():
+        (folder / name).write_text(text)
+    run = runs.Run("a run", folder, ["scripts/a.sh", "--rows", "softmax"], "of a text", None)
+    assert runs.finish(run) is not None
+    with pytest.raises(UsageError, match="trained with another command"):
+        runs.finish(run._replace(command=["scripts/a.sh", "--rows", "multimax"]))
+    if "command" in files:
+        with pytest.raises(UsageError, match="trained on other data"):
+            runs.finish(run._replace(data="of another text"))
 
 
 @pytest.mark.parametrize(
@@ -356,15 +369,15 @@ def test_parse_refuses_wrong_options(experiment, monkeypatch, words, said):
 # --- killed processes, clusters ----------------------------------------------------------------
 
 
-def test_last_checkpoint_restores_a_missing_name(experiment, tmp_path):
+def test_last_checkpoint_restores_a_missing_name(tmp_path):
     last = tmp_path / "checkpoint_last.pt"
-    assert experiment.last_checkpoint(tmp_path) == last and not last.exists()
+    assert runs.last_checkpoint(tmp_path) == last and not last.exists()
     for name in ("checkpoint_1_8.pt", "checkpoint_2_10.pt", "checkpoint_best.pt"):
         (tmp_path / name).write_text(name)
-    experiment.last_checkpoint(tmp_path)
+    runs.last_checkpoint(tmp_path)
     assert last.read_text() == "checkpoint_2_10.pt"
     last.write_text("its own")
-    experiment.last_checkpoint(tmp_path)
+    runs.last_checkpoint(tmp_path)
     assert last.read_text() == "its own" and len(list(tmp_path.iterdir())) == 4
 
 

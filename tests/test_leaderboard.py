@@ -107,4 +107,4 @@ def test_leaderboard_runs_resumes_and_refuses_other_runs(tmp_path):
     output = run(tmp_path, *command, "--tasks", "sorting", code=1)
     assert "unknown 'sorting' in --tasks: choose from retrieval" in output
     output = run(tmp_path, *(word for word in command if word != "--quick"), code=1)
-    assert "holds another run" in output and "Traceback" not in output
+    assert "trained with another command" in output and "Traceback" not in output

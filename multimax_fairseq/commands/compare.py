@@ -1,12 +1,12 @@
 """Trains softmax and MultiMax on your parallel text, and compares their translations."""
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
 import re
 import statistics
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from multimax_fairseq.children import child
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.parallel_text import SPLITS, Pairs, prepare, read_pairs
-from multimax_fairseq.commands.stock import failure, find_command, portable, sentences
+from multimax_fairseq.commands.runs import Run, finish, train
+from multimax_fairseq.commands.stock import find_command, portable, sentences
 from multimax_fairseq.commands.tables import FEWEST, markdown, mean, paired
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines, whole, write, write_json
-from multimax_fairseq.signature import processor, signature
+from multimax_fairseq.signature import data_checksum, processor
 
 MAPPINGS = ("softmax", "multimax")
 Result = dict[str, Any]
@@ -61,14 +61,17 @@ def main(args: argparse.Namespace) -> None:
     options += ["--max-update", str(args.updates), "--total-num-update", str(args.updates)]
     options += ["--save-interval-updates", str(max(1, args.updates // 5))]
     claim(args.out, {"source": args.source, "target": args.target, "options": options}, pairs)
-    made_with = {"hardware": processor(), **signature("sacrebleu")}  # before the checkout changes
     data = prepare(pairs, args.source, args.target, args.out)
     seeds = range(args.seed, args.seed + args.seeds)
     runs: dict[str, list[Result]] = {mapping: [] for mapping in MAPPINGS}
     for seed, mapping in itertools.product(seeds, MAPPINGS):
-        words = ["--attention-normalizer", mapping, "--seed", str(seed), *options]
         folder = args.out / mapping / f"seed-{seed}"
-        runs[mapping].append(finish(data, folder, words, args.updates, made_with))
+        command = [find_command("fairseq-train"), str(data), "--user-dir", str(PLUGIN)]
+        command += ["--attention-normalizer", mapping, "--seed", str(seed), *options]
+        command += ["--save-dir", str(folder)]
+        make_it = functools.partial(make, data, args.updates)
+        run = Run(f"{mapping}, seed {seed}", folder, command, data_checksum(data), make_it)
+        runs[mapping].append(finish(run) or {})
     models = {mapping: over_seeds(results) for mapping, results in runs.items()}
     scores = ([run["value"] for run in runs[mapping]] for mapping in MAPPINGS)
     gains = [multimax - softmax for softmax, multimax in zip(*scores, strict=True)]
@@ -92,38 +95,19 @@ def claim(out: Path, settings: dict[str, Any], pairs: Pairs) -> None:
     write(file, f"{line}\n")
 
 
-def finish(data: Path, folder: Path, words: list[str], updates: int, made_with: Result) -> Result:
-    """Train and evaluate one model, unless done; return its result."""
-    file = folder / "result.json"
-    if not file.exists():
-        command = train(data, folder, words, updates)
-        result = evaluate(folder / "checkpoint_best.pt", data, log=folder / "evaluate.log")
-        write_json(file, {**result, "command": portable(command), **made_with})
-    result = json.loads(file.read_text(encoding="utf-8"))
-    return result
+def make(data: Path, updates: int, run: Run, lock: int) -> Result:
+    """Train with a progress bar, and evaluate; return the result."""
+    # The bar appears with the first progress, below the line that train() prints.
+    with tqdm(total=updates, desc=run.name, unit=" updates", delay=1) as bar:
 
-
-def train(data: Path, folder: Path, words: list[str], updates: int) -> list[str]:
-    """Run or resume fairseq-train with a progress bar; return the command."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [find_command("fairseq-train"), str(data), "--user-dir", str(PLUGIN), *words]
-    command += ["--save-dir", str(folder)]
-    log = folder / "train.log"
-    with (
-        log.open("a", encoding="utf-8") as file,
-        tqdm(total=updates, desc=f"{folder.parent.name} {folder.name}", unit=" updates") as bar,
-        child(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
-        ) as process,
-    ):
-        for line in process.stdout or ():
-            file.write(line)
+        def advance(line: str) -> None:
             if found := re.search(r" loss=([\d.]+).* num_updates=(\d+)", line):
                 bar.set_postfix_str(f"loss {found[1]}", refresh=False)
                 bar.update(int(found[2]) - bar.n)
-    if process.returncode:
-        raise failure("fairseq-train", log.read_text(encoding="utf-8"), log)
-    return command
+
+        train(run, lock, advance)
+    result = evaluate(run.folder / "checkpoint_best.pt", data, log=run.folder / "evaluate.log")
+    return {**result, "command": portable(run.command), "hardware": processor()}
 
 
 def hypotheses(folder: Path, count: int) -> list[str]:

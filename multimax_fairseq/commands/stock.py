@@ -25,7 +25,8 @@ def find_command(name: str) -> str:
 
 def portable(command: list[str]) -> list[str]:
     """Return the command as called from the checkout's root, without this machine's paths."""
-    return [Path(command[0]).name, *(word.removeprefix(f"{CHECKOUT}/") for word in command[1:])]
+    name = Path(command[0]).name if command[0].startswith("/") else command[0]
+    return [name, *(word.removeprefix(f"{CHECKOUT}/") for word in command[1:])]
 
 
 def run(words: list[str], log: Path) -> str:

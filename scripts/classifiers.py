@@ -4,8 +4,8 @@ An experiment has rows, {name: row}, whose attributes are label, paper (its scor
 """
 
 import argparse
+import functools
 import itertools
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ import lib
 import torch
 from lib import ROOT
 
+from multimax_fairseq.commands.runs import Run, work
 from multimax_fairseq.commands.stock import portable
 from multimax_fairseq.commands.tables import Column, Line, summary
-from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import whole, write, write_json
-from multimax_fairseq.signature import processor_and_threads, signature
+from multimax_fairseq.files import whole
+from multimax_fairseq.signature import processor_and_threads
 
 
 def options(name: str, doc: str, rows: dict[str, Any], chosen: str) -> argparse.ArgumentParser:
@@ -66,29 +66,20 @@ def run_all(
         train: train(row, seed, epochs, folder) returns the metrics.
         columns: of the table, before that of the paper's score.
     """
+
+    def make(row: str, seed: int, epochs: int, run: Run, _: int) -> Line:
+        known = {"experiment": name, "row": row, "seed": seed}
+        return {**known, **train(row, seed, epochs, run.folder), "hardware": _hardware(args)}
+
+    runs = []
     for seed, row in itertools.product(args.seeds, args.rows):
-        folder = args.out / row / f"seed-{seed}"
-        folder.mkdir(parents=True, exist_ok=True)
         epochs = args.epochs or rows[row].epochs
-        words = [f"{name}.sh", *settings, "--rows", row]
+        words = [f"scripts/{name}.sh", *settings, "--rows", row]
         words += ["--seeds", str(seed), "--epochs", str(epochs)]
-        command = f"scripts/{shlex.join(portable(words))}"
-        _check_same(folder, data, command)
-        if (folder / "result.json").exists():
-            print(f"Nothing to do: {name} {row}, seed {seed} is finished.")
-            continue
-        made_with = signature("timm")  # before the checkout can change
-        line = {
-            "experiment": name,
-            "row": row,
-            "seed": seed,
-            **train(row, seed, epochs, folder),
-            "data": data,
-            "command": command,
-            "hardware": _hardware(args),
-            **made_with,
-        }
-        write_json(folder / "result.json", line)
+        label, folder = f"{name} {row}, seed {seed}", args.out / row / f"seed-{seed}"
+        make_it = functools.partial(make, row, seed, epochs)
+        runs.append(Run(label, folder, portable(words), data, make_it))
+    work(runs)
 
     def table(results: list[Line]) -> str:
         blocks = [[r for r in results if r["row"] == row] for row in rows]
@@ -102,23 +93,6 @@ def save(state: dict[str, Any], file: Path) -> None:
     """Write a checkpoint atomically."""
     with whole(file) as aside:
         torch.save(state, aside)
-
-
-def _check_same(folder: Path, data: str, command: str) -> None:
-    """Write the folder's command and the hash of the data.
-
-    Raise UsageError if the folder holds a run of another command, or a run of the same table used
-    other data.
-    """
-    remedy = "give another --out, or remove that folder"
-    file, text = folder / "command", f"{data}\n{command}\n"
-    for other in folder.parent.parent.glob("*/seed-*/command"):
-        before = other.read_text(encoding="utf-8")
-        if before.partition("\n")[0] != data:
-            raise UsageError(f"'{other.parent}' was trained on other data: {remedy}")
-        if other == file and before != text:
-            raise UsageError(f"'{folder}' was trained with another command: {remedy}")
-    write(file, text)
 
 
 def _hardware(args: argparse.Namespace) -> str:
