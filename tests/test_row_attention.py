@@ -259,7 +259,7 @@ def test_attention_step_by_row_functions_equals_float64(kernels, mapping, shape)
     torch.testing.assert_close(found.double(), expected[:, :, 0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", ["topk", "alpha_entmax", "adaptive_temperature"])
 def test_row_attention_passes_opcheck(function):
     torch.manual_seed(1)
     query, key, value = (torch.randn(2, HEADS, n, 8).requires_grad_() for n in (4, 5, 5))
