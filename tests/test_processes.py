@@ -1,6 +1,9 @@
 """Several CPU processes train the model of one process, and report an error in one of them."""
 
 import contextlib
+import copy
+import gc
+import importlib
 import random
 import re
 import socket
@@ -11,12 +14,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import PLUGIN, ROOT, refused, run
+from fairseq.distributed import LegacyDistributedDataParallel, ModuleProxyWrapper
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
+from torch.nn.parallel import DistributedDataParallel
+from toy_models import scatter_modulators
 from train_commands import DECODER, ENCODER, losses, parameters
 
 from multimax_fairseq import compat
 from multimax_fairseq.compat import running
+from multimax_fairseq.criterions.cross_entropy import MultimaxCrossEntropyCriterion
 
 pytestmark = pytest.mark.long
 
@@ -160,6 +167,70 @@ def test_ddp_of_several_processes_trains_like_one(text, kind, model, backend, pr
     name = f"{kind}-{model}-{backend}-{processes}"
     zeros = (model, backend) == ("layerdrop", "legacy")
     assert_as_one(text, words, BACKENDS[backend], name, processes, zeros)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+DDP = [("legacy_ddp", False), ("pytorch_ddp", False), ("pytorch_ddp", True)]
+
+
+def gradients_of_one(rank, folder):
+    """Run half of a training step in each kind of DDP and save the reduced gradients."""
+    store = (folder / "store").as_uri()
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    start, criterion, batches = torch.load(folder / "start.pt", weights_only=False)
+    results = []
+    for backend, find_unused in DDP:
+        model = copy.deepcopy(start)
+        # As fairseq wraps them; its own function needs a GPU.
+        if backend == "legacy_ddp":
+            parallel = LegacyDistributedDataParallel(model, torch.distributed.group.WORLD)
+        else:
+            parallel = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        torch.manual_seed(rank)
+        loss, *_ = criterion(ModuleProxyWrapper(parallel), batches[rank])
+        loss.backward()
+        if backend == "legacy_ddp":
+            parallel.all_reduce_grads()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+        del parallel, loss  # before the process group is destroyed
+    torch.save(results, folder / f"{rank}.pt")
+    torch.distributed.barrier()
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("shared", "alpha"),
+    [(False, 0.0), (True, 0.0), (False, 5.0)],
+    ids=["separate embeddings", "shared embeddings", "R-Drop"],
+)
+def test_ddp_averages_the_gradients_of_two_processes(
+    build, task, lm_batch, tmp_path, shared, alpha
+):
+    flags = ["--share-decoder-input-output-embed"] if shared else []
+    model = scatter_modulators(build("transformer_lm_multimax", *flags, "--dropout", "0.2"))
+    criterion = MultimaxCrossEntropyCriterion(task, sentence_avg=False, rdrop_alpha=alpha)
+    batches = [lm_batch(), lm_batch((6, 2), seed=1)]
+    torch.save((model, criterion, batches), tmp_path / "start.pt")
+    # DDP imports it, which takes seconds in each process that has no parent with it.
+    importlib.import_module("torch._dynamo")
+    torch.multiprocessing.start_processes(
+        gradients_of_one, (tmp_path,), nprocs=2, start_method="fork"
+    )
+    expected = []
+    for rank, batch in enumerate(batches):
+        torch.manual_seed(rank)
+        model.zero_grad()
+        criterion(model, batch)[0].backward()
+        expected.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for rank in range(2):
+        for kind, gradients in zip(DDP, torch.load(tmp_path / f"{rank}.pt"), strict=True):
+            for name, gradient in gradients.items():
+                mean = (expected[0][name] + expected[1][name]) / 2
+                torch.testing.assert_close(
+                    gradient, mean, rtol=1e-4, atol=1e-5, msg=f"{kind} {name}"
+                )
 
 
 # --- how they are started -------------------------------------------------------------------------
