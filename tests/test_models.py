@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+import toy_models
 from decoding import TOLERANCE, full_context, incremental, log_probs, score_of
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.modules import FairseqDropout, SinusoidalPositionalEmbedding
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
@@ -555,6 +557,13 @@ def test_build_model_refuses_invalid_flags(build, flags, parts):
     message = str(error.value)
     assert "\n" not in message and all(part in message for part in parts)
     assert error.value.user_error
+
+
+@pytest.mark.parametrize("arch", [*TRANSLATION, "transformer_lm_multimax"])
+def test_toy_settings_equal_those_of_fairseq_train(arch):
+    flags = ("--multimax-order", "1")
+    cfg = convert_namespace_to_omegaconf(toy_models.parse_model(arch, *flags))
+    assert toy_models.settings_of_model(arch, *flags) == cfg.model
 
 
 def test_build_model_reads_and_checks_hydra_settings(task):

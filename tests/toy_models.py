@@ -1,11 +1,13 @@
 """Builds models with toy sizes, through the command line's own parser."""
 
 import copy
+import dataclasses
 import functools
 
 import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
 from fairseq.trainer import Trainer
@@ -34,16 +36,27 @@ def sizes_of(arch):
     return f"{SIZES.format('decoder')} {more}".split()
 
 
+def parse_model(arch, *flags):
+    """Return the arguments of fairseq-train's parser for a model."""
+    name = "language_modeling" if "_lm" in arch else "translation"
+    words = ["data", "--task", name, "--arch", arch, *sizes_of(arch), *flags]
+    return options.parse_args_and_arch(options.get_training_parser(name), words)
+
+
 @functools.cache
 def settings_of_model(arch, *flags):
-    """Return the model's settings. Cached, since building the parser takes half a second."""
-    is_lm = "_lm" in arch
-    name = "language_modeling" if is_lm else "translation"
-    parser = options.get_training_parser(name)
-    args = options.parse_args_and_arch(
-        parser, ["data", "--task", name, "--arch", arch, *sizes_of(arch), *flags]
-    )
-    return convert_namespace_to_omegaconf(args).model
+    """Return the model's settings.
+
+    They equal those of fairseq's convert_namespace_to_omegaconf, which composes all of fairseq's
+    config for half a second.
+    """
+    args = parse_model(arch, *flags)
+    kind = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY[arch])
+    if kind is None:
+        args._name = arch
+        return args
+    name = ARCH_MODEL_NAME_REGISTRY[arch]
+    return OmegaConf.create({**dataclasses.asdict(kind.from_namespace(args)), "_name": name})
 
 
 def build(task, arch, *flags, seed=1):
