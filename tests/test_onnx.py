@@ -19,14 +19,13 @@ from multimax_fairseq.integrations.onnx import export_onnx
 pytestmark = pytest.mark.long
 
 PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
+LEARNED_POSITIONS = ("--encoder-learned-pos", "--decoder-learned-pos")
+EACH_MAPPING = ("--attention-normalizer-at", "encoder=entmax15,decoder=ssmax,cross=alpha_entmax")
 TRANSLATION = {
-    "stock": ("transformer",),
+    "stock, learned positions": ("transformer", *LEARNED_POSITIONS),
     "multimax": ("transformer_multimax", "--output-normalizer", "multimax"),
     "sinks": ("transformer_multimax", "--multimax-sink", "learned", *PRE_NORM),
-    "alpha_entmax": ("transformer_multimax", "--attention-normalizer", "alpha_entmax"),
-    "entmax15": ("transformer_multimax", "--attention-normalizer", "entmax15"),
-    "ssmax": ("transformer_multimax", "--attention-normalizer", "ssmax"),
-    "learned positions": ("transformer", "--encoder-learned-pos", "--decoder-learned-pos"),
+    "three mappings": ("transformer_multimax", *EACH_MAPPING),
 }
 
 
