@@ -20,7 +20,7 @@ from train_commands import (
     parameters,
 )
 
-from multimax_fairseq import NORMALIZERS, Modulator, trained
+from multimax_fairseq import Modulator, trained
 from multimax_fairseq.analysis import collection, figures
 from multimax_fairseq.models.transformer_multimax import MultimaxTransformerModel
 
@@ -113,8 +113,9 @@ LEARNED = {
 MATRICES = {"asentmax": ("beta", "gamma"), "adaptive_temperature": ("gate",)}
 
 
-@pytest.mark.parametrize("normalizer", [name for name in NORMALIZERS if name != "multimax"])
-def test_train_resumes_with_every_normalizer(text, normalizer):
+# Learned scalars of each kind, matrices, and nothing learned.
+@pytest.mark.parametrize("normalizer", [*LEARNED, *MATRICES, "topk"])
+def test_train_resumes_with_what_a_mapping_learns(text, normalizer):
     folder = f"mt-with-{normalizer}"
     flags = [*FLAGS.get(normalizer, []), "--attention-normalizer", normalizer]
     flags += ["--output-normalizer", "softmax", "--optimizer", "adam", "--save-dir", folder]
