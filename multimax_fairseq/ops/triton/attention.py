@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multimax_fairseq.ops.attention import AttentionCall
 from multimax_fairseq.ops.backend import capability
 from multimax_fairseq.ops.native import dense_like
 from multimax_fairseq.ops.triton.attention_kernels import (
@@ -35,8 +34,8 @@ from multimax_fairseq.ops.triton.launches import (
 )
 from multimax_fairseq.ops.triton.modulator import CAP_BOTH, CAP_NONE, MONOTONE_COLUMNS
 
-if TYPE_CHECKING:  # softmax_attention imports this module lazily
-    from multimax_fairseq.ops.softmax_attention import AttentionCall
+if TYPE_CHECKING:  # ops/attention.py imports this file when it needs a kernel
+    from multimax_fairseq.ops.attention import AttentionCall
 
 # The autotuning key contains these kernel constants besides the lengths.
 _FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
@@ -185,8 +184,8 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,
         "D": size,
         "WIDTH": max(16, 1 << (size - 1).bit_length()),
-        "LOW": call.low,
-        "HIGH": call.high,
+        "LOW": 0 if table is None else call.low,
+        "HIGH": 0 if table is None else call.high,
         "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
         # A dot product of two float16 rows stays far below the cap.
         "CAP": _CAPS[query.dtype == torch.float16],

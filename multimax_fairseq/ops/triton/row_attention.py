@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from multimax_fairseq.ops.attention import AttentionCall
 from multimax_fairseq.ops.backend import capability
 from multimax_fairseq.ops.native import dense_like
 from multimax_fairseq.ops.row_function import FUNCTIONS
@@ -22,6 +21,9 @@ from multimax_fairseq.ops.triton.row_kernels import (
     row_key_kernel,
     row_query_kernel,
 )
+
+if TYPE_CHECKING:  # ops/attention.py imports this file when it needs a kernel
+    from multimax_fairseq.ops.attention import AttentionCall
 
 
 def row_attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
