@@ -11,12 +11,13 @@ test_2016_flickr in both languages, as train.de or train.de.gz. The results:
 A finished folder is not made again; an interrupted run resumes.
 """
 
+import gzip
 import hashlib
 import shlex
 import shutil
 from pathlib import Path
 
-from archives import Bounded, readable
+from archives import readable
 from steps import MARK, SPLITS, Options, check_free, decode, fail, lacking, run, say, step, write
 from subwords import binarize, sentencepieces
 
@@ -29,11 +30,10 @@ PIECES = 6000
 def read(archive: Path, split: str, language: str) -> bytes:
     """The bytes of one text, decompressed."""
     name = f"{NAMES[split]}.{language}"
-    for file in (archive / name, archive / f"{name}.gz"):
+    for file, opened in ((archive / name, open), (archive / f"{name}.gz", gzip.open)):
         if file.is_file():
-            with readable(file), file.open("rb") as packed:
-                unpacked = Bounded(file, packed)
-                return b"".join(iter(unpacked.read, b""))
+            with readable(file), opened(file, "rb") as text:
+                return text.read()
     fail(f"'{archive}' has no {name}, nor {name}.gz: give Multi30k's folder data/task1/raw.")
 
 

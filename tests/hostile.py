@@ -72,17 +72,11 @@ class Called:
         return self.function, self.arguments
 
 
-def header(name="a.txt", size=0, kind=tarfile.REGTYPE, data=b"", packed_size=None):
-    """Return a tar header and its data; tarfile itself would not write every `packed_size`."""
+def header(name="a.txt", size=0, kind=tarfile.REGTYPE, data=b""):
+    """Return a tar header and its data."""
     info = tarfile.TarInfo(name)
     info.size, info.type = size, kind
-    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    if packed_size is not None:
-        block[124:136] = packed_size.to_bytes(12, "big", signed=True)
-        block[124] |= 0x80
-        block[148:156] = b" " * 8
-        block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block) + data + b"\0" * (-len(data) % 512)
+    return info.tobuf(tarfile.GNU_FORMAT) + data + b"\0" * (-len(data) % 512)
 
 
 # The end of a tar archive
