@@ -166,7 +166,8 @@ def test_flag_rows_match_the_flags():
     for setting in [*(fields[n] for n in ("rdrop_alpha", "z_loss", "maxsup")), *settings(), *own]:
         kind = options[setting.name].kind if setting.name in options else float
         values = of_kind[kind] if kind in of_kind else ", ".join(f"`{word}`" for word in kind)
-        default = {False: "off", None: "none"}.get(setting.default, f"`{setting.default}`")
+        words = {"False": "off", "None": "none"}  # by text, because False equals 0.0
+        default = words.get(str(setting.default), f"`{setting.default}`")
         rows.append(
             f"| `{flag(setting.name)}` | {values} | {default} | {setting.metadata['help']} |"
         )
