@@ -232,10 +232,17 @@ def _bisect(wide: Tensor, alpha: float | Tensor, dim: int) -> Tensor:
     return _entmax(subtract_max(wide, dim), alpha, dim, steps)
 
 
-class EntmaxAlpha(nn.Module):
-    """Learned alpha of each head; `alpha()` is 1 + sigmoid(logit), 1.01 or more, (num_heads, 1, 1).
+def alpha_of(logit: Tensor) -> Tensor:
+    """Return 1 + sigmoid(logit), 1.01 or more, in float32 or wider.
 
     The clamp passes gradients, so that an alpha can leave the bound again.
+    """
+    alpha = 1 + at_least_float32(logit).sigmoid()
+    return alpha + (alpha.clamp(min=MIN_ALPHA) - alpha).detach()
+
+
+class EntmaxAlpha(nn.Module):
+    """Learned alpha of each head; `alpha()` is `alpha_of(logit)`, (num_heads, 1, 1).
 
     Args:
         num_heads: how many alphas; 1 shares one among all heads.
@@ -253,9 +260,7 @@ class EntmaxAlpha(nn.Module):
 
     def forward(self) -> Tensor:
         """Return alpha, (num_heads, 1, 1), in float32 or wider."""
-        alpha = 1 + at_least_float32(self.logit).sigmoid()
-        alpha = alpha + (alpha.clamp(min=MIN_ALPHA) - alpha).detach()
-        return alpha[:, None, None]
+        return alpha_of(self.logit)[:, None, None]
 
     def extra_repr(self) -> str:
         return f"num_heads={len(self.logit)}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.mappings.entmax import EntmaxAlpha
+from multimax_fairseq.mappings.entmax import alpha_of
 from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.models.config import mapping_settings
 from multimax_fairseq.modules import GatedAttention, Normalizer
@@ -63,10 +63,7 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
         orders = range(value.shape[-1])
         return {f"{letter}{order + 1}": value[..., order].reshape(-1) for order in orders}
     if owner.rpartition(".")[2] == "alpha" and name == "logit":
-        with torch.random.fork_rng(devices=[]):  # the constructor draws an initial value
-            alpha = EntmaxAlpha(len(value)).double()
-        alpha.load_state_dict({name: value})
-        return {"alpha": alpha().detach().flatten()}
+        return {"alpha": alpha_of(value).detach().flatten()}
     if name == "log_temperature":
         return {"temperature": value.exp().reshape(1)}
     added = re.search(r"(?:^|\.)(?:normalizer\.)+(.+)", parameter)
