@@ -344,7 +344,7 @@ def started(monkeypatch):
     found = []
 
     def spawn(function, arguments, processes, join):
-        found.append(arguments[1].distributed_training)
+        found.append(arguments[2].distributed_training)
         return SimpleNamespace(join=lambda grace_period: True)
 
     def start(device, main, cfg, kwargs):
