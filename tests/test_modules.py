@@ -301,6 +301,15 @@ def test_attention_step_equals_full_pass_if_weights_are_read():
 
 
 @torch.no_grad()
+def test_attention_averages_the_weights_of_its_heads():
+    layer, x = self_attention(), torch.randn(5, 3, 32)
+    _, mean = layer(x, x, x)
+    _, weights = layer(x, x, x, need_head_weights=True)
+    assert weights.shape == (2, 3, 5, 5) and not weights[0].allclose(weights[1])
+    torch.testing.assert_close(mean, weights.mean(0))
+
+
+@torch.no_grad()
 def test_attention_step_returns_head_weights():
     x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
     options = {"need_weights": False, "need_head_weights": True}
