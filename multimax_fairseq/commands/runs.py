@@ -125,11 +125,11 @@ def recorded(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def settings(command: list[str]) -> dict[str, tuple[str, ...]]:
-    """Return a command's options, without the words before them and paths of this machine.
+    """Return a command's options, without its folder, paths of this machine, and the first words.
 
     The data's checksum replaces its path.
     """
-    return {**options_of(portable(command)), "": ()}
+    return {**options_of(portable(command)), "": (), "--save-dir": ()}
 
 
 def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
@@ -160,7 +160,7 @@ def train(run: Run, lock: int, report: Callable[[str], None]) -> None:
         return
     done = saving.updates(last_checkpoint(run.folder))
     log = run.folder / "train.log"
-    start = f"going on from update {done:,}" if done else "training"
+    start = f"resuming from update {done:,}" if done else "training"
     print(f"{run.name}: {start}; full log: {log}", flush=True)
     with log.open("a", encoding="utf-8") as file:
         file.write(f"{STARTED}\n{shlex.join(run.command)}\n")
