@@ -678,7 +678,7 @@ def test_select_answers_with_the_requested_backend(monkeypatch, caplog):
     "change, reason",
     [
         ({}, "the kernel does not support these dtypes"),
-        ({"backend": "plain"}, "the backend 'plain' is requested"),
+        ({"backend": "plain"}, "'plain' is requested and cpu tensors have 'cpp'"),
         ({"modulator": torch.tanh}, "the modulator is a function without parameters"),
         ({"attn_mask": torch.zeros(4, 4, requires_grad=True)}, "the mask needs a gradient"),
     ],

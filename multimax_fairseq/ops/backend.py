@@ -163,7 +163,7 @@ def _kernel(backend: str, device: str) -> tuple[str, str]:
     kind = device.partition(":")[0]
     kernel = "triton" if kind == "cuda" or kind == "cpu" and interpreted() else "cpp"
     if wanted not in ("auto", kernel):
-        return "plain", f"the backend {wanted!r} is requested"
+        return "plain", f"{wanted!r} is requested and {kind} tensors have {kernel!r}"
     if kind not in ("cpu", "cuda"):
         return "plain", f"{kind} has no kernels"
     if not _has(kernel):

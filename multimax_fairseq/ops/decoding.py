@@ -23,7 +23,7 @@ from multimax_fairseq.ops.attention import (
     unsupported_mapping,
     unsupported_table,
 )
-from multimax_fairseq.ops.backend import choose, is_autocast
+from multimax_fairseq.ops.backend import choose, is_autocast, on_triton
 from multimax_fairseq.ops.checks import check_device
 from multimax_fairseq.ops.modulator import table_of
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
@@ -129,9 +129,12 @@ def decoding_attention(
     Returns:
         None if no kernel can compute it.
     """
-    unsupported = ""
-    if size % HEAD_SIZE_MULTIPLE or like.numel() == 0:
+    if on_triton(like.device):
+        unsupported = "Triton has no kernel for decoding steps"
+    elif size % HEAD_SIZE_MULTIPLE:
         unsupported = f"the head size is no multiple of {HEAD_SIZE_MULTIPLE}"
+    elif like.numel() == 0:
+        unsupported = "there are no hypotheses"
     elif is_autocast(like.device.type):
         unsupported = "autocast does not keep the projections in float32"
     else:
