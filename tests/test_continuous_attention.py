@@ -297,7 +297,7 @@ def test_attend_applies_one_dropout_mask_to_both_contexts(dtype, monkeypatch):
 def test_attend_refuses_masks_that_differ_between_queries(mask, is_causal):
     query, key, value, _ = inputs()
     with pytest.raises(ValueError, match="needs all keys of a sentence from the start"):
-        build().attend(query, key, value, mask, is_causal)
+        build().attend(query, key, value, mask, is_causal=is_causal)
 
 
 def test_attend_refuses_values_of_another_length():

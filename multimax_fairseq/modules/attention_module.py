@@ -13,7 +13,7 @@ class AttentionModule(nn.Module):
 
     A subclass defines `attention`, and `attend_by_scores` if a recurrent model uses it. The other
     methods have defaults for a module without parameters per head, fused decoding steps or values
-    that change once per sentence.
+    computed once per sentence.
 
     Example:
         >>> class MeanAttention(AttentionModule):
@@ -36,10 +36,17 @@ class AttentionModule(nn.Module):
         raise NotImplementedError
 
     def attend(
-        self, *tensors: Tensor | None, need_probs: bool = False, **options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_probs: bool = False,
+        **inputs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `attention` of `AttentionInputs(*tensors, **options)`."""
-        return self.attention(AttentionInputs(*tensors, **options), need_probs)  # type: ignore[arg-type]
+        """Return `attention` of `AttentionInputs(query, key, value, mask, **inputs)`."""
+        return self.attention(AttentionInputs(query, key, value, mask, **inputs), need_probs)
 
     def attend_by_scores(
         self,
@@ -54,7 +61,8 @@ class AttentionModule(nn.Module):
 
         Args:
             scores: (B, H, T, S), floating.
-            value, mask, dropout_p, need_probs, hidden: as `attention`.
+            value, mask, dropout_p, hidden: as `AttentionInputs`.
+            need_probs: as `attention`.
         """
         raise NotImplementedError
 

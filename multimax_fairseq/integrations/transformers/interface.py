@@ -119,7 +119,10 @@ def attention(
             "(True may attend) or floating-point (added)"
         )
     context, probs = normalizer.attend(
-        *(query, key, value, mask, is_causal, dropout, scaling),
+        *(query, key, value, mask),
+        is_causal=is_causal,
+        dropout_p=dropout,
+        scale=scaling,
         need_probs=bool(arguments.get("output_attentions")) or _are_collected(module),
     )
     return context.transpose(1, 2).contiguous(), probs
