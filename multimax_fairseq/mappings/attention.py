@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multimax_fairseq.mappings.multimax import ScoreFunction, multimax
 from multimax_fairseq.mappings.table import mapping_named
-from multimax_fairseq.ops.attention import AttentionInputs, attend, check_attention
+from multimax_fairseq.ops.attention import AttentionInputs, check_attention, compute_attention
 
 
 def scaled_dot_product_attention(
@@ -90,5 +90,7 @@ def scaled_dot_product_attention(
         # `dim` by name, so that the options cannot contain another one.
         return mapping.function(scores, dim=-1, mask=mask, **options)
 
-    context, _ = attend(inputs, normalizer, normalize, mapping.for_kernel(**options), backend)
+    context, _ = compute_attention(
+        inputs, normalizer, normalize, mapping.for_kernel(**options), backend
+    )
     return context

@@ -187,7 +187,7 @@ class ContinuousAttention(AttentionModule):
         Decoding caches them, so that the regression of a sentence is solved once.
 
         Args:
-            value, mask: as `attend`.
+            value, mask: as `AttentionInputs`.
 
         Returns:
             (B, H, S + num_bases, size of a value), in value's dtype.

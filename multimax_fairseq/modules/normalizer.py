@@ -11,8 +11,8 @@ from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.attention_module import AttentionModule
 from multimax_fairseq.ops.attention import (
     AttentionInputs,
-    attend,
     check_attention,
+    compute_attention,
     weighted_values,
 )
 from multimax_fairseq.ops.checks import is_whole
@@ -113,7 +113,7 @@ class Normalizer(AttentionModule):
         """Return probabilities, the shape of scores, in float32 or wider; the mask excludes.
 
         Args:
-            hidden: as `attend`.
+            hidden: as `AttentionInputs`.
         """
         if not self.modulated:
             return self._normalize(scores, dim, mask, hidden)
@@ -136,7 +136,7 @@ class Normalizer(AttentionModule):
         """
         check_attention(inputs)
         hidden = inputs.hidden
-        context, probs = attend(
+        context, probs = compute_attention(
             inputs,
             self.name,
             lambda scores, mask: self(scores, -1, mask, hidden),
@@ -155,7 +155,7 @@ class Normalizer(AttentionModule):
         if not mapping_named(self.name).hidden:
             return prepare(None)
 
-        def attend_step(
+        def attend(
             query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None
         ) -> Tensor:
             step = prepare(hidden)  # the arguments differ in each step
@@ -163,7 +163,7 @@ class Normalizer(AttentionModule):
             return step(query, cache, scale, hidden)
 
         is_supported = prepare(like.new_zeros(1, 1, 1, self.hidden_size)) is not None
-        return attend_step if is_supported else None
+        return attend if is_supported else None
 
     def attend_by_scores(
         self,
@@ -232,7 +232,7 @@ class Normalizer(AttentionModule):
 
 
 def normalizer_chain(module: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield a module with `attend`, then its attribute `normalizer`, and so on."""
+    """Yield a module, then its attribute `normalizer`, and so on."""
     while module is not None:
         yield module
         module = getattr(module, "normalizer", None)

@@ -5,8 +5,9 @@
 f is softmax, with MultiMax's modulator and a sink, or a row function such as entmax. The kernels do
 not store the (T, S) weights.
 
-A module calls `attend` with `AttentionInputs`. `attend` calls `fused_attention`, which builds an
-`AttentionCall` for the operator `attention`, or computes scores, probabilities and context itself.
+A module calls `compute_attention` with `AttentionInputs`. This function calls `fused_attention`,
+which builds an `AttentionCall` for the operator `attention`, or computes scores, probabilities and
+context itself.
 """
 
 from __future__ import annotations
@@ -347,7 +348,7 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _statistics_shape(call: AttentionCall, keep: bool) -> tuple[int, ...]:
     """Return the shape of the row statistics.
 
-    Of softmax, C++ stores the maximum score and 1 / sum of each row, Triton the log-sum-exp. A row
+    For softmax, C++ stores the maximum score and 1 / sum of each row, Triton the log-sum-exp. A row
     function has three, as in cpp/rows.h.
     """
     if not keep:
@@ -627,7 +628,7 @@ def weighted_values(
 # --- the choice of a kernel --------------------------------------------------------------------
 
 
-def attend(
+def compute_attention(
     inputs: AttentionInputs,
     name: str,
     normalize: Callable[[Tensor, Tensor | None], Tensor],
@@ -741,8 +742,10 @@ def _unsupported_call(
     query, key, value, mask, _, dropout_p, *_ = inputs
     if query.dim() != 4 or key.shape[:-1] != value.shape[:-1] or key.shape[:2] != query.shape[:2]:
         return "query, key and value must be (B, H, length, size)"
-    if key.shape[2] >= 2**31 or not supports_head_size(query.device, size):
-        return "there are too many keys, or the head size is too large"
+    if key.shape[2] >= 2**31:
+        return "there are 2**31 keys or more"
+    if not supports_head_size(query.device, size):
+        return f"the head size is above {MAX_HEAD_SIZE}"
     if dropout_p > MAX_DROPOUT:
         return f"dropout_p is above {MAX_DROPOUT}"
     if growth is not None and not _fits_each_query(query, *growth):
