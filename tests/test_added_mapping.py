@@ -30,6 +30,7 @@ from multimax_fairseq.mappings.table import (
     yes_or_no,
 )
 from multimax_fairseq.models.learned_scalars import learned_modules
+from multimax_fairseq.modules.attention_module import AttentionModule
 from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops import native
 
@@ -395,15 +396,15 @@ def test_learned_modules_excludes_matrices(monkeypatch):
     torch.testing.assert_close(*found)
 
 
-class Mean(torch.nn.Module):
+class Mean(AttentionModule):
     """Gives all keys the same probability, whatever the scores."""
 
-    def attend(self, query, key, value, mask=None, need_probs=False, **_):
-        assert mask is None
-        return value.mean(-2, keepdim=True).expand(query.shape), None
+    def attention(self, inputs, need_probs=False):
+        assert inputs.mask is None
+        return inputs.value.mean(-2, keepdim=True).expand(inputs.query.shape), None
 
 
-def test_multihead_attention_accepts_a_custom_attend():
+def test_multihead_attention_accepts_a_custom_attention():
     torch.manual_seed(0)
     attention = SoftmaxMultiheadAttention(8, 2, self_attention=True)
     attention = MultiheadAttention(attention, Mean()).eval()

@@ -191,9 +191,9 @@ class StepCall(NamedTuple):
     table: Tensor | None
     sink: Tensor | None
     scale: float
-    parameter: Tensor | None
-    function: str | None
-    header: str | None
+    parameter: Tensor | None = None
+    function: str | None = None
+    header: str | None = None
 
 
 def _check(*inputs: Any) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,40 +14,38 @@ import multimax_fairseq.models  # noqa: F401
 from benchmarks.measurement import BEST, Case, Contestant, Ready
 from benchmarks.operators import gradients_of, share_of_zeros
 from multimax_fairseq.modules import Normalizer
+from multimax_fairseq.ops.attention import AttentionInputs
 from multimax_fairseq.ops.masks import causal_mask
 
 
 class Recorded(NamedTuple):
-    """One attention of the model: its normalizer, and the arguments of `attend` by name."""
+    """One attention of the model: its normalizer and its inputs."""
 
     place: str
     normalizer: Normalizer
-    arguments: dict[str, Any]
+    inputs: AttentionInputs
 
     @property
     def excluded(self) -> Tensor | None:
         """The excluded keys of each query, True; with the causal mask."""
-        query, key, mask = (self.arguments[name] for name in ("query", "key", "mask"))
-        if not self.arguments["is_causal"]:
+        query, key, _, mask, is_causal, *_ = self.inputs
+        if not is_causal:
             return mask
         return causal_mask(mask, query.shape[2], key.shape[2], query.device)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Any:
-        """Call `attend` with other tensors."""
-        given = {"query": query, "key": key, "value": value, "need_probs": False, **others}
-        return self.normalizer.attend(**self.arguments | given)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, need_probs: bool = False) -> Any:
+        """Compute the attention of other tensors."""
+        inputs = self.inputs._replace(query=query, key=key, value=value)
+        return self.normalizer.attention(inputs, need_probs)
 
 
 def recording(normalizer: Normalizer, place: str, recorded: list[Recorded]) -> Callable[..., Any]:
-    """Return the method `attend` of a normalizer, which also records its arguments."""
-    attend = normalizer.attend
-    signature = inspect.signature(attend)
+    """Return the method `attention` of a normalizer, which also records its inputs."""
+    attention = normalizer.attention
 
-    def record(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        recorded.append(Recorded(place, normalizer, bound.arguments))
-        return attend(*args, **kwargs)
+    def record(inputs: AttentionInputs, need_probs: bool = False) -> Any:
+        recorded.append(Recorded(place, normalizer, inputs))
+        return attention(inputs, need_probs)
 
     return record
 
@@ -66,11 +63,11 @@ def record(args: argparse.Namespace) -> list[Recorded]:
     for name, module in model.named_modules():
         if isinstance(module, Normalizer):
             place = name.removesuffix(".normalizer")
-            module.attend = recording(module, place, recorded)  # type: ignore[method-assign]
+            module.attention = recording(module, place, recorded)  # type: ignore[method-assign]
     with torch.no_grad():
         model(**(utils.move_to_cuda(batch) if args.device == "cuda" else batch)["net_input"])
     for normalizer in {call.normalizer for call in recorded}:
-        del normalizer.attend
+        del normalizer.attention
     return recorded
 
 
@@ -79,7 +76,7 @@ def trained(args: argparse.Namespace) -> list[Case]:
 
 
 def layer_case(call: Recorded, args: argparse.Namespace) -> Case:
-    name, query, key = call.normalizer.name, call.arguments["query"], call.arguments["key"]
+    name, query, key = call.normalizer.name, call.inputs.query, call.inputs.key
 
     @functools.cache
     def inputs(is_random: bool) -> tuple[list[Tensor], Tensor]:
@@ -106,14 +103,14 @@ def layer_case(call: Recorded, args: argparse.Namespace) -> Case:
     def ours(*parts: Tensor) -> Tensor:
         return call.attend(*parts)[0]
 
-    mask, is_causal = call.arguments["mask"], call.arguments["is_causal"]
+    mask, is_causal = call.inputs.mask, call.inputs.is_causal
     # torch refuses a mask beside is_causal.
     excluded = call.excluded if mask is not None else None
     softmax = functools.partial(
         F.scaled_dot_product_attention,
         attn_mask=None if excluded is None else ~excluded,
         is_causal=is_causal and mask is None,
-        scale=call.arguments["scale"],
+        scale=call.inputs.scale,
     )
     contestants = {
         "softmax (torch)": contestant("softmax (torch)", softmax, False),
