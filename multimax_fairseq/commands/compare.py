@@ -63,14 +63,14 @@ def main(args: argparse.Namespace) -> None:
     claim(args.out, {"source": args.source, "target": args.target, "options": options}, pairs)
     data = prepare(pairs, args.source, args.target, args.out)
     seeds = range(args.seed, args.seed + args.seeds)
+    checksum, make_it = data_checksum(data), functools.partial(make, data, args.updates)
     runs: dict[str, list[Result]] = {mapping: [] for mapping in MAPPINGS}
     for seed, mapping in itertools.product(seeds, MAPPINGS):
         folder = args.out / mapping / f"seed-{seed}"
         command = [find_command("fairseq-train"), str(data), "--user-dir", str(PLUGIN)]
         command += ["--attention-normalizer", mapping, "--seed", str(seed), *options]
         command += ["--save-dir", str(folder)]
-        make_it = functools.partial(make, data, args.updates)
-        run = Run(f"{mapping}, seed {seed}", folder, command, data_checksum(data), make_it)
+        run = Run(f"{mapping}, seed {seed}", folder, command, checksum, make_it)
         runs[mapping].append(finish(run) or {})
     models = {mapping: over_seeds(results) for mapping, results in runs.items()}
     scores = ([run["value"] for run in runs[mapping]] for mapping in MAPPINGS)
