@@ -176,7 +176,7 @@ def test_quickstart_resumes_and_reports(archives, demo, tmp_path):
 
     done = run(*command, "--compare", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"translation multimax, seed 1: going on from update \d", done.stdout)
+    assert re.search(r"translation multimax, seed 1: resuming from update \d", done.stdout)
     assert re.search(r"lm softmax, seed 1: update \d+ of 16, loss \d", done.stdout)
     assert re.search(r"lm softmax, seed 1: validation loss \d+", done.stdout)
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
