@@ -1,5 +1,6 @@
 """Mappings, modulator and attention equal the float64 reference and have the right limits."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -550,6 +551,23 @@ def test_normalize_adds_float_masks_after_the_modulator():
     for name, options in (*((n, o) for n, (o, _) in parts.items()), ("topk", {"k": 3})):
         finite = mask.clamp(min=-5.0).requires_grad_()
         assert gradcheck(lambda m, n=name, o=options: normalize(n, scores, mask=m, **o), finite)
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_attention_broadcasts_leading_dimensions(backend):
+    leading = [(4, 4), (4, 1), (1, 4), (4,), ()]  # a kernel could take (4, S, D) for (B, H, S, D)
+    for shapes in itertools.product(leading, repeat=3):
+        query, key, value = (
+            random_scores(*shape, length, 8, seed=seed)
+            for seed, (shape, length) in enumerate(zip(shapes, (3, 4, 4), strict=True))
+        )
+        batch = torch.broadcast_shapes(*shapes)
+        expected = F.scaled_dot_product_attention(
+            *(x.expand(*batch, *x.shape[-2:]) for x in (query, key, value))
+        )
+        arguments = (x.float() for x in (query, key, value))
+        found = scaled_dot_product_attention(*arguments, normalizer="softmax", backend=backend)
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 # --- the paper's propositions ------------------------------------------------------------------

@@ -142,11 +142,13 @@ class AttentionCall(NamedTuple):
         return self.query.numel() == 0 or self.key.numel() == 0
 
 
-# The tensors that get a gradient, and all tensors.
+# The first fields are tensors, and the first of these get a gradient.
 _DIFFERENTIABLE = ("query", "key", "value", "table", "sink", "parameter")
 _TENSORS = (*_DIFFERENTIABLE, "mask", "seed")
+_SETTINGS = AttentionCall._fields[len(_TENSORS) :]
 _differentiable = operator.attrgetter(*_DIFFERENTIABLE)
 _tensors = operator.attrgetter(*_TENSORS)
+_settings = operator.attrgetter(*_SETTINGS)
 _ARGUMENTS = schema_of(AttentionCall)
 
 
@@ -318,8 +320,7 @@ def _check_learned_parameter(call: AttentionCall) -> None:
 
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the output and, if the last input is True, the row statistics for the gradient."""
-    *arguments, keep = inputs
-    call = AttentionCall(*arguments)
+    call, keep = AttentionCall(*inputs[:-1]), inputs[-1]
     query = call.query
     if on_triton(query.device) and not call.is_empty:
         from multimax_fairseq.ops.triton import attention, row_attention
@@ -359,8 +360,7 @@ def _statistics_shape(call: AttentionCall, keep: bool) -> tuple[int, ...]:
 
 
 def _attention_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
-    *arguments, keep = inputs
-    call = AttentionCall(*arguments)
+    call, keep = AttentionCall(*inputs[:-1]), inputs[-1]
     shape = _statistics_shape(call, keep)
     return native.dense_like(call.query), call.query.new_empty(shape, dtype=torch.float32)
 
@@ -372,7 +372,7 @@ class _Attention(torch.autograd.Function):
         output, statistics = below(*call, True)
         kept = output if _needs_output(call) else None
         ctx.save_for_backward(kept, statistics, *_tensors(call))
-        ctx.numbers = call._replace(**dict.fromkeys(_TENSORS))  # type: ignore[arg-type]
+        ctx.settings = _settings(call)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)  # the gradient of the statistics is not read
         return output, statistics
@@ -384,14 +384,12 @@ class _Attention(torch.autograd.Function):
             return (None,) * (1 + len(AttentionCall._fields))
         # Read once: under activation checkpointing, each access computes them again.
         output, statistics, *tensors = ctx.saved_tensors
-        call = ctx.numbers._replace(**dict(zip(_TENSORS, tensors, strict=True)))
-        found = attention_backward(grad, output, statistics, *call)
-        grads = {
-            name: None if x is None else gradient
-            for name, x, gradient in zip(_DIFFERENTIABLE, tensors, found, strict=False)
-        }
-        # None for `below`.
-        return (None, *map(grads.get, AttentionCall._fields))
+        found = attention_backward(grad, output, statistics, *tensors, *ctx.settings)
+        grads = (
+            None if x is None else gradient for x, gradient in zip(tensors, found, strict=False)
+        )
+        # None for `below`, the mask, the seed and the settings.
+        return (None, *grads, None, None, *(None for _ in _SETTINGS))
 
 
 def _needs_output(call: AttentionCall) -> bool:
@@ -400,9 +398,9 @@ def _needs_output(call: AttentionCall) -> bool:
 
 
 def _attention_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
-    call = AttentionCall(*inputs[:-1])
-    if not needs_gradient(*_tensors(call)):
+    if not needs_gradient(*inputs):
         return below(*inputs)
+    call = AttentionCall(*inputs[:-1])
     if call.mask is not None and call.mask.requires_grad:
         raise ValueError("mask gets no gradient here: scaled_dot_product_attention gives it one")
     if call.function in WITHOUT_GRADIENT and call.header is None:
@@ -484,13 +482,12 @@ def _attention_backward(
         )
         for name in ("query", "key", "value"):
             grads[name] = native.cast(grads[name], call.query.dtype)
-    # Outputs of an operator must not share memory: one empty tensor for each None.
-    return tuple(
-        grads[name]
-        if name in grads
-        else call.query.new_zeros(0 if x is None else x.shape, dtype=torch.float32)
-        for name, x in wanted.items()
-    )
+    for name, x in wanted.items():
+        if x is None:  # outputs of an operator must not share memory
+            grads[name] = call.query.new_empty(0, dtype=torch.float32)
+        elif name not in grads:
+            grads[name] = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return tuple(map(grads.__getitem__, wanted))
 
 
 def _attention_backward_fake(
@@ -740,7 +737,9 @@ def _unsupported_call(
 ) -> str:
     """Return why no kernel supports these arguments of `fused_attention`; "" if one may."""
     query, key, value, mask, _, dropout_p, *_ = inputs
-    if query.dim() != 4 or key.shape[:-1] != value.shape[:-1] or key.shape[:2] != query.shape[:2]:
+    if not (query.dim() == key.dim() == value.dim() == 4) or not (
+        query.shape[:2] == key.shape[:2] == value.shape[:2]
+    ):
         return "query, key and value must be (B, H, length, size)"
     if key.shape[2] >= 2**31:
         return "there are 2**31 keys or more"
