@@ -41,10 +41,11 @@ def is_finite(value: object) -> bool:
 
 def check_number(name: str, value: Any) -> None:
     """Raise TypeError unless the value is a number, ValueError unless it is finite."""
+    if is_finite(value):
+        return
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not is_finite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    raise ValueError(f"{name} must be finite, got {value}")
 
 
 def check_integer(name: str, value: Any) -> None:

@@ -137,13 +137,13 @@ def define(
     return operator
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether the autograd rule must run for these tensors."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+def needs_gradient(*inputs: Any) -> bool:
+    """Whether the autograd rule must run for these inputs of an operator."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return True
     # Under forward-mode differentiation, torch.autograd.Function raises the right error.
     return forward_ad._current_level >= 0 and any(
-        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     )
 
 
@@ -164,7 +164,7 @@ def without_gradient(name: str) -> Callable[..., Any]:
     """Return the autograd rule of an operator that has no gradient: an error instead of zeros."""
 
     def autograd(below: Callable[..., Any], *inputs: Any) -> Any:
-        if needs_gradient(*(x for x in inputs if isinstance(x, Tensor))):
+        if needs_gradient(*inputs):
             return _WithoutGradient.apply(name, *inputs)
         return below(*inputs)
 
