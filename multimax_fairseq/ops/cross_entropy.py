@@ -316,7 +316,7 @@ def _check_parts(*inputs: Any) -> None:
 def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
     """Return nll and loss, (N,) float32, 0 if ignored, and the gradients; empty if not needed.
 
-    The last two inputs are factors, (N,) float32, the gradient by each row's loss, None for no
+    The last two inputs are factors, (N,) float32, the gradient of each row's loss, None for no
     gradients; and which of features, weight, bias and table need gradients.
     """
     *arguments, factors, needed = inputs

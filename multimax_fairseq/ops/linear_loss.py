@@ -71,10 +71,10 @@ class LossCall(NamedTuple):
         return self[5:]
 
 
-# compute(call, factors, needed) -> (nll, loss, *gradients by features, weight, bias, table)
+# compute(call, factors, needed) -> (nll, loss, *gradients of features, weight, bias, table)
 Compute = Callable[[LossCall, Tensor | None, Sequence[bool]], Sequence[Any]]
 # one_chunk(scores (R, V), table, target (R,), factors (R,) or None)
-#     -> (nll (R,), loss (R,), gradient by scores or None, gradient by table or None)
+#     -> (nll (R,), loss (R,), gradient of scores or None, gradient of table or None)
 OneChunk = Callable[
     [Tensor, Tensor | None, Tensor, Tensor | None],
     tuple[Tensor, Tensor, Tensor | None, Tensor | None],
@@ -118,22 +118,22 @@ class LinearLoss(torch.autograd.Function):
         # Reading the value of `grad` on a GPU would synchronise.
         elif ctx.early and (traced() or grad.device.type != "cpu" or grad != 1):
             grads = [None if g is None else g.mul_(grad) for g in grads]
-        by_inputs = (g if n else None for g, n in zip(grads, needed, strict=True))
+        grad_inputs = (g if n else None for g, n in zip(grads, needed, strict=True))
         # None for `compute`, `summed`, the target and the numbers.
-        return (None, None, *by_inputs, None, *(None for _ in call.numbers))
+        return (None, None, *grad_inputs, None, *(None for _ in call.numbers))
 
 
 def through_chunks(
     one_chunk: OneChunk, call: LossCall, factors: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return nll and loss of each row, and the gradients by features, weight, bias and table.
+    """Return nll and loss of each row, and the gradients of features, weight, bias and table.
 
     No step synchronises with the device.
 
     Args:
         one_chunk: as `OneChunk`. It may overwrite the scores, which have the dtype of features and
             unit last stride. It returns gradients unless `factors` is None.
-        factors: (N,), the gradient by each row's loss; None for no gradients.
+        factors: (N,), the gradient of each row's loss; None for no gradients.
         needed: which of features, weight, bias and table need gradients.
 
     Returns:
@@ -151,12 +151,12 @@ def through_chunks(
         pairs = zip((features, weight, bias, table), needed, strict=True)
         empty = [t.new_zeros(t.shape) if t is not None and n else None for t, n in pairs]
         return nll, loss, empty
-    by_features, by_weight, by_bias, by_table = [None] * 4
+    grad_features, grad_weight, grad_bias, grad_table = [None] * 4
     if needed[0]:
-        by_features = torch.empty(features.shape, dtype=features.dtype, device=device)
+        grad_features = torch.empty(features.shape, dtype=features.dtype, device=device)
     if needed[1]:
         dtype = weight.dtype if count <= chunk_size else wide
-        by_weight = torch.empty(weight.shape, dtype=dtype, device=device)
+        grad_weight = torch.empty(weight.shape, dtype=dtype, device=device)
     width = classes if device.type == "cpu" else -(-classes // ALIGNMENT) * ALIGNMENT
     logits = features.new_empty(min(chunk_size, count), width)[:, :classes]
     losses = []
@@ -168,22 +168,22 @@ def through_chunks(
         else:
             torch.addmm(bias, inputs, weight.T, out=scores)
         chunk_factors = None if factors is None else factors[rows].to(wide)
-        *both, grad_scores, grad_table = one_chunk(scores, table, target[rows], chunk_factors)
+        *both, grad_scores, chunk_grad = one_chunk(scores, table, target[rows], chunk_factors)
         losses.append(both)
         if grad_scores is None:
             continue
         narrow = grad_scores.to(weight.dtype)
-        if by_features is not None:
-            torch.mm(narrow, weight, out=by_features[rows])
-        if by_weight is not None:
-            _add_product(by_weight, narrow.T, inputs, is_first=start == 0)
+        if grad_features is not None:
+            torch.mm(narrow, weight, out=grad_features[rows])
+        if grad_weight is not None:
+            _add_product(grad_weight, narrow.T, inputs, is_first=start == 0)
         if bias is not None and needed[2]:
             part = grad_scores.sum(0, dtype=wide)
-            by_bias = part if by_bias is None else by_bias.add_(part)
-        if grad_table is not None and needed[3]:
-            by_table = grad_table if by_table is None else by_table.add_(grad_table)
+            grad_bias = part if grad_bias is None else grad_bias.add_(part)
+        if chunk_grad is not None and needed[3]:
+            grad_table = chunk_grad if grad_table is None else grad_table.add_(chunk_grad)
     nll, loss = losses[0] if len(losses) == 1 else map(torch.cat, zip(*losses, strict=True))
-    grads = zip((by_features, by_weight, by_bias, by_table), call.inputs, strict=True)
+    grads = zip((grad_features, grad_weight, grad_bias, grad_table), call.inputs, strict=True)
     return nll, loss, [None if g is None or t is None else g.to(t.dtype) for g, t in grads]
 
 

@@ -228,18 +228,18 @@ def modulated_gradients(
         below, above = x < columns[8], (x > columns[9]) & (x < float("inf"))
         sums[10] = total(grad.masked_fill(~below, 0.0))
         sums[11] = total(grad.masked_fill(~above, 0.0))
-        by_x, grad = grad.masked_fill(above, 0.0), grad.masked_fill(below | above, 0.0)
+        grad_x, grad = grad.masked_fill(above, 0.0), grad.masked_fill(below | above, 0.0)
     else:
-        by_x = grad.clone()
+        grad_x = grad.clone()
     for side, sign, order in ((0, -1, low), (4, 1, high)):
         for n in range(order):
             coefficient, threshold = columns[side + n], columns[side + 2 + n]
             distance = _distance(x - threshold if sign > 0 else threshold - x, 1)
             part = (distance.sign() if n == 0 else distance) * grad
-            by_x.addcmul_(coefficient, part, value=sign * (n + 1))
+            grad_x.addcmul_(coefficient, part, value=sign * (n + 1))
             sums[side + 2 + n] = -sign * (n + 1) * table[:, side + n] * total(part)
             sums[side + n] = total(part.mul_(distance))
-    return by_x, torch.stack(sums, -1)
+    return grad_x, torch.stack(sums, -1)
 
 
 def _unpack(table: Tensor) -> list[Tensor]:
@@ -526,7 +526,7 @@ def _check_tails(table: Tensor) -> None:
 
 
 def _tails(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `tails`, (rows, 4), and their derivatives by the table, (rows, 4, 8)."""
+    """Return `tails`, (rows, 4), and their derivatives with respect to the table, (rows, 4, 8)."""
     if on_triton(table.device):
         from multimax_fairseq.ops.triton import modulator
 

@@ -167,7 +167,7 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         zeros = torch.zeros_like(divergences)
         if factors is None:
             return zeros, divergences, None, None
-        # The gradient by the logits of p: (p (log p - log q - KL(p|q)) + p - q) / 2; q likewise.
+        # The gradient of p's logits: (p (log p - log q - KL(p|q)) + p - q) / 2; q likewise.
         difference = p - q
         for probs_of, sign in ((p, 1), (q, -1)):
             rest = probs_of * gap

@@ -441,7 +441,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     if (a.grad_sink)
       for (int64_t q = 0; q < count; q++)
         a.sinks[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
-    // Second pass: the gradients by scores, parameters, values, keys and queries.
+    // Second pass: the gradients with respect to scores, parameters, values, keys and queries.
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
       s1 = std::min(s0 + KEYS_L1, last);
       Sums sums;
@@ -457,11 +457,11 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
         for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
       sigma.add_gradients(sums, a.tables + bh * COLUMNS);
-      const auto add = [&](const GradRows& grad, const float* weights, const float* by_query) {
+      const auto add = [&](const GradRows& grad, const float* weights, const float* inputs) {
         w.for_each_key_group(s0, s1, [&](int64_t s, int64_t q) {
           prefetcher.advance();
           small_product(LANES, pitch, width - q, weights + s * QUERIES + q, QUERIES, 1,
-                        by_query + q * pitch, pitch, grad.data + s * pitch, pitch,
+                        inputs + q * pitch, pitch, grad.data + s * pitch, pitch,
                         s < grad.initialized);
         });
       };

@@ -40,7 +40,7 @@ struct Modulator {
            p[HIGH_C2] * high_2 * high_2;
   }
 
-  // Returns the gradient by x, given the gradient by value(x). Adds to the parameters' sums.
+  // Returns the gradient of x, given that of value(x). Adds to the parameters' sums.
   Vec backward(Vec x, Vec grad, Sums& sums) const {
     const Vec low_1 = distance(p[LOW_T1] - x), low_2 = distance(p[LOW_T2] - x);
     const Vec high_1 = distance(x - p[HIGH_T1]), high_2 = distance(x - p[HIGH_T2]);
@@ -155,7 +155,7 @@ struct Modulation {
   int64_t columns;
   const float* table;                    // (heads, columns)
   const float *scores, *grad;            // (count,); grad is null in the forward pass
-  float* out;                            // (count,): sigma(scores), or the gradient by scores
+  float* out;                            // (count,): sigma(scores), or the gradient of scores
   float* grad_table;                     // (heads, columns); unused if grad is null
 };
 
@@ -204,8 +204,8 @@ struct Tails {
 namespace {
 
 // The low turn: the largest x <= 0 such that sigma decreases just below x. `value` is sigma(point);
-// the Jacobians are derivatives by the parameters. Without such a point, `point` is -inf and the
-// rest 0.
+// the Jacobians are derivatives with respect to the parameters. Without such a point, `point` is -inf
+// and the rest 0.
 struct Turn {
   double point = -INFINITE, value = 0;
   double point_jacobian[PLAIN_COLUMNS] = {}, value_jacobian[PLAIN_COLUMNS] = {};

@@ -106,7 +106,7 @@ void tile_statistics(
   }
 }
 
-// Computes the gradients by a tile of logits and adds the tile's part of all other gradients.
+// Computes the gradients of a tile of logits and adds the tile's part of all other gradients.
 template <class Sigma>
 void tile_gradients(
     const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, bool first, float* scratch,

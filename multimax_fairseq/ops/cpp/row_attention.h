@@ -224,10 +224,10 @@ void row_backward_head(const Backward& a, int64_t b, int64_t h, int64_t, float* 
       if constexpr (Row::learns)
         a.parameters[bh] += sum_lanes_double(parameter_grad);
     }
-    const auto add = [&](const GradRows& grad, const float* by_score, const float* by_query) {
+    const auto add = [&](const GradRows& grad, const float* factors, const float* inputs) {
       support.for_each_key_group(first, last, width, [&](int64_t s, int64_t q, int64_t n) {
-        small_product(LANES, pitch, n, by_score + s * QUERIES + q, QUERIES, 1,
-                      by_query + q * pitch, pitch, grad.data + s * pitch, pitch, true);
+        small_product(LANES, pitch, n, factors + s * QUERIES + q, QUERIES, 1,
+                      inputs + q * pitch, pitch, grad.data + s * pitch, pitch, true);
       });
     };
     add(grad_value, weights, grad_output);

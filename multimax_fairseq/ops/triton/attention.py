@@ -102,7 +102,7 @@ def attention_backward(
         if table is not None:
             sums = total.new_empty(batch, heads, blocks, table.shape[1])
         own = {
-            "GRAD_Q": grad_query, "SUMS": sums, "SUMMED": sums is not None, "MEANS": means,
+            "GRAD_QUERY": grad_query, "SUMS": sums, "SUMMED": sums is not None, "MEANS": means,
             "SINKS": means is not None, **strides("gq", grad_query), **of_output,
         }  # fmt: skip
         run_kernel(query_kernel, blocks * batch * heads, own | arguments | launch.arguments())
@@ -111,7 +111,7 @@ def attention_backward(
     def run_keys(launch: Launch) -> None:
         programs = -(-key.shape[2] // launch.keys) * batch * heads
         own = {
-            "GRAD_K": grad_key, "GRAD_V": grad_value,
+            "GRAD_KEY": grad_key, "GRAD_VALUE": grad_value,
             **strides("gk", grad_key), **strides("gv", grad_value),
         }  # fmt: skip
         run_kernel(key_kernel, programs, own | arguments | launch.arguments())

@@ -314,7 +314,7 @@ def mean_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def query_kernel(
-    Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_Q, SUMS, MEANS,
+    Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_QUERY, SUMS, MEANS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gq_b, gq_h, gq_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -322,7 +322,7 @@ def query_kernel(
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, NORMED: tl.constexpr, SUMMED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute GRAD_Q and, if SUMMED, a row of SUMS; one program per query block.
+    """Compute GRAD_QUERY and, if SUMMED, a row of SUMS; one program per query block.
 
     DELTA (B, H, T) is sum p * grad_probs, the mean of the probabilities' gradients. If NORMED, it
     comes from `mean_kernel`; otherwise this kernel computes it as the product of OUT and its
@@ -351,7 +351,7 @@ def query_kernel(
 
     # Accumulate a tile: a row sum in each iteration would need more registers than are available.
     weighted = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-    grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    grad_query = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     sums = zero_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
     inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
@@ -381,17 +381,17 @@ def query_kernel(
                 )
             else:
                 grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
-            grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
+            grad_query = tl.dot(grad_scores.to(k.dtype), k, grad_query, input_precision="ieee")
     if SINKS:
         tl.store(MEANS + row, tl.sum(weighted, 1) * norm, mask=rows < T)
-    store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
+    store_tile(GRAD_QUERY + b * gq_b + h * gq_h, rows, gq_n, T, grad_query * scale, D, WIDTH)
     if SUMMED:
         store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def key_kernel(
-    Q, K, V, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_K, GRAD_V,
+    Q, K, V, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_KEY, GRAD_VALUE,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gk_b, gk_h, gk_n, gv_b, gv_h, gv_n,
     t_h, heads, T, S, scale, seed, threshold, keep_scale,
@@ -400,7 +400,7 @@ def key_kernel(
     DROPOUT: tl.constexpr, NORMED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute GRAD_K and GRAD_V; one program per key block. Tiles are (keys, queries)."""
+    """Compute GRAD_KEY and GRAD_VALUE; one program per key block. Tiles are (keys, queries)."""
     blocks = tl.cdiv(S, BLOCK_S)
     s0 = tl.program_id(0) % blocks * BLOCK_S
     bh = tl.program_id(0) // blocks
@@ -415,8 +415,8 @@ def key_kernel(
     # Keys beyond the last one read the last one's mask; their gradients are not stored.
     seen = tl.minimum(columns, S - 1)
 
-    grad_k = tl.zeros([BLOCK_S, WIDTH], tl.float32)
-    grad_v = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    grad_key = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    grad_value = tl.zeros([BLOCK_S, WIDTH], tl.float32)
     # Phase 0: query blocks on the causal diagonal. Phase 1: full blocks. Phase 2: the rest.
     first, inner = 0, 0
     if CAUSAL:
@@ -451,9 +451,9 @@ def key_kernel(
                 kept = tl.trans(dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S))
                 grad_probs = tl.where(kept, grad_probs * keep_scale, 0.0)
                 dropped = tl.where(kept, probs * keep_scale, 0.0)
-            grad_v = tl.dot(dropped.to(grad.dtype), grad, grad_v, input_precision="ieee")
+            grad_value = tl.dot(dropped.to(grad.dtype), grad, grad_value, input_precision="ieee")
             grad_z = probs * (grad_probs - delta[None, :])
             grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
-            grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
-    store_tile(GRAD_K + b * gk_b + h * gk_h, columns, gk_n, S, grad_k * scale, D, WIDTH)
-    store_tile(GRAD_V + b * gv_b + h * gv_h, columns, gv_n, S, grad_v, D, WIDTH)
+            grad_key = tl.dot(grad_scores.to(q.dtype), q, grad_key, input_precision="ieee")
+    store_tile(GRAD_KEY + b * gk_b + h * gk_h, columns, gk_n, S, grad_key * scale, D, WIDTH)
+    store_tile(GRAD_VALUE + b * gv_b + h * gv_h, columns, gv_n, S, grad_value, D, WIDTH)

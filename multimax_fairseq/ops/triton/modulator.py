@@ -278,7 +278,7 @@ def _side_gradients(sums, side, scale, SIGN: tl.constexpr):
 def _table_gradients(
     sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):
-    """Return the gradients by a row of the table: one tensor per column, shaped as the sums."""
+    """Return the gradients of a row of the table: one tensor per column, shaped as the sums."""
     _, _, _, _, low, high, _ = folded
     low_sums, high_sums = sums[:4], sums[4:8]
     if LOW > 0:
@@ -286,7 +286,7 @@ def _table_gradients(
     if HIGH > 0:
         high_sums = _side_gradients(high_sums, high, scale, 1)
     grads = low_sums + high_sums
-    if MONOTONE:  # sigma is continuous at the turns, so the gradients by the turns are 0
+    if MONOTONE:  # sigma is continuous at the turns, so the gradients of the turns are 0
         zero = tl.zeros_like(sums[8])
         grads = grads + (zero, zero) + sums[8:]
     return grads
@@ -296,7 +296,7 @@ def _table_gradients(
 def store_table_gradients(
     SUMS, row, sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):  # fmt: skip
-    """Compute a program's gradients by a row of the table and store them as a row of SUMS."""
+    """Compute a program's gradients of a row of the table and store them as a row of SUMS."""
     grads = _table_gradients(sums, folded, scale, LOW, HIGH, MONOTONE)
     columns: tl.constexpr = 12 if MONOTONE else 8
     for column in tl.static_range(columns):
@@ -350,7 +350,7 @@ def modulate_backward_kernel(
     GRAD, SCORES, TABLE, OUT, SUMS, count, pieces, heads, t_h,
     MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUT, the gradient by SCORES, and a row of SUMS per program. See `modulate_kernel`."""
+    """Compute OUT, the gradient of SCORES, and a row of SUMS per program. See `modulate_kernel`."""
     slab = (tl.program_id(0) // pieces).to(tl.int64)
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)

@@ -53,9 +53,9 @@ def row_attention_backward(
         grad_alpha = statistics.new_empty(batch, heads, queries)
     arguments = _arguments(call)
     arguments |= {"STATISTICS": statistics, "GRAD": grad, "MEAN": mean, **strides("g", grad)}
-    outputs = {"GRAD_Q": grad_query, "GRAD_PARAMETER": grad_alpha, **strides("gq", grad_query)}
+    outputs = {"GRAD_QUERY": grad_query, "GRAD_PARAMETER": grad_alpha, **strides("gq", grad_query)}
     _run(row_query_kernel, arguments, outputs, "queries")
-    outputs = {"GRAD_K": grad_key, "GRAD_V": grad_value}
+    outputs = {"GRAD_KEY": grad_key, "GRAD_VALUE": grad_value}
     outputs |= {**strides("gk", grad_key), **strides("gv", grad_value)}
     _run(row_key_kernel, arguments, outputs, "keys")
     grads = {"query": grad_query, "key": grad_key, "value": grad_value}

@@ -358,13 +358,13 @@ def _load_statistics(STATISTICS, bh, rows, T):
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def row_query_kernel(
-    Q, K, V, STATISTICS, PARAMETER, MASK, GRAD, MEAN, GRAD_Q, GRAD_PARAMETER,
+    Q, K, V, STATISTICS, PARAMETER, MASK, GRAD, MEAN, GRAD_QUERY, GRAD_PARAMETER,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gq_b, gq_h, gq_n, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, MASKING: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Compute GRAD_Q, MEAN and, for alpha_entmax, GRAD_PARAMETER (B, H, T), by query blocks."""
+    """Compute GRAD_QUERY, MEAN and, for alpha_entmax, GRAD_PARAMETER (B, H, T), by query blocks."""
     block, blocks, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
     parameter = _parameter(PARAMETER, h, FUNCTION)
     mask = 0
@@ -377,12 +377,12 @@ def row_query_kernel(
     grad = load_tile(GRAD + b * g_b + h * g_h, rows, g_n, T, True, D, WIDTH)
     top, row_threshold, factor = _load_statistics(STATISTICS, bh, rows, T)
 
-    grad_q = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    grad_query = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     weighted = tl.zeros([BLOCK_T], tl.float32)
     slopes = tl.zeros([BLOCK_T], tl.float32)
     entropy = tl.zeros([BLOCK_T], tl.float32)
     distance = tl.zeros([BLOCK_T], tl.float32)
-    by_parameter = tl.zeros([BLOCK_T], tl.float32)
+    grad_parameter = tl.zeros([BLOCK_T], tl.float32)
     mean = tl.zeros([BLOCK_T], tl.float32)
     inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     # Two passes over the keys: the mean, then the gradients.
@@ -421,7 +421,7 @@ def row_query_kernel(
                     distance += tl.sum(slope * v, 1)
             else:
                 grad_x = _gradient(slope, grad_weight, mean[:, None], FUNCTION)
-                grad_q = tl.dot(grad_x.to(k.dtype), k, grad_q, input_precision="ieee")
+                grad_query = tl.dot(grad_x.to(k.dtype), k, grad_query, input_precision="ieee")
                 if FUNCTION == _ALPHA_ENTMAX:
                     # Proposition 1 of Correia et al. 2019, as in row_functions.h.
                     divisor = tl.where(slopes == 0, 1.0, slopes)
@@ -430,12 +430,12 @@ def row_query_kernel(
                     share = slope / divisor[:, None]
                     change = slope * v / parameter + _entropy(weight) - share * entropy[:, None]
                     change = change / parameter
-                    by_parameter += tl.sum((grad_weight - mean[:, None]) * change, 1)
-    store_tile(GRAD_Q + b * gq_b + h * gq_h, rows, gq_n, T, grad_q * scale, D, WIDTH)
+                    grad_parameter += tl.sum((grad_weight - mean[:, None]) * change, 1)
+    store_tile(GRAD_QUERY + b * gq_b + h * gq_h, rows, gq_n, T, grad_query * scale, D, WIDTH)
     row = bh.to(tl.int64) * T + rows
     tl.store(MEAN + row, mean, mask=rows < T)
     if FUNCTION == _ALPHA_ENTMAX:
-        tl.store(GRAD_PARAMETER + row, by_parameter, mask=rows < T)
+        tl.store(GRAD_PARAMETER + row, grad_parameter, mask=rows < T)
 
 
 @triton.jit
@@ -445,14 +445,14 @@ def _entropy(p):
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def row_key_kernel(
-    Q, K, V, STATISTICS, PARAMETER, MASK, GRAD, MEAN, GRAD_K, GRAD_V,
+    Q, K, V, STATISTICS, PARAMETER, MASK, GRAD, MEAN, GRAD_KEY, GRAD_VALUE,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gk_b, gk_h, gk_n, gv_b, gv_h, gv_n,
     heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, FUNCTION: tl.constexpr, MASKING: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Compute GRAD_K and GRAD_V; one program per key block."""
+    """Compute GRAD_KEY and GRAD_VALUE; one program per key block."""
     blocks = tl.cdiv(S, BLOCK_S)
     s0 = tl.program_id(0) % blocks * BLOCK_S
     bh = tl.program_id(0) // blocks
@@ -464,8 +464,8 @@ def row_key_kernel(
     columns = s0 + tl.arange(0, BLOCK_S)
     k = load_tile(K + b * k_b + h * k_h, columns, k_n, S, True, D, WIDTH)
     v = load_tile(V + b * v_b + h * v_h, columns, v_n, S, True, D, WIDTH)
-    grad_k = tl.zeros([BLOCK_S, WIDTH], tl.float32)
-    grad_v = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    grad_key = tl.zeros([BLOCK_S, WIDTH], tl.float32)
+    grad_value = tl.zeros([BLOCK_S, WIDTH], tl.float32)
     first = s0 // BLOCK_T * BLOCK_T if CAUSAL else 0
     for t0 in range(first, T, BLOCK_T):
         rows = t0 + tl.arange(0, BLOCK_T)
@@ -484,8 +484,10 @@ def row_key_kernel(
             kept = dropout_mask(seed, threshold, bh, t0, s0, BLOCK_T, BLOCK_S)
             grad_weight = tl.where(kept, grad_weight * keep_scale, 0.0)
             dropped = tl.where(kept, weight * keep_scale, 0.0)
-        grad_v = tl.dot(tl.trans(dropped).to(grad.dtype), grad, grad_v, input_precision="ieee")
+        grad_value = tl.dot(
+            tl.trans(dropped).to(grad.dtype), grad, grad_value, input_precision="ieee"
+        )
         grad_x = _gradient(slope, grad_weight, mean[:, None], FUNCTION)
-        grad_k = tl.dot(tl.trans(grad_x).to(q.dtype), q, grad_k, input_precision="ieee")
-    store_tile(GRAD_K + b * gk_b + h * gk_h, columns, gk_n, S, grad_k * scale, D, WIDTH)
-    store_tile(GRAD_V + b * gv_b + h * gv_h, columns, gv_n, S, grad_v, D, WIDTH)
+        grad_key = tl.dot(tl.trans(grad_x).to(q.dtype), q, grad_key, input_precision="ieee")
+    store_tile(GRAD_KEY + b * gk_b + h * gk_h, columns, gk_n, S, grad_key * scale, D, WIDTH)
+    store_tile(GRAD_VALUE + b * gv_b + h * gv_h, columns, gv_n, S, grad_value, D, WIDTH)
