@@ -68,17 +68,17 @@ def check(file: Path, checksum: str | None, size: int | None = None) -> None:
 
 
 def split_checksum(given: str) -> tuple[str, str | None]:
-    """ "PLACE#sha256=HEX" as (PLACE, "sha256=HEX")."""
+    """ "PATH_OR_URL#sha256=HEX" as (PATH_OR_URL, "sha256=HEX")."""
     match = re.fullmatch(r"(.*)#(md5|sha256)=(.*)", given, re.DOTALL)
     if not match:
         return given, None
-    place, algorithm, value = match.groups()
+    source, algorithm, value = match.groups()
     if (
         not re.fullmatch(r"[0-9a-fA-F]*", value)
         or len(value) != {"md5": 32, "sha256": 64}[algorithm]
     ):
         fail(f"'{value}' is not the {LABELS[algorithm]} of a file: state it in hexadecimal digits.")
-    return place, f"{algorithm}={value.lower()}"
+    return source, f"{algorithm}={value.lower()}"
 
 
 def obtain(official: Official, given: str | None, folder: Path) -> Archive:
@@ -86,9 +86,9 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
 
     Downloads go to `folder`.
     """
-    place, stated = split_checksum(given) if given is not None else ("", None)
-    if given is not None and "://" not in place:
-        path = Path(place)
+    source, stated = split_checksum(given) if given is not None else ("", None)
+    if given is not None and "://" not in source:
+        path = Path(source)
         if not path.is_file():
             state = "is a folder" if path.is_dir() else "does not exist"
             fail(f"--archive {path} {state}: give a file, or an address.")
@@ -97,11 +97,11 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
     else:
         checksum, name = stated or official.checksum, official.name
         if checksum != official.checksum:  # do not replace the official one
-            base = PurePosixPath(urllib.parse.urlsplit(place).path).name
+            base = PurePosixPath(urllib.parse.urlsplit(source).path).name
             name = f"{checksum.partition('=')[2][:12]}-{base}"
         path = folder / name
         size = official.size if checksum == official.checksum else None
-        download((place,) if place else official.urls, path, checksum, size)
+        download((source,) if source else official.urls, path, checksum, size)
     is_known = given is None or official.checksum or official.size
     is_official = is_known and mismatch(path, official.checksum, official.size) is None
     found = Archive(path, digest(path), bool(is_official))

@@ -81,8 +81,8 @@ def check_segments(
     for row in zip(*rows, strict=True):
         found = [WHOLE_SEGMENT.fullmatch(line) for _, line in row]
         if not all(found) or len({match[1] for match in found if match}) > 1:
-            places = (f"line {n:,} of {name}" for name, (n, _) in zip(pair, row, strict=True))
-            what = f"{source}: the segments in {' and '.join(places)} are broken or do not match"
+            lines = (f"line {n:,} of {name}" for name, (n, _) in zip(pair, row, strict=True))
+            what = f"{source}: the segments in {' and '.join(lines)} are broken or do not match"
             if not official:
                 fail(f"{what}; get it again.")
             warn(f"{what}; it is the official archive, so they are used as they are.")

@@ -293,8 +293,8 @@ def make(what: str, given: str | None, out: Path) -> None:
     if given is None:
         archive = fetch(what, out / "archives")
     else:
-        place, stated = split_checksum(given)
-        archive, checksum = Path(place), stated or checksum
+        name, stated = split_checksum(given)
+        archive, checksum = Path(name), stated or checksum
         if not archive.is_file():
             state = "is a folder" if archive.is_dir() else "does not exist"
             fail(f"{archive} {state}: give a file.")

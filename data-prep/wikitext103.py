@@ -193,11 +193,11 @@ def main() -> None:
     out, given = arguments.out, arguments.archive
 
     check_free(out / "text", out / "data-bin")
-    place, stated = split_checksum(given) if given is not None else (None, None)
-    if place is not None and Path(place).is_dir():
+    name, stated = split_checksum(given) if given is not None else (None, None)
+    if name is not None and Path(name).is_dir():
         if stated:
-            fail(f"{place} is a folder: a checksum can only be stated for a file.")
-        archive, source = folder_archive(Path(place))
+            fail(f"{name} is a folder: a checksum can only be stated for a file.")
+        archive, source = folder_archive(Path(name))
         prepare(archive, source, out)
     else:
         archive = obtain(OFFICIAL, given, out / "archives")

@@ -11,7 +11,7 @@ from typing import Any
 from multimax_fairseq.errors import UsageError
 
 
-def check_place(flag: str, file: Path) -> None:
+def check_output_file(flag: str, file: Path) -> None:
     """Raise UsageError if a file cannot be written. Call it before the work, not after."""
     if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
         raise UsageError(f"{flag} '{file}' must be a file in a folder that can be written to")

@@ -188,8 +188,8 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
         finally:
             observer.stop()
         layers = {
-            place: [torch.cat(probs, dim=1) for _, probs in sorted(found.items())]
-            for place, found in listener.layers.items()
+            kind: [torch.cat(probs, dim=1) for _, probs in sorted(found.items())]
+            for kind, found in listener.layers.items()
         }
         source, read = inputs["src_tokens"], inputs.get("prev_output_tokens")
         return AttentionWeights(
@@ -289,7 +289,7 @@ class _Probabilities(AttentionListener):
         self.layers = {"encoder": {}, "decoder": {}, "cross": {}}
 
     def on_attention(self, attention: Attention) -> None:
-        layers = self.layers[attention.place]
+        layers = self.layers[attention.kind]
         layers.setdefault(attention.layer, []).append(attention.probs[0])
 
 

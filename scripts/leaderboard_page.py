@@ -243,7 +243,7 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
     ]
     # Brown is worse and green is better.
     image = axis.imshow(sizes, cmap="BrBG", vmin=-LARGE, vmax=LARGE, aspect="auto")
-    for place, each in enumerate(compared.values()):
+    for column, each in enumerate(compared.values()):
         for row, entry in enumerate(shown):
             if entry not in each:
                 continue
@@ -251,17 +251,17 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
             look = {"fontweight": "bold"} if one.verdict else {}
             text = f"{one.size:+z.1f}{'*' if one.verdict else ''}"
             color = "white" if abs(one.size) > 0.6 * LARGE else "black"
-            axis.text(place, row, text, ha="center", va="center", fontsize=7, color=color, **look)
+            axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color, **look)
     parts = [title.replace(" (", "\n(").splitlines() for title in compared]
     titles = ["\n".join(textwrap.fill(part, 13) for part in each) for each in parts]
     axis.set_xticks(range(len(compared)), titles, fontsize=6.5)
     axis.set_yticks(range(len(shown)), [names[entry] for entry in shown], fontsize=8)
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
-    for place in range(1, len(compared)):
-        axis.axvline(place - 0.5, color="white", linewidth=2)
-    for place in range(1, len(shown)):
-        axis.axhline(place - 0.5, color="white", linewidth=2)
+    for column in range(1, len(compared)):
+        axis.axvline(column - 0.5, color="white", linewidth=2)
+    for row in range(1, len(shown)):
+        axis.axhline(row - 0.5, color="white", linewidth=2)
     bar = figure.colorbar(image, extend="both", aspect=40, pad=0.02)
     bar.set_label("effect size d against softmax: below 0 worse, above 0 better", fontsize=8)
     bar.ax.tick_params(labelsize=7)

@@ -34,10 +34,10 @@ class NumpyTransformer:
         waves = np.concatenate([np.sin(angles), np.cos(angles)], 1)
         return math.sqrt(weight.shape[1]) * weight[tokens] + waves
 
-    def parameters(self, place, layer):
+    def parameters(self, kind, layer):
         """The learned scalars of an attention, by the last part of their names."""
-        side = "encoder" if place == "encoder" else "decoder"
-        name = "encoder_attn" if place == "cross" else "self_attn"
+        side = "encoder" if kind == "encoder" else "decoder"
+        name = "encoder_attn" if kind == "cross" else "self_attn"
         start = f"{side}.layers.{layer}.{name}.normalizer."
         return {
             key.rpartition(".")[2]: value
@@ -45,18 +45,18 @@ class NumpyTransformer:
             if key.startswith(start)
         }
 
-    def sigma(self, place, layer, scores, head):
-        parameters = self.parameters(place, layer)
+    def sigma(self, kind, layer, scores, head):
+        parameters = self.parameters(kind, layer)
         own = {k: v if v.ndim == 1 else v[head] for k, v in parameters.items()}
         return reference.sigma(
             *(scores, 1 - own["low_coefficient"], 1 + own["high_coefficient"]),
             *(own["low_threshold"], own["high_threshold"]),
         )
 
-    def probs(self, place, layer, scores, excluded):
-        parameters = self.parameters(place, layer)
+    def probs(self, kind, layer, scores, excluded):
+        parameters = self.parameters(kind, layer)
         if self.variant.startswith("multimax"):
-            mapped = [self.sigma(place, layer, scores[head], head) for head in range(len(scores))]
+            mapped = [self.sigma(kind, layer, scores[head], head) for head in range(len(scores))]
             return reference.softmax(mapped, excluded)
         if self.variant == "temperature":
             return reference.softmax(scores / np.exp(parameters["log_temperature"]), excluded)
@@ -71,15 +71,15 @@ class NumpyTransformer:
             return reference.entmax(scores, excluded, 2.0 if self.variant == "sparsemax" else 1.5)
         return getattr(reference, self.variant)(scores, excluded)
 
-    def attend(self, place, layer, name, x, memory, excluded):
+    def attend(self, kind, layer, name, x, memory, excluded):
         def heads(projection, values):
             split = self.linear(f"{name}.{projection}", values).reshape(len(values), HEADS, -1)
             return split.transpose(1, 0, 2)
 
         query, key, value = heads("q_proj", x), heads("k_proj", memory), heads("v_proj", memory)
         scores = query @ key.transpose(0, 2, 1) / math.sqrt(query.shape[-1])
-        probs = self.probs(place, layer, scores, excluded)
-        self.seen[place, layer] = scores, probs, excluded
+        probs = self.probs(kind, layer, scores, excluded)
+        self.seen[kind, layer] = scores, probs, excluded
         mixed = (probs @ value).transpose(1, 0, 2).reshape(len(x), -1)
         return self.linear(f"{name}.out_proj", mixed)
 

@@ -39,19 +39,19 @@ def write(
 
     Args:
         output: the output normalizer; by default the architecture's.
-        continuous: {place: kind of density}.
+        continuous: {kind of attention: density}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     output = output or ("multimax" if language_model and normalizer == "multimax" else "softmax")
-    places = ["decoder"] if language_model else ["encoder", "decoder", "cross"]
+    kinds = ["decoder"] if language_model else ["encoder", "decoder", "cross"]
     tables = {name: [] for name in ("parameters", "heads", "layers", "histograms", "temperatures")}
     for update in updates:
         trained = update / max(updates)
-        for place in places:
+        for kind in kinds:
             for layer in range(layers):
-                row = {"updates": update, "place": place, "layer": layer}
-                at = {"updates": update, "place": place, "layer": layer}
+                row = {"updates": update, "place": kind, "layer": layer}
+                at = {"updates": update, "place": kind, "layer": layer}
                 learned = learn(random, normalizer, layer, heads, trained, order, separate)
                 if temperature:
                     learned = {"temperature": [0.8 + 0.1 * layer]}
@@ -61,7 +61,7 @@ def write(
                     for head, value in enumerate(values)
                 ]
                 # Scores of cross-attention reach the range in which sigma decreases.
-                spread = (1.0 + trained + 0.3 * layer) * (3 if place == "cross" else 1)
+                spread = (1.0 + trained + 0.3 * layer) * (3 if kind == "cross" else 1)
                 scores = random.normal(0, spread, (heads, QUERIES, KEYS)) - 0.5
                 scores[:, np.arange(QUERIES), np.arange(QUERIES) % KEYS] += 2 + layer
                 probs, slope = mapping(normalizer, learned, scores)
@@ -69,7 +69,7 @@ def write(
                     {
                         **row,
                         "head": head,
-                        **head_metrics(random, place, scores[head], probs[head], slope[head]),
+                        **head_metrics(random, kind, scores[head], probs[head], slope[head]),
                     }
                     for head in range(heads)
                 ]
@@ -80,8 +80,8 @@ def write(
                     {
                         **row,
                         "head_diversity": 0.3 + 0.2 * np.sin(3 * depth) + random.uniform(0, 0.1),
-                        "patch_similarity": similarity if place != "cross" else None,
-                        "mean_average_distance": 1 - similarity if place != "cross" else None,
+                        "patch_similarity": similarity if kind != "cross" else None,
+                        "mean_average_distance": 1 - similarity if kind != "cross" else None,
                         "rollout_similarity": 1 - mixing * (depth - 1 / layers),
                     }
                 )
@@ -103,15 +103,15 @@ def write(
             frame = frame.astype({"layer": "Int64", "head": "Int64"})
         frame.to_csv(folder / f"{name}.csv", index=False)
     output_rows(random, updates, output, normalizer).to_csv(folder / "output.csv", index=False)
-    examples = [example(random, places, layers, heads, normalizer) for _ in range(2)]
+    examples = [example(random, kinds, layers, heads, normalizer) for _ in range(2)]
     if continuous:
         for found in examples:
             found["densities"] = {
-                place: [densities(kind, np.array(probs)) for probs in found["attention"][place]]
-                for place, kind in continuous.items()
+                kind: [densities(density, np.array(probs)) for probs in found["attention"][kind]]
+                for kind, density in continuous.items()
             }
     (folder / "examples.json").write_text(json.dumps(examples), encoding="utf-8")
-    signed = signature(folder, normalizer, places, output, updates, order, separate, seed)
+    signed = signature(folder, normalizer, kinds, output, updates, order, separate, seed)
     if continuous:
         signed["checkpoints"][-1]["densities"] = continuous
     (folder / "collection.json").write_text(json.dumps(signed, indent=2), encoding="utf-8")
@@ -173,7 +173,7 @@ def trade(scores, probs):
     }
 
 
-def head_metrics(random, place, scores, probs, slope):
+def head_metrics(random, kind, scores, probs, slope):
     probs = np.asarray(probs)
     shares = probs / np.maximum(probs.sum(-1, keepdims=True), 1e-30)
     logs = np.log(np.where(shares > 0, shares, 1))
@@ -184,10 +184,10 @@ def head_metrics(random, place, scores, probs, slope):
         "entropy": -(shares * logs).sum(-1).mean(),
         "density": (probs > 0).mean(),
         "mass": probs.sum(-1).mean(),
-        "offset": int(random.integers(-2, 1 if place == "decoder" else 3)),
+        "offset": int(random.integers(-2, 1 if kind == "decoder" else 3)),
         "confidence": confidence,
-        "bpe_merging": random.uniform(0.02, 0.4) if place != "cross" else None,
-        "interrogation": random.uniform(0, 0.3) if place != "decoder" else None,
+        "bpe_merging": random.uniform(0.02, 0.4) if kind != "cross" else None,
+        "interrogation": random.uniform(0, 0.3) if kind != "decoder" else None,
         "past_turning_point": (slope < 0).mean(),
     }
 
@@ -235,31 +235,31 @@ def output_rows(random, updates, output, normalizer):
     return pd.DataFrame(rows)
 
 
-def example(random, places, layers, heads, normalizer):
+def example(random, kinds, layers, heads, normalizer):
     """A sentence pair, long words split into two subwords, with attention and roll-out."""
     sides = {"source": subwords(GERMAN), "target": subwords(ENGLISH)}
-    if places == ["decoder"]:
+    if kinds == ["decoder"]:
         sides["source"] = {"tokens": [], "words": []}
     lengths = {side: len(found["tokens"]) for side, found in sides.items()}
     attention, rollout = {}, {}
-    for place in places:
+    for kind in kinds:
         shape = {
             "encoder": (lengths["source"], lengths["source"]),
             "decoder": (lengths["target"], lengths["target"]),
             "cross": (lengths["target"], lengths["source"]),
-        }[place]
+        }[kind]
         near = -0.4 * np.abs(np.arange(shape[0])[:, None] - np.arange(shape[1])) + 2
         scores = near + random.normal(0, 1.5, (layers, heads, *shape))
-        excluded = np.triu(np.ones(shape, bool), 1) if place == "decoder" else np.zeros(shape, bool)
+        excluded = np.triu(np.ones(shape, bool), 1) if kind == "decoder" else np.zeros(shape, bool)
         name = normalizer if normalizer in ("softmax", "sparsemax", "entmax15") else "entmax15"
         probs = normalize(name, torch.from_numpy(scores), mask=torch.from_numpy(excluded))
-        attention[place] = probs.numpy().round(4).tolist()
-        if place != "cross":
+        attention[kind] = probs.numpy().round(4).tolist()
+        if kind != "cross":
             mixed = np.eye(shape[0])
-            rollout[place] = []
+            rollout[kind] = []
             for layer in probs.numpy():
                 mixed = (layer.mean(0) + np.eye(shape[0])) / 2 @ mixed
-                rollout[place].append(mixed.round(4).tolist())
+                rollout[kind].append(mixed.round(4).tolist())
     return {**sides, "attention": attention, "rollout": rollout}
 
 
@@ -297,7 +297,7 @@ def subwords(words):
     return {"tokens": [*tokens, "</s>"], "words": ranges}
 
 
-def signature(folder, normalizer, places, output, updates, order, separate, seed):
+def signature(folder, normalizer, kinds, output, updates, order, separate, seed):
     return {
         "command": ["multimax-analyze", "collect", "checkpoint.pt", "data-bin", "--out", "DIR"],
         "versions": {"multimax-fairseq": "0.1.0", "torch": torch.__version__},
@@ -314,8 +314,8 @@ def signature(folder, normalizer, places, output, updates, order, separate, seed
                 "path": f"checkpoints/checkpoint_{update}.pt",
                 "sha256": "0" * 64,
                 "updates": update,
-                "architecture": "transformer_lm_multimax" if len(places) == 1 else "transformer",
-                "normalizer": {place: normalizer for place in places},
+                "architecture": "transformer_lm_multimax" if len(kinds) == 1 else "transformer",
+                "normalizer": {kind: normalizer for kind in kinds},
                 "output_normalizer": output,
                 "seed": seed,
                 "settings": {

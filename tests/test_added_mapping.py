@@ -48,8 +48,8 @@ TRAIN = [
     *("--max-tokens", "400", "--max-update", "4", "--no-epoch-checkpoints", "--num-workers", "0"),
 ]
 FACTORS = [
-    f"{place}.normalizer.sharpness.factor"
-    for place in (
+    f"{name}.normalizer.sharpness.factor"
+    for name in (
         "encoder.layers.0.self_attn",
         "decoder.layers.0.self_attn",
         "decoder.layers.0.encoder_attn",
@@ -202,8 +202,8 @@ def test_parameters_command_prints_the_learned_sharpness(folder):
     words = ("model/checkpoint_last.pt", *PLUGIN)
     printed = run(folder, "multimax-analyze", "parameters", *words)
     assert "sharpness.factor" in printed.splitlines()[0]
-    for place in ("encoder layer 1, self-attention", "decoder layer 1, cross-attention"):
-        assert place in printed
+    for name in ("encoder layer 1, self-attention", "decoder layer 1, cross-attention"):
+        assert name in printed
     values = {f"{float(state[name]):.4f}" for name in FACTORS}
     assert values <= set(printed.split())
 

@@ -74,11 +74,11 @@ def assert_alike(one, other, tolerance=1e-4):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_collect_writes_every_layer_and_head(collected, variant):
     folder = collected(variant)
-    places = [(place, layer) for place in ATTENTIONS for layer in range(LAYERS)]
+    attentions = [(kind, layer) for kind in ATTENTIONS for layer in range(LAYERS)]
     heads = table(folder, "heads")
     assert {(r["place"], r["layer"], r["head"]) for r in heads} == {
-        (*place, head) for place in places for head in range(HEADS)
-    } and len(heads) == len(places) * HEADS
+        (*attention, head) for attention in attentions for head in range(HEADS)
+    } and len(heads) == len(attentions) * HEADS
     for row in heads:
         assert 0 <= row["sparsity"] <= 1 and 0 <= row["multi_modality"] <= 2
         assert row["entropy"] >= 0 and 0 < row["density"] <= 1
@@ -99,9 +99,9 @@ def test_collect_writes_every_layer_and_head(collected, variant):
         if row["layer"] == 0 and row["place"] != "cross":
             assert row["rollout_similarity"] == pytest.approx(1)
     temperatures = table(folder, "temperatures")
-    assert len(temperatures) == len(places) * (TEMPERATURES + 1)
-    for place in places:
-        rows = [r for r in temperatures if (r["place"], r["layer"]) == place]
+    assert len(temperatures) == len(attentions) * (TEMPERATURES + 1)
+    for attention in attentions:
+        rows = [r for r in temperatures if (r["place"], r["layer"]) == attention]
         softmax = sorted((r for r in rows if r["temperature"]), key=lambda r: r["temperature"])
         assert [r["multi_modality"] for r in softmax] == sorted(
             r["multi_modality"] for r in softmax
@@ -129,15 +129,15 @@ def test_collect_histograms_count_each_value_once(data, collected, variant):
     }
     rows = table(collected(variant), "histograms")
     heads = table(collected(variant), "heads")
-    for place in ATTENTIONS:
-        assert {r["queries"] for r in heads if r["place"] == place} == {
-            sum(lengths[place != "encoder"])
+    for kind in ATTENTIONS:
+        assert {r["queries"] for r in heads if r["place"] == kind} == {
+            sum(lengths[kind != "encoder"])
         }
         for layer in range(LAYERS):
             for quantity in ("score", "probability"):
                 bins = [r for r in rows if (r["place"], r["layer"], r["quantity"])
-                        == (place, layer, quantity)]  # fmt: skip
-                assert sum(r["count"] for r in bins) == entries[place] * HEADS
+                        == (kind, layer, quantity)]  # fmt: skip
+                assert sum(r["count"] for r in bins) == entries[kind] * HEADS
                 edges = [bins[0]["left"], *(r["right"] for r in bins)]
                 assert edges == sorted(edges)
                 assert all(r["left"] == left for r, left in zip(bins, edges, strict=False))
@@ -159,15 +159,15 @@ def test_collect_histograms_count_each_value_once(data, collected, variant):
 def test_collect_parameters_equal_checkpoint(collected, checkpoint, variant, names, rows):
     found = table(collected(variant), "parameters")
     assert len(found) == rows and {row["name"] for row in found} == set(names.split())
-    places = {"encoder", "decoder", "cross"} | ({"output"} if variant == "multimax" else set())
-    assert {row["place"] for row in found} == (places if rows else set())
+    kinds = {"encoder", "decoder", "cross"} | ({"output"} if variant == "multimax" else set())
+    assert {row["place"] for row in found} == (kinds if rows else set())
     state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]))["model"]
     for row in found:
-        place = {"encoder": "encoder.layers.{}.self_attn", "decoder": "decoder.layers.{}.self_attn",
+        name = {"encoder": "encoder.layers.{}.self_attn", "decoder": "decoder.layers.{}.self_attn",
                 "cross": "decoder.layers.{}.encoder_attn"}  # fmt: skip
         at = "decoder.output_modulator."
         if row["place"] != "output":
-            at = place[row["place"]].format(int(row["layer"])) + ".normalizer."
+            at = name[row["place"]].format(int(row["layer"])) + ".normalizer."
         if row["name"] == "temperature":
             expected = state[at + "modulator.log_temperature"].exp()
         elif row["name"] == "alpha":
@@ -232,16 +232,16 @@ def test_collect_attention_equals_numpy_forward_pass(data, checkpoint, collected
     heads = {(r["place"], r["layer"], r["head"]): r for r in table(folder, "heads")}
     layers = {(r["place"], r["layer"]): r for r in table(folder, "layers")}
     mixed = {}
-    for (place, layer), (scores, probs, excluded) in seen.items():
-        np.testing.assert_allclose(example["attention"][place][layer], probs, atol=2e-4)
+    for (kind, layer), (scores, probs, excluded) in seen.items():
+        np.testing.assert_allclose(example["attention"][kind][layer], probs, atol=2e-4)
         mean = probs.mean(0)
-        if place == "cross":
+        if kind == "cross":
             rolled = mean @ mixed["encoder"]
         else:
             one = (mean + np.eye(len(mean))) / 2
-            rolled = mixed[place] = one @ mixed.get(place, np.eye(len(mean)))
-        np.testing.assert_allclose(example["rollout"][place][layer], rolled, atol=2e-4)
-        row = layers[place, layer]
+            rolled = mixed[kind] = one @ mixed.get(kind, np.eye(len(mean)))
+        np.testing.assert_allclose(example["rollout"][kind][layer], rolled, atol=2e-4)
+        row = layers[kind, layer]
         length, keys = mean.shape
         others = np.arange(keys) != np.arange(length)[:, None]
         with np.errstate(invalid="ignore"):  # a single key
@@ -249,20 +249,20 @@ def test_collect_attention_equals_numpy_forward_pass(data, checkpoint, collected
             diversity = (entropies(mean) - entropies(probs).mean(0)) / np.log(counts)
         diversity = diversity[counts > 1].mean()
         assert row["head_diversity"] == pytest.approx(diversity, abs=1e-4)
-        seen_by = ~excluded if place == "cross" else ~excluded & others
+        seen_by = ~excluded if kind == "cross" else ~excluded & others
         similarity = np.corrcoef(rolled[seen_by], mean[seen_by])[0, 1]
         assert row["rollout_similarity"] == pytest.approx(similarity, abs=1e-3)
-        if place != "cross":
-            unit = model.features[place, layer]
+        if kind != "cross":
+            unit = model.features[kind, layer]
             unit = unit / np.linalg.norm(unit, axis=-1, keepdims=True)
             cosines = (unit @ unit.T)[~np.eye(length, dtype=bool)]
             assert row["patch_similarity"] == pytest.approx(np.abs(cosines).mean(), abs=1e-4)
             distance = (1 - cosines).mean()
             assert row["mean_average_distance"] == pytest.approx(distance, abs=1e-4)
-        side = "source" if place == "encoder" else "target"
+        side = "source" if kind == "encoder" else "target"
         ranges = [range(w["start"], w["end"]) for w in example[side]["words"]]
         for head in range(HEADS):
-            row = heads[place, layer, head]
+            row = heads[kind, layer, head]
             values = {"sparsity": [], "multi_modality": [], "entropy": [], "density": []}
             tops, merging, slack = [], {}, 2e-3
             for query in range(len(mean)):
@@ -281,7 +281,7 @@ def test_collect_attention_equals_numpy_forward_pass(data, checkpoint, collected
                 # A probability of 0 in float32 may be slightly above 0 in float64.
                 slack += (p > 0).mean() - (p > 1e-6).mean()
                 tops.append(int(probs[head, query].argmax()) - query)
-                if place != "cross":
+                if kind != "cross":
                     word = next(r for r in ranges if query in r)
                     mates = [k for k in word if k != query and not excluded[query, k]]
                     if mates:
@@ -292,15 +292,15 @@ def test_collect_attention_equals_numpy_forward_pass(data, checkpoint, collected
                 ), name
             asking = {"encoder": source.index(words.index("Ist"))}
             asking["cross"] = target.index(words.index("Ist"))
-            if place != "decoder":
-                weight = probs[head, asking[place], mark]
+            if kind != "decoder":
+                weight = probs[head, asking[kind], mark]
                 assert row["interrogation"] == pytest.approx(weight, abs=1e-4)
             if variant.startswith("multimax"):
                 step = np.array([-1e-6, 1e-6])[:, None, None]
-                below, above = model.sigma(place, layer, scores[head] + step, head)
+                below, above = model.sigma(kind, layer, scores[head] + step, head)
                 turned = (above < below)[~excluded].mean()
                 assert row["past_turning_point"] == pytest.approx(turned, abs=2e-3)
-            if place != "cross":
+            if kind != "cross":
                 largest = [max(weights) for weights in merging.values()]
                 assert row["bpe_merging"] == pytest.approx(np.mean(largest), abs=1e-4)
             best = int(row["offset"])
@@ -453,9 +453,9 @@ def test_recorder_separates_layers_that_share_a_module(data, checkpoint):
     with torch.no_grad():
         recorder.run(sample)
         recorder.run(sample)
-    assert set(recorder.sums) == {(place, layer) for place in ATTENTIONS for layer in range(LAYERS)}
-    for place in ATTENTIONS:
-        one, other = (recorder.sums[place, layer] for layer in range(LAYERS))
+    assert set(recorder.sums) == {(kind, layer) for kind in ATTENTIONS for layer in range(LAYERS)}
+    for kind in ATTENTIONS:
+        one, other = (recorder.sums[kind, layer] for layer in range(LAYERS))
         assert one.normalizer is other.normalizer and one.queries == other.queries > 0
         assert one.heads["entropy"][0] != other.heads["entropy"][0]
 

@@ -61,11 +61,11 @@ def record(build, dictionary):
 
 
 def rows(example):
-    """Yield (place, densities of a layer, discrete probabilities, head, query) for each row."""
-    for place, layers in example["densities"].items():
-        for layer, probs in zip(layers, example["attention"][place], strict=True):
+    """Yield (kind, densities of a layer, discrete probabilities, head, query) for each row."""
+    for kind, layers in example["densities"].items():
+        for layer, probs in zip(layers, example["attention"][kind], strict=True):
             for head, query in np.ndindex(np.shape(layer["mean"])):
-                yield place, layer, probs[head][query], head, query
+                yield kind, layer, probs[head][query], head, query
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -75,8 +75,8 @@ def test_recorder_densities_have_the_discrete_moments(record, translation_batch,
     for number, example in recorder.examples.items():
         length = SENTENCES[number][0] + 1
         time = np.arange(1, length + 1) / length
-        for place, layer, probs, head, query in rows(example):
-            seen.add((place, query))
+        for kind, layer, probs, head, query in rows(example):
+            seen.add((kind, query))
             assert layer["kind"] == name.split()[-1]
             np.testing.assert_allclose(layer["positions"], time, atol=1e-6)
             mean, variance = (layer[key][head][query] for key in ("mean", "variance"))
@@ -97,29 +97,29 @@ def test_recorder_densities_have_the_discrete_moments(record, translation_batch,
             density = form(mean, variance)[0]
             expected = [density(t) if i else 0 for t, i in zip(time, inside, strict=True)]
             np.testing.assert_allclose(layer["values"][head][query], expected, rtol=2e-3, atol=2e-3)
-    places = {"cross"} | (set() if name.startswith(RECURRENT) else {"encoder"})
-    assert {place for place, _ in seen} == places
-    assert len([query for place, query in seen if place == "cross"]) == 8
+    kinds = {"cross"} | (set() if name.startswith(RECURRENT) else {"encoder"})
+    assert {kind for kind, _ in seen} == kinds
+    assert len([query for kind, query in seen if kind == "cross"]) == 8
     assert partial or name.endswith("softmax")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_head_rows_average_over_all_queries(record, translation_batch, name):
     recorder = record(name, translation_batch(SENTENCES))
-    for (place, layer), sums in recorder.sums.items():
+    for (kind, layer), sums in recorder.sums.items():
         for head, row in enumerate(sums.head_rows()):
             found = {"support_tokens": [], "position_variance": []}
             for example in recorder.examples.values():
-                if place not in example["densities"]:
+                if kind not in example["densities"]:
                     continue
-                density = example["densities"][place][layer]
+                density = example["densities"][kind][layer]
                 found["position_variance"] += density["variance"][head]
                 if density["kind"] == "sparsemax":
                     found["support_tokens"] += np.diff(density["support"][head]).ravel().tolist()
             for column, values in found.items():
                 expected = np.mean(values) if values else np.nan
                 assert row[column] == pytest.approx(expected, rel=1e-4, nan_ok=True)
-            assert row["queries"] == sum(s[0 if place == "encoder" else 1] + 1 for s in SENTENCES)
+            assert row["queries"] == sum(s[0 if kind == "encoder" else 1] + 1 for s in SENTENCES)
 
 
 def assert_same(one, other, rel=2e-3):
@@ -149,8 +149,8 @@ def test_recorder_ignores_padding_on_either_side(record, translation_batch, name
     left = record(name, translation_batch(SENTENCES))
     right = record(name, translation_batch(SENTENCES, left_pad_source=False))
     assert_same(left.examples, right.examples)
-    for place, sums in left.sums.items():
-        assert_same(sums.head_rows(), right.sums[place].head_rows())
+    for kind, sums in left.sums.items():
+        assert_same(sums.head_rows(), right.sums[kind].head_rows())
 
 
 def test_recorder_joins_the_steps_of_a_recurrent_decoder(record, translation_batch):
@@ -245,7 +245,7 @@ def test_report_supports_recurrent_models(collected):
     flags = ("--cross-attention", "continuous_sparsemax", *SOFTMAX)
     folder = collected(RECURRENT, *flags)
     found = collection.read(folder)
-    assert found.places() == ["cross"] and set(found.heads["head"]) == {0}
+    assert found.kinds() == ["cross"] and set(found.heads["head"]) == {0}
     assert found.layers["rollout_similarity"].isna().all()
     drawn = {entry.name: entry for entry in figures.draw([found])}
     assert {"source-densities-cross", "pareto", "output-layer"} <= set(drawn)
@@ -274,8 +274,8 @@ def test_read_accepts_older_collections(tmp_path):
 def made(tmp_path_factory):
     """A collection with a Gaussian in the encoder and a parabola in cross-attention."""
     folder = tmp_path_factory.mktemp("made") / "collection"
-    places = {"encoder": "softmax", "cross": "sparsemax"}
-    return write(folder, "softmax", layers=2, heads=3, updates=(40,), continuous=places)
+    densities = {"encoder": "softmax", "cross": "sparsemax"}
+    return write(folder, "softmax", layers=2, heads=3, updates=(40,), continuous=densities)
 
 
 @pytest.fixture(scope="module")
@@ -290,22 +290,22 @@ def test_draw_shows_attention_beside_densities(made, example):
         "source-densities-encoder",
         "source-densities-cross",
     }
-    for place in ("encoder", "cross"):
-        entry = drawn[f"source-densities-{place}"]
+    for kind in ("encoder", "cross"):
+        entry = drawn[f"source-densities-{kind}"]
         weights, shown = entry.figure.axes[:2]
         layer, head = (int(n) - 1 for n in re.findall(r"\d+", shown.get_title()))
-        density = example["densities"][place][layer]
+        density = example["densities"][kind][layer]
         moves = [
             np.var(m) / np.mean(v)
-            for one in example["densities"][place]
+            for one in example["densities"][kind]
             for m, v in zip(one["mean"], one["variance"], strict=True)
         ]
         assert np.argmax(moves) == 3 * layer + head
         np.testing.assert_allclose(
-            weights.images[0].get_array(), example["attention"][place][layer][head]
+            weights.images[0].get_array(), example["attention"][kind][layer][head]
         )
         np.testing.assert_allclose(shown.images[0].get_array(), density["values"][head])
-        side = example["source" if place == "encoder" else "target"]
+        side = example["source" if kind == "encoder" else "target"]
         names = [label.get_text() for label in shown.get_yticklabels()]
         assert names == side["tokens"]
         assert [t.get_text() for t in shown.get_xticklabels()] == example["source"]["tokens"]
@@ -316,7 +316,7 @@ def test_draw_shows_attention_beside_densities(made, example):
         boxes = [patch for patch in shown.patches if isinstance(patch, Rectangle)]
         found = [(b.get_y() + 0.5, b.get_x() + 0.5, b.get_x() + 0.5 + b.get_width()) for b in boxes]
         expected = [(q, *ends) for q, ends in enumerate(density["support"][head])]
-        assert found == (expected if place == "cross" else [])
+        assert found == (expected if kind == "cross" else [])
         check_figure(entry)
 
 
@@ -342,8 +342,8 @@ def test_report_describes_densities_only_if_collected(page, tmp_path, monkeypatc
     assert words not in found.text and "density" not in found.ids
 
 
-def expected_curve(example, place, layer, heads, queries, times):
-    density = example["densities"][place][layer]
+def expected_curve(example, kind, layer, heads, queries, times):
+    density = example["densities"][kind][layer]
     form = {"softmax": reference.normal_density, "sparsemax": reference.truncated_parabola}
     total = np.zeros(len(times))
     for head in heads:
@@ -360,8 +360,8 @@ def test_attention_script_maps_densities_to_columns(example):
         pytest.skip("no node: the script's functions did not run")
     script = (report.TEMPLATES / "attention.js").read_text(encoding="utf-8")
     asked = [
-        (place, layer, head, join, query)
-        for place in ("encoder", "cross", "decoder")
+        (kind, layer, head, join, query)
+        for kind in ("encoder", "cross", "decoder")
         for layer, head, join, query in (
             (0, 1, False, 4),
             (1, "mean", False, 2),
@@ -380,17 +380,15 @@ console.log(JSON.stringify({json.dumps(asked)}.map((a) => {{
 }})));"""
     done = subprocess.run([node], input=code, capture_output=True, text=True, check=True)
     tokens = len(example["source"]["tokens"])
-    for (place, layer, head, join, query), found in zip(
-        asked, json.loads(done.stdout), strict=True
-    ):
-        if place == "decoder" or head == "rollout":
+    for (kind, layer, head, join, query), found in zip(asked, json.loads(done.stdout), strict=True):
+        if kind == "decoder" or head == "rollout":
             assert found is None
             continue
         heads = range(3) if head == "mean" else [head]
         queries = [query]
         columns = [(k, k + 1) for k in range(tokens)]
         if join:
-            side = example["source" if place == "encoder" else "target"]
+            side = example["source" if kind == "encoder" else "target"]
             word = side["words"][query]
             queries = range(word["start"], word["end"])
             columns = [(w["start"], w["end"]) for w in example["source"]["words"]]
@@ -399,10 +397,10 @@ console.log(JSON.stringify({json.dumps(asked)}.map((a) => {{
         # A token's part of the column begins half a token before its position.
         edges = [start for start, _ in columns] + [columns[-1][1]]
         times = (np.interp(x, range(len(edges)), edges) + 0.5) / tokens
-        expected = expected_curve(example, place, layer, heads, queries, times)
+        expected = expected_curve(example, kind, layer, heads, queries, times)
         np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-6)
         supports = [
-            example["densities"][place][layer]["support"][h][q] for h in heads for q in queries
+            example["densities"][kind][layer]["support"][h][q] for h in heads for q in queries
         ]
         inside = [
             any(first <= k < last for first, last in supports for k in range(*column))
@@ -430,10 +428,10 @@ const note = () => {
     words: marked("#keys .inside"),
   });
 };
-set("join", false); set("place", "cross"); set("layer", "1"); set("head", "0");
+set("join", false); set("kind", "cross"); set("layer", "1"); set("head", "0");
 document.querySelector("#matrix tbody tr:nth-child(7) td:nth-child(4)").click(); note();
-set("place", "encoder"); note();
-set("place", "decoder"); note();
+set("kind", "encoder"); note();
+set("kind", "decoder"); note();
 document.title = JSON.stringify({ found });
 </script>
 """

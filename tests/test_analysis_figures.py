@@ -88,18 +88,18 @@ def test_figures_have_labels_and_legends(drawn, name):
 
 @pytest.mark.parametrize("name", [*NAMES, "lm"])
 def test_draw_yields_exactly_the_figures_with_data(drawn, name):
-    places = ["encoder", "decoder", "cross"] if name in TRANSLATIONS else ["decoder"]
-    wanted = ALWAYS | {f"{figure}-{place}" for figure in OF_A_KIND for place in places}
+    kinds = ["encoder", "decoder", "cross"] if name in TRANSLATIONS else ["decoder"]
+    wanted = ALWAYS | {f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds}
     wanted |= {"bpe-merging-heads"}
     if name in ("sparsemax", "alpha_entmax"):
         wanted |= {"density"}
     if name in TRANSLATIONS:
         wanted |= {"interrogation-heads"}
     if name in ("multimax", "lm"):
-        places = [*places, "output"] if name == "lm" else places
+        kinds = [*kinds, "output"] if name == "lm" else kinds
         wanted |= {"parameters"}
-        wanted |= {f"modulators-{place}" for place in places}
-        wanted |= {f"parameter-trajectories-{place}" for place in places}
+        wanted |= {f"modulators-{kind}" for kind in kinds}
+        wanted |= {f"parameter-trajectories-{kind}" for kind in kinds}
     if name == "alpha_entmax":
         wanted |= {"alpha-trajectories", "alpha-distribution"}
     assert set(drawn(name)) == wanted
@@ -168,7 +168,7 @@ def test_rollout_texts_do_not_overlap(queries, keys, layers):
 def test_modulators_follow_the_papers_equation(drawn, folders):
     figure = drawn("multimax")["modulators-cross"].figure
     table = pd.read_csv(folders["multimax"] / "parameters.csv")
-    table = table[(table["updates"] == 40) & (table["place"] == "cross")]
+    table = table[(table["updates"] == 40) & (table["kind"] == "cross")]
     heads = pd.read_csv(folders["multimax"] / "heads.csv")
     for layer in range(2):
         axis = next(a for a in figure.axes if a.get_title() == f"layer {layer + 1}")
@@ -179,7 +179,7 @@ def test_modulators_follow_the_papers_equation(drawn, folders):
             curve[:, 0], *([own[f"{s}1"], own[f"{s}2"]] for s in ("t_b", "t_d", "b", "d"))
         )
         np.testing.assert_allclose(curve[:, 1], wanted, atol=1e-9)
-        chosen = heads[(heads["updates"] == 40) & (heads["place"] == "cross")]
+        chosen = heads[(heads["updates"] == 40) & (heads["kind"] == "cross")]
         share = chosen[chosen["layer"] == layer]["past_turning_point"].mean()
         assert axis.texts[0].get_text().endswith(percent(share))
 
@@ -191,11 +191,11 @@ def test_draw_adapts_to_monotone_sink_and_temperature(folders):
     ((drawn,), *_) = figures.modulators.modulators_of(found, "cross").values()
     assert (np.diff(figures.modulators.modulated(drawn, np.linspace(-90, 90, 999))) >= 0).all()
     assert figures.simplex.learned_mappings(found, "cross")
-    found.parameters.loc[found.parameters.index[-1], ["place", "name"]] = "cross", "sink.score"
+    found.parameters.loc[found.parameters.index[-1], ["kind", "name"]] = "cross", "sink.score"
     assert not figures.simplex.learned_mappings(found, "cross")
     found = collection.read(folders["multimax"])
     assert figures.modulators.modulators(found, "cross") is not None
-    row = {**found.parameters.iloc[-1], "place": "cross", "name": "temperature"}
+    row = {**found.parameters.iloc[-1], "kind": "cross", "name": "temperature"}
     found.parameters.loc[len(found.parameters)] = row
     assert figures.modulators.modulators(found, "cross") is None
 
@@ -217,7 +217,7 @@ def test_pareto_shows_the_collections_numbers(drawn, folders):
 
 def test_heatmaps_show_the_collections_numbers(drawn, folders):
     heads = pd.read_csv(folders["softmax"] / "heads.csv")
-    heads = heads[(heads["updates"] == 40) & (heads["place"] == "encoder")]
+    heads = heads[(heads["updates"] == 40) & (heads["kind"] == "encoder")]
     axis = drawn("softmax")["sparsity-multi-modality"].figure.axes[0]
     np.testing.assert_allclose(
         axis.images[0].get_array(), heads["sparsity"].to_numpy().reshape(2, 3)
@@ -230,8 +230,8 @@ def test_heatmaps_show_the_collections_numbers(drawn, folders):
 def test_over_smoothing_shows_patch_similarity(drawn, folders):
     layers = pd.read_csv(folders["softmax"] / "layers.csv").dropna(subset="patch_similarity")
     axes = drawn("softmax")["over-smoothing"].figure.axes
-    assert len(axes) == layers["place"].nunique() == 2
-    for axis, (_, own) in zip(axes, layers.groupby("place", sort=False), strict=True):
+    assert len(axes) == layers["kind"].nunique() == 2
+    for axis, (_, own) in zip(axes, layers.groupby("kind", sort=False), strict=True):
         shown = [line.get_ydata() for line in axis.lines]
         expected = [rows["patch_similarity"] for _, rows in own.groupby("updates")]
         np.testing.assert_allclose(shown, expected)
@@ -305,10 +305,10 @@ def test_draw_shows_every_compared_model(folders):
         check_figure(entry)
         shown = {text.get_text() for legend in entry.figure.legends for text in legend.texts}
         assert {"softmax", "MultiMax", "α-entmax"} <= shown, entry.name
-    places = ("encoder", "decoder", "cross")
+    kinds = ("encoder", "decoder", "cross")
     assert names == {"pareto", "over-smoothing", "rollout", "density", "head-diversity"} | {
         "output-layer",
-        *(f"{figure}-{place}" for figure in OF_A_KIND for place in places),
+        *(f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds),
     }
 
 
@@ -418,8 +418,8 @@ def test_positional_heads_counts_heads_by_offset(folders):
     heads = pd.read_csv(folders["multimax"] / "heads.csv")
     heads = heads[heads["updates"] == 40]
     assert sum(int(row[2]) for row in table.rows) == len(heads)
-    for place, position, count, median in table.rows:
-        own = heads[heads["place"].map(collection.PLACES) == place]
+    for kind, position, count, median in table.rows:
+        own = heads[heads["kind"].map(collection.KINDS) == kind]
         own = own[own["offset"] == int(position)]["confidence"]
         assert int(count) == len(own) and float(median) == pytest.approx(own.median(), abs=1e-4)
 
@@ -474,10 +474,10 @@ def test_report_script_joins_subwords_and_averages_heads(folders):
     examples = json.loads((folders["multimax"] / "examples.json").read_text(encoding="utf-8"))
     script = (report.TEMPLATES / "attention.js").read_text(encoding="utf-8")
     asked = [
-        (place, layer, head, join)
-        for place in ("encoder", "decoder", "cross")
+        (kind, layer, head, join)
+        for kind in ("encoder", "decoder", "cross")
         for layer in (0, 1)
-        for head in (0, "mean", "rollout")[: 2 if place == "cross" else 3]
+        for head in (0, "mean", "rollout")[: 2 if kind == "cross" else 3]
         for join in (False, True)
     ]
     code = f"""{script}
@@ -485,13 +485,13 @@ const example = {json.dumps(examples[0])};
 const asked = {json.dumps(asked)};
 console.log(JSON.stringify(asked.map((a) => view(example, ...a))));"""
     done = subprocess.run([node], input=code, capture_output=True, text=True, check=True)
-    for (place, layer, head, join), found in zip(asked, json.loads(done.stdout), strict=True):
-        heads = np.array(examples[0]["attention"][place][layer])
+    for (kind, layer, head, join), found in zip(asked, json.loads(done.stdout), strict=True):
+        heads = np.array(examples[0]["attention"][kind][layer])
         matrix = heads.mean(0) if head == "mean" else heads[0]
         if head == "rollout":
-            matrix = np.array(examples[0]["rollout"][place][layer])
-        queries = examples[0]["source" if place == "encoder" else "target"]
-        keys = examples[0]["target" if place == "decoder" else "source"]
+            matrix = np.array(examples[0]["rollout"][kind][layer])
+        queries = examples[0]["source" if kind == "encoder" else "target"]
+        keys = examples[0]["target" if kind == "decoder" else "source"]
         if join:
             rows = [matrix[w["start"] : w["end"]].mean(0) for w in queries["words"]]
             matrix = np.array(
@@ -520,7 +520,7 @@ const set = (id, value) => {
 const press = (key) =>
   document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 note();
-set("place", "cross"); set("layer", "1"); set("head", "2"); note();
+set("kind", "cross"); set("layer", "1"); set("head", "2"); note();
 set("join", false); note();
 document.querySelector("#matrix tbody tr:nth-child(2) td:nth-child(4)").click(); note();
 press("ArrowDown"); press("ArrowLeft"); note();

@@ -39,7 +39,7 @@ def test_report_parameters_name_their_layers(folder):
     found = collection.read(folder)
     (table,) = (t for t in report.tables(found) if t.title == "Learned parameters")
     expected = {
-        (collection.PLACES[row.place], str(row.layer + 1), report.number(row.value))
+        (collection.KINDS[row.kind], str(row.layer + 1), report.number(row.value))
         for row in found.parameters.itertuples()
         if row.name == table.head[2].replace(" ", "_")
     }

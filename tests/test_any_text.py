@@ -117,9 +117,9 @@ def codes(tmp_path_factory):
 
 def fairseq_lines(file, workers):
     """Return the lines of a text as this number of fairseq-preprocess workers reads them."""
-    places = find_offsets(str(file), workers)
+    offsets = find_offsets(str(file), workers)
     lines = []
-    for start, end in itertools.pairwise(places):
+    for start, end in itertools.pairwise(offsets):
         with Chunker(str(file), start, end) as part:
             lines += part
     return lines

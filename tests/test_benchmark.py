@@ -196,8 +196,8 @@ def test_attention_measures_a_trained_model(benchmark, data):
     words = ("--checkpoint", data / "model.pt", "--data", data / "data-bin", *SHORT)
     found, printed = benchmark("attention", *words)
     layers = [case["case"].split(",")[0] for case in found["cases"]]
-    places = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn")
-    assert layers == [*places, "decoder.layers.0.encoder_attn"]
+    expected = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn")
+    assert layers == [*expected, "decoder.layers.0.encoder_attn"]
     for case in found["cases"]:
         names = ["softmax (torch)", "multimax, trained", "multimax, random scores"]
         check_case(case, names, [BEST])

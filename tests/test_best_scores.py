@@ -49,9 +49,9 @@ def test_best_scores_handles_ties_infinity_and_nan():
     assert values[2, 0] == infinite and indices[2, 0] == 300
     assert indices[3, :2].tolist() == [7, 399] and values[3].tolist() == [1, 1, -infinite]
     assert values[4].tolist() == [399, 398, 397] and values[1].tolist() == [2, 2, 2]
-    for place in (0, 150, 399):
+    for position in (0, 150, 399):
         broken = torch.randn(2, 400)
-        broken[0, place] = math.nan
+        broken[0, position] = math.nan
         assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]
         broken[0, 3] = infinite
         assert best_scores(broken, 3)[2].isnan().tolist() == [True, False]

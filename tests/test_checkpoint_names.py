@@ -52,9 +52,9 @@ def shapes(model):
     [(arch, flags) for flags in NORMALIZER for arch in STOCK if not flags or "iwslt" not in arch],
 )
 def test_state_dict_adds_attention_parameters(build, arch, flags):
-    places = DECODER if "_lm" in arch else [*ENCODER, *DECODER, *CROSS]
+    modules = DECODER if "_lm" in arch else [*ENCODER, *DECODER, *CROSS]
     own = NORMALIZER[flags].items()
-    added = {f"{at}.normalizer.{name}": shape for at in places for name, shape in own}
+    added = {f"{at}.normalizer.{name}": shape for at in modules for name, shape in own}
     model = build(arch, *flags.split(), "--output-normalizer", "softmax")
     assert shapes(model) == shapes(build(STOCK[arch])) | added
 

@@ -349,7 +349,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    "function, place, wrong, told",
+    "function, index, wrong, told",
     [
         *(
             (function, *case)
@@ -390,10 +390,10 @@ GOOD = {
         (ridge_regression, 3, math.nan, "ridge must be finite"),
     ],
 )
-def test_continuous_functions_refuse_invalid_arguments(function, place, wrong, told):
+def test_continuous_functions_refuse_invalid_arguments(function, index, wrong, told):
     arguments = list(GOOD[function])
     function(*arguments)
-    arguments[place] = wrong
+    arguments[index] = wrong
     with pytest.raises((ValueError, TypeError)) as refusal:
         function(*arguments)
     assert told in str(refusal.value)

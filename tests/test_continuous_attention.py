@@ -1,4 +1,4 @@
-"""The ContinuousAttention module: its formula, its masks and its place in models."""
+"""The ContinuousAttention module: its formula, its masks and its use in models."""
 
 import math
 

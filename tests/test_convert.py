@@ -62,9 +62,9 @@ class AuthorsTransformer(NumpyTransformer):
         squares = ts[2] * relus[2] ** 2 + ts[3] * relus[3] ** 2
         return x + ts[0] * relus[0] + ts[1] * relus[1] + squares
 
-    def probs(self, place, layer, scores, excluded):
-        side = "encoder" if place == "encoder" else "decoder"
-        if place != "cross":
+    def probs(self, kind, layer, scores, excluded):
+        side = "encoder" if kind == "encoder" else "decoder"
+        if kind != "cross":
             scores = self.selu(f"{side}.layers.{layer}.self_attn", scores)
         return reference.softmax(scores, excluded)
 
@@ -148,8 +148,8 @@ def authors(checkpoint, tmp_path):
     def make(arch, *flags):
         state = torch.load(checkpoint(arch, *flags), weights_only=False)
         model, generator = state["model"], torch.Generator().manual_seed(5)
-        places = [name.removesuffix(".q_proj.weight") for name in model if ".q_proj.w" in name]
-        for at in [*places, "decoder"]:
+        modules = [name.removesuffix(".q_proj.weight") for name in model if ".q_proj.w" in name]
+        for at in [*modules, "decoder"]:
             wide = torch.tensor([0.8, 0.8, 0.15, 0.15])
             model[f"{at}.ts"] = (torch.rand(4, generator=generator) * 2 - 1) * wide
             model[f"{at}.ranges"] = torch.rand(4, generator=generator) - 0.5

@@ -71,8 +71,8 @@ def archive(experiment: str, folder: Path) -> Path:
                 f"IWSLT17.TED.tst201{year}.{source}-{other}.{source}.xml": xml(lines[year::9])
                 for year in (6, 7)
             }
-            place = f"2017-01-ted-test/texts/{source}/{other}/{source}-{other}.tgz"
-            pack(folder / place, in_folder(tests))
+            path = f"2017-01-ted-test/texts/{source}/{other}/{source}-{other}.tgz"
+            pack(folder / path, in_folder(tests))
     if experiment == "iwslt14":
         return pack(folder / "de-en.tgz", in_folder(files))
     pack(folder / "2017-01-trnted/texts/de/en/de-en.tgz", in_folder(files))

@@ -302,10 +302,10 @@ def test_finish_refuses_another_command(experiment, tmp_path, capsys):
 def test_finish_refuses_rows_on_different_data(tmp_path):
     folder, beside = tmp_path / "out/softmax/seed-1", tmp_path / "out/multimax/seed-1"
     run = runs.Run("softmax, seed 1", folder, ["fairseq-train"], "of a text", None)
-    for place in (folder, beside):
-        place.mkdir(parents=True)
-        (place / "result.json").write_text("{}")
-        (place / "data.sha256").write_text("of a text\n")
+    for path in (folder, beside):
+        path.mkdir(parents=True)
+        (path / "result.json").write_text("{}")
+        (path / "data.sha256").write_text("of a text\n")
     runs.finish(run)
     with pytest.raises(UsageError, match="'.*seed-1' was trained on other data: runs on different"):
         runs.finish(run._replace(data="of another text"))

@@ -141,10 +141,10 @@ def assert_same_end(first, second):
         kept["average"] = state["extra_state"].get("ema")
         states.append(dict(numbers(kept)))
     assert states[0].keys() == states[1].keys() and len(states[0]) > 100
-    for place, value in states[0].items():
-        other = states[1][place]
+    for name, value in states[0].items():
+        other = states[1][name]
         same = torch.equal(value, other) if torch.is_tensor(value) else value == other
-        assert same, place
+        assert same, name
 
 
 def train(text, name, folder, plugin="faulty", code=0, **fault):

@@ -54,8 +54,8 @@ found = fenced(torch.arange(5.0), "{{}}")
 assert found.tolist() == [0, 1, 2, 3, 4]
 ctypes.string_at(found.data_ptr() + {{}}, 1)
 """
-    for side, place in (("before", -1), ("after", 20)):
-        done = subprocess.run([sys.executable, "-c", program.format(side, place)])
+    for side, offset in (("before", -1), ("after", 20)):
+        done = subprocess.run([sys.executable, "-c", program.format(side, offset)])
         assert done.returncode < 0
 
 
@@ -79,8 +79,8 @@ def fenced(tensor, side):
     found.copy_(tensor)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     libc = ctypes.CDLL(None, use_errno=True)
-    for place in (address, address + PAGE + whole):
-        assert libc.mprotect(ctypes.c_void_p(place), PAGE, WITHOUT_ACCESS) == 0
+    for start in (address, address + PAGE + whole):
+        assert libc.mprotect(ctypes.c_void_p(start), PAGE, WITHOUT_ACCESS) == 0
     return found
 
 

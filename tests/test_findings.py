@@ -49,8 +49,8 @@ def test_findings_compare_multi_modality_at_equal_sparsity(tmp_path, shift, bett
     """On every layer's scores softmax has multi-modality 1 - sparsity, the model `shift` more."""
     found = write(tmp_path)
     table = found.temperatures
-    count = table.groupby(["place", "layer"])["sparsity"].transform("size")
-    position = table.groupby(["place", "layer"]).cumcount()
+    count = table.groupby(["kind", "layer"])["sparsity"].transform("size")
+    position = table.groupby(["kind", "layer"]).cumcount()
     table["sparsity"] = np.where(table["temperature"].isna(), 0.5, position / count)
     table["multi_modality"] = 1 - table["sparsity"] + shift * table["temperature"].isna()
     assert f"In {better} of 6 attention layers" in sentence(found, "attention layers")
@@ -63,7 +63,7 @@ def test_findings_locate_where_sigma_turns(tmp_path):
     symbols = ["t_b1", "t_b2", "t_d1", "t_d2", "b1", "b2", "d1", "d2"]
     sigma = dict(zip(symbols, [1, 1, 1, 0.75, 0, 0, 0, 1], strict=True))
     table["value"] = table["name"].map(sigma)
-    last = (found.heads["place"] == "cross") & (found.heads["layer"] == 1)
+    last = (found.heads["kind"] == "cross") & (found.heads["layer"] == 1)
     found.heads.loc[last, "past_turning_point"] = 0.03
     text = sentence(found, "Sigma")
     # sigma(x) = x - (x - 1)^2 / 4 turns at 3.

@@ -71,8 +71,8 @@ def damage(draw, data):
         elif kind == 6:
             data[start:end] = draw.randbytes(end - start)
         elif found := list(re.finditer(rb"-?\d+(\.\d+)?", data)):
-            place = draw.choice(found)
-            data[place.start() : place.end()] = draw.choice(NUMBERS).encode()
+            match = draw.choice(found)
+            data[match.start() : match.end()] = draw.choice(NUMBERS).encode()
     return bytes(data)
 
 
@@ -110,7 +110,7 @@ def damage_member(*names):
 
 
 def inner(value):
-    """Yield the places in a nested value as (container, key) pairs."""
+    """Yield the entries of a nested value as (container, key) pairs."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     pairs = value.items() if isinstance(value, dict) else enumerate(value)

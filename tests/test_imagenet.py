@@ -66,7 +66,7 @@ def test_deit_has_modulators_in_all_attentions_and_in_the_output(tmp_path):
         "    [n for n, x in m.named_modules() if isinstance(x, Modulator) and not x.monotone]]\n"
         "    for key, m in models.items()]))",
     )
-    places = [f"blocks.{n}.attn.normalizer.modulator" for n in range(12)] + ["head.modulator"]
+    names = [f"blocks.{n}.attn.normalizer.modulator" for n in range(12)] + ["head.modulator"]
     # DeiT's parameters with 1,000 classes (Touvron et al. 2021: 5M, 22M, 86M), and 8 per modulator.
     sizes = {"tiny": 5_717_416, "small": 22_050_664, "base": 86_567_656}
     widths = {"tiny": 192, "small": 384, "base": 768}
@@ -75,7 +75,7 @@ def test_deit_has_modulators_in_all_attentions_and_in_the_output(tmp_path):
         # The class token and its position.
         without = 0 if head == "cls" else 2 * widths[size]
         assert parameters == sizes[size] + 8 * 13 - without
-        assert prefix == (head == "cls") and modulators == places
+        assert prefix == (head == "cls") and modulators == names
 
 
 def test_modulators_of_table_7_equal_equation_6(tmp_path):

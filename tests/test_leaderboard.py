@@ -40,10 +40,10 @@ def test_maximum_target_is_the_class_of_the_largest_number(tasks):
 
 
 def test_multi_query_asks_once_for_each_key_what_its_value_is(tasks):
-    tokens, places, target = tasks.multi_query(16, 64, draw())
+    tokens, positions, target = tasks.multi_query(16, 64, draw())
     for row in range(16):
         pairs = dict(tokens[row, :32].view(16, 2).tolist())
-        asked = tokens[row, places[row]].tolist()
+        asked = tokens[row, positions[row]].tolist()
         assert len(pairs) == 16 and sorted(asked) == sorted(pairs)
         assert [pairs[key] for key in asked] == target[row].argmax(-1).tolist()
         assert not set(pairs) & set(pairs.values())

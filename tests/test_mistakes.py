@@ -14,7 +14,7 @@ from multimax_fairseq.errors import UsageError
 
 pytestmark = pytest.mark.long
 
-# Each table has pairs of a command and the words that its error must contain. `places` makes what
+# Each table has pairs of a command and the words that its error must contain. `paths` makes what
 # the braces name: {mt} and {lm} are data of fairseq-preprocess, {other} has other dictionaries,
 # {as_lm} is {mt} under the names of {lm}; {MT}, {LM} and {ENTMAX} are checkpoints; {plugin} is
 # --user-dir with {package}. Other files are in the current folder.
@@ -95,7 +95,7 @@ CHECKPOINTS = [
     ("fairseq-validate {mt} {plugin} --path {MT}", "--task translation language_modeling"),
     (f"{MODEL} --past-target", "--past-target"),
 ]
-SIZES_AND_PLACES = [
+SIZES_AND_FOLDERS = [
     (f"{TRANSLATE} --max-tokens 2", "--max-tokens 2"),
     (f"{TRANSLATE} --max-source-positions 4 --max-target-positions 4", "positions"),
     (f"{MODEL} --max-tokens 8", "--max-tokens 8"),
@@ -129,13 +129,13 @@ MAPPINGS = [
     (f"{TRANSLATE} --criterion entmax_loss", "entmax_loss --output-normalizer"),
     (f"{TRANSLATE} --output-normalizer multimax --adaptive-softmax-cutoff 10,20", "cutoff softmax"),
 ]
-MISTAKES = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_PLACES, *GPU, *MAPPINGS]
+MISTAKES = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_FOLDERS, *GPU, *MAPPINGS]
 
 
 @pytest.fixture(scope="module")
-def places(data, checkpoint, tmp_path_factory):
+def paths(data, checkpoint, tmp_path_factory):
     """The values of the names in braces."""
-    folder = tmp_path_factory.mktemp("places")
+    folder = tmp_path_factory.mktemp("paths")
     # The data of mt/ under the names that a language model reads.
     shutil.copytree(data / "mt", folder / "as_lm")
     shutil.copy(data / "mt" / "dict.en.txt", folder / "as_lm" / "dict.txt")
@@ -172,8 +172,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("command, named", [*WORDS, *MISTAKES])
-def test_commands_report_mistakes_in_one_sentence(places, folder, command, named):
-    words = shlex.split(command.format(**places))
+def test_commands_report_mistakes_in_one_sentence(paths, folder, command, named):
+    words = shlex.split(command.format(**paths))
     sentence = refused(folder, *words, code=2 if (command, named) in WORDS else 1)
     assert [word for word in named.split() if word not in sentence] == []
     assert not list(folder.glob("model/*"))  # not even a crash.pt
@@ -187,15 +187,15 @@ def test_check_settings_allows_half_precision_on_a_gpu(monkeypatch):
     mistakes.check_settings({"fp16": True})
 
 
-def test_parser_message_names_the_nearest_choices(places, folder):
-    words = shlex.split(f"{STOCK} --arch transformr".format(**places))
+def test_parser_message_names_the_nearest_choices(paths, folder):
+    words = shlex.split(f"{STOCK} --arch transformr".format(**paths))
     sentence = refused(folder, *words, code=2)
     assert "did you mean transformer or " in sentence and len(sentence) < 300
     assert "(choose from " in run(folder, *words, code=2, MULTIMAX_TRACEBACK="1")
 
 
-def test_train_accepts_one_language_that_fits_the_data(places, folder):
-    run(folder, *shlex.split(f"{TRANSLATE} --source-lang de --no-save".format(**places)))
+def test_train_accepts_one_language_that_fits_the_data(paths, folder):
+    run(folder, *shlex.split(f"{TRANSLATE} --source-lang de --no-save".format(**paths)))
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_commands_check_the_output_folder_first(tmp_path, command, words):
 # --- wrong results -------------------------------------------------------------------------------
 
 
-def test_train_refuses_to_resume_without_optimizer_state(places, folder):
-    words = shlex.split(f"{TRANSLATE} --no-save-optimizer-state".format(**places))
+def test_train_refuses_to_resume_without_optimizer_state(paths, folder):
+    words = shlex.split(f"{TRANSLATE} --no-save-optimizer-state".format(**paths))
     run(folder, *words)
-    for path in ("model/checkpoint_last.pt", places["MT"]):
+    for path in ("model/checkpoint_last.pt", paths["MT"]):
         sentence = refused(folder, *words, "--restore-file", path)
         assert f"'{path}', which has no optimizer state" in sentence
         assert "--reset-optimizer" in sentence and "--finetune-from-model" in sentence
@@ -226,20 +226,20 @@ def test_train_refuses_to_resume_without_optimizer_state(places, folder):
     assert "num_updates 1 " in output
 
 
-def test_commands_refuse_another_direction_than_the_checkpoint(places, folder):
-    run(folder, *shlex.split(TRANSLATE.format(**places)))  # languages inferred from the data
+def test_commands_refuse_another_direction_than_the_checkpoint(paths, folder):
+    run(folder, *shlex.split(TRANSLATE.format(**paths)))  # languages inferred from the data
     path, back = folder / "model" / "checkpoint_last.pt", folder / "back"
-    shutil.copytree(places["mt"], back)
+    shutil.copytree(paths["mt"], back)
     for file in back.glob("*.de-en.*"):
         file.rename(back / file.name.replace("de-en", "en-de"))
     options = ["--task", "translation", *PLUGIN, "--max-tokens", "400", "--path", path]
     swapped = ["-s", "en", "-t", "de"]
     split = {"generate": ["--gen-subset", "valid"], "interactive": ["--input", "text"]}
     for name, data, languages in (
-        ("generate", places["mt"], swapped),
+        ("generate", paths["mt"], swapped),
         ("generate", back, []),
-        ("interactive", places["mt"], swapped),
-        ("validate", places["mt"], swapped),
+        ("interactive", paths["mt"], swapped),
+        ("validate", paths["mt"], swapped),
     ):
         words = [f"fairseq-{name}", data, *options, *split.get(name, []), *languages]
         sentence = refused(folder, *words)
@@ -250,7 +250,7 @@ def test_commands_refuse_another_direction_than_the_checkpoint(places, folder):
     assert f'--model-overrides "{names}"' in sentence
     run(folder, *words, "--model-overrides", names)
     with pytest.raises(UsageError, match="from de to en"):
-        trained.load(path, places["mt"], source_lang="en", target_lang="de")
+        trained.load(path, paths["mt"], source_lang="en", target_lang="de")
     # An earlier checkpoint may not know its languages.
     state = torch.load(path)
     state["cfg"]["task"].update(source_lang=None, target_lang=None)
@@ -259,24 +259,24 @@ def test_commands_refuse_another_direction_than_the_checkpoint(places, folder):
 
 
 @pytest.mark.parametrize("command", ["fairseq-generate", "fairseq-validate"])
-def test_model_overrides_accepts_only_settings_of_the_checkpoint(places, folder, command):
+def test_model_overrides_accepts_only_settings_of_the_checkpoint(paths, folder, command):
     words = f"{command} {{mt}} {{plugin}} --task translation --path {{MT}} --max-tokens 400"
     short = "--gen-subset valid --max-len-b 2" if command == "fairseq-generate" else ""
-    words = [*shlex.split(f"{words} {short}".format(**places)), "--model-overrides"]
+    words = [*shlex.split(f"{words} {short}".format(**paths)), "--model-overrides"]
     run(folder, *words, "{'dropout': 0.3, 'encoder_layers_to_keep': None}")
     sentence = refused(folder, *words, "{'attention_normalyzer': 'softmax'}")
     assert "did you mean 'attention_normalizer'" in sentence
 
 
-def test_eval_lm_refuses_partial_perplexity(places, folder):
-    dataset = load_indexed_dataset(str(places["lm"] / "valid"), None)  # whose sizes end with it
+def test_eval_lm_refuses_partial_perplexity(paths, folder):
+    dataset = load_indexed_dataset(str(paths["lm"] / "valid"), None)  # whose sizes end with it
     longest = int(dataset.sizes.sum()) - 5
-    words = shlex.split(EVAL_LM.format(**places))
+    words = shlex.split(EVAL_LM.format(**paths))
     sentence = refused(folder, *words, "--tokens-per-sample", longest)
     assert sentence.startswith("1 of 2 blocks are longer than the ")
 
 
-def test_eval_lm_refuses_infinite_perplexity(places, checkpoint, folder):
-    places = places | {"LM": checkpoint(LM, "--output-normalizer", "sparsemax")}
-    words = shlex.split(f"{EVAL_LM} --tokens-per-sample 32".format(**places))
+def test_eval_lm_refuses_infinite_perplexity(paths, checkpoint, folder):
+    paths = paths | {"LM": checkpoint(LM, "--output-normalizer", "sparsemax")}
+    words = shlex.split(f"{EVAL_LM} --tokens-per-sample 32".format(**paths))
     assert "the probability 0, so the perplexity is infinite" in refused(folder, *words)

@@ -48,17 +48,17 @@ FLAGS = {
 # --- which attentions are built ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("places", ["encoder", "decoder", "cross", "encoder,cross"])
-def test_attention_normalizer_at_selects_the_attentions(build, places):
-    model = build(TRANSLATION[0], "--attention-normalizer-at", places)
+@pytest.mark.parametrize("attentions", ["encoder", "decoder", "cross", "encoder,cross"])
+def test_attention_normalizer_at_selects_the_attentions(build, attentions):
+    model = build(TRANSLATION[0], "--attention-normalizer-at", attentions)
     kinds = {"encoder.": "encoder", "decoder.": "decoder"}
     for name, module in attentions(model).items():
-        place = "cross" if "encoder_attn" in name else kinds[name[:8]]
-        assert isinstance(module, MultiheadAttention) == (place in places.split(","))
+        kind = "cross" if "encoder_attn" in name else kinds[name[:8]]
+        assert isinstance(module, MultiheadAttention) == (kind in attentions.split(","))
     assert len(attentions(model)) == 6
 
 
-def test_attention_normalizer_at_sets_a_mapping_per_place(build):
+def test_attention_normalizer_at_sets_a_mapping_per_attention(build):
     model = build(TRANSLATION[0], *FLAGS["one each"])
     names = {name: module.normalizer.name for name, module in attentions(model).items()}
     assert names["encoder.layers.1.self_attn"] == "entmax15"

@@ -26,7 +26,7 @@ from multimax_fairseq.criterions.cross_entropy import MultimaxCrossEntropyCriter
 from multimax_fairseq.criterions.entmax_loss import EntmaxLossCriterion
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models import monitor
-from multimax_fairseq.models.config import PLACES
+from multimax_fairseq.models.config import ATTENTIONS
 from multimax_fairseq.statistics import observer
 
 pytestmark = pytest.mark.long
@@ -159,8 +159,8 @@ def test_monitor_largest_score_and_output_equal_reference(data, checkpoint, vari
                 if variant.startswith("multimax"):
                     own = network.sigma(*at, own, head)
                 largest[at] = max(largest.get(at, -math.inf), own[~excluded].max())
-    for (place, layer), value in largest.items():
-        assert found[f"{place}.{layer}/largest_score"] == pytest.approx(value, rel=1e-5, abs=1e-5)
+    for (kind, layer), value in largest.items():
+        assert found[f"{kind}.{layer}/largest_score"] == pytest.approx(value, rel=1e-5, abs=1e-5)
     model.double().eval()
     with torch.no_grad():
         logits = model(**sample["net_input"])[0][sample["target"] != words.pad()]
@@ -376,8 +376,8 @@ def test_train_logs_monitor_metrics_as_json_after_resume(text, tmp_path):
     assert all(line["monitor/updates"] == line["num_updates"] for line in told)
     scalars = [f"{t}{side}{n}" for t in ("t_", "") for side in "bd" for n in (1, 2)]
     figures = ["entropy", "sparsity", "multi_modality", "zeros", "past_turning_point"]
-    keys = {f"{place}.0/{name}" for place in PLACES for name in (*scalars, *figures)}
-    keys |= {f"{place}.0/largest_score" for place in PLACES} | {"updates"}
+    keys = {f"{kind}.0/{name}" for kind in ATTENTIONS for name in (*scalars, *figures)}
+    keys |= {f"{kind}.0/largest_score" for kind in ATTENTIONS} | {"updates"}
     keys |= {f"output/{name}" for name in (*scalars, "entropy", "top1", "top10")}
     for line in told:
         found = {key for key in line if key.startswith("monitor/")}

@@ -43,19 +43,19 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("place", BROKEN)
-def test_train_step_names_the_layer_of_non_finite_scores(trainer_of, place):
+@pytest.mark.parametrize("layer", BROKEN)
+def test_train_step_names_the_layer_of_non_finite_scores(trainer_of, layer):
     trainer, batches = trainer_of(TRANSLATION, *OUTPUT)
     assert trainer.train_step(batches[:1]) is not None
-    BROKEN[place](trainer.get_model())
+    BROKEN[layer](trainer.get_model())
     before = copy.deepcopy(trainer.get_model().state_dict())
     with pytest.raises(UsageError) as raised:
         trainer.train_step(batches[:2])
     text = str(raised.value)
-    kind = "logit" if place == "output layer" else "modulated score"
-    number = "nan" if BROKEN[place] is break_first_layer else "-?(inf|nan)"
+    kind = "logit" if layer == "output layer" else "modulated score"
+    number = "nan" if BROKEN[layer] is break_first_layer else "-?(inf|nan)"
     begin = r"update 2 is not finite \(gradients are Nan/Inf\): it begins in the "
-    raised.match(rf"{begin}{place}, where the largest {kind} is {number}\b.*; lower --lr, ")
+    raised.match(rf"{begin}{layer}, where the largest {kind} is {number}\b.*; lower --lr, ")
     assert "\n" not in text and "--clip-norm" in text
     after = trainer.get_model().state_dict()
     assert all(
@@ -177,7 +177,7 @@ def test_why_not_finite_names_the_layer_after_an_exception(build, translation_ba
 
 
 def test_train_step_names_the_last_non_finite_gradient(trainer_of):
-    """Backpropagation runs from the output, so the last place is where the gradients fail first."""
+    """Backpropagation runs from the output, so the last layer is where the gradients fail first."""
     trainer, batches = trainer_of(TRANSLATION)
     for layer in trainer.get_model().decoder.layers:
         layer.fc1.weight.register_hook(lambda gradient: gradient * torch.inf)

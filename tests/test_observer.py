@@ -6,7 +6,7 @@ import torch
 from multimax_fairseq.modules import Normalizer
 from multimax_fairseq.statistics.observer import AttentionListener, Observer
 
-PLACES = [(place, layer) for place in ("encoder", "decoder", "cross") for layer in range(2)]
+LAYERS = [(kind, layer) for kind in ("encoder", "decoder", "cross") for layer in range(2)]
 
 
 class Lists(AttentionListener):
@@ -32,7 +32,7 @@ def test_observer_passes_each_attention_once(model, translation_batch):
     with torch.no_grad():
         logits, _ = model(**sample["net_input"])
 
-    assert sorted((a.place, a.layer) for a in lists.attentions) == sorted(PLACES)
+    assert sorted((a.kind, a.layer) for a in lists.attentions) == sorted(LAYERS)
     for attention in lists.attentions:
         normalizer = attention.normalizer or Normalizer("softmax")
         expected = normalizer(attention.scores, -1, attention.excluded)
@@ -98,7 +98,7 @@ def test_observer_stops(model, translation_batch, once):
             observer.stop()
         model(**inputs)
 
-    assert len(lists.outputs) == 1 and len(lists.attentions) == len(PLACES)
+    assert len(lists.outputs) == 1 and len(lists.attentions) == len(LAYERS)
     assert not any(getattr(module, "kernel_hooks", ()) for module in model.modules())
 
 
@@ -110,6 +110,6 @@ def test_observer_counts_layers_that_share_a_module(model, translation_batch):
     with torch.no_grad():
         model(**translation_batch()["net_input"])
 
-    first, second = (a for a in lists.attentions if a.place == "encoder")
+    first, second = (a for a in lists.attentions if a.kind == "encoder")
     assert (first.layer, second.layer) == (0, 1)
     assert not first.scores.equal(second.scores)

@@ -67,7 +67,7 @@ GRAPH = {
 }
 
 
-def place(name):
+def folder_of(name):
     """Return the folder of a module of the package, or the module itself if it is in none."""
     return name.split(".")[1] if "." in name else "__main__"
 
@@ -76,15 +76,15 @@ def place(name):
 def test_no_folder_imports_from_one_above_it(number):
     below = {each for line in LINES[:number] for each in line}
     for name in LINES[number]:
-        files = [module for module in MODULES if place(module) == name]
+        files = [module for module in MODULES if folder_of(module) == name]
         assert files, name
         for file in files:
-            above = {each for each in GRAPH[file] if place(each) not in {*below, name}}
+            above = {each for each in GRAPH[file] if folder_of(each) not in {*below, name}}
             assert not above, f"{file} imports {above}"
 
 
 def test_order_names_every_folder_and_module():
-    assert sorted(ORDER.split()) == sorted({place(name) for name in MODULES})
+    assert sorted(ORDER.split()) == sorted({folder_of(name) for name in MODULES})
 
 
 def test_no_two_files_import_each_other():
@@ -94,7 +94,7 @@ def test_no_two_files_import_each_other():
 @pytest.mark.parametrize("folder", WITHOUT_FAIRSEQ)
 def test_folder_needs_no_fairseq(folder):
     """Neither a file of the folder nor a file that it imports imports fairseq."""
-    waiting = {name for name in MODULES if place(name) == folder}
+    waiting = {name for name in MODULES if folder_of(name) == folder}
     seen = set()
     while waiting:
         name = waiting.pop()
@@ -107,7 +107,7 @@ def test_folder_needs_no_fairseq(folder):
 
 def test_only_integrations_import_transformers():
     users = {
-        place(name)
+        folder_of(name)
         for name, file in MODULES.items()
         if any(each.partition(".")[0] == "transformers" for each in imports(file))
     }

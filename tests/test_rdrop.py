@@ -53,7 +53,7 @@ MODELS = {
 
 
 class Masks:
-    """Fixed dropout masks: two for each sentence at each place of the model."""
+    """Fixed dropout masks: two for each sentence in each layer of the model."""
 
     def __init__(self):
         self.stored, self.generator = [], torch.Generator().manual_seed(7)
@@ -61,20 +61,20 @@ class Masks:
     @contextlib.contextmanager
     def passes(self, *rows):
         """Set the (pass, sentence) pairs of the rows of the next batch."""
-        self.rows, self.place = rows, 0
+        self.rows, self.index = rows, 0
         yield
-        assert self.place == len(self.stored) > 0
+        assert self.index == len(self.stored) > 0
 
     def dropout(self, x, p=0.5, training=True, inplace=False):
         if p == 0 or not training:
             return x
         assert x.shape.count(len(self.rows)) == 1
         dim = x.shape.index(len(self.rows))
-        if self.place == len(self.stored):
+        if self.index == len(self.stored):
             shape = (2, SENTENCES, *x.shape[:dim], *x.shape[dim + 1 :])
             self.stored.append(torch.rand(shape, generator=self.generator) >= p)
-        kept = torch.stack([self.stored[self.place][row] for row in self.rows], dim)
-        self.place += 1
+        kept = torch.stack([self.stored[self.index][row] for row in self.rows], dim)
+        self.index += 1
         return x * kept / (1 - p)
 
 

@@ -14,8 +14,8 @@ from multimax_fairseq.compat.mistakes import check_criterion
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.checks import check_settings
 from multimax_fairseq.models.config import (
+    ATTENTIONS,
     DENSITY_AT,
-    PLACES,
     flag,
     set_defaults,
     settings,
@@ -84,7 +84,7 @@ def checked(*flags):
     gen_parser_from_dataclass(parser, translation_config()(), delete_default=True)
     args = parser.parse_args(flags)
     set_defaults(args)
-    check_settings(args, PLACES)
+    check_settings(args, ATTENTIONS)
 
 
 @pytest.mark.parametrize("beside, setting, owner, home", FOREIGN)
@@ -154,13 +154,15 @@ def test_build_model_ignores_the_mapping_of_a_missing_attention(build, arch, fla
 
 
 @pytest.mark.parametrize(
-    "arch, normalizer, places, parts",
+    "arch, normalizer, attentions, parts",
     [
         (TRANSLATION, "entmax15", "cross=sparsemax", ("entmax15 acts nowhere", "'cross=sparse")),
     ],
 )
-def test_build_model_refuses_a_normalizer_without_effect(build, arch, normalizer, places, parts):
-    words = ("--attention-normalizer-at", places, "--output-normalizer", "softmax")
+def test_build_model_refuses_a_normalizer_without_effect(
+    build, arch, normalizer, attentions, parts
+):
+    words = ("--attention-normalizer-at", attentions, "--output-normalizer", "softmax")
     with pytest.raises(UsageError) as error:
         build(arch, "--attention-normalizer", normalizer, *words)
     message = str(error.value)

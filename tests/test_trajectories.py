@@ -10,7 +10,7 @@ from figure_checks import check_figure
 from train_commands import MODEL_LANGUAGE, TRANSLATE
 
 from multimax_fairseq.analysis import training_log
-from multimax_fairseq.analysis.collection import PLACES
+from multimax_fairseq.analysis.collection import KINDS
 from multimax_fairseq.analysis.figures import trajectories
 from multimax_fairseq.errors import UsageError
 
@@ -26,8 +26,8 @@ def line(done, start="", **figures):
     return json.dumps({f"{start}{key}": f"{value:g}" for key, value in found.items()})
 
 
-def values(log, place, name):
-    table = log.values[(log.values["place"] == place) & (log.values["name"] == name)]
+def values(log, kind, name):
+    table = log.values[(log.values["kind"] == kind) & (log.values["name"] == name)]
     return list(zip(table["updates"], table["layer"], table["value"], strict=True))
 
 
@@ -106,7 +106,7 @@ def logs(text, tmp_path_factory):
 def test_trajectories_draws_one_run(logs):
     run(logs, "multimax-analyze", "trajectories", "translation.log")
     names = {file.stem for file in (logs / "trajectories").glob("*.png")}
-    assert names == {f"trajectories-{p}" for p in ("training", *PLACES)}
+    assert names == {f"trajectories-{p}" for p in ("training", *KINDS)}
     assert names == {file.stem for file in (logs / "trajectories").glob("*.svg")}
     log = training_log.read(logs / "translation.log")
     drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw([log])}
@@ -114,7 +114,7 @@ def test_trajectories_draws_one_run(logs):
         check_figure(entry)
     figure = drawn["encoder"].figure
     # One panel for each value that changes.
-    table = log.values[log.values["place"] == "encoder"]
+    table = log.values[log.values["kind"] == "encoder"]
     changing = table.groupby("name")["value"].nunique() > 1
     assert len(figure.axes) == changing.sum() >= 12
     panel = next(axis for axis in figure.axes if axis.get_ylabel() == "entropy (nats)")
@@ -132,7 +132,7 @@ def test_trajectories_draws_two_runs(logs):
     printed = run(logs, "multimax-analyze", "trajectories", *both)
     assert f"written: {out}" in printed
     assert {file.stem for file in out.glob("*.svg")} == {
-        f"trajectories-{place}" for place in ("training", *PLACES)
+        f"trajectories-{kind}" for kind in ("training", *KINDS)
     }
     runs = training_log.read_all([logs / "translation.log", logs / "language.log"])
     drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw(runs)}
@@ -143,7 +143,7 @@ def test_trajectories_draws_two_runs(logs):
     assert shown == ["translation", "language"]
     first, *_ = figure.axes
     assert first.get_ylabel() == "sparsity (0 to 1)" and len(first.get_lines()) == 2
-    means = runs[0].values.query("place == 'encoder' and name == 'entropy'")
+    means = runs[0].values.query("kind == 'encoder' and name == 'entropy'")
     means = means.groupby("updates")["value"].mean()
     panel = drawn["encoder"].figure.axes[2]
     assert panel.get_lines()[0].get_ydata().tolist() == means.tolist()

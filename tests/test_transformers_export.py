@@ -127,10 +127,10 @@ def test_export_keeps_the_logits_of_a_language_model(kind, data, checkpoint, tmp
         expected, cache = model(words)[0], None
         atol = 1e-5 * expected.abs().max().item()
         torch.testing.assert_close(theirs(words).logits, expected, atol=atol, rtol=0)
-        for place in range(words.shape[1]):
-            step = theirs(words[:, place : place + 1], past_key_values=cache, use_cache=True)
+        for position in range(words.shape[1]):
+            step = theirs(words[:, position : position + 1], past_key_values=cache, use_cache=True)
             cache = step.past_key_values
-            torch.testing.assert_close(step.logits[:, 0], expected[:, place], atol=atol, rtol=0)
+            torch.testing.assert_close(step.logits[:, 0], expected[:, position], atol=atol, rtol=0)
 
 
 TRANSLATED = {

@@ -124,10 +124,10 @@ def draw(count, generator):
         pair = torch.randperm(CLASSES, generator=generator)[:2]
         length, marked = several(4, 9, 1).item(), several(0, 2, 1).item()
         parts = []
-        for place, kind in enumerate(pair):
+        for number, kind in enumerate(pair):
             said = CLASS_WORD + kind + CLASSES * several(0, 5, length)
             # The other interval is alike but for the marks.
-            ends = torch.tensor([OPEN, CLOSE]) if place == marked else filler(2)
+            ends = torch.tensor([OPEN, CLOSE]) if number == marked else filler(2)
             parts += [filler(several(0, 9, 1).item()), ends[:1], said, ends[1:]]
         document = torch.cat([*parts, filler(several(0, 9, 1).item())])
         ends = ((document == OPEN) | (document == CLOSE)).nonzero().squeeze(-1)

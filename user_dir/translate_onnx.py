@@ -28,8 +28,8 @@ def translate(folder: Path, lines: list[str], longest: int = 200) -> list[str]:
     ids = {word: number for number, word in enumerate(source) if number > eos}
     rows = [[ids.get(word, ids["<unk>"]) for word in line.split()] + [eos] for line in lines]
     tokens = np.full((len(rows), max(map(len, rows))), pad)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = row
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = row
     encoder, decoder = (
         onnxruntime.InferenceSession(str(folder / f"{side}.onnx"))
         for side in ("encoder", "decoder")

@@ -2,13 +2,13 @@
 
 # The tables of a collection, one CSV file each. `collect` writes them, `collection` reads them.
 COLUMNS = {
-    "parameters": "updates place layer head name value",
-    "heads": "updates place layer head queries sparsity multi_modality entropy density offset "
+    "parameters": "updates kind layer head name value",
+    "heads": "updates kind layer head queries sparsity multi_modality entropy density offset "
     "confidence bpe_merging interrogation past_turning_point support_tokens position_variance mass",
-    "layers": "updates place layer head_diversity patch_similarity mean_average_distance "
+    "layers": "updates kind layer head_diversity patch_similarity mean_average_distance "
     "rollout_similarity",
-    "histograms": "updates place layer quantity left right count",
-    "temperatures": "updates place layer temperature sparsity multi_modality",
+    "histograms": "updates kind layer quantity left right count",
+    "temperatures": "updates kind layer temperature sparsity multi_modality",
     "output": "updates bucket tokens entropy sparsity nll nll_without_modulator probability "
     "probability_without_modulator",
 }

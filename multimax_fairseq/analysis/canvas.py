@@ -90,8 +90,8 @@ def updates_axis(axis: Axes) -> None:
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
 
 
-def places_of(collections: list[Collection]) -> list[str]:
-    return [place for place in ATTENTIONS if any(place in c.places() for c in collections)]
+def kinds_of(collections: list[Collection]) -> list[str]:
+    return [kind for kind in ATTENTIONS if any(kind in c.kinds() for c in collections)]
 
 
 def layers_of(frame: pd.DataFrame) -> list[int]:
@@ -135,27 +135,27 @@ def plot_by_layer(
     label: str,
     all_updates: bool = False,
 ) -> Figure | None:
-    """Draw a quantity by layer, with one column per place and one line per series.
+    """Draw a quantity by layer, with one column per kind of attention and one line per series.
 
     The columns share their scale, which includes 0. Return None if the quantity is constant.
     """
     tables = [latest(getattr(c, table)) for c in collections]
-    places = [
-        place
-        for place in places_of(collections)
-        if not all(empty(frame[frame["place"] == place], quantity) for frame in tables)
+    kinds = [
+        kind
+        for kind in kinds_of(collections)
+        if not all(empty(frame[frame["kind"] == kind], quantity) for frame in tables)
     ]
-    if not places:
+    if not kinds:
         return None
     drawn = series(collections, all_updates)
     values = pd.concat(entry.of(table)[quantity] for entry in drawn).dropna()
     if values.nunique() == 1:
         return None
-    figure, axes = grid(1, len(places))
-    for axis, place in zip(axes[0], places, strict=True):
+    figure, axes = grid(1, len(kinds))
+    for axis, kind in zip(axes[0], kinds, strict=True):
         layers: set[int] = set()
         for index, entry in enumerate(drawn):
-            means = entry.of(table, place=place).groupby("layer")[quantity].mean().dropna()
+            means = entry.of(table, kind=kind).groupby("layer")[quantity].mean().dropna()
             if means.empty:
                 continue
             layers.update(means.index.astype(int))
@@ -164,7 +164,7 @@ def plot_by_layer(
         layer_axis(axis, sorted(layers))
         axis.set_ylim(min(0, 1.05 * values.min()), 1.05 * values.max())
         axis.set_ylabel(label)
-        axis.set_title(ATTENTIONS[place], fontsize=10)
+        axis.set_title(ATTENTIONS[kind], fontsize=10)
     legend_below(figure)
     return figure
 
@@ -172,34 +172,32 @@ def plot_by_layer(
 def heatmaps(
     collection: Collection, quantities: dict[str, str], written: str | None = None
 ) -> Figure | None:
-    """Draw layers by heads, with one row per quantity and one column per place.
+    """Draw layers by heads, with one row per quantity and one column per kind of attention.
 
     The cells show the values of `written`, or of the quantity itself.
     """
     heads = latest(collection.heads)
-    places = [
-        place
-        for place in collection.places()
-        if not empty(heads[heads["place"] == place], *quantities)
+    kinds = [
+        kind for kind in collection.kinds() if not empty(heads[heads["kind"] == kind], *quantities)
     ]
-    if not places:
+    if not kinds:
         return None
     layers, count = len(layers_of(heads)), int(heads["head"].max()) + 1
     width, height = max(3.2, 0.45 * count + 1), max(2.6, 0.3 * layers + 1)
-    figure, axes = grid(len(quantities), len(places), width, height)
+    figure, axes = grid(len(quantities), len(kinds), width, height)
     for row, (quantity, label) in enumerate(quantities.items()):
-        values = heads[heads["place"].isin(places)][quantity]
+        values = heads[heads["kind"].isin(kinds)][quantity]
         low, high = values.min(), values.max()
         if low == high:
             low, high = low - 0.5, high + 0.5
-        for axis, place in zip(axes[row], places, strict=True):
-            rows = heads[heads["place"] == place]
+        for axis, kind in zip(axes[row], kinds, strict=True):
+            rows = heads[heads["kind"] == kind]
             table = rows.pivot(index="layer", columns="head", values=quantity)
             image = axis.imshow(
                 table, cmap="cividis", vmin=low, vmax=high, aspect="auto", origin="upper"
             )
             axis.set(xlabel="head", ylabel="layer")
-            axis.set_title(ATTENTIONS[place], fontsize=10)
+            axis.set_title(ATTENTIONS[kind], fontsize=10)
             axis.set_xticks(range(len(table.columns)), [str(int(h) + 1) for h in table.columns])
             axis.set_yticks(range(len(table.index)), [str(int(i) + 1) for i in table.index])
             if count > 16:

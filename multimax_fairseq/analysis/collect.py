@@ -9,7 +9,9 @@
     examples.json     a few sentences with attention, roll-out and densities over positions
     collection.json   the checkpoints, their settings, the data, and the versions of all packages
 
-Places are encoder, decoder and cross; layers and heads count from 0; an empty cell is undefined.
+The column `place` has the kind of attention: encoder, decoder or cross. Layers and heads count from
+0. An empty cell is undefined.
+
 Patch similarity and the mean average distance compare the outputs of a layer of the encoder or the
 decoder: the mean absolute cosine between two tokens, and one minus the mean cosine. The roll-out of
 cross-attention continues through the encoder to the source. The target of an example is the
@@ -92,8 +94,8 @@ def collect(
             recorder, seen = _record(model, task, subset, max_sentences, path)
             described.append({**about, **_normalizers(about["settings"], model, recorder)})
             examples[about["updates"]] = [e for _, e in sorted(recorder.examples.items())]
-            for (place, layer), sums in recorder.sums.items():
-                writing.add_attention(tables, about["updates"], place, layer, sums)
+            for (kind, layer), sums in recorder.sums.items():
+                writing.add_attention(tables, about["updates"], kind, layer, sums)
             _add_output(tables, about["updates"], model, recorder)
         described.sort(key=lambda about: about["updates"])
         metadata = {
@@ -185,10 +187,10 @@ def _normalizers(settings: dict[str, Any], model: Any, recorder: Recorder) -> di
     own = ("output_modulator", "output_normalizer")  # of our decoders
     is_softmax = all(getattr(model.decoder, name, None) is None for name in own)
     output = "softmax" if is_softmax else settings["output_normalizer"]
-    places = {place: sums.normalizer.name for (place, _), sums in recorder.sums.items()}
-    labels = {name: NORMALIZERS[name].label for name in (*places.values(), output)}
+    normalizers = {kind: sums.normalizer.name for (kind, _), sums in recorder.sums.items()}
+    labels = {name: NORMALIZERS[name].label for name in (*normalizers.values(), output)}
     return {
-        "normalizer": places,
+        "normalizer": normalizers,
         "densities": recorder.densities,
         "output_normalizer": output,
         "labels": labels,

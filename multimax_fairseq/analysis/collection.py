@@ -17,8 +17,8 @@ ATTENTIONS = {
     "decoder": "decoder self-attention",
     "cross": "cross-attention",
 }
-PLACES = {**ATTENTIONS, "output": "output layer"}
-TEXT = {"place", "name", "quantity", "bucket"}  # the columns that are not numbers
+KINDS = {**ATTENTIONS, "output": "output layer"}
+TEXT = {"kind", "name", "quantity", "bucket"}  # the columns that are not numbers
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Collection:
         metadata: collection.json: versions, data, and the settings of each checkpoint.
         examples: examples.json, one dict per sentence or pair of sentences:
             `source`, `target`: `tokens` (subwords) and `words` (word, start, end of its subwords);
-            `attention`: {place: [layer][head][query][key]};
-            `rollout`: {place: [layer][query][key]};
-            `densities`: {place: [layer]} for continuous attention, each with
+            `attention`: {kind: [layer][head][query][key]};
+            `rollout`: {kind: [layer][query][key]};
+            `densities`: {kind: [layer]} for continuous attention, each with
                 `kind`: "softmax" (a Gaussian) or "sparsemax" (a truncated parabola);
                 `positions`: of the keys, l / L;
                 `mean`, `variance`: of the score function, [head][query];
@@ -57,12 +57,12 @@ class Collection:
         self.label = " / ".join(dict.fromkeys(names)) or self.folder.name
 
     def normalizers(self) -> dict[str, str]:
-        """Return {place: display name} for the last checkpoint."""
+        """Return {kind: display name} for the last checkpoint."""
         checkpoint = self.checkpoint()
         labels = {name: mapping.label for name, mapping in NORMALIZERS.items()}
         labels |= checkpoint.get("labels", {})
         names = checkpoint.get("normalizer", {})
-        return {place: labels.get(name, name) for place, name in names.items() if name}
+        return {kind: labels.get(name, name) for kind, name in names.items() if name}
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the last checkpoint's entry in collection.json."""
@@ -70,9 +70,9 @@ class Collection:
             self.metadata.get("checkpoints") or [{}], key=lambda entry: entry.get("updates", 0)
         )
 
-    def places(self) -> list[str]:
+    def kinds(self) -> list[str]:
         """Return the model's attentions in the order of the figures."""
-        return [place for place in ATTENTIONS if (self.layers["place"] == place).any()]
+        return [kind for kind in ATTENTIONS if (self.layers["kind"] == kind).any()]
 
     def updates(self) -> list[int]:
         return sorted(self.layers["updates"].unique().tolist())
@@ -109,7 +109,7 @@ def _table(file: Path, words: str) -> pd.DataFrame:
     """Read a table and check its columns; add the ones that older collections lack."""
     try:
         frame = pd.read_csv(file, encoding="utf-8", dtype=dict.fromkeys(TEXT, str))
-        frame = frame.rename(columns={"kind": "place"})  # its name in older collections
+        frame = frame.rename(columns={"place": "kind"})  # its name in the files
         for column in ADDED.get(file.stem, "").split():
             if column not in frame:
                 frame[column] = np.nan

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from multimax_fairseq.analysis.collection import PLACES, Collection, latest
+from multimax_fairseq.analysis.collection import KINDS, Collection, latest
 from multimax_fairseq.analysis.figures.modulators import modulated, modulators_of, runs
 from multimax_fairseq.mappings.multimax import Modulator
 
@@ -63,10 +63,10 @@ def multi_modality(collection: Collection) -> Iterator[str]:
     """Compare each layer with softmax at the temperature that gives the same sparsity."""
     better = count = 0
     mappings = collection.checkpoint().get("normalizer", {})
-    for (place, _), frame in latest(collection.temperatures).groupby(["place", "layer"]):
+    for (kind, _), frame in latest(collection.temperatures).groupby(["kind", "layer"]):
         softmax = frame[frame["temperature"].notna()].sort_values("sparsity")
         own = frame[frame["temperature"].isna()]
-        if mappings.get(place) == "softmax" or own.empty or softmax.empty:
+        if mappings.get(kind) == "softmax" or own.empty or softmax.empty:
             continue
         sparsity, modes = own[["sparsity", "multi_modality"]].iloc[0]
         if not softmax["sparsity"].min() <= sparsity <= softmax["sparsity"].max():
@@ -88,11 +88,11 @@ def turning_points(collection: Collection) -> Iterator[str]:
     if heads.empty:
         return
     head = heads.loc[heads["past_turning_point"].idxmax()]
-    share, place, layer = head["past_turning_point"], head["place"], int(head["layer"])
+    share, kind, layer = head["past_turning_point"], head["kind"], int(head["layer"])
     if share == 0:
         yield "Sigma increases on all attention scores of this data."
         return
-    modulators = modulators_of(collection, place)[layer]
+    modulators = modulators_of(collection, kind)[layer]
     falling = intervals(modulators[int(head["head"]) if len(modulators) > 1 else 0])
     percent = f"{share:.1%}" if share >= 0.0005 else "less than 0.1%"
     where = f"on scores {' and '.join(falling)}, which are" if falling else "on"
@@ -126,6 +126,4 @@ def positional_heads(collection: Collection) -> Iterator[str]:
 
 
 def named(head: pd.Series) -> str:
-    return (
-        f"head {head['head'] + 1:.0f} of layer {head['layer'] + 1:.0f} in {PLACES[head['place']]}"
-    )
+    return f"head {head['head'] + 1:.0f} of layer {head['layer'] + 1:.0f} in {KINDS[head['kind']]}"

@@ -14,7 +14,7 @@ ATTENTIONS = {"self_attn": "self-attention", "encoder_attn": "cross-attention"}
 
 
 def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """Return {place: {symbol: (heads,) in float64}}, in the model's order.
+    """Return {layer: {symbol: (heads,) in float64}}, in the model's order.
 
     The symbols are those of `models.learned_scalars.symbols`. A parameter that the heads share has
     one value.
@@ -28,7 +28,7 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     parameters: dict[str, dict[str, Tensor]] = {}
     for name, value in unwrapped(state).items():
         if learned := symbols(name, value):
-            parameters.setdefault(place(name.rpartition(".")[0]), {}).update(learned)
+            parameters.setdefault(display_name(name.rpartition(".")[0]), {}).update(learned)
     if not parameters and any(name.endswith(".ts") for name in state):
         raise UsageError(
             f"checkpoint '{checkpoint}' is of the authors' code: convert it first with "
@@ -42,7 +42,7 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     return parameters
 
 
-def place(module: str) -> str:
+def display_name(module: str) -> str:
     """Return a display name for a module of learned scalars."""
     if "output_modulator" in module:
         return "output layer"

@@ -63,29 +63,29 @@ class Recorder(AttentionListener):
         else:
             for side, number, layer in _layers(model, source is not None):
                 modules.append((layer, side, number))
-                for place, attention in _self_and_cross_attention(side, number, layer):
+                for kind, attention in _self_and_cross_attention(side, number, layer):
                     modules += self._add_sums(
-                        place, number, attention.normalizer, attention.num_heads
+                        kind, number, attention.normalizer, attention.num_heads
                     )
         if not _takes_features_only(model):
             raise _unknown(f"a {type(model).__name__} has no forward for the features only")
         self.observer = Observer(model, self)
-        for module, place, number in modules:
-            if self.observer.follow(module, place, number):
+        for module, kind, number in modules:
+            if self.observer.follow(module, kind, number):
                 is_density = isinstance(module, Expectation)
                 module.register_forward_hook(self._on_density if is_density else self._on_features)
 
     def _add_sums(
-        self, place: str, number: int, module: nn.Module, heads: int
+        self, kind: str, number: int, module: nn.Module, heads: int
     ) -> Iterator[tuple[nn.Module, str, int]]:
         """Make the sums of an attention; yield the module that computes its densities."""
         for part in normalizer_chain(module):
             if isinstance(part, ContinuousAttention):
-                self.densities[place] = part.density
-                yield part.expectation, place, number
+                self.densities[kind] = part.density
+                yield part.expectation, kind, number
             elif isinstance(part, Normalizer):
-                self.sums[place, number] = AttentionSums(part, heads)
-        if (place, number) not in self.sums:
+                self.sums[kind, number] = AttentionSums(part, heads)
+        if (kind, number) not in self.sums:
             raise _unknown(f"its attention is by a {type(module).__name__}")
 
     def run(self, sample: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class Recorder(AttentionListener):
         tokens = {"decoder": (self.target, decoded)}
         if self.source is not None:
             tokens["encoder"] = (self.source, inputs["src_tokens"])
-        self.pairs = {place: _pair(*given, *given) for place, given in tokens.items()}
+        self.pairs = {kind: _pair(*given, *given) for kind, given in tokens.items()}
         if self.source is not None:
             self.pairs["cross"] = _pair(*tokens["decoder"], *tokens["encoder"])
         self.rollouts: dict[str, Tensor] = {}
@@ -131,10 +131,10 @@ class Recorder(AttentionListener):
 
         A recurrent decoder attends with one query at a time: return None before the last query.
         """
-        place, _ = self.observer.place_of(module)
+        kind, _ = self.observer.layer_of(module)
         steps = self.steps[module]
         steps.append(tensors)
-        if sum(step[0].shape[2] for step in steps) < self.pairs[place].query_padding.shape[1]:
+        if sum(step[0].shape[2] for step in steps) < self.pairs[kind].query_padding.shape[1]:
             return None
         if len(steps) > 1:
             tensors = tuple(torch.cat(parts, 2) for parts in zip(*steps, strict=True))
@@ -142,8 +142,8 @@ class Recorder(AttentionListener):
         return tensors
 
     def on_attention(self, attention: Attention) -> None:
-        place, number = attention.place, attention.layer
-        pair, sums = self.pairs[place], self.sums[place, number]
+        kind, number = attention.kind, attention.layer
+        pair, sums = self.pairs[kind], self.sums[kind, number]
         excluded = pair.key_padding[:, None, None].expand(-1, 1, attention.scores.shape[-2], -1)
         if attention.excluded is not None:
             excluded = excluded | attention.excluded
@@ -153,24 +153,24 @@ class Recorder(AttentionListener):
         scores, probs, excluded = tensors
         if (~scores.isfinite() & ~excluded & ~pair.query_padding[:, None, :, None]).any():
             raise UsageError(
-                f"the scores in layer {number + 1} of {place} attention are not finite, as after a "
+                f"the scores in layer {number + 1} of {kind} attention are not finite, as after a "
                 "training that diverged: give an earlier checkpoint"
             )
         sums.add(scores, probs, excluded, pair)
-        self._keep("attention", place, pair, probs)
-        self._roll_out(place, pair, sums, probs.mean(1), excluded)
+        self._keep("attention", kind, pair, probs)
+        self._roll_out(kind, pair, sums, probs.mean(1), excluded)
 
     def _roll_out(
         self,
-        place: str,
+        kind: str,
         pair: QueriesAndKeys,
         sums: AttentionSums,
         mean: Tensor,
         excluded: Tensor,
     ) -> None:
-        if place != "cross":
-            mixed = metrics.rollout(mean, self.rollouts.get(place))
-            self.rollouts[place] = mixed
+        if kind != "cross":
+            mixed = metrics.rollout(mean, self.rollouts.get(kind))
+            self.rollouts[kind] = mixed
         elif "encoder" in self.rollouts:
             mixed = mean @ self.rollouts["encoder"]
         else:  # an encoder without attention has no rollout
@@ -179,41 +179,41 @@ class Recorder(AttentionListener):
         if pair.same:  # the diagonal contains the residual connection
             ignored = ignored | (pair.offsets[:, 0] == 0)
         sums.layer["rollout_similarity"].add(metrics.correlation(mixed, mean, ignored)[None])
-        self._keep("rollout", place, pair, mixed)
+        self._keep("rollout", kind, pair, mixed)
 
     def _on_density(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        place, number = self.observer.place_of(module)
-        pair = self.pairs[place]
+        kind, number = self.observer.layer_of(module)
+        pair = self.pairs[kind]
         moments = self._all_queries(module, *(moment[..., None] for moment in inputs))
         self.observer.advance(module, inputs[0].shape[2])
         if moments is None:
             return
         mean, variance = moments
-        kind: Any = module.density
+        density: Any = module.density
         time = positions(~pair.key_padding)
-        values, inside = metrics.density_at(kind, time[:, None, None], mean, variance)
+        values, inside = metrics.density_at(density, time[:, None, None], mean, variance)
         inside = inside & ~pair.key_padding[:, None, None]
-        self.sums[place, number].add_density(kind, variance, inside, pair)
+        self.sums[kind, number].add_density(density, variance, inside, pair)
         for row, queries, keys, example in self._examples(pair):
             support = inside[row][:, queries][..., keys]
             # The support is one interval of tokens.
             first = support.long().argmax(-1)
             ends = torch.stack([first, first + support.sum(-1)], -1)
             layer = {
-                "kind": kind,
+                "kind": density,
                 "positions": _numbers(time[row, keys], 6),
                 "mean": _numbers(mean[row][:, queries, 0], 6),
                 "variance": _numbers(variance[row][:, queries, 0], 8),
                 "values": _numbers(values[row][:, queries][..., keys], 4),
                 "support": ends.tolist(),
             }
-            example["densities"].setdefault(place, []).append(layer)
+            example["densities"].setdefault(kind, []).append(layer)
 
-    def _keep(self, name: str, place: str, pair: QueriesAndKeys, values: Tensor) -> None:
+    def _keep(self, name: str, kind: str, pair: QueriesAndKeys, values: Tensor) -> None:
         """Keep the weights, (B, ..., T, S), of this batch's examples."""
         for row, queries, keys, example in self._examples(pair):
             weights = _numbers(values[row][..., queries, :][..., keys], 4)
-            example[name].setdefault(place, []).append(weights)
+            example[name].setdefault(kind, []).append(weights)
 
     def _examples(
         self, pair: QueriesAndKeys
@@ -228,11 +228,11 @@ class Recorder(AttentionListener):
                 yield row, queries, keys, self.examples[number]
 
     def _on_features(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        place, number = self.observer.place_of(module)
-        self.observer.advance(module, self.pairs[place].query_padding.shape[1])
+        kind, number = self.observer.layer_of(module)
+        self.observer.advance(module, self.pairs[kind].query_padding.shape[1])
         features = output[0] if isinstance(output, tuple) else output
-        features, padding = features.transpose(0, 1), self.pairs[place].query_padding
-        layer = self.sums[place, number].layer
+        features, padding = features.transpose(0, 1), self.pairs[kind].query_padding
+        layer = self.sums[kind, number].layer
         layer["patch_similarity"].add(metrics.patch_similarity(features, padding)[None])
         layer["mean_average_distance"].add(metrics.mean_average_distance(features, padding)[None])
 
@@ -252,8 +252,8 @@ def _layers(model: Any, has_source: bool) -> Iterator[tuple[str, int, Any]]:
 
 
 def _self_and_cross_attention(side: str, number: int, layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, attention) of a layer; put fairseq's own attention into ours."""
-    for name, place in (("self_attn", side), ("encoder_attn", "cross")):
+    """Yield (kind, attention) of a layer; put fairseq's own attention into ours."""
+    for name, kind in (("self_attn", side), ("encoder_attn", "cross")):
         attention = getattr(layer, name, None)
         if attention is None:
             if name == "self_attn":
@@ -267,7 +267,7 @@ def _self_and_cross_attention(side: str, number: int, layer: Any) -> Iterator[tu
             setattr(layer, name, attention)
         if not isinstance(attention, MultiheadAttention):
             raise _unknown(f"its attention is a {type(attention).__name__}")
-        yield place, attention
+        yield kind, attention
 
 
 def _numbers(values: Tensor, digits: int) -> list[Any]:

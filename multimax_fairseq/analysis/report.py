@@ -12,8 +12,8 @@ import jinja2
 import pandas as pd
 
 from multimax_fairseq.analysis import COLUMNS, figures
-from multimax_fairseq.analysis.canvas import places_of
-from multimax_fairseq.analysis.collection import PLACES, Collection, latest
+from multimax_fairseq.analysis.canvas import kinds_of
+from multimax_fairseq.analysis.collection import KINDS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.analysis.findings import findings, mean_over_tokens, perplexity
 from multimax_fairseq.errors import UsageError
@@ -75,13 +75,13 @@ def report(collection: Collection, out: Path) -> Iterator[str]:
     metadata = {k: v for k, v in collection.metadata.items() if k != "checkpoints"}
     updates = collection.updates()
     about = collection.checkpoint()
-    layers = latest(collection.layers).groupby("place", sort=False).size()
-    places = ", ".join(f"{PLACES[place]} ({layers[place]} layers)" for place in collection.places())
+    layers = latest(collection.layers).groupby("kind", sort=False).size()
+    kinds = ", ".join(f"{KINDS[kind]} ({layers[kind]} layers)" for kind in collection.kinds())
     examples = [example for example in collection.examples if example.get("attention")]
     page = render(
         "report.html.j2",
         title=f"{collection.label}: what the model has learned",
-        summary=f"A {about.get('architecture', 'model')} with {places}, after {updates[-1]:,} "
+        summary=f"A {about.get('architecture', 'model')} with {kinds}, after {updates[-1]:,} "
         f"updates. The data are {metadata.get('sentences', 0):,} sentences or blocks of the subset "
         f"{metadata.get('subset', '')}, {metadata.get('tokens', 0):,} tokens.",
         findings=findings(collection),
@@ -197,15 +197,15 @@ def tables(collection: Collection) -> list[Table]:
         if name == "parameters" and len(frame):
             frame = frame.assign(layer=frame["layer"].fillna(-1), head=frame["head"].fillna(-1))
             order = list(dict.fromkeys(frame["name"]))
-            frame = frame.pivot(index=["place", "layer", "head"], columns="name", values="value")
+            frame = frame.pivot(index=["kind", "layer", "head"], columns="name", values="value")
             frame = frame[order].reset_index().replace({"layer": {-1: None}, "head": {-1: None}})
         else:
             frame = frame[COLUMNS[name].split()[1:]]
         frame = frame.dropna(axis="columns", how="all")
         if frame.empty:
             continue
-        if "place" in frame:
-            frame = frame.assign(place=frame["place"].map(PLACES))
+        if "kind" in frame:
+            frame = frame.assign(kind=frame["kind"].map(KINDS))
         for column in ("layer", "head"):
             if column in frame:
                 frame = frame.assign(**{column: pd.to_numeric(frame[column]) + 1})
@@ -218,11 +218,11 @@ def positional_heads(collection: Collection) -> list[Table]:
     """Return the number and confidence of heads per relative position (Correia et al. 2019)."""
     heads = latest(collection.heads).dropna(subset=["offset", "confidence"])
     rows = [
-        [PLACES[place], f"{offset:+.0f}", str(len(own)), number(own["confidence"].median())]
-        for (place, offset), own in heads.groupby(["place", "offset"], sort=False)
+        [KINDS[kind], f"{offset:+.0f}", str(len(own)), number(own["confidence"].median())]
+        for (kind, offset), own in heads.groupby(["kind", "offset"], sort=False)
     ]
     rows.sort(key=lambda row: (row[0], -int(row[2])))
-    columns = ["place", "relative position", "heads", "median confidence"]
+    columns = ["kind", "relative position", "heads", "median confidence"]
     return [Table("Positional heads", columns, rows)] if rows else []
 
 
@@ -238,17 +238,17 @@ def comparison(collections: list[Collection]) -> list[Table]:
     if any(value is not None for value in qualities):
         cells = ["" if value is None else f"{value:.2f}" for value in qualities]
         result.insert(0, Table("Quality", ["", *labels], [["perplexity per token", *cells]]))
-    for place in places_of(collections):
+    for kind in kinds_of(collections):
         rows = []
         for table, columns in MEANS.items():
             for column in columns:
                 cells = []
                 for collection in collections:
                     frame = latest(getattr(collection, table))
-                    cells.append(number(frame[frame["place"] == place][column].mean()))
+                    cells.append(number(frame[frame["kind"] == kind][column].mean()))
                 if any(cells):
                     rows.append([column.replace("_", " "), *cells])
-        title = f"{PLACES[place]}: mean over layers and heads"
+        title = f"{KINDS[kind]}: mean over layers and heads"
         result.append(Table(title[0].upper() + title[1:], ["", *labels], rows))
     rows = []
     for column in ("entropy", "sparsity", "nll", "probability"):

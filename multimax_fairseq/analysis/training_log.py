@@ -28,7 +28,7 @@ class TrainingLog:
 
     Attributes:
         label: the run's name in legends.
-        values: one row per value: `updates`, `place` (training, encoder, decoder, cross, output),
+        values: one row per value: `updates`, `kind` (training, encoder, decoder, cross, output),
             `layer` (NaN for training and output), `name`, `value`. A value per head has one row
             per head.
     """
@@ -67,10 +67,10 @@ def read(file: Path) -> TrainingLog:
     rows = []
     for (updates, key), value in logged.items():  # encoder.0/sparsity, decoder.1/alpha.3
         at, _, name = key.partition("/")
-        place, _, layer = at.partition(".")
+        kind, _, layer = at.partition(".")
         symbol, _, head = name.rpartition(".")
-        rows.append((updates, place, layer or None, symbol if head.isdigit() else name, value))
-    frame = pd.DataFrame(rows, columns="updates place layer name value".split())
+        rows.append((updates, kind, layer or None, symbol if head.isdigit() else name, value))
+    frame = pd.DataFrame(rows, columns="updates kind layer name value".split())
     frame["layer"] = pd.to_numeric(frame["layer"])
     return TrainingLog(file.stem, frame.sort_values("updates", kind="stable"))
 

@@ -31,12 +31,10 @@ def empty_tables() -> Tables:
     return {name: [] for name in COLUMNS}
 
 
-def add_attention(
-    tables: Tables, updates: int, place: str, layer: int, sums: AttentionSums
-) -> None:
+def add_attention(tables: Tables, updates: int, kind: str, layer: int, sums: AttentionSums) -> None:
     """Add the rows of one layer's attention."""
-    at = {"updates": updates, "place": place, "layer": layer}
-    tables["parameters"] += parameter_rows(updates, place, layer, sums.normalizer)
+    at = {"updates": updates, "kind": kind, "layer": layer}
+    tables["parameters"] += parameter_rows(updates, kind, layer, sums.normalizer)
     tables["heads"] += [{**at, **row} for row in sums.head_rows()]
     tables["layers"].append({**at, **sums.layer_row()})
     tables["histograms"] += [{**at, **row} for row in sums.histogram_rows()]
@@ -44,9 +42,9 @@ def add_attention(
 
 
 def parameter_rows(
-    updates: int, place: str, layer: int | None, module: torch.nn.Module
+    updates: int, kind: str, layer: int | None, module: torch.nn.Module
 ) -> list[dict[str, Any]]:
-    at = {"updates": updates, "place": place, "layer": layer}
+    at = {"updates": updates, "kind": kind, "layer": layer}
     return [
         {**at, "head": head if len(values) > 1 else None, "name": name, "value": float(value)}
         for parameter, tensor in module.named_parameters()
@@ -58,7 +56,8 @@ def parameter_rows(
 def _write_table(file: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
-        writer.writeheader()
+        # The files call the kind of an attention its place.
+        writer.writerow({name: "place" if name == "kind" else name for name in columns})
         for row in rows:
             writer.writerow({key: _cell(value) for key, value in row.items()})
 

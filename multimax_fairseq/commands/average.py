@@ -9,7 +9,7 @@ from typing import Any
 
 from multimax_fairseq.compat.saving import NUMBERED
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import check_place
+from multimax_fairseq.files import check_output_file
 from multimax_fairseq.integrations.convert.checkpoint import options, read, write
 from multimax_fairseq.models.config import mapping_settings
 
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         if args.last < 1 or len(files) != 1 or not files[0].is_dir():
             raise UsageError("--last N needs N of at least 1 and one folder")
         files = newest(files[0], args.last)
-    check_place("--output", args.output)
+    check_output_file("--output", args.output)
     if args.output.name == "checkpoint_last.pt" or NUMBERED.fullmatch(args.output.name):
         raise UsageError(
             f"--output '{args.output}' is what training calls a checkpoint of its own: give "

@@ -26,7 +26,7 @@ from multimax_fairseq.commands.stock import find_command, portable, run, sentenc
 from multimax_fairseq.compat import PACKAGE
 from multimax_fairseq.compat.silent import UNKNOWN_IN_REFERENCE, UNKNOWN_WORD
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.files import check_place, read_lines, write_json
+from multimax_fairseq.files import check_output_file, read_lines, write_json
 from multimax_fairseq.integrations.convert.checkpoint import write
 from multimax_fairseq.models.loading import kind_of, task_of
 
@@ -288,7 +288,7 @@ def show(result: dict[str, Any]) -> None:
 def main(args: argparse.Namespace) -> None:
     checkpoint: Path = args.checkpoint
     if args.json is not None:
-        check_place("--json", args.json)
+        check_output_file("--json", args.json)
     for flag in ("average", "beam", "longer"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise UsageError(f"--{flag} {number} must be at least 1")

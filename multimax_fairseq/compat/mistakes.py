@@ -208,7 +208,7 @@ CHECKPOINTS = [  # options that do not fit a checkpoint
         "{0} is no language model: choose one, or use fairseq-generate or fairseq-validate",
     ),
 ]
-SIZES_AND_PLACES = [  # lengths, batch size, save folder
+SIZES_AND_FOLDERS = [  # lengths, batch size, save folder
     (
         r"AssertionError: Sentences lengths should not exceed max_tokens=(\d+)",
         "a sentence has more than the {0} tokens of --max-tokens: give a larger number",
@@ -244,7 +244,7 @@ NAMED_OPTIONS = [  # fairseq's own message names the option or the package
         "{0}",
     ),
 ]
-ERRORS = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_PLACES, *PROCESSES, *NAMED_OPTIONS]
+ERRORS = [*DATA, *NAMES, *CHECKPOINTS, *SIZES_AND_FOLDERS, *PROCESSES, *NAMED_OPTIONS]
 
 OUR_NAMES = re.compile(r"(--)?\w*multimax|--(attention|output)-normalizer|--(quantize|topk)\b")
 INTERRUPTED = "interrupted; the same command resumes a training from its last checkpoint"

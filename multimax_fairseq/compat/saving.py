@@ -85,8 +85,8 @@ def save(state, path):
             torch.save(state, checked)
     except OSError as error:
         raise UsageError(
-            f"'{path}' could not be written ({error.strerror}): make room there, or name another "
-            "place"
+            f"'{path}' could not be written ({error.strerror}): make room there, or "
+            "pass another path"
         ) from error
 
 

@@ -35,12 +35,12 @@ def text_lines():
 
     @replace(file_chunker_utils.ChunkLineIterator, "__iter__")
     def __iter__(original, self):
-        file, place = self._fd.buffer, self._start_offset
+        file, position = self._fd.buffer, self._start_offset
         end = self._end_offset if self._end_offset > 0 else math.inf
-        file.seek(place)
-        while place < end and (line := file.readline()):
-            yield (line if place else line.removeprefix(codecs.BOM_UTF8)).decode("utf-8")
-            place += len(line)
+        file.seek(position)
+        while position < end and (line := file.readline()):
+            yield (line if position else line.removeprefix(codecs.BOM_UTF8)).decode("utf-8")
+            position += len(line)
 
 
 def check_files(args):

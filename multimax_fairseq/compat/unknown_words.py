@@ -96,8 +96,8 @@ class _Replacement:
         """Replace <unk> in a hypothesis; `words` are {position in the source: word}."""
         unknown = self.dictionary.unk()
         tokens = hypothesis["tokens"].clone()
-        places = tokens.eq(unknown).nonzero().flatten().tolist()
-        if not places or not words:
+        columns = tokens.eq(unknown).nonzero().flatten().tolist()
+        if not columns or not words:
             return
         weights = hypothesis["attention"]  # (S, T)
         if not weights.numel():
@@ -106,10 +106,10 @@ class _Replacement:
                 "it out"
             )
         positions = list(words)
-        best = weights[positions][:, places].argmax(0).tolist()
-        for place, row in zip(places, best, strict=True):
+        best = weights[positions][:, columns].argmax(0).tolist()
+        for column, row in zip(columns, best, strict=True):
             word = words[positions[row]]
-            tokens[place] = self.dictionary.add_symbol(self.translations.get(word, word))
+            tokens[column] = self.dictionary.add_symbol(self.translations.get(word, word))
         hypothesis["tokens"] = tokens
 
 
@@ -129,9 +129,9 @@ def _source_words(dictionary, tokens, text):
     from fairseq.tokenizer import tokenize_line
 
     symbols = {dictionary.bos(), dictionary.eos(), dictionary.pad()}
-    positions = [place for place, token in enumerate(tokens) if token not in symbols]
+    positions = [index for index, token in enumerate(tokens) if token not in symbols]
     words = tokenize_line(text)
     return {
-        place: words[number] if number < len(words) else dictionary[tokens[place]]
-        for number, place in enumerate(positions)
+        index: words[number] if number < len(words) else dictionary[tokens[index]]
+        for number, index in enumerate(positions)
     }

@@ -220,7 +220,7 @@ class FusedOutput:
     def stock_losses(self, model, sample, reduce):
         """Do what `fused_losses` does for two passes, without the fused loss.
 
-        Log-probabilities take the place of the features.
+        Log-probabilities replace the features.
         """
         net_output = model(**doubled(sample["net_input"]))
         log_probs = model.get_normalized_probs(net_output, log_probs=True)

@@ -147,14 +147,14 @@ class Side(nn.Module):
             table = torch.zeros(0) if positions is None else positions.weight.detach()
         self.register_buffer("positions", table)
 
-    def embed(self, tokens: Tensor, places: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, indices: Tensor) -> Tensor:
         """Return (B, T, C)."""
         side = self.side
         x = side.embed_scale * side.embed_tokens(tokens)
         if getattr(side, "project_in_dim", None) is not None:
             x = side.project_in_dim(x)
         if side.embed_positions is not None:
-            x = x + self.positions[places]
+            x = x + self.positions[indices]
         return x if side.layernorm_embedding is None else side.layernorm_embedding(x)
 
     def feed_forward(self, layer: Any, x: Tensor) -> Tensor:
@@ -226,9 +226,9 @@ class Decoder(Side):
     ) -> tuple[Tensor, Tensor]:
         count = tokens.shape[1]
         total = cache.shape[4] + count
-        place = torch.arange(total - count, total)
-        x = self.embed(tokens, place + self.pad + 1)
-        later = torch.arange(total) > place[:, None]  # (T, P + T)
+        position = torch.arange(total - count, total)
+        x = self.embed(tokens, position + self.pad + 1)
+        later = torch.arange(total) > position[:, None]  # (T, P + T)
         caches = []
         for index, layer in enumerate(self.side.layers):
             normed = layer.self_attn_layer_norm(x) if layer.normalize_before else x

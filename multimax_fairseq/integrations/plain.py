@@ -62,10 +62,10 @@ def _obstacle(model: Any, kind: Any) -> str | None:
     for side, part in sides(model).items():
         is_crossing = kind == "translation" and side == "decoder"
         for layer in part.layers:
-            for place in ("self_attn", "encoder_attn") if is_crossing else ("self_attn",):
-                what = _obstacle_in_attention(getattr(layer, place, None))
+            for name in ("self_attn", "encoder_attn") if is_crossing else ("self_attn",):
+                what = _obstacle_in_attention(getattr(layer, name, None))
                 if what:
-                    return f"{what} in {side}.{place}"
+                    return f"{what} in {side}.{name}"
         if type(part.embed_tokens) is not nn.Embedding:
             return f"adaptive input embeddings in the {side}"
     decoder = model.decoder

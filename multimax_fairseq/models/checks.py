@@ -12,9 +12,9 @@ from multimax_fairseq.compat import building_from_checkpoint
 from multimax_fairseq.errors import UsageError, remedy_for
 from multimax_fairseq.mappings.table import NORMALIZERS, Option, settings_of
 from multimax_fairseq.models.config import (
+    ATTENTIONS,
     CONTINUOUS_OPTIONS,
     DENSITY_AT,
-    PLACES,
     flag,
     mapping_options,
     named_normalizers,
@@ -29,13 +29,13 @@ from multimax_fairseq.models.config import (
 logger = logging.getLogger(__name__)
 
 
-def check_settings(args: Any, attentions: Sequence[str] = PLACES) -> None:
+def check_settings(args: Any, attentions: Sequence[str] = ATTENTIONS) -> None:
     """Raise UsageError for an option that is invalid, or that no mapping of the model reads.
 
     Earlier versions saved checkpoints with options that nothing reads: they load, with a warning.
 
     Args:
-        attentions: those of `PLACES` that the model has.
+        attentions: those of `ATTENTIONS` that the model has.
     """
     for name, option in shared_options().items():
         check_option(args, name, option)
@@ -93,11 +93,11 @@ def check_keys(args: DictConfig, known: set[str]) -> None:
 
 def _read_settings(args: Any, attentions: Sequence[str]) -> set[str]:
     """Return the options that the model's mappings and densities read."""
-    read = {name for place, name in DENSITY_AT.items() if place in attentions}
+    read = {name for kind, name in DENSITY_AT.items() if kind in attentions}
     if any(getattr(args, name) != "discrete" for name in read):
         read |= CONTINUOUS_OPTIONS.keys() - DENSITY_AT.values()
-    by_place = normalizer_names(args)
-    for mapping in (NORMALIZERS[by_place[place]] for place in attentions):
+    by_kind = normalizer_names(args)
+    for mapping in (NORMALIZERS[by_kind[kind]] for kind in attentions):
         read |= {mapping.setting_of(option) for option in mapping.attention_options}
     output = NORMALIZERS[args.output_normalizer]
     return read | {output.setting_of(option) for option in output.output_options or ()}
@@ -109,8 +109,8 @@ def _without_effect(
     """Yield (fact, remedy) for each setting of the user that has no effect."""
     changed = _changed_settings(args)
     at = f"--attention-normalizer-at {args.attention_normalizer_at!r}"
-    by_place = normalizer_names(args)
-    used = {by_place[place] for place in attentions}
+    by_kind = normalizer_names(args)
+    used = {by_kind[kind] for kind in attentions}
     if "attention_normalizer" in changed and args.attention_normalizer not in used:
         fact = f"--attention-normalizer {args.attention_normalizer} acts nowhere, as {at}"
         yield fact, f"name some of {', '.join(attentions)} there"
@@ -121,8 +121,8 @@ def _without_effect(
         fact = f"{shown} belongs to {owner}, which this model does not have"
         yield fact, f"leave it out, or give {remedy}"
     if "attention_normalizer_at" in changed:
-        for place in sorted(named_normalizers(args).keys() - set(attentions)):
-            fact = f"{at} names {place}, which this model does not have"
+        for kind in sorted(named_normalizers(args).keys() - set(attentions)):
+            fact = f"{at} names {kind}, which this model does not have"
             yield fact, f"name some of {', '.join(attentions)}, or leave it out"
 
 

@@ -33,8 +33,8 @@ from multimax_fairseq.modules import (
 from multimax_fairseq.modules.continuous_attention import CONTEXTS, DENSITIES
 from multimax_fairseq.ops.checks import is_finite, is_whole
 
-# Encoder self-attention, decoder self-attention, cross-attention.
-PLACES = ("encoder", "decoder", "cross")
+# The kinds of attention: encoder self-attention, decoder self-attention, cross-attention.
+ATTENTIONS = ("encoder", "decoder", "cross")
 PLUGIN_REMARK = "for another one give the --user-dir that adds it"
 
 
@@ -137,7 +137,7 @@ def shared_options() -> dict[str, Option]:
         ),
         Option(
             "attention_normalizer_at",
-            ",".join(PLACES),
+            ",".join(ATTENTIONS),
             str,
             "one text with commas between the attentions, as encoder,cross",
             lambda value: isinstance(value, str),
@@ -276,22 +276,22 @@ def _options(args: Any, mapping: Mapping, *, of_output: bool = False) -> dict[st
 
 
 def normalizer_names(args: Any) -> dict[str, str]:
-    """Return {place: name of its normalizer} for all of `PLACES`."""
-    return {**dict.fromkeys(PLACES, "softmax"), **named_normalizers(args)}
+    """Return {kind: name of its normalizer} for all of `ATTENTIONS`."""
+    return {**dict.fromkeys(ATTENTIONS, "softmax"), **named_normalizers(args)}
 
 
 def named_normalizers(args: Any) -> dict[str, str]:
-    """Return {place: name of its normalizer} for the places in --attention-normalizer-at."""
+    """Return {kind: name of its normalizer} for the attentions in --attention-normalizer-at."""
     names: dict[str, str] = {}
     for part in filter(str.strip, args.attention_normalizer_at.split(",")):
-        place, equals, own = (word.strip() for word in part.partition("="))
-        for word, known in ((place, PLACES), (own if equals else "softmax", tuple(NORMALIZERS))):
+        kind, equals, own = (word.strip() for word in part.partition("="))
+        for word, known in ((kind, ATTENTIONS), (own if equals else "softmax", tuple(NORMALIZERS))):
             if word not in known:
                 raise UsageError(
                     f"--attention-normalizer-at {args.attention_normalizer_at} has the unknown "
                     f"{word!r}: choose from {', '.join(known)}"
                 )
-        names[place] = own or args.attention_normalizer
+        names[kind] = own or args.attention_normalizer
     return names
 
 
@@ -320,17 +320,17 @@ def build_normalizer(
 
 
 def build_attention(
-    args: Any, place: str, num_heads: int, hidden_size: int, head_size: int
+    args: Any, kind: str, num_heads: int, hidden_size: int, head_size: int
 ) -> AttentionModule:
-    """Return the attention that the flags ask for at one of `PLACES`.
+    """Return the attention that the flags ask for for one of `ATTENTIONS`.
 
     Args:
         hidden_size: size of the hidden states that are projected to queries.
         head_size: size of each head's context.
     """
     attention: AttentionModule
-    normalizer = build_normalizer(args, normalizer_names(args)[place], num_heads, hidden_size)
-    density = getattr(args, DENSITY_AT.get(place, ""), "discrete")
+    normalizer = build_normalizer(args, normalizer_names(args)[kind], num_heads, hidden_size)
+    density = getattr(args, DENSITY_AT.get(kind, ""), "discrete")
     if density == "discrete":
         attention = normalizer
     else:

@@ -121,8 +121,8 @@ class LoadsSoftmaxCheckpoints:
         super().upgrade_state_dict_named(state_dict, name)
         prefix = f"{name}." if name else ""
         initial = {
-            f"{prefix}{place}.{parameter}": value.detach().clone()
-            for place, module in learned_modules(self)
+            f"{prefix}{path}.{parameter}": value.detach().clone()
+            for path, module in learned_modules(self)
             for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
         # A checkpoint of another normalizer is refused when it is loaded.

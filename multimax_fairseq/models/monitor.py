@@ -1,6 +1,6 @@
 """Logs statistics of attention and output layer while a model trains (`--monitor-interval`).
 
-The names in the log are `monitor/PLACE/FIGURE`. PLACE is `encoder.N`, `decoder.N` or `cross.N`,
+The names in the log are `monitor/LAYER/FIGURE`. LAYER is `encoder.N`, `decoder.N` or `cross.N`,
 where N counts layers from 0, or `output`. An attention has
 
     its learned scalars in the paper's symbols; with .HEAD where each head has its own
@@ -96,23 +96,23 @@ class Monitor:
                 f"update {update}: --monitor-interval logs to JSON lines (--log-format json), "
                 "TensorBoard and the like, but not to lines of text"
             )
-        shares = {place: figures[f"{place}/past_turning_point"] for place in falling}
-        shares = {place: share for place, share in shares.items() if share > 0}
+        shares = {layer: figures[f"{layer}/past_turning_point"] for layer in falling}
+        shares = {layer: share for layer, share in shares.items() if share > 0}
         if self.has_warned or not shares:
             return
-        place = max(shares, key=lambda place: shares[place])
+        layer = max(shares, key=lambda layer: shares[layer])
         self.has_warned = True
         logger.warning(
-            f"update {update}: the modulator in the {words_of(place)} falls at "
-            f"{100 * shares[place]:.2g}% of this batch's scores, where the lower of two scores "
-            f"gets the greater weight{falling[place]}"
+            f"update {update}: the modulator in the {words_of(layer)} falls at "
+            f"{100 * shares[layer]:.2g}% of this batch's scores, where the lower of two scores "
+            f"gets the greater weight{falling[layer]}"
         )
 
 
-def words_of(place: str) -> str:
-    """Return a place in words, for a message."""
-    kind, _, layer = place.partition(".")
-    return f"{ATTENTIONS[kind]} {int(layer) + 1}" if layer else "output layer"
+def words_of(layer: str) -> str:
+    """Return a layer in words, for a message."""
+    kind, _, number = layer.partition(".")
+    return f"{ATTENTIONS[kind]} {int(number) + 1}" if number else "output layer"
 
 
 def set_monitor(model: Any, args: Any) -> None:
@@ -137,7 +137,7 @@ class Statistics(AttentionListener):
     """The statistics of one forward pass.
 
     Args:
-        finish: called at the end of the pass with {name: value}, and with {place: remedy} of the
+        finish: called at the end of the pass with {name: value}, and with {layer: remedy} of the
             modulators that can fall.
     """
 
@@ -149,40 +149,40 @@ class Statistics(AttentionListener):
         self.falling: dict[str, str] = {}
 
     def on_attention(self, attention: Attention) -> None:
-        place, normalizer = f"{attention.place}.{attention.layer}", attention.normalizer
-        if normalizer is not None and place not in self.learned:
-            self.learned[place] = _parameters(normalizer)
+        layer, normalizer = f"{attention.kind}.{attention.layer}", attention.normalizer
+        if normalizer is not None and layer not in self.learned:
+            self.learned[layer] = _parameters(normalizer)
         if normalizer is not None and isinstance(attention.modulator, Modulator):
-            self.falling[place] = _remedy(normalizer.name)
+            self.falling[layer] = _remedy(normalizer.name)
         for part in attention.parts():
-            self._add(place, part)
+            self._add(layer, part)
 
-    def _add(self, place: str, part: Attention) -> None:
+    def _add(self, layer: str, part: Attention) -> None:
         statistics = metrics.of_queries(part.scores, part.probs, part.excluded)
         statistics["zeros"] = 1 - statistics.pop("density")
         if getattr(part.normalizer, "sums_to_one", True):
             del statistics["mass"]
         for name, values in statistics.items():
             defined = ~(values.isnan() | part.padding[:, None])
-            self._sum(place, name, values.double().masked_fill(~defined, 0.0), defined)
+            self._sum(layer, name, values.double().masked_fill(~defined, 0.0), defined)
         scores, valid, modulator = part.scores, part.valid, part.modulator
         if isinstance(modulator, Modulator):
             falls = metrics.past_turning_point(scores, modulator)
-            self._sum(place, "past_turning_point", falls & valid, valid)
+            self._sum(layer, "past_turning_point", falls & valid, valid)
         if modulator is not None:
             scores = modulator(scores)
         largest = scores.masked_fill(~valid, -torch.inf).amax()
-        before = self.largest.get(place)
-        self.largest[place] = largest if before is None else torch.maximum(before, largest)
+        before = self.largest.get(layer)
+        self.largest[layer] = largest if before is None else torch.maximum(before, largest)
 
-    def _sum(self, place: str, name: str, values: Tensor, counted: Tensor) -> None:
+    def _sum(self, layer: str, name: str, values: Tensor, counted: Tensor) -> None:
         """Add values, which are 0 where not counted, to the sum and count of each head."""
         others = [dim for dim in range(values.dim()) if dim != 1]
         total, count = values.sum(others), counted.sum(others)
-        if (place, name) in self.sums:
-            before = self.sums[place, name]
+        if (layer, name) in self.sums:
+            before = self.sums[layer, name]
             total, count = total + before[0], count + before[1]
-        self.sums[place, name] = total, count
+        self.sums[layer, name] = total, count
 
     def on_output(self, decoder: Any, output: Tensor, is_logits: bool) -> None:
         words = len(decoder.dictionary)
@@ -203,14 +203,14 @@ class Statistics(AttentionListener):
 
     def _figures(self, output: dict[str, Tensor]) -> dict[str, float]:
         statistics = {
-            f"{place}/{name}": (total / count).mean()
-            for (place, name), (total, count) in self.sums.items()
+            f"{layer}/{name}": (total / count).mean()
+            for (layer, name), (total, count) in self.sums.items()
         }
-        statistics |= {f"{place}/largest_score": value for place, value in self.largest.items()}
+        statistics |= {f"{layer}/largest_score": value for layer, value in self.largest.items()}
         statistics |= {f"output/{name}": value for name, value in output.items()}
         parameters = [
-            (place, name, value)
-            for place, learned in self.learned.items()
+            (layer, name, value)
+            for layer, learned in self.learned.items()
             for name, value in learned.items()
         ]
         # One transfer from the device.
@@ -218,10 +218,10 @@ class Statistics(AttentionListener):
         numbers = torch.cat([part.double().flatten() for part in parts]).cpu()
         figures = dict(zip(statistics, numbers.tolist(), strict=False))
         rest = numbers[len(statistics) :].split([value.numel() for *_, value in parameters])
-        for (place, name, value), part in zip(parameters, rest, strict=True):
+        for (layer, name, value), part in zip(parameters, rest, strict=True):
             for symbol, heads in symbols(f"normalizer.{name}", part.view(value.shape)).items():
                 for head, number in enumerate(heads.tolist()):
-                    figures[f"{place}/{symbol}" + (f".{head}" if len(heads) > 1 else "")] = number
+                    figures[f"{layer}/{symbol}" + (f".{head}" if len(heads) > 1 else "")] = number
         return figures
 
 

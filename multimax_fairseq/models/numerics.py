@@ -29,43 +29,43 @@ class Examined:
 
 
 class LargestScores(AttentionListener):
-    """The score of largest magnitude at each place, after a modulator."""
+    """The score of largest magnitude in each layer, after a modulator."""
 
     def __init__(self) -> None:
         # In the order of the forward pass: the score in words, and the score.
         self.seen: dict[str, tuple[str, float]] = {}
 
     def on_attention(self, attention: Attention) -> None:
-        place = f"{attention.place}.{attention.layer}"
+        layer = f"{attention.kind}.{attention.layer}"
         for part in attention.parts():
             valid = part.valid
             largest = _largest(part.scores[valid])
             if part.modulator is None:
-                self._note(place, f"the largest score is {largest:.4g}", largest)
+                self._note(layer, f"the largest score is {largest:.4g}", largest)
                 continue
             modulated = _largest(part.modulator(part.scores)[valid])
             words = f"the largest modulated score is {modulated:.4g}, of scores up to {largest:.4g}"
-            self._note(place, words, modulated)
+            self._note(layer, words, modulated)
 
     def on_output(self, decoder: Any, output: Tensor, is_logits: bool) -> None:
         for rows in output.split(max(1, LOGITS_AT_ONCE // len(decoder.dictionary))):
             largest = _largest(rows if is_logits else decoder.output_layer(rows[None]))
             self._note("output", f"the largest logit is {largest:.4g}", largest)
 
-    def _note(self, place: str, words: str, largest: float) -> None:
-        before = abs(self.seen[place][1]) if place in self.seen else -1.0
+    def _note(self, layer: str, words: str, largest: float) -> None:
+        before = abs(self.seen[layer][1]) if layer in self.seen else -1.0
         if not abs(largest) <= before and before == before:  # NaN counts as the largest
-            self.seen[place] = words, largest
+            self.seen[layer] = words, largest
 
     def finding(self, model: Any) -> str:
         """Return the first non-finite score or gradient in words."""
-        for place, (words, largest) in self.seen.items():
+        for layer, (words, largest) in self.seen.items():
             if not abs(largest) < torch.inf:
-                return f"it begins in the {words_of(place)}, where {words}"
+                return f"it begins in the {words_of(layer)}, where {words}"
         finite = "all scores are finite"
         if self.seen:
-            place = max(self.seen, key=lambda place: abs(self.seen[place][1]))
-            finite += f" (in the {words_of(place)} {self.seen[place][0]})"
+            layer = max(self.seen, key=lambda layer: abs(self.seen[layer][1]))
+            finite += f" (in the {words_of(layer)} {self.seen[layer][0]})"
         wrong = [
             name
             for name, parameter in model.named_parameters()

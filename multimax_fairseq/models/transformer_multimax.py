@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.models.checks import check_heads, check_keys, check_settings
 from multimax_fairseq.models.config import (
-    PLACES,
+    ATTENTIONS,
     as_namespace,
     build_attention,
     set_defaults,
@@ -43,16 +43,16 @@ from multimax_fairseq.modules.multihead_attention import MultiheadAttention
 from multimax_fairseq.ops.backend import traced
 
 
-def normalized_attention(attention: Any, cfg, place: str) -> nn.Module:
+def normalized_attention(attention: Any, cfg, kind: str) -> nn.Module:
     """Return an attention layer with the normalizer that the flags choose.
 
     Args:
         attention: the layer that fairseq built; plain softmax keeps it.
         cfg: the model's settings.
-        place: one of `PLACES`.
+        kind: one of `ATTENTIONS`.
     """
     module = build_attention(
-        cfg, place, attention.num_heads, attention.embed_dim, attention.head_dim
+        cfg, kind, attention.num_heads, attention.embed_dim, attention.head_dim
     )
     if isinstance(module, Normalizer) and module.name == "softmax" and module.modulator is None:
         return attention
@@ -263,7 +263,7 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
         args = as_namespace(args)
         multimax_architecture(args)
         without = ("cross",) if args.no_cross_attention else ()
-        check_settings(args, attentions=[place for place in PLACES if place not in without])
+        check_settings(args, attentions=[kind for kind in ATTENTIONS if kind not in without])
         check_heads(args)
         for side in ("encoder", "decoder"):
             # The command line gives a list, but the stock model expects a string.

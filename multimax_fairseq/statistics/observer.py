@@ -30,7 +30,7 @@ SOFTMAX_ATTENTION = "fairseq.modules.multihead_attention.MultiheadAttention"
 class Attention:
     """Scores and probabilities of one attention, for some rows and queries of a batch."""
 
-    place: str  # encoder, decoder or cross
+    kind: str  # encoder, decoder or cross
     layer: int  # from 0
     module: nn.Module  # the Normalizer, or fairseq's attention layer
     scores: Tensor  # (B, H, T, S), as a modulator receives them
@@ -59,7 +59,7 @@ class Attention:
         """Split the rows so that each part fits in memory; convert to float32 or wider."""
         for rows in _parts(self.scores, self.scores.mT):
             yield Attention(
-                self.place,
+                self.kind,
                 self.layer,
                 self.module,
                 wide(self.scores[rows]),
@@ -93,11 +93,11 @@ class Observer:
         self.hooks = contextlib.ExitStack()
         self.padding: dict[str, Tensor] = {}
         # Layers that share a module call it in the order of the layers.
-        self.places: dict[nn.Module, list[tuple[str, int]]] = {}
+        self.layers: dict[nn.Module, list[tuple[str, int]]] = {}
         self.calls: dict[nn.Module, int] = {}
         self.queries: dict[nn.Module, int] = {}  # seen so far in this call
-        for place, layer, module in _attentions(model):
-            if self.follow(module, place, layer):
+        for kind, layer, module in _attentions(model):
+            if self.follow(module, kind, layer):
                 self._observe(module)
         if hasattr(model, "encoder"):
             self._hook(model.encoder.register_forward_pre_hook(self._on_source))
@@ -110,30 +110,30 @@ class Observer:
 
     def reset(self) -> None:
         """Forget the calls of earlier passes."""
-        self.calls = dict.fromkeys(self.places, 0)
-        self.queries = dict.fromkeys(self.places, 0)
+        self.calls = dict.fromkeys(self.layers, 0)
+        self.queries = dict.fromkeys(self.layers, 0)
 
     # --- which layer calls a module ---
 
-    def follow(self, module: nn.Module, place: str, layer: int) -> bool:
+    def follow(self, module: nn.Module, kind: str, layer: int) -> bool:
         """Record that a layer calls this module; return whether it is the module's first layer."""
-        is_first = module not in self.places
+        is_first = module not in self.layers
         if is_first:
-            self.places[module] = []
+            self.layers[module] = []
             self.calls[module] = self.queries[module] = 0
-        self.places[module].append((place, layer))
+        self.layers[module].append((kind, layer))
         return is_first
 
-    def place_of(self, module: nn.Module) -> tuple[str, int]:
-        """Return place and layer of the module's current call."""
-        places = self.places[module]
-        return places[self.calls[module] % len(places)]
+    def layer_of(self, module: nn.Module) -> tuple[str, int]:
+        """Return the kind and the number of the layer that makes the module's current call."""
+        layers = self.layers[module]
+        return layers[self.calls[module] % len(layers)]
 
     def advance(self, module: nn.Module, queries: int) -> None:
         """Count the queries of a call: a recurrent decoder attends with one query at a time."""
-        place, _ = self.place_of(module)
+        kind, _ = self.layer_of(module)
         self.queries[module] += queries
-        if self.queries[module] >= self.padding[place].shape[1]:
+        if self.queries[module] >= self.padding[kind].shape[1]:
             self.queries[module] = 0
             self.calls[module] += 1
 
@@ -236,30 +236,30 @@ class Observer:
         """Pass the attention of these rows of the batch to the listener."""
         if isinstance(module, Normalizer):
             scores = module.modulator_input(scores, mask)
-        place, layer = self.place_of(module)
+        kind, layer = self.layer_of(module)
         first = self.queries[module]
-        padding = self.padding[place][rows, first : first + scores.shape[-2]]
+        padding = self.padding[kind][rows, first : first + scores.shape[-2]]
         excluded = None if mask is None else excluded_keys(mask)
         self.listener.on_attention(
-            Attention(place, layer, module, scores.detach(), probs.detach(), excluded, padding)
+            Attention(kind, layer, module, scores.detach(), probs.detach(), excluded, padding)
         )
 
 
 def _attentions(model: Any) -> Iterator[tuple[str, int, Any]]:
-    """Yield (place, layer, module) of each normalizer and of each attention of fairseq's own."""
+    """Yield (kind, layer, module) of each normalizer and of each attention of fairseq's own."""
     recurrent = getattr(model.decoder, "attention", None)
     if isinstance(recurrent, AdditiveAttention):
         yield from (("cross", 0, part) for part in _normalizers(recurrent.normalizer))
     for side in ("encoder", "decoder"):
         layers = getattr(getattr(model, side, None), "layers", ())
         for number in range(len(layers)):  # iterating under LayerDrop would draw random numbers
-            for name, place in (("self_attn", side), ("encoder_attn", "cross")):
+            for name, kind in (("self_attn", side), ("encoder_attn", "cross")):
                 attention = getattr(layers[number], name, None)
                 for part in _normalizers(attention):
-                    yield place, number, part
-                kind = type(attention)
-                if f"{kind.__module__}.{kind.__qualname__}" == SOFTMAX_ATTENTION:
-                    yield place, number, attention
+                    yield kind, number, part
+                own = type(attention)
+                if f"{own.__module__}.{own.__qualname__}" == SOFTMAX_ATTENTION:
+                    yield kind, number, attention
 
 
 def _normalizers(module: Any) -> Iterator[Normalizer]:

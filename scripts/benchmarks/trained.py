@@ -21,7 +21,7 @@ from multimax_fairseq.ops.masks import causal_mask
 class Recorded(NamedTuple):
     """One attention of the model: its normalizer and its inputs."""
 
-    place: str
+    layer: str
     normalizer: Normalizer
     inputs: AttentionInputs
 
@@ -39,12 +39,12 @@ class Recorded(NamedTuple):
         return self.normalizer.attention(inputs, need_probs)
 
 
-def recording(normalizer: Normalizer, place: str, recorded: list[Recorded]) -> Callable[..., Any]:
+def recording(normalizer: Normalizer, layer: str, recorded: list[Recorded]) -> Callable[..., Any]:
     """Return the method `attention` of a normalizer, which also records its inputs."""
     attention = normalizer.attention
 
     def record(inputs: AttentionInputs, need_probs: bool = False) -> Any:
-        recorded.append(Recorded(place, normalizer, inputs))
+        recorded.append(Recorded(layer, normalizer, inputs))
         return attention(inputs, need_probs)
 
     return record
@@ -62,8 +62,8 @@ def record(args: argparse.Namespace) -> list[Recorded]:
     recorded: list[Recorded] = []
     for name, module in model.named_modules():
         if isinstance(module, Normalizer):
-            place = name.removesuffix(".normalizer")
-            module.attention = recording(module, place, recorded)  # type: ignore[method-assign]
+            layer = name.removesuffix(".normalizer")
+            module.attention = recording(module, layer, recorded)  # type: ignore[method-assign]
     with torch.no_grad():
         model(**(utils.move_to_cuda(batch) if args.device == "cuda" else batch)["net_input"])
     for normalizer in {call.normalizer for call in recorded}:
@@ -117,6 +117,6 @@ def layer_case(call: Recorded, args: argparse.Namespace) -> Case:
         f"{name}, trained": contestant(f"{name}, trained", ours, False),
         f"{name}, random scores": contestant(f"{name}, random scores", ours, True),
     }
-    label = f"{call.place}, {'x'.join(map(str, query.shape))}, {key.shape[2]} keys"
+    label = f"{call.layer}, {'x'.join(map(str, query.shape))}, {key.shape[2]} keys"
     baselines = ["softmax (torch)"]
     return Case(label, 0, contestants, [BEST], ["seconds"], baselines, settles=True)

@@ -39,8 +39,8 @@ def assert_as_fake(operator, *arguments):
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         assert laid_out(operator(*fakes)) == laid_out(found)
-    places = [t.untyped_storage().data_ptr() for t in found if t.numel() > 0]
-    assert len(set(places)) == len(places)
+    addresses = [t.untyped_storage().data_ptr() for t in found if t.numel() > 0]
+    assert len(set(addresses)) == len(addresses)
     return found
 
 

@@ -48,8 +48,8 @@ class PiecewiseLinear(nn.Module):
         rises = self.width * slopes
         levels = rises.cumsum(0) - rises - self.bound  # where each segment begins
         with torch.no_grad():
-            place = ((x + self.bound) / self.width).nan_to_num()  # NaN stays in the result
-            segment = place.floor().clamp_(0, len(slopes) - 1).long()
+            position = ((x + self.bound) / self.width).nan_to_num()  # NaN stays in the result
+            segment = position.floor().clamp_(0, len(slopes) - 1).long()
         begin = segment * self.width - self.bound
         return torch.addcmul(levels[segment], slopes[segment], x - begin)
 

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 
 from multimax_fairseq.analysis.canvas import plain
-from multimax_fairseq.analysis.collection import PLACES, Collection
+from multimax_fairseq.analysis.collection import KINDS, Collection
 from multimax_fairseq.analysis.figures import (
     densities,
     heads,
@@ -61,13 +61,13 @@ def draw(
         if several and not entry.comparable:
             continue
         what: Any = collections if entry.comparable else collections[0]
-        for name, place in entry.names().items():
+        for name, kind in entry.names().items():
             if only and not {entry.name, name} & set(only):
                 continue
-            figure = entry.draw(what) if place is None else entry.draw(what, place)
+            figure = entry.draw(what) if kind is None else entry.draw(what, kind)
             if figure is None:
                 continue
-            title = entry.title if place is None else f"{entry.title}: {PLACES[place]}"
+            title = entry.title if kind is None else f"{entry.title}: {KINDS[kind]}"
             heading = title if several else f"{title} ({plain(collections[0].label)})"
             if has_title:
                 # A long title gets a smaller font.

@@ -12,18 +12,18 @@ class Picture:
     """A figure of the catalogue.
 
     `draw` takes a list of collections if the figure is comparable, otherwise one collection. If
-    there is a figure for each of `places`, it also takes the place.
+    there is a figure for each of `kinds`, it also takes the kind of attention.
     """
 
     name: str
     title: str
     draw: Callable[..., Figure | None]
     comparable: bool
-    places: tuple[str, ...]
+    kinds: tuple[str, ...]
 
     def names(self) -> dict[str, str | None]:
-        """Return {name of a figure: its place}."""
-        return {f"{self.name}-{place}": place for place in self.places} or {self.name: None}
+        """Return {name of a figure: its kind}."""
+        return {f"{self.name}-{kind}": kind for kind in self.kinds} or {self.name: None}
 
     @property
     def caption(self) -> str:
@@ -43,13 +43,13 @@ _pictures: dict[str, list[Picture]] = {}
 
 
 def picture(
-    title: str, comparable: bool = False, places: tuple[str, ...] = ()
+    title: str, comparable: bool = False, kinds: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Figure | None]], Callable[..., Figure | None]]:
     """Add a function to the catalogue of its module, in the order of definition."""
 
     def enter(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
         name = draw.__name__.replace("_", "-")
-        entry = Picture(name, title, draw, comparable, places)
+        entry = Picture(name, title, draw, comparable, kinds)
         _pictures.setdefault(draw.__module__, []).append(entry)
         return draw
 

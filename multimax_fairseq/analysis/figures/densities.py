@@ -16,29 +16,29 @@ INCH_PER_TOKEN = 0.21
 MARK = COLOURS[1]
 
 
-@picture("Attention weights and density over the source", places=("encoder", "cross"))
-def source_densities(collection: Collection, place: str) -> Figure | None:
+@picture("Attention weights and density over the source", kinds=("encoder", "cross"))
+def source_densities(collection: Collection, kind: str) -> Figure | None:
     """The attention weights of the tokens (left) and the density of their mean and variance (right;
     for a truncated parabola that variance is a scale), at the tokens' positions, for the first
     stored sentence (Figs. 1 and 2 of Martins et al. 2020). Crosses mark the means. Boxes mark the
     tokens in the support of a truncated parabola. The figure shows the head whose means vary most
     from query to query, relative to its variances."""
     for example in collection.examples:
-        if layers := example.get("densities", {}).get(place):
-            return draw_densities(example, place, layers)
+        if layers := example.get("densities", {}).get(kind):
+            return draw_densities(example, kind, layers)
     return None
 
 
-def draw_densities(example: dict[str, Any], place: str, layers: list[dict[str, Any]]) -> Figure:
+def draw_densities(example: dict[str, Any], kind: str, layers: list[dict[str, Any]]) -> Figure:
     layer, head = most_moving(layers)
     density = layers[layer]
     keys = [plain(token) for token in example["source"]["tokens"]]
-    queried = example["source" if place == "encoder" else "target"]["tokens"]
+    queried = example["source" if kind == "encoder" else "target"]["tokens"]
     queries = [plain(token) for token in queried]
     width, height = INCH_PER_TOKEN * len(keys) + 1.6, INCH_PER_TOKEN * len(queries) + 1.2
     figure, axes = grid(1, 2, width, height)
     for axis, values, title, label in (
-        (axes[0, 0], example["attention"][place][layer][head], "discrete", "weight"),
+        (axes[0, 0], example["attention"][kind][layer][head], "discrete", "weight"),
         (axes[0, 1], density["values"][head], f"continuous {density['kind']}", "density"),
     ):
         image = axis.imshow(values, cmap="cividis", vmin=0, aspect="auto")

@@ -11,10 +11,10 @@ from multimax_fairseq.analysis.canvas import (
     COLOURS,
     grid,
     heatmaps,
+    kinds_of,
     layers_of,
     legend_below,
     ordered_style,
-    places_of,
     plot_by_layer,
     series,
     style,
@@ -31,11 +31,11 @@ def alpha_trajectories(collection: Collection) -> Figure | None:
     frame = collection.parameters[collection.parameters["name"] == "alpha"]
     if frame["updates"].nunique() < 2:
         return None
-    places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
+    kinds = [kind for kind in ATTENTIONS if (frame["kind"] == kind).any()]
     layers = layers_of(frame)
-    figure, axes = grid(1, len(places), 3.8, 3.4)
-    for axis, place in zip(axes[0], places, strict=True):
-        own = frame[frame["place"] == place].assign(head=frame["head"].fillna(0))
+    figure, axes = grid(1, len(kinds), 3.8, 3.4)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        own = frame[frame["kind"] == kind].assign(head=frame["head"].fillna(0))
         for (layer, head), line in own.groupby(["layer", "head"]):
             index = layers.index(int(layer))
             axis.plot(
@@ -46,7 +46,7 @@ def alpha_trajectories(collection: Collection) -> Figure | None:
             )
         alpha_guides(axis.axhline)
         axis.set(ylabel="α", ylim=(0.97, 2.03))
-        axis.set_title(ATTENTIONS[place], fontsize=10)
+        axis.set_title(ATTENTIONS[kind], fontsize=10)
         updates_axis(axis)
     legend_below(figure, columns=6)
     return figure
@@ -63,12 +63,12 @@ def alpha_distribution(collection: Collection) -> Figure | None:
     its heads share it. Dotted: 1 is softmax, 1.5 is 1.5-entmax, 2 is sparsemax."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"] == "alpha"]
-    places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
-    if not places:
+    kinds = [kind for kind in ATTENTIONS if (frame["kind"] == kind).any()]
+    if not kinds:
         return None
-    figure, axes = grid(1, len(places), 3.6, 2.9)
-    for index, (axis, place) in enumerate(zip(axes[0], places, strict=True)):
-        own = frame[frame["place"] == place]
+    figure, axes = grid(1, len(kinds), 3.6, 2.9)
+    for index, (axis, kind) in enumerate(zip(axes[0], kinds, strict=True)):
+        own = frame[frame["kind"] == kind]
         values, unit = own["value"], "layers" if own["head"].isna().all() else "heads"
         counts, _, _ = axis.hist(
             values,
@@ -82,7 +82,7 @@ def alpha_distribution(collection: Collection) -> Figure | None:
         # Leave space for the legend above the bars.
         axis.set(xlabel="α", ylabel=unit, xlim=(0.97, 2.03), ylim=(0, 1.3 * max(counts)))
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axis.set_title(ATTENTIONS[place], fontsize=10)
+        axis.set_title(ATTENTIONS[kind], fontsize=10)
         axis.legend(fontsize=8)
     return figure
 
@@ -94,13 +94,13 @@ def density(collections: list[Collection]) -> Figure | None:
     figure = plot_by_layer(collections, "heads", "density", "density (share of non-zeros)")
     if figure is None:
         return None
-    places = [
-        k for k in places_of(collections) if ATTENTIONS[k] in {a.get_title() for a in figure.axes}
+    kinds = [
+        k for k in kinds_of(collections) if ATTENTIONS[k] in {a.get_title() for a in figure.axes}
     ]
     drawn = series(collections)
-    for axis, place in zip(figure.axes, places, strict=True):
+    for axis, kind in zip(figure.axes, kinds, strict=True):
         for index, entry in enumerate(drawn):
-            heads = entry.of("heads", place=place)
+            heads = entry.of("heads", kind=kind)
             # Shifted, so that one series does not hide the next.
             shift = 0.12 * (index - (len(drawn) - 1) / 2)
             look = style(index)

@@ -18,7 +18,7 @@ from multimax_fairseq.analysis.canvas import (
     updates_axis,
     wrapped,
 )
-from multimax_fairseq.analysis.collection import PLACES, Collection, bins, latest
+from multimax_fairseq.analysis.collection import KINDS, Collection, bins, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 from multimax_fairseq.mappings.multimax import Modulator
 
@@ -29,11 +29,11 @@ IDENTITY = {symbol: float(symbol.startswith("t_")) for symbol in SYMBOLS} | {"te
 
 
 def modulators_of(
-    collection: Collection, place: str, updates: int | None = None
+    collection: Collection, kind: str, updates: int | None = None
 ) -> dict[int, list[Modulator]]:
     """Return {layer: [modulator], or one modulator per head}; the output layer has the key 0."""
     frame = collection.parameters
-    frame = frame[(frame["place"] == place) & frame["name"].isin(SYMBOLS)]
+    frame = frame[(frame["kind"] == kind) & frame["name"].isin(SYMBOLS)]
     if frame.empty:
         return {}
     frame = frame[frame["updates"] == (frame["updates"].max() if updates is None else updates)]
@@ -57,14 +57,14 @@ def modulated(modulator: Modulator, scores: np.ndarray) -> np.ndarray:
         return modulator(torch.from_numpy(np.asarray(scores, dtype=np.float64))).numpy()
 
 
-@picture("Modulators", places=tuple(PLACES))
-def modulators(collection: Collection, place: str) -> Figure | None:
+@picture("Modulators", kinds=tuple(KINDS))
+def modulators(collection: Collection, kind: str) -> Figure | None:
     """The learned modulator sigma of each layer (one line per head if the heads have their own),
     the identity, which is softmax (dashed), and the distribution of the scores (grey). Hatched: the
     range past the turning point, where sigma decreases, with the share of scores there. After
     Figs. 3 and 10 of Zhou et al. 2024."""
-    by_layer = modulators_of(collection, place)
-    parameters = collection.parameters[collection.parameters["place"] == place]
+    by_layer = modulators_of(collection, kind)
+    parameters = collection.parameters[collection.parameters["kind"] == kind]
     if (
         not by_layer or (parameters["name"] == "temperature").any()
     ):  # sigma then acts on scaled scores
@@ -73,7 +73,7 @@ def modulators(collection: Collection, place: str) -> Figure | None:
     with_scores = falls = False
     for axis, (layer, heads) in zip(panels, by_layer.items(), strict=True):
         frame = latest(collection.histograms)
-        frame = frame[(frame["place"] == place) & (frame["quantity"] == "score")]
+        frame = frame[(frame["kind"] == kind) & (frame["quantity"] == "score")]
         left, right, share = bins(frame[frame["layer"] == layer])
         low, high = score_range(left, right, share)
         x = np.linspace(low, high, 500)
@@ -105,11 +105,11 @@ def modulators(collection: Collection, place: str) -> Figure | None:
                 axis.axvspan(
                     x[start], x[end], facecolor="none", edgecolor=WARNING, hatch="///", alpha=0.5
                 )
-        share_past = past_turning_point(collection, place, layer)
+        share_past = past_turning_point(collection, kind, layer)
         words = "" if share_past is None else f"past the turning point: {percent(share_past)}"
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
         axis.text(0.03, 0.97, words, transform=axis.transAxes, va="top", fontsize=8, bbox=box)
-        axis.set_title("output" if place == "output" else f"layer {layer + 1}", fontsize=10)
+        axis.set_title("output" if kind == "output" else f"layer {layer + 1}", fontsize=10)
         axis.set(xlabel="score x", ylabel="modulated score σ(x)", xlim=(low, high))
     handles: list[Any] = [
         Line2D([], [], color="black", linestyle="--", label="identity (softmax)"),
@@ -128,9 +128,9 @@ def modulators(collection: Collection, place: str) -> Figure | None:
     return figure
 
 
-def past_turning_point(collection: Collection, place: str, layer: int) -> float | None:
+def past_turning_point(collection: Collection, kind: str, layer: int) -> float | None:
     heads = latest(collection.heads)
-    values = heads[(heads["place"] == place) & (heads["layer"] == layer)]["past_turning_point"]
+    values = heads[(heads["kind"] == kind) & (heads["layer"] == layer)]["past_turning_point"]
     return None if values.isna().all() else float(values.mean())
 
 
@@ -167,25 +167,25 @@ def parameters(collection: Collection) -> Figure | None:
     colour is the difference from the identity (t = 1, b = d = 0), which is softmax."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"].isin(IDENTITY)].assign(layer=lambda f: f["layer"].fillna(0))
-    places = [place for place in PLACES if (frame["place"] == place).any()]
-    if not places:
+    kinds = [kind for kind in KINDS if (frame["kind"] == kind).any()]
+    if not kinds:
         return None
     symbols = [name for name in IDENTITY if (frame["name"] == name).any()]
     tables = [
-        frame[frame["place"] == place]
+        frame[frame["kind"] == kind]
         .pivot_table(index="layer", columns="name", values="value", aggfunc="mean")
         .reindex(columns=symbols)
-        for place in places
+        for kind in kinds
     ]
     heights = [len(table) + 1.5 for table in tables]
     figure = Figure(
         figsize=(max(5.5, 0.95 * len(symbols) + 2.2), 0.36 * sum(heights) + 1.2),
         layout="constrained",
     )
-    axes = figure.subplots(len(places), 1, squeeze=False, height_ratios=heights)[:, 0]
+    axes = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
     identity = np.array([IDENTITY[name] for name in symbols])
     extent = max(1e-3, *(np.nanmax(np.abs(t.to_numpy() - identity)) for t in tables))
-    for axis, place, table in zip(axes, places, tables, strict=True):
+    for axis, kind, table in zip(axes, kinds, tables, strict=True):
         away = table.to_numpy() - identity
         image = axis.imshow(away, cmap="PuOr", vmin=-extent, vmax=extent, aspect="auto")
         for (i, j), value in np.ndenumerate(table.to_numpy()):
@@ -200,11 +200,11 @@ def parameters(collection: Collection) -> Figure | None:
                     fontsize=8,
                     color="white" if dark else "black",
                 )
-        axis.set_title(PLACES[place], fontsize=10)
+        axis.set_title(KINDS[kind], fontsize=10)
         axis.set_xticks(range(len(symbols)), [symbol_text(name) for name in symbols])
         axis.set(xlabel="parameter", ylabel="layer")
         axis.set_yticks(
-            range(len(table)), ["" if place == "output" else str(int(i) + 1) for i in table.index]
+            range(len(table)), ["" if kind == "output" else str(int(i) + 1) for i in table.index]
         )
     figure.colorbar(image, ax=list(axes), label="value − value of the identity", shrink=0.8)
     return figure
@@ -218,12 +218,12 @@ def symbol_text(name: str) -> str:
     return f"$t_{{{side}_{order}}}$" if name.startswith("t_") else f"${side}_{order}$"
 
 
-@picture("Parameters over training", places=tuple(PLACES))
-def parameter_trajectories(collection: Collection, place: str) -> Figure | None:
+@picture("Parameters over training", kinds=tuple(KINDS))
+def parameter_trajectories(collection: Collection, kind: str) -> Figure | None:
     """The learned parameters over the updates, one line per layer (the mean over the heads if they
     have their own). Dotted: the identity, which is softmax."""
     frame = collection.parameters
-    frame = frame[(frame["place"] == place) & frame["name"].isin(IDENTITY)]
+    frame = frame[(frame["kind"] == kind) & frame["name"].isin(IDENTITY)]
     frame = frame.assign(layer=frame["layer"].fillna(0))
     if frame["updates"].nunique() < 2:
         return None
@@ -235,7 +235,7 @@ def parameter_trajectories(collection: Collection, place: str) -> Figure | None:
         for index, layer in enumerate(layers):
             own = frame[(frame["name"] == name) & (frame["layer"] == layer)]
             means = own.groupby("updates")["value"].mean()
-            label = "output layer" if place == "output" else f"layer {layer + 1}"
+            label = "output layer" if kind == "output" else f"layer {layer + 1}"
             axis.plot(means.index, means, label=label, **ordered_style(index, len(layers)))
         axis.set_title(symbol_text(name), fontsize=11)
         axis.set_ylabel("value")

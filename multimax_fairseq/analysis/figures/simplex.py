@@ -58,18 +58,18 @@ def known_mappings() -> dict[str, Mapping]:
     }
 
 
-def learned_mappings(collection: Collection, place: str) -> dict[int, Mapping]:
+def learned_mappings(collection: Collection, kind: str) -> dict[int, Mapping]:
     """Return {layer: the learned mapping of the last checkpoint, averaged over the heads}.
 
     It is empty if a layer learns anything else, such as a sink, or a temperature and a modulator.
     """
     frame = latest(collection.parameters)
-    frame = frame[frame["place"] == place]
+    frame = frame[frame["kind"] == kind]
     if not any(set(frame["name"]) <= own for own in ({*SYMBOLS}, {"alpha"}, {"temperature"})):
         return {}
     mappings: dict[int, list[Mapping]] = {
         layer: [mapping("multimax", modulator=modulator) for modulator in own]
-        for layer, own in modulators_of(collection, place).items()
+        for layer, own in modulators_of(collection, kind).items()
     }
     for name, normalizer in (("alpha", "alpha_entmax"), ("temperature", "softmax")):
         for row in frame[frame["name"] == name].itertuples():
@@ -82,9 +82,9 @@ def mean_of(mappings: list[Mapping]) -> Mapping:
     return lambda scores: np.mean([apply(scores) for apply in mappings], axis=0)
 
 
-def learned_places(collection: Collection) -> dict[str, dict[int, Mapping]]:
-    by_place = {place: learned_mappings(collection, place) for place in collection.places()}
-    return {place: mappings for place, mappings in by_place.items() if mappings}
+def learned_kinds(collection: Collection) -> dict[str, dict[int, Mapping]]:
+    by_kind = {kind: learned_mappings(collection, kind) for kind in collection.kinds()}
+    return {kind: mappings for kind, mappings in by_kind.items() if mappings}
 
 
 @picture("Mappings of two scores")
@@ -93,12 +93,12 @@ def simplex_2d(collection: Collection) -> Figure | None:
     al. 2024; softmax is a shifted logistic function). First panels: known mappings, and MultiMax
     with the paper's parameters. Other panels: the learned mappings of this model, one line per
     layer (the mean over its heads), and softmax."""
-    places = learned_places(collection)
-    figure, panels = wrapped(2 * (1 + len(places)), 4.2, 3.8)
+    kinds = learned_kinds(collection)
+    figure, panels = wrapped(2 * (1 + len(kinds)), 4.2, 3.8)
     x = np.linspace(-4, 4, 401)
     groups = {"known mappings": known_mappings()} | {
-        f"learned: {ATTENTIONS[place]}": {f"layer {n + 1}": apply for n, apply in found.items()}
-        for place, found in places.items()
+        f"learned: {ATTENTIONS[kind]}": {f"layer {n + 1}": apply for n, apply in found.items()}
+        for kind, found in kinds.items()
     }
     axes = iter(panels)
     for title, mappings in groups.items():
@@ -142,8 +142,8 @@ def simplex_3d(collection: Collection) -> Figure | None:
     first, _, third = EXAMPLE
     sweep = np.stack([np.full_like(SECOND, first), SECOND, np.full_like(SECOND, third)], -1)
     learned = {
-        f"this model, {ATTENTIONS[place]}": mean_of(list(mappings.values()))
-        for place, mappings in learned_places(collection).items()
+        f"this model, {ATTENTIONS[kind]}": mean_of(list(mappings.values()))
+        for kind, mappings in learned_kinds(collection).items()
     }
     for index, (label, apply) in enumerate((known_mappings() | learned).items()):
         look = style(index)

@@ -19,7 +19,7 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 
 SIMILARITY = "patch similarity (absolute cosine)"
 INCH_PER_TOKEN = 0.13
-# {place: the sides of its queries and keys}
+# {kind: the sides of its queries and keys}
 SIDES = {
     "encoder": ("source", "source"),
     "decoder": ("target", "target"),
@@ -42,11 +42,11 @@ def over_smoothing_updates(collection: Collection) -> Figure | None:
     frame = collection.layers.dropna(subset="patch_similarity")
     if frame["updates"].nunique() < 2:
         return None
-    places = [place for place in ATTENTIONS if (frame["place"] == place).any()]
-    figure, axes = grid(1, len(places))
+    kinds = [kind for kind in ATTENTIONS if (frame["kind"] == kind).any()]
+    figure, axes = grid(1, len(kinds))
     layers = layers_of(frame)
-    for axis, place in zip(axes[0], places, strict=True):
-        own = frame[frame["place"] == place]
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        own = frame[frame["kind"] == kind]
         for index, layer in enumerate(layers):
             line = own[own["layer"] == layer].sort_values("updates")
             axis.plot(
@@ -56,7 +56,7 @@ def over_smoothing_updates(collection: Collection) -> Figure | None:
                 **ordered_style(index, len(layers)),
             )
         axis.set_ylabel(SIMILARITY)
-        axis.set_title(ATTENTIONS[place], fontsize=10)
+        axis.set_title(ATTENTIONS[kind], fontsize=10)
         updates_axis(axis)
     legend_below(figure, columns=6)
     return figure
@@ -76,15 +76,15 @@ def rollout_example(collection: Collection) -> Figure | None:
     (bottom) for the first stored sentence. Queries are rows, keys are columns. Each image has its
     own scale, from zero to its largest weight."""
     for example in collection.examples:
-        for place in ATTENTIONS:
-            if rolled := example.get("rollout", {}).get(place):
-                return draw_rollout(example, rolled, place)
+        for kind in ATTENTIONS:
+            if rolled := example.get("rollout", {}).get(kind):
+                return draw_rollout(example, rolled, kind)
     return None
 
 
-def draw_rollout(example: dict[str, Any], rolled: list[Any], place: str) -> Figure:
-    attention = example["attention"][place]
-    queries, keys = ([plain(token) for token in example[side]["tokens"]] for side in SIDES[place])
+def draw_rollout(example: dict[str, Any], rolled: list[Any], kind: str) -> Figure:
+    attention = example["attention"][kind]
+    queries, keys = ([plain(token) for token in example[side]["tokens"]] for side in SIDES[kind])
     chosen = sorted({int(i) for i in np.linspace(0, len(rolled) - 1, 4).round()})
     size = INCH_PER_TOKEN * len(keys) + 0.8, INCH_PER_TOKEN * len(queries) + 0.8
     figure, axes = grid(2, len(chosen), *size)
@@ -103,5 +103,5 @@ def draw_rollout(example: dict[str, Any], rolled: list[Any], place: str) -> Figu
     figure.colorbar(
         image, ax=axes, label="weight (0 to each picture's largest)", ticks=[], shrink=0.6
     )
-    axes[0, 0].set_title(f"{ATTENTIONS[place]}\n{axes[0, 0].get_title()}", fontsize=9)
+    axes[0, 0].set_title(f"{ATTENTIONS[kind]}\n{axes[0, 0].get_title()}", fontsize=9)
     return figure

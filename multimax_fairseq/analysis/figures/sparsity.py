@@ -10,10 +10,10 @@ from multimax_fairseq.analysis.canvas import (
     empty,
     grid,
     heatmaps,
+    kinds_of,
     layers_of,
     legend_below,
     ordered_style,
-    places_of,
     plain,
     style,
 )
@@ -37,14 +37,14 @@ def pareto(collections: list[Collection]) -> Figure | None:
     which trades one for the other (Proposition 3.5 of Zhou et al. 2024), and the model's own
     mapping (large markers). A marker above and to the right of its line is better than softmax at
     any temperature. One model has one line per layer; several have the mean over the layers."""
-    places = places_of(collections)
-    if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not places:
+    kinds = kinds_of(collections)
+    if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not kinds:
         return None
-    figure, axes = grid(1, len(places), 4.3, 3.6)
-    for axis, place in zip(axes[0], places, strict=True):
+    figure, axes = grid(1, len(kinds), 4.3, 3.6)
+    for axis, kind in zip(axes[0], kinds, strict=True):
         for number, collection in enumerate(collections):
             frame = latest(collection.temperatures)
-            frame = frame[frame["place"] == place]
+            frame = frame[frame["kind"] == kind]
             if frame.empty:
                 continue
             if len(collections) > 1:
@@ -68,7 +68,7 @@ def pareto(collections: list[Collection]) -> Figure | None:
                     words=index == 0,
                 )
         axis.set(xlabel="sparsity (0 to 1)", ylabel="multi-modality (0 to 1)")
-        axis.set_title(ATTENTIONS[place], fontsize=10)
+        axis.set_title(ATTENTIONS[kind], fontsize=10)
         axis.margins(0.12)
     line, own = axes[0, 0].plot([], [], "k.-", [], [], "ko", linewidth=1, markersize=3)
     own.set_markersize(9)

@@ -17,12 +17,12 @@ from multimax_fairseq.analysis.canvas import (
     updates_axis,
     wrapped,
 )
-from multimax_fairseq.analysis.collection import PLACES
+from multimax_fairseq.analysis.collection import KINDS
 from multimax_fairseq.analysis.figures.catalogue import Drawn
 from multimax_fairseq.analysis.figures.modulators import IDENTITY, symbol_text
 from multimax_fairseq.analysis.training_log import TrainingLog
 
-THEMES = {"training": "loss and learning rate", **PLACES}
+THEMES = {"training": "loss and learning rate", **KINDS}
 LABELS = {
     "training_loss": "training loss (bits per token)",
     "validation_loss": "validation loss (bits per token)",
@@ -40,12 +40,12 @@ LABELS = {
 MARKED = 20  # markers per line
 
 
-def trajectories(logs: list[TrainingLog], place: str) -> Figure | None:
+def trajectories(logs: list[TrainingLog], kind: str) -> Figure | None:
     """Losses, or the monitor's values, over the updates: one panel per value that changes, averaged
     over the heads. A single run has one line per layer. Several runs have one line each, the mean
     over the layers. Losses are negative log-likelihoods. The dotted line is the value at which the
     modulator is the identity."""
-    tables = [log.values[log.values["place"] == place] for log in logs]
+    tables = [log.values[log.values["kind"] == kind] for log in logs]
     known = [*LABELS, *IDENTITY]
     together = pd.concat(tables)
     there = {name for name, own in together.groupby("name") if own["value"].nunique() > 1}
@@ -89,16 +89,16 @@ def lines(
 
 
 def draw(logs: list[TrainingLog]) -> Iterator[Drawn]:
-    """Yield a figure for each place that a run has values for."""
-    for place, words in THEMES.items():
-        figure = trajectories(logs, place)
+    """Yield a figure for each kind that a run has values for."""
+    for kind, words in THEMES.items():
+        figure = trajectories(logs, kind)
         if figure is None:
             continue
         runs = plain(logs[0].label) if len(logs) == 1 else f"{len(logs)} runs"
         title = f"Training, {words}"
         figure.suptitle(f"{title} ({runs})", fontsize=12, fontweight="bold")
         caption = " ".join((trajectories.__doc__ or "").split())
-        yield Drawn(f"trajectories-{place}", title, caption, figure)
+        yield Drawn(f"trajectories-{kind}", title, caption, figure)
 
 
 def plot(logs: list[TrainingLog], out: Path) -> Iterator[str]:

@@ -15,12 +15,12 @@ ZERO, SMALLEST = 1e-10, 1e-9
 
 
 def probability_panels(
-    collections: list[Collection], place: str
+    collections: list[Collection], kind: str
 ) -> tuple[Figure, list[tuple[Axes, str, dict[str, Any], Any]]] | None:
     """Return a figure and, for each layer and series, its axis, label, style and bins."""
     histograms = []
     for entry in series(collections):
-        frame = entry.of("histograms", place=place, quantity="probability")
+        frame = entry.of("histograms", kind=kind, quantity="probability")
         histograms += [
             (layer, entry, bins(frame[frame["layer"] == layer])) for layer in layers_of(frame)
         ]
@@ -52,12 +52,12 @@ def look_of(collections: list[Collection], entry: Series) -> dict[str, Any]:
     return style([s.updates for s in series(collections)].index(entry.updates))
 
 
-@picture("Histograms of attention weights", comparable=True, places=tuple(ATTENTIONS))
-def weight_histograms(collections: list[Collection], place: str) -> Figure | None:
+@picture("Histograms of attention weights", comparable=True, kinds=tuple(ATTENTIONS))
+def weight_histograms(collections: list[Collection], kind: str) -> Figure | None:
     """The distribution of attention weights on logarithmic axes, one panel per layer (Fig. 5 of
     Zhou et al. 2024, which calls them attention scores). If weights are exactly zero, a marker on
     the left is their share; the first step holds all others below 1e-8."""
-    figure_and_panels = probability_panels(collections, place)
+    figure_and_panels = probability_panels(collections, kind)
     if figure_and_panels is None:
         return None
     figure, panels = figure_and_panels
@@ -82,11 +82,11 @@ def weight_histograms(collections: list[Collection], place: str) -> Figure | Non
     return figure
 
 
-@picture("Cumulative distributions of attention weights", comparable=True, places=tuple(ATTENTIONS))
-def weight_distributions(collections: list[Collection], place: str) -> Figure | None:
+@picture("Cumulative distributions of attention weights", comparable=True, kinds=tuple(ATTENTIONS))
+def weight_distributions(collections: list[Collection], kind: str) -> Figure | None:
     """The cumulative distribution of attention weights, one panel per layer (Fig. 8 of Zhou et al.
     2024). A line starts at the share of weights that are exactly zero."""
-    figure_and_panels = probability_panels(collections, place)
+    figure_and_panels = probability_panels(collections, kind)
     if figure_and_panels is None:
         return None
     figure, panels = figure_and_panels

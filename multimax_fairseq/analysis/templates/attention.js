@@ -13,9 +13,9 @@ const NAMES = {
 };
 
 // The weights of a head, of the mean over the heads ("mean"), or of the roll-out ("rollout").
-function weights(example, place, layer, head) {
-  if (head === "rollout") return example.rollout[place][layer];
-  const heads = example.attention[place][layer];
+function weights(example, kind, layer, head) {
+  if (head === "rollout") return example.rollout[kind][layer];
+  const heads = example.attention[kind][layer];
   if (head !== "mean") return heads[head];
   return heads[0].map((row, q) =>
     row.map((_, k) => heads.reduce((sum, one) => sum + one[q][k], 0) / heads.length));
@@ -32,9 +32,9 @@ function joined(matrix, queries, keys) {
 }
 
 // {queries, keys, matrix}: labels of rows and columns, and the weights.
-function view(example, place, layer, head, join) {
-  const [asking, asked] = SIDES[place].map((side) => example[side]);
-  const matrix = weights(example, place, layer, head);
+function view(example, kind, layer, head, join) {
+  const [asking, asked] = SIDES[kind].map((side) => example[side]);
+  const matrix = weights(example, kind, layer, head);
   if (!join) return { queries: asking.tokens, keys: asked.tokens, matrix };
   return {
     queries: asking.words.map((word) => word.word),
@@ -43,39 +43,39 @@ function view(example, place, layer, head, join) {
   };
 }
 
-function headsOf(example, place, layer) {
-  const heads = example.attention[place][layer].map((_, head) => [String(head), String(head + 1)]);
+function headsOf(example, kind, layer) {
+  const heads = example.attention[kind][layer].map((_, head) => [String(head), String(head + 1)]);
   const more = [["mean", "mean over heads"]];
-  if (example.rollout && example.rollout[place]) more.push(["rollout", "roll-out to this layer"]);
+  if (example.rollout && example.rollout[kind]) more.push(["rollout", "roll-out to this layer"]);
   return more.concat(heads);
 }
 
 // The densities of a query, one per head; a word has those of all its subwords. Empty for discrete
 // attention.
-function densities(example, place, layer, head, join, query) {
-  const found = example.densities && example.densities[place];
+function densities(example, kind, layer, head, join, query) {
+  const found = example.densities && example.densities[kind];
   if (!found || head === "rollout") return [];
-  const { kind, mean, variance, support } = found[layer];
+  const { kind: density, mean, variance, support } = found[layer];
   const { start, end } =
-    join ? example[SIDES[place][0]].words[query] : { start: query, end: query + 1 };
+    join ? example[SIDES[kind][0]].words[query] : { start: query, end: query + 1 };
   const parts = [];
   for (const h of head === "mean" ? mean.keys() : [Number(head)]) {
     for (let q = start; q < end; q++) {
-      parts.push({ kind, mean: mean[h][q], variance: variance[h][q], support: support[h][q] });
+      parts.push({ density, mean: mean[h][q], variance: variance[h][q], support: support[h][q] });
     }
   }
   return parts;
 }
 
 // The standard deviation of a Gaussian, or half the support of a truncated parabola.
-function widthOf({ kind, variance }) {
-  return kind === "sparsemax" ? Math.cbrt(1.5 * variance) : Math.sqrt(variance);
+function widthOf({ density, variance }) {
+  return density === "sparsemax" ? Math.cbrt(1.5 * variance) : Math.sqrt(variance);
 }
 
 function densityAt(part, time) {
   const width = widthOf(part);
   const square = ((time - part.mean) / width) ** 2;
-  if (part.kind === "sparsemax") return Math.max(0, 0.75 * (1 - square)) / width;
+  if (part.density === "sparsemax") return Math.max(0, 0.75 * (1 - square)) / width;
   return Math.exp(-square / 2) / (width * Math.sqrt(2 * Math.PI));
 }
 
@@ -96,13 +96,13 @@ function overColumns(parts, length, columns) {
     return [column + (token - start) / (end - start)];
   };
   const steps = 16;
-  const places = Array.from({ length: columns.length * steps + 1 }, (_, step) => step / steps);
+  const times = Array.from({ length: columns.length * steps + 1 }, (_, step) => step / steps);
   for (const part of parts) {  // a narrow density may lie between the steps
     for (let far = -3; far <= 3; far += 0.25) {
-      places.push(...columnAt(part.mean + far * widthOf(part)));
+      times.push(...columnAt(part.mean + far * widthOf(part)));
     }
   }
-  const points = places.sort((one, other) => one - other).map((x) =>
+  const points = times.sort((one, other) => one - other).map((x) =>
     [x, parts.reduce((sum, part) => sum + densityAt(part, timeAt(x)), 0) / parts.length]);
   const inside = columns.map(({ start, end }) =>
     parts.some(({ support }) => support[0] < end && start < support[1]));
@@ -112,7 +112,7 @@ function overColumns(parts, length, columns) {
 function start(document) {
   const examples = JSON.parse(document.getElementById("examples").textContent);
   const choices = {};
-  for (const name of ["sentence", "place", "layer", "head", "join", "keys", "told", "matrix"]) {
+  for (const name of ["sentence", "kind", "layer", "head", "join", "keys", "told", "matrix"]) {
     choices[name] = document.getElementById(name);
   }
   let chosen = [0, 0];
@@ -159,10 +159,10 @@ function start(document) {
 
   // Draws the density of a query and marks the words in the support of a parabola.
   function chooseDensity(query) {
-    const [example, place, layer, head, join] = shown.asked;
-    const parts = densities(example, place, layer, head, join, query);
-    const found = example.densities[place][layer];
-    const { words, tokens } = example[SIDES[place][1]];
+    const [example, kind, layer, head, join] = shown.asked;
+    const parts = densities(example, kind, layer, head, join, query);
+    const found = example.densities[kind][layer];
+    const { words, tokens } = example[SIDES[kind][1]];
     const columns = join ? words : tokens.map((_, k) => ({ start: k, end: k + 1 }));
     const { points, inside } = overColumns(parts, 1 / found.positions[0], columns);
     // If only a part of the sentence is shown, the density may lie outside of it.
@@ -190,13 +190,13 @@ function start(document) {
 
   function draw() {
     const example = examples[Number(choices.sentence.value)];
-    const places = Object.keys(NAMES).filter((name) => name in example.attention);
-    options(choices.place, places.map((name) => [name, NAMES[name]]));
-    const place = choices.place.value;
-    options(choices.layer, example.attention[place].map((_, n) => [String(n), String(n + 1)]));
+    const kinds = Object.keys(NAMES).filter((name) => name in example.attention);
+    options(choices.kind, kinds.map((name) => [name, NAMES[name]]));
+    const kind = choices.kind.value;
+    options(choices.layer, example.attention[kind].map((_, n) => [String(n), String(n + 1)]));
     const layer = Number(choices.layer.value);
-    options(choices.head, headsOf(example, place, layer));
-    const asked = [example, place, layer, choices.head.value, choices.join.checked];
+    options(choices.head, headsOf(example, kind, layer));
+    const asked = [example, kind, layer, choices.head.value, choices.join.checked];
     shown = { ...view(...asked), asked };
     const head = document.createElement("thead");
     const top = head.insertRow();
@@ -232,7 +232,7 @@ function start(document) {
       });
     });
     choices.matrix.replaceChildren(head, body);
-    choices.matrix.setAttribute("aria-label", `${NAMES[place]}, layer ${layer + 1}`);
+    choices.matrix.setAttribute("aria-label", `${NAMES[kind]}, layer ${layer + 1}`);
     choose(
       Math.min(chosen[0], shown.queries.length - 1),
       Math.min(chosen[1], shown.keys.length - 1),
@@ -256,7 +256,7 @@ function start(document) {
     const side = example.source.words.length ? example.source : example.target;
     return [String(n), `${n + 1}: ${side.words.map((word) => word.word).join(" ").slice(0, 60)}`];
   }));
-  for (const name of ["sentence", "place", "layer", "head", "join"]) {
+  for (const name of ["sentence", "kind", "layer", "head", "join"]) {
     choices[name].addEventListener("change", draw);
   }
   draw();

@@ -54,7 +54,7 @@ def from_authors(state: State) -> None:
             "the checkpoint has no ts and ranges, so it is not of the authors' code: to use a "
             "softmax model of stock fairseq, give it to --finetune-from-model as it is"
         )
-    pairs = {at: (_pop_vectors(model, at), place) for at, place in _modulator_places(state)}
+    pairs = {at: (_pop_vectors(model, at), kind) for at, kind in _modulated_modules(state)}
     ours = f"{theirs}{SUFFIX}"
     if ours not in ARCH_MODEL_REGISTRY:  # the same architecture in another size
         sizes = argparse.Namespace(**options)
@@ -63,7 +63,7 @@ def from_authors(state: State) -> None:
         base = "transformer_lm" if checkpoint.is_language_model(state) else "transformer"
         ours = f"{base}{SUFFIX}"
     record, own_settings = state.pop(RECORD, None), _settings(state)
-    modulated = _modulated_places(options)
+    modulated = _modulated_kinds(options)
     if record is not None:
         recorded = {name: v for name, v in record["settings"].items() if name in own_settings}
         settings = vars(checkpoint.complete(ours, options | recorded))
@@ -74,9 +74,9 @@ def from_authors(state: State) -> None:
     options.update(own_settings)
     checkpoint.set_architecture(state, ours)
     settings = vars(checkpoint.our_settings(state))
-    mappings = _mappings_by_place(settings)
-    for at, (pair, place) in pairs.items():
-        if mappings[place] == "multimax":
+    mappings = _mappings_by_kind(settings)
+    for at, (pair, kind) in pairs.items():
+        if mappings[kind] == "multimax":
             parameters = vectors.split(pair, settings["multimax_order"], settings["multimax_terms"])
             prefix = _modulator_name(at)
             model.update({f"{prefix}.{name}": value for name, value in parameters.items()})
@@ -92,7 +92,7 @@ def to_authors(state: State) -> None:
     """
     settings = checkpoint.our_settings(state)
     _check_representable(state, settings)
-    mappings, model = _mappings_by_place(vars(settings)), state["model"]
+    mappings, model = _mappings_by_kind(vars(settings)), state["model"]
     names = vectors.names(settings.multimax_terms)
     if not any(name.endswith(tuple(names)) for name in model):
         raise UsageError(
@@ -100,8 +100,8 @@ def to_authors(state: State) -> None:
             "decoder or output layer"
         )
     dtype = next(value.dtype for name, value in model.items() if ATTENTION.fullmatch(name))
-    for at, place in list(_modulator_places(state)):
-        if mappings[place] == "multimax":
+    for at, kind in list(_modulated_modules(state)):
+        if mappings[kind] == "multimax":
             keys = {name: f"{_modulator_name(at)}.{name}" for name in names}
             ts, ranges = vectors.join({n: _pop(model, key) for n, key in keys.items()})
         else:
@@ -121,8 +121,8 @@ def to_authors(state: State) -> None:
 # --- modulators -----------------------------------------------------------------------------------
 
 
-def _modulator_places(state: State) -> Iterator[tuple[str, str]]:
-    """Yield (module, place) of each attention and of the output layer."""
+def _modulated_modules(state: State) -> Iterator[tuple[str, str]]:
+    """Yield (module, kind) of each attention and of the output layer."""
     for name in list(state["model"]):
         if match := ATTENTION.fullmatch(name):
             yield match[1], "cross" if match[3] == "encoder_attn" else match[2]
@@ -150,7 +150,7 @@ def _pop(model: dict[str, Tensor], name: str) -> Tensor:
 def _settings(state: State) -> dict[str, Any]:
     """Return the settings that stock models lack, with values that describe the authors' model."""
     is_lm = checkpoint.is_language_model(state)
-    modulated = _modulated_places(checkpoint.options(state))
+    modulated = _modulated_kinds(checkpoint.options(state))
     defaults = (normalizer_config() if is_lm else translation_config())()
     names = [field.name for field in dataclasses.fields(defaults) if field.name[0] != "_"]
     return {name: getattr(defaults, name) for name in names} | {
@@ -159,40 +159,40 @@ def _settings(state: State) -> dict[str, Any]:
     }
 
 
-def _modulated_places(options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the places in which the authors' model applies its modulator."""
+def _modulated_kinds(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the kinds in which the authors' model applies its modulator."""
     is_adaptive = options.get("adaptive_softmax_cutoff")
     return ("encoder", "decoder") if is_adaptive else ("encoder", "decoder", "output")
 
 
-def _mappings_by_place(settings: dict[str, Any]) -> dict[str, str]:
+def _mappings_by_kind(settings: dict[str, Any]) -> dict[str, str]:
     """Return the mapping of each attention and of the output layer."""
     at = argparse.Namespace(**settings)
     return {**normalizer_names(at), "output": at.output_normalizer}
 
 
 def _can_represent(settings: dict[str, Any], pairs: list[tuple[vectors.Vectors, str]]) -> bool:
-    """Whether a model with these settings can represent all (vectors, place) pairs."""
-    mappings = _mappings_by_place(settings)
+    """Whether a model with these settings can represent all (vectors, kind) pairs."""
+    mappings = _mappings_by_kind(settings)
     order, terms = settings["multimax_order"], settings["multimax_terms"]
     return all(
         vectors.fits(pair, order, terms)
-        if mappings[place] == "multimax"
+        if mappings[kind] == "multimax"
         else not any(vector.any() for vector in pair)
-        for pair, place in pairs
+        for pair, kind in pairs
     )
 
 
 def _check_representable(state: State, settings: argparse.Namespace) -> None:
     """Raise UsageError if the authors' code cannot represent the model."""
     mappings = normalizer_names(settings)
-    for place in checkpoint.attentions(state):
-        where = "cross-attention" if place == "cross" else f"the {place}'s self-attention"
+    for kind in checkpoint.attentions(state):
+        where = "cross-attention" if kind == "cross" else f"the {kind}'s self-attention"
         known, remedy = ["softmax", "multimax"], "--attention-normalizer multimax"
-        if place == "cross":
+        if kind == "cross":
             known, remedy = ["softmax"], "--attention-normalizer-at encoder,decoder"
-        if mappings[place] not in known:
-            labels = [checkpoint.label_of(name) for name in (mappings[place], *known)]
+        if mappings[kind] not in known:
+            labels = [checkpoint.label_of(name) for name in (mappings[kind], *known)]
             raise UsageError(
                 f"{labels[0]} in {where} cannot be represented, because the authors' code has "
                 f"{' or '.join(labels[1:])} there: train with {remedy}"

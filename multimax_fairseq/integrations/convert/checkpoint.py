@@ -15,7 +15,7 @@ from multimax_fairseq.compat import saving, untrusted
 from multimax_fairseq.errors import CheckpointError, UsageError, no_file
 from multimax_fairseq.mappings.table import NORMALIZERS
 from multimax_fairseq.models.config import (
-    PLACES,
+    ATTENTIONS,
     TRAINING_ONLY,
     flag,
     set_defaults,
@@ -108,10 +108,10 @@ def complete(name: str, saved: dict[str, Any]) -> argparse.Namespace:
 
 
 def attentions(state: State) -> tuple[str, ...]:
-    """Return those of `PLACES` that the model has."""
+    """Return those of `ATTENTIONS` that the model has."""
     if is_language_model(state):
         return ("decoder",)
-    return PLACES[:2] if options(state).get("no_cross_attention") else PLACES
+    return ATTENTIONS[:2] if options(state).get("no_cross_attention") else ATTENTIONS
 
 
 def label_of(name: str) -> str:
