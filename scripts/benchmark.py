@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from benchmarks.measurement import Case, measure, quiet
-from benchmarks.operators import RIVALS, attention, output
+from benchmarks.operators import MAPPINGS, attention, output
 from benchmarks.report import conditions, report
 from lib import positive
 
@@ -93,7 +93,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     masks = ["none", "causal", "padding", "both"]
     add("--mask", choices=masks, default="causal", help="what is excluded")
     add("--sweep", type=sizes, metavar="T,T,...", help="the first shape with these lengths")
-    add("--rivals", action="store_true", help=f"also measure {', '.join(RIVALS)}")
+    add("--rivals", action="store_true", help=f"also measure {', '.join(MAPPINGS)}")
     add("--compile", **compiled)
     text = "use the queries and keys of this translation model, one case per attention"
     add("--checkpoint", type=Path, metavar="FILE", help=text)

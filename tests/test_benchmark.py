@@ -181,8 +181,8 @@ def test_attention_measures_other_mappings(benchmark):
     (case,) = found["cases"]
     assert case["references"] == [BEST, PRODUCTS, AUTO]
     gradients = {name: entry["gradients"] for name, entry in case["contestants"].items()}
-    rivals = (("ssmax", 2), ("softmax1", 0), ("sink", 2), ("topk", 0), ("alpha_entmax", 2))
-    for name, learned in rivals:
+    mappings = (("ssmax", 2), ("softmax1", 0), ("sink", 2), ("topk", 0), ("alpha_entmax", 2))
+    for name, learned in mappings:
         assert case["agreement"][f"{name} (auto)"]["difference"] < 1e-5
         assert gradients[f"{name} (auto)"] == 3 * 2 * 2 * 12 * 8 * 4 + learned * 4
     zeros = {name: entry["zeros"] for name, entry in case["contestants"].items()}

@@ -109,7 +109,7 @@ def test_attention_applies_one_modulator_per_head(kernels):
     assert_attention_as_accurate((2, 3, 20, 30, 32), some_modulator(heads=3))
 
 
-RIVALS = {
+BASELINES = {
     "sink": {"sink": torch.tensor([0.7, -30.0, 4.0])[:, None, None]},
     "shared sink": {"normalizer": "sink", "sink": torch.full((1, 1, 1), 1.2)},
     "softmax1": {},
@@ -130,10 +130,10 @@ RIVALS = {
         ((2, 3, 3, 9, 32), torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", BASELINES)
 def test_attention_with_sink_or_length_scale_is_as_accurate(kernels, name, shape, dtype):
     modulator = some_modulator(3) if name == "multimax" else None
-    options = {"normalizer": name} | RIVALS[name]
+    options = {"normalizer": name} | BASELINES[name]
     keys = torch.arange(shape[3])
     padding = keys < torch.tensor([shape[3], 5])[:, None, None, None]
     rows = torch.rand(shape[2], shape[3], generator=torch.Generator().manual_seed(1)) < 0.6

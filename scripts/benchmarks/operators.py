@@ -23,13 +23,13 @@ from multimax_fairseq import (
 EXPRESSION = "MultiMax (torch expression)"
 PRODUCTS = "matrix products"
 # The other mappings, their learned parameters per head, and their other options.
-RIVALS = {
+MAPPINGS = {
     **{"ssmax": {"length_scale": 0.2}, "softmax1": {}, "sink": {"sink": 0.5}, "topk": {}},
     **{"evsoftmax": {}, "sparsemax": {}, "entmax15": {}, "alpha_entmax": {"alpha": 1.5}},
     **{"softpick": {}, "sigmoid": {}, "asentmax": {"beta": 0.2, "gamma": 0.5}},
     "adaptive_temperature": {},
 }
-RIVAL_OPTIONS = {"topk": {"k": 8}, "adaptive_temperature": {"training": True}}
+MAPPING_OPTIONS = {"topk": {"k": 8}, "adaptive_temperature": {"training": True}}
 
 
 def expression(x: Tensor, modulator: Modulator) -> Tensor:
@@ -146,9 +146,9 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
             learned = dict(tensors.parts)
             if family == "MultiMax":
                 learned |= dict(tensors.modulator.named_parameters())
-            learned |= {option: attend.keywords[option] for option in RIVALS.get(family, {})}
+            learned |= {option: attend.keywords[option] for option in MAPPINGS.get(family, {})}
             ready = gradients_of(lambda: (attend(*tensors.parts.values()), tensors.grad), learned)
-            if backend == "plain" or family not in RIVALS:
+            if backend == "plain" or family not in MAPPINGS:
                 return ready
             return ready._replace(zeros=zeros_of(tensors, family))
 
@@ -169,9 +169,9 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
         PLAIN: contestant(PLAIN, multimax, "plain"),
         AUTO: contestant(AUTO, multimax),
     }
-    for rival, kind in itertools.product(RIVALS if args.rivals else (), ("plain", "auto")):
-        attend = functools.partial(our_attention, normalizer=rival)
-        contestants[f"{rival} ({kind})"] = contestant(f"{rival} ({kind})", attend, kind)
+    for name, kind in itertools.product(MAPPINGS if args.rivals else (), ("plain", "auto")):
+        attend = functools.partial(our_attention, normalizer=name)
+        contestants[f"{name} ({kind})"] = contestant(f"{name} ({kind})", attend, kind)
     others = {"softmax (compiled)": baselines.compiled_attention}
     if args.device == "cuda":
         others["softmax (FlexAttention)"] = baselines.flex_attention
@@ -180,9 +180,9 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
     with_graphs(contestants, args, "softmax (torch)", AUTO)
     contestants[PRODUCTS] = Contestant(lower_bound, PRODUCTS)
     references = [BEST, PRODUCTS, AUTO if args.rivals else EXPRESSION]
-    rivals = ["softmax (torch)", *(others if args.compile else ())]
+    compared = ["softmax (torch)", *(others if args.compile else ())]
     label = f"attention {'x'.join(map(str, shape))}, mask: {args.mask}"
-    return Case(label, shape[2], contestants, references, ["seconds"], rivals, settles=True)
+    return Case(label, shape[2], contestants, references, ["seconds"], compared, settles=True)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Inputs:
         shape = (self.grad.shape[1], 1, 1)
         return {
             name: torch.full(shape, value, device=self.grad.device).requires_grad_()
-            for name, value in RIVALS.get(normalizer, {}).items()
+            for name, value in MAPPINGS.get(normalizer, {}).items()
         }
 
 
@@ -234,7 +234,10 @@ def torch_attention(inputs: Inputs) -> Callable:
 
 
 def our_attention(inputs: Inputs, normalizer: str = "softmax") -> Callable:
-    options: dict[str, Any] = {**inputs.parameters(normalizer), **RIVAL_OPTIONS.get(normalizer, {})}
+    options: dict[str, Any] = {
+        **inputs.parameters(normalizer),
+        **MAPPING_OPTIONS.get(normalizer, {}),
+    }
     if normalizer == "multimax":
         options["modulator"] = inputs.modulator
     options |= {"attn_mask": inputs.allowed, "is_causal": inputs.is_causal}
@@ -256,15 +259,15 @@ def expression_attention(inputs: Inputs) -> Callable:
 
 
 @torch.no_grad()
-def zeros_of(inputs: Inputs, rival: str) -> float:
+def zeros_of(inputs: Inputs, normalizer: str) -> float:
     """Return the share of zeros among the weights of the first batch element."""
     mask = inputs.mask
     excluded = None if mask is None else ~mask[:1]
     query, key = inputs.parts["query"][:1], inputs.parts["key"][:1]
     scores = query @ key.mT / query.shape[-1] ** 0.5
-    parameters = {n: p.to(scores.dtype) for n, p in inputs.parameters(rival).items()}
-    options: dict[str, Any] = {**parameters, **RIVAL_OPTIONS.get(rival, {})}
-    return share_of_zeros(normalize(rival, scores, mask=excluded, **options), excluded)
+    parameters = {n: p.to(scores.dtype) for n, p in inputs.parameters(normalizer).items()}
+    options: dict[str, Any] = {**parameters, **MAPPING_OPTIONS.get(normalizer, {})}
+    return share_of_zeros(normalize(normalizer, scores, mask=excluded, **options), excluded)
 
 
 # --- the output layer --------------------------------------------------------------------------
@@ -342,5 +345,5 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
     }
     with_graphs(contestants, args, "softmax (F.cross_entropy)", "MultiMax (fused)")
     references = [BEST, PRODUCTS, stock, EXPRESSION]
-    rivals = [stock, *losses()]
-    return Case(label, vocabulary, contestants, references, ["seconds"], rivals, settles=True)
+    compared = [stock, *losses()]
+    return Case(label, vocabulary, contestants, references, ["seconds"], compared, settles=True)

@@ -1,9 +1,11 @@
-"""Rivals of MultiMax in the output layer: a learned piecewise-linear function of the logits and a
-learned soft-cap, which are mappings, and a mixture of softmaxes, which has architectures.
+"""Baselines for MultiMax in the output layer.
 
-    fairseq-train DATA --user-dir user_dir/output_rivals --arch transformer_lm_multimax \
+A learned piecewise-linear function of the logits and a learned soft-cap are mappings. A mixture of
+softmaxes has architectures.
+
+    fairseq-train DATA --user-dir user_dir/output_baselines --arch transformer_lm_multimax \
         --output-normalizer piecewise_linear ...
-    fairseq-train DATA --user-dir user_dir/output_rivals --arch transformer_lm_mixture \
+    fairseq-train DATA --user-dir user_dir/output_baselines --arch transformer_lm_mixture \
         --output-normalizer softmax ...
 """
 

@@ -1,4 +1,4 @@
-"""user_dir/output_rivals: its two output layers, and models trained with them."""
+"""user_dir/output_baselines: its two output layers, and models trained with them."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ import torch
 from commands import ROOT, run
 from corpus import ENGLISH
 
-PLUGIN = ("--user-dir", ROOT / "user_dir/output_rivals")
+PLUGIN = ("--user-dir", ROOT / "user_dir/output_baselines")
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,9 @@ def plugin():
     tables = [NORMALIZERS, *(t for n, t in vars(models).items() if n.endswith("_REGISTRY"))]
     before = [dict(table) for table in tables]
     sys.path.insert(0, str(ROOT / "user_dir"))
-    import output_rivals
+    import output_baselines
 
-    yield output_rivals
+    yield output_baselines
     sys.path.remove(str(ROOT / "user_dir"))
     for table, entries in zip(tables, before, strict=True):
         table.clear()
