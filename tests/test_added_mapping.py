@@ -23,7 +23,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
 )
 from multimax_fairseq.integrations.transformers import attach
-from multimax_fairseq.mappings.table import (
+from multimax_fairseq.mappings.registry import (
     RESERVED_OPTIONS,
     RESERVED_PARAMETERS,
     Option,

@@ -38,7 +38,7 @@ from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.compat.untrusted import unwrapped
 from multimax_fairseq.errors import UsageError, no_file
-from multimax_fairseq.mappings.table import NORMALIZERS
+from multimax_fairseq.mappings.registry import NORMALIZERS
 from multimax_fairseq.models.config import as_namespace, settings
 from multimax_fairseq.models.loading import build, read, set_up_task
 from multimax_fairseq.signature import data_checksum, signature

@@ -10,7 +10,7 @@ import pandas as pd
 
 from multimax_fairseq.analysis import ADDED, COLUMNS
 from multimax_fairseq.errors import UsageError, first_line
-from multimax_fairseq.mappings.table import NORMALIZERS
+from multimax_fairseq.mappings.registry import NORMALIZERS
 
 ATTENTIONS = {
     "encoder": "encoder self-attention",

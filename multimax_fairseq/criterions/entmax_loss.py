@@ -10,7 +10,7 @@ from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.mappings.table import NORMALIZERS
+from multimax_fairseq.mappings.registry import NORMALIZERS
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 from multimax_fairseq.ops.backend import is_autocast
 from multimax_fairseq.ops.masks import combine_masks

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from multimax_fairseq.mappings.multimax import Modulator, log_multimax, multimax
-from multimax_fairseq.mappings.table import NORMALIZERS, Mapping, Option, normalize, register
+from multimax_fairseq.mappings.registry import NORMALIZERS, Mapping, Option, normalize, register
 
 # The files register their mappings.
 for _file in pkgutil.iter_modules(__path__):

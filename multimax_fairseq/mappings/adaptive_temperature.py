@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.mappings.masking import shift_and_scale
+from multimax_fairseq.mappings.registry import Mapping, register
 from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import Mapping, register
 from multimax_fairseq.ops.checks import check_flag
 from multimax_fairseq.ops.row_function import RowFunction
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.mappings.multimax import ScoreFunction, multimax
-from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.ops.attention import AttentionInputs, check_attention, compute_attention
 
 

@@ -16,8 +16,8 @@ from multimax_fairseq.mappings.masking import (
     check_row_values,
     subtract_max,
 )
+from multimax_fairseq.mappings.registry import Mapping, Option, heads_option, register
 from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import Mapping, Option, heads_option, register
 from multimax_fairseq.ops.backend import traced
 from multimax_fairseq.ops.checks import check_whole, is_finite
 from multimax_fairseq.ops.row_function import RowFunction

@@ -15,8 +15,8 @@ from multimax_fairseq.mappings.masking import (
     scale_scores,
     shift_and_scale,
 )
+from multimax_fairseq.mappings.registry import SEPARATE_HEADS, Mapping, Option, register
 from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, register
 from multimax_fairseq.ops.attention import growth_factor, length_factor
 from multimax_fairseq.ops.checks import check_whole, is_finite
 from multimax_fairseq.ops.masks import key_counts

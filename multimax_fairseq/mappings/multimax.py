@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.mappings.length_scale import LengthScale, length_scaled
 from multimax_fairseq.mappings.masking import check_arguments, check_scores, check_value, masked
-from multimax_fairseq.mappings.sinks import SINK, Sink, softmax_with_sink
-from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import (
+from multimax_fairseq.mappings.registry import (
     Mapping,
     Option,
     chosen_from,
@@ -21,6 +19,8 @@ from multimax_fairseq.mappings.table import (
     register,
     yes_or_no,
 )
+from multimax_fairseq.mappings.sinks import SINK, Sink, softmax_with_sink
+from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.ops.checks import is_finite, is_whole
 from multimax_fairseq.ops.modulator import modulate
 

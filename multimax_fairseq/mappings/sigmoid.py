@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from multimax_fairseq.mappings.masking import masked
-from multimax_fairseq.mappings.table import Mapping, Option, register
+from multimax_fairseq.mappings.registry import Mapping, Option, register
 from multimax_fairseq.ops.checks import check_number, is_finite
 from multimax_fairseq.ops.masks import key_counts
 from multimax_fairseq.ops.row_function import RowFunction

@@ -13,7 +13,13 @@ from multimax_fairseq.mappings.masking import (
     check_arguments,
     check_row_values,
 )
-from multimax_fairseq.mappings.table import SEPARATE_HEADS, Mapping, Option, chosen_from, register
+from multimax_fairseq.mappings.registry import (
+    SEPARATE_HEADS,
+    Mapping,
+    Option,
+    chosen_from,
+    register,
+)
 from multimax_fairseq.ops.checks import check_number, check_whole
 
 SINKS = ("none", "zero", "learned")

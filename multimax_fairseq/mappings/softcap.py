@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from multimax_fairseq.mappings.masking import at_least_float32, check_arguments
+from multimax_fairseq.mappings.registry import Mapping, Option, register
 from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import Mapping, Option, register
 from multimax_fairseq.ops.checks import is_finite
 from multimax_fairseq.ops.modulator import soft_capped
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.mappings.masking import masked
-from multimax_fairseq.mappings.table import Mapping, Option, register, yes_or_no
+from multimax_fairseq.mappings.registry import Mapping, Option, register, yes_or_no
 from multimax_fairseq.ops.checks import check_number, is_finite
 
 

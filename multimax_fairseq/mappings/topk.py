@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.mappings.masking import apply_masked
-from multimax_fairseq.mappings.table import Mapping, Option, register
+from multimax_fairseq.mappings.registry import Mapping, Option, register
 from multimax_fairseq.ops.checks import check_integer, is_whole
 from multimax_fairseq.ops.row_function import RowFunction
 

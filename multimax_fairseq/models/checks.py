@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from multimax_fairseq.compat import building_from_checkpoint
 from multimax_fairseq.errors import UsageError, remedy_for
-from multimax_fairseq.mappings.table import NORMALIZERS, Option, settings_of
+from multimax_fairseq.mappings.registry import NORMALIZERS, Option, settings_of
 from multimax_fairseq.models.config import (
     ATTENTIONS,
     CONTINUOUS_OPTIONS,

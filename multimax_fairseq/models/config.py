@@ -15,7 +15,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.mappings.table import (
+from multimax_fairseq.mappings.registry import (
     NORMALIZERS,
     SEPARATE_HEADS,
     Mapping,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.entmax import alpha_of
-from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.models.config import mapping_settings
 from multimax_fairseq.modules import GatedAttention, Normalizer
 

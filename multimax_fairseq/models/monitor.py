@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from multimax_fairseq.compat import MONITOR
 from multimax_fairseq.mappings.multimax import Modulator
-from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.models.config import flag
 from multimax_fairseq.models.learned_scalars import symbols
 from multimax_fairseq.statistics import metrics

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.mappings.table import Option, chosen_from, yes_or_no
+from multimax_fairseq.mappings.registry import Option, chosen_from, yes_or_no
 from multimax_fairseq.models.checks import check_keys, check_option, check_settings
 from multimax_fairseq.models.config import (
     as_namespace,

@@ -17,7 +17,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from hydra.core.config_store import ConfigStore
 
 from multimax_fairseq.errors import UsageError
-from multimax_fairseq.mappings.table import listeners
+from multimax_fairseq.mappings.registry import listeners
 from multimax_fairseq.models.checks import check_heads, check_settings
 from multimax_fairseq.models.config import (
     as_namespace,

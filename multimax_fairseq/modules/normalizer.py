@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from multimax_fairseq.mappings.length_scale import length_scaled
+from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules.attention_module import AttentionModule
 from multimax_fairseq.ops.attention import (
     AttentionInputs,

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.mappings.softmax import softmax
-from multimax_fairseq.mappings.table import mapping_named
 from multimax_fairseq.modules import AdditiveAttention, Normalizer, normalizer_chain
 from multimax_fairseq.ops.attention import AttentionInputs, attention_scores
 from multimax_fairseq.ops.masks import attention_mask, causal_mask, excluded_keys

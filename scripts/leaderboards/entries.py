@@ -5,7 +5,7 @@ from typing import Any
 
 from leaderboards.tasks import HEADS, SIZE
 from multimax_fairseq import NORMALIZERS, Normalizer
-from multimax_fairseq.mappings.table import SEPARATE_HEADS, Option
+from multimax_fairseq.mappings.registry import SEPARATE_HEADS, Option
 
 
 @dataclass(frozen=True)

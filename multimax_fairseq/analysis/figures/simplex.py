@@ -12,7 +12,7 @@ from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 from multimax_fairseq.analysis.figures.modulators import SYMBOLS, modulators_of
 from multimax_fairseq.mappings.multimax import Modulator
-from multimax_fairseq.mappings.table import NORMALIZERS, normalize
+from multimax_fairseq.mappings.registry import NORMALIZERS, normalize
 
 # Learned parameters of Zhou et al. 2024, as (t_b, t_d, b, d): layer 8 of Table 7 (Deit-small,
 # ImageNet) and layer 1 of Table 8 (WikiText-103).

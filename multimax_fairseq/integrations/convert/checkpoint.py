@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq.compat import saving, untrusted
 from multimax_fairseq.errors import CheckpointError, UsageError, no_file
-from multimax_fairseq.mappings.table import NORMALIZERS
+from multimax_fairseq.mappings.registry import NORMALIZERS
 from multimax_fairseq.models.config import (
     ATTENTIONS,
     TRAINING_ONLY,

@@ -35,7 +35,7 @@ from multimax_fairseq.integrations.transformers.layers import (
     attached,
     set_implementation,
 )
-from multimax_fairseq.mappings.table import NORMALIZERS
+from multimax_fairseq.mappings.registry import NORMALIZERS
 from multimax_fairseq.models.config import build_normalizer
 from multimax_fairseq.modules.normalizer import Normalizer
 

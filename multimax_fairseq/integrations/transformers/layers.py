@@ -15,7 +15,7 @@ from transformers.models.fsmt.modeling_fsmt import PretrainedFSMTModel
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.integrations.transformers import fsmt, interface
-from multimax_fairseq.mappings.table import mapping_named
+from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 
 KEY = "multimax_normalizers"  # of config.json: {layer's name: arguments}
