@@ -569,7 +569,7 @@ def test_replace_softmax_refuses_invalid_arguments():
         replace_softmax(two_layers("tensor"), heads=2)
     with pytest.raises(ValueError, match="no attention module in Linear: choose the modules"):
         replace_softmax(nn.Linear(2, 2))
-    for name, why in (("softermax", "unknown normalizer"), ("asentmax", "hidden .*: choose ano")):
+    for name, why in (("softermax", "unknown mapping"), ("asentmax", "hidden .*: choose ano")):
         pytest.raises(ValueError, replace_softmax, two_layers("tensor"), name).match(why)
     model = two_layers("tensor")
     del model[2].num_heads

@@ -364,7 +364,7 @@ def test_average_refuses_different_mappings(checkpoint, tmp_path):
     files = [checkpoint("transformer_multimax", *words) for words in flags]
     words = ("multimax-average", *files, "--output", "new.pt")
     said = run(tmp_path, *words, code=1)
-    assert f"error: '{files[1]}' has other normalizers than '{files[0]}'" in said
+    assert f"error: '{files[1]}' has other mappings than '{files[0]}'" in said
     assert not (tmp_path / "new.pt").exists()
 
 

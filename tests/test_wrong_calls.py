@@ -79,7 +79,7 @@ WORDS = {
     "of oneDNN": ("kldnn", "OpaqueTensor"),
     "with a gradient": ("gets no gradient",),
     "modulator": ("coefficient", "threshold", "heads", "scores"),
-    "name": ("unknown normalizer", "multimax()"),
+    "name": ("unknown mapping", "multimax()"),
     "num_heads": ("number of heads",),
     "'topk' without k": ("topk()",),
     "a scalar with a row of a mask": ("alpha",),

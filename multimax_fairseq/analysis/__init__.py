@@ -1,4 +1,4 @@
-"""Analysis of trained models: what their normalizers have learned."""
+"""Analysis of trained models: what their mappings have learned."""
 
 # The tables of a collection, one CSV file each. `collect` writes them, `collection` reads them.
 COLUMNS = {

@@ -12,11 +12,11 @@ from typing import Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="multimax-analyze", description="Shows what a checkpoint's normalizers have learned."
+        prog="multimax-analyze", description="Shows what a checkpoint's mappings have learned."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
-        "parameters", help="print what normalizers have learned, layer by layer"
+        "parameters", help="print what mappings have learned, layer by layer"
     )
     command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="of fairseq-train")
     add_user_dir(command)

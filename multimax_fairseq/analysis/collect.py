@@ -1,6 +1,6 @@
 """Runs checkpoints on data and writes the tables that figures and reports read.
 
-    parameters.csv    the learned parameters of normalizers, one number per row
+    parameters.csv    the learned parameters of mappings, one number per row
     heads.csv         metrics of each head
     layers.csv        metrics of each layer
     histograms.csv    histograms of the scores and probabilities of each layer

@@ -37,7 +37,7 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     if not parameters:
         raise UsageError(
             f"checkpoint '{checkpoint}' has no learned scalars: give one of a model with MultiMax "
-            "or another normalizer that learns"
+            "or another mapping that learns"
         )
     return parameters
 

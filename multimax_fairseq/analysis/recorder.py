@@ -28,8 +28,7 @@ from multimax_fairseq.statistics.sums import AttentionSums, OutputSums, QueriesA
 class Recorder(AttentionListener):
     """Collects statistics and examples from a model's forward passes.
 
-    Attention layers of fairseq's own are replaced by ours with softmax as the normalizer: the same
-    function.
+    The recorder replaces fairseq's own attention layers by ours with softmax, the same function.
 
     Args:
         model: changed in place; a Transformer of fairseq, or a model of this package.

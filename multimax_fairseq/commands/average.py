@@ -48,7 +48,7 @@ def average(files: list[Path]) -> dict[str, Any]:
         shapes = {name: p.shape for name, p in model.items()}
         if mapping_settings(options(state)) != wanted:
             raise UsageError(
-                f"'{file}' has other normalizers than '{files[0]}': average one run's checkpoints"
+                f"'{file}' has other mappings than '{files[0]}': average one run's checkpoints"
             )
         if shapes != {name: p.shape for name, p in totals.items()}:
             raise UsageError(

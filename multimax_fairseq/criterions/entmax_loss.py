@@ -20,7 +20,7 @@ class EntmaxLossConfig(FairseqDataclass):
 
 @register_criterion("entmax_loss", dataclass=EntmaxLossConfig)
 class EntmaxLossCriterion(FairseqCriterion):
-    """The Fenchel-Young loss of the decoder's sparse output normalizer.
+    """The Fenchel-Young loss of the decoder's sparse output mapping.
 
         loss = (p - onehot(y)) . z + sum_k (p_k - p_k^alpha) / (alpha (alpha - 1)),  p = entmax(z)
                                                                           (Peters et al. 2019)

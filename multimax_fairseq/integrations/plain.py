@@ -71,7 +71,7 @@ def _obstacle(model: Any, kind: Any) -> str | None:
     decoder = model.decoder
     output = getattr(decoder, "output_normalizer", None)
     for is_so, what in (
-        (output is not None, f"the sparse output normalizer {getattr(output, 'name', '')}"),
+        (output is not None, f"the sparse output mapping {getattr(output, 'name', '')}"),
         (decoder.adaptive_softmax is not None, "an adaptive softmax"),
         (bool(decoder.cfg.base_layers), "base layers"),
         (decoder.cfg.cross_self_attention, "cross-self-attention"),

@@ -1,4 +1,4 @@
-"""Put a normalizer in place of softmax in the attention of any PyTorch model."""
+"""Put a mapping in place of softmax in the attention of any PyTorch model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replace_softmax(
     per_head: bool = False,
     **settings: Any,
 ) -> list[str]:
-    """Replace softmax by a normalizer in a model's attention modules; return the modules' names.
+    """Replace softmax by a mapping in a model's attention modules; return the modules' names.
 
         replace_softmax(timm.create_model("deit_small_patch16_224"))
     Equivalent to: writing self.normalizer(scores) for scores.softmax(-1) in each module's forward
@@ -68,7 +68,7 @@ def replace_softmax(
     """
     if mapping_named(normalizer).hidden:
         raise UsageError(
-            f"the normalizer {normalizer!r} reads hidden states, which softmax does not receive: "
+            f"the mapping {normalizer!r} reads hidden states, which softmax does not receive: "
             "choose another"
         )
     where = where or _is_innermost_attention

@@ -1,4 +1,4 @@
-"""Mappings from scores to weights: one file per family, with function, module and table entry."""
+"""Mappings from scores to weights: one file per family (function, module, registry entry)."""
 
 import importlib
 import pkgutil

@@ -50,14 +50,14 @@ def scaled_dot_product_attention(
             MULTIMAX_BACKEND, or else the fastest backend that supports the call; on a GPU this is
             "triton" for softmax, multimax, ssmax, softmax1 and sink only, as the others are not
             timed yet.
-        options: other options of the normalizer, as in `normalize`.
+        options: other options of the mapping, as in `normalize`.
 
     Returns:
         (B, H, T, D of value), in the dtype of value, or of autocast.
 
     Raises:
-        TypeError: an argument of a wrong type; an option that the normalizer does not take.
-        ValueError: an unknown normalizer or backend; a backend without a kernel for this call;
+        TypeError: an argument of a wrong type; an option that the mapping does not take.
+        ValueError: an unknown mapping or backend; a backend without a kernel for this call;
             multimax without a modulator, or a normalizer with one that it does not take; shapes,
             dtypes or devices that do not fit; a dropout_p outside of [0, 1]; a scale that is not
             finite.
@@ -71,11 +71,11 @@ def scaled_dot_product_attention(
     check_attention(inputs, "attn_mask")
     mapping = mapping_named(normalizer)
     if modulator is None and mapping.function is multimax:
-        raise ValueError(f"normalizer {normalizer!r} needs a modulator: pass modulator=Modulator()")
+        raise ValueError(f"mapping {normalizer!r} needs a modulator: pass modulator=Modulator()")
     if modulator is not None:
         if "modulator" not in mapping.parameters:
             raise ValueError(
-                f"normalizer {normalizer!r} takes no modulator, got {modulator!r}: leave it out, "
+                f"mapping {normalizer!r} takes no modulator, got {modulator!r}: leave it out, "
                 "or pass normalizer='multimax'"
             )
         if not callable(modulator):

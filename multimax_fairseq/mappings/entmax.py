@@ -339,7 +339,7 @@ register(
                 float,
                 requirement="a finite number above 1",
                 is_valid=lambda alpha: is_finite(alpha) and alpha > 1,
-                help="alpha of the output normalizer alpha_entmax",
+                help="alpha of the output mapping alpha_entmax",
                 remark="for 1, softmax, give --output-normalizer softmax",
                 setting="output_entmax_alpha",
             ),

@@ -1,4 +1,4 @@
-"""The table of mappings. An entry holds everything about one mapping."""
+"""The registry of mappings. An entry holds everything about one mapping."""
 
 from __future__ import annotations
 
@@ -187,10 +187,10 @@ class Mapping:
         for name in given.keys() - own.keys():
             others = [o for m in NORMALIZERS.values() for o in m.options if o.name == name]
             if not others:
-                raise TypeError(f"no normalizer has an option {name!r}: {self._offer()}")
+                raise TypeError(f"no mapping has an option {name!r}: {self._offer()}")
             if all(given[name] != option.default for option in others):
                 raise ValueError(
-                    f"the normalizer {self.name!r} does not take {name}={given[name]!r}: leave it "
+                    f"the mapping {self.name!r} does not take {name}={given[name]!r}: leave it "
                     f"out; {self._offer()}"
                 )
         for option in self.options:
@@ -273,7 +273,7 @@ def settings_of(mapping: Mapping) -> dict[str, Option]:
 def mapping_named(name: str) -> Mapping:
     """Return a named mapping; ValueError names the known ones."""
     if not isinstance(name, str) or name not in NORMALIZERS:
-        raise ValueError(f"unknown normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}")
+        raise ValueError(f"unknown mapping {name!r}: choose one of {', '.join(NORMALIZERS)}")
     return NORMALIZERS[name]
 
 

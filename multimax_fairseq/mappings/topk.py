@@ -62,7 +62,7 @@ register(
                 int,
                 requirement="a whole number of at least 1",
                 is_valid=is_whole,
-                help="how many scores the normalizer topk keeps",
+                help="number of scores that topk keeps",
                 setting="topk",
             ),
         ),

@@ -1,6 +1,6 @@
 """The flags of the models, for argparse and hydra, and the modules that they choose.
 
-Each option of a mapping is a flag: see `Option.setting`. The flags are made from the table of
+Each option of a mapping is a flag: see `Option.setting`. The flags are made from the registry of
 mappings when fairseq asks for them, so a mapping can be registered before or after this import.
 """
 
@@ -142,7 +142,7 @@ def shared_options() -> dict[str, Option]:
             "one text with commas between the attentions, as encoder,cross",
             lambda value: isinstance(value, str),
             help="comma-separated attentions that use it: encoder and decoder self-attention, "
-            "cross-attention; cross=sparsemax gives one of them a normalizer of its own; the "
+            "cross-attention; cross=sparsemax gives one of them a mapping of its own; the "
             "others keep softmax; for softmax in all give --attention-normalizer softmax",
         ),
         Option(
@@ -174,7 +174,7 @@ def shared_options() -> dict[str, Option]:
         Option(
             "train_scalars_only",
             False,
-            help="train the learned scalars of normalizers alone and keep all other parameters, "
+            help="train the learned scalars of mappings alone and keep all other parameters, "
             "to fit them to a finished model of --finetune-from-model",
             **yes_or_no(),
         ),
@@ -192,8 +192,8 @@ def shared_options() -> dict[str, Option]:
     return {option.name: option for option in options}
 
 
-def cached_per_table(make: Callable[[], Any]) -> Callable[[], Any]:
-    """Cache the result of a function of the table of mappings until the table changes."""
+def cached_per_registry(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Cache the result of a function of the registry until the registry changes."""
     cached = functools.lru_cache(lambda names: make())
     return functools.wraps(make)(lambda: cached(tuple(NORMALIZERS)))
 
@@ -220,21 +220,21 @@ def settings_class(
     return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=namespace)
 
 
-@cached_per_table
+@cached_per_registry
 def normalizer_config() -> Any:
     """Return the dataclass of the flags that all models of this package have."""
     options = {**shared_options(), **mapping_options()}
     return settings_class("NormalizerConfig", "The flags of all models.", options, FairseqDataclass)
 
 
-@cached_per_table
+@cached_per_registry
 def translation_config() -> Any:
     """Return the dataclass of the flags of encoder-decoder models."""
     doc = "The flags of encoder-decoder models."
     return settings_class("TranslationConfig", doc, CONTINUOUS_OPTIONS, normalizer_config())
 
 
-@cached_per_table
+@cached_per_registry
 def settings() -> list[Any]:
     """Return the dataclass fields of all flags."""
     return [s for s in dataclasses.fields(translation_config()) if not s.name.startswith("_")]
@@ -276,12 +276,12 @@ def _options(args: Any, mapping: Mapping, *, of_output: bool = False) -> dict[st
 
 
 def normalizer_names(args: Any) -> dict[str, str]:
-    """Return {kind: name of its normalizer} for all of `ATTENTIONS`."""
+    """Return {kind: name of its mapping} for all of `ATTENTIONS`."""
     return {**dict.fromkeys(ATTENTIONS, "softmax"), **named_normalizers(args)}
 
 
 def named_normalizers(args: Any) -> dict[str, str]:
-    """Return {kind: name of its normalizer} for the attentions in --attention-normalizer-at."""
+    """Return {kind: name of its mapping} for the attentions in --attention-normalizer-at."""
     names: dict[str, str] = {}
     for part in filter(str.strip, args.attention_normalizer_at.split(",")):
         kind, equals, own = (word.strip() for word in part.partition("="))
@@ -303,7 +303,7 @@ def build_normalizer(
     *,
     of_output: bool = False,
 ) -> Normalizer:
-    """Return the normalizer that the flags ask for; num_heads is None for the output layer.
+    """Return the `Normalizer` that the flags select; num_heads is None for the output layer.
 
     Its parameters are drawn from a fork of the random generator, so the other parameters and the
     dropout masks equal those of the stock model.

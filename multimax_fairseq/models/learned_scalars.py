@@ -1,4 +1,4 @@
-"""The scalars that normalizers learn: their names, gradients and initial values."""
+"""The scalars that mappings learn: their names, gradients and initial values."""
 
 import functools
 import logging
@@ -43,7 +43,7 @@ def learned_modules(model: Any, *, matrices: bool = True) -> list[tuple[str, nn.
 
 
 def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
-    """Return {symbol: (heads,) in float64} of a normalizer's parameter; {} for any other.
+    """Return {symbol: (heads,) in float64} of a mapping's parameter; {} for any other.
 
     Symbols: t_b1 t_b2 b1 b2 t_d1 t_d2 d1 d2 (modulators, Eq. 6 of Zhou et al. 2024), alpha,
     temperature. For any other mapping the symbol is the parameter's name.
@@ -125,10 +125,10 @@ class LoadsSoftmaxCheckpoints:
             for path, module in learned_modules(self)
             for parameter, value in getattr(module, "softmax_state", module.state_dict)().items()
         }
-        # A checkpoint of another normalizer is refused when it is loaded.
+        # A checkpoint of another mapping is refused when it is loaded.
         if initial and not any(re.search(LEARNED, key) for key in state_dict):
             logger.info(
-                "the checkpoint has no normalizer parameters: modulators start at the identity "
+                "the checkpoint has no parameters of a mapping: modulators start at the identity "
                 "(softmax), sinks at a negligible weight, all else as in a new model"
             )
             state_dict.update(initial)

@@ -26,15 +26,15 @@ def plain_output(decoder: Any) -> tuple[Tensor, Tensor | None, Any] | None:
 
 
 class NormalizedOutput:
-    """Mixin that adds a normalizer to the output layer of a decoder with an `output_projection`.
+    """Mixin that adds a mapping to the output layer of a decoder with an `output_projection`.
 
     MultiMax modulates the logits; softmax of the modulated logits is MultiMax, so the rest of
-    fairseq needs no change. A sparse normalizer is stored as `output_normalizer`. It gives most
+    fairseq needs no change. A sparse mapping is stored as `output_normalizer`. It gives most
     words the probability 0, whose logarithm is -inf.
     """
 
     def set_output_normalizer(self, args: Any) -> None:
-        """Build the normalizer that the flags choose. The decoder's constructor calls this last."""
+        """Build the mapping that the flags select. The decoder's constructor calls this last."""
         normalizer = build_normalizer(args, args.output_normalizer, of_output=True)
         self.output_modulator: Any = normalizer.modulator
         self.output_normalizer = None if normalizer.modulated else normalizer

@@ -13,7 +13,7 @@ from torch.ao import quantization
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.search_layers import LAYERS
 
-QUANTIZED = (*LAYERS, "output_projection")  # not what normalizers and gates learn
+QUANTIZED = (*LAYERS, "output_projection")  # not what mappings and gates learn
 
 
 def quantize(models: Iterable[nn.Module]) -> None:

@@ -22,7 +22,7 @@ from multimax_fairseq.models.checks import check_keys, check_option, check_setti
 from multimax_fairseq.models.config import (
     as_namespace,
     build_attention,
-    cached_per_table,
+    cached_per_registry,
     dropout_option,
     set_defaults,
     settings_class,
@@ -77,7 +77,7 @@ RECURRENT_OPTIONS = {
 }
 
 
-@cached_per_table
+@cached_per_registry
 def recurrent_config() -> Any:
     """Return the dataclass of the flags of the recurrent model."""
     doc = "The flags of the recurrent model."
@@ -262,7 +262,7 @@ class RecurrentDecoder(NormalizedOutput, FairseqIncrementalDecoder):
 
 @register_model("rnn_multimax")
 class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncoderDecoderModel):
-    """Recurrent encoder-decoder with a chosen normalizer or density in its attention."""
+    """Recurrent encoder-decoder with a chosen mapping or density in its attention."""
 
     @classmethod
     def add_args(cls, parser):

@@ -21,7 +21,7 @@ from multimax_fairseq.mappings.registry import listeners
 from multimax_fairseq.models.checks import check_heads, check_settings
 from multimax_fairseq.models.config import (
     as_namespace,
-    cached_per_table,
+    cached_per_registry,
     normalizer_config,
 )
 from multimax_fairseq.models.learned_scalars import LoadsSoftmaxCheckpoints, prepare_scalars
@@ -32,7 +32,7 @@ from multimax_fairseq.models.transformer_multimax import MultimaxDecoder
 NAME = "transformer_lm_multimax"
 
 
-@cached_per_table
+@cached_per_registry
 def language_model_config() -> Any:
     """Return the dataclass of the stock model's flags and of those of this package."""
 
@@ -45,7 +45,7 @@ def language_model_config() -> Any:
 
 @register_model(NAME, dataclass=language_model_config())
 class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, TransformerLanguageModel):
-    """Transformer language model with a chosen normalizer in its attention and output layer."""
+    """Transformer language model with a chosen mapping in its attention and output layer."""
 
     @classmethod
     def hub_models(cls):

@@ -44,7 +44,7 @@ from multimax_fairseq.ops.backend import traced
 
 
 def normalized_attention(attention: Any, cfg, kind: str) -> nn.Module:
-    """Return an attention layer with the normalizer that the flags choose.
+    """Return an attention layer with the mapping that the flags select.
 
     Args:
         attention: the layer that fairseq built; plain softmax keeps it.
@@ -173,7 +173,7 @@ class MultimaxEncoder(TransformerEncoderBase):
 
 
 class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
-    """A decoder with a chosen normalizer in its output layer."""
+    """A decoder with a chosen mapping in its output layer."""
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
@@ -239,7 +239,7 @@ class MultimaxDecoder(NormalizedOutput, TransformerDecoderBase):
 
 @register_model("transformer_multimax")
 class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, TransformerModel):
-    """Encoder-decoder Transformer with a chosen normalizer in each of its attentions."""
+    """Encoder-decoder Transformer with a chosen mapping in each of its attentions."""
 
     @classmethod
     def hub_models(cls):

@@ -1,4 +1,4 @@
-"""Adam with separate settings for the scalars of the normalizers."""
+"""Adam with separate settings for the scalars of the mappings."""
 
 import math
 from collections import Counter

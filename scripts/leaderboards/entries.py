@@ -1,4 +1,4 @@
-"""The entries of the leaderboard: every mapping of the table, and variants of MultiMax."""
+"""The entries of the leaderboard: every mapping of the registry, and variants of MultiMax."""
 
 from dataclasses import dataclass, field
 from typing import Any

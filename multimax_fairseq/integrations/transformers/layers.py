@@ -30,7 +30,7 @@ def attach(
     freeze: bool = False,
     **settings: Any,
 ) -> list[str]:
-    """Replace softmax in a model's attention layers by a normalizer, and return the layers' names.
+    """Replace softmax in a model's attention layers by a mapping, and return the layers' names.
 
     The function calls the model once. Each layer that computes its attention through transformers'
     AttentionInterface gets a `Normalizer` as its submodule `normalizer`, which is trained, moved
@@ -57,7 +57,7 @@ def attach(
 
     Raises:
         TypeError: `Normalizer` does not know a setting.
-        ValueError: an unknown normalizer; a setting out of range.
+        ValueError: an unknown mapping; a setting out of range.
         UsageError: the mapping reads hidden states; the model has normalizers already, a part that
             does not use AttentionInterface, soft-capping, sinks or position biases. The model is
             then unchanged.
@@ -66,7 +66,7 @@ def attach(
         raise UsageError(_ignores_the_interface(model))
     if mapping_named(normalizer).hidden:
         raise UsageError(
-            f"the normalizer {normalizer!r} reads hidden states, which transformers does not pass "
+            f"the mapping {normalizer!r} reads hidden states, which transformers does not pass "
             "to attention functions: choose another"
         )
     # `save` writes JSON, which has no numpy numbers.
