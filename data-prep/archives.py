@@ -91,7 +91,7 @@ def obtain(official: Official, given: str | None, folder: Path) -> Archive:
         path = Path(source)
         if not path.is_file():
             state = "is a folder" if path.is_dir() else "does not exist"
-            fail(f"--archive {path} {state}: give a file, or an address.")
+            fail(f"--archive {path} {state}: pass a file, or an address.")
         if stated:
             check(path, stated)
     else:

@@ -297,7 +297,7 @@ def make(what: str, given: str | None, out: Path) -> None:
         archive, checksum = Path(name), stated or checksum
         if not archive.is_file():
             state = "is a folder" if archive.is_dir() else "does not exist"
-            fail(f"{archive} {state}: give a file.")
+            fail(f"{archive} {state}: pass a file.")
     check(archive, checksum)
     step(out / what, checksum, lambda folder: PREPARE[what](archive, folder))
 

@@ -72,7 +72,7 @@ def vector_lines(file: Path) -> Iterator[str]:
     with readable(file), zipfile.ZipFile(file) as archive:
         texts = [member for name, member in zip_members(file, archive) if name.endswith(".txt")]
         if len(texts) != 1:
-            fail(f"{file} holds {len(texts)} texts, where one is needed: give GloVe's archive.")
+            fail(f"{file} holds {len(texts)} texts, where one is needed: pass GloVe's archive.")
         with archive.open(texts[0]) as text:
             yield from io.TextIOWrapper(text, encoding="utf-8", newline="\n")
 
@@ -89,7 +89,7 @@ def make_text(archive: Archive, vectors: Path, folder: Path) -> None:
         if line.partition(" ")[0] in words and line.count(" ") == size:
             kept.append(line.rstrip("\n"))
     if not kept:
-        fail(f"{vectors} is not a text of vectors, WORD NUMBER ... NUMBER: give one of GloVe.")
+        fail(f"{vectors} is not a text of vectors, WORD NUMBER ... NUMBER: pass one of GloVe.")
     say(f"  {len(kept):,} of {len(words):,} words have a vector")
     write(folder / "vectors.txt", kept)
 
@@ -103,7 +103,7 @@ def main() -> None:
     out, vectors = arguments.out, arguments.vectors
     check_free(out / "text")
     if not vectors.is_file():
-        fail(f"--vectors {vectors} does not exist: give a text or zip archive of GloVe.")
+        fail(f"--vectors {vectors} does not exist: pass a text or zip archive of GloVe.")
     archive = obtain(OFFICIAL, arguments.archive, out / "archives")
     step(out / "text", f"{archive.identity} {digest(vectors)}", make_text, archive, vectors)
     say(f"Next: scripts/imdb.sh --data {shlex.quote(str(out / 'text'))}")

@@ -34,7 +34,7 @@ def read(archive: Path, split: str, language: str) -> bytes:
         if file.is_file():
             with readable(file), opened(file, "rb") as text:
                 return text.read()
-    fail(f"'{archive}' has no {name}, nor {name}.gz: give Multi30k's folder data/task1/raw.")
+    fail(f"'{archive}' has no {name}, nor {name}.gz: pass Multi30k's folder data/task1/raw.")
 
 
 def make_text(texts: dict[tuple[str, str], bytes], folder: Path) -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     check_free(out / "text", out / "data-bin")
     if arguments.archive is None:
         if not (out / "data-bin" / MARK).is_file() or lacking(out / "data-bin"):
-            fail("--archive is missing: give Multi30k's folder data/task1/raw; see --help.")
+            fail("--archive is missing: pass Multi30k's folder data/task1/raw; see --help.")
         say(f"Nothing to do: {out / 'data-bin'} is prepared.")
         return
     texts = {(s, lang): read(arguments.archive, s, lang) for s in SPLITS for lang in LANGUAGES}

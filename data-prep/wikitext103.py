@@ -87,7 +87,7 @@ def select(archive: Path, members: list[tuple[str, Callable[[], BinaryIO]]]) -> 
     if not all(source.values()):
         fail(
             f"{archive} holds neither wiki.{{train,valid,test}}.tokens, nor the same as .txt, nor"
-            " Parquet files train*, valid* and test*: give an archive or folder that does."
+            " Parquet files train*, valid* and test*: pass an archive or folder that does."
         )
     return source
 

@@ -34,7 +34,7 @@ def main() -> None:
     command = sys.argv[0] if sys.argv else ""
     if command not in COMMANDS:
         sys.exit(
-            f"python -m multimax_fairseq: error: '{command}' is no command of fairseq: give one of "
+            f"python -m multimax_fairseq: error: '{command}' is no command of fairseq: use one of "
             f"{', '.join(COMMANDS)}"
         )
     sys.exit(run(command))

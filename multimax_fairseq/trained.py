@@ -148,7 +148,7 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
         if len(targets or ()) != expected:
             raise UsageError(
                 f"{len(sentences)} sentences have {len(targets or ())} targets, not {expected}: "
-                "give each source its translation, and a language model no targets"
+                "pass one translation per source, and no targets for a language model"
             )
         samples = self._encode(sentences, targets)
         return [scored[0] for scored in self.generate(samples, score_reference=True)]

@@ -162,7 +162,7 @@ def check(args: argparse.Namespace) -> None:
         if path is not None and not path.exists():
             raise UsageError(f"{what} '{path}' does not exist: check its path")
     if data is not None and not list(data.glob("dict.*")):
-        raise UsageError(f"'{data}' has no dictionary: give a folder of fairseq-preprocess")
+        raise UsageError(f"'{data}' has no dictionary: pass a folder of fairseq-preprocess")
 
 
 def cases_of(command: str) -> Callable[[argparse.Namespace], list[Case]]:
@@ -194,7 +194,7 @@ def main() -> None:
     except (UsageError, OSError) as error:
         sys.exit(f"benchmark.py: error: {error}")
     except torch.OutOfMemoryError:
-        sys.exit("benchmark.py: error: the GPU's memory is too small: give smaller sizes")
+        sys.exit("benchmark.py: error: the GPU's memory is too small: pass smaller sizes")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -46,7 +46,7 @@ def read_data(folder: Path) -> dict[str, ImageDataset]:
     for split in ("train", "val"):
         if not (folder / split).is_dir():
             raise UsageError(
-                f"--data '{folder}' has no folder {split}: give a folder with train/ and val/, "
+                f"--data '{folder}' has no folder {split}: pass a folder with train/ and val/, "
                 "and in each one folder of images per class"
             )
     train, val = (

@@ -312,12 +312,12 @@ def parse(name: str) -> argparse.Namespace:
     cut = words.index("--") if "--" in words else len(words)
     args, rest = parser.parse_known_args(words[:cut])
     if rest:
-        raise UsageError(f"unrecognized {' '.join(rest)}: give fairseq-train's options after --")
+        raise UsageError(f"unrecognized {' '.join(rest)}: pass fairseq-train's options after --")
     args.train = words[cut + 1 :]
     # With these options, a run's folder would have the wrong name.
     for flag, ours in (("--seed", "--seeds"), ("--save-dir", "--out")):
         if any(word.partition("=")[0] == flag for word in args.train):
-            raise UsageError(f"{flag} after -- is not possible: give {ours} before --")
+            raise UsageError(f"{flag} after -- is not possible: pass {ours} before --")
     if not 0 <= args.gpus <= gpus:
         raise UsageError(f"--gpus {args.gpus}: this machine has {gpus}")
     args.experiment, args.rows = experiment, choose_rows(experiment, args.rows)

@@ -83,7 +83,7 @@ def add_runs(out: Path) -> None:
     for run, line in pages.finished_runs(out):
         if line["experiment"] not in ("leaderboard", "speeches", "multi30k"):
             raise UsageError(
-                f"'{out}' is of {line['experiment']}: give the --out of leaderboard.sh, "
+                f"'{out}' is of {line['experiment']}: pass the --out of leaderboard.sh, "
                 "speeches.sh or multi30k.sh"
             )
         if "-dirty" in str(line["commit"]) or "--quick" in line["command"]:

@@ -17,7 +17,7 @@ def finished_runs(out: Path) -> list[tuple[Path, Line]]:
     """The folder and the result of each finished run of an experiment."""
     files = sorted(out.glob("*/seed-*/result.json"))
     if not files:
-        raise UsageError(f"'{out}' has no finished run: give the --out of an experiment")
+        raise UsageError(f"'{out}' has no finished run: pass the --out of an experiment")
     return [(file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 

@@ -280,7 +280,7 @@ def test_tempered_mappings_learn_in_attention_and_output(folder):
         ),
         (
             Mapping("other", "untrained", NORMALIZERS["topk"].function, output_options=()),
-            "give an output_loss",
+            "set output_loss",
         ),
         (
             Mapping("other", "of some heads", NORMALIZERS["topk"].function, heads="some"),

@@ -512,7 +512,7 @@ def told(monkeypatch, capsys, *words):
         ({"--max-sentences": "0"}, ["--max-sentences 0", "at least 1"]),
         ({"out": "text.pt/below"}, ["text.pt/below", "--out"]),
         ({"out": "foreign"}, ["foreign", "not a collection", "another --out"]),
-        ({"out": "."}, ["--out '.' holds the current folder: give a folder below it"]),
+        ({"out": "."}, ["--out '.' holds the current folder: pass a folder below it"]),
         ({"out": ".."}, ["--out '..' holds the current folder"]),
     ],
 )
@@ -545,7 +545,7 @@ def test_collect_names_the_subsets_of_the_models_languages(
     (folder / "dev.xx-yy.xx.bin").write_bytes(b"other languages")
     words = (checkpoint(TRANSLATION), folder, "--subset", "dev", "--out", tmp_path / "new")
     sentence = told(monkeypatch, capsys, "collect", *words)
-    assert "has no subset 'dev': give --subset " in sentence and "valid" in sentence
+    assert "has no subset 'dev': pass --subset " in sentence and "valid" in sentence
     assert "dev or" not in sentence and "--gen-subset" not in sentence
 
 

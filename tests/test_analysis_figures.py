@@ -632,7 +632,7 @@ def test_read_names_a_missing_or_damaged_file(folders, tmp_path, name):
     if file.suffix == ".csv":
         damages.append(file.read_text(encoding="utf-8").replace("updates", "steps", 1))
     file.unlink()
-    with pytest.raises(UsageError, match=rf"{file.name}' does not exist: give a folder"):
+    with pytest.raises(UsageError, match=rf"{file.name}' does not exist: pass a folder"):
         collection.read(folder)
     for text in damages:
         file.write_text(text, encoding="utf-8")
@@ -682,4 +682,4 @@ def test_plot_names_the_nearest_figure(folders, tmp_path):
     assert "has no data for modulators-encoder: leave --only out" in sentence
     words = ("plot", folders["multimax"], "--out", "new", "--only", "pareto", "--width", "3")
     sentence = refused(tmp_path, "multimax-analyze", *words)
-    assert sentence == "--width 3 is too narrow for pareto: give a larger one"
+    assert sentence == "--width 3 is too narrow for pareto: pass a larger one"

@@ -58,7 +58,7 @@ def test_recorder_names_the_layer_of_non_finite_scores(build, dictionary, lm_bat
     with torch.no_grad():
         model.decoder.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
     recorder = Recorder(model, None, WordBoundaries(dictionary), set())
-    with pytest.raises(UsageError, match="in layer 2 of decoder attention are not finite.*: give"):
+    with pytest.raises(UsageError, match="in layer 2 of decoder attention are not finite.*: pass"):
         recorder.run(lm_batch())
 
 
@@ -77,7 +77,7 @@ def test_recorder_refuses_unsupported_models(build, task, dictionary, monkeypatc
     if arch != "transformer_align":  # they have no such flags
         monkeypatch.setattr(toy_models, "sizes_of", lambda arch: [])
     words = WordBoundaries(dictionary)
-    with pytest.raises(UsageError, match=rf"cannot be analysed \({why}\): give one of a transf"):
+    with pytest.raises(UsageError, match=rf"cannot be analysed \({why}\): pass one of a transf"):
         Recorder(build(arch), None if "_lm" in arch else words, words, set())
 
 

@@ -728,7 +728,7 @@ def test_main_runs_a_command_without_a_user_dir(toy):
     output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-score", *same)
     assert re.search(r"^BLEU = 100\.00", output, re.MULTILINE)
     output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-scor", code=1)
-    assert "'fairseq-scor' is no command of fairseq: give one of fairseq-eval-lm," in output
+    assert "'fairseq-scor' is no command of fairseq: use one of fairseq-eval-lm," in output
 
 
 def test_apply_is_idempotent():

@@ -152,9 +152,9 @@ def test_resumed_runs_falls_back_to_the_newest_checkpoint(load, tmp_path):
     for name in ("checkpoint_last.pt", "checkpoint_last-shard0.pt"):
         (tmp_path / name).touch()
     assert load("checkpoint_last.pt") == "checkpoint2.pt"
-    with pytest.raises(CheckpointError, match="give another checkpoint with --restore-file"):
+    with pytest.raises(CheckpointError, match="pass another checkpoint with --restore-file"):
         load("checkpoint_last-shard0.pt", suffix="-shard0")  # shards must match
-    with pytest.raises(CheckpointError, match="give another checkpoint with --restore-file"):
+    with pytest.raises(CheckpointError, match="pass another checkpoint with --restore-file"):
         load("checkpoint_last.pt", given=str(tmp_path / "checkpoint_last.pt"))
 
 

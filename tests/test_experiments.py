@@ -350,9 +350,9 @@ def test_finish_recognises_older_folders(tmp_path, files):
     [
         ("--rows=", "--rows has the unknown ''"),
         ("--rows x", "--rows has the unknown 'x'"),
-        ("--dropout 0.3", "unrecognized --dropout 0.3: give fairseq-train's options after --"),
-        ("-- --seed 7", "--seed after -- is not possible: give --seeds"),
-        ("-- --lr 1 --save-dir=x", "--save-dir after -- is not possible: give --out"),
+        ("--dropout 0.3", "unrecognized --dropout 0.3: pass fairseq-train's options after --"),
+        ("-- --seed 7", "--seed after -- is not possible: pass --seeds"),
+        ("-- --lr 1 --save-dir=x", "--save-dir after -- is not possible: pass --out"),
         ("--gpus -1", "--gpus -1: this machine has"),
     ],
 )

@@ -206,13 +206,13 @@ def test_train_stops_without_an_intact_checkpoint(text, uninterrupted):
     command = ("fairseq-train", *TRANSLATE, *PLUGIN, "--save-dir", folder)
     assert refused(text, *command) == (
         f"'{folder}/checkpoint_last.pt' is damaged or incomplete, and no intact checkpoint lies "
-        "beside it; give one with --restore-file, or delete it to begin at update 0."
+        "beside it; pass one with --restore-file, or delete it to begin at update 0."
     )
     shutil.copy(uninterrupted("translation") / "checkpoint_1_3.pt", folder)
     named = folder / "checkpoint_best.pt"
     named.write_bytes(b"PK")
     assert refused(text, *command, "--restore-file", named) == (
-        f"'{named}' is damaged or incomplete; give another checkpoint with --restore-file."
+        f"'{named}' is damaged or incomplete; pass another checkpoint with --restore-file."
     )
 
 

@@ -191,7 +191,7 @@ def test_imagenet_rejects_invalid_options(images, tmp_path):
     for words, sentence in (
         (("--batch-size", "7"), "--batch-size 7 must be an even number of images for each GPU"),
         (("--batch-size", "18"), "--batch-size 18 exceeds the 16 images per epoch"),
-        (("--data", str(tmp_path)), "has no folder train: give a folder with train/ and val/"),
+        (("--data", str(tmp_path)), "has no folder train: pass a folder with train/ and val/"),
     ):
         output = run(tmp_path, *training(images, tmp_path / "out", *words), code=1, **WITH_TIMM)
         assert "imagenet.sh: error: " in output and sentence in output

@@ -270,7 +270,7 @@ def test_read_one_refuses_missing_files(sets, leave_out, said, tmp_path):
 
 def test_iwslt17_refuses_a_missing_archive(tmp_path):
     sentence = refused(script("iwslt17.py", "--archive", "none.tgz", "--out", "out"), tmp_path)
-    assert "--archive none.tgz does not exist: give a file" in sentence
+    assert "--archive none.tgz does not exist: pass a file" in sentence
     command = script("iwslt17.py", "--archive", tmp_path, "--out", "out")
     assert f"--archive {tmp_path / TRANSCRIPTS} does not exist" in refused(command, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -94,7 +94,7 @@ def test_check_settings_refuses_an_option_of_another_mapping(beside, setting, ow
         checked(*beside, *setting.split())
     message = str(error.value)
     assert message.startswith(f"{setting} belongs to {owner}") and "\n" not in message
-    assert ": leave it out, or give " in message
+    assert ": leave it out, or use " in message
     if home is not None:
         checked(*beside, *setting.split(), *home)
 
@@ -194,7 +194,7 @@ def test_build_model_refuses_a_missing_attention(build, arch, flags, missing):
         ("cross_attention", None, "--cross-attention None must be one of discrete"),
         ("scalar_gradient_scale", math.nan, "--scalar-gradient-scale nan must be a finite number"),
         ("scalar_gradient_scale", -1.0, "--scalar-gradient-scale -1.0 must be a finite number"),
-        ("topk", None, "--attention-normalizer topk needs --topk: give "),
+        ("topk", None, "--attention-normalizer topk needs --topk: pass "),
     ],
 )
 def test_check_settings_refuses_wrong_types_of_a_yaml_file(name, value, said):

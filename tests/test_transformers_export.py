@@ -305,7 +305,7 @@ def test_export_names_a_missing_file(data, checkpoint, tmp_path):
         ((file, data / "mt-other", out), "do not fit checkpoint"),
         ((file, data / "lm", out), r"lm' has no dict\.de\.txt: pass the folder"),
         ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
-        ((file, data / "mt", data), "exists already: give a new folder"),
+        ((file, data / "mt", data), "exists already: pass a new folder"),
     ):
         with pytest.raises(ValueError, match=message):
             export_translation(*wrong)

@@ -129,18 +129,18 @@ def _task(state: dict[str, Any], path: Path, data: Path, subset: str) -> Any:
         names = {file.name.split(".")[0] for file in data.glob("*.bin")}
         known = sorted(name for name in names if files_of(name))
         raise UsageError(
-            f"data folder '{data}' has no subset '{subset}': give --subset "
+            f"data folder '{data}' has no subset '{subset}': pass --subset "
             f"{' or '.join(known) or 'and a folder that fairseq-preprocess wrote'}"
         )
     if all(file.stat().st_size == 0 for file in files):
         raise UsageError(
-            f"subset '{subset}' of '{data}' is empty: give another --subset, or prepare the data "
+            f"subset '{subset}' of '{data}' is empty: pass another --subset, or prepare the data "
             "again"
         )
     task.load_dataset(subset)
     if getattr(task.dataset(subset), "tgt", True) is None:
         raise UsageError(
-            f"subset '{subset}' of '{data}' has no target side: give another --subset, or prepare "
+            f"subset '{subset}' of '{data}' has no target side: pass another --subset, or prepare "
             "the data again"
         )
     return task
@@ -180,7 +180,7 @@ def _check_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
                 "compare them"
             )
     if one["updates"] == other["updates"]:
-        raise UsageError(f"{paths} both have {one['updates']:,} updates: give one of them")
+        raise UsageError(f"{paths} both have {one['updates']:,} updates: pass one of them")
 
 
 def _normalizers(settings: dict[str, Any], model: Any, recorder: Recorder) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _record(
     if len(indices) == 0:
         raise UsageError(
             f"subset '{subset}' has no sentence that fits the model ({len(too_long):,} are longer "
-            f"than {lengths}): give another --subset"
+            f"than {lengths}): pass another --subset"
         )
     if len(too_long):
         logger.warning(f"{len(too_long):,} sentences are longer than {lengths}: left out")

@@ -93,7 +93,7 @@ def read(folder: Path) -> Collection:
         )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
-            f"'{error.filename}' does not exist: give a folder that `multimax-analyze collect` "
+            f"'{error.filename}' does not exist: pass a folder that `multimax-analyze collect` "
             "has written"
         ) from None
 

@@ -36,7 +36,7 @@ def read(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
         )
     if not parameters:
         raise UsageError(
-            f"checkpoint '{checkpoint}' has no learned scalars: give one of a model with MultiMax "
+            f"checkpoint '{checkpoint}' has no learned scalars: pass one of a model with MultiMax "
             "or another mapping that learns"
         )
     return parameters

@@ -153,7 +153,7 @@ class Recorder(AttentionListener):
         if (~scores.isfinite() & ~excluded & ~pair.query_padding[:, None, :, None]).any():
             raise UsageError(
                 f"the scores in layer {number + 1} of {kind} attention are not finite, as after a "
-                "training that diverged: give an earlier checkpoint"
+                "training that diverged: pass an earlier checkpoint"
             )
         sums.add(scores, probs, excluded, pair)
         self._keep("attention", kind, pair, probs)
@@ -296,6 +296,6 @@ def _takes_features_only(model: nn.Module) -> bool:
 
 def _unknown(why: str) -> UsageError:
     return UsageError(
-        f"the checkpoint's architecture cannot be analysed ({why}): give one of a transformer, "
+        f"the checkpoint's architecture cannot be analysed ({why}): pass one of a transformer, "
         "transformer_lm, their multimax variants or rnn_multimax"
     )

@@ -62,7 +62,7 @@ def read(file: Path) -> TrainingLog:
     if not logged:
         raise UsageError(
             f"log '{file}' has no lines in JSON: train with --monitor-interval 100 "
-            "--log-format json --log-file FILE, and give that file"
+            "--log-format json --log-file FILE, and pass that file"
         )
     rows = []
     for (updates, key), value in logged.items():  # encoder.0/sparsity, decoder.1/alpha.3

@@ -101,11 +101,11 @@ def temporary_folder(out: Path) -> Iterator[Path]:
     target = out.resolve()
     working_folder = Path.cwd().resolve()
     if target in (working_folder, *working_folder.parents):
-        raise UsageError(f"--out '{out}' holds the current folder: give a folder below it")
+        raise UsageError(f"--out '{out}' holds the current folder: pass a folder below it")
     is_empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not is_empty and not (target / SIGNATURE).is_file():
         raise UsageError(
-            f"'{out}' is there and is not a collection: give another --out, or remove it"
+            f"'{out}' is there and is not a collection: pass another --out, or remove it"
         )
     # A random name, because another container may have the same process ID.
     folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
@@ -124,7 +124,7 @@ def _explain_write_error(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"cannot write to '{out}' ({error.strerror}): make room there, or give another --out"
+            f"cannot write to '{out}' ({error.strerror}): make room there, or pass another --out"
         ) from None
 
 

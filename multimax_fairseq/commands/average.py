@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
     check_output_file("--output", args.output)
     if args.output.name == "checkpoint_last.pt" or NUMBERED.fullmatch(args.output.name):
         raise UsageError(
-            f"--output '{args.output}' is what training calls a checkpoint of its own: give "
+            f"--output '{args.output}' is what training calls a checkpoint of its own: pass "
             "another name, such as average.pt"
         )
     if folders := [file for file in files if file.is_dir()]:

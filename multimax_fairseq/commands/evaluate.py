@@ -63,7 +63,7 @@ def describe(data: Path, target: str) -> dict[str, Any]:
             raise invalid_description(described, error) from None
     file = data / f"dict.{target}.txt"
     if not file.is_file():
-        raise UsageError(f"'{data}' has no {file.name}: give a folder of fairseq-preprocess")
+        raise UsageError(f"'{data}' has no {file.name}: pass a folder of fairseq-preprocess")
     types = [line.split(" ")[0] for line in read_lines(file)]
     remove = None
     if any(word.startswith("▁") for word in types):
@@ -295,7 +295,7 @@ def main(args: argparse.Namespace) -> None:
     if not checkpoint.exists():  # --average would take the folder around it
         raise UsageError(f"checkpoint '{checkpoint}' does not exist: check its path")
     if args.average is None and checkpoint.is_dir():
-        raise UsageError(f"'{checkpoint}' is a folder: give one of its checkpoints, or --average N")
+        raise UsageError(f"'{checkpoint}' is a folder: pass one of its checkpoints, or --average N")
     if args.average is not None:
         folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
         checkpoint = folder / f"average{args.average}.pt"

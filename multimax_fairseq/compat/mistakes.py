@@ -53,11 +53,11 @@ def _setting_mistake(settings):
     # Missing or foreign data, dictionary, checkpoint.
     needs_path = command() in ("fairseq-eval-lm", "fairseq-interactive", "fairseq-validate")
     if needs_path and settings.get("path", "") is None:
-        return "--path is missing: give a checkpoint, such as checkpoints/checkpoint_best.pt"
+        return "--path is missing: pass a checkpoint, such as checkpoints/checkpoint_best.pt"
     if _infers_another_pair(settings):
         return (
             f"--source-lang {settings['source_lang']} and --target-lang {settings['target_lang']} "
-            f"do not fit the data in '{settings['data']}': give both languages of it"
+            f"do not fit the data in '{settings['data']}': pass both languages of it"
         )
     file = settings["config_file"]
     if file and not os.path.isfile(file):
@@ -98,7 +98,7 @@ def _setting_mistake(settings):
     if window > 0 and workers > 1:
         return (
             f"--context-window {window} takes the context from other text with --num-workers "
-            f"{workers}: give --num-workers 1"
+            f"{workers}: pass --num-workers 1"
         )
 
     # A GPU flag without a GPU. fairseq sets fp16 itself for --memory-efficient-fp16.
@@ -118,7 +118,7 @@ DATA = [  # missing or foreign data, dictionary, checkpoint
     ),
     (
         r"Exception: Could not infer language pair",
-        "'{data}' holds no translation data: check its path, or give --task language_modeling and "
+        "'{data}' holds no translation data: check its path, or pass --task language_modeling and "
         f"a language model; {PREPARED}",
     ),
     (
@@ -135,7 +135,7 @@ DATA = [  # missing or foreign data, dictionary, checkpoint
     (r"OSError: Model file not found: (.*)", "there is no checkpoint '{0}': check --path"),
     (
         r"FileNotFoundError: (/.*)",
-        f"--user-dir '{{0}}' does not exist: for this plugin give {PACKAGE}",
+        f"--user-dir '{{0}}' does not exist: for this plugin pass {PACKAGE}",
     ),
     (
         r"(?:FileNotFoundError: .*|AssertionError: \w+ \w+ file )'?(?<=[ '])(.+?)'?"
@@ -144,7 +144,7 @@ DATA = [  # missing or foreign data, dictionary, checkpoint
     ),
     (
         r"FileExistsError: (.*)",
-        "'{0}' exists already: give another --destdir, or remove that folder",
+        "'{0}' exists already: pass another --destdir, or remove that folder",
     ),
     (
         r"UnicodeDecodeError: .* (byte 0x..) .*",
@@ -164,7 +164,7 @@ NAMES = [  # unknown architecture, mapping or criterion, or no --user-dir
     (r"KeyError: None$", "--task is missing: pass translation or language_modeling"),
     (
         r"(?s)\w*Exception: .*?(?:'model/|'criterion/)(\w*multimax\w*)",
-        "hydra looks '{0}' up before it loads common.user_dir: give it with ._name, as in "
+        "hydra looks '{0}' up before it loads common.user_dir: pass it with ._name, as in "
         f"+model._name={{0}}, and common.user_dir={PACKAGE}",
     ),
     (
@@ -211,11 +211,11 @@ CHECKPOINTS = [  # options that do not fit a checkpoint
 SIZES_AND_FOLDERS = [  # lengths, batch size, save folder
     (
         r"AssertionError: Sentences lengths should not exceed max_tokens=(\d+)",
-        "a sentence has more than the {0} tokens of --max-tokens: give a larger number",
+        "a sentence has more than the {0} tokens of --max-tokens: pass a larger number",
     ),
     (
         r"Exception: (Size of sample #\d+) is invalid .*max_positions=(.*?), skip",
-        "{0} is longer than the positions {1}: give larger --max-source-positions and "
+        "{0} is longer than the positions {1}: pass larger --max-source-positions and "
         "--max-target-positions, or --skip-invalid-size-inputs-valid-test",
     ),
     (

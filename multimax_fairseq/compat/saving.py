@@ -186,7 +186,7 @@ def resumed_runs():
             damaged = error
         if is_named or filename != last or self.checkpoint_suffix:
             raise CheckpointError(
-                f"'{filename}' is damaged or incomplete; give another checkpoint with "
+                f"'{filename}' is damaged or incomplete; pass another checkpoint with "
                 "--restore-file."
             ) from damaged
         others = [(count, path) for path in _numbered_checkpoints(last) if (count := updates(path))]
@@ -199,7 +199,7 @@ def resumed_runs():
                 )
                 return state
         raise CheckpointError(
-            f"'{last}' is damaged or incomplete, and no intact checkpoint lies beside it; give "
+            f"'{last}' is damaged or incomplete, and no intact checkpoint lies beside it; pass "
             "one with --restore-file, or delete it to begin at update 0."
         ) from damaged
 
@@ -254,7 +254,7 @@ def _resume(load, trainer, filename, reset_optimizer=False, *args, **kwargs):
         if not is_raised_by_fairseq(error):
             raise
         raise CheckpointError(
-            f"a run cannot resume from '{filename}' ({first_line(error)}); give another "
+            f"a run cannot resume from '{filename}' ({first_line(error)}); pass another "
             "checkpoint with --restore-file, or take its parameters alone "
             "(--finetune-from-model)"
         ) from error

@@ -82,7 +82,7 @@ def last_batch():
         if len(indices) == 0 and kwargs.get("max_tokens"):  # fairseq raises an IndexError
             raise UsageError(
                 f"no sentence is left, as all are longer than --max-tokens "
-                f"{kwargs['max_tokens']} or the positions of the model: give larger ones"
+                f"{kwargs['max_tokens']} or the positions of the model: pass larger ones"
             )
         batches = original(indices, *args, **kwargs)
         # fixed_shapes reorders and may leave out by design; elsewhere batches are slices.
@@ -428,7 +428,7 @@ def partial_perplexity():
         if command() == "fairseq-eval-lm" and (longer or count == 0):
             raise UsageError(
                 f"{longer:,} of {count:,} blocks are longer than the {limit} tokens that the "
-                f"model takes, so fairseq would leave them out: give --tokens-per-sample "
+                f"model takes, so fairseq would leave them out: pass --tokens-per-sample "
                 f"{limit} or less, and no --sample-break-mode complete"
             )
         return original(self, dataset, *args, **kwargs)

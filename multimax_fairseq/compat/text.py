@@ -143,7 +143,7 @@ def dictionaries():
             raise
         except Exception as error:  # fairseq raises Exception itself
             raise UsageError(
-                f"the dictionary '{f}' is damaged ({first_line(error)[:100]}): give it as "
+                f"the dictionary '{f}' is damaged ({first_line(error)[:100]}): write it as "
                 "fairseq-preprocess wrote it, or prepare the data again"
             ) from error
 
@@ -237,7 +237,7 @@ def scored_lines():
             if counts[0] != counts[1] or counts[0] == 0:
                 raise UsageError(
                     f"--sys {args.sys} has {counts[0]:,} lines, but --ref {args.ref} "
-                    f"{counts[1]:,}: give the same sentences in the same order, one a line (a "
+                    f"{counts[1]:,}: pass the same sentences in the same order, one a line (a "
                     "carriage return also ends a line)"
                 )
             with _open(args.ref) as lines:

@@ -103,7 +103,7 @@ class FusedOutput:
         for flag, weight, example in (("z-loss", z_loss, "1e-4"), ("maxsup", maxsup, "0.1")):
             if not (is_finite(weight) and weight >= 0):
                 raise UsageError(
-                    f"--{flag} {weight} must be a finite number, at least 0: 0 is off; give one "
+                    f"--{flag} {weight} must be a finite number, at least 0: 0 is off; pass one "
                     f"such as {example}"
                 )
         self.rdrop_alpha, self.z_loss, self.maxsup = rdrop_alpha, z_loss, maxsup

@@ -26,7 +26,7 @@ MODELS = {
 def check_new(out: Path) -> None:
     """Raise UsageError unless `out` is a new or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"'{out}' exists already: give a new folder")
+        raise UsageError(f"'{out}' exists already: pass a new folder")
 
 
 def load_plain(kind: str | None, checkpoint: Path, data_bin: Path) -> tuple[Any, Any, Any]:

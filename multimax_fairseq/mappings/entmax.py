@@ -340,7 +340,7 @@ register(
                 requirement="a finite number above 1",
                 is_valid=lambda alpha: is_finite(alpha) and alpha > 1,
                 help="alpha of the output mapping alpha_entmax",
-                remark="for 1, softmax, give --output-normalizer softmax",
+                remark="for 1, softmax, pass --output-normalizer softmax",
                 setting="output_entmax_alpha",
             ),
         ),

@@ -241,8 +241,8 @@ def register(mapping: Mapping) -> None:
             )
     if mapping.output_options is not None and not (mapping.modulated or mapping.output_loss):
         raise ValueError(
-            f"the mapping {mapping.name!r} has output_options, but no loss: give an output_loss, "
-            "or leave them out"
+            f"the mapping {mapping.name!r} has output_options, but no loss: set output_loss, or "
+            "remove output_options"
         )
     if isinstance(mapping.heads, str) and mapping.heads != SEPARATE_HEADS:
         raise ValueError(

@@ -154,7 +154,7 @@ class BeamGenerator(SequenceGenerator):
         if not all(finished):
             raise UsageError(
                 "a sentence has no translation because the model's scores are not finite: train "
-                "with a lower learning rate, or give an earlier checkpoint"
+                "with a lower learning rate, or use an earlier checkpoint"
             )
         self._attach_attention(finished, net_input, first)
         return [

@@ -67,7 +67,7 @@ def check_option(args: Any, name: str, option: Option) -> None:
     if option.accepts(value):
         return
     if value is None and name in mapping_options():
-        raise UsageError(f"{_owner(name)[1]} needs {flag(name)}: give {option.requirement}")
+        raise UsageError(f"{_owner(name)[1]} needs {flag(name)}: pass {option.requirement}")
     remark = f": {option.remark}" if option.remark else ""
     raise UsageError(f"{flag(name)} {value} must be {option.requirement}{remark}")
 
@@ -119,7 +119,7 @@ def _without_effect(
         value = getattr(args, name)
         shown = flag(name) if value is True else f"{flag(name)} {value}"
         fact = f"{shown} belongs to {owner}, which this model does not have"
-        yield fact, f"leave it out, or give {remedy}"
+        yield fact, f"leave it out, or use {remedy}"
     if "attention_normalizer_at" in changed:
         for kind in sorted(named_normalizers(args).keys() - set(attentions)):
             fact = f"{at} names {kind}, which this model does not have"

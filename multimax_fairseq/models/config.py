@@ -35,7 +35,7 @@ from multimax_fairseq.ops.checks import is_finite, is_whole
 
 # The kinds of attention: encoder self-attention, decoder self-attention, cross-attention.
 ATTENTIONS = ("encoder", "decoder", "cross")
-PLUGIN_REMARK = "for another one give the --user-dir that adds it"
+PLUGIN_REMARK = "for another one pass the --user-dir that adds it"
 
 
 def output_names() -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def shared_options() -> dict[str, Option]:
             lambda value: isinstance(value, str),
             help="comma-separated attentions that use it: encoder and decoder self-attention, "
             "cross-attention; cross=sparsemax gives one of them a mapping of its own; the "
-            "others keep softmax; for softmax in all give --attention-normalizer softmax",
+            "others keep softmax; for softmax in all pass --attention-normalizer softmax",
         ),
         Option(
             "attention_gate",

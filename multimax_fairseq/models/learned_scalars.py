@@ -84,7 +84,7 @@ def prepare_scalars(model: Any, args: Any) -> None:
         if not any(list(module.parameters()) for _, module in scalars):
             raise UsageError(
                 "--train-scalars-only trains nothing: this model learns no scalars; leave it out, "
-                "or give --attention-normalizer multimax or --output-normalizer multimax"
+                "or pass --attention-normalizer multimax or --output-normalizer multimax"
             )
         model.requires_grad_(False)
         for _, module in scalars:
@@ -114,7 +114,7 @@ class LoadsSoftmaxCheckpoints:
             if name in then and value != then[name]:
                 raise UsageError(
                     f"--{name.replace('_', '-')} is {value}, but was {then[name]} in the run to "
-                    "resume: give that, or another --save-dir"
+                    "resume: pass that value, or another --save-dir"
                 )
 
     def upgrade_state_dict_named(self, state_dict, name):

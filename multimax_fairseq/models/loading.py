@@ -95,7 +95,7 @@ def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
         raise no_file("checkpoint", path)
     if not data.is_dir():
         raise UsageError(
-            f"data folder '{data}' does not exist: give the folder that fairseq-preprocess wrote"
+            f"data folder '{data}' does not exist: pass the folder that fairseq-preprocess wrote"
         )
     state: dict[str, Any] = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     if cfg := state.get("cfg"):
@@ -140,7 +140,7 @@ def task_of(state: dict[str, Any], path: Path) -> Any:
     settings = (state.get("cfg") or {}).get("task")
     if settings is None:
         raise UsageError(
-            f"checkpoint '{path}' has no task settings: give one that fairseq-train wrote"
+            f"checkpoint '{path}' has no task settings: pass one that fairseq-train wrote"
         )
     return settings
 
@@ -156,7 +156,7 @@ def build(state: dict[str, Any], path: Path, task: Any, data: Path) -> tuple[Any
         if weight is not None and len(weight) != len(words):
             raise UsageError(
                 f"the dictionaries of '{data}' do not fit checkpoint '{path}' ({len(words):,} "
-                f"words, where its {side} has {len(weight):,}): give the data it was trained on"
+                f"words, where its {side} has {len(weight):,}): pass the data it was trained on"
             )
     (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task(
         [str(path)], task=task, state=state

@@ -98,5 +98,5 @@ class NormalizedOutput:
             raise UsageError(
                 f"--output-normalizer {self.output_normalizer.name} gives some words the "
                 "probability 0, which cross-entropy, with or without label smoothing, cannot train "
-                "on: give --criterion entmax_loss"
+                "on: use --criterion entmax_loss"
             )

@@ -53,7 +53,7 @@ class MultimaxAdam(FairseqAdam):
             raise UsageError(
                 "--optimizer multimax_adam finds no learned scalars: with --fp16 or --bf16 add "
                 "--memory-efficient-fp16 or --memory-efficient-bf16, which keep the model's own "
-                "parameters; for a model without learned scalars give --optimizer adam"
+                "parameters; for a model without learned scalars use --optimizer adam"
             )
         own = {"params": scalars, "weight_decay": 0.0, "updates": 0}  # a checkpoint holds "updates"
         super().__init__(cfg, [{"params": others}, own])

@@ -196,7 +196,7 @@ def peak_elsewhere(*task: Any) -> dict[str, int]:
             return pool.submit(peak_of_process, *task).result()
         except BrokenProcessPool:
             raise UsageError(
-                "the process that measured memory was killed, probably for lack of memory: give "
+                "the process that measured memory was killed, probably for lack of memory: pass "
                 "smaller sizes, or --no-memory"
             ) from None
 

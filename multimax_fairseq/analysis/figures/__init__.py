@@ -108,7 +108,7 @@ def write(drawn: Drawn, out: Path, form: Form = Form()) -> list[Path]:
                 drawn.figure.savefig(aside, format=file.suffix[1:], dpi=150, metadata=dated)
             except UserWarning:
                 raise UsageError(
-                    f"--width {form.width:g} is too narrow for {drawn.name}: give a larger one"
+                    f"--width {form.width:g} is too narrow for {drawn.name}: pass a larger one"
                 ) from None
         drawn.figure.set_layout_engine("none")  # the second format reuses the layout
     return files

@@ -49,7 +49,7 @@ def convert(args: argparse.Namespace) -> Path:
         return onnx
     out: Path = args.head if args.command == "to-paddlefleet" else args.new
     if out.exists():
-        raise UsageError(f"'{out}' exists already: give another name, or remove it")
+        raise UsageError(f"'{out}' exists already: choose another name, or remove it")
     checkpoint = with_fairseq("integrations.convert.checkpoint")
     if args.command.endswith("authors"):
         state = checkpoint.read(args.old)

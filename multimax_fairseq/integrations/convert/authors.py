@@ -46,13 +46,13 @@ def from_authors(state: State) -> None:
     if ARCH_MODEL_REGISTRY.get(theirs) not in (TransformerModel, TransformerLanguageModel):
         raise UsageError(
             f"the checkpoint has the architecture '{theirs}', but the authors' code has fairseq's "
-            "Transformers: give one of those, such as transformer_iwslt_de_en or transformer_lm"
+            "Transformers: pass one of those, such as transformer_iwslt_de_en or transformer_lm"
         )
     model, options = state["model"], checkpoint.options(state)
     if not any(name.endswith(".ts") for name in model):
         raise UsageError(
             "the checkpoint has no ts and ranges, so it is not of the authors' code: to use a "
-            "softmax model of stock fairseq, give it to --finetune-from-model as it is"
+            "softmax model of stock fairseq, pass it to --finetune-from-model as it is"
         )
     pairs = {at: (_pop_vectors(model, at), kind) for at, kind in _modulated_modules(state)}
     ours = f"{theirs}{SUFFIX}"
@@ -96,7 +96,7 @@ def to_authors(state: State) -> None:
     names = vectors.names(settings.multimax_terms)
     if not any(name.endswith(tuple(names)) for name in model):
         raise UsageError(
-            "the checkpoint has no modulator: give one that was trained with MultiMax in encoder, "
+            "the checkpoint has no modulator: pass one that was trained with MultiMax in encoder, "
             "decoder or output layer"
         )
     dtype = next(value.dtype for name, value in model.items() if ATTENTION.fullmatch(name))

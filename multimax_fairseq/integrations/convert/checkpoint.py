@@ -44,7 +44,7 @@ def read(path: Path) -> State:
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
         raise CheckpointError(
-            f"'{path}' has no model and settings: give a checkpoint that fairseq-train wrote"
+            f"'{path}' has no model and settings: pass a checkpoint that fairseq-train wrote"
         )
     # Loading converts the settings, also the args of old checkpoints, to a config object.
     state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
@@ -93,7 +93,7 @@ def our_settings(state: State) -> argparse.Namespace:
     if ARCH_MODEL_REGISTRY.get(name) not in known:
         names = [name for name, model in ARCH_MODEL_REGISTRY.items() if model in known]
         raise UsageError(
-            f"a checkpoint of the architecture '{name}' cannot be converted: give one of "
+            f"a checkpoint of the architecture '{name}' cannot be converted: pass one of "
             f"{', '.join(names)}"
         )
     return complete(name, options(state))

@@ -28,7 +28,7 @@ def to_paddlefleet(state: State) -> vectors.Vectors:
     parameters = {k.removeprefix(OURS): v for k, v in model.items() if k.startswith(OURS)}
     if not parameters:
         raise UsageError(
-            "the output layer has no MultiMax: give a checkpoint of a model trained with "
+            "the output layer has no MultiMax: pass a checkpoint of a model trained with "
             "--output-normalizer multimax"
         )
     return vectors.check(vectors.join(parameters), "the output layer")
@@ -43,11 +43,11 @@ def from_paddlefleet(head: vectors.Vectors, state: State) -> None:
     settings = checkpoint.our_settings(state)
     checkpoint.refuse_output(settings)
     if getattr(settings, "adaptive_softmax_cutoff", None):
-        raise UsageError("an adaptive softmax has no MultiMax: give a checkpoint without it")
+        raise UsageError("an adaptive softmax has no MultiMax: pass a checkpoint without it")
     order, terms = settings.multimax_order, settings.multimax_terms
     if not vectors.fits(head, order, terms):
         raise UsageError(
-            f"an output layer of order {order} and terms '{terms}' cannot represent the head: give "
+            f"an output layer of order {order} and terms '{terms}' cannot represent the head: pass "
             "a checkpoint of order 2 with both terms"
         )
     checkpoint.options(state)["output_normalizer"] = "multimax"
