@@ -90,7 +90,7 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
             **flags: flags of fairseq-generate that the search reads.
 
         Raises:
-            UsageError: there is no such flag, or the number of rows does not fit.
+            UsageError: there is no such flag, or the number of rows does not match.
         """
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
             arguments = skip_invalid_size_inputs, inference_step_args, prefix_allowed_tokens_fn
@@ -140,7 +140,7 @@ class TrainedModel(hub_utils.GeneratorHubInterface):
             translation, and not in text.
 
         Raises:
-            UsageError: the sentences are no list, or the number of targets does not fit.
+            UsageError: the sentences are no list, or the number of targets does not match.
         """
         if isinstance(sentences, str) or isinstance(targets, str):
             raise UsageError("score takes lists of sentences: put a single one in brackets")

@@ -132,7 +132,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError for options that do not fit together."""
+    """Raise UsageError for options that cannot be combined."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU here; leave it out for the CPU")
     if args.rest and args.command != "train":

@@ -173,7 +173,7 @@ def beside_plain(ours, plain, arguments, options):
         grad = drawn(*true.shape, seed=9)
         grads = torch.autograd.grad(found, learned, grad.to(found.dtype), allow_unused=True)
         trues = torch.autograd.grad(true, learned, grad.double(), allow_unused=True)
-        pairs |= {f"gradient of {k}": p for k, *p in zip(floats, grads, trues, strict=True)}
+        pairs |= {f"grad_{k}": p for k, *p in zip(floats, grads, trues, strict=True)}
     narrow = {arguments[k].dtype for k in floats}
     error = 0.05 if torch.bfloat16 in narrow else 0.01 if torch.float16 in narrow else 1e-4
     off = {what: distance(*pair, error) for what, pair in pairs.items()}

@@ -254,7 +254,10 @@ def continuous_attention(density, slopes, low, high, center, width):
 
 
 def normal_density(mean, variance):
-    """Return (density, its derivatives by mean and variance, the ends of the integration)."""
+    """Return a density, its derivatives and the ends of the integration.
+
+    The derivatives are with respect to mean and variance.
+    """
     sigma = math.sqrt(variance)
 
     def density(t):
@@ -282,8 +285,8 @@ def truncated_parabola(mean, variance):
 def paraboloid_expectation(mean, covariance, center, spread):
     """Return the expectation of a 2-D Gaussian basis function under a truncated paraboloid.
 
-    Also returns its derivatives by mean, (2,), and covariance, (2, 2). Adaptive cubature over the
-    ellipse in polar coordinates (Martins et al. 2020, Eq. 11 and Prop. 3.2).
+    Also returns its derivatives with respect to mean, (2,), and covariance, (2, 2). Adaptive
+    cubature over the ellipse in polar coordinates (Martins et al. 2020, Eq. 11 and Prop. 3.2).
     """
     inverse, precise = np.linalg.inv(covariance), np.linalg.inv(spread)
     level = (math.gamma(3) / math.sqrt(np.linalg.det(2 * math.pi * covariance))) ** 0.5  # -lambda

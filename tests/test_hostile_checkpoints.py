@@ -91,7 +91,7 @@ STATES = {
     "no model": (lambda state: state.pop("model"), "no parameters of a model"),
     "a list of parameters": (put(model=[1]), "no parameters of a model"),
     "parameters without names": (parameter(lambda _: torch.zeros(1), 3), "parameter 3"),
-    "parameters of another model": (other_model, "does not fit"),
+    "parameters of another model": (other_model, "does not match"),
     "text in place of a parameter": (parameter(lambda _: "x"), "type str"),
     "an array of numpy in its place": (parameter(lambda w: w.numpy()), WEIGHT),
     "whole numbers": (parameter(lambda w: w.long()), "numbers of torch.int64"),

@@ -302,7 +302,7 @@ def test_export_names_a_missing_file(data, checkpoint, tmp_path):
         ((tmp_path / "no.pt", data / "mt", out), "no.pt' does not exist"),
         ((file, tmp_path / "no", out), "no' does not exist"),
         ((data / "noise.pt", data / "mt", out), "noise.pt"),
-        ((file, data / "mt-other", out), "do not fit checkpoint"),
+        ((file, data / "mt-other", out), "do not match checkpoint"),
         ((file, data / "lm", out), r"lm' has no dict\.de\.txt: pass the folder"),
         ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
         ((file, data / "mt", data), "exists already: pass a new folder"),

@@ -95,8 +95,8 @@ class Recorder:
 def grad_cam(model, images):
     """Return Grad-CAM (Selvaraju et al. 2017) of the predicted classes, (B, rows, columns).
 
-    The weight of a channel is the mean, over the patches, of the logit's gradient by the input of
-    the last attention. The largest value is 1.
+    The weight of a channel is the mean, over the patches, of the logit's gradient with respect to
+    the input of the last attention. The largest value is 1.
     """
     kept = []
     handle = model.blocks[-1].norm1.register_forward_hook(lambda *call: kept.append(call[-1]))

@@ -69,7 +69,7 @@ def collect(
         command: the command line, for collection.json.
 
     Raises:
-        UsageError: something is missing, empty, or does not fit.
+        UsageError: something is missing, empty, or does not match.
     """
     for path in checkpoints:
         if not path.is_file():

@@ -57,7 +57,7 @@ def _setting_mistake(settings):
     if _infers_another_pair(settings):
         return (
             f"--source-lang {settings['source_lang']} and --target-lang {settings['target_lang']} "
-            f"do not fit the data in '{settings['data']}': pass both languages of it"
+            f"do not match the data in '{settings['data']}': pass both languages of it"
         )
     file = settings["config_file"]
     if file and not os.path.isfile(file):
@@ -188,15 +188,15 @@ NAMES = [  # unknown architecture, mapping or criterion, or no --user-dir
         "{0}: check --config-dir and --config-name",
     ),
 ]
-CHECKPOINTS = [  # options that do not fit a checkpoint
+CHECKPOINTS = [  # options that do not match a checkpoint
     (
         r"(?s)RuntimeError: Error\(s\) in loading state_dict[^\n]*\n\s*([^\n]{0,300})",
-        "the checkpoint does not fit this data or model ({0}): use the dictionaries and options "
+        "the checkpoint does not match this data or model ({0}): use the dictionaries and options "
         "that it was trained with",
     ),
     (
         r"Exception: Cannot load model parameters from checkpoint (.*?);",
-        "checkpoint '{0}' does not fit this architecture or dictionary: use the options and data "
+        "checkpoint '{0}' does not match this architecture or dictionary: use the options and data "
         "that it was trained with, or another --save-dir",
     ),
     (

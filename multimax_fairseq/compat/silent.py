@@ -167,7 +167,7 @@ def older_data_format():
 
 
 def indexed_data():
-    """Refuse an index that does not fit its data, and words that are not in the dictionary.
+    """Refuse an index that does not match its data, and words that are not in the dictionary.
 
     Cause: fairseq does not check an index, and reads an unknown word number as another word.
     Remove when fairseq checks the files that it opens.
@@ -186,7 +186,7 @@ def indexed_data():
 
 
 def _check_index(indexed_dataset, path, header, dictionary):
-    """Raise UsageError for an index that does not fit the data beside it."""
+    """Raise UsageError for an index that does not match the data beside it."""
     index, data = indexed_dataset.index_file_path(path), indexed_dataset.data_file_path(path)
 
     def refuse(file, why):

@@ -38,7 +38,7 @@ def load_plain(kind: str | None, checkpoint: Path, data_bin: Path) -> tuple[Any,
         data_bin: the folder of fairseq-preprocess that the model was trained on.
 
     Raises:
-        UsageError: a file is missing or does not fit; a part of the model is not supported.
+        UsageError: a file is missing or does not match; a part of the model is not supported.
     """
     model, task, settings = load(checkpoint, data_bin, KINDS if kind is None else [kind])
     obstacle = _obstacle(model, kind or kind_of(settings.task._name))

@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
         TypeError: an argument of a wrong type; an option that the mapping does not take.
         ValueError: an unknown mapping or backend; a backend without a kernel for this call;
             multimax without a modulator, or a normalizer with one that it does not take; shapes,
-            dtypes or devices that do not fit; a dropout_p outside of [0, 1]; a scale that is not
+            dtypes or devices that do not match; a dropout_p outside of [0, 1]; a scale that is not
             finite.
 
     Example:

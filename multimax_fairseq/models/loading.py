@@ -41,7 +41,7 @@ def load(
         **overrides: settings that replace those in the checkpoint.
 
     Raises:
-        UsageError: a file is missing or does not fit, or the task is of another kind.
+        UsageError: a file is missing or does not match, or the task is of another kind.
     """
     state = read(path, data, **overrides)
     task = set_up_task(state, path, data, kinds)
@@ -155,7 +155,7 @@ def build(state: dict[str, Any], path: Path, task: Any, data: Path) -> tuple[Any
         weight = state["model"].get(f"{side}.embed_tokens.weight")
         if weight is not None and len(weight) != len(words):
             raise UsageError(
-                f"the dictionaries of '{data}' do not fit checkpoint '{path}' ({len(words):,} "
+                f"the dictionaries of '{data}' do not match checkpoint '{path}' ({len(words):,} "
                 f"words, where its {side} has {len(weight):,}): pass the data it was trained on"
             )
     (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task(

@@ -274,7 +274,7 @@ class RecurrentModel(Examined, Monitored, LoadsSoftmaxCheckpoints, FairseqEncode
         """Build a new model.
 
         Raises:
-            UsageError: the settings do not fit together.
+            UsageError: the settings cannot be combined.
         """
         if isinstance(args, DictConfig):
             check_keys(args, set(recurrent_config().__dataclass_fields__))

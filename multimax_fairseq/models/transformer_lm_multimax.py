@@ -61,7 +61,7 @@ class MultimaxLanguageModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Transf
         """Build a new model.
 
         Raises:
-            UsageError: the settings do not fit together.
+            UsageError: the settings cannot be combined.
         """
         args = as_namespace(args)
         check_settings(args, attentions=("decoder",))

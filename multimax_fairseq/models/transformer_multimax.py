@@ -256,7 +256,7 @@ class MultimaxTransformerModel(Examined, Monitored, LoadsSoftmaxCheckpoints, Tra
         """Build a new model.
 
         Raises:
-            UsageError: the settings do not fit together.
+            UsageError: the settings cannot be combined.
         """
         if isinstance(args, DictConfig):
             check_keys(args, cls._known_keys())

@@ -87,8 +87,8 @@ def load(args: argparse.Namespace) -> Trained:
         models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], state=state)
     except RuntimeError:
         raise CheckpointError(
-            f"--checkpoint {path} does not fit the dictionary of {args.data} or this version: pass "
-            "one that this version has trained on that data"
+            f"--checkpoint {path} does not match the dictionary of {args.data} or this version: "
+            "pass one that this version has trained on that data"
         ) from None
     if not any(name.endswith("normalizer.modulator") for name, _ in models[0].named_modules()):
         raise refusal

@@ -17,7 +17,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 def make_step(kind, dtype, shape=SMALL, classes=2500, **options):
     """Return (inputs, step) of attention or of the output loss.
 
-    `step()` returns [output, gradients of the inputs, gradient of the modulator]. The modulator has
+    `step()` returns [output, gradients with respect to inputs and modulator]. The modulator has
     no term of the first order: at its threshold the slope jumps, and rounding may change the side.
     Its gradients are one vector: each is a sum that cancels, whose relative error says little.
     """

@@ -67,7 +67,7 @@ def from_authors(state: State) -> None:
     if record is not None:
         recorded = {name: v for name, v in record["settings"].items() if name in own_settings}
         settings = vars(checkpoint.complete(ours, options | recorded))
-        # The record does not fit a model whose modulators have changed since.
+        # The record does not match a model whose modulators have changed since.
         if _can_represent(settings, [pair for pair in pairs.values() if pair[1] in modulated]):
             own_settings = recorded
             checkpoint.options(state, "criterion").update(record["criterion"])
@@ -176,7 +176,7 @@ def _can_represent(settings: dict[str, Any], pairs: list[tuple[vectors.Vectors, 
     mappings = _mappings_by_kind(settings)
     order, terms = settings["multimax_order"], settings["multimax_terms"]
     return all(
-        vectors.fits(pair, order, terms)
+        vectors.can_represent(pair, order, terms)
         if mappings[kind] == "multimax"
         else not any(vector.any() for vector in pair)
         for pair, kind in pairs

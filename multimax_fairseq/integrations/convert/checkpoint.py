@@ -54,7 +54,7 @@ def read(path: Path) -> State:
 
 
 def write(state: State, path: Path) -> None:
-    """Write a checkpoint without optimizer state and EMA, which do not fit the new parameters."""
+    """Write a checkpoint without optimizer state and EMA, which do not match the new parameters."""
     state.pop("last_optimizer_state", None)
     for name in ("ema", "ema_fp32_params"):
         state.get("extra_state", {}).pop(name, None)

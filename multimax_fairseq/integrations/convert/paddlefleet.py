@@ -45,7 +45,7 @@ def from_paddlefleet(head: vectors.Vectors, state: State) -> None:
     if getattr(settings, "adaptive_softmax_cutoff", None):
         raise UsageError("an adaptive softmax has no MultiMax: pass a checkpoint without it")
     order, terms = settings.multimax_order, settings.multimax_terms
-    if not vectors.fits(head, order, terms):
+    if not vectors.can_represent(head, order, terms):
         raise UsageError(
             f"an output layer of order {order} and terms '{terms}' cannot represent the head: pass "
             "a checkpoint of order 2 with both terms"

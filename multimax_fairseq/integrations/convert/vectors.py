@@ -52,7 +52,7 @@ def split(vectors: Vectors, order: int, terms: str) -> dict[str, Tensor]:
     }
 
 
-def fits(vectors: Vectors, order: int, terms: str) -> bool:
+def can_represent(vectors: Vectors, order: int, terms: str) -> bool:
     """Whether a Modulator with this order and these terms can represent the vectors."""
     again = join(split(vectors, order, terms))
     return all(torch.equal(one, other) for one, other in zip(again, vectors, strict=True))
