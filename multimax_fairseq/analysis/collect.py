@@ -13,11 +13,13 @@ The column `place` has the kind of attention: encoder, decoder or cross. Layers 
 0. An empty cell is undefined.
 
 Patch similarity and the mean average distance compare the outputs of a layer of the encoder or the
-decoder: the mean absolute cosine between two tokens, and one minus the mean cosine. The roll-out of
-cross-attention continues through the encoder to the source. The target of an example is the
-decoder's input. For continuous attention, scores and probabilities come from its discrete part, and
-the variance from the score function. The support, in tokens, is that of a truncated parabola; it is
-empty for a Gaussian, which has unbounded support.
+decoder. Patch similarity is the mean absolute cosine between two tokens. The mean average distance
+is one minus the mean cosine. The roll-out of cross-attention continues through the encoder to the
+source. The target of an example is the decoder's input.
+
+For continuous attention, scores and probabilities come from its discrete part, and the variance
+from the score function. The support, in tokens, is that of a truncated parabola. It is empty for a
+Gaussian, which has unbounded support.
 """
 
 import hashlib

@@ -1,13 +1,18 @@
 """Fixes for fairseq 0.12.3, and one sentence for each common mistake of a user.
 
-A fix has one of four reasons: fairseq does not run (running.py, unknown_words.py); it returns a
-wrong result without an error (silent.py, text.py); it loses data (saving.py); a file can run code
-or is not a checkpoint (untrusted.py). Each fix is one function. Its docstring says what the fix
-does, the cause, and when to remove it. mistakes.py is the table of mistakes. hooks.py lets
-models/ run its own functions where fairseq offers no hook.
+A fix has one of four reasons:
+
+    fairseq does not run                            running.py, unknown_words.py
+    it returns a wrong result without an error      silent.py, text.py
+    it loses data                                   saving.py
+    a file can run code, or is not a checkpoint     untrusted.py
+
+Each fix is one function. Its docstring says what the fix does, its cause, and when to remove it.
+mistakes.py lists the mistakes of users. hooks.py lets models/ run its own functions where fairseq
+offers no hook.
 
 `apply()` applies all of them; a second call changes nothing. models/__init__.py calls it under
---user-dir. `python -m multimax_fairseq COMMAND` does so for a command without --user-dir.
+--user-dir. `python -m multimax_fairseq COMMAND` calls it for a command without --user-dir.
 """
 
 import logging

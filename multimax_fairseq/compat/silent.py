@@ -30,7 +30,7 @@ PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-p
 def token_blocks():
     """Keep the indices of token blocks in int64, and cut past targets to the block's length.
 
-    Cause: TokenBlockDataset stores its indices in the smallest unsigned type that seems to fit.
+    Cause: TokenBlockDataset stores its indices in the smallest unsigned type that holds the data.
     numpy 2 computes in that type, so `end - 2` wraps around for a block that ends at 1. Sizes of
     65,536 tokens or more wrap around under any numpy. A signed `end - 2` of -1 counts from the end
     of the buffer, so past targets are too long.
@@ -96,8 +96,8 @@ def resumed_batches():
     """Train a resumed run on the same batches as an uninterrupted run.
 
     Cause: an uninterrupted run keeps the batches of its first epoch, which that epoch's seed
-    shuffles. A run that is resumed in a later epoch makes new batches with the later epoch's seed,
-    so sentences of equal length are in another order.
+    shuffles. A run that resumes in a later epoch makes new batches with that epoch's seed, so
+    sentences of equal length are in another order.
     Remove when fairseq uses the seed of the first epoch.
     """
     from fairseq.tasks import FairseqTask
@@ -221,8 +221,8 @@ def ema_step():
     """Decay each averaged tensor once, in place.
 
     Cause: the state dict has one entry for each name of a tied parameter, and fairseq decays every
-    entry. It then loads a state dict without version entries, so the decoder of a pre-norm model
-    takes it for an old checkpoint and removes its last layer norm.
+    entry. It then loads a state dict without version entries. The decoder of a pre-norm model takes
+    it for an old checkpoint and removes its last layer norm.
     Remove when fairseq decays each tensor once, in place.
     """
     from fairseq.models.ema import EMA
@@ -311,9 +311,9 @@ def unknown_words_in_references():
 def tokenizer_of_target_language():
     """Score --eval-bleu and --scoring sacrebleu with the tokenizer of the target language.
 
-    Cause: fairseq splits each language with 13a, which leaves a Chinese sentence as one token, so
-    its BLEU is 0 unless all characters are right. --eval-bleu selects checkpoints by it.
-    Remove when fairseq gives SacreBLEU the target language.
+    Cause: fairseq splits each language with 13a, which leaves a Chinese sentence as one token. Its
+    BLEU is 0 unless all characters are right, and --eval-bleu selects checkpoints by it.
+    Remove when fairseq passes the target language to SacreBLEU.
     """
     from fairseq.tasks.translation import TranslationTask
 
@@ -468,8 +468,8 @@ def check_languages(path, state, task, overrides):
     """Raise UsageError if a command asks for other languages than a checkpoint's.
 
     Cause: fairseq-generate and fairseq-interactive take the languages from the task that the
-    command built, or infer them from the data; fairseq-validate and Python pass them as overrides.
-    A joined dictionary fits both directions. A user's own override of the checkpoint's languages
+    command built, or infer them from the data. fairseq-validate and Python pass them as overrides.
+    A joined dictionary matches both directions. A user's own override of the checkpoint's languages
     stays.
     Remove when fairseq compares them.
     """

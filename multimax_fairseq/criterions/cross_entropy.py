@@ -81,9 +81,9 @@ class FusedOutput:
     from row to row. The matrix products are larger, and distributed training works unchanged, as it
     expects one forward pass per update. --decoder-layerdrop drops the same layers in both.
 
-    In training, loss_1 and loss_2 contain --z-loss times the squared log-sum-exp of the logits
-    (Chowdhery et al. 2022) and --maxsup times the difference of their maximum and mean (Zhou et al.
-    2025). So does the logged loss; the losses of an evaluation do not.
+    In training, loss_1 and loss_2 contain two more terms: --z-loss times the squared log-sum-exp of
+    the logits (Chowdhery et al. 2022), and --maxsup times the difference of their maximum and mean
+    (Zhou et al. 2025). The logged loss contains them too. The losses of an evaluation do not.
     """
 
     ignore_prefix_size = 0

@@ -27,8 +27,8 @@ class EntmaxLossCriterion(FairseqCriterion):
 
     Its gradient with respect to the scores z is p - onehot(y), so words of probability 0 get a
     gradient as well. The loss is not a negative log-likelihood, so the log does not convert it to
-    bits: it shows the mean per token, or per sentence with --sentence-avg, and `zero`, the share of
-    targets with probability 0.
+    bits. The log shows the mean per token, or per sentence with --sentence-avg. It also shows
+    `zero`, the share of targets with probability 0.
 
     The loss is computed in float32 or wider. It needs the decoder's `output_normalizer`.
     """

@@ -35,7 +35,7 @@ def export_onnx(
                  -> logits (B, T, V), cache (2, L, B, H, P + T, D)
 
     tokens is int64, and a source may be padded on either side. memory and cache are the projected
-    keys and values of the decoder's L layers; P = 0 at first. A language model's decoder has no
+    keys and values of the decoder's L layers. P is 0 at first. A language model's decoder has no
     memory. The softmax of logits is the model's distribution. settings.json has the sizes L, H and
     D, the ids of padding and end of sentence, and the maximum lengths.
 

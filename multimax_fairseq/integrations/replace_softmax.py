@@ -42,9 +42,9 @@ def replace_softmax(
     functions (xFormers, flex_attention). Load a softmax model's weights first.
 
     A mask of scaled_dot_product_attention or nn.MultiheadAttention acts after the modulator. A call
-    of softmax receives the sum of scores and mask: -inf excludes, with probability and gradient 0,
-    and a fully masked row is zero; the modulator transforms any other number. MultiMax is therefore
-    monotone by default, so that a mask of -100 or -1e9 still excludes.
+    of softmax receives the sum of scores and mask. There -inf excludes, with probability and
+    gradient 0, and a fully masked row is zero. The modulator transforms any other number. MultiMax
+    is therefore monotone by default, so that a mask of -100 or -1e9 still excludes.
 
     Call the module, not its `forward`. torch.compile and torch.export record the normalizer; a
     module whose forward breaks the graph runs uncompiled.

@@ -43,13 +43,13 @@ def scaled_dot_product_attention(
         dropout_p: probability of dropping an attention probability.
         scale: default 1 / sqrt(D).
         backend: "cpp" and "triton" do not store the (T, S) probabilities. They support all mappings
-            but softmax with a temperature; "triton" supports adaptive_temperature only in training
-            and not softcap. alpha_entmax needs alpha up to 2: on a GPU, a tensor outside of (1, 2]
-            gives NaN. "plain" stores the probabilities and supports all mappings, twice
-            differentiable outside of the modulator. "auto" takes the environment variable
-            MULTIMAX_BACKEND, or else the fastest backend that supports the call; on a GPU this is
-            "triton" for softmax, multimax, ssmax, softmax1 and sink only, as the others are not
-            timed yet.
+            except softmax with a temperature. "triton" does not support softcap, and supports
+            adaptive_temperature only in training. alpha_entmax needs alpha up to 2; on a GPU the
+            output is NaN for a tensor outside of (1, 2]. "plain" stores the probabilities. It
+            supports all mappings, twice differentiable outside of the modulator. "auto" takes the
+            environment variable MULTIMAX_BACKEND, or else the fastest backend that supports the
+            call. On a GPU this is "triton" for softmax, multimax, ssmax, softmax1 and sink only,
+            because the others are not timed yet.
         options: other options of the mapping, as in `normalize`.
 
     Returns:
@@ -58,7 +58,7 @@ def scaled_dot_product_attention(
     Raises:
         TypeError: an argument of a wrong type; an option that the mapping does not take.
         ValueError: an unknown mapping or backend; a backend without a kernel for this call;
-            multimax without a modulator, or a normalizer with one that it does not take; shapes,
+            multimax without a modulator, or a mapping with one that it does not take; shapes,
             dtypes or devices that do not match; a dropout_p outside of [0, 1]; a scale that is not
             finite.
 

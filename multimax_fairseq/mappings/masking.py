@@ -81,7 +81,7 @@ def masked(
     """Return the masked scores at a temperature, in float32 or wider, and which are excluded.
 
     Excluded scores are -inf. A fully masked row is 0 instead, which avoids NaN in the forward and
-    the backward pass; the caller sets its probabilities to 0 after normalising.
+    the backward pass. The caller sets its probabilities to 0 after normalising.
     """
     check_arguments(scores, dim, mask)
     wide = at_least_float32(scores)

@@ -39,7 +39,7 @@ class BeamGenerator(SequenceGenerator):
     * attention weights are computed when the caller reads them.
 
     fairseq's own search runs if a feature is not supported: a prefix, constraints, another search
-    strategy, a language model for shallow fusion, another decoder. The log gives the reason.
+    strategy, a language model for shallow fusion, another decoder. The log names the reason.
     """
 
     @property

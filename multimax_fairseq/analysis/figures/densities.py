@@ -18,11 +18,11 @@ MARK = COLOURS[1]
 
 @picture("Attention weights and density over the source", kinds=("encoder", "cross"))
 def source_densities(collection: Collection, kind: str) -> Figure | None:
-    """The attention weights of the tokens (left) and the density of their mean and variance (right;
-    for a truncated parabola that variance is a scale), at the tokens' positions, for the first
-    stored sentence (Figs. 1 and 2 of Martins et al. 2020). Crosses mark the means. Boxes mark the
-    tokens in the support of a truncated parabola. The figure shows the head whose means vary most
-    from query to query, relative to its variances."""
+    """The attention weights of the tokens (left) and the density of their mean and variance (right)
+    at the tokens' positions, for the first stored sentence (Figs. 1 and 2 of Martins et al. 2020).
+    For a truncated parabola the variance is a scale. Crosses mark the means. Boxes mark the tokens
+    in the support of a truncated parabola. The figure shows the head whose means vary most from
+    query to query, relative to its variances."""
     for example in collection.examples:
         if layers := example.get("densities", {}).get(kind):
             return draw_densities(example, kind, layers)

@@ -26,8 +26,8 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 
 @picture("Learned alpha over training")
 def alpha_trajectories(collection: Collection) -> Figure | None:
-    """The learned alpha of every head over the updates, with a colour and marker per layer (Correia
-    et al. 2019). 1 is softmax, 2 is sparsemax."""
+    """The learned alpha of every head over the updates (Correia et al. 2019), with a colour and
+    marker per layer. Alpha 1 is softmax, 2 is sparsemax."""
     frame = collection.parameters[collection.parameters["name"] == "alpha"]
     if frame["updates"].nunique() < 2:
         return None
@@ -60,7 +60,7 @@ def alpha_guides(line: Callable[..., Any]) -> None:
 @picture("Distribution of the learned alpha")
 def alpha_distribution(collection: Collection) -> Figure | None:
     """The alphas of the last checkpoint (Correia et al. 2019): one per head, or one per layer if
-    its heads share it. Dotted: 1 is softmax, 1.5 is 1.5-entmax, 2 is sparsemax."""
+    its heads share it. Dotted lines: 1 is softmax, 1.5 is 1.5-entmax, 2 is sparsemax."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"] == "alpha"]
     kinds = [kind for kind in ATTENTIONS if (frame["kind"] == kind).any()]
@@ -89,8 +89,8 @@ def alpha_distribution(collection: Collection) -> Figure | None:
 
 @picture("Density of attention", comparable=True)
 def density(collections: list[Collection]) -> Figure | None:
-    """The share of non-zero attention weights among the keys that a query may attend to: the mean
-    over the heads (lines) and every head (pale markers)."""
+    """The share of non-zero attention weights among the keys that a query may attend to. Lines are
+    the mean over the heads, pale markers the heads."""
     figure = plot_by_layer(collections, "heads", "density", "density (share of non-zeros)")
     if figure is None:
         return None
@@ -119,9 +119,9 @@ def density(collections: list[Collection]) -> Figure | None:
 
 @picture("Diversity of heads", comparable=True)
 def head_diversity(collections: list[Collection]) -> Figure | None:
-    """The difference between the heads of a layer: the generalised Jensen-Shannon divergence of
-    their attention, with the number of keys as the base of the logarithm (Correia et al. 2019). 0:
-    all heads agree; 1: every head attends to another key."""
+    """The generalised Jensen-Shannon divergence of the attention of a layer's heads (Correia et al.
+    2019). The base of the logarithm is the number of keys. With 0 all heads agree, with 1 every
+    head attends to another key."""
     label = "Jensen-Shannon divergence (0 to 1)"
     return plot_by_layer(collections, "layers", "head_diversity", label)
 
@@ -129,7 +129,7 @@ def head_diversity(collections: list[Collection]) -> Figure | None:
 @picture("Positional heads")
 def positional_heads(collection: Collection) -> Figure | None:
     """The number in a cell is the relative position that a head attends to most often (-1: the
-    token before the query). The colour is its mean weight there (confidence), which is high for a
+    token before the query). The colour is its mean weight there, the confidence. It is high for a
     positional head (Correia et al. 2019)."""
     label = "confidence (mean weight, 0 to 1)"
     return heatmaps(collection, {"confidence": label}, written="offset")
@@ -137,14 +137,14 @@ def positional_heads(collection: Collection) -> Figure | None:
 
 @picture("Subword-merging heads")
 def bpe_merging_heads(collection: Collection) -> Figure | None:
-    """The largest weight that any token of a word gives to the word's other tokens, averaged over
-    the words of several subwords and the hyphenated words (Correia et al. 2019). It is high for a
-    head that merges them."""
+    """The largest weight of any token of a word on the word's other tokens (Correia et al. 2019).
+    It is the mean over words of several subwords and hyphenated words. It is high for a head that
+    merges them."""
     return heatmaps(collection, {"bpe_merging": "weight on the own word (0 to 1)"})
 
 
 @picture("Interrogation heads")
 def interrogation_heads(collection: Collection) -> Figure | None:
-    """The mean weight that interrogative words give to a final question mark (Correia et al. 2019)
-    in German, English, Spanish, French, Japanese or Romanian."""
+    """The mean weight of interrogative words on a final question mark (Correia et al. 2019), in
+    German, English, Spanish, French, Japanese or Romanian."""
     return heatmaps(collection, {"interrogation": "weight on the question mark (0 to 1)"})

@@ -59,10 +59,10 @@ def modulated(modulator: Modulator, scores: np.ndarray) -> np.ndarray:
 
 @picture("Modulators", kinds=tuple(KINDS))
 def modulators(collection: Collection, kind: str) -> Figure | None:
-    """The learned modulator sigma of each layer (one line per head if the heads have their own),
-    the identity, which is softmax (dashed), and the distribution of the scores (grey). Hatched: the
-    range past the turning point, where sigma decreases, with the share of scores there. After
-    Figs. 3 and 10 of Zhou et al. 2024."""
+    """The learned modulator sigma of each layer, with one line per head if the heads have their own
+    (after Figs. 3 and 10 of Zhou et al. 2024). The dashed line is the identity, which is softmax.
+    Grey is the distribution of the scores. In the hatched range, past the turning point, sigma
+    decreases; the label is the share of scores there."""
     by_layer = modulators_of(collection, kind)
     parameters = collection.parameters[collection.parameters["kind"] == kind]
     if (
@@ -162,8 +162,8 @@ def score_range(left: np.ndarray, right: np.ndarray, share: np.ndarray) -> tuple
 
 @picture("Learned parameters")
 def parameters(collection: Collection) -> Figure | None:
-    """The learned parameters of the last checkpoint in the paper's symbols (Eq. 6; Tables 7 and 8
-    of Zhou et al. 2024), one row per layer (the mean over the heads if they have their own). The
+    """The learned parameters of the last checkpoint in the paper's symbols (Eq. 6, Tables 7 and 8
+    of Zhou et al. 2024). A row is a layer, with the mean over the heads if they have their own. The
     colour is the difference from the identity (t = 1, b = d = 0), which is softmax."""
     frame = latest(collection.parameters)
     frame = frame[frame["name"].isin(IDENTITY)].assign(layer=lambda f: f["layer"].fillna(0))
@@ -220,8 +220,8 @@ def symbol_text(name: str) -> str:
 
 @picture("Parameters over training", kinds=tuple(KINDS))
 def parameter_trajectories(collection: Collection, kind: str) -> Figure | None:
-    """The learned parameters over the updates, one line per layer (the mean over the heads if they
-    have their own). Dotted: the identity, which is softmax."""
+    """The learned parameters over the updates. A line is a layer, with the mean over the heads if
+    they have their own. The dotted line is the identity, which is softmax."""
     frame = collection.parameters
     frame = frame[(frame["kind"] == kind) & frame["name"].isin(IDENTITY)]
     frame = frame.assign(layer=frame["layer"].fillna(0))

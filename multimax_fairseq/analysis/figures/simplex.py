@@ -89,10 +89,10 @@ def learned_kinds(collection: Collection) -> dict[str, dict[int, Mapping]]:
 
 @picture("Mappings of two scores")
 def simplex_2d(collection: Collection) -> Figure | None:
-    """The weight of a score x beside a second score, -2 or 2, as a function of x (Fig. 2 of Zhou et
-    al. 2024; softmax is a shifted logistic function). First panels: known mappings, and MultiMax
-    with the paper's parameters. Other panels: the learned mappings of this model, one line per
-    layer (the mean over its heads), and softmax."""
+    """The weight of a score x as a function of x, if the only other score is -2 or 2 (Fig. 2 of
+    Zhou et al. 2024). Softmax is a shifted logistic function. The first panels have known mappings,
+    and MultiMax with the paper's parameters. The other panels have softmax and the learned mappings
+    of this model, one line per layer (the mean over its heads)."""
     kinds = learned_kinds(collection)
     figure, panels = wrapped(2 * (1 + len(kinds)), 4.2, 3.8)
     x = np.linspace(-4, 4, 401)
@@ -121,11 +121,11 @@ def simplex_2d(collection: Collection) -> Figure | None:
 
 @picture("Mappings on the simplex of three weights")
 def simplex_3d(collection: Collection) -> Figure | None:
-    """The weights that mappings give to three scores (Fig. 1 of Zhou et al. 2024). At a corner of
-    the triangle one score has all the weight; on an edge the third score has none. First panel: the
-    scores 2, 1.5 and 0, where the band is softmax at different temperatures. Second panel: the
-    second score runs from 0 to 2. The learned mappings of this model are means over layers and
-    heads."""
+    """The weights of three scores under different mappings (Fig. 1 of Zhou et al. 2024). At a
+    corner of the triangle one score has all the weight. On an edge the third score has none. The
+    first panel has the scores 2, 1.5 and 0; its band is softmax at different temperatures. In the
+    second panel the second score runs from 0 to 2. The learned mappings of this model are means
+    over layers and heads."""
     figure = Figure(figsize=(8.4, 5.4), layout="constrained")
     axes = [figure.add_subplot(1, 2, i + 1, projection="3d") for i in range(2)]
     for axis in axes:

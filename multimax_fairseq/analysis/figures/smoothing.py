@@ -64,9 +64,10 @@ def over_smoothing_updates(collection: Collection) -> Figure | None:
 
 @picture("Roll-out against single-layer attention", comparable=True)
 def rollout(collections: list[Collection]) -> Figure | None:
-    """The correlation of each layer's attention with the roll-out up to it, which is the product of
-    the attentions of all layers below (Abnar and Zuidema 2020; Fig. 9 of Zhou et al. 2024). A low
-    correlation means that a layer's attention alone does not show where information comes from."""
+    """The correlation of each layer's attention with the roll-out up to this layer (Fig. 9 of Zhou
+    et al. 2024). The roll-out is the product of the attentions of all layers below (Abnar and
+    Zuidema 2020). A low correlation means that a layer's attention alone does not show where
+    information comes from."""
     return plot_by_layer(collections, "layers", "rollout_similarity", "correlation with roll-out")
 
 

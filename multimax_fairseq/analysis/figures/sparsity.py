@@ -23,9 +23,9 @@ from multimax_fairseq.analysis.figures.catalogue import picture
 
 @picture("Sparsity and multi-modality of each head")
 def sparsity_multi_modality(collection: Collection) -> Figure | None:
-    """Sparsity (Definition 3.3 of Zhou et al. 2024: small scores have weights near zero) and
-    multi-modality (Definition 3.2: relevant scores have weights near the largest one) of the last
-    checkpoint, one cell per head."""
+    """Sparsity and multi-modality of the last checkpoint, one cell per head (Definitions 3.3 and
+    3.2 of Zhou et al. 2024). Sparsity is high if small scores have weights near zero.
+    Multi-modality is high if relevant scores have weights near the largest one."""
     return heatmaps(
         collection, {"sparsity": "sparsity (0 to 1)", "multi_modality": "multi-modality (0 to 1)"}
     )
@@ -33,10 +33,10 @@ def sparsity_multi_modality(collection: Collection) -> Figure | None:
 
 @picture("Sparsity against multi-modality", comparable=True)
 def pareto(collections: list[Collection]) -> Figure | None:
-    """Sparsity and multi-modality on the same scores: softmax at different temperatures (lines),
-    which trades one for the other (Proposition 3.5 of Zhou et al. 2024), and the model's own
-    mapping (large markers). A marker above and to the right of its line is better than softmax at
-    any temperature. One model has one line per layer; several have the mean over the layers."""
+    """Sparsity and multi-modality on the same scores. Lines are softmax at different temperatures,
+    which trades one for the other (Proposition 3.5 of Zhou et al. 2024). Large markers are the
+    model's own mapping. A marker above and to the right of its line is better than softmax at any
+    temperature. One model has one line per layer; several have the mean over the layers."""
     kinds = kinds_of(collections)
     if all(empty(c.temperatures, "sparsity", "multi_modality") for c in collections) or not kinds:
         return None

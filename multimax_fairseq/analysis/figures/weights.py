@@ -55,8 +55,8 @@ def look_of(collections: list[Collection], entry: Series) -> dict[str, Any]:
 @picture("Histograms of attention weights", comparable=True, kinds=tuple(ATTENTIONS))
 def weight_histograms(collections: list[Collection], kind: str) -> Figure | None:
     """The distribution of attention weights on logarithmic axes, one panel per layer (Fig. 5 of
-    Zhou et al. 2024, which calls them attention scores). If weights are exactly zero, a marker on
-    the left is their share; the first step holds all others below 1e-8."""
+    Zhou et al. 2024, which calls them attention scores). A marker on the left is the share of
+    weights that are exactly zero. The first step has all others below 1e-8."""
     figure_and_panels = probability_panels(collections, kind)
     if figure_and_panels is None:
         return None

@@ -66,8 +66,8 @@ def export_translation(
     generation settings are those of fairseq-generate with --beam 5. The function compares the
     logits before it writes anything.
 
-    A model with softmax throughout is written by `save_pretrained`, any other by `save` of this
-    package: `load` reads it.
+    `save_pretrained` writes a model with softmax throughout. `save` of this package writes any
+    other, and `load` reads it.
 
     Args:
         checkpoint: written by fairseq-train.

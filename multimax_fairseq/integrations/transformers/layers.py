@@ -32,14 +32,15 @@ def attach(
 ) -> list[str]:
     """Replace softmax in a model's attention layers by a mapping, and return the layers' names.
 
-    The function calls the model once. Each layer that computes its attention through transformers'
-    AttentionInterface gets a `Normalizer` as its submodule `normalizer`, which is trained, moved
-    and saved in the state dict with the layer. Its parameters are float32 for any dtype of the
-    model. With `init_std=0` the model's function does not change.
+    The function calls the model once. It adds a `Normalizer`, as the submodule
+    `normalizer`, to each layer that computes its attention through transformers'
+    AttentionInterface. It is trained, moved and saved in the state dict with the layer. Its
+    parameters are float32 for any dtype of the model. With `init_std=0` the model's function does
+    not change.
 
-    FSMT, which has no AttentionInterface, is supported too.
+    FSMT is supported too, although it has no AttentionInterface.
 
-    Load the weights of a softmax model first. `attach` notes the normalizers in `model.config`, so
+    Load the weights of a softmax model first. `attach` writes the mappings to `model.config`, so
     `load` reads what `save`, `save_pretrained` or Trainer writes. `from_pretrained` drops them.
 
     Example:
