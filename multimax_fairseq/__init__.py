@@ -1,10 +1,10 @@
 """MultiMax for fairseq: learnable modulated softmax in attention and in the output layer.
 
-The package needs torch and entmax; `multimax_fairseq.models`, which fairseq imports by itself under
-`--user-dir`, registers the architectures and the criteria.
+The package needs torch and entmax. `multimax_fairseq.models` registers the architectures and the
+criteria; fairseq imports it under `--user-dir`.
 
-The public names are those of api.py, which is imported at their first use: torch takes seconds, and
-`multimax-compare --help` does without it.
+The public names are those of api.py, which is imported at their first use. To import torch takes
+seconds, and `multimax-compare --help` does not need it.
 """
 
 import importlib

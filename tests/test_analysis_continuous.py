@@ -421,7 +421,7 @@ const note = () => {
   const path = document.querySelector("#matrix svg path");
   const marked = (where) => [...document.querySelectorAll(where)].map((e) => e.textContent);
   found.push({
-    told: document.getElementById("told").textContent,
+    told: document.getElementById("message").textContent,
     width: path && path.getBoundingClientRect().width,
     columns: document.querySelector("#matrix tbody tr").getBoundingClientRect().width,
     heads: marked("#matrix th.inside"),

@@ -508,7 +508,7 @@ DRIVE = """
 <script>
 const found = [];
 const note = () => found.push([
-  document.getElementById("told").textContent,
+  document.getElementById("message").textContent,
   document.querySelectorAll("#matrix tbody tr").length,
   document.querySelectorAll("#matrix tbody tr:first-child td").length,
 ]);

@@ -376,7 +376,7 @@ def plain_errors():
         return
     from hydra._internal import utils as hydra_utils
 
-    @replace(hydra_utils, "run_and_report")  # hydra reports errors by itself
+    @replace(hydra_utils, "run_and_report")  # hydra prints errors itself
     def run_and_report(original, func):
         def reported():
             try:

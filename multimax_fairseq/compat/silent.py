@@ -134,7 +134,7 @@ def end_of_curriculum():
 
     Cause: a later epoch reuses the first data loader, which does not shuffle. A run that is resumed
     after N epochs makes a new data loader, which does.
-    Remove when fairseq tells a reused data loader whether to shuffle.
+    Remove when fairseq sets whether a reused data loader shuffles.
     """
     from fairseq.data.iterators import EpochBatchIterator
 

@@ -26,8 +26,8 @@ def adaptive_temperature(
         p = softmax(beta x), beta = max(P(H), 1), H the entropy of softmax(x)
                                                                        (Velickovic et al. 2024)
     P is the paper's polynomial, -0.037 H^4 + 0.481 H^3 - 2.3 H^2 + 4.917 H - 1.791. For
-    H <= 0.5 the paper keeps temperature 1; there P(H) < 1, so the maximum gives the same. For
-    models that were trained with softmax.
+    H <= 0.5 the paper keeps temperature 1; P(H) is below 1 there, so the maximum has the
+    same effect. The mapping is for models that were trained with softmax.
 
     Args:
         scores, dim, mask: as `softmax`; a float mask counts for H and is not multiplied.

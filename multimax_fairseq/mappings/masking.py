@@ -140,7 +140,7 @@ def subtract_max(scores: Tensor, dim: int) -> Tensor:
 def shift_and_scale(scores: Tensor, factor: Tensor, dim: int, mask: Tensor | None) -> Tensor:
     """Return (scores - maximum) * factor, in float32 or wider; the maximum is that of the row.
 
-    Mappings that are invariant to a shift, such as softmax, give the same probabilities as for
+    Mappings that are invariant to a shift, such as softmax, return the same probabilities as for
     scores * factor. If the factor is not negative, the product can overflow only to -inf.
     """
     wide = at_least_float32(scores)

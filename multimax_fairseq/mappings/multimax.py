@@ -49,7 +49,7 @@ def multimax(
         modulator: a `Modulator`, or any function from scores to scores of the same shape.
         dim: the dimension that sums to one.
         mask: as `softmax`; a float mask is added to the modulated scores.
-        sink: as `softmax_with_sink`, beside the modulated scores; None for no sink.
+        sink: as `softmax_with_sink`, for the modulated scores; None for no sink.
         length_scale: as `ssmax`; None for no scale.
 
     Returns:

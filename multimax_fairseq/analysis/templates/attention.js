@@ -112,7 +112,7 @@ function overColumns(parts, length, columns) {
 function start(document) {
   const examples = JSON.parse(document.getElementById("examples").textContent);
   const choices = {};
-  for (const name of ["sentence", "kind", "layer", "head", "join", "keys", "told", "matrix"]) {
+  for (const name of ["sentence", "kind", "layer", "head", "join", "keys", "message", "matrix"]) {
     choices[name] = document.getElementById(name);
   }
   let chosen = [0, 0];
@@ -152,7 +152,7 @@ function start(document) {
       return span;
     }));
     const weight = shown.matrix[query][key].toFixed(4);
-    choices.told.textContent =
+    choices.message.textContent =
       `“${shown.queries[query]}” gives “${shown.keys[key]}” the weight ${weight}.`;
     if (curve) chooseDensity(query);
   }
@@ -177,7 +177,7 @@ function start(document) {
     const mean = parts.reduce((sum, part) => sum + part.mean, 0) / parts.length;
     const marked = shown.keys.filter((_, k) => isMarked(k)).join(" ") || "no word";
     const support = found.kind === "sparsemax" ? `, and in its support: ${marked}` : "";
-    choices.told.textContent +=
+    choices.message.textContent +=
       ` Its density over the sentence has its mean at ${mean.toFixed(2)}${support}.`;
   }
 
