@@ -1,6 +1,6 @@
 """The commands multimax-average, multimax-compare and multimax-evaluate: their options.
 
-A command's own module imports torch and fairseq, which takes seconds: `--help` does without it.
+A command's own module imports torch and fairseq, which takes seconds. `--help` does not import it.
 """
 
 import argparse

@@ -95,7 +95,7 @@ def finished(run: Run) -> dict[str, Any] | None:
     """Return the result of a finished run, else None.
 
     Raises:
-        UsageError: the folder holds a run with another command, or a run of the same table used
+        UsageError: the folder has a run with another command, or a run of the same experiment used
             other data.
     """
     file, remedy = run.folder / "result.json", "pass another --out, or remove that folder"

@@ -44,7 +44,7 @@ def run(words: list[str], log: Path) -> str:
 
 
 def failure(name: str, output: str, log: Path) -> UsageError:
-    """Return the error for a failed command: the last line of its output, and where the rest is."""
+    """Return the error for a failed command: the last line of its output, and the log."""
     return UsageError(f"{name} failed, see {log}: {last_line(output)}")
 
 

@@ -91,7 +91,7 @@ class BeamGenerator(SequenceGenerator):
         return min(int(length), self.max_len - 1)
 
     def _share_keys(self, beam: int) -> None:
-        """Tell cross-attention how many adjacent rows of a batch share a source sentence."""
+        """Set how many adjacent rows of a batch share a source sentence, for cross-attention."""
         for model in self.model.models:
             for layer in model.decoder.layers:
                 if layer.encoder_attn is not None:

@@ -1,4 +1,4 @@
-"""The flags of the models, for argparse and hydra, and the modules that they choose.
+"""The flags of the models, for argparse and hydra, and the modules that they select.
 
 Each option of a mapping is a flag: see `Option.setting`. The flags are made from the registry of
 mappings when fairseq asks for them, so a mapping can be registered before or after this import.
@@ -322,7 +322,7 @@ def build_normalizer(
 def build_attention(
     args: Any, kind: str, num_heads: int, hidden_size: int, head_size: int
 ) -> AttentionModule:
-    """Return the attention that the flags ask for for one of `ATTENTIONS`.
+    """Return the attention that the flags select for one of `ATTENTIONS`.
 
     Args:
         hidden_size: size of the hidden states that are projected to queries.

@@ -73,11 +73,9 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
 def prepare_scalars(model: Any, args: Any) -> None:
     """Mark the scalars for `--optimizer multimax_adam`, scale their gradients, freeze the rest.
 
-    The last two only if the settings say so.
-
-    The gradients of the output layer's scalars are also divided by sqrt(V), because they are sums
-    over V words per token. Adam is invariant to the scale, but without it gradient clipping would
-    slow down the whole model.
+    The settings decide whether to scale and to freeze. The gradients of the output layer's scalars
+    are also divided by sqrt(V), because they are sums over V words per token. Adam is invariant to
+    the scale, but without it gradient clipping would slow down the whole model.
     """
     scalars = learned_modules(model, matrices=False)
     if args.train_scalars_only:

@@ -116,7 +116,7 @@ def words_of(layer: str) -> str:
 
 
 def set_monitor(model: Any, args: Any) -> None:
-    """Give a model the monitor that the flags ask for."""
+    """Set the model's monitor, if the flags ask for one."""
     if args.monitor_interval is not None:
         model.monitor = Monitor(args.monitor_interval)
 

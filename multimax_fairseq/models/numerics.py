@@ -15,7 +15,7 @@ class Examined:
     """Mixin of a model that names the layer of a NaN: see compat.running.non_finite_updates."""
 
     def why_not_finite(self, forward: Callable[[], Any]) -> str:
-        """Return where `forward`, which repeats a step's losses, first gives a non-finite number.
+        """Return where `forward`, which repeats a step's losses, first becomes non-finite.
 
         If all scores are finite, name a gradient that is not.
         """

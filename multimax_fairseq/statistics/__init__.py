@@ -1,1 +1,1 @@
-"""Metrics of attention, and one observer that reads them off a model; without fairseq."""
+"""Metrics of attention, and one observer of a model's attention. Works without fairseq."""

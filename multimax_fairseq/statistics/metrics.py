@@ -203,7 +203,7 @@ def top_offset(probs: Tensor, offsets: Tensor) -> Tensor:
 
 
 def weight_on(probs: Tensor, chosen: Tensor) -> Tensor:
-    """Return the weight that each query gives to chosen keys, (..., queries).
+    """Return the weight of each query on chosen keys, (..., queries).
 
     Args:
         probs: (..., queries, keys).
