@@ -1,1 +1,1 @@
-"""Normalizers in models of other libraries."""
+"""Mappings in models of other libraries."""

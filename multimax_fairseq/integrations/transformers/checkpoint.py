@@ -1,4 +1,4 @@
-"""Saves and loads Hugging Face models with normalizers."""
+"""Saves and loads Hugging Face models with mappings."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def _load_weights(theirs: Any, state: dict[str, Tensor]) -> None:
 
 
 def _add_normalizers(model: Any, theirs: Any, args: Any) -> None:
-    """Give the exported model the normalizers of the fairseq model."""
+    """Add the normalizers of the fairseq model to the exported model."""
     layers = {
         f"model.{name}": module
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Attaches a normalizer to each attention layer of a Hugging Face model."""
+"""Attaches a mapping to each attention layer of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def attach(
 ) -> list[str]:
     """Replace softmax in a model's attention layers by a mapping, and return the layers' names.
 
-    The function calls the model once. It adds a `Normalizer`, as the submodule
-    `normalizer`, to each layer that computes its attention through transformers'
-    AttentionInterface. It is trained, moved and saved in the state dict with the layer. Its
-    parameters are float32 for any dtype of the model. With `init_std=0` the model's function does
-    not change.
+    The function calls the model once. It adds a `Normalizer`, as the submodule `normalizer`, to
+    each layer that computes its attention through transformers' AttentionInterface. The submodule
+    is trained, moved and saved in the state dict with the layer. Its parameters are float32 for any
+    dtype of the model. With `init_std=0` the model's function does not change.
 
     FSMT is supported too, although it has no AttentionInterface.
 
