@@ -7,10 +7,9 @@ import pytest
 import torch
 from commands import PLUGIN, refused, run
 from fairseq import options
-from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
-from omegaconf import OmegaConf
 from toy_models import scatter_modulators, settings_of_model
 
 from multimax_fairseq.errors import UsageError
@@ -68,12 +67,15 @@ def test_quantize_refuses_unsupported_models(build):
         quantize([build("rnn_multimax")])
 
 
-def test_quantize_flag_applies_to_the_last_command_line(build):
-    for more, is_narrow in ((("--quantize", "int8"), True), ((), False)):
+def test_quantize_flag_applies_to_its_own_command_line(build):
+    settings = []
+    for more in (("--quantize", "int8"), ()):
         parser = options.get_generation_parser()
-        options.parse_args_and_arch(parser, ["data", "--path", "model.pt", *more])
+        args = options.parse_args_and_arch(parser, ["data", "--path", "model.pt", *more])
+        settings.append(convert_namespace_to_omegaconf(args))
+    for cfg, is_narrow in zip(settings, (True, False), strict=True):
         model = build(ARCH).eval()
-        model.prepare_for_inference_(OmegaConf.structured(FairseqConfig))
+        model.prepare_for_inference_(cfg)
         assert isinstance(model.encoder.layers[0].fc1, torch.nn.Linear) != is_narrow
 
 

@@ -30,6 +30,7 @@ from multimax_fairseq.compat.hooks import (
     on_build_generator,
     on_generation_flags,
     on_prepare_for_inference,
+    on_settings_of_flags,
 )
 from multimax_fairseq.compat.mistakes import error_message, explain, wants_traceback
 from multimax_fairseq.compat.patch import MONITOR, PACKAGE, command
@@ -46,6 +47,7 @@ __all__ = [
     "on_build_generator",
     "on_generation_flags",
     "on_prepare_for_inference",
+    "on_settings_of_flags",
     "wants_traceback",
 ]
 

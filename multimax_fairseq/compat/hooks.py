@@ -28,6 +28,17 @@ def on_generation_flags(function):
     replace(options, "add_generation_args")(function)
 
 
+def on_settings_of_flags(function):
+    """Run a function where fairseq turns the flags of a command line into settings.
+
+    Cause: fairseq drops flags that its dataclasses lack.
+    Remove when a plugin can extend the dataclasses.
+    """
+    from fairseq.dataclass import utils
+
+    replace(utils, "override_module_args")(function)
+
+
 def on_prepare_for_inference(function):
     """Run a function where fairseq prepares a loaded model for generation.
 

@@ -15,4 +15,5 @@ from multimax_fairseq.models import (  # noqa: E402, F401
 
 compat.on_build_generator(beam_search.build_generator)
 compat.on_generation_flags(quantize.add_generation_args)
+compat.on_settings_of_flags(quantize.override_module_args)
 compat.on_prepare_for_inference(quantize.prepare_for_inference)

@@ -1,12 +1,11 @@
 """`--quantize int8`: translation with int8 linear layers on a CPU."""
 
-import argparse
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from fairseq.modules import MultiheadAttention
+from omegaconf import OmegaConf
 from torch import nn
 from torch.ao import quantization
 
@@ -51,31 +50,27 @@ def quantize(models: Iterable[nn.Module]) -> None:
             quantization.quantize_dynamic(model, chosen, inplace=True)
 
 
-class _Quantize(argparse.Action):
-    """Stores the flag in the class, because fairseq drops flags that its dataclasses lack."""
-
-    chosen = False  # whether the last parsed command line has the flag
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, values)
-        type(self).chosen = True
-
-
 def add_generation_args(original, parser):
     """Add the flag `--quantize` to fairseq-generate and fairseq-interactive."""
     group = original(parser)
-    _Quantize.chosen = False
     group.add_argument(
         "--quantize",
         choices=["int8"],
-        action=_Quantize,
         help="use int8 linear layers, on the CPU: faster, and nearly the same",
     )
     return group
 
 
+def override_module_args(original, args):
+    """Keep the flag among the settings of `generation`."""
+    overrides, deletes = original(args)
+    if getattr(args, "quantize", None) is not None:
+        overrides.append(f"+generation.quantize={args.quantize}")
+    return overrides, deletes
+
+
 def prepare_for_inference(original, model, cfg):
     """Prepare a model for generation, and quantise it if the flag is given."""
     original(model, cfg)
-    if _Quantize.chosen:
+    if OmegaConf.select(cfg, "generation.quantize") is not None:
         quantize([model])
