@@ -188,7 +188,7 @@ def _plain(call: LossCall, summed: bool) -> tuple[Tensor, Tensor]:
         if call.target.device.type == "cpu":
             _check_range(call)
         if needs_gradient(*call.inputs):
-            return LinearLoss.apply(_plain_parts, summed, *call)
+            return LinearLoss.apply(LossCall, _plain_parts, summed, *call)
         nll, loss = _plain_parts(call, None, (False,) * 4)[:2]
     nll = nll.detach()
     return (loss.sum(), nll.sum()) if summed else (loss, nll)
@@ -447,7 +447,7 @@ def _output_loss_autograd(below: Callable[..., Any], *inputs: Any) -> Any:
     call = LossCall(*arguments)
     if not needs_gradient(*call.inputs):
         return below(*inputs)
-    return LinearLoss.apply(_compute, summed, *call)
+    return LinearLoss.apply(LossCall, _compute, summed, *call)
 
 
 def cast_output(

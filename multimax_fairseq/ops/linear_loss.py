@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ class LossCall(NamedTuple):
         features: (N, D), float32, float16 or bfloat16. weight: (V, D). bias: (V,) or None.
         table: (1, 8 or 12), or (1, 3) for a soft-cap; float32, of `ops.modulator.table_of`.
             None is softmax.
-        target: (N,) int64. `symmetric_divergence` has its mask here.
+        target: (N,) int64.
         smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient of z_k
             contains (1 + 2 z_weight lse) p_k.
         ignore_index: targets of this value are ignored.
@@ -66,14 +66,43 @@ class LossCall(NamedTuple):
         return self[:4]
 
     @property
-    def numbers(self) -> tuple[Any, ...]:
-        """The fields after the tensors."""
-        return self[5:]
+    def per_row(self) -> Tensor:
+        """What the loss reads beside the logits, (N,)."""
+        return self.target
 
 
+class DivergenceCall(NamedTuple):
+    """The arguments of one symmetric divergence over a linear layer.
+
+    Attributes:
+        features: (2 N, D), of which row 2 i is compared with row 2 i + 1.
+        weight, bias, table: as in `LossCall`.
+        mask: (N,) bool, True excludes a pair; (2 N,) in chunks.
+        chunk_size: pairs taken at a time, None chooses; rows in chunks.
+    """
+
+    features: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    table: Tensor | None
+    mask: Tensor
+    chunk_size: int | None
+
+    @property
+    def per_row(self) -> Tensor:
+        """What the divergence reads beside the logits."""
+        return self.mask
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The tensors that may need gradients."""
+        return self[:4]
+
+
+Call = TypeVar("Call", LossCall, DivergenceCall)
 # compute(call, factors, needed) -> (nll, loss, *gradients of features, weight, bias, table)
-Compute = Callable[[LossCall, Tensor | None, Sequence[bool]], Sequence[Any]]
-# one_chunk(scores (R, V), table, target (R,), factors (R,) or None)
+Compute = Callable[[Any, Tensor | None, Sequence[bool]], Sequence[Any]]
+# one_chunk(scores (R, V), table, per_row (R,), factors (R,) or None)
 #     -> (nll (R,), loss (R,), gradient of scores or None, gradient of table or None)
 OneChunk = Callable[
     [Tensor, Tensor | None, Tensor, Tensor | None],
@@ -82,20 +111,25 @@ OneChunk = Callable[
 
 
 class LinearLoss(torch.autograd.Function):
-    """apply(compute, summed, *call) returns (loss, nll) of a `LossCall`.
+    """apply(kind, compute, summed, *call) returns (loss, nll) of a call.
+
+    `kind` is LossCall or DivergenceCall.
 
     If the losses are summed, the forward pass computes the gradients too, while it has the logits.
     In float16 it does not: they would underflow before loss scaling is applied.
     """
 
     @staticmethod
-    def forward(ctx: Any, compute: Compute, summed: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
-        call = LossCall(*arguments)
-        ctx.compute, ctx.numbers = compute, call.numbers
-        ctx.save_for_backward(*call.inputs, call.target)
+    def forward(
+        ctx: Any, kind: Any, compute: Compute, summed: bool, *arguments: Any
+    ) -> tuple[Tensor, Tensor]:
+        call = kind(*arguments)
+        tensors = (*call.inputs, call.per_row)
+        ctx.kind, ctx.compute, ctx.numbers = kind, compute, arguments[len(tensors) :]
+        ctx.save_for_backward(*tensors)
         ctx.early = summed and call.features.dtype != torch.float16
-        factors = torch.ones_like(call.target, dtype=torch.float32) if ctx.early else None
-        nll, loss, *ctx.grads = compute(call, factors, ctx.needs_input_grad[2:6])
+        factors = torch.ones_like(call.per_row, dtype=torch.float32) if ctx.early else None
+        nll, loss, *ctx.grads = compute(call, factors, ctx.needs_input_grad[3:7])
         if summed:
             loss, nll = loss.sum(), nll.sum()
         ctx.mark_non_differentiable(nll)
@@ -104,14 +138,14 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        call = LossCall(*ctx.saved_tensors, *ctx.numbers)
-        needed = ctx.needs_input_grad[2:6]
+        call = ctx.kind(*ctx.saved_tensors, *ctx.numbers)
+        needed = ctx.needs_input_grad[3:7]
         # Return the gradients without a copy. A second backward pass through a retained graph
         # computes them again.
         grads, ctx.grads = ctx.grads, None
         if not ctx.early or grads is None:
-            factors = torch.ones_like(call.target, dtype=torch.float32) if ctx.early else grad
-            factors = factors.expand(call.target.shape).contiguous()
+            factors = torch.ones_like(call.per_row, dtype=torch.float32) if ctx.early else grad
+            factors = factors.expand(call.per_row.shape).contiguous()
             _, _, *grads = ctx.compute(call, factors, needed)
         if ctx.early and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched
             grads = [None if g is None else g * grad for g in grads]
@@ -119,12 +153,12 @@ class LinearLoss(torch.autograd.Function):
         elif ctx.early and (traced() or grad.device.type != "cpu" or grad != 1):
             grads = [None if g is None else g.mul_(grad) for g in grads]
         grad_inputs = (g if n else None for g, n in zip(grads, needed, strict=True))
-        # None for `compute`, `summed`, the target and the numbers.
-        return (None, None, *grad_inputs, None, *(None for _ in call.numbers))
+        # None for `kind`, `compute`, `summed`, what is per row, and the numbers.
+        return (None, None, None, *grad_inputs, None, *(None for _ in ctx.numbers))
 
 
 def through_chunks(
-    one_chunk: OneChunk, call: LossCall, factors: Tensor | None, needed: Sequence[bool]
+    one_chunk: OneChunk, call: Call, factors: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return nll and loss of each row, and the gradients of features, weight, bias and table.
 
@@ -140,8 +174,9 @@ def through_chunks(
         nll and loss, (N,), in the dtype of features but at least float32; gradients in the dtypes
         of their inputs, None if not needed. Sums over chunks are computed in the dtype of nll.
     """
-    features, weight, bias, table, target, *_, chunk_size = call
-    count, classes, device = len(target), len(weight), features.device
+    features, weight, bias, table = call.inputs
+    count, classes, device = len(features), len(weight), features.device
+    chunk_size = call.chunk_size
     if chunk_size is None:
         chunk_size = chunk_rows(count, classes, device.type)
     wide = torch.promote_types(features.dtype, torch.float32)
@@ -168,7 +203,7 @@ def through_chunks(
         else:
             torch.addmm(bias, inputs, weight.T, out=scores)
         chunk_factors = None if factors is None else factors[rows].to(wide)
-        *both, grad_scores, chunk_grad = one_chunk(scores, table, target[rows], chunk_factors)
+        *both, grad_scores, chunk_grad = one_chunk(scores, table, call.per_row[rows], chunk_factors)
         losses.append(both)
         if grad_scores is None:
             continue
@@ -297,7 +332,7 @@ def cast_layer(
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in layer)
 
 
-def cast_for_plain(call: LossCall) -> LossCall:
+def cast_for_plain(call: Call) -> Call:
     """Return a call in the dtypes in which the plain form computes: those of F.linear."""
     features, weight, bias, table = call.inputs
     if is_autocast(features.device.type):
@@ -308,7 +343,7 @@ def cast_for_plain(call: LossCall) -> LossCall:
     return call._replace(features=features, weight=weight, bias=bias, table=table)
 
 
-def logits_of(call: LossCall) -> Tensor:
+def logits_of(call: Call) -> Tensor:
     """Return the modulated logits, (N, V), in float32 or wider."""
     return modulated_logits(F.linear(call.features, call.weight, call.bias), call.table)
 

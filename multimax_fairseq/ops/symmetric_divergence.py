@@ -11,8 +11,8 @@ from torch import Tensor
 from multimax_fairseq.ops.backend import is_autocast, needs_plain_operations, select
 from multimax_fairseq.ops.checks import check_device, check_tensor
 from multimax_fairseq.ops.linear_loss import (
+    DivergenceCall,
     LinearLoss,
-    LossCall,
     cast_for_plain,
     check_linear,
     check_reduction,
@@ -84,9 +84,7 @@ def symmetric_divergence(
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
     table = table_or_none(modulator, features)
-    call = LossCall(
-        rows, weight, bias, table, mask.reshape(-1), 0.0, 1.0, 0.0, 0.0, -100, chunk_size
-    )
+    call = DivergenceCall(rows, weight, bias, table, mask.reshape(-1), chunk_size)
     divergence = _plain(call, reduction != "none")
     if reduction == "none":
         return divergence.view(mask.shape)
@@ -115,10 +113,10 @@ def _check_mask(features: Tensor, mask: Tensor) -> None:
     check_device("mask", mask, features, "features")
 
 
-def _plain(call: LossCall, summed: bool) -> Tensor:
+def _plain(call: DivergenceCall, summed: bool) -> Tensor:
     """Return the divergences of neighbouring rows (2 N, D), (N,) or their sum."""
     call = cast_for_plain(call)
-    mask = call.target
+    mask = call.mask
     if needs_plain_operations(*call.inputs, mask):  # torch differentiates it
         log_probs = logits_of(call).log_softmax(-1)
         p, q = _pairs(log_probs)
@@ -127,9 +125,9 @@ def _plain(call: LossCall, summed: bool) -> Tensor:
     # `LinearLoss` has one loss for each row: half of its pair's divergence.
     rows, classes = len(call.features), len(call.weight)
     pairs = call.chunk_size or -(-chunk_rows(rows, classes, mask.device.type) // 2)
-    call = call._replace(target=mask.repeat_interleave(2), chunk_size=2 * pairs)
+    call = call._replace(mask=mask.repeat_interleave(2), chunk_size=2 * pairs)
     if needs_gradient(*call.inputs):
-        divergences, _ = LinearLoss.apply(_plain_parts, summed, *call)
+        divergences, _ = LinearLoss.apply(DivergenceCall, _plain_parts, summed, *call)
     else:
         divergences = _plain_parts(call, None, (False,) * 4)[1]
         divergences = divergences.sum() if summed else divergences
@@ -148,7 +146,9 @@ def _divergences(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
     return ((p - q) * gap).sum(-1) / 2
 
 
-def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> tuple[Any, ...]:
+def _plain_parts(
+    call: DivergenceCall, factors: Tensor | None, needed: Sequence[bool]
+) -> tuple[Any, ...]:
     """Return for each row 0, and half the divergence of its pair; and the gradients."""
     # In plain PyTorch, the modulator would take half of the time.
     table, device = call.table, call.features.device
