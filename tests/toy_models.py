@@ -3,10 +3,11 @@
 import copy
 import dataclasses
 import functools
+from unittest import mock
 
 import torch
 from fairseq import options, tasks
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.dataclass import utils
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
@@ -105,6 +106,16 @@ def stock_model(task):
     return model
 
 
+@functools.cache
+def composed(overrides, compose=utils.compose):
+    return compose("config", overrides=[*overrides])
+
+
+def compose_once(name, overrides, strict):
+    """Compose equal overrides once: it takes half a second, and few flags are among them."""
+    return copy.deepcopy(composed(tuple(overrides)))
+
+
 def configuration(data, arch, *flags):
     """Return the configuration of fairseq-train on the data of `toy_data.write_subwords`."""
     is_lm = "_lm" in arch
@@ -112,7 +123,8 @@ def configuration(data, arch, *flags):
     words = [str(data / ("lm" if is_lm else "mt")), "--task", task, "--arch", arch, *sizes_of(arch)]
     words += ["--sample-break-mode", "eos"] if is_lm else ["--share-all-embeddings"]
     args = options.parse_args_and_arch(options.get_training_parser(task), [*words, *flags])
-    return convert_namespace_to_omegaconf(args)
+    with mock.patch.object(utils, "compose", compose_once):
+        return utils.convert_namespace_to_omegaconf(args)
 
 
 def save_checkpoint(path, data, arch, *flags, updates, seed):
@@ -149,9 +161,10 @@ def trainer_of(data, save_dir, arch, *flags, fp16=False):
     kind = "" if "_lm" in arch else "label_smoothed_"
     words = ["--cpu", "--optimizer", "adam", "--lr", "0.01", "--max-tokens", "200"]
     # Without worker processes: torch waits seconds for those of an iterator that does not end.
-    words += ["--save-dir", str(save_dir), "--multimax-init-std", "0.3", "--num-workers", "0"]
+    words += ["--multimax-init-std", "0.3", "--num-workers", "0"]
     words += ["--criterion", f"{kind}multimax_cross_entropy", *flags]
     cfg = configuration(data, arch, *words, "--required-batch-size-multiple", "1")
+    cfg.checkpoint.save_dir = str(save_dir)
     cfg.common.fp16 = fp16
     torch.manual_seed(1)
     task = tasks.setup_task(cfg.task)
