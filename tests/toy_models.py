@@ -112,8 +112,11 @@ def composed(overrides, compose=utils.compose):
 
 
 def compose_once(name, overrides, strict):
-    """Compose equal overrides once: it takes half a second, and few flags are among them."""
-    return copy.deepcopy(composed(tuple(overrides)))
+    """Do what hydra's function does, which takes half a second, once for all models."""
+    own = [override for override in overrides if override.startswith("model.")]
+    config = copy.deepcopy(composed(tuple(each for each in overrides if each not in own)))
+    config.merge_with_dotlist(own)
+    return config
 
 
 def configuration(data, arch, *flags):
