@@ -19,6 +19,7 @@ from multimax_fairseq.integrations.transformers import (
 
 pytestmark = pytest.mark.long
 
+LM = "transformer_lm_multimax"
 SOFTMAX = ("--attention-normalizer", "softmax")
 PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
 KINDS = {
@@ -40,7 +41,6 @@ NORMALIZED = {
     "alpha_entmax": "--attention-normalizer alpha_entmax --entmax-heads separate",
     "ssmax": "--attention-normalizer ssmax",
     "temperature": "--attention-normalizer softmax --softmax-temperature 2",
-    "output": "--attention-normalizer softmax --output-normalizer multimax",
     "both": "--output-normalizer multimax",
 }
 
@@ -81,11 +81,11 @@ def test_export_keeps_the_logits(kind, data, checkpoint, tmp_path):
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
 
 
-@pytest.mark.parametrize("norms", [(), PRE_NORM], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("kind", [*NORMALIZED, "cross"])
-def test_export_keeps_the_logits_of_a_normalizer(kind, norms, data, checkpoint, tmp_path):
+def test_export_keeps_the_logits_of_a_normalizer(kind, data, checkpoint, tmp_path):
     flags = "--attention-normalizer sparsemax --attention-normalizer-at cross"
     flags = NORMALIZED.get(kind, flags).split()
+    norms = PRE_NORM if kind in ("both", "multimax with sinks") else ()
     file, out = checkpoint("transformer_multimax", *flags, *norms), tmp_path / "out"
     export_translation(file, data / "mt", out)
     model, task = load(file, data)
@@ -101,11 +101,12 @@ def test_export_keeps_the_logits_of_a_normalizer(kind, norms, data, checkpoint, 
 
 
 LANGUAGE_MODELS = {
-    **{name: ("transformer_lm_multimax", *flags.split()) for name, flags in NORMALIZED.items()},
+    "multimax with sinks": (LM, *NORMALIZED["multimax with sinks"].split()),
+    "length scale": (LM, *NORMALIZED["length scale"].split()),
     "stock": ("transformer_lm",),
-    "pre-norm": ("transformer_lm_multimax", "--decoder-normalize-before"),
-    "learned positions": ("transformer_lm_multimax", "--decoder-learned-pos"),
-    "own output": ("transformer_lm_multimax", "--no-scale-embedding"),
+    "pre-norm": (LM, "--decoder-normalize-before"),
+    "learned positions": (LM, "--decoder-learned-pos"),
+    "own output": (LM, "--no-scale-embedding"),
 }
 
 
@@ -264,7 +265,7 @@ def test_export_translation_names_an_unsupported_part(
     ],
 )
 def test_export_language_model_names_an_unsupported_part(flags, what, data, checkpoint, tmp_path):
-    file = checkpoint("transformer_lm_multimax", *flags.split())
+    file = checkpoint(LM, *flags.split())
     with pytest.raises(ValueError, match=f"it has .*{what}.*OPT does not support"):
         export_language_model(file, data / "lm", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -304,7 +305,7 @@ def test_export_names_a_missing_file(data, checkpoint, tmp_path):
         ((data / "noise.pt", data / "mt", out), "noise.pt"),
         ((file, data / "mt-other", out), "do not match checkpoint"),
         ((file, data / "lm", out), r"lm' has no dict\.de\.txt: pass the folder"),
-        ((checkpoint("transformer_lm_multimax"), data / "lm", out), "language_modeling"),
+        ((checkpoint(LM), data / "lm", out), "language_modeling"),
         ((file, data / "mt", data), "exists already: pass a new folder"),
     ):
         with pytest.raises(ValueError, match=message):
