@@ -12,6 +12,7 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 from toy_models import scatter_modulators, settings_of_model
 
+from multimax_fairseq.commands.evaluate import evaluate
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.models.beam_search import BeamGenerator
 from multimax_fairseq.models.config import as_namespace
@@ -86,21 +87,18 @@ def test_commands_translate_in_int8(data, checkpoint, tmp_path):
     outputs = [run(tmp_path, *generate, *more) for more in ((), ("--quantize", "int8"))]
     scores = [re.findall(r"^H-\d+\t(\S+)", output, re.MULTILINE) for output in outputs]
     assert len(scores[0]) == len(scores[1]) > 3 and scores[0] != scores[1]
-    interactive = ("fairseq-interactive", data / "mt", *words, "--quantize", "int8")
-    pair = ("--source-lang", "de", "--target-lang", "en")
-    assert "\nH-0\t" in run(tmp_path, *interactive, *pair, stdin="Ist das das Recht ?\n")
     assert "invalid choice: 'int4'" in refused(tmp_path, *generate, "--quantize", "int4", code=2)
 
 
 def test_evaluate_prints_the_int8_difference(data, checkpoint, tmp_path):
     path = checkpoint(ARCH, "--share-all-embeddings")
-    evaluate = ("multimax-evaluate", path, data / "mt", "--subset", "valid")
-    output = run(tmp_path, *evaluate, "--quantize", "int8", "--json", tmp_path / "found.json")
+    words = ("multimax-evaluate", path, data / "mt", "--subset", "valid", "--quantize", "int8")
+    output = run(tmp_path, *words, "--json", tmp_path / "found.json")
     value, narrow, difference = (
         float(x) for x in re.search(
             r"SacreBLEU (\S+) (?:.|\n)*in int8 (\S+): ([+-]\S+)", output).groups())  # fmt: skip
     assert narrow - value == pytest.approx(difference, abs=0.011)
     assert '"int8": ' in (tmp_path / "found.json").read_text()
     path = checkpoint("transformer_lm_multimax")
-    said = run(tmp_path, evaluate[0], path, data / "lm", "--quantize", "int8", code=1)
-    assert "--quantize int8 is for translation" in said
+    with pytest.raises(UsageError, match="--quantize int8 is for translation"):
+        evaluate(path, data / "lm", "valid", quantized=True)
