@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, run
-from corpus import ENGLISH
 
 PLUGIN = ("--user-dir", ROOT / "user_dir/output_baselines")
 
@@ -100,21 +99,19 @@ def test_mixture_of_softmaxes_is_the_sum_of_its_parts(plugin):
     ],
     ids=["piecewise-linear", "mixture"],
 )
-def test_language_model_trains_and_evaluates(tmp_path, flags):
-    (tmp_path / "text").write_text(ENGLISH, encoding="utf-8")
-    files = ("--trainpref", "text", "--validpref", "text", "--testpref", "text")
-    run(tmp_path, "fairseq-preprocess", "--only-source", *files, "--destdir", "data")
+def test_language_model_trains_and_evaluates(data, tmp_path, flags):
     sizes = "--decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16"
     sizes += " --decoder-output-dim 16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2"
     train = "--share-decoder-input-output-embed --tokens-per-sample 16 --max-tokens 128"
     train += " --criterion multimax_cross_entropy --optimizer adam --lr 0.01 --max-update 8"
     train += " --num-workers 0 --no-epoch-checkpoints --save-dir model"
     words = ("--task", "language_modeling", *flags, *sizes.split(), *train.split())
-    run(tmp_path, "fairseq-train", "data", *PLUGIN, *words)
+    run(tmp_path, "fairseq-train", data / "lm", *PLUGIN, *words)
     checkpoint = tmp_path / "model/checkpoint_last.pt"
     output = run(
-        *(tmp_path, "fairseq-eval-lm", "data", "--path", checkpoint, *PLUGIN),
+        *(tmp_path, "fairseq-eval-lm", data / "lm", "--path", checkpoint, *PLUGIN),
         *("--tokens-per-sample", "16", "--max-tokens", "128", "--num-workers", "0"),
+        *("--gen-subset", "valid"),
     )
     perplexity = float(output.split("Perplexity: ")[1].split()[0])
     state = torch.load(checkpoint, weights_only=False)["model"]
