@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import batches
 import numpy
 import pytest
+import quick_compose  # noqa: F401
 import torch
 import toy_data
 import toy_models

@@ -100,8 +100,19 @@ def import_what_programs_need():
     names = "fairseq.models fairseq.tasks fairseq.trainer hydra.experimental sacrebleu"
     # Modules that PyTorch's optimizers and fairseq's trainer import at their first use.
     names += " torch._dynamo fairseq.quantization_utils omegaconf._impl"
-    for name in f"{names} multimax_fairseq.compat".split():
+    names += " multimax_fairseq.compat multimax_fairseq.api multimax_fairseq.statistics"
+    for name in f"{names} quick_compose".split():
         importlib.import_module(name)
+    # Parse the options of training and generation once; most keep these values.
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    for parser, words in (
+        (options.get_training_parser(), ["data", "--arch", "transformer"]),
+        (options.get_generation_parser(), ["data", "--path", "model"]),
+    ):
+        convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
+    sys.dont_write_bytecode = False  # else each program compiles the modules anew
     # Each program sets up logging itself, before it imports fairseq.
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)

@@ -14,6 +14,7 @@ from pathlib import Path
 import fork_server
 import numpy as np
 import pytest
+import quick_compose
 import torch
 from commands import ROOT, TRACEBACK, refused, run
 from fairseq import checkpoint_utils as fairseq_checkpoints
@@ -568,8 +569,14 @@ def test_plain_errors_prints_a_traceback_on_request(toy):
     assert "Traceback" in output and "Model file not found: nothing.pt" in output
 
 
-def test_repeated_warnings_hides_hydra_deprecations(toy, tmp_path):
-    assert "Warning" not in run(toy, "fairseq-generate", "mt", "--path", "nothing.pt", code=1)
+def test_repeated_warnings_hides_hydra_deprecations(monkeypatch, tmp_path):
+    for name, function in quick_compose.FAIRSEQS.items():
+        monkeypatch.setattr(quick_compose.utils, name, function)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        running.repeated_warnings()
+        quick_compose.utils.convert_namespace_to_omegaconf(argparse.Namespace())
+    assert not shown
     (tmp_path / "run.yaml").write_text("task: {_name: translation, data: nothing}\n")
     config = ["--config-dir", tmp_path, "--config-name", "run"]
     assert "Warning" not in run(tmp_path, "fairseq-hydra-train", *config, code=1)
