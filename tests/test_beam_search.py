@@ -53,6 +53,7 @@ OPTIONS = {
     "cut": {"max_len_b": 3},
     "long": {"max_len_b": 40},
     "no longer than a model can": {"max_len": 6},
+    "after another first word": {"bos_token": 7, "min_len": 2},
 }
 
 
@@ -97,19 +98,16 @@ def compare(models, dictionary, sample, own=True, **given):
 @pytest.mark.parametrize("flags", MODELS)
 def test_beam_search_equals_fairseq_for_every_model(build, dictionary, translation_batch, flags):
     model = as_trained(scatter_modulators(build(ARCH, *MODELS[flags]))).eval()
-    for left_pad in (True, False):
-        sample = translation_batch(SIZES, left_pad_source=left_pad)
-        found = compare([model], dictionary, sample)
-        if flags != "no cross-attention":  # it translates all sentences alike
-            assert len({len(one["tokens"]) for hypotheses in found for one in hypotheses}) > 3
+    left_pad = flags not in ("softmax", "output", "density")
+    found = compare([model], dictionary, translation_batch(SIZES, left_pad_source=left_pad))
+    if flags != "no cross-attention":  # it translates all sentences alike
+        assert len({len(one["tokens"]) for hypotheses in found for one in hypotheses}) > 3
 
 
 @pytest.mark.parametrize("given", OPTIONS)
 def test_beam_search_equals_fairseq_under_every_option(build, dictionary, translation_batch, given):
-    for seed in range(3):
-        model = as_trained(scatter_modulators(build(ARCH), seed), seed).eval()
-        compare([model], dictionary, translation_batch(SIZES, seed=seed), **OPTIONS[given])
-    compare([model], dictionary, translation_batch(SIZES), bos_token=7, **OPTIONS[given])
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    compare([model], dictionary, translation_batch(SIZES), **OPTIONS[given])
 
 
 @pytest.mark.parametrize("beam", [1, 4])
@@ -123,10 +121,8 @@ def test_beam_search_equals_fairseq_for_ensembles(task, build, dictionary, trans
 
 STEPPED = {
     "multimax": (),
-    "separate heads": ("--multimax-heads", "separate"),
-    "sinks": ("--multimax-sink", "learned"),
-    "length scale": ("--multimax-length-scale",),
-    "monotone": ("--multimax-monotone",),
+    "separate heads": ("--multimax-heads", "separate", "--multimax-sink", "learned"),
+    "length scale": ("--multimax-length-scale", "--multimax-monotone"),
     "ssmax": ("--attention-normalizer", "ssmax"),
     "gate": ("--attention-gate",),
 }
@@ -596,13 +592,10 @@ def test_plain_output_returns_none_for_changed_layers(build, translation_batch, 
         torch.testing.assert_close(model(**sample)[0], expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_diverse_beam_search_is_independent_of_the_batch(
-    build, dictionary, translation_batch, seed
-):
+def test_diverse_beam_search_is_independent_of_the_batch(build, dictionary, translation_batch):
     """Neither the sentence ids nor the order in which sentences finish matter."""
-    model = as_trained(scatter_modulators(build(ARCH), seed), seed).eval()
-    sample = translation_batch(SIZES, seed=seed)
+    model = as_trained(scatter_modulators(build(ARCH))).eval()
+    sample = translation_batch(SIZES)
     sample["id"] = torch.tensor([7, 3, 20, 0, 11])
 
     def found(rows):
