@@ -28,7 +28,7 @@ import multimax_fairseq as mm
 from multimax_fairseq import NORMALIZERS, Modulator
 from multimax_fairseq.ops import cross_entropy
 from multimax_fairseq.ops.best_outputs import best_outputs, fused_scores
-from multimax_fairseq.ops.modulator import modulate, table_of
+from multimax_fairseq.ops.modulator import modulate, packed_parameters
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -697,7 +697,8 @@ WORDS = {
     "jagged": ("ested", "Mismatch in shape", "multimax_fairseq."),
     **{"of oneDNN": ("kldnn", "OpaqueTensor"), "with a gradient": ("gets no gradient",)},
     "modulator": ("coefficient", "threshold", "heads", "scores"),
-    **{"name": ("unknown mapping", "multimax()"), "num_heads": ("number of heads",)},
+    **dict.fromkeys(("name", "normalizer"), ("unknown mapping", "multimax()")),
+    "num_heads": ("number of heads",),
     **{"'topk' without k": ("topk()",), "a scalar with a row of a mask": ("alpha",)},
     # Errors name a modulator's values by their term or their shapes.
     **dict.fromkeys(
@@ -1006,14 +1007,14 @@ for name, argument in (("sink", "sink"), ("ssmax", "length_scale"), ("alpha_entm
     good = SCORES | {argument: torch.full((T, 1), 1.3)}
     WRONG[f"{name} of a tensor"] = (NORMALIZERS[name], good, more)
 
-TABLE = table_of(PLAIN)[0].detach()
-OF_TABLE = [
-    *kinds("table", count=13),
-    *shapes("table", without="a scalar, a row less", count=8),
-    *double("table"),
-    ("table", "half", lambda t: t.half()),
-    ("table", "of 13 columns", torch.zeros(1, 13)),
-    ("table", "of no rows", torch.zeros(0, 8)),
+PACKED = packed_parameters(PLAIN)[0].detach()
+OF_PACKED = [
+    *kinds("parameters", count=13),
+    *shapes("parameters", without="a scalar, a row less", count=8),
+    *double("parameters"),
+    ("parameters", "half", lambda t: t.half()),
+    ("parameters", "of 13 columns", torch.zeros(1, 13)),
+    ("parameters", "of no rows", torch.zeros(0, 8)),
 ]
 NO_DROPOUT = (-0.1, 1.0, 1 - 1e-12, math.nan, math.inf, HUGE, "half", None)
 OF_SEED = [
@@ -1022,7 +1023,7 @@ OF_SEED = [
     ("seed", "none, to drop with", None),
 ]
 ATTEND = dict(
-    **dict(**QUERIES, table=TABLE, mask=~ALLOWED, seed=torch.tensor(1), sink=torch.zeros(H)),
+    **dict(**QUERIES, parameters=PACKED, mask=~ALLOWED, seed=torch.tensor(1), sink=torch.zeros(H)),
     **dict(is_causal=False, dropout_p=0.1, scale=0.3, low=2, high=2),
 )
 OF_ATTENTION = [
@@ -1035,7 +1036,7 @@ OF_ATTENTION = [
         "too many rows",
         lambda k, v, _: (*(t[:, :, :1].expand(-1, -1, 2**40, -1) for t in (k, v)), None),
     ),
-    *OF_TABLE,
+    *OF_PACKED,
     *kinds("sink", count=6),
     *shapes("sink", without="a scalar, flat", count=4),
     ("sink", "half", lambda t: t.half()),
@@ -1046,13 +1047,13 @@ OF_ATTENTION = [
     *values("scale", math.nan, math.inf, -math.inf, HUGE, "half", None),
     *values("low high", -1, 3, 1.5, "2", None, 2**63),
 ]
-PROJECT = dict(**LAYER, table=TABLE)
+PROJECT = dict(**LAYER, parameters=PACKED)
 OF_PROJECTION = [
     *OF_LAYER,
     *shapes("features", without="a row more, a row less", count=8),
     ("features weight", "no columns", lambda f, w: (f[:, :0], w[:, :0])),
-    *OF_TABLE,
-    ("table", "one row per head", torch.zeros(3, 8)),
+    *OF_PACKED,
+    ("parameters", "one row per head", torch.zeros(3, 8)),
 ]
 LOSS = dict(
     **PROJECT,
@@ -1073,17 +1074,26 @@ OF_PARTS = [
 ]
 OPERATORS = {
     "modulate": (
-        dict(scores=drawn(B, H, T, S), table=TABLE),
+        dict(scores=drawn(B, H, T, S), parameters=PACKED),
         [
-            *(*kinds("scores", count=13), *double("scores"), *OF_TABLE, *missing("scores table")),
-            ("table", "a row too many", torch.zeros(H + 1, 8)),
-            ("scores table", "heads, and no dimension", lambda s, t: (s[0, 0], t.expand(H, 8))),
-            ("scores table", "no heads", lambda s, t: (s[:, :0], t[:0])),
+            *(
+                *kinds("scores", count=13),
+                *double("scores"),
+                *OF_PACKED,
+                *missing("scores parameters"),
+            ),
+            ("parameters", "a row too many", torch.zeros(H + 1, 8)),
+            (
+                "scores parameters",
+                "heads, and no dimension",
+                lambda s, t: (s[0, 0], t.expand(H, 8)),
+            ),
+            ("scores parameters", "no heads", lambda s, t: (s[:, :0], t[:0])),
         ],
     ),
     "modulate_backward": (
-        dict(grad=drawn(B, H, T, S, seed=1), scores=drawn(B, H, T, S), table=TABLE),
-        [*kinds("grad scores"), *shapes("grad"), *double("grad"), *OF_TABLE],
+        dict(grad=drawn(B, H, T, S, seed=1), scores=drawn(B, H, T, S), parameters=PACKED),
+        [*kinds("grad scores"), *shapes("grad"), *double("grad"), *OF_PACKED],
     ),
     "dropout": (
         dict(input=QUERIES["query"], seed=torch.tensor(1), p=0.3),
@@ -1095,15 +1105,18 @@ OPERATORS = {
         ],
     ),
     "tails": (
-        dict(table=TABLE),
+        dict(parameters=PACKED),
         [
-            *kinds("table", without="on meta", count=12),
-            *shapes("table", without="a scalar, a row less, a row more", count=7),
-            *(*double("table"), *missing("table")),
-            *(("table", f"of {n} columns", torch.zeros(1, n)) for n in (0, 1, 4, 7, 9, 12)),
-            *(("table", f"of {n} dimensions", torch.zeros((1,) * (n - 1) + (8,))) for n in (3, 4)),
-            *(("table", f"of {d}", lambda t, d=d: t.to(d)) for d in (torch.half, torch.uint8)),
-            *values("table", 1.0, "table", [0.0] * 8, [[0.0] * 8], {}, True, PLAIN),
+            *kinds("parameters", without="on meta", count=12),
+            *shapes("parameters", without="a scalar, a row less, a row more", count=7),
+            *(*double("parameters"), *missing("parameters")),
+            *(("parameters", f"of {n} columns", torch.zeros(1, n)) for n in (0, 1, 4, 7, 9, 12)),
+            *(
+                ("parameters", f"of {n} dimensions", torch.zeros((1,) * (n - 1) + (8,)))
+                for n in (3, 4)
+            ),
+            *(("parameters", f"of {d}", lambda t, d=d: t.to(d)) for d in (torch.half, torch.uint8)),
+            *values("parameters", 1.0, "parameters", [0.0] * 8, [[0.0] * 8], {}, True, PLAIN),
         ],
     ),
     "attention": (

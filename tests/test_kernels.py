@@ -694,17 +694,17 @@ def test_log_names_the_condition_of_a_fallback(change, reason, caplog):
 
 
 def test_tails_equals_reference_values_and_jacobian():
-    tables = torch.randn(1000, 8, generator=torch.Generator().manual_seed(2))
-    tables[:, [1, 5]] *= 0.5
+    parameters = torch.randn(1000, 8, generator=torch.Generator().manual_seed(2))
+    parameters[:, [1, 5]] *= 0.5
     # Nearly the identity; first order only; equal thresholds.
-    tables[::4] *= 0.02
-    tables[1::4, [1, 5]] = 0
-    tables[2::4, 3] = tables[2::4, 2]
-    exact = tables.double().requires_grad_()
+    parameters[::4] *= 0.02
+    parameters[1::4, [1, 5]] = 0
+    parameters[2::4, 3] = parameters[2::4, 2]
+    exact = parameters.double().requires_grad_()
     expected = tails(exact)
     finite = expected.isfinite()
     assert 0.2 < finite[:, :2].double().mean() < 0.8
-    found, jacobian = tails_operator(tables)
+    found, jacobian = tails_operator(parameters)
     torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     for column in range(4):
         total = expected[:, column].where(finite[:, column], 0).sum()

@@ -285,11 +285,11 @@ def test_operators_accept_distributed_tensors(mesh, shard):
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs the kernels in C++")
-@pytest.mark.parametrize("freed", ["features", "weight", "bias", "table"])
+@pytest.mark.parametrize("freed", ["features", "weight", "bias", "parameters"])
 def test_output_scores_refuses_tensors_with_freed_memory(freed):
     """FSDP frees the weights of a sharded layer outside of its forward pass."""
     features, weight, _, bias = loss_inputs(torch.float32)
-    given = {"features": features, "weight": weight, "bias": bias, "table": torch.zeros(1, 8)}
+    given = {"features": features, "weight": weight, "bias": bias, "parameters": torch.zeros(1, 8)}
     given[freed].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=f"{freed} has no memory: it was freed"):
         torch.ops.multimax_fairseq.output_scores(*(t.detach() for t in given.values()))

@@ -24,7 +24,7 @@ from multimax_fairseq import (
     symmetric_divergence,
 )
 from multimax_fairseq.ops import attention, backend, best_outputs, cross_entropy, modulator  # noqa: F401
-from multimax_fairseq.ops.modulator import table_of
+from multimax_fairseq.ops.modulator import packed_parameters
 
 pytestmark = [
     pytest.mark.long,
@@ -57,7 +57,7 @@ def some_modulator(**options):
 
 
 def some_table(**options):
-    return table_of(some_modulator(**options))[0].detach().requires_grad_()
+    return packed_parameters(some_modulator(**options))[0].detach().requires_grad_()
 
 
 def random(*shape, dtype=torch.float32, grad=True):
@@ -88,18 +88,18 @@ def some_output(tokens=7, dtype=torch.float32, grad=True):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("options", MODULATORS.values(), ids=MODULATORS)
 def test_modulate_passes_opcheck(options, dtype):
-    scores, table = random(2, 3, 5, 4, dtype=dtype), some_table(**options)
+    scores, parameters = random(2, 3, 5, 4, dtype=dtype), some_table(**options)
     scores = scores.detach().mT.requires_grad_()
-    opcheck(OPERATORS.modulate, (scores, table))
+    opcheck(OPERATORS.modulate, (scores, parameters))
     gradient = random(2, 3, 4, 5, grad=False)
-    opcheck(OPERATORS.modulate_backward, (gradient, scores.detach(), table.detach()))
+    opcheck(OPERATORS.modulate_backward, (gradient, scores.detach(), parameters.detach()))
 
 
 def test_tails_passes_opcheck():
     opcheck(OPERATORS.tails, (some_table(num_heads=3),))
 
 
-# table, mask, causal, dropout, keep, whether heads lie inside of the positions in memory
+# parameters, mask, causal, dropout, keep, whether heads lie inside of the positions in memory
 ATTENTIONS = {
     "plain": (None, None, False, 0.0, False, False),
     "padding": ({}, (BATCH, 1, 1, 5), False, 0.0, True, True),
@@ -152,8 +152,8 @@ def test_attention_passes_opcheck(name, dtype):
 )
 def test_output_loss_passes_opcheck(options, has_bias, smooth_weight, chunk_size, summed, dtype):
     features, weight, bias, target = some_output(dtype=dtype)
-    table = None if options is None else some_table(**options)
-    inputs = (features, weight, bias if has_bias else None, table)
+    parameters = None if options is None else some_table(**options)
+    inputs = (features, weight, bias if has_bias else None, parameters)
     numbers = (smooth_weight, 1 - CLASSES * smooth_weight, 0.1, 0.2, -100, chunk_size)
     opcheck(OPERATORS.output_loss, (*inputs, target, *numbers, summed))
     constant = [t if t is None else t.detach() for t in inputs]
@@ -540,16 +540,16 @@ def relative(got, exact):
 def test_cpu_kernels_form_no_score_matrix():
     """A recorder around an operator does not see the calls inside it."""
     query, key, value, mask = cast_inputs("attention", torch.bfloat16)
-    table = some_table().detach()
+    parameters = some_table().detach()
     rest = (torch.zeros(query.shape[1]), None, ~mask, None, False, 0.0, 0.3, 2, 2, None, None)
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
     numbers = (0.01, 1 - 0.01 * KEYS, 0.1, 0.2, -100, None, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:
-        output, statistics = attention._attention(query, key, value, table, *rest, True)
+        output, statistics = attention._attention(query, key, value, parameters, *rest, True)
         attention._attention_backward(
-            *(output, output, statistics, query, key, value, table, *rest)
+            *(output, output, statistics, query, key, value, parameters, *rest)
         )
-        cross_entropy._output_loss_parts(features, weight, bias, table, target, *numbers)
+        cross_entropy._output_loss_parts(features, weight, bias, parameters, target, *numbers)
     assert recorder.wide == []
 
 
@@ -657,18 +657,18 @@ def test_torch_func_transforms_equal_the_kernels(transformable):
 
 
 def test_operators_refuse_unsupported_derivatives():
-    scores, table = random(2, 3, 4, 5), some_table()
+    scores, parameters = random(2, 3, 4, 5), some_table()
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
-        OPERATORS.modulate(forward_ad.make_dual(scores, scores), table)
+        OPERATORS.modulate(forward_ad.make_dual(scores, scores), parameters)
     for transform in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
         with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):
-            transform(lambda x: OPERATORS.modulate(x, table).sum())(scores)
-    gradient, _ = OPERATORS.modulate_backward(scores, scores, table)
+            transform(lambda x: OPERATORS.modulate(x, parameters).sum())(scores)
+    gradient, _ = OPERATORS.modulate_backward(scores, scores, parameters)
     with pytest.raises(RuntimeError, match="modulate_backward has no gradient"):
         gradient.sum().backward()
     features, weight, bias, _ = some_output()
     with pytest.raises(RuntimeError, match="output_scores has no gradient"):
-        OPERATORS.output_scores(features, weight, bias, table).sum().backward()
+        OPERATORS.output_scores(features, weight, bias, parameters).sum().backward()
 
 
 def test_functions_refuse_second_derivatives(transformable):
@@ -705,8 +705,8 @@ def test_checkpoint_repeats_the_dropout_mask(use_reentrant):
 
 
 def test_check_table_refuses_a_soft_cap_on_a_gpu(monkeypatch):
-    scores, table = torch.randn(2, 4), torch.ones(1, 3)
-    modulator.check_table(table, None, scores, "scores")
+    scores, parameters = torch.randn(2, 4), torch.ones(1, 3)
+    modulator.check_parameters(parameters, None, scores, "scores")
     monkeypatch.setattr(modulator, "on_triton", lambda _: True)
-    with pytest.raises(ValueError, match=r"table must be \(1, 8 or 12\), got \[1, 3\]"):
-        modulator.check_table(table, None, scores, "scores")
+    with pytest.raises(ValueError, match=r"parameters must be \(1, 8 or 12\), got \[1, 3\]"):
+        modulator.check_parameters(parameters, None, scores, "scores")

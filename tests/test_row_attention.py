@@ -289,18 +289,24 @@ def test_row_attention_operator_refuses_what_it_cannot_take():
         *(query, key, value, None, None, None, None, None, False, 0.0, 0.3, 0, 0, "softpick", None)
     )
     for changes, sentence in (
-        ({"parameter": torch.ones(2), "function": "topk"}, r"parameter must be float32 \(3,\)"),
+        (
+            {"row_parameter": torch.ones(2), "function": "topk"},
+            r"row_parameter must be float32 \(3,\)",
+        ),
         ({"function": "relu"}, "unknown row function 'relu': choose"),
         ({"function": "alpha_entmax"}, "alpha_entmax needs a parameter"),
         ({"query": query[0]}, r"query must be \(B, H, length, D\)"),
-        ({"sink": torch.ones(3)}, "softpick takes neither table nor sink"),
-        ({"function": None, "parameter": torch.ones(3)}, "parameter and header belong to a"),
+        ({"sink": torch.ones(3)}, "softpick takes neither parameters nor sink"),
+        (
+            {"function": None, "row_parameter": torch.ones(3)},
+            "row_parameter and header belong to a",
+        ),
         (
             {"query": query.clone().requires_grad_(), "function": "adaptive_temperature"},
             "adaptive_temperature has no gradient here",
         ),
         (
-            {"parameter": torch.ones(3, requires_grad=True), "function": "sigmoid"},
+            {"row_parameter": torch.ones(3, requires_grad=True), "function": "sigmoid"},
             "the parameter of sigmoid has no gradient",
         ),
     ):

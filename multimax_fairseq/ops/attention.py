@@ -47,11 +47,11 @@ from multimax_fairseq.ops.checks import (
 from multimax_fairseq.ops.dropout import draw_seed, dropout
 from multimax_fairseq.ops.masks import attention_key_counts, causal_mask
 from multimax_fairseq.ops.modulator import (
-    check_table,
+    check_parameters,
     fits_device,
     fits_heads,
     has_parameters,
-    table_of,
+    packed_parameters,
 )
 from multimax_fairseq.ops.registration import (
     Operator,
@@ -105,10 +105,10 @@ class AttentionCall(NamedTuple):
     Attributes:
         query: (B, H, T, D), float32, float16 or bfloat16, any strides.
         key, value: (B, H, S, D), of the same dtype.
-        table: (1 or H, 8 or 12), or (1, 3) for a soft-cap; float32, of `ops.modulator.table_of`.
-            None is softmax.
+        parameters: of the modulator, (1 or H, 8 or 12), or (1, 3) for a soft-cap; float32, from
+            `packed_parameters`. None is softmax.
         sink: (H,) float32, the score of an entry without a key; None for no sink.
-        parameter: (H,) float32, of the row function, or None.
+        row_parameter: (H,) float32, of the row function, or None.
         mask: (B or 1, H or 1, T or 1, S or 1). Bool: True excludes. float32: added to the modulated
             scores, -inf excludes. A query with no key left gets zeros.
         seed: scalar int64 on the CPU, for dropout; its lower 31 bits count.
@@ -116,16 +116,16 @@ class AttentionCall(NamedTuple):
         dropout_p: probability of dropping an attention weight, below 1.
         scale: finite.
         low, high: orders of the modulator's sides, 0 to 2; the Triton kernels compile for them.
-        function, header: the name and the header of a `RowFunction`, which takes neither table nor
-            sink; None is softmax.
+        function, header: the name and the header of a `RowFunction`, which takes neither parameters
+            nor sink; None is softmax.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    table: Tensor | None
+    parameters: Tensor | None
     sink: Tensor | None
-    parameter: Tensor | None
+    row_parameter: Tensor | None
     mask: Tensor | None
     seed: Tensor | None
     is_causal: bool
@@ -143,7 +143,7 @@ class AttentionCall(NamedTuple):
 
 
 # The first fields are tensors, and the first of these get a gradient.
-_DIFFERENTIABLE = ("query", "key", "value", "table", "sink", "parameter")
+_DIFFERENTIABLE = ("query", "key", "value", "parameters", "sink", "row_parameter")
 _TENSORS = (*_DIFFERENTIABLE, "mask", "seed")
 _SETTINGS = AttentionCall._fields[len(_TENSORS) :]
 _differentiable = operator.attrgetter(*_DIFFERENTIABLE)
@@ -228,8 +228,10 @@ def check_call(call: AttentionCall) -> None:
         )
     if not supports_head_size(query.device, size):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not supported on a GPU, got {size}")
-    check_scalars(query, call.table, call.sink, call.scale)
-    check_row_function(call.function, call.header, call.parameter, call.table, call.sink, query)
+    check_scalars(query, call.parameters, call.sink, call.scale)
+    check_row_function(
+        call.function, call.header, call.row_parameter, call.parameters, call.sink, query
+    )
     if call.mask is not None:
         full = (batch, heads, queries, keys)
         if call.mask.dim() != 4:
@@ -251,11 +253,13 @@ def check_call(call: AttentionCall) -> None:
         )
 
 
-def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scale: float) -> None:
-    """Raise ValueError for a table, sink or scale that the kernels cannot take."""
+def check_scalars(
+    query: Tensor, parameters: Tensor | None, sink: Tensor | None, scale: float
+) -> None:
+    """Raise ValueError for parameters, a sink or a scale that the kernels cannot take."""
     heads = query.shape[1]
-    if table is not None:
-        check_table(table, heads, query, "query")
+    if parameters is not None:
+        check_parameters(parameters, heads, query, "query")
     if sink is not None:
         _check_per_head("sink", sink, query, "score")
     if not -torch.inf < scale < torch.inf:
@@ -265,21 +269,23 @@ def check_scalars(query: Tensor, table: Tensor | None, sink: Tensor | None, scal
 def check_row_function(
     function: str | None,
     header: str | None,
-    parameter: Tensor | None,
-    table: Tensor | None,
+    row_parameter: Tensor | None,
+    parameters: Tensor | None,
     sink: Tensor | None,
     query: Tensor,
 ) -> None:
     """Raise ValueError for a row function that the kernels cannot compute."""
     if function is None:
-        if parameter is not None or header is not None:
-            raise ValueError("parameter and header belong to a function: pass its name too")
+        if row_parameter is not None or header is not None:
+            raise ValueError("row_parameter and header belong to a function: pass its name too")
         return
-    if table is not None or sink is not None:
-        raise ValueError(f"the row function {function} takes neither table nor sink: pass None")
-    check_function(function, header, parameter is not None)
-    if parameter is not None:
-        _check_per_head("parameter", parameter, query, "number")
+    if parameters is not None or sink is not None:
+        raise ValueError(
+            f"the row function {function} takes neither parameters nor sink: pass None"
+        )
+    check_function(function, header, row_parameter is not None)
+    if row_parameter is not None:
+        _check_per_head("row_parameter", row_parameter, query, "number")
     if on_triton(query.device):
         if header is not None or function not in ON_TRITON:
             raise ValueError(f"{function} has no kernel on a GPU: use the mapping's own function")
@@ -300,7 +306,7 @@ def _check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
 
 def _check_learned_parameter(call: AttentionCall) -> None:
     """Raise ValueError if the parameter needs a gradient that the row function does not give."""
-    if call.parameter is None or not call.parameter.requires_grad:
+    if call.row_parameter is None or not call.row_parameter.requires_grad:
         return
     assert call.function is not None
     if call.header is None:
@@ -455,7 +461,7 @@ def _check_backward(grad: Tensor, output: Tensor | None, statistics: Tensor, *in
 def _attention_backward(
     grad: Tensor, output: Tensor | None, statistics: Tensor, *inputs: Any
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key, value, table, sink and parameter; empty for None."""
+    """Return the gradients of the first six fields; empty for None."""
     call = AttentionCall(*inputs)
     wanted = dict(zip(_DIFFERENTIABLE, _differentiable(call), strict=True))
     if call.is_empty:
@@ -496,7 +502,7 @@ def _attention_backward_fake(
     call = AttentionCall(*inputs)
     of_scalars = (
         call.query.new_empty((0,) if x is None else x.shape, dtype=torch.float32)
-        for x in (call.table, call.sink, call.parameter)
+        for x in (call.parameters, call.sink, call.row_parameter)
     )
     return *(native.dense_like(x) for x in (call.query, call.key, call.value)), *of_scalars
 
@@ -540,7 +546,9 @@ def _fields_of(call: AttentionCall) -> dict[str, Any]:
         "is_causal": call.is_causal,
         "dropout": call.dropout_p,
         "scale": call.scale,
-        **mapping_fields(call.table, call.sink, call.parameter, call.function, call.header),
+        **mapping_fields(
+            call.parameters, call.sink, call.row_parameter, call.function, call.header
+        ),
     }
     if needs_mask and call.mask is not None:
         fields["mask"] = _mask_of(call.mask)
@@ -548,22 +556,22 @@ def _fields_of(call: AttentionCall) -> dict[str, Any]:
 
 
 def mapping_fields(
-    table: Tensor | None,
+    parameters: Tensor | None,
     sink: Tensor | None,
-    parameter: Tensor | None,
+    row_parameter: Tensor | None,
     function: str | None,
     header: str | None,
 ) -> dict[str, Any]:
     """Return the fields of `native.Attention` for the mapping, and the library that computes it."""
     fields: dict[str, Any] = {}
-    if table is not None:
-        columns = table.shape[1]
-        row = columns if len(table) > 1 else 0
-        fields = {"table": table.contiguous(), "columns": columns, "table_row": row}
+    if parameters is not None:
+        columns = parameters.shape[1]
+        row = columns if len(parameters) > 1 else 0
+        fields = {"parameters": parameters.contiguous(), "columns": columns, "head_stride": row}
     if sink is not None:
         fields["sink"] = sink.contiguous()
-    if parameter is not None:
-        fields["parameter"] = parameter.contiguous()
+    if row_parameter is not None:
+        fields["row_parameter"] = row_parameter.contiguous()
     if function is not None:
         fields["kernels"] = native.row_library(header, function)
         fields["function"] = FUNCTIONS.index(function) if header is None else 0
@@ -686,14 +694,14 @@ def fused_attention(
     # The kernels need equal sizes of key and value. Zero padding changes no score.
     size, value_size = max(key.shape[-1], value.shape[-1]), value.shape[-1]
     unsupported = _unsupported_call(inputs, size, growth, row)
-    table: Tensor | None = None
+    parameters: Tensor | None = None
     low = high = 0
     if not unsupported:
         heads = query.shape[1]
         unsupported = unsupported_mapping(query, heads, backend, modulator, sink, length_scale, row)
         if not unsupported and modulator is not None:
-            table, low, high = table_of(modulator, query.device)
-            unsupported = unsupported_table(modulator, table, heads, query.device)
+            parameters, low, high = packed_parameters(modulator, query.device)
+            unsupported = unsupported_parameters(modulator, parameters, heads, query.device)
     if choose("attention", backend, query, key, value, unsupported=unsupported) == "plain":
         return None
     if length_scale is not None or growth is not None:
@@ -712,9 +720,9 @@ def fused_attention(
         query=query,
         key=key,
         value=value,
-        table=None if table is None else table.float(),
+        parameters=None if parameters is None else parameters.float(),
         sink=per_head(sink, query),
-        parameter=None if row is None else per_head(row.parameter, query),
+        row_parameter=None if row is None else per_head(row.parameter, query),
         mask=mask,
         seed=seed,
         is_causal=is_causal,
@@ -780,9 +788,11 @@ def unsupported_mapping(
     return ""
 
 
-def unsupported_table(modulator: Any, table: Tensor, heads: int, device: torch.device) -> str:
-    """Return why no kernel supports the table of a modulator; "" if one does."""
-    if fits_heads(modulator, heads) and fits_device(table, device):
+def unsupported_parameters(
+    modulator: Any, parameters: Tensor, heads: int, device: torch.device
+) -> str:
+    """Return why no kernel supports the parameters of a modulator; "" if one does."""
+    if fits_heads(modulator, heads) and fits_device(parameters, device):
         return ""
     return "the modulator is for other heads or another device"
 

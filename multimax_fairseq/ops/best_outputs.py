@@ -12,7 +12,7 @@ from multimax_fairseq.ops import native
 from multimax_fairseq.ops.backend import choose
 from multimax_fairseq.ops.checks import check_cpu, check_float, check_tensor, is_whole
 from multimax_fairseq.ops.cross_entropy import cast_output, check_output, linear_backend
-from multimax_fairseq.ops.linear_loss import check_linear, table_or_none
+from multimax_fairseq.ops.linear_loss import check_linear, parameters_or_none
 from multimax_fairseq.ops.modulator import AnyModulator
 from multimax_fairseq.ops.registration import Operator, define, without_gradient
 
@@ -42,13 +42,13 @@ def fused_scores(
         TypeError, ValueError: as `linear_cross_entropy`.
     """
     check_linear(features, weight, bias, modulator)
-    table = table_or_none(modulator, features)
-    if linear_backend("output scores", features, weight, bias, table) != "cpp":
+    parameters = parameters_or_none(modulator, features)
+    if linear_backend("output scores", features, weight, bias, parameters) != "cpp":
         return None
     with torch.no_grad():
         rows = features.reshape(-1, features.shape[-1])
-        table = None if table is None else table.float()
-        scores = output_scores(rows, weight, bias, table)
+        parameters = None if parameters is None else parameters.float()
+        scores = output_scores(rows, weight, bias, parameters)
         return scores.view(*features.shape[:-1], weight.shape[0])
 
 
@@ -87,13 +87,13 @@ def best_outputs(
     is_listed = isinstance(apart, Sequence) and not isinstance(apart, str)
     if not is_listed or not all(is_whole(k, minimum=0) and k < classes for k in apart):
         raise ValueError(f"apart must be some of {classes} classes, got {apart!r}")
-    table = table_or_none(modulator, features)
+    parameters = parameters_or_none(modulator, features)
     is_short = count <= MAX_COUNT and classes < 2**31
-    if not is_short or linear_backend("best outputs", features, weight, bias, table) != "cpp":
+    if not is_short or linear_backend("best outputs", features, weight, bias, parameters) != "cpp":
         return None
     with torch.no_grad():
-        table = None if table is None else table.float()
-        return best_outputs_operator(features, weight, bias, table, count, apart)
+        parameters = None if parameters is None else parameters.float()
+        return best_outputs_operator(features, weight, bias, parameters, count, apart)
 
 
 def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,21 +136,21 @@ def _check_count(count: int, classes: int) -> None:
 
 # --- torch.ops.multimax_fairseq.output_scores --------------------------------------------------
 
-_OUTPUT = "Tensor features, Tensor weight, Tensor? bias, Tensor? table"
+_OUTPUT = "Tensor features, Tensor weight, Tensor? bias, Tensor? parameters"
 
 
 def _check_output_scores(
-    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+    features: Tensor, weight: Tensor, bias: Tensor | None, parameters: Tensor | None
 ) -> None:
-    check_output(features, weight, bias, table)
+    check_output(features, weight, bias, parameters)
     check_cpu("features", features)
 
 
 def _output_scores(
-    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+    features: Tensor, weight: Tensor, bias: Tensor | None, parameters: Tensor | None
 ) -> Tensor:
     """Return the modulated scores, (N, V) float32."""
-    layer = native.linear_layer(*native.in_float32(features, weight, bias, table))
+    layer = native.linear_layer(*native.in_float32(features, weight, bias, parameters))
     out = features.new_empty(len(features), len(weight), dtype=torch.float32)
     native.call("projection", native.Projection, out=out, **layer)
     return out
@@ -236,7 +236,7 @@ def _best_outputs(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    table: Tensor | None,
+    parameters: Tensor | None,
     count: int,
     apart: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -252,7 +252,7 @@ def _best_outputs(
         indices=indices,
         totals=totals,
         apart_scores=apart_scores,
-        **native.linear_layer(*native.in_float32(features, weight, bias, table)),
+        **native.linear_layer(*native.in_float32(features, weight, bias, parameters)),
     )
     return values, indices, totals, apart_scores
 

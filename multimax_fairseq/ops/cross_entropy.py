@@ -28,12 +28,12 @@ from multimax_fairseq.ops.linear_loss import (
     logits_of,
     mean_of,
     modulated_logits,
-    table_or_none,
+    parameters_or_none,
     through_chunks,
 )
 from multimax_fairseq.ops.modulator import (
     AnyModulator,
-    check_table,
+    check_parameters,
     fits_device,
     modulated_gradients,
 )
@@ -120,16 +120,16 @@ def linear_cross_entropy(
     # Not 1 - label_smoothing - smooth_weight, which differs if there is a single class.
     nll_weight = 1 - smooth_weight * classes
     summed = reduction != "none"
-    table = table_or_none(modulator, features)
+    parameters = parameters_or_none(modulator, features)
     weights = (smooth_weight, nll_weight, float(z_loss), float(maxsup))
-    call = LossCall(rows, weight, bias, table, target, *weights, ignore_index, chunk_size)
+    call = LossCall(rows, weight, bias, parameters, target, *weights, ignore_index, chunk_size)
     # A GPU kernel would round the maximum differently in its two passes.
     unsupported = "maxsup has no kernel on a GPU" if maxsup and on_triton(rows.device) else ""
-    if linear_backend("output loss", rows, weight, bias, table, unsupported) == "plain":
+    if linear_backend("output loss", rows, weight, bias, parameters, unsupported) == "plain":
         loss, nll_loss = _plain(call, summed)
     else:
-        table = None if table is None else table.float()
-        loss, nll_loss = output_loss(*call._replace(table=table), summed)
+        parameters = None if parameters is None else parameters.float()
+        loss, nll_loss = output_loss(*call._replace(parameters=parameters), summed)
     if not summed:
         return loss.view(shape), nll_loss.view(shape)
     if reduction == "mean":
@@ -159,11 +159,13 @@ def linear_backend(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    table: Tensor | None,
+    parameters: Tensor | None,
     unsupported: str = "",
 ) -> str:
     """Return the backend for a linear layer and its modulator, as `choose`."""
-    if table is not None and not (len(table) == 1 and fits_device(table, features.device)):
+    if parameters is not None and not (
+        len(parameters) == 1 and fits_device(parameters, features.device)
+    ):
         unsupported = "the modulator has heads, or is for another device"
     elif features.numel() == 0 or weight.numel() == 0:
         unsupported = "a tensor is empty"
@@ -230,9 +232,9 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
     """Compute `output_loss_parts` in plain PyTorch, over chunks of rows."""
 
     def one_chunk(
-        scores: Tensor, table: Tensor | None, target: Tensor, factors: Tensor | None
+        scores: Tensor, parameters: Tensor | None, target: Tensor, factors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        logits = modulated_logits(scores, table)
+        logits = modulated_logits(scores, parameters)
         nll, loss, log_total = _losses(logits, target, call)
         if factors is None:
             return nll, loss, None, None
@@ -249,9 +251,9 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
         ignored = (target == call.ignore_index).unsqueeze(-1)
         grad = grad.mul_(factors).masked_fill_(ignored, 0.0)
-        if table is None:
+        if parameters is None:
             return nll, loss, grad, None
-        return nll, loss, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
+        return nll, loss, *modulated_gradients(grad, scores.to(grad.dtype), parameters, 2, 2)
 
     nll, loss, grads = through_chunks(one_chunk, call, factors, needed)
     return nll, loss, *grads
@@ -263,9 +265,9 @@ _ARGUMENTS = schema_of(LossCall)
 
 
 def check_output(
-    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+    features: Tensor, weight: Tensor, bias: Tensor | None, parameters: Tensor | None
 ) -> None:
-    """Raise ValueError unless the kernels can take this linear layer and table."""
+    """Raise ValueError unless the kernels can take this linear layer and parameters."""
     if features.dim() != 2 or weight.dim() != 2 or features.shape[1] != weight.shape[1]:
         raise ValueError(
             f"features must be (N, D) and weight (V, D), got {list(features.shape)} and "
@@ -279,8 +281,8 @@ def check_output(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must be ({weight.shape[0]},), got {list(bias.shape)}")
         check_float("bias", bias, features, "features")
-    if table is not None:
-        check_table(table, None, features, "features")
+    if parameters is not None:
+        check_parameters(parameters, None, features, "features")
 
 
 def _check_loss(call: LossCall) -> None:
@@ -309,7 +311,8 @@ def _check_parts(*inputs: Any) -> None:
         _check_rows("factors", factors, torch.float32, call.features)
     if len(needed) != 4:
         raise ValueError(
-            f"needed must have an entry for features, weight, bias and table, got {list(needed)}"
+            "needed must have an entry for features, weight, bias and parameters, got "
+            f"{list(needed)}"
         )
 
 
@@ -317,7 +320,7 @@ def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
     """Return nll and loss, (N,) float32, 0 if ignored, and the gradients; empty if not needed.
 
     The last two inputs are factors, (N,) float32, the gradient of each row's loss, None for no
-    gradients; and which of features, weight, bias and table need gradients.
+    gradients; and which of features, weight, bias and parameters need gradients.
     """
     *arguments, factors, needed = inputs
     call = LossCall(*arguments)
@@ -372,7 +375,7 @@ def _run_cpp(
     call: LossCall, factors: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Call the C++ kernel; ValueError for a target that is neither a class nor ignore_index."""
-    features, weight, bias, table = native.in_float32(*call.inputs)
+    features, weight, bias, parameters = native.in_float32(*call.inputs)
     tokens, (classes, size) = len(call.target), weight.shape
     chunk_size = call.chunk_size
     if chunk_size is None:
@@ -385,7 +388,7 @@ def _run_cpp(
         chunk_size = max(1, -(-tokens // chunks))
     nll, loss = features.new_empty(2, tokens, dtype=torch.float64)
     grads: list[Tensor | None] = [None] * 3
-    grad_table = features.new_zeros(1, 12, dtype=torch.float64)
+    grad_parameters = features.new_zeros(1, 12, dtype=torch.float64)
     if factors is not None:
         layer = zip((features, weight, bias), needed, strict=False)
         grads = [t.new_empty(t.shape) if t is not None and need else None for t, need in layer]
@@ -405,8 +408,8 @@ def _run_cpp(
         grad_features=grads[0],
         grad_weight=grads[1],
         grad_bias=grads[2],
-        grad_table=grad_table,
-        **native.linear_layer(features, weight, bias, table),
+        grad_parameters=grad_parameters,
+        **native.linear_layer(features, weight, bias, parameters),
     )
     if status < 0:
         raise ValueError(
@@ -414,8 +417,8 @@ def _run_cpp(
             f"ignore_index {call.ignore_index}"
         )
     grads.append(None)
-    if table is not None and factors is not None and needed[3]:
-        grads[3] = grad_table[:, : table.shape[1]].float()
+    if parameters is not None and factors is not None and needed[3]:
+        grads[3] = grad_parameters[:, : parameters.shape[1]].float()
     return nll.float(), loss.float(), grads
 
 

@@ -21,11 +21,11 @@ from multimax_fairseq.ops.attention import (
     mapping_fields,
     per_head,
     unsupported_mapping,
-    unsupported_table,
+    unsupported_parameters,
 )
 from multimax_fairseq.ops.backend import choose, is_autocast, on_triton
 from multimax_fairseq.ops.checks import check_device
-from multimax_fairseq.ops.modulator import table_of
+from multimax_fairseq.ops.modulator import packed_parameters
 from multimax_fairseq.ops.registration import Operator, define, schema_of, without_gradient
 from multimax_fairseq.ops.row_function import RowFunction
 
@@ -139,10 +139,10 @@ def decoding_attention(
         unsupported = "autocast does not keep the projections in float32"
     else:
         unsupported = unsupported_mapping(like, heads, "auto", modulator, sink, length_scale, row)
-    table: Tensor | None = None
+    parameters: Tensor | None = None
     if not unsupported and modulator is not None:
-        table = table_of(modulator, like.device)[0].detach().float()
-        unsupported = unsupported_table(modulator, table, heads, like.device)
+        parameters = packed_parameters(modulator, like.device)[0].detach().float()
+        unsupported = unsupported_parameters(modulator, parameters, heads, like.device)
     dtypes = (torch.float32,)
     backend = choose("attention of a step", "auto", like, unsupported=unsupported, dtypes=dtypes)
     if backend != "cpp":
@@ -161,10 +161,10 @@ def decoding_attention(
             keys=cache.keys,
             values=cache.values,
             ancestors=cache.ancestors,
-            table=table,
+            parameters=parameters,
             sink=per_head(sink, query),
             scale=scale,
-            parameter=None if row is None else per_head(row.parameter, query),
+            row_parameter=None if row is None else per_head(row.parameter, query),
             function=None if row is None else row.name,
             header=None if row is None else row.header,
         )
@@ -181,17 +181,17 @@ class StepCall(NamedTuple):
 
     query: (R, H, D) float32 on the CPU, D a multiple of 16.
     keys, values, ancestors: as `KVCache`.
-    table, sink, scale, parameter, function, header: as `AttentionCall`.
+    parameters, sink, scale, row_parameter, function, header: as `AttentionCall`.
     """
 
     query: Tensor
     keys: Tensor
     values: Tensor
     ancestors: Tensor
-    table: Tensor | None
+    parameters: Tensor | None
     sink: Tensor | None
     scale: float
-    parameter: Tensor | None = None
+    row_parameter: Tensor | None = None
     function: str | None = None
     header: str | None = None
 
@@ -220,8 +220,10 @@ def _check(*inputs: Any) -> None:
             f"{list(ancestors.shape)}"
         )
     check_device("ancestors", ancestors, query, "query")
-    check_scalars(query, call.table, call.sink, call.scale)
-    check_row_function(call.function, call.header, call.parameter, call.table, call.sink, query)
+    check_scalars(query, call.parameters, call.sink, call.scale)
+    check_row_function(
+        call.function, call.header, call.row_parameter, call.parameters, call.sink, query
+    )
 
 
 def _kernel(*inputs: Any) -> Tensor:
@@ -249,7 +251,9 @@ def _kernel(*inputs: Any) -> Tensor:
         output=output.unsqueeze(2),
         ancestors=ancestors,
         rows=len(keys),
-        **mapping_fields(call.table, call.sink, call.parameter, call.function, call.header),
+        **mapping_fields(
+            call.parameters, call.sink, call.row_parameter, call.function, call.header
+        ),
     )
     if status < 0:
         raise ValueError(

@@ -16,7 +16,7 @@ from multimax_fairseq.ops.modulator import (
     AnyModulator,
     has_parameters,
     modulated,
-    table_of,
+    packed_parameters,
 )
 from multimax_fairseq.ops.registration import differentiable_once
 
@@ -39,8 +39,8 @@ class LossCall(NamedTuple):
 
     Attributes:
         features: (N, D), float32, float16 or bfloat16. weight: (V, D). bias: (V,) or None.
-        table: (1, 8 or 12), or (1, 3) for a soft-cap; float32, of `ops.modulator.table_of`.
-            None is softmax.
+        parameters: of the modulator, (1, 8 or 12), or (1, 3) for a soft-cap; float32, from
+            `packed_parameters`. None is softmax.
         target: (N,) int64.
         smooth_weight, nll_weight: smooth_weight * V + nll_weight = 1, so that the gradient of z_k
             contains (1 + 2 z_weight lse) p_k.
@@ -51,7 +51,7 @@ class LossCall(NamedTuple):
     features: Tensor
     weight: Tensor
     bias: Tensor | None
-    table: Tensor | None
+    parameters: Tensor | None
     target: Tensor
     smooth_weight: float
     nll_weight: float
@@ -76,7 +76,7 @@ class DivergenceCall(NamedTuple):
 
     Attributes:
         features: (2 N, D), of which row 2 i is compared with row 2 i + 1.
-        weight, bias, table: as in `LossCall`.
+        weight, bias, parameters: as in `LossCall`.
         mask: (N,) bool, True excludes a pair; (2 N,) in chunks.
         chunk_size: pairs taken at a time, None chooses; rows in chunks.
     """
@@ -84,7 +84,7 @@ class DivergenceCall(NamedTuple):
     features: Tensor
     weight: Tensor
     bias: Tensor | None
-    table: Tensor | None
+    parameters: Tensor | None
     mask: Tensor
     chunk_size: int | None
 
@@ -100,10 +100,10 @@ class DivergenceCall(NamedTuple):
 
 
 Call = TypeVar("Call", LossCall, DivergenceCall)
-# compute(call, factors, needed) -> (nll, loss, *gradients of features, weight, bias, table)
+# compute(call, factors, needed) -> (nll, loss, *gradients of features, weight, bias, parameters)
 Compute = Callable[[Any, Tensor | None, Sequence[bool]], Sequence[Any]]
-# one_chunk(scores (R, V), table, per_row (R,), factors (R,) or None)
-#     -> (nll (R,), loss (R,), gradient of scores or None, gradient of table or None)
+# one_chunk(scores (R, V), parameters, per_row (R,), factors (R,) or None)
+#     -> (nll (R,), loss (R,), gradient of scores or None, gradient of parameters or None)
 OneChunk = Callable[
     [Tensor, Tensor | None, Tensor, Tensor | None],
     tuple[Tensor, Tensor, Tensor | None, Tensor | None],
@@ -160,7 +160,7 @@ class LinearLoss(torch.autograd.Function):
 def through_chunks(
     one_chunk: OneChunk, call: Call, factors: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return nll and loss of each row, and the gradients of features, weight, bias and table.
+    """Return nll and loss of each row, and the gradients of features, weight, bias and parameters.
 
     No step synchronises with the device.
 
@@ -168,13 +168,13 @@ def through_chunks(
         one_chunk: as `OneChunk`. It may overwrite the scores, which have the dtype of features and
             unit last stride. It returns gradients unless `factors` is None.
         factors: (N,), the gradient of each row's loss; None for no gradients.
-        needed: which of features, weight, bias and table need gradients.
+        needed: which of features, weight, bias and parameters need gradients.
 
     Returns:
         nll and loss, (N,), in the dtype of features but at least float32; gradients in the dtypes
         of their inputs, None if not needed. Sums over chunks are computed in the dtype of nll.
     """
-    features, weight, bias, table = call.inputs
+    features, weight, bias, parameters = call.inputs
     count, classes, device = len(features), len(weight), features.device
     chunk_size = call.chunk_size
     if chunk_size is None:
@@ -183,10 +183,10 @@ def through_chunks(
     needed = [n and factors is not None for n in needed]
     if count == 0:
         nll, loss = (torch.zeros(0, dtype=wide, device=device) for _ in range(2))
-        pairs = zip((features, weight, bias, table), needed, strict=True)
+        pairs = zip((features, weight, bias, parameters), needed, strict=True)
         empty = [t.new_zeros(t.shape) if t is not None and n else None for t, n in pairs]
         return nll, loss, empty
-    grad_features, grad_weight, grad_bias, grad_table = [None] * 4
+    grad_features, grad_weight, grad_bias, grad_parameters = [None] * 4
     if needed[0]:
         grad_features = torch.empty(features.shape, dtype=features.dtype, device=device)
     if needed[1]:
@@ -203,7 +203,9 @@ def through_chunks(
         else:
             torch.addmm(bias, inputs, weight.T, out=scores)
         chunk_factors = None if factors is None else factors[rows].to(wide)
-        *both, grad_scores, chunk_grad = one_chunk(scores, table, call.per_row[rows], chunk_factors)
+        *both, grad_scores, chunk_grad = one_chunk(
+            scores, parameters, call.per_row[rows], chunk_factors
+        )
         losses.append(both)
         if grad_scores is None:
             continue
@@ -216,9 +218,11 @@ def through_chunks(
             part = grad_scores.sum(0, dtype=wide)
             grad_bias = part if grad_bias is None else grad_bias.add_(part)
         if chunk_grad is not None and needed[3]:
-            grad_table = chunk_grad if grad_table is None else grad_table.add_(chunk_grad)
+            grad_parameters = (
+                chunk_grad if grad_parameters is None else grad_parameters.add_(chunk_grad)
+            )
     nll, loss = losses[0] if len(losses) == 1 else map(torch.cat, zip(*losses, strict=True))
-    grads = zip((grad_features, grad_weight, grad_bias, grad_table), call.inputs, strict=True)
+    grads = zip((grad_features, grad_weight, grad_bias, grad_parameters), call.inputs, strict=True)
     return nll, loss, [None if g is None or t is None else g.to(t.dtype) for g, t in grads]
 
 
@@ -295,7 +299,7 @@ def check_linear(
         return
     for coefficient in (modulator.low_coefficient, modulator.high_coefficient):
         if not isinstance(coefficient, Tensor):
-            continue  # None, or for table_of to refuse
+            continue  # None, or for packed_parameters to refuse
         check_device("the modulator", coefficient, features, "features")
         if coefficient.dim() == 2:
             raise ValueError(
@@ -314,9 +318,9 @@ def check_reduction(reduction: str, chunk_size: int | None) -> None:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
 
-def table_or_none(modulator: AnyModulator | None, features: Tensor) -> Tensor | None:
-    """Return the table of a modulator; None for softmax."""
-    return None if modulator is None else table_of(modulator, features.device)[0]
+def parameters_or_none(modulator: AnyModulator | None, features: Tensor) -> Tensor | None:
+    """Return the parameters of a modulator; None for softmax."""
+    return None if modulator is None else packed_parameters(modulator, features.device)[0]
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:
@@ -334,21 +338,21 @@ def cast_layer(
 
 def cast_for_plain(call: Call) -> Call:
     """Return a call in the dtypes in which the plain form computes: those of F.linear."""
-    features, weight, bias, table = call.inputs
+    features, weight, bias, parameters = call.inputs
     if is_autocast(features.device.type):
         dtype = torch.get_autocast_dtype(features.device.type)
         features, weight, bias = cast_layer(features, weight, bias, dtype)
-    if table is not None:
-        table = table.to(torch.promote_types(features.dtype, torch.float32))
-    return call._replace(features=features, weight=weight, bias=bias, table=table)
+    if parameters is not None:
+        parameters = parameters.to(torch.promote_types(features.dtype, torch.float32))
+    return call._replace(features=features, weight=weight, bias=bias, parameters=parameters)
 
 
 def logits_of(call: Call) -> Tensor:
     """Return the modulated logits, (N, V), in float32 or wider."""
-    return modulated_logits(F.linear(call.features, call.weight, call.bias), call.table)
+    return modulated_logits(F.linear(call.features, call.weight, call.bias), call.parameters)
 
 
-def modulated_logits(scores: Tensor, table: Tensor | None) -> Tensor:
+def modulated_logits(scores: Tensor, parameters: Tensor | None) -> Tensor:
     """Return scores modulated, in float32 or wider."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return scores if table is None else modulated(scores, table, 2, 2)
+    return scores if parameters is None else modulated(scores, parameters, 2, 2)

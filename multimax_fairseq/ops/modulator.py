@@ -10,8 +10,8 @@ order n = 1..N, the power of the term:
 
 The coefficients are offsets from the identity: if all are zero, MultiMax is softmax.
 
-The kernels read a modulator as a *table*, the (1 or heads, 8 or 12) float32 tensor of `pack`. The
-table of a soft-cap is (1, 3): cap, shift and width.
+The kernels read these scalars as *parameters*, the (1 or heads, 8 or 12) float32 tensor of `pack`.
+The parameters of a soft-cap are (1, 3): cap, shift and width.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from multimax_fairseq.ops.registration import (
 # Distances to a threshold are capped, far beyond any real score, so that their squares stay finite
 # in float32: a score of -inf then maps to -inf instead of NaN.
 MAX_DISTANCE = 1e18
-CAP_COLUMNS = 3  # of a soft-cap's table
+CAP_COLUMNS = 3  # of a soft-cap's parameters
 # Scores per task of a thread in the C++ kernel, if all heads share one modulator.
 PIECE = 2**15
 
@@ -108,26 +108,26 @@ def modulate(
     wide = torch.promote_types(x.dtype, torch.float32)
     if low == 0 and high == 0:
         return x.to(wide)
-    table = pack(low_coefficient, low_threshold, high_coefficient, high_threshold, monotone)
-    unsupported = "" if table.device == x.device else "it is on another device than the scores"
+    parameters = pack(low_coefficient, low_threshold, high_coefficient, high_threshold, monotone)
+    unsupported = "" if parameters.device == x.device else "it is on another device than the scores"
     if torch.compiler.is_compiling():
         unsupported = "torch.compile fuses it"
     if choose("modulator", "auto", x, unsupported=unsupported) != "plain":
-        return modulate_operator(x, table.float())
-    x, table = x.to(wide), table.to(wide)
+        return modulate_operator(x, parameters.float())
+    x, parameters = x.to(wide), parameters.to(wide)
     if traced():
-        return modulated(x, table, low, high)
-    return _PlainModulate.apply(x, table, low, high)
+        return modulated(x, parameters, low, high)
+    return _PlainModulate.apply(x, parameters, low, high)
 
 
 class _PlainModulate(torch.autograd.Function):
     """Saves only the scores; the backward pass computes the distances again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
-        ctx.save_for_backward(x, table)
+    def forward(ctx: Any, x: Tensor, parameters: Tensor, low: int, high: int) -> Tensor:
+        ctx.save_for_backward(x, parameters)
         ctx.orders = low, high
-        return modulated(x, table, low, high)
+        return modulated(x, parameters, low, high)
 
     @staticmethod
     @differentiable_once
@@ -172,17 +172,17 @@ def _check_fits(x: Tensor, coefficient: Tensor | None) -> None:
         )
 
 
-def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
+def modulated(x: Tensor, parameters: Tensor, low: int, high: int) -> Tensor:
     """Return sigma(x) in plain PyTorch.
 
     Args:
         x: scores, any shape.
-        table: of `table_of`, in the dtype of x.
-        low, high: the order of each side; higher orders in the table are not read.
+        parameters: of `packed_parameters`, in the dtype of x.
+        low, high: the order of each side; higher orders in the parameters are not read.
     """
-    if table.shape[1] == CAP_COLUMNS:
-        return soft_capped(x, *table[0])
-    columns = _unpack(table)
+    if parameters.shape[1] == CAP_COLUMNS:
+        return soft_capped(x, *parameters[0])
+    columns = _unpack(parameters)
     terms = [(columns[n], columns[2 + n], -1, n + 1) for n in range(low)]
     terms += [(columns[4 + n], columns[6 + n], 1, n + 1) for n in range(high)]
     out = x
@@ -192,7 +192,7 @@ def modulated(x: Tensor, table: Tensor, low: int, high: int) -> Tensor:
             out = torch.addcmul(x, coefficient, distance)
         else:  # in place: only this function holds `out`
             out = out.addcmul_(coefficient, distance)
-    if table.shape[1] > 8:
+    if parameters.shape[1] > 8:
         out = torch.where(x < columns[8], x + columns[10], out)
         # A score of inf stays inf, so that an overflow is not hidden.
         out = torch.where((x > columns[9]) & (x < float("inf")), columns[11], out)
@@ -207,24 +207,24 @@ def soft_capped(
 
 
 def modulated_gradients(
-    grad: Tensor, x: Tensor, table: Tensor, low: int, high: int
+    grad: Tensor, x: Tensor, parameters: Tensor, low: int, high: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `modulated` by x and table.
+    """Return the gradients of x and parameters, given that of `modulated`.
 
     The turning points get none: sigma is continuous there. Nor does a soft-cap.
     """
-    if table.shape[1] == CAP_COLUMNS:
-        cap, shift, width = table[0]
+    if parameters.shape[1] == CAP_COLUMNS:
+        cap, shift, width = parameters[0]
         slope = cap / width * (1 - ((x + shift) / width).tanh().square())
-        return grad * slope, torch.zeros_like(table)
-    columns = _unpack(table)
+        return grad * slope, torch.zeros_like(parameters)
+    columns = _unpack(parameters)
     heads = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
 
     def total(product: Tensor) -> Tensor:
-        return product.sum().unsqueeze(0) if table.shape[0] == 1 else product.sum(heads)
+        return product.sum().unsqueeze(0) if parameters.shape[0] == 1 else product.sum(heads)
 
-    sums = [table.new_zeros(table.shape[0])] * table.shape[1]
-    if table.shape[1] > 8:
+    sums = [parameters.new_zeros(parameters.shape[0])] * parameters.shape[1]
+    if parameters.shape[1] > 8:
         below, above = x < columns[8], (x > columns[9]) & (x < float("inf"))
         sums[10] = total(grad.masked_fill(~below, 0.0))
         sums[11] = total(grad.masked_fill(~above, 0.0))
@@ -237,14 +237,14 @@ def modulated_gradients(
             distance = _distance(x - threshold if sign > 0 else threshold - x, 1)
             part = (distance.sign() if n == 0 else distance) * grad
             grad_x.addcmul_(coefficient, part, value=sign * (n + 1))
-            sums[side + 2 + n] = -sign * (n + 1) * table[:, side + n] * total(part)
+            sums[side + 2 + n] = -sign * (n + 1) * parameters[:, side + n] * total(part)
             sums[side + n] = total(part.mul_(distance))
     return grad_x, torch.stack(sums, -1)
 
 
-def _unpack(table: Tensor) -> list[Tensor]:
-    """The table's columns, shaped to broadcast over scores (..., heads, T, S)."""
-    return [c[0] if table.shape[0] == 1 else c[:, None, None] for c in table.unbind(-1)]
+def _unpack(parameters: Tensor) -> list[Tensor]:
+    """The parameters' columns, shaped to broadcast over scores (..., heads, T, S)."""
+    return [c[0] if parameters.shape[0] == 1 else c[:, None, None] for c in parameters.unbind(-1)]
 
 
 def _distance(x: Tensor, power: int) -> Tensor:
@@ -260,7 +260,7 @@ def pack(
     high_threshold: Tensor | None,
     monotone: bool = False,
 ) -> Tensor:
-    """Return a modulator's parameters as the table that the kernels read.
+    """Return a modulator's parameters as the kernels read them.
 
     Args:
         low_coefficient, low_threshold, high_coefficient, high_threshold: as `modulate`; at least
@@ -278,13 +278,13 @@ def pack(
         _columns(p, like, heads)
         for p in (low_coefficient, low_threshold, high_coefficient, high_threshold)
     ]
-    table = torch.cat(columns, -1)
-    wide = torch.promote_types(table.dtype, torch.float32)
-    table = native.cast(table, wide)
-    table = table.unsqueeze(0) if heads == 0 else table
+    parameters = torch.cat(columns, -1)
+    wide = torch.promote_types(parameters.dtype, torch.float32)
+    parameters = native.cast(parameters, wide)
+    parameters = parameters.unsqueeze(0) if heads == 0 else parameters
     if not monotone:
-        return table
-    return torch.cat([table, _fused_tails(table)], -1)
+        return parameters
+    return torch.cat([parameters, _fused_tails(parameters)], -1)
 
 
 def _heads(parameter: Tensor | None) -> int:
@@ -301,14 +301,14 @@ def _columns(parameter: Tensor | None, like: Tensor, heads: int) -> Tensor:
     return parameter if heads == 0 or parameter.dim() == 2 else parameter.expand(heads, 2)
 
 
-def _fused_tails(table: Tensor) -> Tensor:
+def _fused_tails(parameters: Tensor) -> Tensor:
     # In plain PyTorch, these many small operations take longer than one attention.
-    if traced() or select("auto", table)[0] == "plain":
-        return tails(table)
-    return tails_operator(table)[0]
+    if traced() or select("auto", parameters)[0] == "plain":
+        return tails(parameters)
+    return tails_operator(parameters)[0]
 
 
-def tails(table: Tensor) -> Tensor:
+def tails(parameters: Tensor) -> Tensor:
     """Return the tails of a monotone modulator: low_turn, high_turn, low_offset, high_level.
 
     Below low_turn it is x + low_offset, above high_turn it is high_level. low_turn is the largest
@@ -316,23 +316,23 @@ def tails(table: Tensor) -> Tensor:
     smallest such point from 0 on, or inf.
 
     Args:
-        table: (heads, 8), of `pack`.
+        parameters: (heads, 8), of `pack`.
 
     Returns:
         (heads, 4).
     """
     # The high side of sigma(x) is the low side of -sigma(-x).
-    mirrored = -torch.cat([table[:, 4:], table[:, :4]], -1)
-    turn, value = _low_turn(torch.cat([table, mirrored]))
-    heads = table.shape[0]
+    mirrored = -torch.cat([parameters[:, 4:], parameters[:, :4]], -1)
+    turn, value = _low_turn(torch.cat([parameters, mirrored]))
+    heads = parameters.shape[0]
     low_turn, low_value = turn[:heads], value[:heads]
     offset = torch.where(low_turn.isinf(), low_value, low_value - low_turn)
     return torch.cat([low_turn, -turn[heads:], offset, -value[heads:]], -1)
 
 
-def _low_turn(table: Tensor) -> tuple[Tensor, Tensor]:
+def _low_turn(parameters: Tensor) -> tuple[Tensor, Tensor]:
     """Return low_turn and sigma there, (rows, 1) each; -inf and 0 if there is none."""
-    c1, c2, t1, t2, k1, k2, d1, d2 = [c.unsqueeze(-1) for c in table.unbind(-1)]
+    c1, c2, t1, t2, k1, k2, d1, d2 = [c.unsqueeze(-1) for c in parameters.unbind(-1)]
     # Between two neighbouring thresholds sigma is constant + level * x + slope / 2 * x^2.
     edges = torch.cat([t1, t2, d1, d2], -1).sort(-1)[0]
     far = torch.full_like(t1, MAX_DISTANCE)
@@ -363,13 +363,13 @@ def has_parameters(modulator: Any) -> bool:
     return hasattr(modulator, "low_coefficient") and hasattr(modulator, "monotone")
 
 
-def table_of(
+def packed_parameters(
     modulator: AnyModulator, device: torch.device | None = None
 ) -> tuple[Tensor, int, int]:
-    """Return the table of a modulator, and the orders of its low and high side.
+    """Return the parameters of a modulator, and the orders of its low and high side.
 
     Args:
-        device: of the table of a soft-cap, (1, 3). Others have a `pack` on the modulator's device.
+        device: of a soft-cap's parameters, (1, 3). Others are on the modulator's device.
 
     Raises:
         ValueError: as `modulate`; a modulator without terms.
@@ -384,22 +384,28 @@ def table_of(
     return pack(low, low_threshold, high, high_threshold, modulator.monotone), *orders
 
 
-def fits_device(table: Tensor, device: torch.device) -> bool:
-    """Whether the kernels of a device can read a table. Those of Triton know no soft-cap."""
-    return table.device == device and (table.shape[1] != CAP_COLUMNS or not on_triton(device))
+def fits_device(parameters: Tensor, device: torch.device) -> bool:
+    """Whether a device's kernels can read these parameters. Triton's kernels have no soft-cap."""
+    return parameters.device == device and (
+        parameters.shape[1] != CAP_COLUMNS or not on_triton(device)
+    )
 
 
-def check_table(table: Tensor, heads: int | None, like: Tensor, like_name: str) -> None:
-    """Raise ValueError unless the kernels can read a table, for all heads together or for each."""
+def check_parameters(parameters: Tensor, heads: int | None, like: Tensor, like_name: str) -> None:
+    """Raise ValueError unless the kernels can read parameters, for all heads or each head."""
     rows = (1, heads) if heads else (1,)
     widths = (8, 12) if on_triton(like.device) else (CAP_COLUMNS, 8, 12)
-    if table.dim() != 2 or table.shape[0] not in rows or table.shape[1] not in widths:
+    if (
+        parameters.dim() != 2
+        or parameters.shape[0] not in rows
+        or parameters.shape[1] not in widths
+    ):
         wanted = " or ".join(map(str, dict.fromkeys(rows)))
         columns = " or ".join(map(str, widths))
-        raise ValueError(f"table must be ({wanted}, {columns}), got {list(table.shape)}")
-    if table.dtype != torch.float32:
-        raise ValueError(f"table must be float32, got {table.dtype}")
-    check_device("table", table, like, like_name)
+        raise ValueError(f"parameters must be ({wanted}, {columns}), got {list(parameters.shape)}")
+    if parameters.dtype != torch.float32:
+        raise ValueError(f"parameters must be float32, got {parameters.dtype}")
+    check_device("parameters", parameters, like, like_name)
 
 
 def fits_heads(modulator: AnyModulator, heads: int) -> bool:
@@ -413,21 +419,21 @@ def fits_heads(modulator: AnyModulator, heads: int) -> bool:
 # --- torch.ops.multimax_fairseq.modulate -------------------------------------------------------
 
 
-def _check_modulate(scores: Tensor, table: Tensor) -> None:
+def _check_modulate(scores: Tensor, parameters: Tensor) -> None:
     check_float("scores", scores, scores, "scores")
     heads = scores.shape[-3] if scores.dim() >= 3 else None
-    check_table(table, heads, scores, "scores")
+    check_parameters(parameters, heads, scores, "scores")
 
 
-def _modulate(scores: Tensor, table: Tensor) -> Tensor:
+def _modulate(scores: Tensor, parameters: Tensor) -> Tensor:
     if on_triton(scores.device):
         from multimax_fairseq.ops.triton import modulator
 
-        return modulator.modulate(scores, table)
-    return _modulate_in_cpp(scores, table)
+        return modulator.modulate(scores, parameters)
+    return _modulate_in_cpp(scores, parameters)
 
 
-def _modulate_fake(scores: Tensor, table: Tensor) -> Tensor:
+def _modulate_fake(scores: Tensor, parameters: Tensor) -> Tensor:
     return scores.new_empty(scores.shape, dtype=torch.float32)
 
 
@@ -435,9 +441,9 @@ class _Modulate(torch.autograd.Function):
     """Saves the scores only; the backward pass computes the distances again."""
 
     @staticmethod
-    def forward(ctx: Any, below: Callable[..., Any], scores: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(scores, table)
-        return below(scores, table)
+    def forward(ctx: Any, below: Callable[..., Any], scores: Tensor, parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(scores, parameters)
+        return below(scores, parameters)
 
     @staticmethod
     @differentiable_once
@@ -445,14 +451,14 @@ class _Modulate(torch.autograd.Function):
         return None, *modulate_backward(grad, *ctx.saved_tensors)
 
 
-def _modulate_autograd(below: Callable[..., Any], scores: Tensor, table: Tensor) -> Any:
-    if needs_gradient(scores, table):
-        return _Modulate.apply(below, scores, table)
-    return below(scores, table)
+def _modulate_autograd(below: Callable[..., Any], scores: Tensor, parameters: Tensor) -> Any:
+    if needs_gradient(scores, parameters):
+        return _Modulate.apply(below, scores, parameters)
+    return below(scores, parameters)
 
 
 modulate_operator: Operator = define(
-    "modulate(Tensor scores, Tensor table) -> Tensor",
+    "modulate(Tensor scores, Tensor parameters) -> Tensor",
     check=_check_modulate,
     kernel=_modulate,
     fake=_modulate_fake,
@@ -460,30 +466,32 @@ modulate_operator: Operator = define(
 )
 
 
-def _check_modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> None:
+def _check_modulate_backward(grad: Tensor, scores: Tensor, parameters: Tensor) -> None:
     if grad.shape != scores.shape:
         raise ValueError(f"grad must be {list(scores.shape)}, got {list(grad.shape)}")
     check_float("grad", grad, grad, "grad")
     check_device("grad", grad, scores, "the output")
-    _check_modulate(scores, table)
+    _check_modulate(scores, parameters)
 
 
-def _modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def _modulate_backward(grad: Tensor, scores: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
     if on_triton(scores.device):
         from multimax_fairseq.ops.triton import modulator
 
-        return modulator.modulate_backward(grad, scores, table)
-    grad_table = torch.zeros_like(table, memory_format=torch.contiguous_format)
-    grad_scores = _modulate_in_cpp(scores, table, grad.float().contiguous(), grad_table)
-    return grad_scores.to(scores.dtype), grad_table
+        return modulator.modulate_backward(grad, scores, parameters)
+    grad_parameters = torch.zeros_like(parameters, memory_format=torch.contiguous_format)
+    grad_scores = _modulate_in_cpp(scores, parameters, grad.float().contiguous(), grad_parameters)
+    return grad_scores.to(scores.dtype), grad_parameters
 
 
-def _modulate_backward_fake(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    return scores.new_empty(scores.shape), table.new_empty(table.shape)
+def _modulate_backward_fake(
+    grad: Tensor, scores: Tensor, parameters: Tensor
+) -> tuple[Tensor, Tensor]:
+    return scores.new_empty(scores.shape), parameters.new_empty(parameters.shape)
 
 
 modulate_backward: Operator = define(
-    "modulate_backward(Tensor grad, Tensor scores, Tensor table) -> (Tensor, Tensor)",
+    "modulate_backward(Tensor grad, Tensor scores, Tensor parameters) -> (Tensor, Tensor)",
     check=_check_modulate_backward,
     kernel=_modulate_backward,
     fake=_modulate_backward_fake,
@@ -492,7 +500,10 @@ modulate_backward: Operator = define(
 
 
 def _modulate_in_cpp(
-    scores: Tensor, table: Tensor, grad: Tensor | None = None, grad_table: Tensor | None = None
+    scores: Tensor,
+    parameters: Tensor,
+    grad: Tensor | None = None,
+    grad_parameters: Tensor | None = None,
 ) -> Tensor:
     """Return the modulated scores, or, given `grad`, their gradient, in float32."""
     scores = scores.float().contiguous()
@@ -502,15 +513,15 @@ def _modulate_in_cpp(
             "modulation",
             native.Modulation,
             count=scores.numel(),
-            inner=PIECE if len(table) == 1 else scores.shape[-1] * scores.shape[-2],
-            heads=len(table),
+            inner=PIECE if len(parameters) == 1 else scores.shape[-1] * scores.shape[-2],
+            heads=len(parameters),
             threads=torch.get_num_threads(),
-            columns=table.shape[1],
-            table=table.contiguous(),
+            columns=parameters.shape[1],
+            parameters=parameters.contiguous(),
             scores=scores,
             grad=grad,
             out=out,
-            grad_table=grad_table,
+            grad_parameters=grad_parameters,
         )
     return out
 
@@ -518,43 +529,46 @@ def _modulate_in_cpp(
 # --- torch.ops.multimax_fairseq.tails ----------------------------------------------------------
 
 
-def _check_tails(table: Tensor) -> None:
-    if table.dim() != 2 or table.shape[0] == 0 or table.shape[1] != 8:
-        raise ValueError(f"table must be (1 or more, 8), got {list(table.shape)}")
-    if table.dtype != torch.float32:
-        raise ValueError(f"table must be float32, got {table.dtype}")
+def _check_tails(parameters: Tensor) -> None:
+    if parameters.dim() != 2 or parameters.shape[0] == 0 or parameters.shape[1] != 8:
+        raise ValueError(f"parameters must be (1 or more, 8), got {list(parameters.shape)}")
+    if parameters.dtype != torch.float32:
+        raise ValueError(f"parameters must be float32, got {parameters.dtype}")
 
 
-def _tails(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `tails`, (rows, 4), and their derivatives with respect to the table, (rows, 4, 8)."""
-    if on_triton(table.device):
+def _tails(parameters: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `tails`, (rows, 4), and their derivatives, (rows, 4, 8)."""
+    if on_triton(parameters.device):
         from multimax_fairseq.ops.triton import modulator
 
-        return modulator.tails(table)
-    return _tails_in_cpp(table)
+        return modulator.tails(parameters)
+    return _tails_in_cpp(parameters)
 
 
-def _tails_in_cpp(table: Tensor) -> tuple[Tensor, Tensor]:
-    out, jacobian = table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
+def _tails_in_cpp(parameters: Tensor) -> tuple[Tensor, Tensor]:
+    out, jacobian = (
+        parameters.new_empty(len(parameters), 4),
+        parameters.new_empty(len(parameters), 4, 8),
+    )
     native.call(
         "tails",
         native.Tails,
-        rows=len(table),
-        table=table.contiguous(),
+        rows=len(parameters),
+        parameters=parameters.contiguous(),
         out=out,
         jacobian=jacobian,
     )
     return out, jacobian
 
 
-def _tails_fake(table: Tensor) -> tuple[Tensor, Tensor]:
-    return table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
+def _tails_fake(parameters: Tensor) -> tuple[Tensor, Tensor]:
+    return parameters.new_empty(len(parameters), 4), parameters.new_empty(len(parameters), 4, 8)
 
 
 class _Tails(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, below: Callable[..., Any], table: Tensor) -> tuple[Tensor, Tensor]:
-        out, jacobian = below(table)
+    def forward(ctx: Any, below: Callable[..., Any], parameters: Tensor) -> tuple[Tensor, Tensor]:
+        out, jacobian = below(parameters)
         ctx.save_for_backward(jacobian)
         ctx.mark_non_differentiable(jacobian)
         return out, jacobian
@@ -567,12 +581,12 @@ class _Tails(torch.autograd.Function):
         return None, (grad.unsqueeze(-1) * jacobian).sum(1)
 
 
-def _tails_autograd(below: Callable[..., Any], table: Tensor) -> Any:
-    return _Tails.apply(below, table) if needs_gradient(table) else below(table)
+def _tails_autograd(below: Callable[..., Any], parameters: Tensor) -> Any:
+    return _Tails.apply(below, parameters) if needs_gradient(parameters) else below(parameters)
 
 
 tails_operator: Operator = define(
-    "tails(Tensor table) -> (Tensor, Tensor)",
+    "tails(Tensor parameters) -> (Tensor, Tensor)",
     check=_check_tails,
     kernel=_tails,
     fake=_tails_fake,

@@ -37,12 +37,12 @@ class Mask(ctypes.Structure):
 class Attention(ctypes.Structure):
     _fields_ = [
         *_fields("batch heads queries keys size threads", ctypes.c_int64),
-        *_fields("columns table_row is_causal", ctypes.c_int64),
+        *_fields("columns head_stride is_causal", ctypes.c_int64),
         *_fields("scale dropout", ctypes.c_float),
         *_fields("seed", ctypes.c_uint64),
         *_fields("function", ctypes.c_int64),
-        *_fields("starts ends table sink parameter statistics", ctypes.c_void_p),
-        *_fields("grad_table grad_sink grad_parameter", ctypes.c_void_p),
+        *_fields("starts ends parameters sink row_parameter statistics", ctypes.c_void_p),
+        *_fields("grad_parameters grad_sink grad_row_parameter", ctypes.c_void_p),
         *_fields("mask", Mask),
         *_fields("query key value output", _Rows),
         *_fields("grad_output grad_query grad_key grad_value", _Rows),
@@ -55,15 +55,15 @@ class OutputLoss(ctypes.Structure):
     _fields_ = [
         *_fields("tokens classes size chunk threads columns ignore_index", ctypes.c_int64),
         *_fields("smooth_weight nll_weight z_weight max_weight", ctypes.c_float),
-        *_fields("features weight bias table target factors nll loss", ctypes.c_void_p),
-        *_fields("grad_features grad_weight grad_bias grad_table", ctypes.c_void_p),
+        *_fields("features weight bias parameters target factors nll loss", ctypes.c_void_p),
+        *_fields("grad_features grad_weight grad_bias grad_parameters", ctypes.c_void_p),
     ]
 
 
 class Projection(ctypes.Structure):
     _fields_ = [
         *_fields("tokens classes size threads columns", ctypes.c_int64),
-        *_fields("features weight bias table out", ctypes.c_void_p),
+        *_fields("features weight bias parameters out", ctypes.c_void_p),
     ]
 
 
@@ -77,7 +77,7 @@ class Best(ctypes.Structure):
 class BestOutputs(ctypes.Structure):
     _fields_ = [
         *_fields("tokens classes size count apart threads columns", ctypes.c_int64),
-        *_fields("features weight bias table apart_classes", ctypes.c_void_p),
+        *_fields("features weight bias parameters apart_classes", ctypes.c_void_p),
         *_fields("values indices totals apart_scores", ctypes.c_void_p),
     ]
 
@@ -94,12 +94,15 @@ class Drop(ctypes.Structure):
 class Modulation(ctypes.Structure):
     _fields_ = [
         *_fields("count inner heads threads columns", ctypes.c_int64),
-        *_fields("table scores grad out grad_table", ctypes.c_void_p),
+        *_fields("parameters scores grad out grad_parameters", ctypes.c_void_p),
     ]
 
 
 class Tails(ctypes.Structure):
-    _fields_ = [*_fields("rows", ctypes.c_int64), *_fields("table out jacobian", ctypes.c_void_p)]
+    _fields_ = [
+        *_fields("rows", ctypes.c_int64),
+        *_fields("parameters out jacobian", ctypes.c_void_p),
+    ]
 
 
 # In the order of `structure_sizes` in cpp/cpu.cpp.
@@ -196,7 +199,7 @@ def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def linear_layer(
-    features: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None
+    features: Tensor, weight: Tensor, bias: Tensor | None, parameters: Tensor | None
 ) -> dict[str, Any]:
     """Return the fields of a linear layer, (N, D) @ (V, D)^T, and its modulator; in float32."""
     return {
@@ -204,11 +207,11 @@ def linear_layer(
         "classes": len(weight),
         "size": weight.shape[1],
         "threads": torch.get_num_threads(),
-        "columns": 0 if table is None else table.shape[1],
+        "columns": 0 if parameters is None else parameters.shape[1],
         "features": features.contiguous(),
         "weight": weight.contiguous(),
         "bias": None if bias is None else bias.contiguous(),
-        "table": None if table is None else table.contiguous(),
+        "parameters": None if parameters is None else parameters.contiguous(),
     }
 
 

@@ -20,7 +20,7 @@ from multimax_fairseq.ops.linear_loss import (
     logits_of,
     mean_of,
     modulated_logits,
-    table_or_none,
+    parameters_or_none,
     through_chunks,
 )
 from multimax_fairseq.ops.modulator import (
@@ -83,8 +83,8 @@ def symmetric_divergence(
     # Row 2 i is h, row 2 i + 1 is the other one: a chunk has both.
     count = mask.numel()
     rows = torch.stack((features, other), -2).reshape(2 * count, features.shape[-1])
-    table = table_or_none(modulator, features)
-    call = DivergenceCall(rows, weight, bias, table, mask.reshape(-1), chunk_size)
+    parameters = parameters_or_none(modulator, features)
+    call = DivergenceCall(rows, weight, bias, parameters, mask.reshape(-1), chunk_size)
     divergence = _plain(call, reduction != "none")
     if reduction == "none":
         return divergence.view(mask.shape)
@@ -151,14 +151,16 @@ def _plain_parts(
 ) -> tuple[Any, ...]:
     """Return for each row 0, and half the divergence of its pair; and the gradients."""
     # In plain PyTorch, the modulator would take half of the time.
-    table, device = call.table, call.features.device
-    fast = table is not None and fits_device(table, device)
+    parameters, device = call.parameters, call.features.device
+    fast = parameters is not None and fits_device(parameters, device)
     fast = fast and select("auto", call.features)[0] != "plain"
 
     def one_chunk(
-        scores: Tensor, table: Tensor | None, mask: Tensor, factors: Tensor | None
+        scores: Tensor, parameters: Tensor | None, mask: Tensor, factors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        logits = modulate_operator(scores, table) if fast else modulated_logits(scores, table)
+        logits = (
+            modulate_operator(scores, parameters) if fast else modulated_logits(scores, parameters)
+        )
         probs = logits.log_softmax(-1)
         log_p, log_q = _pairs(probs)
         gap = log_p - log_q
@@ -176,11 +178,15 @@ def _plain_parts(
             torch.mul(rest, sign, out=probs_of)
         grad = probs.mul_(factors.view(-1, 2).sum(-1).div_(4).repeat_interleave(2).unsqueeze(-1))
         grad.masked_fill_(mask.unsqueeze(-1), 0.0)
-        if table is None:
+        if parameters is None:
             return zeros, divergences, grad, None
         if fast:
-            return zeros, divergences, *modulate_backward(grad, scores, table)
-        return zeros, divergences, *modulated_gradients(grad, scores.to(grad.dtype), table, 2, 2)
+            return zeros, divergences, *modulate_backward(grad, scores, parameters)
+        return (
+            zeros,
+            divergences,
+            *modulated_gradients(grad, scores.to(grad.dtype), parameters, 2, 2),
+        )
 
     zeros, divergences, grads = through_chunks(one_chunk, call, factors, needed)
     return zeros, divergences, *grads

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from multimax_fairseq.continuous.densities import TRUNCATED_PARABOLA
-from multimax_fairseq.ops.modulator import ModulatorParameters, modulated_gradients, table_of
+from multimax_fairseq.ops.modulator import (
+    ModulatorParameters,
+    modulated_gradients,
+    packed_parameters,
+)
 
 
 def of_queries(scores: Tensor, probs: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -325,8 +329,8 @@ def modulator_slope(x: Tensor, modulator: ModulatorParameters) -> Tensor:
         x: scores; with parameters per head, the heads are dimension -3.
         modulator: a `Modulator`.
     """
-    table, low, high = table_of(modulator)
-    return modulated_gradients(torch.ones_like(x), x, table.detach().to(x.dtype), low, high)[0]
+    parameters, low, high = packed_parameters(modulator)
+    return modulated_gradients(torch.ones_like(x), x, parameters.detach().to(x.dtype), low, high)[0]
 
 
 def past_turning_point(x: Tensor, modulator: ModulatorParameters) -> Tensor:

@@ -14,12 +14,12 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
-def modulated(x, table):
+def modulated(x, parameters):
     """sigma(x), x (..., heads, T, S), by the plain formula in float32 or wider."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if table is None:
+    if parameters is None:
         return x
-    columns = table.to(x.dtype).T[:, :, None, None]
+    columns = parameters.to(x.dtype).T[:, :, None, None]
     z = x
     for order in (1, 2):
         low = (columns[1 + order] - x).clamp(0, 1e18)
@@ -36,21 +36,21 @@ def modulated(x, table):
 FAR = (-0.9, -0.05, 0.3, -0.4, -0.6, -0.03, 0.6, 0.9)
 
 
-def far_table(rows, low=2, high=2):
+def far_parameters(rows, low=2, high=2):
     """Return different parameters per head; zeros for orders above `low` and `high`."""
-    table = torch.tensor(FAR) + 0.05 * torch.arange(rows)[:, None]
+    parameters = torch.tensor(FAR) + 0.05 * torch.arange(rows)[:, None]
     present = [order <= side for side in (low, low, high, high) for order in (1, 2)]
-    return torch.where(torch.tensor(present), table, 0.0).to(DEVICE)
+    return torch.where(torch.tensor(present), parameters, 0.0).to(DEVICE)
 
 
-def monotone_table(rows, low_turn=-2.0, high_turn=1.5):
-    """Return a table with a constant sigma above its high turn and slope 1 below its low turn."""
-    table = far_table(rows).cpu()
+def monotone_parameters(rows, low_turn=-2.0, high_turn=1.5):
+    """Return parameters of a sigma that is level above high_turn, with slope 1 below low_turn."""
+    parameters = far_parameters(rows).cpu()
     turns = torch.tensor([low_turn, high_turn]) + 0.05 * torch.arange(rows)[:, None]
-    at_turns = modulated(turns[:, None].double(), table)[:, 0].float()
+    at_turns = modulated(turns[:, None].double(), parameters)[:, 0].float()
     offset = torch.where(turns.isfinite(), at_turns - turns, 0.0)[:, :1]
     level = torch.where(turns.isfinite(), at_turns, 0.0)[:, 1:]
-    return torch.cat([table, turns, offset, level], -1).to(DEVICE)
+    return torch.cat([parameters, turns, offset, level], -1).to(DEVICE)
 
 
 # The kernels sum in float32 in another order than the plain formula.
@@ -65,12 +65,12 @@ def assert_as_accurate(ours, plain, exact):
         assert error <= limit, (number, error, plain_error, limit)
 
 
-def by_parameter(table_grads, orders=(2, 2)):
-    """Return a table's gradient in pairs of columns, up to each side's order, without the turns.
+def by_parameter(parameter_grads, orders=(2, 2)):
+    """Return the parameters' gradient in pairs of columns, up to each side's order, without turns.
 
     Its sums cancel, so the relative error of a single entry is noisy; that of a group is stable.
     """
-    pairs = [pair for grad in table_grads for pair in grad.split(2, -1)]
+    pairs = [pair for grad in parameter_grads for pair in grad.split(2, -1)]
     assert len(pairs) < 5 or (pairs[4] == 0).all()
     sides = [pair[:, : orders[number // 2]] for number, pair in enumerate(pairs[:4])]
     return [pair for pair in sides + pairs[5:] if pair.numel() > 0]
@@ -80,10 +80,10 @@ def doubled(inputs, *others):
     return [t.double() for t in inputs], *(t if t is None else t.double() for t in others)
 
 
-def plain_attention(query, key, value, table, mask=None, causal=False, scale=None, sink=None):
+def plain_attention(query, key, value, parameters, mask=None, causal=False, scale=None, sink=None):
     """The plain formula, in the dtype of the inputs except for the softmax."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    z = modulated((query * scale) @ key.mT, table)
+    z = modulated((query * scale) @ key.mT, parameters)
     if mask is not None and mask.dtype != torch.bool:
         z = z + mask.to(z.dtype)
     elif mask is not None:
@@ -98,8 +98,8 @@ def plain_attention(query, key, value, table, mask=None, causal=False, scale=Non
     return probs.to(value.dtype) @ value
 
 
-def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 2), **more):
-    """Return the kernels' [output, gradients of query, key, value, table and sink if given]."""
+def attend(inputs, grad, parameters, mask=None, causal=False, scale=None, orders=(2, 2), **more):
+    """Return the kernels' [output, gradients of query, key, value, parameters and sink]."""
     from multimax_fairseq.ops.attention import AttentionCall
     from multimax_fairseq.ops.triton import attention as kernels
 
@@ -108,20 +108,20 @@ def attend(inputs, grad, table, mask=None, causal=False, scale=None, orders=(2, 
     drop = more.get("drop", (0, 0.0))
     seed = torch.tensor(drop[0])
     numbers = (seed, causal, drop[1], scale, *orders, None, None)
-    call = AttentionCall(*inputs, table, more.get("sink"), None, mask, *numbers)
+    call = AttentionCall(*inputs, parameters, more.get("sink"), None, mask, *numbers)
     out, total = kernels.attention_forward(call)
     grads = kernels.attention_backward(grad, out, total, call)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape
     assert total.shape == (*out.shape[:2], 1, out.shape[2]) and total.dtype == torch.float32
-    assert ("table" in grads) == (table is not None)
+    assert ("parameters" in grads) == (parameters is not None)
     return [out, *grads.values()]
 
 
-def plain_attend(inputs, grad, table, **options):
+def plain_attend(inputs, grad, parameters, **options):
     inputs = [t.detach().requires_grad_() for t in inputs]
-    numbers = {"table": table, "sink": options.pop("sink", None)}
+    numbers = {"parameters": parameters, "sink": options.pop("sink", None)}
     numbers = {n: t.detach().requires_grad_() for n, t in numbers.items() if t is not None}
-    out = plain_attention(*inputs, **{"table": None} | numbers | options)
+    out = plain_attention(*inputs, **{"parameters": None} | numbers | options)
     grads = torch.autograd.grad(out, (*inputs, *numbers.values()), grad.to(out.dtype))
     return [out.detach(), *grads]
 
@@ -162,10 +162,10 @@ def make_mask(kind, batch, heads, length, keys):
     return mask.to(DEVICE)
 
 
-def plain_loss(features, weight, bias, table, target, smooth_weight, nll_weight, z_weight=0.0):
+def plain_loss(features, weight, bias, parameters, target, smooth_weight, nll_weight, z_weight=0.0):
     """Return nll and the loss of each row."""
     scores = F.linear(features, weight, bias)
-    z = modulated(scores[:, None, None], table)[:, 0, 0]
+    z = modulated(scores[:, None, None], parameters)[:, 0, 0]
     total = z.logsumexp(-1)
     nll = (total - z.gather(-1, target.clamp(min=0)[:, None])[:, 0]).masked_fill(target < 0, 0.0)
     smooth = (z.shape[-1] * total - z.sum(-1)).masked_fill(target < 0, 0.0)

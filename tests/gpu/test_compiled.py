@@ -16,7 +16,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 # The most that every GPU of these compute capabilities, 8.x and 9.0, offers a program.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-FLOAT32 = set("TOTAL TABLE SINK DELTA NORM SUMS MEANS FACTORS NLL LOSS TABLE_GRAD".split())
+FLOAT32 = set(
+    "TOTAL PARAMETERS SINK DELTA NORM SUMS MEANS FACTORS NLL LOSS PARAMETERS_GRAD".split()
+)
 FLOAT32 |= set("STATISTICS PARAMETER MEAN GRAD_PARAMETER".split())
 
 
@@ -84,7 +86,7 @@ def test_attention_kernels_fit_shared_memory(
     arguments = {"D": size, "WIDTH": 1 << (size - 1).bit_length(), "CAP": 2 * (element != "fp16")}
     arguments |= {"LOW": orders[0], "HIGH": orders[1], "MASKING": masking, "MONOTONE": monotone}
     arguments |= {"CAUSAL": causal, "DROPOUT": dropout}
-    arguments |= ({} if masking else {"MASK": None}) | ({} if summed else {"TABLE": None})
+    arguments |= ({} if masking else {"MASK": None}) | ({} if summed else {"PARAMETERS": None})
     later = {"NORMED": normed} | ({} if normed else {"NORM": None})
     sinks = {"SINKS": dropout} | ({} if dropout else {"SINK": None})
     for name, constants in (

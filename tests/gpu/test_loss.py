@@ -9,9 +9,9 @@ from plain import (
     attend,
     attention_inputs,
     by_parameter,
-    far_table,
+    far_parameters,
     loss_inputs,
-    monotone_table,
+    monotone_parameters,
     plain_loss,
 )
 
@@ -24,16 +24,20 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
     from multimax_fairseq.ops.triton.cross_entropy import output_loss
 
     inputs, target, factors = loss_inputs(dtype, 2500)
-    table = {None: None, "shared": far_table(1), "monotone": monotone_table(1, -0.5, 1.0)}[kind]
+    parameters = {
+        None: None,
+        "shared": far_parameters(1),
+        "monotone": monotone_parameters(1, -0.5, 1.0),
+    }[kind]
     smooth_weight = 0.1 / 2499  # smooth_weight * classes + nll_weight = 1
     nll_weight = 0.9 - smooth_weight
 
     def expected(dtype):
         learned = [t.to(dtype) for t in inputs]
-        if table is not None:
-            learned.append(table.to(torch.promote_types(dtype, torch.float32)))
+        if parameters is not None:
+            learned.append(parameters.to(torch.promote_types(dtype, torch.float32)))
         learned = [t.clone().requires_grad_() for t in learned]
-        given = learned if table is not None else [*learned, None]
+        given = learned if parameters is not None else [*learned, None]
         nll, loss = plain_loss(*given, target, smooth_weight, nll_weight, 0.01)
         grads = torch.autograd.grad(loss, learned, factors.to(loss.dtype))
         return [nll, loss, *grads[:3], *by_parameter(grads[3:])]
@@ -42,11 +46,11 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
     runs = []
     for _ in range(2):
         call = LossCall(
-            *inputs, table, target, smooth_weight, nll_weight, 0.01, 0.0, -1, chunk_size
+            *inputs, parameters, target, smooth_weight, nll_weight, 0.01, 0.0, -1, chunk_size
         )
         nll, loss, grads = output_loss(call, factors, needed)
         assert nll.dtype == loss.dtype == torch.float32
-        assert (grads[3] is None) == (table is None)
+        assert (grads[3] is None) == (parameters is None)
         runs.append([nll, loss, *(g for g in grads if g is not None)])
     ours = [*runs[0][:5], *by_parameter(runs[0][5:])]
     assert_as_accurate(ours, expected(dtype), expected(torch.float64))
@@ -70,11 +74,15 @@ def test_output_loss_ignores_excluded_classes(dtype, kind):
     inputs, target, factors = loss_inputs(dtype, 5000)
     inputs[2][128:256] = inputs[2][BLOCK : 2 * BLOCK] = -math.inf
     target[(inputs[2][target.clamp(min=0)] == -math.inf)] = 0
-    table = {None: None, "shared": -far_table(1), "monotone": monotone_table(1, -math.inf)}[kind]
-    call = LossCall(*inputs, table, target, 0.0, 1.0, 0.0, 0.0, -1, None)
+    parameters = {
+        None: None,
+        "shared": -far_parameters(1),
+        "monotone": monotone_parameters(1, -math.inf),
+    }[kind]
+    call = LossCall(*inputs, parameters, target, 0.0, 1.0, 0.0, 0.0, -1, None)
     nll, _, grads = output_loss(call, factors, (True,) * 4)
     learned = [t.double().requires_grad_() for t in inputs[:2]]
-    expected, _ = plain_loss(*learned, inputs[2].double(), table, target, 0.0, 1.0)
+    expected, _ = plain_loss(*learned, inputs[2].double(), parameters, target, 0.0, 1.0)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float16 else {}
     torch.testing.assert_close(nll.double(), expected, check_dtype=False, **tolerance)
     assert all(g is None or g.isfinite().all() for g in grads)
@@ -91,10 +99,10 @@ def test_monotone_modulator_propagates_overflow(dtype, number):
     from multimax_fairseq.ops.linear_loss import LossCall
     from multimax_fairseq.ops.triton.cross_entropy import output_loss
 
-    table = monotone_table(1, -2.0, 1.0)
+    parameters = monotone_parameters(1, -2.0, 1.0)
     inputs, target, _ = loss_inputs(dtype, 2500)
     inputs[2][7] = number
-    for kind in (table, torch.cat([-table[:, :8], table[:, 8:]], -1)):
+    for kind in (parameters, torch.cat([-parameters[:, :8], parameters[:, 8:]], -1)):
         nll = output_loss(
             LossCall(*inputs, kind, target, 0.0, 1.0, 0.0, 0.0, -1, None), None, (False,) * 4
         )[0]

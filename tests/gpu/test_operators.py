@@ -6,10 +6,10 @@ from plain import (
     DEVICE,
     attend,
     attention_inputs,
-    far_table,
+    far_parameters,
     loss_inputs,
     make_mask,
-    monotone_table,
+    monotone_parameters,
 )
 from torch._subclasses import FakeTensorMode
 
@@ -22,8 +22,8 @@ def test_attention_returns_zeros_for_empty_inputs():
     for length, keys in ((0, 5), (5, 0)):
         *inputs, grad = attention_inputs(1, 2, length, keys, 16)
         inputs = [t.requires_grad_() for t in inputs]
-        for table in (far_table(2), monotone_table(1), None):
-            numbers = (table, None, None, None, None, False, 0.0, 1.0, 2, 2, None, None, False)
+        for parameters in (far_parameters(2), monotone_parameters(1), None):
+            numbers = (parameters, None, None, None, None, False, 0.0, 1.0, 2, 2, None, None, False)
             out, _ = OPERATORS.attention(*inputs, *numbers)
             grads = torch.autograd.grad(out, inputs, grad)
             assert all((t == 0).all() for t in (out, *grads))
@@ -57,7 +57,7 @@ LAYOUTS = {
 def test_attention_strides_equal_fake_kernel(layout, scale):
     query, key, value, grad = map(LAYOUTS[layout], attention_inputs(2, 3, 5, 7, 32))
     sink = torch.zeros(3, device=DEVICE)
-    numbers = (far_table(1), sink, None, None, None, False, 0.0, scale, 2, 2, None, None)
+    numbers = (far_parameters(1), sink, None, None, None, False, 0.0, scale, 2, 2, None, None)
     output = assert_as_fake(OPERATORS.attention, query, key, value, *numbers, True)
     assert_as_fake(OPERATORS.attention_backward, grad, *output, query, key, value, *numbers)
 
@@ -68,7 +68,7 @@ def test_output_loss_strides_equal_fake_kernel(turn):
     if turn:
         features, weight = (t.mT.contiguous().mT for t in (features, weight))
     numbers = (0.0, 1.0, 0.01, 0.0, -1, None)
-    layer = (weight, bias, far_table(1))
+    layer = (weight, bias, far_parameters(1))
     for count in (None, 0):
         for some in (factors, None):
             rows, some = (t if t is None else t[:count] for t in (target, some))
@@ -97,7 +97,7 @@ def test_run_fastest_can_repeat_a_launch(dtype, masking, monkeypatch):
     from multimax_fairseq.ops.triton import attention as kernels
 
     *inputs, grad = attention_inputs(1, 2, 20, 30, 16, dtype)
-    arguments = (inputs, grad, far_table(2), make_mask(masking, 1, 2, 20, 30))
+    arguments = (inputs, grad, far_parameters(2), make_mask(masking, 1, 2, 20, 30))
     sink = torch.zeros(2, device=DEVICE)
     first = attend(*arguments, sink=sink)
     once = kernels._run_fastest

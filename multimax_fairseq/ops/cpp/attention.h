@@ -15,8 +15,8 @@ struct Tensor4 {  // (batch, heads, length, size); the last dimension is dense
 
 struct Attention {
   int64_t batch, heads, queries, keys, size, threads;
-  int64_t columns;             // of the table; 0: no modulator
-  int64_t table_row;           // the stride between the rows of two heads; 0: one row for all
+  int64_t columns;             // of the parameters; 0: no modulator
+  int64_t head_stride;         // the stride between the rows of two heads; 0: one row for all
   int64_t is_causal;           // 1: query t may attend to the keys s <= t only
   float scale, dropout;        // dropout: the probability of dropping
   uint64_t seed;
@@ -24,16 +24,16 @@ struct Attention {
   // (batch, queries). Query t of sentence b may attend to the keys [starts[b, t], ends[b, t]). The
   // windows include the causal mask. Null: only the causal mask, if any, restricts the keys.
   const int32_t *starts, *ends;
-  const float* table;  // (1 or heads, columns)
-  const float* sink;   // (heads,): the score of an extra entry without a key; or null
-  const float* parameter;  // (heads,), as RowFunction.parameter in ops/row_function.py; or null
+  const float* parameters;  // (1 or heads, columns)
+  const float* sink;        // (heads,): the score of an extra entry without a key; or null
+  const float* row_parameter;  // (heads,), as RowFunction.parameter in ops/row_function.py; or null
   // Softmax: (batch, heads, 2, queries), maximum score and 1 / sum of exp. A row function:
   // (batch, heads, 3, queries), its `Statistics`. Or null.
   float* statistics;
-  float* grad_table;      // (1 or heads, columns), or null
-  float* grad_sink;       // (heads,), or null
-  float* grad_parameter;  // (heads,), or null
-  Mask mask;              // applied in addition to the windows
+  float* grad_parameters;     // (1 or heads, columns), or null
+  float* grad_sink;           // (heads,), or null
+  float* grad_row_parameter;  // (heads,), or null
+  Mask mask;                  // applied in addition to the windows
   Tensor4 query, key, value, output, grad_output, grad_query, grad_key, grad_value;
   // Beam search: hypotheses share their prefixes, so `key` and `value` hold the states of all
   // steps, (rows, heads, size). Key s of hypothesis b is row ancestors[b, s], with `ancestors`
@@ -43,7 +43,7 @@ struct Attention {
 
   template <class Sigma>
   Sigma sigma(int64_t h) const {
-    return Sigma(table + h * table_row);
+    return Sigma(parameters + h * head_stride);
   }
   float sink_of(int64_t h) const { return sink ? sink[h] : -INFINITE; }
 };
@@ -328,8 +328,8 @@ void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
 }
 
 struct Backward : Attention {
-  // Partial gradients: (batch, heads, COLUMNS) of the table, (batch, heads) of the others.
-  double *tables, *sinks, *parameters;
+  // Partial gradients: (batch, heads, COLUMNS) of the parameters, (batch, heads) of the others.
+  double *parameter_sums, *sink_sums, *row_parameter_sums;
 };
 
 // A head in the backward pass: its keys and values, and memory for their gradients and for one block
@@ -440,7 +440,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     // The sink's value vector is 0, so its gradient is -p_sink * mean.
     if (a.grad_sink)
       for (int64_t q = 0; q < count; q++)
-        a.sinks[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
+        a.sink_sums[bh] -= std::exp(sink - tops[q]) * inverses[q] * means[q];
     // Second pass: the gradients with respect to scores, parameters, values, keys and queries.
     for (int64_t s0 = first, s1; s0 < last; s0 = s1) {
       s1 = std::min(s0 + KEYS_L1, last);
@@ -456,7 +456,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
         }
         for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
-      sigma.add_gradients(sums, a.tables + bh * COLUMNS);
+      sigma.add_gradients(sums, a.parameter_sums + bh * COLUMNS);
       const auto add = [&](const GradRows& grad, const float* weights, const float* inputs) {
         w.for_each_key_group(s0, s1, [&](int64_t s, int64_t q) {
           prefetcher.advance();
@@ -575,15 +575,16 @@ extern "C" int attention_backward(const Attention* attention) {
   return guarded([&] {
     Backward a{*attention};
     const int64_t heads = a.batch * a.heads;
-    std::vector<double> tables(heads * COLUMNS), sinks(heads);
-    a.tables = tables.data(), a.sinks = sinks.data();
+    std::vector<double> parameter_sums(heads * COLUMNS), sink_sums(heads);
+    a.parameter_sums = parameter_sums.data(), a.sink_sums = sink_sums.data();
     dispatch_modulator(a.columns, [&](auto* kind) {
       using Sigma = std::remove_pointer_t<decltype(kind)>;
       for_each_head(a, backward_scratch(a),
                  a.mask.data ? backward_head<Sigma, true> : backward_head<Sigma, false>);
     });
-    if (a.grad_table)
-      sum_partials(a.tables, heads, COLUMNS, a.table_row ? a.heads : 1, a.columns, a.grad_table);
-    if (a.grad_sink) sum_partials(a.sinks, heads, 1, a.heads, 1, a.grad_sink);
+    if (a.grad_parameters)
+      sum_partials(a.parameter_sums, heads, COLUMNS, a.head_stride ? a.heads : 1, a.columns,
+                   a.grad_parameters);
+    if (a.grad_sink) sum_partials(a.sink_sums, heads, 1, a.heads, 1, a.grad_sink);
   });
 }

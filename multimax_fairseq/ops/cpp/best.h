@@ -87,7 +87,7 @@ extern "C" int best_scores(const Best* best) {
 struct BestOutputs {
   int64_t tokens, classes, size, count, apart, threads, columns;
   const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
-  const float* table;                     // (columns,), or null if columns is 0
+  const float* parameters;                     // (columns,), or null if columns is 0
   const int64_t* apart_classes;           // (apart,)
   float* values;                          // (tokens, count), in descending order
   // (tokens, count). Among equal scores, smaller indices come first; the indices of scores of -inf
@@ -152,7 +152,7 @@ struct Candidates {
 template <class Sigma>
 void scan_tile(const BestOutputs& a, int64_t n0, int64_t count, const float* features_t, int64_t v0,
                int64_t rows, float* scores, Candidates& candidates) {
-  const Sigma sigma(a.table);
+  const Sigma sigma(a.parameters);
   packed_product(rows, candidates.width, a.size, a.weight + v0 * a.size, a.size, features_t, scores,
                  candidates.width, false);
   Vec modulated[CLASSES];

@@ -5,7 +5,7 @@
 
 namespace {
 
-// The columns of a parameter table: coefficients (C) and thresholds (T) of the orders 1 and 2, on
+// The columns of the parameters: coefficients (C) and thresholds (T) of the orders 1 and 2, on
 // the low and the high side. Only a monotone modulator has the last four columns: sigma(x) is x +
 // LOW_OFFSET below LOW_TURN and HIGH_LEVEL above HIGH_TURN.
 enum {
@@ -31,7 +31,9 @@ struct NoModulator {
 
 struct Modulator {
   float p[PLAIN_COLUMNS];
-  explicit Modulator(const float* table) { std::copy(table, table + PLAIN_COLUMNS, p); }
+  explicit Modulator(const float* parameters) {
+    std::copy(parameters, parameters + PLAIN_COLUMNS, p);
+  }
 
   Vec value(Vec x) const {
     const Vec low_1 = distance(p[LOW_T1] - x), low_2 = distance(p[LOW_T2] - x);
@@ -73,12 +75,12 @@ struct Modulator {
 struct MonotoneModulator {
   Modulator inside;
   float low_turn, high_turn, low_offset, high_level;
-  explicit MonotoneModulator(const float* table)
-      : inside(table),
-        low_turn(table[LOW_TURN]),
-        high_turn(table[HIGH_TURN]),
-        low_offset(table[LOW_OFFSET]),
-        high_level(table[HIGH_LEVEL]) {}
+  explicit MonotoneModulator(const float* parameters)
+      : inside(parameters),
+        low_turn(parameters[LOW_TURN]),
+        high_turn(parameters[HIGH_TURN]),
+        low_offset(parameters[LOW_OFFSET]),
+        high_level(parameters[HIGH_LEVEL]) {}
 
   IntVec is_below(Vec x) const { return x < broadcast(low_turn); }
   // A score of +inf stays +inf, so that an overflow remains visible.
@@ -103,12 +105,13 @@ struct MonotoneModulator {
   }
 };
 
-// The soft-cap c tanh((x + shift) / width); its table is these three numbers, without gradient.
+// The soft-cap c tanh((x + shift) / width); its parameters are these three numbers, without gradient.
 constexpr int64_t CAP_COLUMNS = 3;
 
 struct SoftCap {
   float cap, shift, width;
-  explicit SoftCap(const float* table) : cap(table[0]), shift(table[1]), width(table[2]) {}
+  explicit SoftCap(const float* parameters)
+      : cap(parameters[0]), shift(parameters[1]), width(parameters[2]) {}
   // inf and -inf stay, so that an overflow remains visible and -inf still excludes.
   Vec value(Vec x) const {
     return x - x == 0 ? cap * hyperbolic_tangent((x + shift) / width) : x;
@@ -120,7 +123,7 @@ struct SoftCap {
   void add_gradients(const Sums&, double*) const {}
 };
 
-// Selects the modulator's type by the number of table columns (0: no modulator) and calls
+// Selects the modulator's type by the number of columns (0: no modulator) and calls
 // `function` with a null pointer to this type.
 template <class Function>
 void dispatch_modulator(int64_t columns, Function function) {
@@ -153,10 +156,10 @@ struct Modulation {
   // is i / inner % heads.
   int64_t count, inner, heads, threads;
   int64_t columns;
-  const float* table;                    // (heads, columns)
+  const float* parameters;                    // (heads, columns)
   const float *scores, *grad;            // (count,); grad is null in the forward pass
   float* out;                            // (count,): sigma(scores), or the gradient of scores
-  float* grad_table;                     // (heads, columns); unused if grad is null
+  float* grad_parameters;                     // (heads, columns); unused if grad is null
 };
 
 namespace {
@@ -164,10 +167,10 @@ namespace {
 template <class Sigma>
 void modulate(const Modulation& m) {
   const int64_t pieces = (m.count + m.inner - 1) / m.inner;
-  std::vector<double> tables(m.grad ? pieces * COLUMNS : 0);
+  std::vector<double> parameter_sums(m.grad ? pieces * COLUMNS : 0);
 #pragma omp parallel for num_threads(std::min(m.threads, pieces)) schedule(static)
   for (int64_t i = 0; i < pieces; i++) {
-    const Sigma sigma(m.table + i % m.heads * m.columns);
+    const Sigma sigma(m.parameters + i % m.heads * m.columns);
     constexpr int64_t BLOCK = 64 * LANES;
     const int64_t end = std::min((i + 1) * m.inner, m.count);
     for (int64_t j0 = i * m.inner; j0 < end; j0 += BLOCK) {
@@ -178,10 +181,11 @@ void modulate(const Modulation& m) {
         store(m.out + j,
               m.grad ? sigma.backward(x, load(m.grad + j, j1 - j), sums) : sigma.value(x), j1 - j);
       }
-      if (m.grad) sigma.add_gradients(sums, &tables[i * COLUMNS]);
+      if (m.grad) sigma.add_gradients(sums, &parameter_sums[i * COLUMNS]);
     }
   }
-  if (m.grad) sum_partials(tables.data(), pieces, COLUMNS, m.heads, m.columns, m.grad_table);
+  if (m.grad)
+    sum_partials(parameter_sums.data(), pieces, COLUMNS, m.heads, m.columns, m.grad_parameters);
 }
 
 }  // namespace
@@ -196,9 +200,9 @@ extern "C" int modulation(const Modulation* modulation) {
 
 struct Tails {
   int64_t rows;
-  const float* table;  // (rows, PLAIN_COLUMNS)
-  float* out;          // (rows, 4): the table's columns LOW_TURN to HIGH_LEVEL
-  float* jacobian;     // (rows, 4, PLAIN_COLUMNS): derivatives of `out` by `table`
+  const float* parameters;  // (rows, PLAIN_COLUMNS)
+  float* out;          // (rows, 4): the columns LOW_TURN to HIGH_LEVEL
+  float* jacobian;     // (rows, 4, PLAIN_COLUMNS): derivatives of `out`
 };
 
 namespace {
@@ -260,14 +264,14 @@ Turn low_turn(const double* p) {
 extern "C" int tails(const Tails* tails) {
   constexpr int64_t HALF = PLAIN_COLUMNS / 2;
   for (int64_t row = 0; row < tails->rows; row++) {
-    const float* table = tails->table + row * PLAIN_COLUMNS;
+    const float* parameters = tails->parameters + row * PLAIN_COLUMNS;
     float* out = tails->out + row * HALF;
     float* jacobian = tails->jacobian + row * HALF * PLAIN_COLUMNS;
     // The high side of sigma(x) is the low side of -sigma(-x).
     double low[PLAIN_COLUMNS], high[PLAIN_COLUMNS];
     for (int64_t i = 0; i < PLAIN_COLUMNS; i++) {
-      low[i] = table[i];
-      high[i] = -table[(i + HALF) % PLAIN_COLUMNS];
+      low[i] = parameters[i];
+      high[i] = -parameters[(i + HALF) % PLAIN_COLUMNS];
     }
     const Turn below = low_turn(low), above = low_turn(high);
     const bool turns = below.point > -INFINITE;

@@ -12,7 +12,7 @@ struct OutputLoss {
   // where lse is the log-sum-exp of z.
   float smooth_weight, nll_weight, z_weight, max_weight;
   const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
-  const float* table;                     // (columns,), or null if columns is 0
+  const float* parameters;                     // (columns,), or null if columns is 0
   const int64_t* target;                  // (tokens,)
   const float* factors;                   // (tokens,); null: no gradients
   // (tokens,): nll = lse - z[target], and
@@ -20,7 +20,7 @@ struct OutputLoss {
   // + max_weight * (max z - mean z).
   double *nll, *loss;
   float *grad_features, *grad_weight, *grad_bias;  // each may be null
-  double* grad_table;                              // (COLUMNS,)
+  double* grad_parameters;                              // (COLUMNS,)
 };
 
 namespace {
@@ -75,7 +75,7 @@ struct Column {
 template <class Sigma>
 void tile_statistics(
     const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, float* logits, Column* columns) {
-  const Sigma sigma(a.table);
+  const Sigma sigma(a.parameters);
   packed_product(rows, c.width, a.size, a.weight + v0 * a.size, a.size, c.features_t, logits,
                  c.stride, false);
   Vec modulated[CLASSES];
@@ -110,8 +110,8 @@ void tile_statistics(
 template <class Sigma>
 void tile_gradients(
     const OutputLoss& a, Chunk& c, int64_t v0, int64_t rows, bool first, float* scratch,
-    float* grad_features, double* grad_table) {
-  const Sigma sigma(a.table);
+    float* grad_features, double* grad_parameters) {
+  const Sigma sigma(a.parameters);
   const float* logits = c.logits + v0 * c.stride;
   // Separate from the logits, because grad_weight may overwrite those.
   float* grads = scratch;                           // (rows, width)
@@ -128,7 +128,8 @@ void tile_gradients(
       if (a.max_weight) part += z == load(c.tops + q) ? load(c.max_shares + q) : Vec{};
       store(grads + v * c.width + q, sigma.backward(x, load(c.factors + q) * part, sums));
     }
-    if (v % FLOAT_ROWS == FLOAT_ROWS - 1) sigma.add_gradients(std::exchange(sums, {}), grad_table);
+    if (v % FLOAT_ROWS == FLOAT_ROWS - 1)
+      sigma.add_gradients(std::exchange(sums, {}), grad_parameters);
   }
   for (int64_t q = 0; q < c.count; q++) {
     const int64_t v = a.target[c.rows[q]] - v0;
@@ -137,7 +138,7 @@ void tile_gradients(
     grad[0] = -a.nll_weight * c.factors[q];
     grads[v * c.width + q] += sigma.backward(broadcast(logits[v * c.stride + q]), grad, sums)[0];
   }
-  sigma.add_gradients(sums, grad_table);
+  sigma.add_gradients(sums, grad_parameters);
   if (a.grad_bias)
     for (int64_t v = 0; v < rows; v++) {
       Vec sum{};
@@ -200,15 +201,15 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
 
   const int64_t features = a.grad_features ? c.width * a.size : 0;
   std::fill_n(c.grad_features + 0, threads * features, 0.0f);
-  std::vector<double> grad_tables(threads * COLUMNS);
+  std::vector<double> parameter_sums(threads * COLUMNS);
   const int64_t scratch_size = 2 * CLASSES * c.width;
   for_each_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t rows) {
     tile_gradients<Sigma>(a, c, v0, rows, first, c.scratch + i * scratch_size,
                           features ? c.grad_features + i * features : nullptr,
-                          &grad_tables[i * COLUMNS]);
+                          &parameter_sums[i * COLUMNS]);
   });
   for (int64_t i = 0; i < threads; i++) {
-    for (int j = 0; j < COLUMNS; j++) a.grad_table[j] += grad_tables[i * COLUMNS + j];
+    for (int j = 0; j < COLUMNS; j++) a.grad_parameters[j] += parameter_sums[i * COLUMNS + j];
     for (int64_t q = 0; features && q < c.count; q++) {
       float* out = a.grad_features + c.rows[q] * a.size;
       const float* part = c.grad_features + i * features + q * a.size;
@@ -271,7 +272,7 @@ extern "C" int output_loss(const OutputLoss* loss) {
 struct Projection {
   int64_t tokens, classes, size, threads, columns;
   const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
-  const float* table;                     // (columns,), or null if columns is 0
+  const float* parameters;                     // (columns,), or null if columns is 0
   float* out;                             // (tokens, classes), modulated
 };
 
@@ -279,7 +280,7 @@ namespace {
 
 template <class Sigma>
 void project(const Projection& a) {
-  const Sigma sigma(a.table);
+  const Sigma sigma(a.parameters);
   const int64_t threads = std::min(a.threads, tiles_of(a.classes));
   const Buffer weights(threads * a.size * CLASSES);
   for_each_tile(a.classes, threads, [&](int64_t i, int64_t v0, int64_t count) {
@@ -290,7 +291,7 @@ void project(const Projection& a) {
       float* out = a.out + n * a.classes + v0;
       product(rows, count, a.size, a.features + n * a.size, a.size, weight, CLASSES, out,
               a.classes, false);
-      if (!a.bias && !a.table) continue;
+      if (!a.bias && !a.parameters) continue;
       for (int64_t r = 0; r < rows; r++)
         for (int64_t v = 0; v < count; v += LANES) {
           float* at = out + r * a.classes + v;

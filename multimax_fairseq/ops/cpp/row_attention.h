@@ -71,7 +71,7 @@ void row_scores(
 
 template <class Row>
 Row row_of(const Attention& a, int64_t h) {
-  return Row(a.parameter ? a.parameter[h] : 0);
+  return Row(a.row_parameter ? a.row_parameter[h] : 0);
 }
 
 template <class Row, bool MASKED>
@@ -222,7 +222,7 @@ void row_backward_head(const Backward& a, int64_t b, int64_t h, int64_t, float* 
         }
       });
       if constexpr (Row::learns)
-        a.parameters[bh] += sum_lanes_double(parameter_grad);
+        a.row_parameter_sums[bh] += sum_lanes_double(parameter_grad);
     }
     const auto add = [&](const GradRows& grad, const float* factors, const float* inputs) {
       support.for_each_key_group(first, last, width, [&](int64_t s, int64_t q, int64_t n) {
@@ -300,15 +300,15 @@ extern "C" int row_attention_forward(const Attention* attention) {
 extern "C" int row_attention_backward(const Attention* attention) {
   return guarded([&] {
     Backward a{*attention};
-    std::vector<double> parameters(a.batch * a.heads);
-    a.parameters = parameters.data();
+    std::vector<double> row_parameter_sums(a.batch * a.heads);
+    a.row_parameter_sums = row_parameter_sums.data();
     dispatch_row(a.function, [&](auto* kind) {
       using Row = std::remove_pointer_t<decltype(kind)>;
       for_each_head(a, row_backward_scratch(a),
                  a.mask.data ? row_backward_head<Row, true> : row_backward_head<Row, false>);
     });
-    if (a.grad_parameter)
-      sum_partials(a.parameters, a.batch * a.heads, 1, a.heads, 1, a.grad_parameter);
+    if (a.grad_row_parameter)
+      sum_partials(a.row_parameter_sums, a.batch * a.heads, 1, a.heads, 1, a.grad_row_parameter);
   });
 }
 

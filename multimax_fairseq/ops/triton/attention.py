@@ -79,7 +79,7 @@ def attention_backward(
         output, total: the results of `attention_forward(call)`.
     """
     grad_query, grad_key, grad_value = map(dense_like, (call.query, call.key, call.value))
-    table, sink, scale = call.table, call.sink, call.scale
+    parameters, sink, scale = call.parameters, call.sink, call.scale
     call = _with_positive_scale(call)
     output, grad = with_unit_last_stride(output), with_unit_last_stride(grad)
     query, key = call.query, call.key
@@ -99,8 +99,8 @@ def attention_backward(
 
     def run_queries(launch: Launch) -> Tensor | None:
         blocks, sums = -(-length // launch.queries), None
-        if table is not None:
-            sums = total.new_empty(batch, heads, blocks, table.shape[1])
+        if parameters is not None:
+            sums = total.new_empty(batch, heads, blocks, parameters.shape[1])
         own = {
             "GRAD_QUERY": grad_query, "SUMS": sums, "SUMMED": sums is not None, "MEANS": means,
             "SINKS": means is not None, **strides("gq", grad_query), **of_output,
@@ -124,8 +124,10 @@ def attention_backward(
     _run_fastest("key_kernel", arguments, run_keys)
     if scale <= 0:
         grad_query.neg_() if scale < 0 else grad_query.zero_()
-    if table is not None and sums is not None:
-        grads["table"] = sums.sum((0, 2)) if len(table) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
+    if parameters is not None and sums is not None:
+        grads["parameters"] = (
+            sums.sum((0, 2)) if len(parameters) > 1 else sums.sum((0, 1, 2)).unsqueeze(0)
+        )
     if sink is not None and means is not None:
         # The sink's value vector is 0, so its gradient is -p_sink * mean for each row.
         score = sink[:, None, None]
@@ -150,7 +152,7 @@ def _run_fastest(kernel: str, arguments: dict[str, Any], run: Callable[[Launch],
 
 def attention_arguments(call: AttentionCall) -> dict[str, Any]:
     """Return the arguments that all kernels share."""
-    query, key, table, mask = call.query, call.key, call.table, call.mask
+    query, key, parameters, mask = call.query, call.key, call.parameters, call.mask
     batch, heads, length, size = query.shape
     masking, mask_strides = 0, (0, 0, 0, 0)
     if mask is not None:
@@ -158,7 +160,7 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         mask = mask.expand(batch, heads, length, key.shape[2])
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         mask_strides = mask.stride()
-    table = None if table is None else table.contiguous()
+    parameters = None if parameters is None else parameters.contiguous()
     # Dropout compares 16 random bits with the threshold. keep_scale uses the rounded probability.
     threshold = round(call.dropout_p * _RANDOM)
     return {
@@ -168,13 +170,13 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         "Q": query,
         "K": key,
         "V": call.value,
-        "TABLE": table,
+        "PARAMETERS": parameters,
         "MASK": mask,
         "m_b": mask_strides[0],
         "m_h": mask_strides[1],
         "m_t": mask_strides[2],
         "m_s": mask_strides[3],
-        "t_h": 0 if table is None or len(table) == 1 else table.stride(0),
+        "t_h": 0 if parameters is None or len(parameters) == 1 else parameters.stride(0),
         "heads": heads,
         "T": length,
         "S": key.shape[2],
@@ -184,9 +186,9 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         "keep_scale": _RANDOM / (_RANDOM - threshold) if threshold < _RANDOM else 0.0,
         "D": size,
         "WIDTH": max(16, 1 << (size - 1).bit_length()),
-        "LOW": 0 if table is None else call.low,
-        "HIGH": 0 if table is None else call.high,
-        "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
+        "LOW": 0 if parameters is None else call.low,
+        "HIGH": 0 if parameters is None else call.high,
+        "MONOTONE": parameters is not None and parameters.shape[1] == MONOTONE_COLUMNS,
         # A dot product of two float16 rows stays far below the cap.
         "CAP": _CAPS[query.dtype == torch.float16],
         "MASKING": masking,

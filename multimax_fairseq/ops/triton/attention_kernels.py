@@ -4,7 +4,7 @@ The kernels compute the scores tile by tile, so no (T, S) tensor exists. Exactly
 each result, without atomics, so results are reproducible to the last bit. Common arguments:
 
     Q, GRAD: (B, H, T, D). K, V: (B, H, S, D).
-    TABLE: one row per head, with the row stride t_h.
+    PARAMETERS: one row per head, with the row stride t_h.
     MASK: (B, H, T, S), with the strides m_*.
     SINK: (H,), the score of an extra entry without a key; -inf means no sink.
     scale: positive.
@@ -30,7 +30,7 @@ from multimax_fairseq.ops.triton.modulator import (
     sigma,
     sigma_backward,
     sigma_backward_and_sums,
-    store_table_gradients,
+    store_parameter_gradients,
     zero_sums,
 )
 
@@ -184,7 +184,7 @@ def key_range(t0, S, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.co
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def forward_kernel(
-    Q, K, V, OUT, TOTAL, TABLE, SINK, MASK,
+    Q, K, V, OUT, TOTAL, PARAMETERS, SINK, MASK,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -197,7 +197,7 @@ def forward_kernel(
     The output of a row without allowed keys is 0. Its total is inf, so all probabilities are 0.
     """
     block, _, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
-    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
@@ -245,7 +245,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def mean_kernel(
-    Q, K, V, OUT, TOTAL, TABLE, SINK, MASK, GRAD, DELTA, NORM,
+    Q, K, V, OUT, TOTAL, PARAMETERS, SINK, MASK, GRAD, DELTA, NORM,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -264,7 +264,7 @@ def mean_kernel(
         mask adds -1e9 to a whole row, rounding removes the logarithm of the sum from its total.
     """
     block, _, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
-    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
@@ -314,7 +314,7 @@ def mean_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def query_kernel(
-    Q, K, V, OUT, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_QUERY, SUMS, MEANS,
+    Q, K, V, OUT, TOTAL, PARAMETERS, MASK, GRAD, DELTA, NORM, GRAD_QUERY, SUMS, MEANS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gq_b, gq_h, gq_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -330,7 +330,7 @@ def query_kernel(
     gradient of the sink is a sum over MEANS alone.
     """
     block, blocks, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
-    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
@@ -386,12 +386,14 @@ def query_kernel(
         tl.store(MEANS + row, tl.sum(weighted, 1) * norm, mask=rows < T)
     store_tile(GRAD_QUERY + b * gq_b + h * gq_h, rows, gq_n, T, grad_query * scale, D, WIDTH)
     if SUMMED:
-        store_table_gradients(SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE)
+        store_parameter_gradients(
+            SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE
+        )
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def key_kernel(
-    Q, K, V, TOTAL, TABLE, MASK, GRAD, DELTA, NORM, GRAD_KEY, GRAD_VALUE,
+    Q, K, V, TOTAL, PARAMETERS, MASK, GRAD, DELTA, NORM, GRAD_KEY, GRAD_VALUE,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gk_b, gk_h, gk_n, gv_b, gv_h, gv_n,
     t_h, heads, T, S, scale, seed, threshold, keep_scale,
@@ -405,7 +407,7 @@ def key_kernel(
     s0 = tl.program_id(0) % blocks * BLOCK_S
     bh = tl.program_id(0) // blocks
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
-    folded = fold(TABLE, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h

@@ -29,7 +29,7 @@ from multimax_fairseq.ops.triton.modulator import (
     sigma_backward,
     sigma_backward_and_sums,
     store,
-    store_table_gradients,
+    store_parameter_gradients,
     zero_sums,
 )
 
@@ -49,7 +49,7 @@ def _finite(top):
 
 @triton.jit(do_not_specialize=["classes"])
 def loss_kernel(
-    SCORES, TABLE, TARGET, FACTORS, NLL, LOSS, TABLE_GRAD,
+    SCORES, PARAMETERS, TARGET, FACTORS, NLL, LOSS, PARAMETERS_GRAD,
     scores_n, classes, smooth_weight, nll_weight, z_weight,
     ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, GRADIENT: tl.constexpr,
     SUMMED: tl.constexpr, BLOCK: tl.constexpr,
@@ -60,12 +60,12 @@ def loss_kernel(
 
     GRADIENT: overwrite the scores with the gradient of FACTORS * LOSS. If the factor is 0 or the
         target is negative, the gradient is 0, even for scores of NaN or inf.
-    SUMMED: store the gradient of each row by the table in TABLE_GRAD (N, columns).
+    SUMMED: store the gradient of each row by the parameters in PARAMETERS_GRAD (N, columns).
     """
     row = tl.program_id(0)
     scores = SCORES + row.to(tl.int64) * scores_n
     # Logarithms use base 2, because exp2 saves one instruction per score.
-    folded = fold(TABLE, 0, 1.0, _LOG2_E, ORDER, ORDER, MONOTONE)
+    folded = fold(PARAMETERS, 0, 1.0, _LOG2_E, ORDER, ORDER, MONOTONE)
     target = tl.load(TARGET + row)
     counts = target >= 0
     # Load the target's score before the reductions, which synchronise the warps. After them,
@@ -135,7 +135,9 @@ def loss_kernel(
                         grad = sigma_backward(s, grad, folded, ORDER, ORDER, MONOTONE, CAP)
                     store(scores, columns, classes, grad, phase == 1)
         if SUMMED:
-            store_table_gradients(TABLE_GRAD, row, sums, folded, 1.0, ORDER, ORDER, MONOTONE)
+            store_parameter_gradients(
+                PARAMETERS_GRAD, row, sums, folded, 1.0, ORDER, ORDER, MONOTONE
+            )
 
 
 def output_loss(
@@ -145,49 +147,57 @@ def output_loss(
 
     Args:
         factors: (N,) float32, the gradient of each row's loss; None for no gradients.
-        needed: which of features, weight, bias and table need gradients.
+        needed: which of features, weight, bias and parameters need gradients.
     """
     one_chunk = partial(
         _one_chunk,
         weights=(call.smooth_weight, call.nll_weight, call.z_weight),
-        needs_table=needed[3],
+        needs_parameters=needed[3],
     )
     # The kernel ignores negative targets and returns NaN for targets that are too large.
     target = torch.where(call.target < 0, call.weight.shape[0], call.target)
     target = target.masked_fill(call.target == call.ignore_index, -1).contiguous()
-    table = None if call.table is None else call.table.contiguous()
+    parameters = None if call.parameters is None else call.parameters.contiguous()
     factors = None if factors is None else factors.contiguous()
-    return through_chunks(one_chunk, call._replace(table=table, target=target), factors, needed)
+    return through_chunks(
+        one_chunk, call._replace(parameters=parameters, target=target), factors, needed
+    )
 
 
 def _one_chunk(
     scores: Tensor,
-    table: Tensor | None,
+    parameters: Tensor | None,
     target: Tensor,
     factors: Tensor | None,
     weights: tuple[float, float, float],
-    needs_table: bool,
+    needs_parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute one chunk, see `OneChunk`. The gradients overwrite the scores."""
     rows, classes = scores.shape
     nll, loss = (scores.new_empty(rows, dtype=torch.float32) for _ in range(2))
     smooth_weight, nll_weight, z_weight = map(float, weights)
-    table_grad = None
-    if factors is not None and table is not None and needs_table:
-        table_grad = table.new_empty(rows, table.shape[1])
+    parameters_grad = None
+    if factors is not None and parameters is not None and needs_parameters:
+        parameters_grad = parameters.new_empty(rows, parameters.shape[1])
     arguments = {
-        "SCORES": scores, "TABLE": table, "TARGET": target, "FACTORS": factors, "NLL": nll,
-        "LOSS": loss, "TABLE_GRAD": table_grad, "scores_n": scores.stride(0), "classes": classes,
+        "SCORES": scores, "PARAMETERS": parameters, "TARGET": target, "FACTORS": factors,
+        "NLL": nll, "LOSS": loss, "PARAMETERS_GRAD": parameters_grad,
+        "scores_n": scores.stride(0), "classes": classes,
         "smooth_weight": smooth_weight, "nll_weight": nll_weight, "z_weight": z_weight,
-        "ORDER": 0 if table is None else 2,
-        "MONOTONE": table is not None and table.shape[1] == MONOTONE_COLUMNS,
+        "ORDER": 0 if parameters is None else 2,
+        "MONOTONE": parameters is not None and parameters.shape[1] == MONOTONE_COLUMNS,
         # The square of a finite float16 does not overflow in float32, but a score may be -inf.
         "CAP": (CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
-        "GRADIENT": factors is not None, "SUMMED": table_grad is not None,
+        "GRADIENT": factors is not None, "SUMMED": parameters_grad is not None,
         "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
     }  # fmt: skip
     with torch.cuda.device_of(scores):
         run_kernel(loss_kernel, rows, arguments)
     if factors is None:
         return nll, loss, None, None
-    return nll, loss, scores, None if table_grad is None else table_grad.sum(0, keepdim=True)
+    return (
+        nll,
+        loss,
+        scores,
+        None if parameters_grad is None else parameters_grad.sum(0, keepdim=True),
+    )

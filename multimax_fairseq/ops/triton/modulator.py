@@ -4,9 +4,9 @@
 u = min(s, edge), the term c max(edge - s, 0)^2 becomes c u^2 - 2 c edge u plus a constant. The
 coefficients absorb the scale of the scores, the unit of the result and all constants.
 
-A row of a table has COLUMNS float32 entries: low_coefficient[1..2], low_threshold[1..2], then the
-same for the high side. A monotone modulator has four more: low_turn, high_turn, low_offset and
-high_level. Its value is x + low_offset below low_turn and high_level above high_turn.
+A row of the parameters has COLUMNS float32 entries: low_coefficient[1..2], low_threshold[1..2],
+then the same for the high side. A monotone modulator has four more: low_turn, high_turn, low_offset
+and high_level. Its value is x + low_offset below low_turn and high_level above high_turn.
 
 Compile-time constants of the kernels:
 
@@ -68,9 +68,9 @@ def _fold_side(row, scale, unit, SIGN: tl.constexpr, ORDER: tl.constexpr):
 
 @triton.jit
 def fold(
-    TABLE, first, scale, unit, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
+    PARAMETERS, first, scale, unit, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):  # fmt: skip
-    """Fold the table's row at offset `first` for the functions below.
+    """Fold the row of parameters at offset `first` for the functions below.
 
     These take s, where a score is scale * s with scale > 0, and return unit * sigma. Returns the
     slope of s; the constants of sigma and sigma'; the cap in the unit of s; both sides (see
@@ -80,15 +80,15 @@ def fold(
     low, high, turns = 0.0, 0.0, 0.0
     constant, level = 0.0, 1.0
     if LOW > 0:
-        low = _fold_side(TABLE + first, scale, unit, -1, LOW)
+        low = _fold_side(PARAMETERS + first, scale, unit, -1, LOW)
         constant += low[5]
         level += low[8]
     if HIGH > 0:
-        high = _fold_side(TABLE + first + 4, scale, unit, 1, HIGH)
+        high = _fold_side(PARAMETERS + first + 4, scale, unit, 1, HIGH)
         constant += high[5]
         level += high[8]
     if MONOTONE:
-        row = TABLE + first + 8
+        row = PARAMETERS + first + 8
         low_offset = tl.load(row + 2) * unit - constant
         high_level = tl.load(row + 3) * unit - constant
         turns = (tl.load(row) / scale, tl.load(row + 1) / scale, low_offset, high_level)
@@ -246,7 +246,7 @@ def sigma_backward_and_sums(
 ):  # fmt: skip
     """Return grad * sigma'(scale * s), and `sums` plus the contribution of these scores.
 
-    `store_table_gradients` turns the sums into gradients.
+    `store_parameter_gradients` turns the sums into gradients.
     """
     _, _, _, cap, low, high, turns = folded
     low_sums, high_sums, turn_sums = sums[:4], sums[4:8], sums[8:]
@@ -275,10 +275,10 @@ def _side_gradients(sums, side, scale, SIGN: tl.constexpr):
 
 
 @triton.jit
-def _table_gradients(
+def _parameter_gradients(
     sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):
-    """Return the gradients of a row of the table: one tensor per column, shaped as the sums."""
+    """Return the gradients of a row of parameters: one tensor per column, shaped as the sums."""
     _, _, _, _, low, high, _ = folded
     low_sums, high_sums = sums[:4], sums[4:8]
     if LOW > 0:
@@ -293,11 +293,11 @@ def _table_gradients(
 
 
 @triton.jit
-def store_table_gradients(
+def store_parameter_gradients(
     SUMS, row, sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
 ):  # fmt: skip
-    """Compute a program's gradients of a row of the table and store them as a row of SUMS."""
-    grads = _table_gradients(sums, folded, scale, LOW, HIGH, MONOTONE)
+    """Compute a program's gradients of a row of parameters and store them in SUMS."""
+    grads = _parameter_gradients(sums, folded, scale, LOW, HIGH, MONOTONE)
     columns: tl.constexpr = 12 if MONOTONE else 8
     for column in tl.static_range(columns):
         tl.store(SUMS + row.to(tl.int64) * columns + column, tl.sum(grads[column]))
@@ -323,18 +323,18 @@ def store(start, index, limit, values, EDGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def modulate_kernel(
-    SCORES, TABLE, OUT, count, pieces, heads, t_h,
+    SCORES, PARAMETERS, OUT, count, pieces, heads, t_h,
     MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT = sigma(SCORES).
 
-    `count` consecutive scores share a row of the table. They are split into `pieces` of PIECE
+    `count` consecutive scores share a row of the parameters. They are split into `pieces` of PIECE
     scores, one per program.
     """
     slab = (tl.program_id(0) // pieces).to(tl.int64)
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
-    folded = fold(TABLE, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
+    folded = fold(PARAMETERS, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
     whole = left // BLOCK * BLOCK
     for phase in tl.static_range(2):
         for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
@@ -347,14 +347,14 @@ def modulate_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def modulate_backward_kernel(
-    GRAD, SCORES, TABLE, OUT, SUMS, count, pieces, heads, t_h,
+    GRAD, SCORES, PARAMETERS, OUT, SUMS, count, pieces, heads, t_h,
     MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT, the gradient of SCORES, and a row of SUMS per program. See `modulate_kernel`."""
     slab = (tl.program_id(0) // pieces).to(tl.int64)
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
-    folded = fold(TABLE, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
+    folded = fold(PARAMETERS, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
     sums = zero_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
     whole = left // BLOCK * BLOCK
     for phase in tl.static_range(2):
@@ -364,7 +364,7 @@ def modulate_backward_kernel(
             grad = load_scores(GRAD + first, index, left, phase == 1)
             grad_s, sums = sigma_backward_and_sums(s, grad, sums, folded, 2, 2, MONOTONE, CAP_BOTH)
             store(OUT + first, index, left, grad_s, phase == 1)
-    store_table_gradients(SUMS, tl.program_id(0), sums, folded, 1.0, 2, 2, MONOTONE)
+    store_parameter_gradients(SUMS, tl.program_id(0), sums, folded, 1.0, 2, 2, MONOTONE)
 
 
 @triton.jit
@@ -425,12 +425,12 @@ def _low_turn(c1, c2, t1, t2, k1, k2, d1, d2):
 
 
 @triton.jit
-def tails_kernel(TABLE, OUT, JACOBIAN):
+def tails_kernel(PARAMETERS, OUT, JACOBIAN):
     """Compute one side of a row per program: see `tails`."""
     row, side = tl.program_id(0).to(tl.int64) // 2, tl.program_id(0) % 2
     # The high side of sigma(x) is the low side of -sigma(-x).
     sign = 1.0 - 2.0 * side
-    own, other = TABLE + row * 8 + 4 * side, TABLE + row * 8 + 4 - 4 * side
+    own, other = PARAMETERS + row * 8 + 4 * side, PARAMETERS + row * 8 + 4 - 4 * side
     at, value, derivative, at_by, fixed = _low_turn(
         sign * tl.load(own), sign * tl.load(own + 1),
         sign * tl.load(own + 2), sign * tl.load(own + 3),
@@ -449,28 +449,36 @@ def tails_kernel(TABLE, OUT, JACOBIAN):
         tl.store(by + 16, tl.where(turns, fixed[i] + (derivative - is_low) * at_by[i], 0.0))
 
 
-def tails(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last four columns of a monotone modulator's table, and their derivatives.
+def tails(parameters: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last four columns of a monotone modulator's parameters, and their derivatives.
 
     Args:
-        table: (rows, 8) float32, the first eight columns.
+        parameters: (rows, 8) float32, the first eight columns.
 
     Returns:
-        (rows, 4); (rows, 4, 8), the derivatives by `table`.
+        (rows, 4); (rows, 4, 8), the derivatives.
     """
-    out, jacobian = table.new_empty(len(table), 4), table.new_empty(len(table), 4, 8)
-    with torch.cuda.device_of(table):
-        arguments = {"TABLE": table.contiguous(), "OUT": out, "JACOBIAN": jacobian, "num_warps": 1}
-        run_kernel(tails_kernel, 2 * len(table), arguments)
+    out, jacobian = (
+        parameters.new_empty(len(parameters), 4),
+        parameters.new_empty(len(parameters), 4, 8),
+    )
+    with torch.cuda.device_of(parameters):
+        arguments = {
+            "PARAMETERS": parameters.contiguous(),
+            "OUT": out,
+            "JACOBIAN": jacobian,
+            "num_warps": 1,
+        }
+        run_kernel(tails_kernel, 2 * len(parameters), arguments)
     return out, jacobian
 
 
-def modulate(scores: Tensor, table: Tensor) -> Tensor:
+def modulate(scores: Tensor, parameters: Tensor) -> Tensor:
     """Return sigma(scores).
 
     Args:
-        scores: float16, bfloat16 or float32; (..., heads, T, S) if the table has a row per head.
-        table: (1 or heads, 8 or 12) float32, see the top of this file.
+        scores: float16, bfloat16 or float32; (..., heads, T, S) if each head has a row.
+        parameters: (1 or heads, 8 or 12) float32, see the top of this file.
 
     Returns:
         The shape of scores, float32, contiguous.
@@ -478,34 +486,36 @@ def modulate(scores: Tensor, table: Tensor) -> Tensor:
     scores = scores.contiguous()
     out = torch.empty_like(scores, dtype=torch.float32)
     if scores.numel() > 0:
-        programs, arguments = _pieces(scores, table)
+        programs, arguments = _pieces(scores, parameters)
         with torch.cuda.device_of(scores):
             run_kernel(modulate_kernel, programs, {"SCORES": scores, "OUT": out, **arguments})
     return out
 
 
-def modulate_backward(grad: Tensor, scores: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `modulate` by scores, in their dtype, and by table, float32."""
+def modulate_backward(grad: Tensor, scores: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of scores, in their dtype, and of parameters, in float32."""
     grad, scores = grad.contiguous(), scores.contiguous()
     out = torch.empty_like(scores)
     if scores.numel() == 0:
-        return out, torch.zeros_like(table)
-    programs, arguments = _pieces(scores, table)
-    sums = table.new_empty(programs // arguments["pieces"], arguments["pieces"], table.shape[1])
+        return out, torch.zeros_like(parameters)
+    programs, arguments = _pieces(scores, parameters)
+    sums = parameters.new_empty(
+        programs // arguments["pieces"], arguments["pieces"], parameters.shape[1]
+    )
     arguments |= {"GRAD": grad, "SCORES": scores, "OUT": out, "SUMS": sums}
     with torch.cuda.device_of(scores):
         run_kernel(modulate_backward_kernel, programs, arguments)
-    return out, sums.sum(1).view(-1, *table.shape).sum(0)
+    return out, sums.sum(1).view(-1, *parameters.shape).sum(0)
 
 
-def _pieces(scores: Tensor, table: Tensor) -> tuple[int, dict[str, Any]]:
+def _pieces(scores: Tensor, parameters: Tensor) -> tuple[int, dict[str, Any]]:
     """Return the number of programs, and the arguments that both kernels share."""
-    table = table.contiguous()
-    heads, columns = table.shape
+    parameters = parameters.contiguous()
+    heads, columns = parameters.shape
     count = scores.numel() if heads == 1 else scores.shape[-1] * scores.shape[-2]
     pieces = triton.cdiv(count, PIECE)
     return scores.numel() // count * pieces, {
-        "TABLE": table, "count": count, "pieces": pieces, "heads": heads, "t_h": columns,
+        "PARAMETERS": parameters, "count": count, "pieces": pieces, "heads": heads, "t_h": columns,
         "MONOTONE": columns == MONOTONE_COLUMNS,
         "PIECE": PIECE, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
     }  # fmt: skip

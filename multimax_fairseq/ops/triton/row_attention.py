@@ -60,7 +60,7 @@ def row_attention_backward(
     _run(row_key_kernel, arguments, outputs, "keys")
     grads = {"query": grad_query, "key": grad_key, "value": grad_value}
     if call.function == "alpha_entmax":
-        grads["parameter"] = grad_alpha.sum((0, 2))
+        grads["row_parameter"] = grad_alpha.sum((0, 2))
     return grads
 
 
@@ -68,7 +68,7 @@ def _arguments(call: AttentionCall) -> dict[str, Any]:
     """Return the arguments that all kernels share."""
     query, key, value = (with_unit_last_stride(t) for t in (call.query, call.key, call.value))
     arguments = attention_arguments(call._replace(query=query, key=key, value=value))
-    parameter = None if call.parameter is None else call.parameter.contiguous()
+    parameter = None if call.row_parameter is None else call.row_parameter.contiguous()
     return arguments | {"PARAMETER": parameter, "FUNCTION": FUNCTIONS.index(call.function)}
 
 
