@@ -1,4 +1,4 @@
-"""Inspects programs recorded by torch.compile, torch.export or torch.jit, and calls at run time."""
+"""Inspects programs recorded by torch.compile or torch.export, and calls at run time."""
 
 import pytest
 import torch
@@ -51,10 +51,3 @@ def ours(graph):
     """Return the names of this package's operators in a graph."""
     targets = (str(node.target) for node in graph.nodes)
     return {t.split(".")[1] for t in targets if t.startswith("multimax_fairseq.")}
-
-
-def assert_plain(traced):
-    """Check that a TorchScript trace contains PyTorch's own operators only."""
-    kinds = {node.kind() for node in traced.inlined_graph.nodes()}
-    assert {kind.partition("::")[0] for kind in kinds} <= {"aten", "prim"}
-    assert "prim::PythonOp" not in kinds

@@ -322,7 +322,7 @@ def test_ridge_regression_handles_one_token_and_none():
 
 
 @pytest.mark.parametrize("function", [continuous_softmax, continuous_sparsemax])
-def test_continuous_attention_supports_vmap_trace_and_compile(function):
+def test_continuous_attention_supports_vmap_and_compile(function):
     mean, variance = drawn(3, 2), drawn(3, 2, seed=1) * 0.1 + 1e-3
     bases = double([0.0, 0.5, 1.0], [0.1, 0.3, 3.0])
     expected = function(mean, variance, *bases)
@@ -331,10 +331,6 @@ def test_continuous_attention_supports_vmap_trace_and_compile(function):
     forward = torch.func.jacrev(lambda v: function(mean[0], v, *bases))(variance[0])
     inner = torch.autograd.functional.jacobian(lambda v: function(mean[0], v, *bases), variance[0])
     torch.testing.assert_close(forward, inner)
-    traced = torch.jit.trace(function, (mean, variance, *bases))
-    torch.testing.assert_close(
-        traced(mean + 0.1, variance / 1e5, *bases), function(mean + 0.1, variance / 1e5, *bases)
-    )
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(mean, variance, *bases), expected)
 

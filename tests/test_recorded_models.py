@@ -10,7 +10,6 @@ from recorded_programs import (
     NEEDS_KERNELS,
     QUERIES,
     Recorder,
-    assert_plain,
     autocast,
     is_wide,
     ours,
@@ -24,12 +23,7 @@ from toy_models import scatter_modulators
 from multimax_fairseq.criterions.cross_entropy import LabelSmoothedMultimaxCrossEntropyCriterion
 from multimax_fairseq.ops import backend
 
-pytestmark = [
-    pytest.mark.long,
-    NEEDS_KERNELS,
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
+pytestmark = [pytest.mark.long, NEEDS_KERNELS]
 
 ARCHITECTURES = {
     "transformer_multimax": ["--multimax-heads", "separate", "--output-normalizer", "multimax"],
@@ -158,16 +152,6 @@ def test_make_fx_records_a_model_and_gradients(training):
         inputs = scores.inputs(sample)
         expected, got = function(parameters, inputs), recorded(parameters, inputs)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_jit_trace_records_torch_operators_for_all_lengths(training):
-    model, batches = training
-    scores = Scores(model).eval()
-    traced = torch.jit.trace(scores, scores.inputs(batches[0]), check_trace=False)
-    assert_plain(traced)
-    for sample in batches:
-        inputs = scores.inputs(sample)
-        torch.testing.assert_close(traced(*inputs), scores(*inputs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -231,7 +231,6 @@ class _SoftmaxMode(TorchFunctionMode):
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask
-        scale = None if scale is None else float(scale)  # torch.jit.trace passes a tensor
         context, _ = self.module.normalizer.attend(
             query, key, value, mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -168,11 +168,10 @@ class Modulator(nn.Module):
         ValueError: an argument out of its range.
     """
 
-    if TYPE_CHECKING:  # torch.jit.trace cannot read these annotations
-        low_coefficient: Tensor | None
-        low_threshold: Tensor | None
-        high_coefficient: Tensor | None
-        high_threshold: Tensor | None
+    low_coefficient: Tensor | None
+    low_threshold: Tensor | None
+    high_coefficient: Tensor | None
+    high_threshold: Tensor | None
 
     def __init__(
         self,

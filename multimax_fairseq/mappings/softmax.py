@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,7 @@ class Temperature(nn.Module):
         ValueError: the temperature is not finite and above zero; `learned` is not a bool.
     """
 
-    if TYPE_CHECKING:  # torch.jit.trace cannot read this annotation
-        log_temperature: Tensor | None
+    log_temperature: Tensor | None
 
     def __init__(self, temperature: float = 1.0, learned: bool = False) -> None:
         super().__init__()

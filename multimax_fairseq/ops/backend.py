@@ -98,9 +98,9 @@ def select(
     """Return "plain", "cpp" or "triton" for an operation on these tensors, and why it is "plain".
 
     A kernel takes tensors of one device and one dtype out of `dtypes`, to which autocast casts. In
-    all other cases the backend is "plain", even if another one is requested: also under
-    torch.jit.trace, torch.func and forward-mode differentiation, and for tensors that wrap others,
-    such as DTensor.
+    all other cases the backend is "plain", even if another one is requested: also under torch.func,
+    forward-mode differentiation and torch.jit.trace, and for tensors that wrap others, such as
+    DTensor.
 
     Args:
         backend: as `requested`.
@@ -122,16 +122,10 @@ def _select(
     assert first is not None
     choice, reason = _kernel(backend, str(first.device))
     reason = reason or unsupported
-    if not reason and is_traced:
-        reason = _unsupported_trace()
+    if not reason and is_traced and transformed():
+        reason = "torch.func, forward mode or torch.jit.trace transforms the calls"
     reason = reason or _unsupported_tensors(choice, first, tensors, dtypes)
     return ("plain", reason) if reason else (choice, "")
-
-
-def _unsupported_trace() -> str:
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return "torch.jit.trace records the calls"
-    return "torch.func or forward mode differentiates the calls" if transformed() else ""
 
 
 def _unsupported_tensors(
@@ -253,7 +247,6 @@ def traced() -> bool:
     """Whether torch records or transforms the calls instead of only running them."""
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
         or transformed()
@@ -261,8 +254,15 @@ def traced() -> bool:
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is active; operators support neither."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether torch.func, forward-mode differentiation or torch.jit.trace is active.
+
+    Operators support none of them. Under torch.jit.trace, sizes are tensors, which crash a kernel.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
 
 
 def needs_plain_operations(*tensors: Tensor | None) -> bool:
