@@ -118,7 +118,7 @@ def apply():
     try:
         for fix in FIXES:
             fix()
-        running.processes(apply)
+        running.processes(apply)  # which applies all fixes in the processes that fairseq starts
     finally:
         logging.disable(logging.NOTSET)
         root.handlers[:] = handlers
