@@ -49,11 +49,11 @@ def plan(out: Path, task: str, entry: str, seed: int, is_quick: bool, user_dir: 
     words += ["--quick"] if is_quick else []
     words += ["--user-dir", user_dir] if user_dir else []
     name, folder = f"{task}, {entry}, seed {seed}", out / f"{task}-{entry}" / f"seed-{seed}"
-    make_it = functools.partial(make, task, entry, seed, is_quick, user_dir)
-    return Run(name, folder, portable(words), "", make_it)
+    make_result = functools.partial(result_of, task, entry, seed, is_quick, user_dir)
+    return Run(name, folder, portable(words), "", make_result)
 
 
-def make(name: str, entry: str, seed: int, is_quick: bool, user_dir: str, *_: object) -> Line:
+def result_of(name: str, entry: str, seed: int, is_quick: bool, user_dir: str, *_: object) -> Line:
     """Train and evaluate one model; return its result."""
     logging.getLogger("multimax_fairseq").setLevel(logging.WARNING)
     torch.set_num_threads(1)
@@ -90,19 +90,26 @@ def import_plugin(user_dir: str) -> None:
 
 
 def work(runs: list[Run], jobs: int) -> None:
-    """Finish all runs, several at a time."""
+    """Finish all runs, several at a time: first those that no other process holds."""
     # A fresh process for each run: its peak memory is the run's own.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         jobs, mp_context=context, max_tasks_per_child=1, initializer=end_with_parent
     ) as pool:
-        futures = {pool.submit(finish, run): run for run in runs}
+        left, count = runs, 0
         try:
-            for count, future in enumerate(as_completed(futures), 1):
-                line = future.result()
-                scores = ", ".join(f"{x:.4g} at {n}" for n, x in line["scores"].items())
-                name = futures[future].name
-                print(f"{name}: {line['unit']} {scores} ({count} of {len(runs)})", flush=True)
+            for wait in (False, True):
+                futures = {pool.submit(finish, run, wait): run for run in left}
+                left = []
+                for future in as_completed(futures):
+                    run, line = futures[future], future.result()
+                    if line is None:
+                        left.append(run)
+                        continue
+                    count += 1
+                    scores = ", ".join(f"{x:.4g} at {n}" for n, x in line["scores"].items())
+                    count_of = f"({count} of {len(runs)})"
+                    print(f"{run.name}: {line['unit']} {scores} {count_of}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
