@@ -287,7 +287,7 @@ PREPARE: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def make(what: str, given: str | None, out: Path) -> None:
+def make_data(what: str, given: str | None, out: Path) -> None:
     check_free(out / what)
     checksum = SOURCES[what].checksum
     if given is None:
@@ -310,7 +310,7 @@ def main() -> None:
         parser.add_argument(f"--archive-{what}", metavar="FILE")
     arguments = parser.parse_args()
     for what in QUICKSTART if arguments.only is None else [arguments.only]:
-        make(what, getattr(arguments, f"archive_{what}"), arguments.out)
+        make_data(what, getattr(arguments, f"archive_{what}"), arguments.out)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def run_all(
         columns: of the table, before that of the paper's score.
     """
 
-    def make(row: str, seed: int, epochs: int, run: Run, _: int) -> Line:
+    def result_of(row: str, seed: int, epochs: int, run: Run, _: int) -> Line:
         known = {"experiment": name, "row": row, "seed": seed}
         return {**known, **train(row, seed, epochs, run.folder), "hardware": _hardware(args)}
 
@@ -77,8 +77,8 @@ def run_all(
         words = [f"scripts/{name}.sh", *settings, "--rows", row]
         words += ["--seeds", str(seed), "--epochs", str(epochs)]
         label, folder = f"{name} {row}, seed {seed}", args.out / row / f"seed-{seed}"
-        make_it = functools.partial(make, row, seed, epochs)
-        runs.append(Run(label, folder, portable(words), data, make_it))
+        make_result = functools.partial(result_of, row, seed, epochs)
+        runs.append(Run(label, folder, portable(words), data, make_result))
     work(runs)
 
     def table(results: list[Line]) -> str:

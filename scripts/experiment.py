@@ -127,7 +127,7 @@ def plan(args: argparse.Namespace, row: str, seed: int) -> Run:
         folder,
         command,
         checksum_of(args.data_bin),
-        functools.partial(make, args, row, seed),
+        functools.partial(result_of, args, row, seed),
     )
 
 
@@ -223,7 +223,7 @@ def attention_of(checkpoint: Path, data: Path, plugin: str) -> dict[str, float]:
     return listener.statistics.means()
 
 
-def make(args: argparse.Namespace, row: str, seed: int, run: Run, lock: int) -> dict[str, Any]:
+def result_of(args: argparse.Namespace, row: str, seed: int, run: Run, lock: int) -> dict[str, Any]:
     """Train and evaluate; return the result."""
     experiment = args.experiment
     check_finished(run)

@@ -77,7 +77,7 @@ def with_graphs(contestants: dict[str, Contestant], args: argparse.Namespace, *n
     for name in names if args.device == "cuda" else ():
         plain = contestants[name]
 
-        def make(plain: Contestant = plain) -> Ready:
+        def make_ready(plain: Contestant = plain) -> Ready:
             ready, stream = plain.make(), torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -93,7 +93,7 @@ def with_graphs(contestants: dict[str, Contestant], args: argparse.Namespace, *n
 
             return ready._replace(step=step)
 
-        contestants[f"{name}, CUDA graph"] = plain._replace(make=make)
+        contestants[f"{name}, CUDA graph"] = plain._replace(make=make_ready)
 
 
 def share_of_zeros(probs: Tensor, excluded: Tensor | None) -> float:
@@ -140,7 +140,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
     ) -> Contestant:
         family = name.split()[0]
 
-        def make() -> Ready:
+        def make_ready() -> Ready:
             tensors = inputs()
             attend = make_attend(tensors)
             learned = dict(tensors.parts)
@@ -152,7 +152,7 @@ def attention_case(args: argparse.Namespace, shape: tuple[int, ...]) -> Case:
                 return ready
             return ready._replace(zeros=zeros_of(tensors, family))
 
-        return Contestant(make, family, backend)
+        return Contestant(make_ready, family, backend)
 
     def lower_bound() -> Ready:
         tensors = inputs()
@@ -301,21 +301,21 @@ def output_case(args: argparse.Namespace, vocabulary: int) -> Case:
         return baselines.loss_of_logits(logits, target, args.label_smoothing)
 
     def contestant(loss: Callable, modulated: bool) -> Contestant:
-        def make() -> Ready:
+        def make_ready() -> Ready:
             parts, modulator, target = inputs()
             learned = dict(parts) | (dict(modulator.named_parameters()) if modulated else {})
             used = modulator if modulated else None
             return gradients_of(lambda: (loss(*parts.values(), target, used), None), learned)
 
-        return Contestant(make, "MultiMax" if modulated else "softmax")
+        return Contestant(make_ready, "MultiMax" if modulated else "softmax")
 
     def torch_loss(name: str) -> Contestant:
-        def make() -> Ready:
+        def make_ready() -> Ready:
             parts, _, target = inputs()
             loss = losses()[name]
             return gradients_of(lambda: (loss(*parts.values(), target), None), parts)
 
-        return Contestant(make, "softmax")
+        return Contestant(make_ready, "softmax")
 
     def losses() -> dict[str, baselines.Loss]:
         by_name = baselines.losses(args.label_smoothing)

@@ -87,7 +87,7 @@ def layer_case(call: Recorded, args: argparse.Namespace) -> Case:
         return [part.clone().requires_grad_() for part in parts], grad
 
     def contestant(label: str, attend: Callable[..., Tensor], is_random: bool) -> Contestant:
-        def make() -> Ready:
+        def make_ready() -> Ready:
             parts, grad = inputs(is_random)
             learned: dict[str, Any] = dict(zip(("query", "key", "value"), parts, strict=True))
             if attend is softmax:
@@ -98,7 +98,7 @@ def layer_case(call: Recorded, args: argparse.Namespace) -> Case:
                 _, probs = call.attend(*parts, need_probs=True)
             return ready._replace(zeros=share_of_zeros(probs, call.excluded))
 
-        return Contestant(make, label)
+        return Contestant(make_ready, label)
 
     def ours(*parts: Tensor) -> Tensor:
         return call.attend(*parts)[0]

@@ -57,7 +57,7 @@ def train(args: argparse.Namespace) -> list[Case]:
     words += ["--cpu"] if args.device == "cpu" else []
 
     def contestant(chosen: tuple[str, str], backend: str = "auto", flags: str = "") -> Contestant:
-        def make() -> Ready:
+        def make_ready() -> Ready:
             arguments = [*words, "--arch", chosen[0], "--criterion", chosen[1], *args.rest]
             arguments += shlex.split(flags)
             cfg = convert_namespace_to_omegaconf(
@@ -68,7 +68,7 @@ def train(args: argparse.Namespace) -> list[Case]:
             model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
             return training_step(Trainer(cfg, task, model, criterion), args)
 
-        return Contestant(make, f"{chosen[0]} {flags}", backend)
+        return Contestant(make_ready, f"{chosen[0]} {flags}", backend)
 
     contestants = {
         "softmax (fairseq)": contestant(softmax),
