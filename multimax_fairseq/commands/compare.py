@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.parallel_text import SPLITS, Pairs, prepare, read_pairs
-from multimax_fairseq.commands.runs import Run, finish, train
+from multimax_fairseq.commands.runs import Run, claim, finished, train, work
 from multimax_fairseq.commands.stock import find_command, portable, sentences
 from multimax_fairseq.commands.tables import FEWEST, markdown, mean, paired
 from multimax_fairseq.errors import UsageError
@@ -60,18 +60,26 @@ def main(args: argparse.Namespace) -> None:
     options = [*COMMON, *(ON_GPU if is_gpu else ON_CPU)]
     options += ["--max-update", str(args.updates), "--total-num-update", str(args.updates)]
     options += ["--save-interval-updates", str(max(1, args.updates // 5))]
-    claim(args.out, {"source": args.source, "target": args.target, "options": options}, pairs)
-    data = prepare(pairs, args.source, args.target, args.out)
+    with claim(args.out, wait=True):
+        keep_settings(
+            args.out, {"source": args.source, "target": args.target, "options": options}, pairs
+        )
+        data = prepare(pairs, args.source, args.target, args.out)
     seeds = range(args.seed, args.seed + args.seeds)
-    checksum, make_it = data_checksum(data), functools.partial(make, data, args.updates)
-    runs: dict[str, list[Result]] = {mapping: [] for mapping in MAPPINGS}
+    checksum, make_result = data_checksum(data), functools.partial(result_of, data, args.updates)
+    trainings: dict[tuple[str, int], Run] = {}
     for seed, mapping in itertools.product(seeds, MAPPINGS):
         folder = args.out / mapping / f"seed-{seed}"
         command = [find_command("fairseq-train"), str(data), "--user-dir", str(PLUGIN)]
         command += ["--attention-normalizer", mapping, "--seed", str(seed), *options]
         command += ["--save-dir", str(folder)]
-        run = Run(f"{mapping}, seed {seed}", folder, command, checksum, make_it)
-        runs[mapping].append(finish(run) or {})
+        name = f"{mapping}, seed {seed}"
+        trainings[mapping, seed] = Run(name, folder, command, checksum, make_result)
+    work([*trainings.values()])
+    runs = {
+        mapping: [finished(trainings[mapping, seed]) or {} for seed in seeds]
+        for mapping in MAPPINGS
+    }
     models = {mapping: over_seeds(results) for mapping, results in runs.items()}
     scores = ([run["value"] for run in runs[mapping]] for mapping in MAPPINGS)
     gains = [multimax - softmax for softmax, multimax in zip(*scores, strict=True)]
@@ -79,23 +87,22 @@ def main(args: argparse.Namespace) -> None:
     write_json(args.out / "result.json", found)
     folders = {mapping: args.out / mapping / f"seed-{args.seed}" for mapping in MAPPINGS}
     print(samples(pairs["test"], folders))
-    print(table(runs, gains), end="")
+    print(table(runs, gains, found["p"]), end="")
     print(f"written: {args.out / 'result.json'}")
     print(draw(args.out, seeds))
 
 
-def claim(out: Path, settings: dict[str, Any], pairs: Pairs) -> None:
+def keep_settings(out: Path, settings: dict[str, Any], pairs: Pairs) -> None:
     """Write the settings of a new comparison; raise UsageError if `out` has another one."""
     digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
     file, line = out / "settings.json", json.dumps({**settings, "sha256": digest})
     is_started = file.exists() and (out / "data-bin").exists()
     if is_started and read_lines(file) != [line]:
         raise UsageError(f"'{out}' is a comparison of other text or settings: pass another --out")
-    out.mkdir(parents=True, exist_ok=True)
     write(file, f"{line}\n")
 
 
-def make(data: Path, updates: int, run: Run, lock: int) -> Result:
+def result_of(data: Path, updates: int, run: Run, lock: int) -> Result:
     """Train with a progress bar, and evaluate; return the result."""
     # The bar appears with the first progress, below the line that train() prints.
     with tqdm(total=updates, desc=run.name, unit=" updates", delay=1) as bar:
@@ -148,17 +155,17 @@ def samples(pairs: list[tuple[str, str]], folders: dict[str, Path]) -> str:
     return text
 
 
-def table(runs: dict[str, list[Result]], gains: list[float]) -> str:
+def table(runs: dict[str, list[Result]], gains: list[float], p: float | None) -> str:
     rows = [
         [mapping, *(mean(run[key] for run in each) for key in ("value", "chrf"))]
         for mapping, each in runs.items()
     ]
     text = markdown(["attention", "SacreBLEU", "chrF"], rows, align=True)
     text += f"difference: {mean(gains, sign='+')} BLEU"
-    if len(gains) < FEWEST:
+    if p is None:
         text += f"\n{FEW_SEEDS}"
     else:
-        text += f", p = {paired(gains).p:.3f} (paired t-test over {len(gains)} seeds)"
+        text += f", p = {p:.3f} (paired t-test over {len(gains)} seeds)"
     return f"{text}\n{runs['softmax'][0]['signature']}\n"
 
 
