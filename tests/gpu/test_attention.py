@@ -21,35 +21,24 @@ from plain import (
 
 CASES = [
     # type, (B, H, T, S, D), mask, causal, parameters (or orders of its sides)
-    ("float32", (1, 2, 50, 70, 32), None, False, "separate"),
-    ("float32", (1, 2, 50, 50, 64), None, True, "shared"),
-    ("float32", (2, 2, 33, 45, 64), "padding", False, "monotone"),
-    ("float32", (2, 1, 50, 70, 32), "full", False, "shared"),
-    ("float32", (2, 1, 70, 45, 32), "full", True, "no low turn"),
-    ("float32", (2, 2, 40, 40, 16), "padding", True, "no high turn"),
-    ("float32", (2, 2, 37, 45, 32), "added", False, "separate"),
-    ("float32", (2, 2, 40, 40, 16), "added", True, None),
-    ("float32", (2, 2, 33, 50, 16), "added padding", False, "monotone"),
+    ("float32", (1, 2, 33, 50, 32), None, False, "separate"),
+    ("float32", (2, 1, 33, 45, 64), "padding", False, "monotone"),
+    ("float32", (2, 1, 40, 33, 32), "full", True, "no low turn"),
+    ("float32", (2, 1, 33, 33, 16), "padding", True, "no high turn"),
+    ("float32", (1, 2, 33, 40, 32), "added", False, "shared"),
+    ("float32", (2, 1, 33, 40, 16), "added padding", True, None),
     ("float32", (1, 2, 33, 40, 16), "bias", False, "shared"),
-    ("float32", (1, 2, 40, 40, 16), "key bias", True, "shared"),
+    ("float32", (1, 2, 33, 33, 16), "key bias", True, (1, 1)),
     ("float32", (2, 1, 9, 33, 16), "row bias", False, "monotone"),
-    ("float32", (1, 2, 17, 41, 80), None, False, (1, 1)),
-    ("float32", (1, 2, 37, 37, 128), None, True, (2, 0)),
-    ("float32", (1, 2, 37, 40, 24), None, False, (0, 2)),
-    ("float32", (1, 2, 40, 37, 32), None, False, (1, 0)),
-    ("float32", (1, 2, 1, 9, 32), None, False, (0, 1)),
-    ("float32", (2, 2, 50, 50, 64), "full", True, None),
-    ("float16", (2, 2, 150, 150, 64), None, True, "separate"),
-    ("float16", (2, 2, 70, 90, 80), "padding", False, "shared"),
-    ("float16", (2, 1, 130, 70, 128), "full", False, (1, 1)),
-    ("float16", (2, 2, 70, 90, 64), "added", False, "monotone"),
-    ("float16", (2, 2, 100, 130, 64), None, False, None),
-    ("bfloat16", (2, 2, 150, 150, 64), None, True, "monotone"),
-    ("bfloat16", (2, 2, 90, 140, 32), "padding", False, "shared"),
-    ("bfloat16", (2, 1, 130, 90, 128), "full", False, (0, 2)),
-    ("bfloat16", (2, 2, 70, 150, 64), "added padding", False, (1, 0)),
-    ("bfloat16", (2, 2, 70, 130, 64), "bias", True, "shared"),
-    ("bfloat16", (2, 2, 100, 130, 80), "padding", True, None),
+    ("float32", (1, 1, 37, 37, 128), None, True, (2, 0)),
+    ("float32", (1, 1, 17, 40, 24), None, False, (0, 2)),
+    ("float32", (1, 2, 1, 9, 80), None, False, (0, 1)),
+    ("float16", (1, 2, 150, 150, 64), None, True, "separate"),
+    ("float16", (2, 1, 70, 90, 80), "padding", False, "shared"),
+    ("float16", (2, 1, 130, 70, 128), "full", False, (1, 0)),
+    ("bfloat16", (1, 2, 70, 90, 64), "added", False, "monotone"),
+    ("bfloat16", (2, 1, 90, 140, 32), "added padding", True, None),
+    ("bfloat16", (1, 2, 70, 130, 64), "bias", True, "shared"),
 ]
 
 
@@ -84,13 +73,9 @@ def test_attention_equals_plain_formula_and_gradients(dtype, shape, masking, cau
     "dtype, masking, modulated",
     [
         ("float32", "none", False),
-        ("float32", "padding", True),
         ("float32", "full", True),
-        ("float32", "added", False),
-        ("bfloat16", "none", True),
-        ("bfloat16", "padding", False),
-        ("bfloat16", "full", False),
-        ("bfloat16", "added", True),
+        ("bfloat16", "padding", True),
+        ("bfloat16", "added", False),
     ],
 )
 def test_attention_with_sinks_equals_plain_formula(dtype, masking, modulated):
@@ -98,24 +83,22 @@ def test_attention_with_sinks_equals_plain_formula(dtype, masking, modulated):
     *inputs, grad = attention_inputs(*shape, getattr(torch, dtype))
     parameters = far_parameters(6) if modulated else None
     options = {"mask": make_mask(masking, *shape[:4]), "causal": masking in ("none", "full")}
-    for last in (-20.0, -math.inf):
-        sink = torch.tensor([1.5, 0.0, -1.0, 4.0, 2.5, last], device=DEVICE)
-        ours = attend(inputs, grad, parameters, sink=sink, **options)
-        plain = plain_attend(inputs, grad, parameters, sink=sink, **options)
-        exact = plain_attend(*doubled(inputs, grad, parameters), sink=sink.double(), **options)
-        found = [[*run[:4], *by_parameter(run[4:-1]), run[-1]] for run in (ours, plain, exact)]
-        if dtype != "float32" and parameters is not None:
-            found = [[*run[:4], torch.cat(run[4:-1], -1), run[-1]] for run in found]
-        assert_as_accurate(*found)
+    sink = torch.tensor([1.5, 0.0, -1.0, 4.0, -20.0, -math.inf], device=DEVICE)
+    ours = attend(inputs, grad, parameters, sink=sink, **options)
+    plain = plain_attend(inputs, grad, parameters, sink=sink, **options)
+    exact = plain_attend(*doubled(inputs, grad, parameters), sink=sink.double(), **options)
+    found = [[*run[:4], *by_parameter(run[4:-1]), run[-1]] for run in (ours, plain, exact)]
+    if dtype != "float32" and parameters is not None:
+        found = [[*run[:4], torch.cat(run[4:-1], -1), run[-1]] for run in found]
+    assert_as_accurate(*found)
     assert attend(inputs, grad, parameters, sink=sink * math.nan)[0].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["bool", "float"])
+@pytest.mark.parametrize("dtype, form", [(torch.float32, "bool"), (torch.bfloat16, "float")])
 def test_attention_ignores_excluded_keys(dtype, form):
-    *inputs, grad = attention_inputs(2, 2, 40, 70, 32, dtype)
-    parameters = far_parameters(2)
-    mask = make_mask("full", 2, 2, 40, 70) | make_mask("padding", 2, 2, 40, 70)
+    *inputs, grad = attention_inputs(2, 1, 40, 70, 32, dtype)
+    parameters = far_parameters(1)
+    mask = make_mask("full", 2, 1, 40, 70) | make_mask("padding", 2, 1, 40, 70)
     everything = torch.ones_like(mask)
     if form == "float":
         mask, everything = (torch.where(m, -math.inf, 0.0) for m in (mask, everything))
@@ -126,8 +109,9 @@ def test_attention_ignores_excluded_keys(dtype, form):
     assert all((t == 0).all() for t in attend(inputs, grad, parameters, everything))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize(
+    "dtype, number", [(torch.float32, -1e9), (torch.float16, torch.finfo(torch.float32).min)]
+)
 def test_attention_keeps_keys_with_finite_mask(dtype, number):
     # Adding the number absorbs the scores: all keys get equal weight, as in the plain formula.
     *inputs, grad = attention_inputs(1, 2, 40, 70, 32, dtype)
@@ -148,10 +132,10 @@ def test_attention_with_zero_parameters_equals_torch():
     )
 
 
-@pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
-def test_attention_applies_scale(scale):
+def test_attention_applies_scale():
     *inputs, grad = attention_inputs(1, 2, 20, 20, 16)
-    for parameters in (far_parameters(2), monotone_parameters(2, -0.4, 0.5)):
+    steep = monotone_parameters(2, -0.4, 0.5)
+    for scale, parameters in ((0.3, far_parameters(2)), (-0.2, steep), (0.0, far_parameters(2))):
         ours = attend(inputs, grad, parameters, scale=scale)
         plain = plain_attend(inputs, grad, parameters, scale=scale)
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
@@ -166,10 +150,10 @@ def test_attention_negative_scale_equals_negated_query():
 
 
 def test_attention_accepts_strided_inputs():
-    *inputs, grad = attention_inputs(2, 2, 20, 20, 32)
+    *inputs, grad = attention_inputs(2, 2, 12, 12, 16)
     parameters = far_parameters(2)
-    mask = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.3
-    expected = attend(inputs, grad, parameters, mask.expand(2, 2, 20, 20).contiguous())
+    mask = torch.rand(1, 1, 12, 12, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.3
+    expected = attend(inputs, grad, parameters, mask.expand(2, 2, 12, 12).contiguous())
     # (B, T, H, D) in memory, as projections leave it, and a last dimension that is strided.
     query = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
     key = inputs[1].transpose(2, 3).contiguous().transpose(2, 3)
@@ -178,7 +162,7 @@ def test_attention_accepts_strided_inputs():
     torch.testing.assert_close(ours, expected)
     assert ours[0].stride() == query.stride()
     # A gradient without strides, as of a sum.
-    ones = torch.ones((), device=DEVICE).expand(2, 2, 20, 20 + 12)
+    ones = torch.ones((), device=DEVICE).expand(2, 2, 12, 16)
     found = attend(inputs, ones, parameters)
     torch.testing.assert_close(found, attend(inputs, ones.clone(), parameters))
     # One row for all heads is the same row a head, and its gradient the sum of theirs.
@@ -187,7 +171,7 @@ def test_attention_accepts_strided_inputs():
     torch.testing.assert_close(shared[:4], repeated[:4])
     torch.testing.assert_close(shared[4], repeated[4].sum(0, keepdim=True))
     row = mask[:, :, :1]
-    expanded = attend(inputs, grad, parameters, row.expand(1, 1, 20, 20))
+    expanded = attend(inputs, grad, parameters, row.expand(1, 1, 12, 12))
     torch.testing.assert_close(attend(inputs, grad, parameters, row), expanded)
 
 
@@ -207,14 +191,14 @@ def test_attention_of_huge_scores_equals_plain_formula():
 
 
 def test_attention_is_deterministic():
-    *inputs, grad = attention_inputs(2, 2, 90, 90, 32, torch.float16)
+    *inputs, grad = attention_inputs(1, 2, 70, 70, 32, torch.float16)
     runs = [
         attend(inputs, grad, far_parameters(2), causal=True, drop=(seed, 0.1)) for seed in (7, 7, 8)
     ]
     assert all(map(torch.equal, *runs[:2])) and not torch.equal(runs[0][0], runs[2][0])
 
 
-@pytest.mark.parametrize("causal, masking", [(False, None), (True, None), (False, "bias")])
+@pytest.mark.parametrize("causal, masking", [(True, None), (False, "bias")])
 def test_attention_dropout_matches_masked_probabilities(causal, masking):
     keys, share, seed = 64, 0.3125, 2**40 + 5
     query, key, _, grad = attention_inputs(2, 2, 40, keys, keys)

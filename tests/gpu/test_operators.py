@@ -52,8 +52,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize(
+    "layout, scale", zip(LAYOUTS, (0.3, -0.3, 0.3, -0.3), strict=True), ids=LAYOUTS
+)
 def test_attention_strides_equal_fake_kernel(layout, scale):
     query, key, value, grad = map(LAYOUTS[layout], attention_inputs(2, 3, 5, 7, 32))
     sink = torch.zeros(3, device=DEVICE)
@@ -90,8 +91,7 @@ def test_output_loss_gives_nan_for_out_of_range_target():
     assert torch.equal(features.grad.isnan().any(1), wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masking", [None, "added"])
+@pytest.mark.parametrize("dtype, masking", [(torch.float32, None), (torch.bfloat16, "added")])
 def test_run_fastest_can_repeat_a_launch(dtype, masking, monkeypatch):
     """Autotuning launches a kernel several times."""
     from multimax_fairseq.ops.triton import attention as kernels

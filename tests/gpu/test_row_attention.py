@@ -70,11 +70,8 @@ def test_every_function_is_tested():
 @pytest.mark.parametrize(
     "dtype, shape, kind, is_causal",
     [
-        (torch.float32, (1, 2, 37, 45, 32), None, False),
-        (torch.float32, (2, 2, 40, 40, 16), "padding", True),
-        (torch.float32, (2, 2, 20, 37, 24), "full", False),
-        (torch.float16, (1, 2, 40, 40, 64), None, True),
-        (torch.bfloat16, (2, 2, 37, 70, 32), "padding", False),
+        (torch.float32, (1, 2, 20, 37, 24), "full", True),
+        (torch.bfloat16, (2, 2, 17, 33, 32), "padding", False),
     ],
 )
 def test_row_attention_equals_plain_pytorch(mapping, dtype, shape, kind, is_causal):
@@ -83,12 +80,10 @@ def test_row_attention_equals_plain_pytorch(mapping, dtype, shape, kind, is_caus
     assert_equals_plain(mapping, dtype, shape, attn_mask=allowed, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("name", ["topk", "sparsemax", "entmax15", "alpha_entmax"])
-def test_row_attention_adds_float_masks(name):
+@pytest.mark.parametrize("name, dtype", [("topk", torch.float32), ("alpha_entmax", torch.float16)])
+def test_row_attention_adds_float_masks(name, dtype):
     shape = (1, 2, 20, 37, 16)
-    assert_equals_plain(
-        MAPPINGS[name], torch.float32, shape, attn_mask=make_mask("key bias", *shape[:4])
-    )
+    assert_equals_plain(MAPPINGS[name], dtype, shape, attn_mask=make_mask("key bias", *shape[:4]))
 
 
 @EACH
