@@ -1,11 +1,12 @@
 """The optimizer treats the learned scalars separately."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq import optim, options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.optim.adam import ForeachAdam
@@ -16,8 +17,10 @@ ARCH = "transformer_iwslt_de_en_multimax"
 def multimax_adam(parameters, *flags):
     parser = options.get_training_parser("translation")
     words = ["data", "--arch", ARCH, "--optimizer", "multimax_adam", *flags]
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
-    return optim.build_optimizer(cfg.optimizer, list(parameters))
+    kind = optim.OPTIMIZER_DATACLASS_REGISTRY["multimax_adam"]
+    settings = dataclasses.asdict(kind.from_namespace(options.parse_args_and_arch(parser, words)))
+    cfg = OmegaConf.create({**settings, "_name": "multimax_adam"})
+    return optim.build_optimizer(cfg, list(parameters))
 
 
 @pytest.mark.parametrize("resumed", [False, True])
