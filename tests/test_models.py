@@ -161,14 +161,19 @@ def test_load_state_dict_of_a_stock_model_starts_at_identity(
 
 
 @pytest.mark.parametrize(
-    "beam, shared_cache, left_pad_source",
-    [(1, False, False), (1, True, True), (5, False, True), (5, True, False)],
+    "name, beam, shared_cache, left_pad_source",
+    [
+        *((name, 1, False, False) for name in FLAGS),
+        *((name, 5, True, True) for name in FLAGS),
+        ("separate heads", 5, False, True),
+        ("separate heads", 1, True, False),
+    ],
 )
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @torch.no_grad()
 def test_incremental_decoding_equals_full_context(
-    build, translation_batch, flags, beam, shared_cache, left_pad_source
+    build, translation_batch, name, beam, shared_cache, left_pad_source
 ):
+    flags = FLAGS[name]
     sample = translation_batch(left_pad_source=left_pad_source)
     model = scatter_modulators(build(TRANSLATION[1], *flags)).eval()
     expected = full_context(model, sample)

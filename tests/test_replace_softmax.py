@@ -273,7 +273,7 @@ TABLES = {"TABLE_7": TABLE_7, "TABLE_8": TABLE_8}
 )
 def test_finite_masks_exclude_keys(call, values):
     """-100 as in Swin, -1e4 as in BERT, -1e9, the lowest float, and -inf."""
-    for index in range(20) if "init" in values else range(len(TABLES[values])):
+    for index in range(0, 20, 4) if "init" in values else range(0, len(TABLES[values]), 3):
         torch.manual_seed(index)
         if "init" in values:
             module = replaced(call, init_std=float(values.split()[1]))
@@ -506,11 +506,12 @@ def test_autocast_keeps_dtypes(kind):
     torch._dynamo.reset()
     with torch.autocast("cpu", torch.bfloat16):
         out, rounded = model(batch()), softmax(batch())
-        compiled = torch.compile(model, backend="eager", fullgraph=True)(batch())
+        if kind in ("tensor", "causal", "torch-mha"):  # one for each function
+            compiled = torch.compile(model, backend="eager", fullgraph=True)(batch())
+            torch.testing.assert_close(compiled, out)
     assert out.dtype == rounded.dtype
     # Only the projections round.
     assert (out - exact).abs().max() < 2 * (rounded - expected).abs().max()
-    torch.testing.assert_close(compiled, out)
 
 
 def test_replace_softmax_covers_every_public_softmax():

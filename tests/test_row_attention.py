@@ -33,11 +33,12 @@ MAPPINGS = {
     "adaptive_temperature": ("adaptive_temperature", {}),
     "asentmax": ("asentmax", {"beta": torch.tensor([0.2, 0.5, 0.0])[:, None, None], "gamma": 0.7}),
 }
+# For each shape (mask, causal).
 SHAPES = {
-    "self": (2, 70, 70, 64),
-    "cross": (2, 33, 90, 24),
-    "few queries": (3, 5, 130, 16),
-    "one key": (2, 9, 1, 16),
+    (2, 70, 70, 64): [("none", True), ("padding", True)],
+    (2, 33, 90, 24): [("holes", False), ("nothing left", True)],
+    (3, 5, 130, 16): [("padding", False)],
+    (2, 9, 1, 16): [("none", False)],
 }
 
 
@@ -99,15 +100,12 @@ def test_every_function_is_tested():
     assert {name for name, _ in MAPPINGS.values()} == {*FUNCTIONS, "asentmax"} <= {*NORMALIZERS}
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
 def test_row_attention_is_as_accurate_as_plain_pytorch(kernels, mapping, shape):
     batch, queries, keys, _ = shape
     made = masks(batch, queries, keys)
-    for name, is_causal in (
-        *(("none", True), ("padding", False), ("padding", True)),
-        *(("holes", False), ("nothing left", True)),
-    ):
+    for name, is_causal in SHAPES[shape]:
         options = {"attn_mask": made[name], "is_causal": is_causal}
         found = assert_attention_as_accurate(mapping, shape, **options)
         assert all(part.isfinite().all() for part in found)
@@ -116,7 +114,7 @@ def test_row_attention_is_as_accurate_as_plain_pytorch(kernels, mapping, shape):
 
 
 # asentmax multiplies the query, which rounds large scores once more.
-@pytest.mark.parametrize("factor", [0.0, 30.0, 300.0])
+@pytest.mark.parametrize("factor", [0.0, 300.0])
 @pytest.mark.parametrize("name", [name for name in MAPPINGS if name != "asentmax"])
 def test_row_attention_of_ties_and_extreme_scores(kernels, name, factor):
     """With the factor 0 all scores are equal."""
@@ -240,7 +238,7 @@ def test_row_attention_uses_one_dropout_mask_in_both_passes(kernels, mapping):
         assert (ours - right).norm() <= 1e-5 * right.norm()
 
 
-@pytest.mark.parametrize("shape", [(5, 7, 16), (40, 37, 48), (16, 130, 64)])
+@pytest.mark.parametrize("shape", [(5, 7, 16), (40, 130, 48)])
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
 def test_attention_step_by_row_functions_equals_float64(kernels, mapping, shape):
     """One decoding step over a cache that hypotheses share."""
