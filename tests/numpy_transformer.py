@@ -67,8 +67,6 @@ class NumpyTransformer:
             )
         if self.variant == "topk":
             return reference.topk(scores, excluded, 3)
-        if self.variant in ("sparsemax", "entmax15"):
-            return reference.entmax(scores, excluded, 2.0 if self.variant == "sparsemax" else 1.5)
         return getattr(reference, self.variant)(scores, excluded)
 
     def attend(self, kind, layer, name, x, memory, excluded):

@@ -13,7 +13,6 @@ VARIANTS = {
     "softmax": ["--attention-normalizer", "softmax"],
     "temperature": ["--attention-normalizer", "softmax", "--learn-temperature"],
     "topk": ["--attention-normalizer", "topk", "--topk", "3"],
-    "sparsemax": ["--attention-normalizer", "sparsemax"],
     "entmax15": ["--attention-normalizer", "entmax15", "--output-normalizer", "entmax15"],
     "alpha_entmax": ["--attention-normalizer", "alpha_entmax"],
     "evsoftmax": ["--attention-normalizer", "evsoftmax"],
