@@ -184,7 +184,7 @@ def scores_table(found: list[Column], names: dict[str, str]) -> str:
         own = list(column.scores.get(entry, {}).values())
         count = f" ({len(own)})" if 0 < len(own) < len(SEEDS) else ""
         mark = {1: " +", -1: " -", 0: ""}[compared[entry].verdict] if entry in compared else ""
-        return tables.mean(own, column.digits) + count + mark
+        return tables.mean_text(own, column.digits) + count + mark
 
     rows = [
         [names[entry], *(cell(c, v, entry) for c, v in zip(found, verdicts, strict=True))]

@@ -308,7 +308,7 @@ def test_finish_refuses_rows_on_different_data(tmp_path):
         (path / "data.sha256").write_text("of a text\n")
     runs.finish(run)
     with pytest.raises(UsageError, match="'.*seed-1' was trained on other data: runs on different"):
-        runs.finish(run._replace(data="of another text"))
+        runs.finish(run._replace(checksum="of another text"))
     (beside / "data.sha256").write_text("of another text\n")
     with pytest.raises(UsageError, match="'.*multimax/seed-1' was trained on other data"):
         runs.finish(run)
@@ -342,7 +342,7 @@ def test_finish_recognises_older_folders(tmp_path, files):
         runs.finish(run._replace(command=["scripts/a.sh", "--rows", "multimax"]))
     if "command" in files:
         with pytest.raises(UsageError, match="trained on other data"):
-            runs.finish(run._replace(data="of another text"))
+            runs.finish(run._replace(checksum="of another text"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.parallel_text import SPLITS, Pairs, prepare, read_pairs
 from multimax_fairseq.commands.runs import Run, claim, finished, train, work
 from multimax_fairseq.commands.stock import find_command, portable, sentences
-from multimax_fairseq.commands.tables import FEWEST, markdown, mean, paired
+from multimax_fairseq.commands.tables import FEWEST, markdown, mean_text, paired
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines, whole, write, write_json
 from multimax_fairseq.signature import data_checksum, processor
@@ -157,11 +157,11 @@ def samples(pairs: list[tuple[str, str]], folders: dict[str, Path]) -> str:
 
 def table(runs: dict[str, list[Result]], gains: list[float], p: float | None) -> str:
     rows = [
-        [mapping, *(mean(run[key] for run in each) for key in ("value", "chrf"))]
+        [mapping, *(mean_text(run[key] for run in each) for key in ("value", "chrf"))]
         for mapping, each in runs.items()
     ]
     text = markdown(["attention", "SacreBLEU", "chrF"], rows, align=True)
-    text += f"difference: {mean(gains, sign='+')} BLEU"
+    text += f"difference: {mean_text(gains, sign='+')} BLEU"
     if p is None:
         text += f"\n{FEW_SEEDS}"
     else:

@@ -6,7 +6,7 @@ A run has the folder OUT/ROW/seed-N:
     command         its command, to repeat it by hand
     data.sha256     the checksum of its data
     train.log       the output of fairseq-train
-    trained         exists once fairseq-train has ended
+    trained         exists once fairseq-train has ended without an error
     result.json     the result, once the run is finished
 """
 
@@ -40,14 +40,14 @@ class Run(NamedTuple):
         name: for messages.
         folder: OUT/ROW/seed-N.
         command: the words of the command that repeats it.
-        data: the checksum of its data; "" if the run makes its data.
+        checksum: of its data; "" if the run makes its data.
         make: make(run, lock) returns the result. Child processes that inherit the lock hold it too.
     """
 
     name: str
     folder: Path
     command: list[str]
-    data: str
+    checksum: str
     make: Callable[["Run", int], dict[str, Any]]
 
 
@@ -69,9 +69,9 @@ def finish(run: Run, wait: bool = True) -> dict[str, Any] | None:
             return result
         made_with = signature("sacrebleu", "timm")  # before the checkout can change
         write(run.folder / "command", f"{shlex.join(run.command)}\n")
-        if run.data:
-            write(run.folder / "data.sha256", f"{run.data}\n")
-            made_with["data"] = run.data
+        if run.checksum:
+            write(run.folder / "data.sha256", f"{run.checksum}\n")
+            made_with["data"] = run.checksum
         command = shlex.join(portable(run.command))
         result = {"command": command, **run.make(run, lock), **made_with}
         write_json(run.folder / "result.json", result)
@@ -106,7 +106,7 @@ def finished(run: Run) -> dict[str, Any] | None:
     if isinstance(before, str) and settings(shlex.split(before)) != settings(run.command):
         raise UsageError(f"'{run.folder}' was trained with another command ({before}): {remedy}")
     for folder in run.folder.parent.parent.glob("*/seed-*"):
-        if recorded(folder)[1] not in ([], [run.data]):
+        if recorded(folder)[1] not in ([], [run.checksum]):
             raise UsageError(
                 f"'{folder}' was trained on other data: runs on different data cannot share a "
                 f"table; {remedy}"
@@ -127,7 +127,7 @@ def recorded(folder: Path) -> tuple[list[str], list[str]]:
 def settings(command: list[str]) -> dict[str, tuple[str, ...]]:
     """Return a command's options, without its folder, paths of this machine, and the first words.
 
-    The data's checksum replaces its path.
+    `finished` compares the data by their checksum.
     """
     return {**options_of(portable(command)), "": (), "--save-dir": ()}
 

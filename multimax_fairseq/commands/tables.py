@@ -39,10 +39,10 @@ def mean_of(*keys: str, digits: int = 2, unit: float = 1.0) -> Column:
             found = found and found.get(key)
         return found and found / unit
 
-    return lambda block: mean(map(value, block), digits)
+    return lambda block: mean_text(map(value, block), digits)
 
 
-def mean(values: Iterable[float | None], digits: int = 2, sign: str = "") -> str:
+def mean_text(values: Iterable[float | None], digits: int = 2, sign: str = "") -> str:
     """Return the mean of the known values, ± the standard deviation (n - 1) if several."""
     known = [value for value in values if value is not None]
     if not known:

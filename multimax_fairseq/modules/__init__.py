@@ -1,4 +1,4 @@
-"""Layers. The attention layer needs fairseq and is imported by its own name."""
+"""Layers. `multihead_attention` and `dropout` need fairseq and are imported by their own names."""
 
 from multimax_fairseq.modules.additive_attention import AdditiveAttention
 from multimax_fairseq.modules.attention_gate import GatedAttention

@@ -137,7 +137,7 @@ class MultiheadAttention(SoftmaxMultiheadAttention):
         incremental_state: dict[str, dict[str, Tensor | None]] | None,
         new_order: Tensor,
     ) -> dict[str, dict[str, Tensor | None]] | None:
-        """Reorder the cache; self-attention does so with its next step, which saves one copy."""
+        """Reorder the cache. Self-attention stores the order; its next step applies it."""
         if not self.self_attention:
             return super().reorder_incremental_state(incremental_state, new_order)
         buffer = self._get_input_buffer(incremental_state)

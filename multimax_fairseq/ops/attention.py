@@ -67,7 +67,7 @@ from multimax_fairseq.ops.row_function import (
     ON_TRITON,
     WITHOUT_GRADIENT,
     RowFunction,
-    check_function,
+    check_row_name,
 )
 
 # The largest head size on a GPU, where a tile must fit into shared memory.
@@ -100,7 +100,7 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one attention, from the public function to the kernels.
+    """The arguments of the operator `attention`.
 
     Attributes:
         query: (B, H, T, D), float32, float16 or bfloat16, any strides.
@@ -113,7 +113,7 @@ class AttentionCall(NamedTuple):
             scores, -inf excludes. A query with no key left gets zeros.
         seed: scalar int64 on the CPU, for dropout; its lower 31 bits count.
         is_causal: query t attends to keys up to t; with a mask, both hold.
-        dropout_p: probability of dropping an attention weight, below 1.
+        dropout_p: probability of dropping an attention probability, below 1.
         scale: finite.
         low, high: orders of the modulator's sides, 0 to 2; the Triton kernels compile for them.
         function, header: the name and the header of a `RowFunction`, which takes neither parameters
@@ -142,7 +142,7 @@ class AttentionCall(NamedTuple):
         return self.query.numel() == 0 or self.key.numel() == 0
 
 
-# The first fields are tensors, and the first of these get a gradient.
+# The order of the fields: tensors with a gradient, other tensors, settings.
 _DIFFERENTIABLE = ("query", "key", "value", "parameters", "sink", "row_parameter")
 _TENSORS = (*_DIFFERENTIABLE, "mask", "seed")
 _SETTINGS = AttentionCall._fields[len(_TENSORS) :]
@@ -228,7 +228,7 @@ def check_call(call: AttentionCall) -> None:
         )
     if not supports_head_size(query.device, size):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not supported on a GPU, got {size}")
-    check_scalars(query, call.parameters, call.sink, call.scale)
+    check_modulator(query, call.parameters, call.sink, call.scale)
     check_row_function(
         call.function, call.header, call.row_parameter, call.parameters, call.sink, query
     )
@@ -253,7 +253,7 @@ def check_call(call: AttentionCall) -> None:
         )
 
 
-def check_scalars(
+def check_modulator(
     query: Tensor, parameters: Tensor | None, sink: Tensor | None, scale: float
 ) -> None:
     """Raise ValueError for parameters, a sink or a scale that the kernels cannot take."""
@@ -283,7 +283,7 @@ def check_row_function(
         raise ValueError(
             f"the row function {function} takes neither parameters nor sink: pass None"
         )
-    check_function(function, header, row_parameter is not None)
+    check_row_name(function, header, row_parameter is not None)
     if row_parameter is not None:
         _check_per_head("row_parameter", row_parameter, query, "number")
     if on_triton(query.device):
@@ -329,13 +329,10 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     call, keep = AttentionCall(*inputs[:-1]), inputs[-1]
     query = call.query
     if on_triton(query.device) and not call.is_empty:
-        from multimax_fairseq.ops.triton import attention, row_attention
+        from multimax_fairseq.ops.triton.attention import attention_forward
+        from multimax_fairseq.ops.triton.row_attention import row_attention_forward
 
-        forward = (
-            attention.attention_forward
-            if call.function is None
-            else row_attention.row_attention_forward
-        )
+        forward = attention_forward if call.function is None else row_attention_forward
         output, statistics = forward(call)
         return output, statistics if keep else statistics.new_empty(0)
     statistics = query.new_empty(_statistics_shape(call, keep), dtype=torch.float32)
@@ -467,10 +464,11 @@ def _attention_backward(
     if call.is_empty:
         grads = {name: native.dense_like(x).zero_() for name, x in wanted.items() if x is not None}
     elif on_triton(call.query.device):
-        from multimax_fairseq.ops.triton import attention, row_attention
+        from multimax_fairseq.ops.triton import attention as softmax
+        from multimax_fairseq.ops.triton import row_attention
 
         if call.function is None:
-            grads = attention.attention_backward(grad, output, statistics, call)
+            grads = softmax.attention_backward(grad, output, statistics, call)
         else:
             grads = row_attention.row_attention_backward(grad, statistics, call)
     else:
@@ -562,7 +560,7 @@ def mapping_fields(
     function: str | None,
     header: str | None,
 ) -> dict[str, Any]:
-    """Return the fields of `native.Attention` for the mapping, and the library that computes it."""
+    """Return the fields of `native.Attention` for the mapping, with `kernels`, its library."""
     fields: dict[str, Any] = {}
     if parameters is not None:
         columns = parameters.shape[1]
@@ -656,7 +654,7 @@ def compute_attention(
         context = fused_attention(inputs, backend, **kernel_arguments)
         if context is not None:
             return context, None
-    requested(backend)
+    requested(backend)  # raises for an unknown backend
     if backend in KERNELS:
         where = "under torch.func or forward mode" if transformed() else "with these arguments"
         raise ValueError(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.attention import (
+    check_modulator,
     check_row_function,
-    check_scalars,
     growth_factor,
     kernel_name,
     length_factor,
@@ -51,7 +51,7 @@ class KVCache(NamedTuple):
         return self.ancestors if order is None else self.ancestors.index_select(0, order)
 
     def append(self, key: Tensor, value: Tensor, order: Tensor | None) -> KVCache:
-        """Return a cache with one more step; this one stays valid.
+        """Return a cache with one more step; this cache does not change.
 
         Args:
             key, value: (R', H, D), of the new step.
@@ -220,7 +220,7 @@ def _check(*inputs: Any) -> None:
             f"{list(ancestors.shape)}"
         )
     check_device("ancestors", ancestors, query, "query")
-    check_scalars(query, call.parameters, call.sink, call.scale)
+    check_modulator(query, call.parameters, call.sink, call.scale)
     check_row_function(
         call.function, call.header, call.row_parameter, call.parameters, call.sink, query
     )

@@ -1,7 +1,7 @@
 """The MultiMax modulator: a learnable piecewise polynomial in front of softmax.
 
-Only this file uses the symbols of the paper (Zhou et al. 2024, Eq. 6). There is one entry for each
-order n = 1..N, the power of the term:
+The symbols of the paper (Zhou et al. 2024, Eq. 6) and our names. There is one entry for each order
+n = 1..N, the power of the term:
 
     b[n]        low_threshold       the low term acts on scores below it
     1 - t_b[n]  low_coefficient     negative pushes low scores further down (sparser)

@@ -1,7 +1,7 @@
 """Calls the compiled C++ kernels. `library()` is None where there are none.
 
-Each kernel takes one structure, whose fields are those of the structure of the same name in
-`cpp/`. Callers have checked all arguments.
+Most kernels take one structure, with the fields of the structure of the same name in `cpp/`.
+Callers have checked all arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _fields(names: str, kind: Any) -> _Fields:
     return [(name, kind) for name in names.split()]
 
 
-class _Rows(ctypes.Structure):
+class _Tensor4(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
 
 
@@ -44,8 +44,8 @@ class Attention(ctypes.Structure):
         *_fields("starts ends parameters sink row_parameter statistics", ctypes.c_void_p),
         *_fields("grad_parameters grad_sink grad_row_parameter", ctypes.c_void_p),
         *_fields("mask", Mask),
-        *_fields("query key value output", _Rows),
-        *_fields("grad_output grad_query grad_key grad_value", _Rows),
+        *_fields("query key value output", _Tensor4),
+        *_fields("grad_output grad_query grad_key grad_value", _Tensor4),
         *_fields("ancestors", ctypes.c_void_p),
         *_fields("rows", ctypes.c_int64),
     ]
@@ -107,7 +107,7 @@ class Tails(ctypes.Structure):
 
 # In the order of `structure_sizes` in cpp/cpu.cpp.
 STRUCTURES = (Mask, Attention, OutputLoss, Projection, Best, BestOutputs, Drop, Modulation, Tails)
-_WITH_STRIDES = {name for name, kind, *_ in Attention._fields_ if kind is _Rows}
+_WITH_STRIDES = {name for name, kind, *_ in Attention._fields_ if kind is _Tensor4}
 
 
 @functools.cache

@@ -102,8 +102,8 @@ def define(
             operator is called through the dispatcher.
         kernel: computes the result, on any device.
         fake: returns empty outputs of the right shape and dtype.
-        autograd: autograd(below, *inputs) computes the outputs and records the gradient. `below` is
-            the operator without autograd.
+        autograd: autograd(below, *inputs) computes the outputs and records the gradient. `below`
+            computes the outputs without autograd.
         autocast: autocast(*inputs) returns the inputs in the dtypes that autocast wants; None
             leaves them as they are.
     """

@@ -24,7 +24,15 @@ FUNCTIONS = (
 WITH_PARAMETER = ("topk", "evsoftmax", "alpha_entmax", "sigmoid")
 LEARNED = ("alpha_entmax",)
 WITHOUT_GRADIENT = ("adaptive_temperature",)
-ON_TRITON = (*WITH_PARAMETER, "sparsemax", "entmax15", "softpick")
+ON_TRITON = (
+    "topk",
+    "evsoftmax",
+    "sparsemax",
+    "entmax15",
+    "alpha_entmax",
+    "sigmoid",
+    "softpick",
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class RowFunction:
     header: str | None = None
 
     def __post_init__(self) -> None:
-        check_function(self.name, self.header, self.parameter is not None)
+        check_row_name(self.name, self.header, self.parameter is not None)
 
     def supports_mask(self, mask: Tensor | None) -> bool:
         """Return whether the kernels support a mask, bool or float."""
@@ -64,7 +72,7 @@ class RowFunction:
         return bool(((mask == 0) | (mask == -math.inf)).all())
 
 
-def check_function(name: str, header: str | None, has_parameter: bool) -> None:
+def check_row_name(name: str, header: str | None, has_parameter: bool) -> None:
     """Raise ValueError for a row function that does not exist or lacks its parameter."""
     if header is not None:
         return
