@@ -168,7 +168,7 @@ def test_rollout_texts_do_not_overlap(queries, keys, layers):
 def test_modulators_follow_the_papers_equation(drawn, folders):
     figure = drawn("multimax")["modulators-cross"].figure
     table = pd.read_csv(folders["multimax"] / "parameters.csv")
-    table = table[(table["updates"] == 40) & (table["kind"] == "cross")]
+    table = table[(table["updates"] == 40) & (table["place"] == "cross")]
     heads = pd.read_csv(folders["multimax"] / "heads.csv")
     for layer in range(2):
         axis = next(a for a in figure.axes if a.get_title() == f"layer {layer + 1}")
@@ -179,7 +179,7 @@ def test_modulators_follow_the_papers_equation(drawn, folders):
             curve[:, 0], *([own[f"{s}1"], own[f"{s}2"]] for s in ("t_b", "t_d", "b", "d"))
         )
         np.testing.assert_allclose(curve[:, 1], wanted, atol=1e-9)
-        chosen = heads[(heads["updates"] == 40) & (heads["kind"] == "cross")]
+        chosen = heads[(heads["updates"] == 40) & (heads["place"] == "cross")]
         share = chosen[chosen["layer"] == layer]["past_turning_point"].mean()
         assert axis.texts[0].get_text().endswith(percent(share))
 
@@ -217,7 +217,7 @@ def test_pareto_shows_the_collections_numbers(drawn, folders):
 
 def test_heatmaps_show_the_collections_numbers(drawn, folders):
     heads = pd.read_csv(folders["softmax"] / "heads.csv")
-    heads = heads[(heads["updates"] == 40) & (heads["kind"] == "encoder")]
+    heads = heads[(heads["updates"] == 40) & (heads["place"] == "encoder")]
     axis = drawn("softmax")["sparsity-multi-modality"].figure.axes[0]
     np.testing.assert_allclose(
         axis.images[0].get_array(), heads["sparsity"].to_numpy().reshape(2, 3)
@@ -230,8 +230,8 @@ def test_heatmaps_show_the_collections_numbers(drawn, folders):
 def test_over_smoothing_shows_patch_similarity(drawn, folders):
     layers = pd.read_csv(folders["softmax"] / "layers.csv").dropna(subset="patch_similarity")
     axes = drawn("softmax")["over-smoothing"].figure.axes
-    assert len(axes) == layers["kind"].nunique() == 2
-    for axis, (_, own) in zip(axes, layers.groupby("kind", sort=False), strict=True):
+    assert len(axes) == layers["place"].nunique() == 2
+    for axis, (_, own) in zip(axes, layers.groupby("place", sort=False), strict=True):
         shown = [line.get_ydata() for line in axis.lines]
         expected = [rows["patch_similarity"] for _, rows in own.groupby("updates")]
         np.testing.assert_allclose(shown, expected)
@@ -419,7 +419,7 @@ def test_positional_heads_counts_heads_by_offset(folders):
     heads = heads[heads["updates"] == 40]
     assert sum(int(row[2]) for row in table.rows) == len(heads)
     for kind, position, count, median in table.rows:
-        own = heads[heads["kind"].map(collection.KINDS) == kind]
+        own = heads[heads["place"].map(collection.KINDS) == kind]
         own = own[own["offset"] == int(position)]["confidence"]
         assert int(count) == len(own) and float(median) == pytest.approx(own.median(), abs=1e-4)
 

@@ -48,13 +48,13 @@ FLAGS = {
 # --- which attentions are built ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attentions", ["encoder", "decoder", "cross", "encoder,cross"])
-def test_attention_normalizer_at_selects_the_attentions(build, attentions):
-    model = build(TRANSLATION[0], "--attention-normalizer-at", attentions)
+@pytest.mark.parametrize("selected", ["encoder", "decoder", "cross", "encoder,cross"])
+def test_attention_normalizer_at_selects_the_attentions(build, selected):
+    model = build(TRANSLATION[0], "--attention-normalizer-at", selected)
     kinds = {"encoder.": "encoder", "decoder.": "decoder"}
     for name, module in attentions(model).items():
         kind = "cross" if "encoder_attn" in name else kinds[name[:8]]
-        assert isinstance(module, MultiheadAttention) == (kind in attentions.split(","))
+        assert isinstance(module, MultiheadAttention) == (kind in selected.split(","))
     assert len(attentions(model)) == 6
 
 
