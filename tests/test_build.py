@@ -74,7 +74,7 @@ def compiler(stand_in, tmp_path, monkeypatch):
 def load_elsewhere(tmp_path, stand_in):
     """Load the library in another process and return what it prints."""
     kernels = str(Path(build.__file__).parent)
-    return run(tmp_path, sys.executable, "-c", LOAD, stand_in, PYTHONPATH=kernels)
+    return run(tmp_path, "python", "-c", LOAD, stand_in, PYTHONPATH=kernels)
 
 
 def fallback_reason(caplog):
@@ -309,7 +309,7 @@ from multimax_fairseq import Modulator
 print(Modulator(init_std=1.0)(torch.zeros(3)).shape)
 """
     elsewhere = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built"), "CXX": str(tmp_path / "none")}
-    command = (tmp_path, sys.executable, "-c", script)
+    command = (tmp_path, "python", "-c", script)
     printed = run(*command, **elsewhere)
     assert "torch.Size([3])" in printed and "plain PyTorch replaces the CPU kernels" in printed
     refused = run(*command, code=1, MULTIMAX_BACKEND="cpp", **elsewhere)

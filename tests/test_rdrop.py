@@ -310,9 +310,8 @@ def test_rdrop_refuses_an_invalid_weight(task, kind, alpha):
 def test_rdrop_trains_resumes_and_translates(text):
     command = ["fairseq-train", "mt", *PLUGIN, *TRANSLATE, "--rdrop-alpha", "5"]
     command += ["--update-freq", "2", "--report-accuracy"]
-    for alpha in ("-1", "nan", "inf"):
-        wrong = [*command, "--rdrop-alpha", alpha, "--no-save"]
-        assert f"--rdrop-alpha {float(alpha)} must be" in refused(text, *wrong)
+    wrong = refused(text, *command, "--rdrop-alpha", "nan", "--no-save")
+    assert "--rdrop-alpha nan must be" in wrong
     step = re.compile(r"train_inner.*? loss=([\d.]+), .*?rdrop=([\d.]+)")
     whole = run(text, *command, "--save-dir", "rdrop-whole")
     run(text, *command, "--save-dir", "rdrop", "--max-update", "3")
