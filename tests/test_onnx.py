@@ -1,5 +1,6 @@
 """Export of fairseq's Transformers to ONNX, run by onnxruntime alone."""
 
+import functools
 import json
 import logging
 import re
@@ -18,14 +19,19 @@ from multimax_fairseq.integrations.onnx import export_onnx
 
 pytestmark = pytest.mark.long
 
-PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
-LEARNED_POSITIONS = ("--encoder-learned-pos", "--decoder-learned-pos")
-EACH_MAPPING = ("--attention-normalizer-at", "encoder=entmax15,decoder=ssmax,cross=alpha_entmax")
-TRANSLATION = {
-    "stock, learned positions": ("transformer", *LEARNED_POSITIONS),
-    "multimax": ("transformer_multimax", "--output-normalizer", "multimax"),
-    "sinks": ("transformer_multimax", "--multimax-sink", "learned", *PRE_NORM),
-    "three mappings": ("transformer_multimax", *EACH_MAPPING),
+KINDS = {
+    "stock": ("transformer", "--encoder-learned-pos", "--decoder-learned-pos"),
+    "multimax": (
+        "transformer_multimax",
+        *("--output-normalizer", "multimax", "--multimax-sink", "learned"),
+        *("--encoder-normalize-before", "--decoder-normalize-before"),
+        *("--encoder-layers", "1", "--decoder-layers", "1"),
+    ),
+    "three mappings": (
+        "transformer_multimax",
+        *("--attention-normalizer-at", "encoder=entmax15,decoder=ssmax,cross=alpha_entmax"),
+        *("--encoder-layers", "1", "--decoder-layers", "1"),
+    ),
 }
 
 
@@ -47,14 +53,25 @@ def step(decoder, tokens, cache, memory=None, excluded=None):
     return decoder.run(None, {name: given[name] for name in names})
 
 
-@pytest.mark.parametrize("kind", TRANSLATION)
-def test_onnx_translation_equals_fairseq(kind, data, checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def exported(data, checkpoint, tmp_path_factory):
+    """exported(kind) -> the checkpoint and the folder of its export."""
+
+    @functools.cache
+    def export(kind):
+        file, folder = checkpoint(*KINDS[kind]), tmp_path_factory.mktemp("onnx") / "out"
+        export_onnx(file, data / "mt", folder)
+        return file, folder
+
+    return export
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_onnx_translation_equals_fairseq(kind, data, exported):
     """With other sizes than at export, and the target in steps of one and of several words."""
-    layers = () if kind == "multimax" else ("--encoder-layers", "1", "--decoder-layers", "1")
-    file = checkpoint(*TRANSLATION[kind], *layers)
+    file, folder = exported(kind)
     model, task = load(file, data / "mt")
-    export_onnx(file, data / "mt", tmp_path / "out")
-    encoder, decoder = (session(tmp_path / "out" / f"{x}.onnx") for x in ("encoder", "decoder"))
+    encoder, decoder = (session(folder / f"{side}.onnx") for side in ("encoder", "decoder"))
     task.load_dataset("valid")
     rows = task.dataset("valid")
     batch = rows.collater([rows[index] for index in range(len(rows))])["net_input"]
@@ -70,9 +87,8 @@ def test_onnx_translation_equals_fairseq(kind, data, checkpoint, tmp_path):
     np.testing.assert_allclose(np.concatenate(logits, 1)[real], expected[real], atol=1e-4)
 
 
-def test_the_example_translates_as_fairseq(data, checkpoint, tmp_path):
-    file = checkpoint("transformer_multimax")
-    export_onnx(file, data / "mt", tmp_path / "out")
+def test_the_example_translates_as_fairseq(data, exported):
+    file, folder = exported("multimax")
     model, task = load(file, data / "mt")
     lines = [*(data / "all.de").read_text().splitlines()[:6], "unheard of"]
     words = task.source_dictionary
@@ -83,24 +99,29 @@ def test_the_example_translates_as_fairseq(data, checkpoint, tmp_path):
     generator = SequenceGenerator([model], task.target_dictionary, beam_size=1, max_len_b=20)
     found = [hypotheses[0]["tokens"] for hypotheses in generator.generate([model], sample)]
     expected = [task.target_dictionary.string(tokens) for tokens in found]
-    script = ROOT / "user_dir" / "translate_onnx.py"
-    translate = runpy.run_path(str(script))["translate"]
-    assert translate(tmp_path / "out", lines, longest=20) == expected
+    translate = runpy.run_path(str(ROOT / "user_dir" / "translate_onnx.py"))["translate"]
+    assert translate(folder, lines, longest=20) == expected
     symbols, unknown = "</s> <s> Recht <pad>", "x x Recht x"
-    found = translate(tmp_path / "out", [symbols, unknown], longest=20)
+    found = translate(folder, [symbols, unknown], longest=20)
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [(), ("--decoder-normalize-before", "--attention-normalizer", "sparsemax")],
-    ids=["multimax", "sparsemax"],
-)
-def test_onnx_language_model_equals_fairseq(flags, data, checkpoint, tmp_path):
+def test_onnx_language_model_equals_fairseq(data, checkpoint, tmp_path, caplog, recwarn):
+    flags = ("--decoder-normalize-before", "--attention-normalizer", "sparsemax")
     file = checkpoint("transformer_lm_multimax", *flags)
     model, task = load(file, data / "lm")
     command = ["onnx", str(file), str(data / "lm"), str(tmp_path / "out")]
-    convert.main(command)
+    theirs = logging.getLogger("torch")  # it has a handler of its own
+    theirs.addHandler(caplog.handler)
+    recwarn.clear()
+    try:
+        convert.main(command)
+    finally:
+        theirs.removeHandler(caplog.handler)
+    logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    # Hydra, which reads the checkpoint, warns too; the commands silence it at their start.
+    warned = [str(w.message) for w in recwarn if re.search(r"/torch/|copyreg", w.filename)]
+    assert (logged, warned) == ([], [])
     decoder = session(tmp_path / "out" / "decoder.onnx")
     sizes = json.loads((tmp_path / "out" / "settings.json").read_text())
     words = torch.randint(4, len(task.dictionary), (2, 9))
@@ -114,19 +135,6 @@ def test_onnx_language_model_equals_fairseq(flags, data, checkpoint, tmp_path):
     assert cache.shape[4] == 9
     with pytest.raises(SystemExit, match="exists already"):
         convert.main(command)
-
-
-def test_onnx_export_prints_no_warning_of_torch(data, checkpoint, tmp_path, caplog, recwarn):
-    theirs = logging.getLogger("torch")  # it has a handler of its own
-    theirs.addHandler(caplog.handler)
-    try:
-        export_onnx(checkpoint("transformer_lm_multimax"), data / "lm", tmp_path / "out")
-    finally:
-        theirs.removeHandler(caplog.handler)
-    logged = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    # Hydra, which reads the checkpoint, warns too; the commands silence it at their start.
-    warned = [str(w.message) for w in recwarn if re.search(r"/torch/|copyreg", w.filename)]
-    assert (logged, warned) == ([], [])
 
 
 def test_onnx_names_an_unsupported_part(data, checkpoint, tmp_path):
