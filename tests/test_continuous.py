@@ -56,7 +56,7 @@ def covariances(count, scale, seed=0):
 def test_continuous_attention_equals_numerical_integration(name, width):
     function, density = ONE_DIMENSION[name]
     for mean, variance, center in itertools.product(
-        (-0.4, 0.25, 1.0), (1e-6, 1e-4, 0.003, 0.05, 1.0, 20.0), (0.0, 0.5)
+        (-0.4, 0.25), (1e-6, 0.003, 0.05, 20.0), (0.0, 0.5)
     ):
         inputs = [t.requires_grad_() for t in double(mean, variance)]
         found = function(*inputs, *double([center], [width]))
@@ -179,8 +179,8 @@ def test_density_is_the_entmax_of_its_scores(density):
 
 @pytest.mark.parametrize("density", DENSITIES, ids=lambda density: density.name)
 def test_density_expectation_equals_numerical_integration(density):
-    mean, scale = drawn(5) * 1.4 - 0.2, drawn(5, seed=1) * 0.1 + 0.01
-    centers, widths = double([0.0, 0.5, 0.5, 1.0], [0.02, 0.1, 0.5, 3.0])
+    mean, scale = drawn(3) * 1.4 - 0.2, drawn(3, seed=1) * 0.1 + 0.01
+    centers, widths = double([0.0, 0.5, 1.0], [0.02, 0.1, 3.0])
     found = density.expectation(mean, scale, centers, widths)
     for row, m, s in zip(found.tolist(), mean, scale, strict=True):
         low, high = (end.item() for end in density.support(m, s))

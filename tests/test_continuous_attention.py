@@ -77,8 +77,9 @@ def plain(module, query, key, value, padding):
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.parametrize("context", ["combined", "continuous"])
-@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize(
+    "context, density", zip(["combined", "continuous"], DENSITIES, strict=True)
+)
 def test_attend_equals_the_papers_formula(name, context, density):
     module = build(name, density=density, context=context)
     *tensors, padding = inputs()

@@ -79,7 +79,7 @@ def test_modulator_with_zero_offsets_is_the_identity():
 @pytest.mark.parametrize("terms", ["both", "low", "high"])
 def test_modulator_gradients_pass_gradcheck(heads, terms):
     module = far_modulator(heads, terms)
-    x = random_scores(2, 3, 4, 5).requires_grad_()
+    x = random_scores(2, 3, 2, 3).requires_grad_()
     parameters = list(module.parameters())
     assert len(parameters) == (4 if terms == "both" else 2)
     assert gradcheck(lambda x, *_: module(x), (x, *parameters))
@@ -122,12 +122,16 @@ def test_monotone_modulator_is_linear_below_and_constant_above(values):
 def test_monotone_modulator_gradients_pass_gradcheck(heads, terms):
     module = far_modulator(heads, terms)
     module.monotone = True
-    x = random_scores(2, 3, 4, 5, spread=20.0).requires_grad_()
+    x = random_scores(2, 3, 2, 3, spread=20.0).requires_grad_()
     assert gradcheck(lambda x, *_: module(x), (x, *module.parameters()))
-    for values in TURNING:
-        turning = Modulator.from_values(*values)
-        turning.monotone = True
-        assert gradcheck(lambda x, *_, m=turning: m(x), (x, *turning.parameters()))
+
+
+@pytest.mark.parametrize("values", TURNING)
+def test_monotone_modulator_gradients_pass_gradcheck_at_each_turn(values):
+    x = random_scores(40, spread=20.0).requires_grad_()
+    turning = Modulator.from_values(*values)
+    turning.monotone = True
+    assert gradcheck(lambda x, *_: turning(x), (x, *turning.parameters()))
     identity = Modulator(init_std=0.0, monotone=True)
     assert torch.equal(identity(x), x)
 
