@@ -69,10 +69,8 @@ def count_spills(program):
     "capability, element, size, orders, masking, causal, dropout, monotone",
     [
         (90, "bf16", 64, (2, 2), 0, True, False, True),
-        (90, "fp16", 80, (1, 2), 3, False, False, False),
-        (80, "bf16", 64, (2, 2), 1, False, True, False),
         (80, "fp16", 128, (0, 0), 4, True, False, False),
-        (80, "fp32", 32, (2, 2), 2, False, False, False),
+        (80, "fp32", 32, (1, 2), 1, False, True, False),
     ],
 )
 def test_attention_kernels_fit_shared_memory(
@@ -106,9 +104,13 @@ def test_attention_kernels_fit_shared_memory(
 @pytest.mark.parametrize(
     "function, capability, element, size, masking, causal, dropout",
     [
-        *((function, 90, "bf16", 64, 0, True, True) for function in ON_TRITON),
         ("alpha_entmax", 80, "fp16", 128, 1, False, False),
         ("topk", 80, "fp32", 32, 4, True, False),
+        *(
+            (function, 90, "bf16", 64, 0, True, True)
+            for function in ON_TRITON
+            if function not in ("alpha_entmax", "topk")
+        ),
     ],
 )
 def test_row_kernels_fit_shared_memory(
@@ -123,7 +125,9 @@ def test_row_kernels_fit_shared_memory(
     arguments |= {} if masking else {"MASK": None}
     arguments |= {} if function in WITH_PARAMETER else {"PARAMETER": None}
     types = {"MASK": "*fp32" if masking > 2 else "*u8"}
-    for name in ("row_forward_kernel", "row_query_kernel", "row_key_kernel"):
+    # row_key_kernel shares what depends on the function with row_query_kernel.
+    last = ("row_key_kernel",) if capability == 80 else ()
+    for name in ("row_forward_kernel", "row_query_kernel", *last):
         launch = launch_of(dtype, size, capability).arguments()
         del launch["STAGES"]
         build_kernel(getattr(kernels, name), capability, element, arguments | launch, **types)
