@@ -96,7 +96,7 @@ def test_tails_passes_opcheck():
     opcheck(OPERATORS.tails, (some_table(num_heads=3),))
 
 
-# dtype, parameters, mask, causal, dropout, keep, whether heads lie inside of the positions in memory
+# dtype, parameters, mask, causal, dropout, keep, whether heads lie inside the positions in memory
 ATTENTIONS = {
     "plain": (torch.float32, None, None, False, 0.0, False, False),
     "padding": (torch.bfloat16, {}, (BATCH, 1, 1, 5), False, 0.0, True, True),
