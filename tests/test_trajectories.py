@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 from commands import PLUGIN, refused, run
@@ -35,17 +34,25 @@ def legend(figure):
     return [entry.get_text() for entry in figure.legends[0].get_texts()]
 
 
-@pytest.mark.parametrize("command", ["plot", "report", "trajectories"])
-def test_analyze_file_commands_run_without_fairseq_and_hydra(tmp_path, command):
-    program = (
-        "import sys\n"
-        "for name in ('fairseq', 'fairseq_cli', 'hydra', 'omegaconf'): sys.modules[name] = None\n"
-        "from multimax_fairseq.analysis.__main__ import main\n"
-        f"sys.argv = ['multimax-analyze', '{command}', 'nothing', '--out', 'x']\n"
-        "main()"
-    )
-    said = run(tmp_path, sys.executable, "-c", program, code=1)  # a new process without imports
-    assert "multimax-analyze: error: " in said and "'nothing" in said
+def test_analyze_file_commands_run_without_fairseq_and_hydra(tmp_path):
+    program = """if True:
+        import sys
+        for name in [*sys.modules]:  # of the fork server
+            if "fairseq" in name:
+                del sys.modules[name]
+        for name in ("fairseq", "fairseq_cli", "hydra", "omegaconf"):
+            sys.modules[name] = None
+        from multimax_fairseq.analysis.__main__ import main
+        for command in ("plot", "report", "trajectories"):
+            sys.argv = ["multimax-analyze", command, "nothing", "--out", "x"]
+            try:
+                main()
+            except SystemExit as error:
+                print(error)
+    """
+    said = run(tmp_path, "python", "-c", program)
+    assert said.count("multimax-analyze: error: ") == said.count("'nothing") == 3
+    assert "Traceback (" not in said
 
 
 def test_read_accepts_all_forms_of_log_lines(tmp_path):
@@ -93,21 +100,18 @@ def logs(text, tmp_path_factory):
     """Logs of a translation model, a language model, and a run without the monitor."""
     folder = tmp_path_factory.mktemp("logs")
     words = ["--log-format", "json", "--monitor-interval", "2", "--no-save"]
-    for name, data, model, more in (
-        ("translation", "mt", TRANSLATE, ["--encoder-layers", "2", *words]),
-        ("language", "lm", MODEL_LANGUAGE, words),
-        ("plain", "lm", MODEL_LANGUAGE, ["--log-format", "json", "--no-save"]),
+    for name, data, model in (
+        ("translation", "mt", [*TRANSLATE, "--encoder-layers", "2"]),
+        ("language", "lm", MODEL_LANGUAGE),
     ):
         written = ["--log-file", folder / f"{name}.log"]
-        run(text, "fairseq-train", data, *PLUGIN, *model, *more, *written)
+        run(text, "fairseq-train", data, *PLUGIN, *model, *words, *written)
+    plain = re.sub(r', "[a-z_]*monitor/[^,}]*', "", (folder / "language.log").read_text())
+    (folder / "plain.log").write_text(plain)
     return folder
 
 
 def test_trajectories_draws_one_run(logs):
-    run(logs, "multimax-analyze", "trajectories", "translation.log")
-    names = {file.stem for file in (logs / "trajectories").glob("*.png")}
-    assert names == {f"trajectories-{p}" for p in ("training", *KINDS)}
-    assert names == {file.stem for file in (logs / "trajectories").glob("*.svg")}
     log = training_log.read(logs / "translation.log")
     drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw([log])}
     for entry in drawn.values():
@@ -127,15 +131,9 @@ def test_trajectories_draws_one_run(logs):
 
 
 def test_trajectories_draws_two_runs(logs):
-    out = logs / "both"
-    both = ("translation.log", "language.log", "--out", out)
-    printed = run(logs, "multimax-analyze", "trajectories", *both)
-    assert f"written: {out}" in printed
-    assert {file.stem for file in out.glob("*.svg")} == {
-        f"trajectories-{kind}" for kind in ("training", *KINDS)
-    }
     runs = training_log.read_all([logs / "translation.log", logs / "language.log"])
     drawn = {entry.name.partition("-")[2]: entry for entry in trajectories.draw(runs)}
+    assert {*drawn} == {"training", *KINDS}
     for entry in drawn.values():
         check_figure(entry)
     figure = drawn["decoder"].figure
@@ -150,8 +148,10 @@ def test_trajectories_draws_two_runs(logs):
 
 
 def test_trajectories_draws_losses_without_the_monitor(logs):
-    run(logs, "multimax-analyze", "trajectories", "plain.log", "--out", "plain")
-    assert {file.stem for file in (logs / "plain").glob("*.svg")} == {"trajectories-training"}
+    printed = run(logs, "multimax-analyze", "trajectories", "plain.log", "--out", "plain")
+    assert "written: plain" in printed
+    files = {f"trajectories-training.{form}" for form in ("png", "svg")}
+    assert {file.name for file in (logs / "plain").iterdir()} == files
     log = training_log.read(logs / "plain.log")
     (entry,) = trajectories.draw([log])
     curves = {axis.get_ylabel(): axis.get_lines()[0].get_data() for axis in entry.figure.axes}
