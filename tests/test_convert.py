@@ -33,13 +33,11 @@ ADAPTIVE = (
     "--tie-adaptive-weights",
 )
 HELD = [
-    (TRANSLATION, *AT, *BOTH),
     (TRANSLATION, *AT, *CRITERION, "--multimax-init-std", "0.3"),
     ("transformer_multimax", "--attention-normalizer-at", "decoder", *BOTH),
     (TRANSLATION, "--attention-normalizer", "softmax", *BOTH),
     (TRANSLATION, *AT, *BOTH, "--multimax-order", "1"),
     (TRANSLATION, *AT, "--multimax-terms", "high"),
-    (LM,),
     (LM, "--output-normalizer", "softmax", "--scalar-gradient-scale", "0.5"),
     (LM, "--output-normalizer", "softmax", "--adaptive-softmax-cutoff", "10,20", *ADAPTIVE),
     (LM, "--multimax-terms", "low", "--criterion", "multimax_cross_entropy"),
