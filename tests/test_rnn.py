@@ -40,6 +40,10 @@ DISCRETE = {
     for name in NORMALIZERS
 }
 FLAGS = {**DISCRETE, **CONTINUOUS}
+# (flags, cell, beam): each mapping, and each pair of cell and beam
+CELLS = [pytest.param(flags, "gru", 5, id=name) for name, flags in FLAGS.items()]
+CELLS += [pytest.param(SOFTMAX, "lstm", beam, id=f"lstm, beam {beam}") for beam in (1, 5)]
+CELLS += [pytest.param(CONTINUOUS["continuous softmax"], "gru", 1, id="beam 1")]
 
 
 def spread(model, seed=0):
@@ -158,11 +162,14 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("kind", ["gru", "lstm"])
-@pytest.mark.parametrize("flags, attend", REFERENCES.values(), ids=REFERENCES)
+@pytest.mark.parametrize(
+    "name, kind, layers",
+    [*((name, "gru", 1) for name in REFERENCES), ("discrete", "lstm", 1), ("discrete", "gru", 2)]
+    + [("softmax, combined", "lstm", 2)],
+)
 @torch.no_grad()
-def test_model_equals_its_equations(build, translation_batch, flags, attend, kind, layers):
+def test_model_equals_its_equations(build, translation_batch, name, kind, layers):
+    flags, attend = REFERENCES[name]
     flags = (*flags, "--cell-type", kind, "--encoder-layers", str(layers))
     model, sample = spread(build(*flags)).eval(), translation_batch()
     found = model(**sample["net_input"])[0]
@@ -206,9 +213,7 @@ def test_attention_of_many_queries_equals_one_by_one():
 # --- one model, one function -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beam", [1, 5])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("flags, cell, beam", CELLS)
 @torch.no_grad()
 def test_incremental_decoding_equals_full_context(build, translation_batch, flags, cell, beam):
     model = spread(build(*flags, "--cell-type", cell)).eval()
@@ -328,9 +333,8 @@ def test_initial_weights_follow_joeynmt(build):
         assert float(weight.abs().max()) == pytest.approx(math.sqrt(6 / 400), rel=0.01)
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_gradients_reach_every_parameter(build, translation_batch, flags, cell):
+@pytest.mark.parametrize("flags, cell, _", CELLS)
+def test_gradients_reach_every_parameter(build, translation_batch, flags, cell, _):
     model = spread(build(*flags, *OUTPUT, "--cell-type", cell))
     sample = translation_batch()
     scores = full_context(model, sample).gather(-1, sample["target"][..., None])[..., 0]
