@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import sys
 
 import pandas as pd
 import pytest
@@ -441,7 +440,7 @@ def test_register_adds_flags_after_the_models_are_imported(tmp_path):
         "print(MODEL_DATACLASS_REGISTRY[name]().late_start)",
         "print(ConfigStore.instance().load(f'model/{name}.yaml').node.late_start)",
     )
-    printed = run(tmp_path, sys.executable, "-c", "\n".join(lines))
+    printed = run(tmp_path, "python", "-c", "\n".join(lines))
     for arch in ("transformer_multimax", "transformer_lm_multimax", "rnn_multimax"):
         assert f"{arch} late 2.0" in printed
     assert printed.split()[-2:] == ["1.5", "1.5"]
