@@ -9,9 +9,11 @@ import pytest
 import synthetic_collection
 from commands import PLUGIN, run
 from matplotlib.cbook import is_math_text
+from toy_collection import gather
 
 from multimax_fairseq.analysis import collection, figures, report, training_log
 from multimax_fairseq.analysis.figures import densities, output, sparsity, trajectories, weights
+from multimax_fairseq.errors import UsageError
 
 TEXTS = ["$", r"$\frac{$", "_a$b$", "US$ 3 and $4"]
 
@@ -66,16 +68,15 @@ def test_collect_names_the_missing_side_of_a_subset(data, checkpoint, tmp_path, 
     folder = shutil.copytree(data / "mt", tmp_path / "mt")
     for end in ("bin", "idx"):
         shutil.copy(folder / f"valid.de-en.de.{end}", folder / f"half.de-en.de.{end}")
-    words = ("collect", path, folder, "--subset", subset, "--out", tmp_path / "out")
-    said = run(tmp_path, "python", "-m", "multimax_fairseq.analysis", *words, code=1)
-    assert why in said and "make room" not in said and "Traceback" not in said
+    with pytest.raises(UsageError, match=why) as caught:
+        gather(tmp_path / "out", path, data=folder, subset=subset)
+    assert "make room" not in str(caught.value)
 
 
 def test_collect_counts_tokens_like_eval_lm(data, checkpoint, tmp_path):
     path = checkpoint("transformer_lm_multimax", "--add-bos-token")
-    words = ("collect", path, data / "lm", "--subset", "valid", "--out", tmp_path / "out")
-    run(tmp_path, "python", "-m", "multimax_fairseq.analysis", *words)
-    counted = pd.read_csv(tmp_path / "out/output.csv")["tokens"].sum()
+    folder = gather(tmp_path / "out", path, data=data / "lm")
+    counted = pd.read_csv(folder / "output.csv")["tokens"].sum()
     words = ("fairseq-eval-lm", data / "lm", *PLUGIN, "--path", path, "--gen-subset", "valid")
     output = run(tmp_path, *words, "--sample-break-mode", "eos", "--tokens-per-sample", "64")
     assert f"Evaluated {counted:,} tokens" in output
