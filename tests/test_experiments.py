@@ -1,6 +1,7 @@
 """configs/ and the scripts of the papers' experiments."""
 
 import argparse
+import copy
 import functools
 import importlib
 import json
@@ -8,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -46,8 +48,13 @@ PLUGINS = (
 
 @pytest.fixture(scope="module")
 def experiment():
+    """scripts/experiment.py, which lets hydra compose each file once."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    yield importlib.import_module("experiment")
+    module = importlib.import_module("experiment")
+    once = functools.cache(hydra.compose)
+    module.hydra = SimpleNamespace(compose=once, initialize_config_dir=hydra.initialize_config_dir)
+    yield module
+    module.hydra = hydra
     sys.path.remove(str(ROOT / "scripts"))
 
 
@@ -63,12 +70,6 @@ def rows_of(experiment, name):
 
 def compose(experiment, name, row):
     return experiment.compose(rows_of(experiment, name), row)
-
-
-@pytest.fixture
-def composed_once(experiment, monkeypatch):
-    """Let hydra compose a file once."""
-    monkeypatch.setattr(experiment.hydra, "compose", functools.cache(hydra.compose))
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,9 @@ def as_hydra_train(experiment, name, row):
     """Return a config with fairseq's defaults, as fairseq-hydra-train composes it."""
     hydra_init(name)
     try:
-        cfg = compose(experiment, name, row)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experiment, "hydra", hydra)
+            cfg = compose(experiment, name, row)
     finally:
         del ConfigStore.instance().repo[f"{name}.yaml"]
     OmegaConf.set_struct(cfg, True)
@@ -131,7 +134,7 @@ def test_config_trains_the_same_model_through_hydra(experiment, name, dictionary
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_options_of_each_row_parse_and_build_a_model(experiment, composed_once, name, dictionary):
+def test_options_of_each_row_parse_and_build_a_model(experiment, name, dictionary):
     task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     for row in set(ROWS[name]) - set(PLUGINS):
         cfg = compose(experiment, name, row)
@@ -162,9 +165,8 @@ def test_config_refuses_an_unknown_key(experiment, group, dictionary, monkeypatc
     assert any("typo" in str(error) for error in chain)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_row_changes_only_its_own_keys(experiment, composed_once, name):
-    found = experiment.Experiment.read(name)
+def test_row_changes_only_its_own_keys(experiment):
+    found = experiment.Experiment.read("multi30k")
     found.changes["base"] = {}
     base = OmegaConf.to_container(experiment.compose(found, "base"))
     for row, changes in found.changes.items():
@@ -227,15 +229,16 @@ def test_language_model_has_the_papers_parameters(experiment):
         ("wikitext103", "max_tokens", 131_072),
     ],
 )
-@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
-def test_fit_batch_keeps_the_batch_on_any_number_of_gpus(experiment, name, key, batch, gpus):
-    cfg = compose(experiment, name, "softmax")
-    experiment.fit_batch(cfg, gpus)
-    devices = cfg.distributed_training.distributed_world_size
-    assert devices == max(gpus, 1)
-    assert cfg.dataset[key] * devices * cfg.optimization.update_freq[0] == batch
-    assert ("--cpu" in experiment.options(cfg)) == (gpus == 0)
-    assert ("--fp16" in experiment.options(cfg)) == (gpus > 0 and name == "wikitext103")
+def test_fit_batch_keeps_the_batch_on_any_number_of_gpus(experiment, name, key, batch):
+    composed = compose(experiment, name, "softmax")
+    for gpus in (0, 1, 2, 4, 8):
+        cfg = copy.deepcopy(composed)
+        experiment.fit_batch(cfg, gpus)
+        devices = cfg.distributed_training.distributed_world_size
+        assert devices == max(gpus, 1)
+        assert cfg.dataset[key] * devices * cfg.optimization.update_freq[0] == batch
+        assert ("--cpu" in experiment.options(cfg)) == (gpus == 0)
+        assert ("--fp16" in experiment.options(cfg)) == (gpus > 0 and name == "wikitext103")
     with pytest.raises(UsageError, match=f"--gpus 3 cannot share {batch} "):
         experiment.fit_batch(cfg, 3)
 
@@ -343,6 +346,12 @@ def test_finish_recognises_older_folders(tmp_path, files):
     if "command" in files:
         with pytest.raises(UsageError, match="trained on other data"):
             runs.finish(run._replace(checksum="of another text"))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_parse_takes_the_papers_rows_by_default(experiment, monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", ["experiment.py", name, "--gpus", "0"])
+    assert experiment.parse(name).rows == PAPER[name]
 
 
 @pytest.mark.parametrize(
