@@ -78,73 +78,59 @@ def test_train_and_generate_keep_stock_log_format(translation, generated):
         assert not re.search(r"^INFO:", log, re.MULTILINE)
 
 
-def collect(text, folder, data):
-    """Collect from the first and the last checkpoint of a run."""
+def drawn(text, folder, data, *names):
+    """Collect from the first and the last checkpoint of a run; draw these figures."""
     first, *_, last = numbered(text / folder)
     out = text / f"{folder}-analysis"
     words = ("python", "-m", "multimax_fairseq.analysis", "collect", first, last, data)
     run(text, *words, "--out", out)
-    return out
-
-
-def assert_every_figure_is_drawn(text, folder, data):
-    """Collect and draw all figures."""
-    out = collect(text, folder, data)
-    found = {entry.name: entry for entry in figures.draw([collection.read(out)])}
-    assert {"pareto", "over-smoothing", "output-layer"} <= set(found)
-    for entry in found.values():
+    found = list(figures.draw([collection.read(out)], names))
+    for entry in found:
         check_figure(entry)
-    return set(found)
+    return {entry.name for entry in found}
 
 
-FLAGS = {
-    "topk": ["--topk", "4"],
-    "softmax": ["--learn-temperature"],
-    "ssmax": ["--ssmax-start", "0.5"],
-    "adaptive_temperature": ["--attention-gate"],
-}
-# {mapping: (name of its printed parameter, value from the stored one)}, one per head or shared.
-LEARNED = {
-    "alpha_entmax": ("alpha", lambda value: 1 + value.sigmoid()),
-    "softmax": ("log_temperature", lambda value: value.exp()),
-    "ssmax": ("length_scale", lambda value: value),
-    "sink": ("sink", lambda value: value),
-}
-MATRICES = {"asentmax": ("beta", "gamma"), "adaptive_temperature": ("gate",)}
+# (mappings by attention, flags, {learned scalar: its printed value}, learned matrices)
+MIXED = [
+    (
+        "encoder=alpha_entmax,decoder=ssmax,cross=sink",
+        ["--ssmax-start", "0.5"],
+        {"alpha": lambda x: 1 + x.sigmoid(), "length_scale": lambda x: x, "sink": lambda x: x},
+        {},
+    ),
+    (
+        "encoder=softmax,decoder=asentmax,cross=adaptive_temperature",
+        ["--learn-temperature", "--attention-gate"],
+        {"log_temperature": lambda x: x.exp()},
+        {"beta": 1, "gamma": 1, "gate": 3},
+    ),
+]
 
 
-# Learned scalars of each kind, matrices, and nothing learned.
-@pytest.mark.parametrize("normalizer", [*LEARNED, *MATRICES, "topk"])
-def test_train_resumes_with_what_a_mapping_learns(text, normalizer):
-    folder = f"mt-with-{normalizer}"
-    flags = [*FLAGS.get(normalizer, []), "--attention-normalizer", normalizer]
-    flags += ["--output-normalizer", "softmax", "--optimizer", "adam", "--save-dir", folder]
-    command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags)
+@pytest.mark.parametrize("places, flags, scalars, matrices", MIXED, ids=["scalars", "matrices"])
+def test_train_resumes_with_what_mappings_learn(text, places, flags, scalars, matrices):
+    folder = f"mt-with-{len(matrices)}"
+    flags = [*flags, "--attention-normalizer-at", places, "--output-normalizer", "softmax"]
+    command = ("fairseq-train", "mt", *PLUGIN, *TRANSLATE, *flags, "--save-dir", folder)
     run(text, *command, "--max-update", "4")
     resumed = run(text, *command)
     assert f"Loaded checkpoint {folder}/checkpoint_last.pt (epoch" in resumed
     path = text / folder / "checkpoint_last.pt"
     output = run(text, "fairseq-generate", "mt", *PLUGIN, "--path", path, "--max-len-b", "8", *ALL)
     assert len(hypotheses(output)) == 8
-    if normalizer == "alpha_entmax":
-        assert "alpha-trajectories" in assert_every_figure_is_drawn(text, folder, "mt")
-    else:
-        collect(text, folder, "mt")
-    learned, printed = LEARNED.get(normalizer, (None, None))
-    listing = ("python", "-m", "multimax_fairseq.analysis", "parameters", path)
+    if "alpha" in scalars:
+        assert drawn(text, folder, "mt", "alpha-trajectories")
     first, last = (parameters(file) for file in (numbered(text / folder)[0], path))
-    for part in MATRICES.get(normalizer, ()):
+    for part, count in matrices.items():
         names = [name for name in first if f".{part}.weight" in name]
-        assert len(names) == 3 and all((first[name] != last[name]).any() for name in names)
-    if learned is None:
-        assert "no learned scalars" in run(text, *listing, code=1)
-        return
-    scalars = [name for name in first if learned in name]
-    assert len(scalars) == 3 and all((first[name] != last[name]).all() for name in scalars)
-    lines = run(text, *listing).splitlines()
-    assert len(lines) == 1 + 3 * (1 if normalizer == "softmax" else 2)
+        assert len(names) == count and all((first[name] != last[name]).any() for name in names)
+    names = {scalar: [name for name in first if scalar in name] for scalar in scalars}
+    assert [len(found) for found in names.values()] == [1] * len(scalars)
+    assert all((first[name] != last[name]).all() for (name,) in names.values())
+    lines = run(text, "python", "-m", "multimax_fairseq.analysis", "parameters", path).splitlines()
+    expected = [value for s, (name,) in names.items() for value in scalars[s](last[name]).flatten()]
+    assert len(lines) == 1 + len(expected)
     values = {float(line.split()[-1]) for line in lines[1:]}
-    expected = [printed(value) for name in scalars for value in last[name].flatten()]
     assert values == {round(float(value), 4) for value in expected}
 
 
@@ -177,10 +163,10 @@ def test_train_exits_despite_running_threads_after_an_error(text):
 
 
 def test_collect_and_draw_plot_trained_modulators(text, translation, language_model):
-    drawn = assert_every_figure_is_drawn(text, "mt-model", "mt")
-    assert {"modulators-encoder", "modulators-cross", "parameters"} <= drawn
-    drawn = assert_every_figure_is_drawn(text, "lm-model", "lm")
-    assert {"modulators-decoder", "modulators-output"} <= drawn
+    names = {"modulators-encoder", "modulators-cross", "parameters", "over-smoothing"}
+    assert drawn(text, "mt-model", "mt", *names) == names
+    names = {"modulators-decoder", "modulators-output", "pareto", "output-layer"}
+    assert drawn(text, "lm-model", "lm", *names) == names
 
 
 def test_parameters_lists_modulators_in_the_papers_symbols(text, translation):
@@ -299,10 +285,10 @@ def test_hydra_train_trains_an_rnn(text, settings):
 
 
 @pytest.mark.parametrize("limit", [(), ("--truncate-source", "--max-source-positions", "6")])
-def test_interactive_equals_generate(text, translation, limit):
+def test_interactive_equals_generate(text, generated, limit):
     words = ("mt", *PLUGIN, "--path", "mt-model/checkpoint_last.pt", "--beam", "5", *limit)
     words += ("--max-len-b", "12", "--source-lang", "de", "--target-lang", "en")
-    found = hypotheses(run(text, "fairseq-generate", *words, *ALL))
+    found = hypotheses(run(text, "fairseq-generate", *words, *ALL) if limit else generated)
     output = run(text, "fairseq-interactive", *words, stdin=(text / "test.de").read_text())
     given = hypotheses(output)
     assert given.keys() == found.keys() and len(found) == 8
@@ -334,13 +320,16 @@ def test_replace_unk_copies_the_word_with_the_largest_attention(text, translatio
     options = ("odd", *PLUGIN, *pair, "--path", path, "--beam", "2", "--max-len-b", "4")
     options += ("--unkpen", "-100")
     stdin = (text / "odd.de").read_text()
-    for command in (("fairseq-generate", *options, *raw), ("fairseq-interactive", *options)):
-        for more in ((), ("pairs",), ("--print-alignment",)):
-            output = run(text, *command, "--replace-unk", *more, stdin=stdin)
-            pairs = {"Zorg": "care", "Quax": "quack"} if more == ("pairs",) else {}
-            expected = [" ".join(pairs.get(word, word) for word in each) for each in words]
-            assert [line for _, (_, line) in sorted(hypotheses(output).items())] == expected
-            assert ("T-0\tQuax und Frob Mensch\n" in output) == (command[0] == "fairseq-generate")
+    generate, interactive = ("fairseq-generate", *options, *raw), ("fairseq-interactive", *options)
+    for command, more in (
+        *((generate, ()), (generate, ("pairs",)), (generate, ("--print-alignment",))),
+        *((interactive, ()), (interactive, ("pairs",))),
+    ):
+        output = run(text, *command, "--replace-unk", *more, stdin=stdin)
+        pairs = {"Zorg": "care", "Quax": "quack"} if more == ("pairs",) else {}
+        expected = [" ".join(pairs.get(word, word) for word in each) for each in words]
+        assert [line for _, (_, line) in sorted(hypotheses(output).items())] == expected
+        assert ("T-0\tQuax und Frob Mensch\n" in output) == (command is generate)
     assert "fairseq-interactive" in refused(text, *("fairseq-generate", *options, "--replace-unk"))
 
 
@@ -440,6 +429,8 @@ def test_train_finetunes_stock_checkpoint_from_the_identity(text):
     assert all(torch.equal(after[name], value) for name, value in before.items())
     fitted = [value for name, value in after.items() if name not in before]
     assert len(fitted) >= 16 and all(value.any() for value in fitted)
+    listing = ("python", "-m", "multimax_fairseq.analysis", "parameters")
+    assert "no learned scalars" in run(text, *listing, "mt-softmax/checkpoint_last.pt", code=1)
 
 
 @pytest.mark.parametrize("loaded_by", ["load", "from_pretrained"])
@@ -474,9 +465,8 @@ def test_train_accepts_custom_user_dir(text):
     assert not any(".self_attn." in name for name in learned if name.startswith("decoder."))
 
 
-@pytest.mark.parametrize("kind", ["mt", "lm"])
-def test_hydra_train_refuses_option_of_another_mapping(text, settings, kind):
-    config = ("--config-dir", text, "--config-name", kind)
+def test_hydra_train_refuses_option_of_another_mapping(text, settings):
+    config = ("--config-dir", text, "--config-name", "mt")
     sentence = refused(text, "fairseq-hydra-train", *config, "+model.entmax_alpha=1.5")
     assert sentence.startswith("--entmax-alpha 1.5 belongs to alpha_entmax attention")
 
@@ -498,9 +488,8 @@ def test_generate_and_eval_lm_warn_of_unused_stored_settings(text, translation, 
         output = run(text, *command, *PLUGIN, "--path", path, *ALL)
         for setting in ("--topk 5", "--softmax-temperature inf", "--entmax-alpha 0.5"):
             assert f"checkpoint's settings does nothing: {setting} belongs to" in output
-        with_original = run(
-            text, *command, *PLUGIN, "--path", f"{kind}-model/checkpoint_last.pt", *ALL
-        )
+        path = f"{kind}-model/checkpoint_last.pt"
+        with_original = run(text, *command, *PLUGIN, "--path", path, *ALL)
         assert "does nothing" not in with_original
         figures = r"^[HP]-\d+\t.*|Perplexity: .*"
         found = [re.findall(figures, log, re.MULTILINE) for log in (output, with_original)]
