@@ -1,6 +1,5 @@
 """Runs the scripts of data-prep/, kills them and compares what they wrote."""
 
-import resource
 import signal
 import subprocess
 import sys
@@ -16,28 +15,27 @@ def environment():
     return programs_first() | {"no_proxy": "*"}
 
 
-def script(name, *arguments, cpus=1, python=BIN / "python"):
-    """Return the command of a script that sees this number of CPUs; `python` runs its children."""
+def script(name, *arguments, cpus=1):
+    """Return the command of a script that sees this number of CPUs."""
     code = (
         f"import os, runpy, sys; os.cpu_count = lambda: {cpus}; sys.path[0] = {str(PREP)!r};"
-        f"sys.executable = {str(python)!r};"
+        f"sys.executable = {str(BIN / 'python')!r};"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     return [sys.executable, "-c", code, str(PREP / name), *map(str, arguments)]
 
 
-def run(command, cwd, code=0, **options):
-    done = subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, **options
-    )
+def run(command, cwd, code=0, **variables):
+    environ = environment() | variables
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
 
 
-def refused(command, cwd, **options):
+def refused(command, cwd, **variables):
     """Return the one-sentence error of a command that must fail."""
-    done = run(command, cwd, code=1, **options)
+    done = run(command, cwd, code=1, **variables)
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
@@ -66,11 +64,8 @@ def stamps(folder):
     return {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
 
 
-def files_up_to(size):
-    """Return a preexec_fn that limits the size of files; writing then fails as on a full disk."""
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-    return limit
+def files_up_to(size, folder):
+    """Return variables that limit the size of files; writing then fails as on a full disk."""
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+    (folder / "sitecustomize.py").write_text(f"import resource\n\n{limit}\n")
+    return {"PYTHONPATH": str(folder)}

@@ -732,9 +732,9 @@ def test_pretrained_bart_trains_and_translates(toy):
 
 def test_main_runs_a_command_without_a_user_dir(toy):
     same = ("-s", "test.en", "-r", "test.en", "--sacrebleu")
-    output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-score", *same)
+    output = run(toy, "python", "-m", "multimax_fairseq", "fairseq-score", *same)
     assert re.search(r"^BLEU = 100\.00", output, re.MULTILINE)
-    output = run(toy, sys.executable, "-m", "multimax_fairseq", "fairseq-scor", code=1)
+    output = run(toy, "python", "-m", "multimax_fairseq", "fairseq-scor", code=1)
     assert "'fairseq-scor' is no command of fairseq: use one of fairseq-eval-lm," in output
 
 

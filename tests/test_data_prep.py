@@ -412,9 +412,8 @@ def test_iwslt14_reports_a_full_disk(size, step, tgz, prepared, tmp_path):
     out = tmp_path / "out"
     if step == "data-bin":
         shutil.copytree(prepared[0] / "text", out / "text")
-    # A limit does not reach a program that a fork of another process runs.
-    command = script("iwslt14.py", "--archive", tgz, "--out", out, python=sys.executable)
-    assert "File too large" in refused(command, tmp_path, preexec_fn=files_up_to(size))
+    command = script("iwslt14.py", "--archive", tgz, "--out", out)
+    assert "File too large" in refused(command, tmp_path, **files_up_to(size, tmp_path))
     assert not (out / step).exists()
 
 

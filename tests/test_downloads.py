@@ -131,7 +131,7 @@ def test_obtain_downloads_from_a_url(host, tmp_path):
 def test_download_reports_a_full_disk(host, tmp_path):
     address = f"{host.url}/file#{SHA256}"
     command = script("iwslt14.py", "--archive", address, "--out", tmp_path)
-    assert "File too large" in refused(command, tmp_path, preexec_fn=files_up_to(500_000))
+    assert "File too large" in refused(command, tmp_path, **files_up_to(500_000, tmp_path))
     assert [file.suffix for file in (tmp_path / "archives").iterdir() if file.stat().st_size] == [
         ".part"
     ]

@@ -1,18 +1,15 @@
 """docs/multimax.ipynb runs as it stands and prints what it shows."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from commands import ROOT
+from commands import ROOT, run
 
 pytestmark = pytest.mark.long
 
 
-def test_notebook_prints_its_stored_output():
+def test_notebook_prints_its_stored_output(tmp_path):
     cells = json.loads((ROOT / "docs" / "multimax.ipynb").read_text(encoding="utf-8"))["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
     code = "\n".join("".join(cell["source"]) for cell in cells)
@@ -22,11 +19,7 @@ def test_notebook_prints_its_stored_output():
         for output in cell["outputs"]
         if output["output_type"] == "stream"
     )
-    environment = {**os.environ, "MPLBACKEND": "agg"}
-    command = [sys.executable, "-c", code]
-    printed = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    printed = run(tmp_path, "python", "-c", code, MPLBACKEND="agg")
     number = r"\d+\.\d+"
     assert re.sub(number, "", printed) == re.sub(number, "", shown)
     found, stored = ([float(x) for x in re.findall(number, text)] for text in (printed, shown))

@@ -253,7 +253,7 @@ def test_spawned_processes_report_errors(text, script):
     (text / "spawned").mkdir(exist_ok=True)
     (text / "spawned" / "checkpoint_last.pt").write_bytes(b"PK\3\4")
     words = [*TRANSLATE, *PLUGIN, "--distributed-world-size", "2", "--save-dir", "spawned"]
-    log = run(text, sys.executable, script, *words, code=1)
+    log = run(text, "python", script, *words, code=1)
     assert "training on 2 devices" in log and "Traceback" not in log
     assert "fairseq-train: error: rank 0: 'spawned/checkpoint_last.pt' is damaged" in log
     assert "fairseq-train: error: rank 1: the connection to another rank is lost" in log
