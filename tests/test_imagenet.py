@@ -4,11 +4,12 @@ import csv
 import json
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, kill_after, run
+from commands import BIN, ROOT, kill_after, programs_first, run
 from PIL import Image
 
 pytestmark = pytest.mark.long
@@ -47,17 +48,36 @@ def training(images, out, *more):
     return [*words, *more]
 
 
-def in_timm(folder, code):
-    """Run Python code with timm; return its printed JSON."""
-    return json.loads(run(folder, "python", "-c", code, **WITH_TIMM).splitlines()[-1])
+# Runs each line of its input, Python code as JSON, until it ends.
+LOOP = """import json, sys
+for line in sys.stdin:
+    exec(json.loads(line), {})
+    sys.stdout.flush()
+"""
+
+
+@pytest.fixture(scope="module")
+def in_timm(tmp_path_factory):
+    """in_timm(code) -> the JSON that the code prints; one process imports timm for all."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    folder = tmp_path_factory.mktemp("timm")
+    environment = programs_first() | WITH_TIMM
+    process = subprocess.Popen([BIN / "python", "-c", LOOP], cwd=folder, env=environment, **pipes)
+
+    def ask(code):
+        process.stdin.write(json.dumps(code) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    yield ask
+    process.communicate()
 
 
 # --- the models --------------------------------------------------------------------------------
 
 
-def test_deit_has_modulators_in_all_attentions_and_in_the_output(tmp_path):
+def test_deit_has_modulators_in_all_attentions_and_in_the_output(in_timm):
     found = in_timm(
-        tmp_path,
         "import json, timm, vit_multimax\n"
         "from multimax_fairseq import Modulator\n"
         "models = {(size, head): timm.create_model(f'deit_{size}_multimax', head=head)\n"
@@ -78,9 +98,8 @@ def test_deit_has_modulators_in_all_attentions_and_in_the_output(tmp_path):
         assert prefix == (head == "cls") and modulators == names
 
 
-def test_modulators_of_table_7_equal_equation_6(tmp_path):
+def test_modulators_of_table_7_equal_equation_6(in_timm):
     error = in_timm(
-        tmp_path,
         "import json, timm, torch, vit_multimax\n"
         "from multimax_fairseq import Modulator\n"
         "from reference import TABLE_7, sigma\n"
@@ -98,10 +117,9 @@ def test_modulators_of_table_7_equal_equation_6(tmp_path):
     assert error < 1e-6
 
 
-def test_rows_build_their_models(tmp_path):
+def test_rows_build_their_models(in_timm):
     """Each row's model has the mapping, the modulators and the head that its name says."""
     found = in_timm(
-        tmp_path,
         "import imagenet, json, timm, torch, vit_multimax\n"
         "from multimax_fairseq import Modulator\n"
         "names = {}\n"
@@ -132,7 +150,7 @@ def test_rows_build_their_models(tmp_path):
     assert len(found) == 25
 
 
-def test_settings_are_those_of_deit(tmp_path):
+def test_settings_are_those_of_deit(in_timm):
     """The defaults of DeiT's main.py, and the batch of its training command: 4 times 256."""
     names = "EPOCHS WARMUP_EPOCHS BATCH_SIZE LEARNING_RATE WEIGHT_DECAY DROP_PATH REPEATS "
     names += "AUGMENTATION ERASING MIXING WARMUP_LEARNING_RATE MIN_LEARNING_RATE CROP"
@@ -140,7 +158,7 @@ def test_settings_are_those_of_deit(tmp_path):
 import deit, imagenet, json
 found = vars(deit) | vars(imagenet)
 print(json.dumps({{name: found[name] for name in {names.split()}}}))"""
-    assert in_timm(tmp_path, code) == {
+    assert in_timm(code) == {
         "EPOCHS": 300,
         "WARMUP_EPOCHS": 5,
         "BATCH_SIZE": 1024,
@@ -171,7 +189,7 @@ def test_imagenet_tabulates_a_trained_row(trained):
     }
 
 
-def test_imagenet_resumes_a_killed_run_with_the_same_weights(images, trained, tmp_path):
+def test_imagenet_resumes_a_killed_run_with_the_same_weights(images, trained, in_timm, tmp_path):
     kill_after("epoch 2 of 3: batch", tmp_path, *training(images, tmp_path), **WITH_TIMM)
 
     resumed = run(tmp_path, *training(images, tmp_path), **WITH_TIMM)
@@ -180,7 +198,6 @@ def test_imagenet_resumes_a_killed_run_with_the_same_weights(images, trained, tm
     files = [folder / "tiny_multimax/seed-1/epoch-3.pt" for folder in (trained[0], tmp_path)]
     assert "resuming after epoch 1" in resumed and "Nothing to do" in again
     assert in_timm(
-        tmp_path,
         "import json, torch\n"
         f"one, two = (torch.load(f, weights_only=True)['model'] for f in {[*map(str, files)]})\n"
         "print(json.dumps(all(torch.equal(x, two[name]) for name, x in one.items())))",
@@ -200,7 +217,7 @@ def test_imagenet_rejects_invalid_options(images, tmp_path):
 # --- analysis ----------------------------------------------------------------------------------
 
 
-def test_vit_analysis_writes_a_collection_and_pictures(images, trained, tmp_path):
+def test_vit_analysis_writes_a_collection_and_pictures(images, trained, in_timm, tmp_path):
     files = sorted((trained[0] / "tiny_multimax" / "seed-1").glob("epoch-[13].pt"), reverse=True)
     program = ROOT / "user_dir" / "vit_analysis.py"
     out = tmp_path / "collection"
@@ -210,7 +227,6 @@ def test_vit_analysis_writes_a_collection_and_pictures(images, trained, tmp_path
     with (out / "layers.csv").open() as table:
         rows = [row for row in csv.DictReader(table) if row["updates"] == "6"]
     right = in_timm(
-        tmp_path,
         "import json, timm, torch, vit_multimax\n"
         "from timm.data import ImageDataset, create_transform\n"
         f"state = torch.load({str(files[0])!r}, weights_only=True)\n"
@@ -236,10 +252,9 @@ def test_vit_analysis_writes_a_collection_and_pictures(images, trained, tmp_path
         assert f"drawn: {name}\n" in printed
 
 
-def test_grad_cam_weighs_channels_by_their_effect_on_the_logit(tmp_path):
+def test_grad_cam_weighs_channels_by_their_effect_on_the_logit(in_timm):
     """Adding e to a channel at all patches changes the logit by e * patches * the weight."""
     error = in_timm(
-        tmp_path,
         "import json, timm, torch, vit_multimax, vit_analysis\n"
         "torch.manual_seed(1)\n"
         f"model = timm.create_model('deit_tiny_multimax', head='cls', {SMALL}).double().eval()\n"
