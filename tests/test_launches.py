@@ -214,7 +214,7 @@ def some_arguments(random):
     memory = torch.zeros(64)
     half = memory.to(some(torch.float16, torch.bfloat16, torch.float32))
     arguments = {name: half[some(0, 1, 4, 8) :] for name in ("Q", "K", "V", "OUT")}
-    arguments |= {"TOTAL": memory, "TABLE": some(memory, None), "SINK": None}
+    arguments |= {"TOTAL": memory, "PARAMETERS": some(memory, None), "SINK": None}
     arguments["MASK"] = some(None, memory, memory[1:], memory.to(torch.uint8))
     axes = [f"{name}_{axis}" for name in "qkvo" for axis in "bhn"] + ["m_b", "m_h", "m_t", "m_s"]
     arguments |= dict.fromkeys(axes, 64)

@@ -141,7 +141,7 @@ def test_onnx_names_an_unsupported_part(data, checkpoint, tmp_path):
     for arch, flags, what in (
         ("rnn_multimax", (), "the structure of a RecurrentModel. Use the model with"),
         ("transformer_multimax", ("--attention-gate",), "GatedAttention in encoder.self_attn"),
-        ("transformer_multimax", ("--output-normalizer", "entmax15"), "sparse output normalizer"),
+        ("transformer_multimax", ("--output-normalizer", "entmax15"), "sparse output mapping"),
     ):
         with pytest.raises(ValueError, match=what):
             export_onnx(checkpoint(arch, *flags), data / "mt", tmp_path / "out")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 from commands import PLUGIN, refused, run
@@ -37,9 +38,6 @@ def legend(figure):
 def test_analyze_file_commands_run_without_fairseq_and_hydra(tmp_path):
     program = """if True:
         import sys
-        for name in [*sys.modules]:  # of the fork server
-            if "fairseq" in name:
-                del sys.modules[name]
         for name in ("fairseq", "fairseq_cli", "hydra", "omegaconf"):
             sys.modules[name] = None
         from multimax_fairseq.analysis.__main__ import main
@@ -50,7 +48,7 @@ def test_analyze_file_commands_run_without_fairseq_and_hydra(tmp_path):
             except SystemExit as error:
                 print(error)
     """
-    said = run(tmp_path, "python", "-c", program)
+    said = run(tmp_path, sys.executable, "-c", program)
     assert said.count("multimax-analyze: error: ") == said.count("'nothing") == 3
     assert "Traceback (" not in said
 

@@ -229,7 +229,7 @@ def test_export_supports_separate_embeddings(data, checkpoint, tmp_path):
         (
             "transformer_multimax",
             "--attention-normalizer softmax --output-normalizer entmax15",
-            "the sparse output normalizer entmax15",
+            "the sparse output mapping entmax15",
         ),
         ("rnn_multimax", "", "the structure of a RecurrentModel"),
         ("transformer", "--encoder-learned-pos", "learned positions in the encoder"),

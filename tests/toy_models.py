@@ -3,11 +3,10 @@
 import copy
 import dataclasses
 import functools
-from unittest import mock
 
 import torch
 from fairseq import options, tasks
-from fairseq.dataclass import utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import MultiheadAttention as SoftmaxMultiheadAttention
@@ -106,19 +105,6 @@ def stock_model(task):
     return model
 
 
-@functools.cache
-def composed(overrides, compose=utils.compose):
-    return compose("config", overrides=[*overrides])
-
-
-def compose_once(name, overrides, strict):
-    """Do what hydra's function does, which takes half a second, once for all models."""
-    own = [override for override in overrides if override.startswith("model.")]
-    config = copy.deepcopy(composed(tuple(each for each in overrides if each not in own)))
-    config.merge_with_dotlist(own)
-    return config
-
-
 def configuration(data, arch, *flags):
     """Return the configuration of fairseq-train on the data of `toy_data.write_subwords`."""
     is_lm = "_lm" in arch
@@ -126,8 +112,7 @@ def configuration(data, arch, *flags):
     words = [str(data / ("lm" if is_lm else "mt")), "--task", task, "--arch", arch, *sizes_of(arch)]
     words += ["--sample-break-mode", "eos"] if is_lm else ["--share-all-embeddings"]
     args = options.parse_args_and_arch(options.get_training_parser(task), [*words, *flags])
-    with mock.patch.object(utils, "compose", compose_once):
-        return utils.convert_namespace_to_omegaconf(args)
+    return convert_namespace_to_omegaconf(args)
 
 
 def save_checkpoint(path, data, arch, *flags, updates, seed):
