@@ -30,7 +30,7 @@ PREPARE = "prepare the data again, with fairseq-preprocess or a script of data-p
 def token_blocks():
     """Keep the indices of token blocks in int64, and cut past targets to the block's length.
 
-    Cause: TokenBlockDataset stores its indices in the smallest unsigned type that holds the data.
+    Cause: TokenBlockDataset stores its indices in an unsigned type that can be too small.
     numpy 2 computes in that type, so `end - 2` wraps around for a block that ends at 1. Sizes of
     65,536 tokens or more wrap around under any numpy. A signed `end - 2` of -1 counts from the end
     of the buffer, so past targets are too long.
@@ -469,7 +469,7 @@ def check_languages(path, state, task, overrides):
 
     Cause: fairseq-generate and fairseq-interactive take the languages from the task that the
     command built, or infer them from the data. fairseq-validate and Python pass them as overrides.
-    A joined dictionary matches both directions. A user's own override of the checkpoint's languages
+    A joined dictionary works in both directions. A user's override of its languages
     stays.
     Remove when fairseq compares them.
     """

@@ -29,6 +29,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Limits far above a run of fairseq: values beside the parameters, and layers. A few bytes of a file
 # can ask for more than fits into memory.
 MAX_VALUES, MAX_LAYERS = 500_000, 1000
+RESOLVER = r"\$\{[^}]*(:|\$\{)"  # ${oc.env:HOME}, also with a nested name
 
 
 def literal(text):
@@ -212,7 +213,7 @@ def _checked(path, local):
         _check_contents(state)
     except ValueError as error:
         raise CheckpointError(
-            f"'{path}' is refused: {error}; give a file that fairseq-train wrote."
+            f"'{path}' is refused: {error}; use a file that fairseq-train wrote."
         ) from error
     return state
 
@@ -238,7 +239,7 @@ def checkpoint_files():
             raise
         except Exception as error:
             raise CheckpointError(
-                f"'{path}' is not a fairseq checkpoint ({first_line(error)}); give a file that "
+                f"'{path}' is not a fairseq checkpoint ({first_line(error)}); use a file that "
                 "fairseq-train wrote."
             ) from error
 
@@ -279,7 +280,7 @@ def _check_values(values):
             entries += value.items()
         elif isinstance(value, list | tuple):
             entries += ((name, item) for item in value)
-        elif isinstance(value, str) and ":" in value.partition("${")[2]:  # ${oc.env:HOME}
+        elif isinstance(value, str) and re.search(RESOLVER, value):
             raise ValueError(f"its option {name} calls a resolver, {reprlib.repr(value)}")
         elif isinstance(value, int) and value > MAX_LAYERS and str(name).endswith("_layers"):
             raise ValueError(f"its setting {name} is {reprlib.repr(value)}")
@@ -302,7 +303,7 @@ def checkpoint_numbers():
             if dtype.is_floating_point != value.is_floating_point():
                 raise CheckpointError(
                     f"the checkpoint's {name} has numbers of {dtype}, where the model has "
-                    f"{value.dtype}: give a checkpoint of this model"
+                    f"{value.dtype}: use a checkpoint of this model"
                 )
         return original(self, state_dict, *args, **kwargs)
 
@@ -342,7 +343,7 @@ def checkpoint_models():
                 raise
             if text is None:
                 text = (
-                    f"no model can be built of it ({first_line(error)}); give a checkpoint "
+                    f"no model can be built of it ({first_line(error)}); use a checkpoint "
                     "that fairseq-train wrote."
                 )
             raise CheckpointError(f"'{', '.join(filenames)}': {text}") from error

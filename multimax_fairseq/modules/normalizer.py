@@ -80,7 +80,7 @@ class Normalizer(AttentionModule):
         if mapping.hidden:
             if not is_whole(hidden_size):
                 raise ValueError(
-                    f"the normalizer {name!r} reads the hidden states of queries: give their size "
+                    f"the mapping {name!r} reads the hidden states of queries: give their size "
                     f"as hidden_size, a whole number of at least 1, got {hidden_size!r}"
                 )
             options["hidden_size"] = hidden_size
@@ -203,7 +203,7 @@ class Normalizer(AttentionModule):
         mapping, arguments = mapping_named(self.name), dict(self.fixed)
         if mapping.hidden and hidden is None:
             raise ValueError(
-                f"the normalizer {self.name!r} reads the hidden states from which "
+                f"the mapping {self.name!r} reads the hidden states from which "
                 "the queries are projected: pass them as hidden"
             )
         for argument, module in self.named_children():

@@ -464,11 +464,11 @@ def _attention_backward(
     if call.is_empty:
         grads = {name: native.dense_like(x).zero_() for name, x in wanted.items() if x is not None}
     elif on_triton(call.query.device):
-        from multimax_fairseq.ops.triton import attention as softmax
+        from multimax_fairseq.ops.triton import attention as softmax_attention
         from multimax_fairseq.ops.triton import row_attention
 
         if call.function is None:
-            grads = softmax.attention_backward(grad, output, statistics, call)
+            grads = softmax_attention.attention_backward(grad, output, statistics, call)
         else:
             grads = row_attention.row_attention_backward(grad, statistics, call)
     else:
@@ -656,7 +656,11 @@ def compute_attention(
             return context, None
     requested(backend)  # raises for an unknown backend
     if backend in KERNELS:
-        where = "under torch.func or forward mode" if transformed() else "with these arguments"
+        where = (
+            "under torch.func, forward mode or torch.jit.trace"
+            if transformed()
+            else "with these arguments"
+        )
         raise ValueError(
             f"no {backend} kernel computes {name!r} {where}: pass backend='auto' to use plain "
             "PyTorch"

@@ -100,7 +100,7 @@ def check_dropout(name: str, p: float, seed: Tensor | None) -> None:
     if not 0 <= p <= MAX_DROPOUT:
         raise ValueError(f"{name} must be in [0, 1) as a float32, got {p}")
     if p > 0 and seed is None:
-        raise ValueError("dropout needs a seed: give a scalar of int64 on the CPU, got None")
+        raise ValueError("dropout needs a seed: pass a scalar of int64 on the CPU, got None")
     if seed is not None and (seed.dim(), seed.dtype, seed.device.type) != (0, torch.int64, "cpu"):
         raise ValueError(
             f"seed must be a scalar of int64 on the CPU, got {list(seed.shape)}, {seed.dtype} on "

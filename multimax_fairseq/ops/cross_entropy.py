@@ -97,7 +97,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: shapes, dtypes or devices that do not fit; a modulator per head; an unknown
+        ValueError: shapes, dtypes or devices that do not match; a modulator per head; an unknown
             reduction; label smoothing, z_loss or maxsup out of range; a chunk size below 1; on
             the CPU, a target that is neither one of the V classes nor ignore_index. On other
             devices and under torch.compile, such a target gives NaN.
@@ -319,8 +319,8 @@ def _check_parts(*inputs: Any) -> None:
 def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
     """Return nll and loss, (N,) float32, 0 if ignored, and the gradients; empty if not needed.
 
-    The last two inputs are factors, (N,) float32, the gradient of each row's loss, None for no
-    gradients; and which of features, weight, bias and parameters need gradients.
+    The last two inputs are factors, (N,) float32, the gradients with respect to the losses, None
+    for no gradients; and which of features, weight, bias and parameters need gradients.
     """
     *arguments, factors, needed = inputs
     call = LossCall(*arguments)

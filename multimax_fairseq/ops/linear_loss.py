@@ -167,7 +167,7 @@ def through_chunks(
     Args:
         one_chunk: as `OneChunk`. It may overwrite the scores, which have the dtype of features and
             unit last stride. It returns gradients unless `factors` is None.
-        factors: (N,), the gradient of each row's loss; None for no gradients.
+        factors: (N,), the gradient with respect to each row's loss; None for no gradients.
         needed: which of features, weight, bias and parameters need gradients.
 
     Returns:
@@ -304,7 +304,7 @@ def check_linear(
         if coefficient.dim() == 2:
             raise ValueError(
                 "the modulator of an output layer has no heads, got one for "
-                f"{coefficient.shape[0]} heads: give Modulator(num_heads=None)"
+                f"{coefficient.shape[0]} heads: pass Modulator(num_heads=None)"
             )
 
 

@@ -136,11 +136,11 @@ class _PlainModulate(torch.autograd.Function):
 
 
 def _order(side: str, coefficient: Tensor | None, threshold: Tensor | None) -> int:
-    """Return the order of this side, 0 without terms; ValueError if the parameters do not fit."""
+    """Return the order of this side, 0 without terms; ValueError if its parameters do not match."""
     if coefficient is None and threshold is None:
         return 0
     if coefficient is None or threshold is None:
-        raise ValueError(f"{side}_coefficient and {side}_threshold come together: give both")
+        raise ValueError(f"{side}_coefficient and {side}_threshold come together: pass both")
     check_tensor(f"{side}_coefficient", coefficient)
     check_tensor(f"{side}_threshold", threshold)
     order = coefficient.shape[-1] if coefficient.dim() > 0 else 0
@@ -209,7 +209,7 @@ def soft_capped(
 def modulated_gradients(
     grad: Tensor, x: Tensor, parameters: Tensor, low: int, high: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and parameters, given that of `modulated`.
+    """Return the gradients with respect to x and parameters, given that of the output.
 
     The turning points get none: sigma is continuous there. Nor does a soft-cap.
     """

@@ -124,7 +124,7 @@ def library() -> ctypes.CDLL | None:
             if ctypes.sizeof(structure) != size:
                 raise RuntimeError(
                     f"{structure.__name__} has {ctypes.sizeof(structure)} bytes in ops/native.py "
-                    f"and {size} in C++: give both the same fields"
+                    f"and {size} in C++: make their fields equal"
                 )
     return kernels
 
@@ -172,7 +172,7 @@ def call(
     assert kernels is not None
     status = int(getattr(kernels, name)(ctypes.byref(argument)))
     if status == 0:
-        raise MemoryError(f"{name}: not enough memory for its buffers; give smaller batches")
+        raise MemoryError(f"{name}: not enough memory for its buffers: use smaller batches")
     return status
 
 

@@ -78,6 +78,6 @@ def check_row_name(name: str, header: str | None, has_parameter: bool) -> None:
         return
     if name not in FUNCTIONS:
         names = ", ".join(FUNCTIONS)
-        raise ValueError(f"unknown row function {name!r}: choose one of {names}, or give a header")
+        raise ValueError(f"unknown row function {name!r}: choose one of {names}, or pass a header")
     if not has_parameter and name in WITH_PARAMETER:
-        raise ValueError(f"the row function {name} needs a parameter: give one number per head")
+        raise ValueError(f"the row function {name} needs a parameter: pass one number per head")

@@ -70,7 +70,7 @@ def symmetric_divergence(
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: shapes, dtypes or devices that do not fit; a modulator per head; a mask that is
+        ValueError: shapes, dtypes or devices do not match; a modulator per head; a mask that is
             not bool; an unknown reduction; a chunk size below 1.
     """
     check_linear(features, weight, bias, modulator)

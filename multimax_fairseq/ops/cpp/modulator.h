@@ -105,7 +105,8 @@ struct MonotoneModulator {
   }
 };
 
-// The soft-cap c tanh((x + shift) / width); its parameters are these three numbers, without gradient.
+// The soft-cap c tanh((x + shift) / width). Its parameters are these three numbers, without
+// gradient.
 constexpr int64_t CAP_COLUMNS = 3;
 
 struct SoftCap {
@@ -208,8 +209,8 @@ struct Tails {
 namespace {
 
 // The low turn: the largest x <= 0 such that sigma decreases just below x. `value` is sigma(point);
-// the Jacobians are derivatives with respect to the parameters. Without such a point, `point` is -inf
-// and the rest 0.
+// the Jacobians are derivatives with respect to the parameters. Without such a point, `point` is
+// -inf and the rest 0.
 struct Turn {
   double point = -INFINITE, value = 0;
   double point_jacobian[PLAIN_COLUMNS] = {}, value_jacobian[PLAIN_COLUMNS] = {};

@@ -146,7 +146,7 @@ def output_loss(
     """Return nll and loss, (N,) float32, 0 if ignored, and the gradients of `through_chunks`.
 
     Args:
-        factors: (N,) float32, the gradient of each row's loss; None for no gradients.
+        factors: (N,) float32, the gradient with respect to each row's loss; None for no gradients.
         needed: which of features, weight, bias and parameters need gradients.
     """
     one_chunk = partial(
