@@ -716,7 +716,8 @@ def fused_attention(
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
     scale = _default_scale(query) if scale is None else scale
-    query, key, value = (_padded(tensor, size) for tensor in (query, key, value))
+    if key.shape[-1] != value_size:
+        query, key, value = (_padded(tensor, size) for tensor in (query, key, value))
     seed = draw_seed() if dropout_p > 0 else None
     call = AttentionCall(
         query=query,

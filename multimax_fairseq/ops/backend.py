@@ -141,7 +141,7 @@ def _unsupported_tensors(
             return "the kernel does not support these dtypes"
         if tensor.device != device:
             return "the tensors are on several devices"
-        if is_wrapper(tensor):
+        if type(tensor) is not Tensor and is_wrapper(tensor):
             return "a tensor wraps others"
     if choice == "triton" and device.type == "cpu":
         dtype = torch.get_autocast_dtype("cpu") if is_cast else first.dtype
