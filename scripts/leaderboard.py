@@ -108,8 +108,8 @@ def work(runs: list[Run], jobs: int) -> None:
                         continue
                     count += 1
                     scores = ", ".join(f"{x:.4g} at {n}" for n, x in line["scores"].items())
-                    count_of = f"({count} of {len(runs)})"
-                    print(f"{run.name}: {line['unit']} {scores} {count_of}", flush=True)
+                    progress = f"({count} of {len(runs)})"
+                    print(f"{run.name}: {line['unit']} {scores} {progress}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

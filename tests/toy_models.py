@@ -149,10 +149,9 @@ def trainer_of(data, save_dir, arch, *flags, fp16=False):
     kind = "" if "_lm" in arch else "label_smoothed_"
     words = ["--cpu", "--optimizer", "adam", "--lr", "0.01", "--max-tokens", "200"]
     # Without worker processes: torch waits seconds for those of an iterator that does not end.
-    words += ["--multimax-init-std", "0.3", "--num-workers", "0"]
+    words += ["--save-dir", str(save_dir), "--multimax-init-std", "0.3", "--num-workers", "0"]
     words += ["--criterion", f"{kind}multimax_cross_entropy", *flags]
     cfg = configuration(data, arch, *words, "--required-batch-size-multiple", "1")
-    cfg.checkpoint.save_dir = str(save_dir)
     cfg.common.fp16 = fp16
     torch.manual_seed(1)
     task = tasks.setup_task(cfg.task)

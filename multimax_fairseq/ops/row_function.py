@@ -24,15 +24,7 @@ FUNCTIONS = (
 WITH_PARAMETER = ("topk", "evsoftmax", "alpha_entmax", "sigmoid")
 LEARNED = ("alpha_entmax",)
 WITHOUT_GRADIENT = ("adaptive_temperature",)
-ON_TRITON = (
-    "topk",
-    "evsoftmax",
-    "sparsemax",
-    "entmax15",
-    "alpha_entmax",
-    "sigmoid",
-    "softpick",
-)
+ON_TRITON = tuple(name for name in FUNCTIONS if name != "adaptive_temperature")
 
 
 @dataclass(frozen=True)
