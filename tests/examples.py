@@ -36,7 +36,7 @@ EXAMPLES = {
             cap * np.tanh((x + shift) / width), excluded
         ),
         {"cap": 1.5, "shift": 0.5, "width": 2.0},
-        options={"cap": 2.0, "shift": 1.0, "width": 3.0},
+        options={"cap": 2.0, "shift": 1.0, "width": 3.0, "learn_softcap": True},
     ),
     "multimax": Example(
         None,

@@ -49,6 +49,7 @@ FOREIGN = [
         "alpha_entmax output layer,",
         ("--output-normalizer", ENTMAX[1]),
     ),
+    ((), "--learn-softcap", "softcap attention,", ("--attention-normalizer", "softcap")),
     ((), "--output-softcap 20.0", "softcap output layer,", ("--output-normalizer", "softcap")),
     (NOWHERE, "--multimax-order 1", MODULATED, OUTPUT),
     (NOWHERE, "--multimax-terms high", MODULATED, OUTPUT),

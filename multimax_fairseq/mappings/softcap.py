@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from multimax_fairseq.mappings.masking import at_least_float32, check_arguments
-from multimax_fairseq.mappings.registry import Mapping, Option, register
+from multimax_fairseq.mappings.registry import Mapping, Option, register, yes_or_no
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.ops.checks import is_finite
 from multimax_fairseq.ops.modulator import soft_capped
@@ -75,6 +77,13 @@ WIDTH = Option(
     is_valid=lambda width: width is None or (is_finite(width) and width > 0),
     help="width w of the soft-cap c tanh((x + b) / w); by default the cap c",
 )
+LEARN = Option(
+    "learn_softcap",
+    False,
+    help="learn c, b and w of the soft-cap c tanh((x + b) / w), one of each per layer",
+    setting="learn_softcap",
+    **yes_or_no(),
+)
 
 
 class SoftCap(nn.Module):
@@ -82,28 +91,57 @@ class SoftCap(nn.Module):
 
     Scores of inf and -inf stay as they are. The default width is the cap.
 
+    Args:
+        cap, shift, width: the initial values if they are learned.
+        learned: learn all three.
+
+    Parameters: `log_cap`, `shift` and `log_width`, scalars, or None if they are fixed.
+
     Raises:
-        ValueError: cap or width is not a finite number above 0, or shift is not finite.
+        ValueError: cap or width is not a finite number above 0, or shift is not finite; `learned`
+            is not a bool.
     """
 
+    log_cap: Tensor | None
+    shift: Tensor | None
+    log_width: Tensor | None
+
     def __init__(
-        self, cap: float = CAP.default, shift: float = 0.0, width: float | None = None
+        self,
+        cap: float = CAP.default,
+        shift: float = 0.0,
+        width: float | None = None,
+        learned: bool = False,
     ) -> None:
         super().__init__()
-        for option, value in ((CAP, cap), (SHIFT, shift), (WIDTH, width)):
+        for option, value in ((CAP, cap), (SHIFT, shift), (WIDTH, width), (LEARN, learned)):
             option.check(value)
-        self.soft_cap = float(cap), float(shift), float(cap if width is None else width)
+        self.start = float(cap), float(shift), float(cap if width is None else width)
+        cap, shift, width = self.start
+        numbers = {"log_cap": math.log(cap), "shift": shift, "log_width": math.log(width)}
+        for name, number in numbers.items():
+            self.register_parameter(name, nn.Parameter(torch.tensor(number)) if learned else None)
+
+    @property
+    def soft_cap(self) -> tuple[float | Tensor, float | Tensor, float | Tensor]:
+        """Cap, shift and width."""
+        if self.log_cap is None or self.shift is None or self.log_width is None:
+            return self.start
+        return self.log_cap.exp(), self.shift, self.log_width.exp()
 
     def forward(self, scores: Tensor) -> Tensor:
         """Return the capped scores."""
-        return soft_capped(at_least_float32(scores), *self.soft_cap)
+        wide = at_least_float32(scores)
+        if self.log_cap is None:
+            return soft_capped(wide, *self.start)
+        return soft_capped(wide, *(torch.as_tensor(x).to(wide) for x in self.soft_cap))
 
     def extra_repr(self) -> str:
-        return ", ".join(map(str, self.soft_cap))
+        return "learned" if self.log_cap is not None else ", ".join(map(str, self.start))
 
 
-def _build(num_heads: int | None, **options: Any) -> dict[str, Any]:
-    return {"modulator": SoftCap(**options)}
+def _build(num_heads: int | None, learn_softcap: bool = False, **options: Any) -> dict[str, Any]:
+    return {"modulator": SoftCap(**options, learned=learn_softcap)}
 
 
 def _kernel(
@@ -120,7 +158,7 @@ register(
         name="softcap",
         label="soft-capped softmax",
         function=softcap,
-        options=(CAP, SHIFT, WIDTH),
+        options=(CAP, SHIFT, WIDTH, LEARN),
         build=_build,
         modulated=True,
         kernel=_kernel,
@@ -128,6 +166,7 @@ register(
             _option(30.0, "soft-cap of the logits", "output_softcap"),
             SHIFT,
             WIDTH,
+            LEARN,
         ),
     )
 )

@@ -64,8 +64,8 @@ def symbols(parameter: str, value: Tensor) -> dict[str, Tensor]:
         return {f"{letter}{order + 1}": value[..., order].reshape(-1) for order in orders}
     if owner.rpartition(".")[2] == "alpha" and name == "logit":
         return {"alpha": alpha_of(value).detach().flatten()}
-    if name == "log_temperature":
-        return {"temperature": value.exp().reshape(1)}
+    if name in ("log_temperature", "log_cap", "log_width"):
+        return {name.removeprefix("log_"): value.exp().reshape(1)}
     added = re.search(r"(?:^|\.)(?:normalizer\.)+(.+)", parameter)
     return {added[1]: value.reshape(-1)} if added and value.dim() < 2 else {}
 

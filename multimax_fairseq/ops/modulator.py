@@ -60,7 +60,7 @@ class ModulatorParameters(Protocol):
 class SoftCapParameters(Protocol):
     """The attribute of a soft-cap that the operators read; `SoftCap` has it."""
 
-    soft_cap: tuple[float, float, float]  # cap, shift, width
+    soft_cap: tuple[float | Tensor, float | Tensor, float | Tensor]  # cap, shift, width
 
 
 AnyModulator: TypeAlias = ModulatorParameters | SoftCapParameters
@@ -211,12 +211,15 @@ def modulated_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients with respect to x and parameters, given that of the output.
 
-    The turning points get none: sigma is continuous there. Nor does a soft-cap.
+    The turning points get none: sigma is continuous there.
     """
     if parameters.shape[1] == CAP_COLUMNS:
         cap, shift, width = parameters[0]
-        slope = cap / width * (1 - ((x + shift) / width).tanh().square())
-        return grad * slope, torch.zeros_like(parameters)
+        inner = torch.where(x.isfinite(), (x + shift) / width, 0.0)
+        level = inner.tanh()
+        grad_x = (grad * (cap / width * (1 - level.square()))).masked_fill(~x.isfinite(), 0.0)
+        of_cap = ((grad * level).sum(), grad_x.sum(), -(grad_x * inner).sum())
+        return grad_x, torch.stack(of_cap)[None]
     columns = _unpack(parameters)
     heads = [dim for dim in range(x.dim()) if dim != x.dim() - 3]
 
@@ -375,7 +378,10 @@ def packed_parameters(
         ValueError: as `modulate`; a modulator without terms.
     """
     if hasattr(modulator, "soft_cap"):
-        return torch.tensor([modulator.soft_cap], dtype=torch.float64, device=device), 0, 0
+        numbers = [
+            torch.as_tensor(x, dtype=torch.float64, device=device) for x in modulator.soft_cap
+        ]
+        return torch.stack(numbers)[None], 0, 0
     low, low_threshold = modulator.low_coefficient, modulator.low_threshold
     high, high_threshold = modulator.high_coefficient, modulator.high_threshold
     orders = _order("low", low, low_threshold), _order("high", high, high_threshold)

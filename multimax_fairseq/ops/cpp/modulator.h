@@ -20,6 +20,7 @@ constexpr int64_t PLAIN_COLUMNS = LOW_TURN;
 struct Sums {
   Vec low_step{}, low_1{}, low_2{}, low_22{}, high_step{}, high_1{}, high_2{}, high_22{};
   Vec below_turn{}, above_turn{};
+  Vec cap{}, shift{}, width{};  // of a soft-cap
 };
 
 struct NoModulator {
@@ -105,8 +106,7 @@ struct MonotoneModulator {
   }
 };
 
-// The soft-cap c tanh((x + shift) / width). Its parameters are these three numbers, without
-// gradient.
+// The soft-cap c tanh((x + shift) / width). Its parameters are these three numbers.
 constexpr int64_t CAP_COLUMNS = 3;
 
 struct SoftCap {
@@ -117,12 +117,30 @@ struct SoftCap {
   Vec value(Vec x) const {
     return x - x == 0 ? cap * hyperbolic_tangent((x + shift) / width) : x;
   }
-  Vec backward(Vec x, Vec grad, Sums&) const {
-    const Vec t = hyperbolic_tangent((x + shift) / width);
-    return grad * (cap / width) * (1 - t * t);
+  Vec backward(Vec x, Vec grad, Sums& sums) const {
+    const Vec u = x - x == 0 ? (x + shift) / width : Vec{}, t = hyperbolic_tangent(u);
+    const Vec inner = x - x == 0 ? grad * (cap / width) * (1 - t * t) : Vec{};
+    sums.cap += grad * t;
+    sums.shift += inner;
+    sums.width += inner * u;
+    return inner;
   }
-  void add_gradients(const Sums&, double*) const {}
+  void add_gradients(const Sums& s, double* out) const {
+    out[0] += sum_lanes_double(s.cap);
+    out[1] += sum_lanes_double(s.shift);
+    out[2] -= sum_lanes_double(s.width);
+  }
 };
+
+// A modulator whose values attention multiplies by `Attention.factor`.
+template <class Sigma>
+struct Scaled : Sigma {
+  using Sigma::Sigma;
+};
+template <class Sigma>
+constexpr bool is_scaled = false;
+template <class Sigma>
+constexpr bool is_scaled<Scaled<Sigma>> = true;
 
 // Selects the modulator's type by the number of columns (0: no modulator) and calls
 // `function` with a null pointer to this type.
