@@ -435,7 +435,7 @@ def test_attention_step_validates_its_arguments():
         other = ancestors.clone()
         other[-1, -1] = wrong
         with pytest.raises(ValueError, match=f"0 to 41, got .*{wrong}"):
-            step(query, keys, values, other, None, None, 1.0)
+            step(query, keys, values, other, None, None, None, 1.0)
     narrow, halves = (keys[..., :8], values[..., :8]), (keys.half(), values.half())
     for inputs, said in (
         ((query[0], keys, values, ancestors), "query must be"),
@@ -449,21 +449,25 @@ def test_attention_step_validates_its_arguments():
         ((query.half(), *halves, ancestors), "float32 on the CPU"),
     ):
         with pytest.raises(ValueError, match=said):
-            step(*inputs, None, None, 1.0)
+            step(*inputs, None, None, None, 1.0)
     with pytest.raises(ValueError, match="scale must be finite"):
-        step(query, keys, values, ancestors, None, None, math.nan)
+        step(query, keys, values, ancestors, None, None, None, math.nan)
+    with pytest.raises(ValueError, match="factor needs the parameters of a Modulator"):
+        step(query, keys, values, ancestors, None, torch.ones(query.shape[:2]), None, 1.0)
+    with pytest.raises(ValueError, match="factor must be float32"):
+        step(query, keys, values, ancestors, torch.zeros(1, 8), torch.ones(2), None, 1.0)
     with pytest.raises(ValueError, match="sink must be"):
-        step(query, keys, values, ancestors, None, torch.zeros(3), 1.0)
+        step(query, keys, values, ancestors, None, None, torch.zeros(3), 1.0)
     with pytest.raises(RuntimeError, match="attention_step has no gradient"):
         learned = keys.clone().requires_grad_()
-        step(query, learned, values, ancestors, None, None, 1.0).sum().backward()
-    wanted = step(query, keys, values, ancestors, None, None, 1.0)
+        step(query, learned, values, ancestors, None, None, None, 1.0).sum().backward()
+    wanted = step(query, keys, values, ancestors, None, None, None, 1.0)
     spread = [torch.stack([x, x], -1)[..., 0] for x in (query, keys, values, ancestors)]
-    assert torch.equal(step(*spread, None, None, 1.0), wanted)
-    assert step(query[:0], keys, values, ancestors[:0], None, None, 1.0).shape == (0, 2, 16)
-    assert not step(query, keys[:0], values[:0], ancestors[:, :0], None, None, 1.0).any()
+    assert torch.equal(step(*spread, None, None, None, 1.0), wanted)
+    assert step(query[:0], keys, values, ancestors[:0], None, None, None, 1.0).shape == (0, 2, 16)
+    assert not step(query, keys[:0], values[:0], ancestors[:, :0], None, None, None, 1.0).any()
     overload = torch.ops.multimax_fairseq.attention_step.default
-    torch.library.opcheck(overload, (query, keys, values, ancestors, None, None, 1.0))
+    torch.library.opcheck(overload, (query, keys, values, ancestors, None, None, None, 1.0))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -149,7 +149,10 @@ def check_attention(shape, dtype, side):
     sink = torch.randn(heads)
     for number, mask in enumerate(masks(batch, heads, queries, keys)):
         causal, dropout_p = number % 2 == 0 and queries == keys, 0.2 * (number % 3 == 0)
-        rest = [[TABLE, None][number % 2], [None, sink][number % 2], None, mask]
+        table = [TABLE, None][number % 2]
+        has_factor = table is not None and number % 4 == 0 and not INTERPRETED
+        factor = torch.rand(batch, heads, queries) if has_factor else None
+        rest = [table, factor, [None, sink][number % 2], None, mask]
         rest += [torch.tensor(7), causal, dropout_p, 0.2, 2, 2, None, None]
         found = assert_stays_within(side, OPERATORS.attention, *tensors, *rest, True)
         assert_stays_within(side, OPERATORS.attention_backward, grad, *found, *tensors, *rest)
@@ -197,6 +200,7 @@ def check_a_step(side):
     tensors = [torch.randn(n, 3, 16) for n in (5, 13, 13)]
     ancestors = torch.randint(13, (5, 7))
     ancestors[-1] = torch.arange(6, 13)
-    for scalars in ((None, None), (TABLE.repeat(3, 1), torch.randn(3))):
+    factor = None if INTERPRETED else torch.rand(5, 3)
+    for scalars in ((None,) * 3, (TABLE.repeat(3, 1), factor, torch.randn(3))):
         given = (*tensors, ancestors, *scalars, 0.2, None, None, None)
         assert_stays_within(side, OPERATORS.attention_step, *given)

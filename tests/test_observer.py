@@ -52,7 +52,11 @@ def test_observer_passes_the_scores_that_a_modulator_receives(build, translation
 
     assert lists.attentions
     for attention in lists.attentions:
-        expected = attention.modulator(attention.scores)
+        keys = attention.scores.new_full((1,), attention.scores.shape[-1])
+        if attention.excluded is not None:
+            keys = (~attention.excluded).sum(-1, keepdim=True)
+        scale = attention.module.outer_scale() * keys.log()
+        expected = scale * attention.modulator(attention.scores)
         if attention.excluded is not None:
             expected = expected.masked_fill(attention.excluded, -torch.inf)
         torch.testing.assert_close(attention.probs, expected.softmax(-1))

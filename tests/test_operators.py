@@ -117,6 +117,7 @@ def test_attention_passes_opcheck(name):
     inputs = (
         *(t.requires_grad_() for t in parts),
         None if options is None else some_table(**options),
+        torch.rand(BATCH, HEADS, 4).requires_grad_() if name == "dropout" else None,
         torch.randn(HEADS).requires_grad_() if "sink" in name else None,
         None,
         None if shape is None else some_mask(*shape, kind=kind),
@@ -513,7 +514,7 @@ def test_cpu_kernels_form_no_score_matrix():
     """A recorder around an operator does not see the calls inside it."""
     query, key, value, mask = cast_inputs("attention", torch.bfloat16)
     parameters = some_table().detach()
-    rest = (torch.zeros(query.shape[1]), None, ~mask, None, False, 0.0, 0.3, 2, 2, None, None)
+    rest = (None, torch.zeros(query.shape[1]), None, ~mask, None, False, 0.0, 0.3, 2, 2, None, None)
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
     numbers = (0.01, 1 - 0.01 * KEYS, 0.1, 0.2, -100, None, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:

@@ -267,7 +267,7 @@ def test_row_attention_passes_opcheck(function):
     mask = torch.rand(2, 1, 4, 5) < 0.3
     operators = torch.ops.multimax_fairseq
     numbers = (True, 0.3, 0.4, 0, 0, function, None)
-    given = (query, key, value, None, None, parameter, mask, torch.tensor(5))
+    given = (query, key, value, None, None, None, parameter, mask, torch.tensor(5))
     constant = [None if x is None else x.detach() for x in given]
     learned = constant if function in WITHOUT_GRADIENT else given
     opcheck(operators.attention, (*learned, *numbers, True))
@@ -277,14 +277,14 @@ def test_row_attention_passes_opcheck(function):
         (torch.randn_like(output), None, statistics, *constant, *numbers),
     )
     cache = (torch.randn(12, HEADS, 16), torch.randn(12, HEADS, 16), torch.arange(10).view(2, 5))
-    step = (torch.randn(2, HEADS, 16), *cache, None, None, 0.3, constant[5], function, None)
+    step = (torch.randn(2, HEADS, 16), *cache, None, None, None, 0.3, constant[6], function, None)
     opcheck(operators.attention_step, step)
 
 
 def test_row_attention_operator_refuses_what_it_cannot_take():
     query, key, value = torch.randn(3, 2, HEADS, 4, 8)
     call = AttentionCall(
-        *(query, key, value, None, None, None, None, None, False, 0.0, 0.3, 0, 0, "softpick", None)
+        *(query, key, value), *[None] * 6, *(False, 0.0, 0.3, 0, 0, "softpick", None)
     )
     for changes, sentence in (
         (

@@ -152,19 +152,26 @@ def test_ssmax_equals_softmax_at_inverse_log_of_key_count():
     assert torch.equal(normalize("ssmax", scores[:, :1], length_scale=3.0), torch.ones(T, 1))
 
 
-def test_multimax_modulates_scores_times_the_length_scale():
+def test_multimax_multiplies_modulated_scores_by_the_outer_scale():
     scores, modulator = drawn(B, H, T, S).double(), Modulator(init_std=0.3).double()
     mask, scale = MASKS["a key each"], drawn(H, 1, 1, seed=1).double()
-    found = normalize("multimax", scores, mask=mask, modulator=modulator, length_scale=scale)
-    by_hand = torch.softmax(modulator(scale * math.log(S - 1) * scores).masked_fill(mask, -1e9), -1)
+    found = normalize("multimax", scores, mask=mask, modulator=modulator, outer_scale=scale)
+    by_hand = torch.softmax(
+        (scale * math.log(S - 1) * modulator(scores)).masked_fill(mask, -1e9), -1
+    )
     torch.testing.assert_close(found, by_hand)
 
-    identity = Modulator(init_std=0.0)
-    given = {"mask": mask, "length_scale": scale}
-    ssmax = normalize("ssmax", scores, **given)
-    torch.testing.assert_close(
-        normalize("multimax", scores, modulator=identity, **given), ssmax, rtol=1e-6, atol=1e-6
-    )
+    ssmax = normalize("ssmax", modulator(scores), mask=mask, length_scale=scale)
+    torch.testing.assert_close(found, ssmax)
+
+
+def test_multimax_refuses_a_model_with_the_scale_inside():
+    old = Normalizer("multimax", length_scale=True).state_dict()
+    old["length_scale.scale"] = old.pop("outer_scale.scale")
+    with pytest.raises(
+        ValueError, match="train it again, or load it with the version that trained"
+    ):
+        Normalizer("multimax", length_scale=True).load_state_dict(old)
 
 
 def test_multimax_with_a_length_scale_has_the_gradients_of_plain_pytorch():
@@ -187,7 +194,11 @@ def test_multimax_with_a_length_scale_has_the_gradients_of_plain_pytorch():
 @pytest.mark.parametrize("masked", [False, True])
 def test_normalize_ignores_scores_of_minus_infinity(name, masked):
     """A score of -inf gives the probabilities and gradients of a very low score."""
-    names = {"asentmax": ("beta", "gamma"), "adaptive_temperature": ()}
+    names = {
+        "asentmax": ("beta", "gamma"),
+        "adaptive_temperature": (),
+        "multimax": ("outer_scale",),
+    }
     factors = names.get(name, ("length_scale",))
     options = {factor: torch.full((1,), 0.7, requires_grad=True) for factor in factors}
     fixed = {"modulator": Modulator(init_std=0.0)} if name == "multimax" else {}
@@ -428,6 +439,7 @@ def test_symbols_returns_the_papers_values_in_float64():
         ("modulator.high_threshold", values, {"d1": exact[:, 0], "d2": exact[:, 1]}),
         ("alpha.logit", values[0], {"alpha": 1 + exact[0].sigmoid()}),
         ("modulator.log_temperature", scalar, {"temperature": scalar.double().exp()[None]}),
+        ("modulator.log_width", scalar, {"width": scalar.double().exp()[None]}),
         ("sink.score", values[0], {"sink.score": exact[0]}),
         ("beta.weight", values, {}),
     ):

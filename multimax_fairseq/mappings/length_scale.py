@@ -12,7 +12,6 @@ from multimax_fairseq.mappings.masking import (
     at_least_float32,
     check_arguments,
     check_value,
-    scale_scores,
     shift_and_scale,
 )
 from multimax_fairseq.mappings.registry import SEPARATE_HEADS, Mapping, Option, register
@@ -94,16 +93,6 @@ def asentmax(
     check_value("gamma", gamma, scores, dim)
     factor = growth_factor(key_counts(scores, dim, mask), beta, gamma)
     return entmax15(shift_and_scale(scores, factor, dim, mask), dim, mask)
-
-
-def length_scaled(
-    scores: Tensor, dim: int, mask: Tensor | None, length_scale: float | Tensor
-) -> Tensor:
-    """Return s log(n) times the scores, in float32 or wider.
-
-    Unlike `ssmax`, it subtracts no maximum: MultiMax depends on the scores' level.
-    """
-    return scale_scores(scores, length_factor(key_counts(scores, dim, mask), length_scale), mask)
 
 
 class LengthScale(nn.Module):

@@ -9,8 +9,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.length_scale import LengthScale, length_scaled
-from multimax_fairseq.mappings.masking import check_arguments, check_scores, check_value, masked
+from multimax_fairseq.mappings.length_scale import LengthScale
+from multimax_fairseq.mappings.masking import (
+    check_arguments,
+    check_scores,
+    check_value,
+    masked,
+    scale_scores,
+)
 from multimax_fairseq.mappings.registry import (
     Mapping,
     Option,
@@ -21,7 +27,9 @@ from multimax_fairseq.mappings.registry import (
 )
 from multimax_fairseq.mappings.sinks import SINK, Sink, softmax_with_sink
 from multimax_fairseq.mappings.softmax import softmax
+from multimax_fairseq.ops.attention import length_factor
 from multimax_fairseq.ops.checks import is_finite, is_whole
+from multimax_fairseq.ops.masks import key_counts
 from multimax_fairseq.ops.modulator import modulate
 
 # Scores to modulated scores; in practice a `Modulator`.
@@ -35,14 +43,14 @@ def multimax(
     mask: Tensor | None = None,
     *,
     sink: float | Tensor | None = None,
-    length_scale: float | Tensor | None = None,
+    outer_scale: float | Tensor | None = None,
 ) -> Tensor:
     """Return MultiMax probabilities: softmax of the modulated scores.
 
         p_i = exp(sigma(x_i)) / sum_k exp(sigma(x_k))          (Eq. 4 and 6, Zhou et al. 2024)
     Equivalent to: torch.softmax(modulator(x).masked_fill(mask, -inf), dim)
 
-    With a length scale s, sigma is applied to s log(n) x, the scores of `ssmax` for n keys.
+    With an outer scale s, the scores are s log(n) sigma(x) for n keys: `ssmax` of sigma(x).
 
     Args:
         x: scores, any shape and floating dtype.
@@ -50,7 +58,7 @@ def multimax(
         dim: the dimension that sums to one.
         mask: as `softmax`; a float mask is added to the modulated scores.
         sink: as `softmax_with_sink`, for the modulated scores; None for no sink.
-        length_scale: as `ssmax`; None for no scale.
+        outer_scale: as the length_scale of `ssmax`; None for no scale.
 
     Returns:
         The shape of x, in float32 or wider.
@@ -59,12 +67,14 @@ def multimax(
         TypeError: the modulator is not callable; as `softmax_with_sink` and `ssmax`.
         ValueError: as `softmax`; as `softmax_with_sink` and `ssmax`.
     """
-    if length_scale is not None:
+    if outer_scale is not None:
         check_arguments(x, dim, mask)
-        check_value("length_scale", length_scale, x, dim)
-        x = length_scaled(x, dim, mask, length_scale)
+        check_value("outer_scale", outer_scale, x, dim)
     # Mask after the modulator: sigma(-inf) need not be -inf.
     modulated = _modulated(x, modulator)
+    if outer_scale is not None:
+        factor = length_factor(key_counts(x, dim, mask), outer_scale)
+        modulated = scale_scores(modulated, factor, mask)
     if sink is None:
         return softmax(modulated, dim, mask)
     return softmax_with_sink(modulated, dim, mask, sink=sink)
@@ -77,7 +87,7 @@ def log_multimax(
 
     Equivalent to: torch.log_softmax(modulator(x).masked_fill(mask, -inf), dim)
 
-    Args, Raises: as `multimax`, but no sink and no length scale.
+    Args, Raises: as `multimax`, but no sink and no outer scale.
 
     Returns:
         The shape of x, in float32 or wider; a fully masked row is -inf.
@@ -139,8 +149,8 @@ OPTIONS = (
 LENGTH_SCALE = Option(
     "length_scale",
     False,
-    help="multiply the scores by s log(n) before the modulator; s is learned and "
-    "starts at 0.3, n is the number of keys",
+    help="multiply the modulated scores by s log(n); s is learned and starts at 0.3, n is the "
+    "number of keys",
     setting="multimax_length_scale",
     **yes_or_no(),
 )
@@ -286,7 +296,7 @@ def _build(
 ) -> dict[str, Any]:
     arguments: dict[str, Any] = {"modulator": Modulator(num_heads=num_heads, **options)}
     if length_scale:
-        arguments["length_scale"] = LengthScale(num_heads or 1)
+        arguments["outer_scale"] = LengthScale(num_heads or 1)
     if sink != "none":
         arguments["sink"] = Sink(num_heads or 1) if sink == "learned" else 0.0
     return arguments
@@ -295,9 +305,9 @@ def _build(
 def _kernel(
     modulator: ScoreFunction,
     sink: float | Tensor | None = None,
-    length_scale: float | Tensor | None = None,
+    outer_scale: float | Tensor | None = None,
 ) -> dict[str, Any]:
-    return {"modulator": modulator, "sink": sink, "length_scale": length_scale}
+    return {"modulator": modulator, "sink": sink, "length_scale": outer_scale}
 
 
 register(

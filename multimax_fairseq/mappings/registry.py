@@ -288,7 +288,7 @@ def normalize(
         name: a key of `NORMALIZERS`.
         scores, dim, mask: as `multimax`.
         options: further arguments of the mapping's function: `temperature` (softmax), `cap`,
-            `shift` and `width` (softcap), `modulator`, `sink` and `length_scale` (multimax), `k`
+            `shift` and `width` (softcap), `modulator`, `sink` and `outer_scale` (multimax), `k`
             (topk), `alpha` (alpha_entmax), `training` (evsoftmax, adaptive_temperature), `sink`
             (sink), `length_scale` (ssmax), `beta` and `gamma` (asentmax), `bias` (sigmoid).
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multimax_fairseq.mappings.length_scale import length_scaled
 from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.mappings.softmax import softmax
 from multimax_fairseq.modules.attention_module import AttentionModule
@@ -35,9 +34,9 @@ class Normalizer(AttentionModule):
         options: of the mapping, `NORMALIZERS[name].options`:
             order, terms, init_std, monotone: multimax, as `Modulator`.
             sink: multimax, "none", "zero" or "learned", as `Sink`.
-            length_scale: multimax, whether to learn one, as `LengthScale`.
+            length_scale: multimax, whether to learn an outer scale, as `LengthScale`.
             temperature, learn_temperature: softmax, as `Temperature`.
-            cap, shift, width: softcap, as `SoftCap`.
+            cap, shift, width, learn_softcap: softcap, as `SoftCap`.
             k: topk.
             alpha: alpha_entmax with a fixed alpha; None learns it, as `EntmaxAlpha`.
             start: ssmax, as `LengthScale`.
@@ -45,8 +44,8 @@ class Normalizer(AttentionModule):
 
     Submodules: the learned arguments of the mapping's function, by their names: `modulator`
     (multimax, softcap, and softmax with a temperature; None for other mappings), `alpha`
-    (alpha_entmax), `sink` (sink, multimax), `length_scale` (ssmax, multimax), `beta` and `gamma`
-    (asentmax).
+    (alpha_entmax), `sink` (sink, multimax), `length_scale` (ssmax), `outer_scale` (multimax),
+    `beta` and `gamma` (asentmax).
 
     Raises:
         TypeError: an option that no mapping has.
@@ -177,12 +176,6 @@ class Normalizer(AttentionModule):
         probs = self(scores, -1, mask, hidden)
         return weighted_values(probs, value, dropout_p), probs if need_probs else None
 
-    def modulator_input(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the scores that the modulator receives, or the scores if there is none."""
-        if self.modulator is None or "length_scale" not in self._modules:
-            return scores
-        return length_scaled(scores, -1, mask, self.get_submodule("length_scale")())
-
     def _kernel_arguments(self, hidden: Tensor | None) -> dict[str, Any] | None:
         """Return the arguments of `fused_attention`; None if no kernel supports this mapping."""
         mapping = mapping_named(self.name)
@@ -214,6 +207,17 @@ class Normalizer(AttentionModule):
         if mapping.training:
             arguments["training"] = self.training
         return arguments
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any
+    ) -> None:
+        if "outer_scale" in self._modules and f"{prefix}length_scale.scale" in state_dict:
+            raise ValueError(
+                "this model applies MultiMax to s log(n) x, and --multimax-length-scale now means "
+                "s log(n) times the modulated scores: train it again, or load it with the version "
+                "that trained it"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
     def keep_heads(self, heads: list[int]) -> None:
         """Keep only these heads' parameters, if each head has its own."""

@@ -47,6 +47,7 @@ from multimax_fairseq.ops.checks import (
 from multimax_fairseq.ops.dropout import draw_seed, dropout
 from multimax_fairseq.ops.masks import attention_key_counts, causal_mask
 from multimax_fairseq.ops.modulator import (
+    CAP_COLUMNS,
     check_parameters,
     fits_device,
     fits_heads,
@@ -107,6 +108,8 @@ class AttentionCall(NamedTuple):
         key, value: (B, H, S, D), of the same dtype.
         parameters: of the modulator, (1 or H, 8 or 12), or (1, 3) for a soft-cap; float32, from
             `packed_parameters`. None is softmax.
+        factor: (B, H, T) float32, multiplies the modulated scores of each query; None for none.
+            Only with parameters of `Modulator`, on the CPU.
         sink: (H,) float32, the score of an entry without a key; None for no sink.
         row_parameter: (H,) float32, of the row function, or None.
         mask: (B or 1, H or 1, T or 1, S or 1). Bool: True excludes. float32: added to the modulated
@@ -124,6 +127,7 @@ class AttentionCall(NamedTuple):
     key: Tensor
     value: Tensor
     parameters: Tensor | None
+    factor: Tensor | None
     sink: Tensor | None
     row_parameter: Tensor | None
     mask: Tensor | None
@@ -143,7 +147,7 @@ class AttentionCall(NamedTuple):
 
 
 # The order of the fields: tensors with a gradient, other tensors, settings.
-_DIFFERENTIABLE = ("query", "key", "value", "parameters", "sink", "row_parameter")
+_DIFFERENTIABLE = ("query", "key", "value", "parameters", "factor", "sink", "row_parameter")
 _TENSORS = (*_DIFFERENTIABLE, "mask", "seed")
 _SETTINGS = AttentionCall._fields[len(_TENSORS) :]
 _differentiable = operator.attrgetter(*_DIFFERENTIABLE)
@@ -228,7 +232,7 @@ def check_call(call: AttentionCall) -> None:
         )
     if not supports_head_size(query.device, size):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not supported on a GPU, got {size}")
-    check_modulator(query, call.parameters, call.sink, call.scale)
+    check_modulator(query, call.parameters, call.factor, call.sink, call.scale)
     check_row_function(
         call.function, call.header, call.row_parameter, call.parameters, call.sink, query
     )
@@ -254,12 +258,25 @@ def check_call(call: AttentionCall) -> None:
 
 
 def check_modulator(
-    query: Tensor, parameters: Tensor | None, sink: Tensor | None, scale: float
+    query: Tensor,
+    parameters: Tensor | None,
+    factor: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
 ) -> None:
-    """Raise ValueError for parameters, a sink or a scale that the kernels cannot take."""
+    """Raise ValueError for parameters, factor, sink or scale that the kernels cannot take."""
     heads = query.shape[1]
     if parameters is not None:
         check_parameters(parameters, heads, query, "query")
+    if factor is not None:
+        if not takes_factor(parameters, query.device):
+            raise ValueError("factor needs the parameters of a Modulator, and the CPU: pass None")
+        if factor.shape != query.shape[:-1] or factor.dtype != torch.float32:
+            raise ValueError(
+                f"factor must be float32 {list(query.shape[:-1])}, got {factor.dtype} "
+                f"{list(factor.shape)}"
+            )
+        check_device("factor", factor, query, "query")
     if sink is not None:
         _check_per_head("sink", sink, query, "score")
     if not -torch.inf < scale < torch.inf:
@@ -458,7 +475,7 @@ def _check_backward(grad: Tensor, output: Tensor | None, statistics: Tensor, *in
 def _attention_backward(
     grad: Tensor, output: Tensor | None, statistics: Tensor, *inputs: Any
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the first six fields; empty for None."""
+    """Return the gradients of the first seven fields; empty for None."""
     call = AttentionCall(*inputs)
     wanted = dict(zip(_DIFFERENTIABLE, _differentiable(call), strict=True))
     if call.is_empty:
@@ -500,14 +517,14 @@ def _attention_backward_fake(
     call = AttentionCall(*inputs)
     of_scalars = (
         call.query.new_empty((0,) if x is None else x.shape, dtype=torch.float32)
-        for x in (call.parameters, call.sink, call.row_parameter)
+        for x in (call.parameters, call.factor, call.sink, call.row_parameter)
     )
     return *(native.dense_like(x) for x in (call.query, call.key, call.value)), *of_scalars
 
 
 attention_backward: Operator = define(
     f"attention_backward(Tensor grad, Tensor? output, Tensor statistics, {_ARGUMENTS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check_backward,
     kernel=_attention_backward,
     fake=_attention_backward_fake,
@@ -545,7 +562,8 @@ def _fields_of(call: AttentionCall) -> dict[str, Any]:
         "dropout": call.dropout_p,
         "scale": call.scale,
         **mapping_fields(
-            call.parameters, call.sink, call.row_parameter, call.function, call.header
+            *(call.parameters, call.factor, call.sink),
+            *(call.row_parameter, call.function, call.header),
         ),
     }
     if needs_mask and call.mask is not None:
@@ -555,6 +573,7 @@ def _fields_of(call: AttentionCall) -> dict[str, Any]:
 
 def mapping_fields(
     parameters: Tensor | None,
+    factor: Tensor | None,
     sink: Tensor | None,
     row_parameter: Tensor | None,
     function: str | None,
@@ -566,6 +585,8 @@ def mapping_fields(
         columns = parameters.shape[1]
         row = columns if len(parameters) > 1 else 0
         fields = {"parameters": parameters.contiguous(), "columns": columns, "head_stride": row}
+    if factor is not None:
+        fields["factor"] = factor.contiguous()
     if sink is not None:
         fields["sink"] = sink.contiguous()
     if row_parameter is not None:
@@ -688,7 +709,7 @@ def fused_attention(
         inputs: the caller has run `check_attention`.
         modulator: None is softmax.
         sink: the score of an entry without a key, for all heads or per head.
-        length_scale: as `ssmax`.
+        length_scale: as `ssmax`; with a modulator, as the outer_scale of `multimax`.
         growth: beta and gamma of `asentmax`.
         row: a row function in place of softmax.
     """
@@ -703,15 +724,17 @@ def fused_attention(
         unsupported = unsupported_mapping(query, heads, backend, modulator, sink, length_scale, row)
         if not unsupported and modulator is not None:
             parameters, low, high = packed_parameters(modulator, query.device)
-            unsupported = unsupported_parameters(modulator, parameters, heads, query.device)
+            unsupported = unsupported_parameters(
+                modulator, parameters, length_scale, heads, query.device
+            )
     if choose("attention", backend, query, key, value, unsupported=unsupported) == "plain":
         return None
+    factor: Tensor | None = None
     if length_scale is not None or growth is not None:
         counts = attention_key_counts(query, key, mask, is_causal)
-        if length_scale is not None:
-            query = (query * length_factor(counts, length_scale)).to(query.dtype)
-        if growth is not None:
-            query = (query * growth_factor(counts, *growth)).to(query.dtype)
+        factor = row_factor(counts, length_scale, growth)
+        if parameters is None:
+            query, factor = (query * factor).to(query.dtype), None
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask if mask.dtype == torch.bool else mask.detach().float()
@@ -724,6 +747,7 @@ def fused_attention(
         key=key,
         value=value,
         parameters=None if parameters is None else parameters.float(),
+        factor=None if factor is None else per_query(factor, query[..., 0]),
         sink=per_head(sink, query),
         row_parameter=None if row is None else per_head(row.parameter, query),
         mask=mask,
@@ -792,9 +816,15 @@ def unsupported_mapping(
 
 
 def unsupported_parameters(
-    modulator: Any, parameters: Tensor, heads: int, device: torch.device
+    modulator: Any,
+    parameters: Tensor,
+    length_scale: float | Tensor | None,
+    heads: int,
+    device: torch.device,
 ) -> str:
     """Return why no kernel supports the parameters of a modulator; "" if one does."""
+    if length_scale is not None and not takes_factor(parameters, device):
+        return "only the C++ kernels multiply modulated scores, and only those of a Modulator"
     if fits_heads(modulator, heads) and fits_device(parameters, device):
         return ""
     return "the modulator is for other heads or another device"
@@ -813,6 +843,18 @@ def _unsupported_row(row: RowFunction, query: Tensor, heads: int, backend: str) 
         if not has_row_library(row.header, row.name, backend):
             return f"{row.header} did not compile"
     return ""
+
+
+def row_factor(
+    counts: Tensor,
+    length_scale: float | Tensor | None,
+    growth: tuple[float | Tensor, float | Tensor] | None,
+) -> Tensor:
+    """Return the factor of a length scale, or of `growth`."""
+    if growth is not None:
+        return growth_factor(counts, *growth)
+    assert length_scale is not None
+    return length_factor(counts, length_scale)
 
 
 def length_factor(counts: Tensor, length_scale: float | Tensor) -> Tensor:
@@ -855,6 +897,16 @@ def fits_each_head(
         elif value is not None and not is_finite(value) and value != infinite:
             return False
     return True
+
+
+def takes_factor(parameters: Tensor | None, device: torch.device) -> bool:
+    """Whether a device's kernels can multiply the modulated scores of each query."""
+    return parameters is not None and parameters.shape[1] > CAP_COLUMNS and not on_triton(device)
+
+
+def per_query(factor: Tensor, like: Tensor) -> Tensor:
+    """Return a factor, (..., T, 1), for each query of `like`, (B, H, T), in float32."""
+    return factor.float()[..., 0].expand(like.shape)
 
 
 def per_head(value: float | Tensor | None, query: Tensor) -> Tensor | None:

@@ -15,11 +15,11 @@ from multimax_fairseq.ops import native
 from multimax_fairseq.ops.attention import (
     check_modulator,
     check_row_function,
-    growth_factor,
     kernel_name,
-    length_factor,
     mapping_fields,
     per_head,
+    per_query,
+    row_factor,
     unsupported_mapping,
     unsupported_parameters,
 )
@@ -142,7 +142,9 @@ def decoding_attention(
     parameters: Tensor | None = None
     if not unsupported and modulator is not None:
         parameters = packed_parameters(modulator, like.device)[0].detach().float()
-        unsupported = unsupported_parameters(modulator, parameters, heads, like.device)
+        unsupported = unsupported_parameters(
+            modulator, parameters, length_scale, heads, like.device
+        )
     dtypes = (torch.float32,)
     backend = choose("attention of a step", "auto", like, unsupported=unsupported, dtypes=dtypes)
     if backend != "cpp":
@@ -150,18 +152,19 @@ def decoding_attention(
 
     @torch.no_grad()
     def attend(query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None) -> Tensor:
+        factor: Tensor | None = None
         if length_scale is not None or growth is not None:
             counts = query.new_full((1, 1), cache.ancestors.shape[1])
-            if length_scale is not None:
-                query = query * length_factor(counts, length_scale)[..., 0]
-            if growth is not None:
-                query = query * growth_factor(counts, *growth)[..., 0]
+            factor = row_factor(counts, length_scale, growth)
+            if parameters is None:
+                query, factor = query * factor[..., 0], None
         call = StepCall(
             query=query,
             keys=cache.keys,
             values=cache.values,
             ancestors=cache.ancestors,
             parameters=parameters,
+            factor=None if factor is None else per_query(factor, query[..., :1])[..., 0],
             sink=per_head(sink, query),
             scale=scale,
             row_parameter=None if row is None else per_head(row.parameter, query),
@@ -181,6 +184,7 @@ class StepCall(NamedTuple):
 
     query: (R, H, D) float32 on the CPU, D a multiple of 16.
     keys, values, ancestors: as `KVCache`.
+    factor: (R, H) float32, as `AttentionCall`.
     parameters, sink, scale, row_parameter, function, header: as `AttentionCall`.
     """
 
@@ -189,6 +193,7 @@ class StepCall(NamedTuple):
     values: Tensor
     ancestors: Tensor
     parameters: Tensor | None
+    factor: Tensor | None
     sink: Tensor | None
     scale: float
     row_parameter: Tensor | None = None
@@ -220,7 +225,7 @@ def _check(*inputs: Any) -> None:
             f"{list(ancestors.shape)}"
         )
     check_device("ancestors", ancestors, query, "query")
-    check_modulator(query, call.parameters, call.sink, call.scale)
+    check_modulator(query, call.parameters, call.factor, call.sink, call.scale)
     check_row_function(
         call.function, call.header, call.row_parameter, call.parameters, call.sink, query
     )
@@ -252,7 +257,8 @@ def _kernel(*inputs: Any) -> Tensor:
         ancestors=ancestors,
         rows=len(keys),
         **mapping_fields(
-            call.parameters, call.sink, call.row_parameter, call.function, call.header
+            *(call.parameters, call.factor, call.sink),
+            *(call.row_parameter, call.function, call.header),
         ),
     )
     if status < 0:

@@ -234,8 +234,6 @@ class Observer:
         rows: slice = slice(None),
     ) -> None:
         """Pass the attention of these rows of the batch to the listener."""
-        if isinstance(module, Normalizer):
-            scores = module.modulator_input(scores, mask)
         kind, layer = self.layer_of(module)
         first = self.queries[module]
         padding = self.padding[kind][rows, first : first + scores.shape[-2]]

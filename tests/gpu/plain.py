@@ -108,7 +108,7 @@ def attend(inputs, grad, parameters, mask=None, causal=False, scale=None, orders
     drop = more.get("drop", (0, 0.0))
     seed = torch.tensor(drop[0])
     numbers = (seed, causal, drop[1], scale, *orders, None, None)
-    call = AttentionCall(*inputs, parameters, more.get("sink"), None, mask, *numbers)
+    call = AttentionCall(*inputs, parameters, None, more.get("sink"), None, mask, *numbers)
     out, total = kernels.attention_forward(call)
     grads = kernels.attention_backward(grad, out, total, call)
     assert out.dtype == inputs[0].dtype and out.shape == inputs[0].shape

@@ -23,7 +23,7 @@ def test_attention_returns_zeros_for_empty_inputs():
         *inputs, grad = attention_inputs(1, 2, length, keys, 16)
         inputs = [t.requires_grad_() for t in inputs]
         for parameters in (far_parameters(2), monotone_parameters(1), None):
-            numbers = (parameters, None, None, None, None, False, 0.0, 1.0, 2, 2, None, None, False)
+            numbers = (parameters, *[None] * 5, False, 0.0, 1.0, 2, 2, None, None, False)
             out, _ = OPERATORS.attention(*inputs, *numbers)
             grads = torch.autograd.grad(out, inputs, grad)
             assert all((t == 0).all() for t in (out, *grads))
@@ -58,7 +58,7 @@ LAYOUTS = {
 def test_attention_strides_equal_fake_kernel(layout, scale):
     query, key, value, grad = map(LAYOUTS[layout], attention_inputs(2, 3, 5, 7, 32))
     sink = torch.zeros(3, device=DEVICE)
-    numbers = (far_parameters(1), sink, None, None, None, False, 0.0, scale, 2, 2, None, None)
+    numbers = (far_parameters(1), None, sink, None, None, None, False, 0.0, scale, 2, 2, None, None)
     output = assert_as_fake(OPERATORS.attention, query, key, value, *numbers, True)
     assert_as_fake(OPERATORS.attention_backward, grad, *output, query, key, value, *numbers)
 

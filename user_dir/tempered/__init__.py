@@ -1,15 +1,32 @@
 """Mappings made of the package's own: softmax at a learned temperature, also for the output layer,
-and MultiMax of scores that a learned temperature divides first.
+and forms of MultiMax that scale the scores first.
 
     fairseq-train DATA --user-dir user_dir/tempered --arch transformer_lm_multimax \
         --attention-normalizer tempered_multimax --output-normalizer tempered_softmax ...
 """
 
+import torch
 from torch import nn
 
 import multimax_fairseq.models  # noqa: F401  registers the architectures
 from multimax_fairseq import NORMALIZERS, Mapping, Modulator, register
+from multimax_fairseq.mappings.length_scale import LengthScale
+from multimax_fairseq.mappings.masking import at_least_float32, scale_scores
 from multimax_fairseq.mappings.softmax import Temperature
+from multimax_fairseq.ops.attention import length_factor
+from multimax_fairseq.ops.masks import key_counts
+
+
+class Affine(nn.Module):
+    """t x + b of the scores with learned scalars, 1 and 0 at the start."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        x = at_least_float32(x)
+        return torch.addcmul(self.shift.to(x.dtype), self.slope.to(x.dtype), x)
 
 
 def tempered(num_heads):
@@ -18,6 +35,21 @@ def tempered(num_heads):
 
 def tempered_multimax(num_heads):
     return {"modulator": nn.Sequential(Temperature(learned=True), Modulator(num_heads=num_heads))}
+
+
+def affine_multimax(num_heads):
+    return {"modulator": nn.Sequential(Affine(), Modulator(1, num_heads=num_heads))}
+
+
+def inner_scale(num_heads):
+    return {"modulator": Modulator(num_heads=num_heads), "length_scale": LengthScale(1)}
+
+
+def multimax_of_ssmax(scores, dim=-1, mask=None, *, modulator, length_scale):
+    """Return MultiMax of the scores of Scalable-Softmax, softmax(sigma(s log(n) x))."""
+    factor = length_factor(key_counts(scores, dim, mask), length_scale)
+    scaled = scale_scores(scores, factor, mask)
+    return NORMALIZERS["multimax"].function(scaled, modulator, dim, mask)
 
 
 register(
@@ -37,5 +69,22 @@ register(
         function=NORMALIZERS["multimax"].function,
         build=tempered_multimax,
         modulated=True,
+    )
+)
+register(
+    Mapping(
+        name="affine_multimax",
+        label="MultiMax of t x + b, order 1",
+        function=NORMALIZERS["multimax"].function,
+        build=affine_multimax,
+        modulated=True,
+    )
+)
+register(
+    Mapping(
+        name="multimax_of_ssmax",
+        label="MultiMax of s log(n) x",
+        function=multimax_of_ssmax,
+        build=inner_scale,
     )
 )

@@ -1,4 +1,4 @@
-// Attention with modulated scores, softmax(sigma(scale Q K^T) + mask) V, and its gradients;
+// Attention with modulated scores, softmax(factor sigma(scale Q K^T) + mask) V, and its gradients;
 // row_attention.h has that of row functions.
 #pragma once
 
@@ -25,12 +25,14 @@ struct Attention {
   // windows include the causal mask. Null: only the causal mask, if any, restricts the keys.
   const int32_t *starts, *ends;
   const float* parameters;  // (1 or heads, columns)
+  const float* factor;      // (batch, heads, queries), with a modulator: factor * sigma; or null
   const float* sink;        // (heads,): the score of an extra entry without a key; or null
   const float* row_parameter;  // (heads,), as RowFunction.parameter in ops/row_function.py; or null
   // Softmax: (batch, heads, 2, queries), maximum score and 1 / sum of exp. A row function:
   // (batch, heads, 3, queries), its `Statistics`. Or null.
   float* statistics;
   float* grad_parameters;     // (1 or heads, columns), or null
+  float* grad_factor;         // (batch, heads, queries), or null
   float* grad_sink;           // (heads,), or null
   float* grad_row_parameter;  // (heads,), or null
   Mask mask;                  // applied in addition to the windows
@@ -44,6 +46,9 @@ struct Attention {
   template <class Sigma>
   Sigma sigma(int64_t h) const {
     return Sigma(parameters + h * head_stride);
+  }
+  const float* factors(int64_t b, int64_t h) const {
+    return factor ? factor + (b * heads + h) * queries : nullptr;
   }
   float sink_of(int64_t h) const { return sink ? sink[h] : -INFINITE; }
 };
@@ -145,7 +150,7 @@ template <class Sigma, bool MASKED>
 void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float* scratch) {
   const int64_t bh = b * a.heads + h, keys = padded(a.keys), size = a.size, pitch = padded(size);
   const Sigma sigma = a.sigma<Sigma>(h);
-  const float sink = a.sink_of(h);
+  const float *factors = a.factors(b, h), sink = a.sink_of(h);
   const Dropout dropout(a.dropout, a.seed, bh);
   const float* key = dense_rows(a.key, b, h, a.keys, size, scratch);  // (keys, pitch)
   float* rows = scratch + keys * pitch;
@@ -177,10 +182,12 @@ void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float*
       if (MASKED) mask_tile(a.mask, a.keys, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
         Vec maximum = load(top + q);
+        const Vec outer = is_scaled<Sigma> ? load(factors + q0 + q, count - q) : Vec{};
         const int64_t stop = w.stop(q, s0, s1);
         for (int64_t s = s0; s < stop; s++) {
           float* at = scores + (s - s0) * QUERIES + q;
           Vec z = sigma.value(load(at));
+          if (is_scaled<Sigma>) z *= outer;
           if (MASKED) z = masked(z, load(mask + (at - scores)));
           if (s < w.common_first || s >= w.common_last)
             z = may_attend(w, q, s) ? z : broadcast(-INFINITE);
@@ -289,7 +296,7 @@ template <class Sigma>
 void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scratch) {
   const int64_t size = a.size, length = padded(a.keys);
   const Sigma sigma = a.sigma<Sigma>(h);
-  const float sink = a.sink_of(h);
+  const float *factors = a.factors(b, h), sink = a.sink_of(h);
   for (int64_t t = 0; t < a.queries; t++) {
     const int64_t at = b * a.queries + t;
     const int64_t first = a.starts ? a.starts[at] : 0;
@@ -300,7 +307,9 @@ void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
     for (int64_t s0 = 0; s0 < length; s0 += LANES) {
       const IntVec s = lane_indices(s0), may_attend = (s >= int32_t(first)) & (s < int32_t(last));
       const Vec score = a.scale * dot_products(a, b, h, s0, first, last, query);
-      const Vec z = may_attend ? sigma.value(score) : broadcast(-INFINITE);
+      Vec z = sigma.value(score);
+      if (is_scaled<Sigma>) z *= factors[t];
+      z = may_attend ? z : broadcast(-INFINITE);
       store(scratch + s0, z);
       maximum = vec_max(maximum, z);
     }
@@ -375,7 +384,7 @@ template <class Sigma, bool MASKED>
 void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float* scratch) {
   const int64_t bh = b * a.heads + h;
   const Sigma sigma = a.sigma<Sigma>(h);
-  const float sink = a.sink_of(h);
+  const float *factors = a.factors(b, h), sink = a.sink_of(h);
   const Dropout dropout(a.dropout, a.seed, bh);
   const BackwardHead head(a, b, h, scratch);
   const auto [keys, size, pitch, key, value, key_rows, value_rows, query, grad_output, grad_query,
@@ -397,6 +406,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     head.load_queries(a, b, h, q0, count);
     if (first >= last) std::fill(grad_query, query_t, 0.0f);
     alignas(64) float tops[QUERIES] = {}, inverses[QUERIES] = {}, means[QUERIES] = {};
+    alignas(64) float grad_factors[QUERIES] = {};
     const float* statistics = a.statistics + 2 * bh * a.queries + q0;
     std::copy_n(statistics, count, tops);
     std::copy_n(statistics + a.queries, count, inverses);
@@ -419,11 +429,13 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
       if (MASKED) mask_tile(a.mask, a.keys, b, h, q0, count, s0, s1, mask);
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec top = load(tops + q), inverse = load(inverses + q);
+        const Vec outer = is_scaled<Sigma> ? load(factors + q0 + q, count - q) : Vec{};
         Vec mean{};
         const int64_t stop = w.stop(q, s0, s1);
         for (int64_t s = s0; s < stop; s++) {
           const int64_t at = s * QUERIES + q;
           Vec z = sigma.value(load(scores + at));
+          if (is_scaled<Sigma>) z *= outer;
           if (MASKED) z = masked(z, load(mask + (s - s0) * QUERIES + q));
           Vec p = exponential(z - top) * inverse;
           if (s < w.common_first || s >= w.common_last) p = may_attend(w, q, s) ? p : Vec{};
@@ -447,13 +459,21 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
       Sums sums;
       for (int64_t q = 0; q < width; q += LANES) {
         const Vec mean = load(means + q);
+        const Vec outer = is_scaled<Sigma> ? load(factors + q0 + q, count - q) : Vec{};
+        Vec grad_factor{};
         const int64_t stop = w.stop(q, s0, s1);
         for (int64_t s = s0; s < stop; s++) {
           const int64_t at = s * QUERIES + q;
-          const Vec p = load(probs + at), grad = p * (load(grad_probs + at) - mean);
-          store(scores + at, sigma.backward(load(scores + at), grad, sums));
+          const Vec p = load(probs + at), x = load(scores + at);
+          Vec grad = p * (load(grad_probs + at) - mean);
+          if (is_scaled<Sigma>) {
+            grad_factor += p == 0 ? Vec{} : grad * sigma.value(x);
+            grad *= outer;
+          }
+          store(scores + at, sigma.backward(x, grad, sums));
           if (a.dropout > 0) store(probs + at, p * dropout.keep(dropout.key(s), q0 + q));
         }
+        if (is_scaled<Sigma>) store(grad_factors + q, load(grad_factors + q) + grad_factor);
         for (int64_t s = stop; s < s1; s++) store(scores + s * QUERIES + q, Vec{});
       }
       sigma.add_gradients(sums, a.parameter_sums + bh * COLUMNS);
@@ -473,6 +493,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
     }
     grad_key.initialized = grad_value.initialized = std::max(grad_key.initialized, last);
     head.write_grad_query(a, b, h, q0, count);
+    if (a.grad_factor) std::copy_n(grad_factors, count, a.grad_factor + bh * a.queries + q0);
   }
   grad_key.write_back();
   grad_value.write_back();
@@ -537,6 +558,17 @@ void decode_part(const Attention& a, int64_t part, float* scratch) {
   }
 }
 
+// `dispatch_modulator` for attention, which may scale a modulator's values.
+template <class Function>
+void dispatch_sigma(const Attention& a, Function function) {
+  dispatch_modulator(a.columns, [&](auto* kind) {
+    using Sigma = std::remove_pointer_t<decltype(kind)>;
+    if constexpr (std::is_same_v<Sigma, Modulator> || std::is_same_v<Sigma, MonotoneModulator>)
+      if (a.factor) return function(static_cast<Scaled<Sigma>*>(nullptr));
+    function(kind);
+  });
+}
+
 }  // namespace
 
 // Attention with one query per hypothesis. Returns 1; 0 if it runs out of memory; -1 if an ancestor
@@ -546,7 +578,7 @@ extern "C" int attention_step(const Attention* attention) {
   if (!are_ancestors_valid(a)) return -1;
   const int64_t parts = (a.batch + HYPOTHESES - 1) / HYPOTHESES;
   return guarded([&] {
-    dispatch_modulator(a.columns, [&](auto* kind) {
+    dispatch_sigma(a, [&](auto* kind) {
       for_each_piece(parts, a.threads, padded(a.keys), [&](int64_t part, int64_t, float* scratch) {
         decode_part<std::remove_pointer_t<decltype(kind)>>(a, part, scratch);
       });
@@ -560,7 +592,7 @@ extern "C" int attention_forward(const Attention* attention) {
   // from that kernel, not from the decoding kernel.
   const bool decodes = a.queries <= DECODE_QUERIES && a.size % LANES == 0 && a.dropout == 0;
   return guarded([&] {
-    dispatch_modulator(a.columns, [&](auto* kind) {
+    dispatch_sigma(a, [&](auto* kind) {
       using Sigma = std::remove_pointer_t<decltype(kind)>;
       if (decodes && !a.statistics)
         for_each_head(a, padded(a.keys), decode_head<Sigma>);
@@ -577,7 +609,7 @@ extern "C" int attention_backward(const Attention* attention) {
     const int64_t heads = a.batch * a.heads;
     std::vector<double> parameter_sums(heads * COLUMNS), sink_sums(heads);
     a.parameter_sums = parameter_sums.data(), a.sink_sums = sink_sums.data();
-    dispatch_modulator(a.columns, [&](auto* kind) {
+    dispatch_sigma(a, [&](auto* kind) {
       using Sigma = std::remove_pointer_t<decltype(kind)>;
       for_each_head(a, backward_scratch(a),
                  a.mask.data ? backward_head<Sigma, true> : backward_head<Sigma, false>);
