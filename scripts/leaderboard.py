@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains one attention layer with each mapping on three synthetic tasks, with several seeds.
+"""Trains one attention layer with each mapping on synthetic tasks, with several seeds.
 
     scripts/leaderboard.sh [--tasks T,...] [--entries E,...] [--seeds N,...] [--quick]
                            [--user-dir DIR] [--jobs N] [--out DIR]
@@ -9,6 +9,13 @@ Each task (scripts/leaderboards/tasks.py) is tested at the trained length and at
     retrieval  a query averages the values of 1 to 8 relevant keys among many (KL divergence)
     recall     predict the value of a key that a sequence repeats (accuracy)
     maximum    a query finds the class of the item with the largest number (accuracy)
+    noisy      as retrieval, but each relevant key is the query plus noise (KL divergence)
+    needle     the same with one relevant key
+    share      the same with an eighth of the keys relevant
+    noise_*, relevant_*  noisy with other noise, or another number of relevant keys
+
+The last three rows train only the entries that the figure of docs/leaderboard.md compares, unless
+--entries names others.
 
 An entry is a mapping of `NORMALIZERS` or a variant of MultiMax (scripts/leaderboards/entries.py). A
 mapping of your own joins with --user-dir, the folder of a plugin that registers it.
@@ -31,7 +38,7 @@ from pathlib import Path
 
 import lib
 import torch
-from leaderboards.entries import entries
+from leaderboards.entries import COMPARED, entries, import_plugin
 from leaderboards.tasks import TASKS, TEST_BATCHES, evaluate, train
 
 from multimax_fairseq.children import end_with_parent
@@ -62,7 +69,8 @@ def result_of(name: str, entry: str, seed: int, is_quick: bool, user_dir: str, *
     updates, batches = (task.updates // 20, 1) if is_quick else (task.updates, TEST_BATCHES)
     torch.manual_seed(seed)
     start = time.monotonic()
-    model = train(task, entries()[entry].normalizer(), seed, updates)
+    normalizer = entries()[entry].normalizer()
+    model = train(task, normalizer, seed, updates)
     seconds = time.monotonic() - start
     scores, attention = evaluate(task, model, batches)
     return {
@@ -73,20 +81,12 @@ def result_of(name: str, entry: str, seed: int, is_quick: bool, user_dir: str, *
         "scores": scores,
         "unit": task.unit,
         "attention": attention,
+        "learned": {name: p.tolist() for name, p in normalizer.named_parameters()},
         "updates": updates,
         "updates_per_second": updates / seconds,
         "peak_memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "hardware": processor_and_threads(1),
     }
-
-
-def import_plugin(user_dir: str) -> None:
-    if user_dir:
-        if not Path(user_dir).is_dir():
-            raise UsageError(f"--user-dir '{user_dir}' does not exist: check its path")
-        from fairseq import utils  # takes seconds, and the package's own mappings do without it
-
-        utils.import_user_module(argparse.Namespace(user_dir=user_dir))
 
 
 def work(runs: list[Run], jobs: int) -> None:
@@ -185,11 +185,14 @@ def main() -> None:
             )
         quick = ",".join(["softmax", "multimax", *added])
         entry_names = args.entries or (quick if args.quick else None)
+        skipped = set() if entry_names else set(entries()) - set(COMPARED)
         seeds = args.seeds or ([1, 2] if args.quick else [1, 2, 3, 4, 5])
         tasks = chosen("--tasks", args.tasks, list(TASKS))
         rows = chosen("--entries", entry_names, list(entries()))
         runs = []
         for seed, task, row in itertools.product(seeds, tasks, rows):
+            if TASKS[task].is_compared and row in skipped:
+                continue
             plugin = "" if row in own else args.user_dir
             runs.append(plan(args.out, task, row, seed, args.quick, plugin))
         work([run for run in runs if finished(run) is None], args.jobs)

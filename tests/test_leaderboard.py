@@ -33,6 +33,19 @@ def test_multi_key_target_is_the_mean_of_the_relevant_values(tasks):
         torch.testing.assert_close(target[row], torch.stack(relevant).mean(0))
 
 
+@pytest.mark.parametrize("fewest, most, classes", [(1, 8, 16), (8, 8, 4)])
+def test_noisy_target_is_the_mean_over_keys_near_the_query(tasks, fewest, most, classes):
+    query, items, target = tasks.noisy_copies(
+        lambda length: (fewest, most), 0.1, 64, 64, draw(), classes
+    )
+    near = (items[..., :32] - query[:, None]).square().mean(-1) < 0.01
+    counts = near.sum(-1)
+    assert fewest <= counts.min() and counts.max() <= most
+    mean = (items[..., 32:] * near[..., None]).sum(1) / counts[:, None]
+    torch.testing.assert_close(target, mean)
+    assert (target > 0).sum(-1).max() <= classes
+
+
 def test_maximum_target_is_the_class_of_the_largest_number(tasks):
     _, items, target = tasks.maximum(32, 16, draw())
     for row in range(32):
@@ -49,7 +62,7 @@ def test_multi_query_asks_once_for_each_key_what_its_value_is(tasks):
         assert not set(pairs) & set(pairs.values())
 
 
-@pytest.mark.parametrize("name", ["retrieval", "recall", "maximum"])
+@pytest.mark.parametrize("name", ["retrieval", "noisy", "needle", "share", "recall", "maximum"])
 def test_score_is_best_for_the_target_and_data_follow_the_seed(tasks, name):
     task = tasks.TASKS[name]
     *inputs, target = task.batch(16, task.test[0], draw())
@@ -76,6 +89,7 @@ def test_entries_learn_the_parameters_that_the_flags_give(tasks):
 @pytest.mark.long
 def test_leaderboard_runs_resumes_and_refuses_other_runs(tmp_path):
     command = ["bash", SCRIPT, "--quick", "--seeds", "1", "--out", "out"]
+    command += ["--tasks", "noisy,recall,maximum"]
     run(tmp_path, *command)
     files = sorted(tmp_path.glob("out/*/seed-*/result.json"))
     assert len(files) == 3 * 2
@@ -96,6 +110,9 @@ def test_leaderboard_runs_resumes_and_refuses_other_runs(tmp_path):
     run(tmp_path, "bash", SCRIPT, *again)
     (line,) = map(json.loads, (tmp_path / "again/results.jsonl").read_text().splitlines())
     assert line["scores"] == first["scores"] and line["attention"] == first["attention"]
+
+    line = json.loads((tmp_path / "out/noisy-multimax/seed-1/result.json").read_text())
+    assert sorted(map(len, line["learned"].values())) == [2, 2, 2, 2]
 
     plugin = ["--tasks", "maximum", "--user-dir"]
     output = run(tmp_path, *command, *plugin, ROOT / "user_dir/added_mapping")

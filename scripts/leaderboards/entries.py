@@ -1,10 +1,15 @@
 """The entries of the leaderboard: every mapping of the registry, and variants of MultiMax."""
 
+import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from lib import ROOT
 
 from leaderboards.tasks import HEADS, SIZE
 from multimax_fairseq import NORMALIZERS, Normalizer
+from multimax_fairseq.errors import UsageError
 from multimax_fairseq.mappings.registry import SEPARATE_HEADS, Option
 
 
@@ -17,6 +22,7 @@ class Entry:
         mapping: a key of `NORMALIZERS`.
         options: of `Normalizer`.
         separate_heads: learn parameters per head although the mapping shares them by default.
+        user_dir: the folder of the plugin that registers the mapping.
         translation, language_model: the rows of configs/rows/multi30k.yaml and speeches.yaml with
             this mapping in attention alone.
     """
@@ -25,17 +31,20 @@ class Entry:
     mapping: str
     options: dict[str, Any] = field(default_factory=dict)
     separate_heads: bool = False
+    user_dir: str = ""
     translation: str = ""
     language_model: str = ""
 
     def normalizer(self) -> Normalizer:
         """Return a new normalizer for the models of `tasks`."""
+        import_plugin(self.user_dir)
         heads = NORMALIZERS[self.mapping].heads
         default = heads.default if isinstance(heads, Option) else heads
         is_separate = self.separate_heads or default == SEPARATE_HEADS
         return Normalizer(self.mapping, HEADS if is_separate else None, SIZE, **self.options)
 
 
+TEMPERED = str(ROOT / "user_dir" / "tempered")
 VARIANTS = {
     "softmax": Entry("softmax", "softmax", translation="softmax", language_model="softmax"),
     "temperature": Entry(
@@ -83,6 +92,17 @@ VARIANTS = {
         translation="length_scale",
         language_model="attention_length_scale",
     ),
+    "multimax_of_ssmax": Entry(
+        "MultiMax, length scale first", "multimax_of_ssmax", user_dir=TEMPERED
+    ),
+    "affine_multimax": Entry("MultiMax of t x + b, order 1", "affine_multimax", user_dir=TEMPERED),
+    "learned_softcap": Entry(
+        "softmax, learned soft-cap",
+        "softcap",
+        {"learn_softcap": True},
+        translation="learned_softcap",
+        language_model="learned_softcap",
+    ),
     "topk": Entry(
         "top-8 (16 in language modelling)",
         "topk",
@@ -91,6 +111,28 @@ VARIANTS = {
         language_model="topk",
     ),
 }
+
+# The entries that the figure of noisy retrieval compares with softmax, and softmax.
+COMPARED = (
+    "softmax",
+    "temperature",
+    "ssmax",
+    "topk",
+    "alpha_entmax",
+    "multimax",
+    "multimax_length_scale",
+    "learned_softcap",
+)
+
+
+def import_plugin(user_dir: str) -> None:
+    """Import a plugin that registers mappings; no plugin if the folder is ""."""
+    if user_dir:
+        if not Path(user_dir).is_dir():
+            raise UsageError(f"--user-dir '{user_dir}' does not exist: check its path")
+        from fairseq import utils  # takes seconds, and the package's own mappings do without it
+
+        utils.import_user_module(argparse.Namespace(user_dir=user_dir))
 
 
 def entries() -> dict[str, Entry]:

@@ -1,12 +1,14 @@
-"""Three synthetic tasks that one attention layer can solve, and their models.
+"""Synthetic tasks that one attention layer can solve, and their models.
 
 Each task draws its batches from a generator, so a seed fixes the data. All models attend with four
 heads of 16 through `Normalizer.attend`. A mapping that draws initial parameters also changes the
 other initial weights of a seed.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +80,53 @@ def multi_key(batch: int, length: int, draw: Generator) -> tuple[Tensor, ...]:
     features = torch.randn(SYMBOLS, FEATURES, generator=Generator().manual_seed(0)) / 2
     wanted = torch.randint(SYMBOLS, (batch, 1), generator=draw)
     others = torch.randint(1, SYMBOLS, (batch, length), generator=draw)
-    count = torch.randint(1, 9, (batch, 1), generator=draw)
-    is_relevant = torch.rand(batch, length, generator=draw).argsort(-1) < count
+    is_relevant = relevant(batch, length, 1, 8, draw)
     symbols = torch.where(is_relevant, wanted, (wanted + others) % SYMBOLS)
-    values = F.one_hot(torch.randint(CLASSES, (batch, length), generator=draw), CLASSES).float()
-    target = (values * is_relevant[..., None]).sum(1) / count
+    values, target = averaged(is_relevant, draw)
     return features[wanted[:, 0]], torch.cat([features[symbols], values], -1), target
+
+
+def noisy_copies(
+    counts: Callable[[int], tuple[int, int]],
+    noise: float,
+    batch: int,
+    length: int,
+    draw: Generator,
+    classes: int = CLASSES,
+) -> tuple[Tensor, ...]:
+    """As `multi_key`, but a relevant key is the query plus noise, and other keys are random.
+
+    Args:
+        counts: the smallest and the largest number of relevant keys at this length.
+        noise: the standard deviation of the noise, relative to that of queries and keys.
+        classes: the number of classes among the values of relevant items.
+    """
+    query = torch.randn(batch, FEATURES, generator=draw) / 2
+    is_relevant = relevant(batch, length, *counts(length), draw)[..., None]
+    keys = torch.randn(batch, length, FEATURES, generator=draw) / 2
+    keys = torch.where(is_relevant, query[:, None] + noise * keys, keys)
+    values, target = averaged(is_relevant[..., 0], draw, classes)
+    return query, torch.cat([keys, values], -1), target
+
+
+def relevant(batch: int, length: int, fewest: int, most: int, draw: Generator) -> Tensor:
+    """Choose random relevant items, (B, S) bool, a random number of them for each query."""
+    count = torch.randint(fewest, most + 1, (batch, 1), generator=draw)
+    return torch.rand(batch, length, generator=draw).argsort(-1) < count
+
+
+def averaged(is_relevant: Tensor, draw: Generator, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
+    """Return random values, (B, S, CLASSES) one-hot, and the mean over the relevant items.
+
+    The values of a query's relevant items come from `classes` neighbouring classes.
+    """
+    drawn = torch.randint(CLASSES, is_relevant.shape, generator=draw)
+    if classes < CLASSES:
+        first = torch.randint(CLASSES, (len(drawn), 1), generator=draw)
+        drawn = torch.where(is_relevant, (first + drawn % classes) % CLASSES, drawn)
+    values = F.one_hot(drawn, CLASSES).float()
+    weights = is_relevant[..., None]
+    return values, (values * weights).sum(1) / weights.sum(1)
 
 
 def maximum(batch: int, length: int, draw: Generator) -> tuple[Tensor, ...]:
@@ -170,6 +213,7 @@ class Task:
         train: lengths in training, one for each update in turn.
         test: lengths in evaluation.
         updates: of the training.
+        is_compared: train only the entries that the figure of noisy retrieval compares.
     """
 
     title: str
@@ -182,20 +226,46 @@ class Task:
     train: tuple[int, ...]
     test: tuple[int, ...]
     updates: int
+    is_compared: bool = False
+
+
+def retrieval(
+    title: str, batch: Callable[..., tuple[Tensor, ...]], digits: int = 3, **settings: Any
+) -> Task:
+    """A task in which a query averages the values of relevant items."""
+    return Task(
+        title,
+        lambda normalizer: Retrieval(normalizer, FEATURES, FEATURES + CLASSES),
+        batch,
+        divergence,
+        "KL, nats",
+        digits=digits,
+        is_error=True,
+        train=(64,),
+        updates=3000,
+        **settings,
+    )
+
+
+LENGTHS = (64, 256, 1024, 4096)
+NOISE, COUNTS = 0.5, (1, 8)
+# {task: the noise}, {task: the number of relevant keys}: the two axes of the figure.
+NOISES = {"noise_0": 0.0, "noise_0.25": 0.25, "noisy": 0.5, "noise_0.75": 0.75, "noise_1": 1.0}
+KEYS = {"needle": (1, 1), "relevant_2_8": (2, 8), "relevant_16": (16, 16)}
+
+
+def noisy(title: str, noise: float, counts: tuple[int, int], test: tuple[int, ...]) -> Task:
+    """Noisy retrieval with its own noise and numbers of relevant keys, a task of the figure."""
+    batch = functools.partial(noisy_copies, lambda length: counts, noise)
+    return retrieval(title, batch, test=test, is_compared=True)
 
 
 TASKS = {
-    "retrieval": Task(
-        "multi-key retrieval",
-        lambda normalizer: Retrieval(normalizer, FEATURES, FEATURES + CLASSES),
-        multi_key,
-        divergence,
-        "KL, nats",
-        digits=4,
-        is_error=True,
-        train=(64,),
-        test=(64, 256, 1024, 4096),
-        updates=3000,
+    "retrieval": retrieval("multi-key retrieval", multi_key, digits=4, test=LENGTHS),
+    "noisy": retrieval(
+        "noisy retrieval",
+        functools.partial(noisy_copies, lambda length: COUNTS, NOISE),
+        test=LENGTHS,
     ),
     "recall": Task(
         "associative recall",
@@ -221,6 +291,26 @@ TASKS = {
         test=(16, 64, 256, 1024, 4096),
         updates=3000,
     ),
+    "needle": noisy("one noisy key", NOISE, KEYS["needle"], LENGTHS),
+    "share": retrieval(
+        "an eighth of the keys, noisy",
+        # With few classes, the mean over many relevant items differs from that over all items.
+        functools.partial(
+            noisy_copies, lambda length: (length // 8, length // 8), NOISE, classes=4
+        ),
+        test=LENGTHS,
+        is_compared=True,
+    ),
+    **{
+        name: noisy(f"noisy retrieval, noise {noise}", noise, COUNTS, LENGTHS[:1])
+        for name, noise in NOISES.items()
+        if noise != NOISE
+    },
+    **{
+        name: noisy(f"noisy retrieval, {fewest} to {most} keys", NOISE, (fewest, most), LENGTHS[:1])
+        for name, (fewest, most) in KEYS.items()
+        if most > 1
+    },
 }
 
 BATCH, RATE = 64, 0.003
