@@ -30,7 +30,6 @@ runs on the CPU in float32.
 import argparse
 import datetime
 import functools
-import itertools
 import logging
 import re
 import statistics
@@ -41,9 +40,8 @@ from typing import Any
 import hydra
 import lib
 import torch
-from attention_statistics import AttentionStatistics
-from fairseq import checkpoint_utils, utils
 from lib import CHOICES, CONFIGS, ROOT, Experiment
+from model_statistics import language_model_statistics, learned_values, with_softmax
 from omegaconf import DictConfig, OmegaConf
 
 from multimax_fairseq import compat
@@ -54,7 +52,6 @@ from multimax_fairseq.commands.stock import find_command
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.signature import data_checksum, processor_and_threads
-from multimax_fairseq.statistics.observer import Attention, AttentionListener, Observer
 
 # --- from a row to its command -------------------------------------------------------------------
 
@@ -190,39 +187,6 @@ def check_finished(run: Run) -> None:
             )
 
 
-# Statistics of attention use this many validation batches of at most TOKENS tokens.
-BATCHES, TOKENS = 4, 2048
-
-
-class Listener(AttentionListener):
-    """Adds a model's attention to statistics."""
-
-    def __init__(self) -> None:
-        self.statistics = AttentionStatistics()
-
-    def on_attention(self, attention: Attention) -> None:
-        for part in attention.parts():
-            self.statistics.add(part.scores, part.probs, part.valid)
-
-
-@torch.no_grad()
-def attention_of(checkpoint: Path, data: Path, plugin: str) -> dict[str, float]:
-    """Return the statistics of a checkpoint's attention."""
-    utils.import_user_module(argparse.Namespace(user_dir=plugin))
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], {"data": str(data)}
-    )
-    task.load_dataset("valid")
-    batches = task.get_batch_iterator(task.dataset("valid"), max_tokens=TOKENS)
-    listener = Listener()
-    observer = Observer(model.eval(), listener)
-    for batch in itertools.islice(batches.next_epoch_itr(shuffle=False), BATCHES):
-        observer.reset()
-        model(**batch["net_input"])
-    observer.stop()
-    return listener.statistics.means()
-
-
 def result_of(args: argparse.Namespace, row: str, seed: int, run: Run, lock: int) -> dict[str, Any]:
     """Train and evaluate; return the result."""
     experiment = args.experiment
@@ -238,12 +202,19 @@ def result_of(args: argparse.Namespace, row: str, seed: int, run: Run, lock: int
             best, args.data_bin, subset, log=file, plugin=plugin, longer=longer
         )
 
-    result = score("test", "evaluate.log")
+    result = {**score("test", "evaluate.log"), "learned": learned_values(best)}
+    if row in experiment.softmax_decoding:
+        softmax = run.folder / "softmax_decoding.pt"
+        with_softmax(best, "decoder", softmax)
+        log = run.folder / "evaluate.softmax_decoding.log"
+        result["softmax_decoding"] = evaluate.evaluate(
+            softmax, args.data_bin, "test", log=log, plugin=plugin
+        )["value"]
     if not experiment.name.startswith("quickstart_"):
         # Settings are chosen by this score.
         result["validation"] = score("valid", "evaluate.valid.log")["value"]
         if result["metric"] == "perplexity":
-            result["attention"] = attention_of(best, args.data_bin, plugin)
+            result |= language_model_statistics(best, args.data_bin, plugin)
     if experiment.longer > 1:
         longer = score("test", "evaluate.longer.log", experiment.longer)
         kept = ("value", "word_perplexity", "signature")

@@ -40,6 +40,7 @@ class Experiment:
         paper_data: the paper's data set.
         score: name and field of what scripts/results.py compares.
         pairs: the pairs of rows that it compares.
+        softmax_decoding: rows that are also decoded with softmax in the decoder's self-attention.
         longer: if above 1, also evaluate the language model on blocks this many times as long as
             in training.
     """
@@ -54,6 +55,7 @@ class Experiment:
     seeds: list[int]
     score: dict[str, str]
     pairs: list[list[str]]
+    softmax_decoding: list[str]
     longer: int
 
     @classmethod
@@ -75,6 +77,7 @@ class Experiment:
             seeds=found.get("seeds", [1]),
             score=found.get("score", {}),
             pairs=found.get("pairs", []),
+            softmax_decoding=found.get("softmax_decoding", []),
             longer=found.get("longer", 1),
         )
 

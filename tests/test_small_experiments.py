@@ -55,12 +55,14 @@ def test_multi30k_trains_named_rows_and_skips_finished_ones(multi30k, tmp_path):
     rest = ["--", *layers.split(), *TRAIN.split()]
     run(tmp_path, *command, "--rows", "freeze_third", *rest)
     before = lines_of(tmp_path / "out")
-    output = run(tmp_path, *command, "--rows", "freeze_third,softmax", *rest)
+    output = run(tmp_path, *command, "--rows", "freeze_third,self_attention", *rest)
     assert "multi30k freeze_third, seed 1 is finished." in output
     lines = {line["row"]: line for line in lines_of(tmp_path / "out")}
-    assert lines.keys() == {"softmax", "freeze_third"} and lines["freeze_third"] == before[0]
+    assert lines.keys() == {"self_attention", "freeze_third"} and lines["freeze_third"] == before[0]
     for line in lines.values():
         assert {"value", "chrf", "tokenized_bleu", "validation", "hypotheses"} <= line.keys()
+    assert "softmax_decoding" in lines["self_attention"]
+    assert {name.split(".")[3] for name in lines["self_attention"]["learned"]} == {"self_attn"}
     words = shlex.split(lines["freeze_third"]["command"])
     assert words[words.index("--scalar-freeze-updates") + 1] == "833"
     text = tmp_path / "data" / "text"
@@ -86,6 +88,13 @@ def test_speeches_trains_rows_with_another_plugin(speeches, tmp_path):
     for line in lines:
         assert "blocks of 512" in line["longer"]["signature"] and line["longer"]["value"] > 1
         assert line["attention"]["zeros"] == 0 and line["attention"]["entropy"] > 0
+        (layer,) = line["layers"]
+        assert layer["largest_score"] == line["attention"]["largest_score"]
+        assert 0 <= layer["patch_similarity"] <= 1 <= layer["kurtosis"]
+        assert 0 < line["calibration_error"] < 1
+        assert abs(line["int8"]["loss"] - line["int8"]["quantized_loss"]) < 0.05
+    (fitted_temperature,) = lines[0]["learned"].values()
+    assert fitted_temperature["temperature"] != [1.0] and not lines[2]["learned"]
     model = tmp_path / "out/output_temperature/seed-3/checkpoint_best.pt"
     words = ("--user-dir", ROOT / "user_dir/tempered")
     said = run(tmp_path, "multimax-evaluate", model, "data/lm/data-bin", *words)
