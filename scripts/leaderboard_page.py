@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stores lines of the leaderboard and writes the tables and the figure of docs/leaderboard.md.
+"""Stores lines of the leaderboard and writes the tables and figures of docs/leaderboard.md.
 
     scripts/leaderboard_page.py [OUT ...]
 
@@ -25,9 +25,10 @@ from lib import ROOT
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from leaderboards.entries import Entry, entries
-from leaderboards.tasks import TASKS
+from leaderboards.entries import COMPARED, Entry, entries
+from leaderboards.tasks import KEYS, NOISES, TASKS
 
+from multimax_fairseq.analysis.canvas import style
 from multimax_fairseq.commands import tables
 from multimax_fairseq.commands.tables import Comparison, Line, Scores, mean_of
 from multimax_fairseq.errors import UsageError
@@ -36,6 +37,9 @@ LINES = ROOT / "docs" / "results" / "leaderboard.jsonl"
 TRANSLATIONS = ROOT / "docs" / "results" / "multi30k.jsonl"
 SEEDS = range(1, 6)
 PAGE, FIGURE = ROOT / "docs" / "leaderboard.md", ROOT / "docs" / "leaderboard.svg"
+NOISY_FIGURE = ROOT / "docs" / "noisy-retrieval.svg"
+# The tasks of the tables of attention, and of noisy retrieval.
+MAIN, NOISY = ("retrieval", "recall", "maximum"), ("noisy", "needle", "share")
 MARK = "<!-- Below: made by scripts/leaderboard_page.py -->\n"
 LARGE = 5  # the effect size at which the colours of the figure end
 # {entry of the output layer: its row in configs/rows/speeches.yaml and multi30k.yaml}
@@ -45,6 +49,7 @@ OUTPUTS = {
     "MultiMax": "output_alone",
     "piecewise-linear": "output_piecewise_linear",
     "soft-cap": "output_softcap",
+    "learned soft-cap": "output_learned_softcap",
     "asymmetric cap": "output_asymmetric_cap",
     "mixture of two softmaxes": "output_mixture",
     "z-loss": "z_loss",
@@ -131,17 +136,22 @@ def compare(column: Column, base: str) -> dict[str, Comparison]:
     return tables.compare({entry: (own, baseline) for entry, own in signed.items()})
 
 
+def task_column(lines: list[Line], name: str, length: int) -> Column:
+    """The scores of all entries in a synthetic task at one length."""
+    task, own = TASKS[name], [line for line in lines if line.get("task") == name]
+    scores = scores_of(own, {line["row"]: line["row"] for line in own}, at_length(length))
+    title = f"{task.title}, {length:,} ({task.unit})"
+    return Column(title, scores, task.digits, task.is_error)
+
+
 def columns(lines: list[Line], entries_by_name: dict[str, Entry]) -> list[Column]:
     """The columns of the attention's table: each synthetic task at two lengths, and both texts."""
-    found = []
-    for name, task in TASKS.items():
-        own = [line for line in lines if line.get("task") == name]
-        for length in (task.train[-1], task.test[-1]):
-            scores = scores_of(own, {e: e for e in entries_by_name}, at_length(length))
-            title = f"{task.title}, {length:,} ({task.unit})"
-            found.append(Column(title, scores, task.digits, task.is_error))
     return [
-        *found,
+        *(
+            task_column(lines, name, length)
+            for name in MAIN
+            for length in (TASKS[name].train[-1], TASKS[name].test[-1])
+        ),
         *text_columns(
             lines,
             {e: entry.translation for e, entry in entries_by_name.items()},
@@ -271,6 +281,34 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
     plt.close(figure)
 
 
+def draw_noisy(lines: list[Line], names: dict[str, str]) -> None:
+    """Draw the gain over softmax at the trained length against noise and the number of keys."""
+    counts = {"1": "needle", "1 to 8": "noisy", "2 to 8": "relevant_2_8", "16": "relevant_16"}
+    axes_of = {
+        "standard deviation of the noise": {str(noise): name for name, noise in NOISES.items()},
+        "number of relevant keys": counts,
+    }
+    plt.rcParams["svg.hashsalt"] = "noisy"
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    for axis, (title, tasks) in zip(axes, axes_of.items(), strict=True):
+        found = [compare(task_column(lines, name, 64), "softmax") for name in tasks.values()]
+        for number, entry in enumerate(COMPARED[1:]):
+            at = [x for x, each in enumerate(found) if entry in each]
+            each = [found[x][entry] for x in at]
+            # Next to each other, so that the intervals do not cover each other.
+            places = [x + 0.06 * (number - 3) for x in at]
+            bars = [[one.mean - one.interval[0] for one in each] for _ in range(2)]
+            means = [one.mean for one in each]
+            axis.errorbar(places, means, bars, label=names[entry], **style(number), capsize=2)
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(tasks)), list(tasks))
+        axis.set_xlabel(title)
+    axes[0].set_ylabel("gain over softmax, nats of KL")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.savefig(NOISY_FIGURE, metadata={"Date": None})
+    plt.close(figure)
+
+
 def page(text: str) -> str:
     """docs/leaderboard.md with new tables below the mark."""
     own, entries_by_name = stored(), entries()
@@ -280,7 +318,10 @@ def page(text: str) -> str:
     labels = {name: entry.label for name, entry in entries_by_name.items()}
     found = columns(lines, entries_by_name)
     draw(found, labels)
+    draw_noisy(own, labels)
+    noisy = [task_column(own, name, length) for name in NOISY for length in (64, 1024, 4096)]
     groups = {
+        "Noisy retrieval": (noisy, labels, "learned_softcap"),
         "Attention": (found, labels, "temperature"),
         "Output layer": (
             text_columns(own, OUTPUTS, OUTPUTS),
@@ -294,11 +335,11 @@ def page(text: str) -> str:
         ),
     }
     parts = {}
-    for title, (its_columns, names, temperature) in groups.items():
+    for title, (its_columns, names, baseline) in groups.items():
         parts[f"{title}: scores"] = scores_table(its_columns, names)
         parts[f"{title}: gain over softmax"] = gains_table(its_columns, names, "softmax")
-        gains = gains_table(its_columns, names, temperature)
-        parts[f"{title}: gain over a learned temperature"] = gains
+        heading = f"{title}: gain over a {names[baseline].removeprefix('softmax, ')}"
+        parts[heading] = gains_table(its_columns, names, baseline)
     parts["Attention of the language models"] = attention_table(lines, entries_by_name)
     sections = "".join(
         f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2

@@ -99,7 +99,7 @@ VARIANTS = {
     "learned_softcap": Entry(
         "softmax, learned soft-cap",
         "softcap",
-        {"learn_softcap": True},
+        {"learn_softcap": True, "cap": 5.0},  # its start
         translation="learned_softcap",
         language_model="learned_softcap",
     ),
