@@ -13,6 +13,7 @@ from multimax_fairseq import (
     linear_cross_entropy,
     scaled_dot_product_attention,
 )
+from multimax_fairseq.mappings.softcap import SoftCap
 from multimax_fairseq.ops import backend, build, cross_entropy
 from multimax_fairseq.ops.attention import windows
 from multimax_fairseq.ops.best_outputs import fused_scores
@@ -46,7 +47,7 @@ def attend(dtype, parts, grad, modulator, **options):
     """Return the output and the gradients of query, key, value, per-head numbers and parameters."""
     parts = [part.detach().to(dtype).requires_grad_() for part in parts]
     wide = torch.promote_types(dtype, torch.float32)
-    numbers = {n: t for n, t in options.items() if n in ("sink", "length_scale")}
+    numbers = {n: t for n, t in options.items() if n in ("sink", "length_scale", "outer_scale")}
     numbers = {n: t.detach().to(wide).requires_grad_() for n, t in numbers.items()}
     learned = [] if modulator is None else list(modulator.to(wide).parameters())
     options = {"normalizer": "softmax" if modulator is None else "multimax"} | options | numbers
@@ -114,6 +115,18 @@ BASELINES = {
     "softcap": {"cap": 0.7, "shift": 0.3, "width": 0.9},
     "ssmax": {"length_scale": torch.tensor([0.5, 0.2, -0.1])[:, None, None]},
     "multimax": {"sink": torch.tensor([0.7, -torch.inf, 2.0])[:, None, None]},
+    "length scale": {
+        "normalizer": "multimax",
+        "outer_scale": torch.tensor([0.5, 0.2, -0.1])[:, None, None],
+    },
+    "monotone length scale": {"normalizer": "multimax", "outer_scale": torch.full((1, 1, 1), 0.3)},
+    "learned soft-cap": {"normalizer": "multimax"},
+}
+MODULATORS = {
+    "multimax": lambda: some_modulator(3),
+    "length scale": lambda: some_modulator(3),
+    "monotone length scale": lambda: some_modulator(monotone=True),
+    "learned soft-cap": lambda: SoftCap(0.7, 0.3, 0.9, learned=True),
 }
 
 
@@ -126,6 +139,8 @@ NORMAL, LONG, SHORT = (2, 3, 40, 50, 32), (2, 3, 70, 600, 16), (2, 3, 3, 9, 32)
         *((name, NORMAL, torch.float32) for name in BASELINES),
         ("sink", LONG, torch.float32),
         ("ssmax", LONG, torch.float32),
+        ("length scale", LONG, torch.float32),
+        ("length scale", SHORT, torch.bfloat16),
         ("sink", SHORT, torch.bfloat16),
         ("multimax", SHORT, torch.float32),
         ("softcap", NORMAL, torch.bfloat16),
@@ -135,7 +150,7 @@ NORMAL, LONG, SHORT = (2, 3, 40, 50, 32), (2, 3, 70, 600, 16), (2, 3, 3, 9, 32)
     ],
 )
 def test_attention_with_sink_or_length_scale_is_as_accurate(kernels, name, shape, dtype):
-    modulator = some_modulator(3) if name == "multimax" else None
+    modulator = MODULATORS[name]() if name in MODULATORS else None
     options = {"normalizer": name} | BASELINES[name]
     keys = torch.arange(shape[3])
     padding = keys < torch.tensor([shape[3], 5])[:, None, None, None]

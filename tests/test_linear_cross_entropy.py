@@ -95,15 +95,21 @@ def test_linear_cross_entropy_equals_torch_with_scaled_gradients():
 @pytest.mark.parametrize("cap, shift, width", [(0.7, 0, 0.7), (1.5, 0.6, 2.5)])
 def test_linear_cross_entropy_of_a_soft_cap_equals_torch(dtype, cap, shift, width):
     features, weight, target, bias = loss_inputs(dtype)
-    modulator = SoftCap(cap, shift, width)
+    modulator = SoftCap(cap, shift, width, learned=True).to(dtype)
     loss, _ = linear_cross_entropy(
         features, weight, target, bias=bias, modulator=modulator, ignore_index=1
     )
-    found = [loss, *torch.autograd.grad(loss, (features, weight, bias))]
-    layer = [part.detach().double().requires_grad_() for part in (features, weight, bias)]
-    logits = cap * ((F.linear(*layer) + shift) / width).tanh()
+    fixed, _ = linear_cross_entropy(
+        features, weight, target, bias=bias, modulator=SoftCap(cap, shift, width), ignore_index=1
+    )
+    torch.testing.assert_close(fixed, loss, rtol=1e-6, atol=1e-6)
+    inputs = (features, weight, bias, *modulator.parameters())
+    found = [loss, *torch.autograd.grad(loss, inputs)]
+    wide = [part.detach().double().requires_grad_() for part in inputs]
+    *layer, log_cap, shift, log_width = wide
+    logits = log_cap.exp() * ((F.linear(*layer) + shift) / log_width.exp()).tanh()
     loss = F.cross_entropy(logits, target, reduction="sum", ignore_index=1)
-    for ours, exact in zip(found, [loss, *torch.autograd.grad(loss, layer)], strict=True):
+    for ours, exact in zip(found, [loss, *torch.autograd.grad(loss, wide)], strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
 
 

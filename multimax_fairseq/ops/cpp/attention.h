@@ -187,7 +187,7 @@ void forward_head(const Attention& a, int64_t b, int64_t h, int64_t next, float*
         for (int64_t s = s0; s < stop; s++) {
           float* at = scores + (s - s0) * QUERIES + q;
           Vec z = sigma.value(load(at));
-          if (is_scaled<Sigma>) z *= outer;
+          if (is_scaled<Sigma>) z = rounded(z * outer);
           if (MASKED) z = masked(z, load(mask + (at - scores)));
           if (s < w.common_first || s >= w.common_last)
             z = may_attend(w, q, s) ? z : broadcast(-INFINITE);
@@ -308,7 +308,7 @@ void decode_head(const Attention& a, int64_t b, int64_t h, int64_t, float* scrat
       const IntVec s = lane_indices(s0), may_attend = (s >= int32_t(first)) & (s < int32_t(last));
       const Vec score = a.scale * dot_products(a, b, h, s0, first, last, query);
       Vec z = sigma.value(score);
-      if (is_scaled<Sigma>) z *= factors[t];
+      if (is_scaled<Sigma>) z = rounded(z * factors[t]);
       z = may_attend ? z : broadcast(-INFINITE);
       store(scratch + s0, z);
       maximum = vec_max(maximum, z);
@@ -435,7 +435,7 @@ void backward_head(const Backward& a, int64_t b, int64_t h, int64_t next, float*
         for (int64_t s = s0; s < stop; s++) {
           const int64_t at = s * QUERIES + q;
           Vec z = sigma.value(load(scores + at));
-          if (is_scaled<Sigma>) z *= outer;
+          if (is_scaled<Sigma>) z = rounded(z * outer);
           if (MASKED) z = masked(z, load(mask + (s - s0) * QUERIES + q));
           Vec p = exponential(z - top) * inverse;
           if (s < w.common_first || s >= w.common_last) p = may_attend(w, q, s) ? p : Vec{};

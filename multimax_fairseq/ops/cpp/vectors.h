@@ -117,6 +117,12 @@ inline Vec exponential_minus_one(Vec x) {
   return (x > -0.35f) & (x < 0.35f) ? x * y : exponential(x) - 1.0f;
 }
 
+// Returns x. The compiler cannot fuse its product with a later sum, so every pass rounds x alike.
+inline Vec rounded(Vec x) {
+  asm("" : "+x"(x));
+  return x;
+}
+
 // tanh(x)
 inline Vec hyperbolic_tangent(Vec x) {
   const Vec e = exponential_minus_one(vec_min(broadcast(80), 2 * x));
