@@ -283,10 +283,12 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
 
 def draw_noisy(lines: list[Line], names: dict[str, str]) -> None:
     """Draw the gain over softmax at the trained length against noise and the number of keys."""
-    counts = {"1": "needle", "1 to 8": "noisy", "2 to 8": "relevant_2_8", "16": "relevant_16"}
     axes_of = {
         "standard deviation of the noise": {str(noise): name for name, noise in NOISES.items()},
-        "number of relevant keys": counts,
+        "number of relevant keys": {
+            f"{fewest} to {most}" if fewest < most else f"{most}": name
+            for name, (fewest, most) in KEYS.items()
+        },
     }
     plt.rcParams["svg.hashsalt"] = "noisy"
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
