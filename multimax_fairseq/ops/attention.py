@@ -747,7 +747,7 @@ def fused_attention(
         key=key,
         value=value,
         parameters=None if parameters is None else parameters.float(),
-        factor=None if factor is None else per_query(factor, query[..., 0]),
+        factor=None if factor is None else factor.float()[..., 0].expand(query.shape[:-1]),
         sink=per_head(sink, query),
         row_parameter=None if row is None else per_head(row.parameter, query),
         mask=mask,
@@ -902,11 +902,6 @@ def fits_each_head(
 def takes_factor(parameters: Tensor | None, device: torch.device) -> bool:
     """Whether a device's kernels can multiply the modulated scores of each query."""
     return parameters is not None and parameters.shape[1] > CAP_COLUMNS and not on_triton(device)
-
-
-def per_query(factor: Tensor, like: Tensor) -> Tensor:
-    """Return a factor, (..., T, 1), for each query of `like`, (B, H, T), in float32."""
-    return factor.float()[..., 0].expand(like.shape)
 
 
 def per_head(value: float | Tensor | None, query: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ Each key and value is stored once, so beam search reorders its hypotheses withou
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +19,6 @@ from multimax_fairseq.ops.attention import (
     kernel_name,
     mapping_fields,
     per_head,
-    per_query,
     row_factor,
     unsupported_mapping,
     unsupported_parameters,
@@ -150,21 +150,23 @@ def decoding_attention(
     if backend != "cpp":
         return None
 
+    outer_scale = None if parameters is None else per_head(length_scale, like.new_empty(1, heads))
+
     @torch.no_grad()
     def attend(query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None) -> Tensor:
-        factor: Tensor | None = None
-        if length_scale is not None or growth is not None:
-            counts = query.new_full((1, 1), cache.ancestors.shape[1])
-            factor = row_factor(counts, length_scale, growth)
-            if parameters is None:
-                query, factor = query * factor[..., 0], None
+        length = cache.ancestors.shape[1]
+        if outer_scale is None and (length_scale is not None or growth is not None):
+            counts = query.new_full((1, 1), length)
+            query = query * row_factor(counts, length_scale, growth)[..., 0]
         call = StepCall(
             query=query,
             keys=cache.keys,
             values=cache.values,
             ancestors=cache.ancestors,
             parameters=parameters,
-            factor=None if factor is None else per_query(factor, query[..., :1])[..., 0],
+            factor=None
+            if outer_scale is None
+            else outer_scale.expand(query.shape[:2]) * log(length),
             sink=per_head(sink, query),
             scale=scale,
             row_parameter=None if row is None else per_head(row.parameter, query),
