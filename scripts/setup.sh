@@ -179,7 +179,7 @@ quietly "Build tools" "${checked[@]}" -r "$work/first"
 quietly "PyTorch (${torch_words[0]}), fairseq compiled, packages pinned in scripts/requirements.txt" \
     side_by_side
 printf '%s\n' "$torch" >"$choice"
-quietly "multimax-fairseq (editable)" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
+quietly "multimax-fairseq (editable), CPU kernels compiled" "${pip[@]}" --no-build-isolation --no-deps -e "$root"
 # Only fairseq's commands run with the fixes of compat/. Spawned processes import the script again,
 # which must not start the command again. A shebang may be neither long nor contain a space, so sh
 # reads three lines that are a string to Python, as in pip's own scripts.

@@ -1,7 +1,9 @@
-"""Compiles the CPU kernels, keeps the library in a cache folder and loads it.
+"""Loads the CPU kernels: the library of the wheel, or one that it compiles into a cache folder.
 
-The kernels have a C interface instead of being a torch extension: they compile in seconds rather
-than a minute, and need neither ninja nor Python's headers.
+The kernels have a C interface and link neither to torch nor to Python, so one library serves every
+version of both. The matrix products and OpenMP come from what torch has loaded.
+
+hatch_build.py imports this file alone, without torch, to compile the libraries of a wheel.
 """
 
 from __future__ import annotations
@@ -17,30 +19,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "cpp" / "cpu.cpp"
+BUILT = Path(__file__).parent / "lib"  # the libraries of a wheel or an editable installation
 # Instruction sets, by torch's names for them.
 MARCH = {"AVX2": ["-march=x86-64-v3"], "AVX512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
 FLAGS = ["-std=gnu++20", "-O3", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
 TIMEOUT = 300  # seconds; a slow processor takes about 20
-
-_TORCH = Path(torch.__file__).parent
+# torch's functions for matrix products, as its library names them.
+BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"
+BRGEMM_RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels; without them, log the reason once and return None."""
-    capability = torch.backends.cpu.get_cpu_capability()
     try:
         kernels = load(_flags())
-        onednn = capability == "AVX512" and torch.backends.mkldnn.is_available()
-        if not (onednn and kernels.start(1)) and not kernels.start(0):
-            raise RuntimeError("this build of torch offers no matrix product to them")
+        _start(kernels)
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         logger.warning(
             f"plain PyTorch replaces the CPU kernels, which is slower: {error}. CXX names a C++20 "
@@ -62,15 +62,40 @@ def row_library(header: str, function: str) -> ctypes.CDLL | None:
         return None
 
 
+def _capability() -> str:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability()
+
+
 def _flags() -> list[str]:
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability = _capability()
     if sys.platform != "linux" or capability not in MARCH:
         raise RuntimeError(f"they need Linux and AVX2, not {sys.platform} and {capability}")
     return [*FLAGS, *MARCH[capability]]
 
 
+def _start(kernels: ctypes.CDLL) -> None:
+    """Pass torch's matrix products to the kernels: oneDNN's with AVX-512, else those of BLAS.
+
+    On AVX-512 processors of AMD, oneDNN is about twice as fast as MKL.
+    """
+    import torch
+
+    blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    brgemm, release, sgemm = (
+        ctypes.cast(getattr(blas, name, 0), ctypes.c_void_p)
+        for name in (BRGEMM, BRGEMM_RELEASE, "sgemm_")
+    )
+    has_onednn = _capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    if has_onednn and brgemm and release and kernels.start(brgemm, release, sgemm):
+        return
+    if not kernels.start(None, None, sgemm):
+        raise RuntimeError("this build of torch offers no matrix product to them")
+
+
 def load(flags: list[str], source: Path | None = None, *folders: Path) -> ctypes.CDLL:
-    """Return the library for these compiler flags. Compile it if the cache folder lacks it.
+    """Return the library for these compiler flags. Compile it if BUILT and the cache lack it.
 
     Args:
         source: default SOURCE.
@@ -81,14 +106,57 @@ def load(flags: list[str], source: Path | None = None, *folders: Path) -> ctypes
             reason in the message.
     """
     source = source or SOURCE
-    command = [*shlex.split(os.environ.get("CXX", "").strip() or "c++"), *flags, str(source)]
-    command += [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    path = _private_folder() / f"cpu-{_digest(command, source, source.parent, *folders)}.so"
+    built = BUILT / _name(flags, source, *folders)
+    if built.exists():
+        _share_openmp()
+        return ctypes.CDLL(str(built))
+    command = [*_compiler(), *flags, str(source)]
+    path = _private_folder() / _name([*command, *platform.libc_ver()], source, *folders)
     if not path.exists():
         # A warning, because Python prints it even if logging is not configured.
         logger.warning(f"compiling multimax_fairseq's CPU kernels in {path.parent} (20 seconds)")
-        _compile(command, path)
+        _compile(path, command)
     return ctypes.CDLL(str(path))
+
+
+def build_libraries() -> None:
+    """Compile a library for each instruction set into BUILT, and remove older ones.
+
+    Raises:
+        OSError, RuntimeError, ValueError, subprocess.TimeoutExpired: as `load`.
+    """
+
+    def build(march: list[str]) -> Path:
+        path = BUILT / _name([*FLAGS, *march], SOURCE)
+        if not path.exists():
+            # Without -fopenmp the linker does not bind the library to one OpenMP runtime.
+            compiler, link = _compiler(), [flag for flag in FLAGS if flag != "-fopenmp"]
+            compile_flags = [flag for flag in FLAGS if flag != "-shared"]
+            _compile(
+                path, [*compiler, *compile_flags, *march, "-c", str(SOURCE)], [*compiler, *link]
+            )
+        return path
+
+    BUILT.mkdir(exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        current = set(pool.map(build, MARCH.values()))
+    for path in set(BUILT.glob("*.so")) - current:
+        path.unlink()
+
+
+def _share_openmp() -> None:
+    """Make the OpenMP runtime that torch has loaded visible to libraries that do not name one."""
+    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return
+    with open("/proc/self/maps") as file:
+        mapped = {line.split()[-1] for line in file if "omp" in line.rpartition("/")[2]}
+    for path in [*sorted(mapped), "libgomp.so.1"]:
+        if hasattr(ctypes.CDLL(path, ctypes.RTLD_GLOBAL), "GOMP_parallel"):
+            return
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "").strip() or "c++")
 
 
 def _private_folder() -> Path:
@@ -104,41 +172,49 @@ def _private_folder() -> Path:
     return folder
 
 
-def _digest(command: list[str], source: Path, *folders: Path) -> str:
-    """Return a digest of everything that a library depends on; machines may share the folder."""
-    parts = [*command, torch.__version__, torch.version.git_version, *platform.libc_ver()]
-    digest = hashlib.sha256(os.fsencode("\n".join(map(str, parts))))
-    for path in [source, *(path for folder in folders for path in sorted(folder.glob("*.h")))]:
+def _name(parts: list[str], source: Path, *folders: Path) -> str:
+    """Return a library's name, with a digest of all that it depends on; machines may share it."""
+    digest = hashlib.sha256(os.fsencode("\n".join(parts)))
+    headers = (path for folder in (source.parent, *folders) for path in sorted(folder.glob("*.h")))
+    for path in (source, *headers):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return f"cpu-{digest.hexdigest()[:16]}.so"
 
 
-def _compile(command: list[str], path: Path) -> None:
-    """Compile the library and put it in place in one step."""
+def _compile(path: Path, *commands: list[str]) -> None:
+    """Run the commands, each with the output of the one before, and put the result in place."""
     with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
         built = Path(scratch) / path.name
-        process = subprocess.Popen(
-            [*command, "-o", str(built)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**os.environ, "TMPDIR": scratch, "LC_ALL": "C"},
-            start_new_session=True,  # one process group, which can be killed as a whole
-        )
-        try:
-            _, messages = process.communicate(timeout=TIMEOUT)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        if process.returncode:
-            errors = [line for line in messages.splitlines() if "error:" in line.lower()]
-            reason = errors[0] if errors else f"exit status {process.returncode}"
-            raise RuntimeError(f"{command[0]!r} failed: {reason}")
+        for number, command in enumerate(commands):
+            inputs = [f"{built}.{number - 1}.o"] * (number > 0)
+            output = str(built) if command is commands[-1] else f"{built}.{number}.o"
+            _run([*command, *inputs, "-o", output], scratch)
         with open(built, "rb") as file:
             os.fsync(file.fileno())  # a crash of the machine must not leave a short file
         # Another machine may have mapped a library that is there, so it is not replaced.
         if not path.exists():
             built.rename(path)
+
+
+def _run(command: list[str], scratch: str) -> None:
+    """Run a compiler; RuntimeError with its first error."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": scratch, "LC_ALL": "C"},
+        start_new_session=True,  # one process group, which can be killed as a whole
+    )
+    try:
+        _, messages = process.communicate(timeout=TIMEOUT)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        errors = [line for line in messages.splitlines() if "error:" in line.lower()]
+        reason = errors[0] if errors else f"exit status {process.returncode}"
+        raise RuntimeError(f"{command[0]!r} failed: {reason}")

@@ -25,11 +25,11 @@ int64_t structure_sizes[] = {
     sizeof(BestOutputs), sizeof(Drop), sizeof(Modulation), sizeof(Tails)};
 }
 
-// Selects oneDNN or BLAS for matrix products. Returns 1 if it is available. Python calls this
-// function before any kernel.
-extern "C" int start(int onednn) {
-  use_onednn = onednn != 0;
-  if (!use_onednn) return sgemm_ != nullptr;
+// Selects the matrix products: `brgemm` of oneDNN with its release function, or `sgemm` of BLAS.
+// Returns 1 if one of them works. Python calls this function before any kernel.
+extern "C" int start(Brgemm of_onednn, BrgemmRelease release, Sgemm of_blas) {
+  brgemm = of_onednn, brgemm_release = release, sgemm = of_blas;
+  if (!brgemm) return sgemm != nullptr;
   const float one = 1;
   float out = 0;
   try {

@@ -1,7 +1,6 @@
 // Building blocks of all kernels: SIMD vectors, exp, matrix products, transposes, scratch memory.
 #pragma once
 
-#include <ATen/native/CPUBlas.h>
 #include <immintrin.h>
 #include <sys/mman.h>
 
@@ -20,9 +19,11 @@
 #include <utility>
 #include <vector>
 
-extern "C" __attribute__((weak)) void sgemm_(
-    const char*, const char*, const int*, const int*, const int*, const float*, const float*,
-    const int*, const float*, const int*, const float*, float*, const int*);
+#ifdef __GLIBC__
+// The versions of glibc 2.29 equal these, which every glibc has.
+asm(".symver exp, exp@GLIBC_2.2.5");
+asm(".symver log, log@GLIBC_2.2.5");
+#endif
 
 namespace {
 
@@ -129,26 +130,33 @@ inline Vec hyperbolic_tangent(Vec x) {
   return e / (e + 2.0f);
 }
 
-// Use oneDNN's kernels on AVX-512 processors: on AMD they are about twice as fast as MKL.
-bool use_onednn = false;
+// Matrix products of torch, for `start` of cpu.cpp to set. The library does not link to torch, so
+// one build serves every version.
+using Brgemm = void (*)(
+    int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const float*, const float*, float*,
+    bool);
+using BrgemmRelease = void (*)(bool);
+using Sgemm = void (*)(
+    const char*, const char*, const int*, const int*, const int*, const float*, const float*,
+    const int*, const float*, const int*, const float*, float*, const int*);
+Brgemm brgemm = nullptr;  // oneDNN's; null: use `sgemm`
+BrgemmRelease brgemm_release = nullptr;
+Sgemm sgemm = nullptr;
 
 // C (m, n) = A (m, k) B (k, n), or C += A B if `accumulate`. All matrices are row-major.
 inline void product(
     int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb,
     float* c, int64_t ldc, bool accumulate) {
-  if (use_onednn) {
-    at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, accumulate, a, b, c, false);
-    return;
-  }
+  if (brgemm) return brgemm(m, n, k, lda, ldb, ldc, accumulate, a, b, c, false);
   const int M = n, N = m, K = k, A = ldb, B = lda, C = ldc;
   const float one = 1, beta = accumulate;
-  sgemm_("N", "N", &M, &N, &K, &one, b, &A, a, &B, &beta, c, &C);
+  sgemm("N", "N", &M, &N, &K, &one, b, &A, a, &B, &beta, c, &C);
 }
 
 // The number of columns in a panel of a packed matrix. Packing keeps the rows of a panel adjacent.
 // Otherwise each row of B may lie on another memory page, which stalls oneDNN's kernels. MKL packs
 // B itself and is faster with all columns in one panel.
-inline int64_t panel_width() { return use_onednn ? 64 : int64_t{1} << 32; }
+inline int64_t panel_width() { return brgemm ? 64 : int64_t{1} << 32; }
 
 // `product` for a packed B (k, n): B is stored as panels of panel_width() columns, and each panel
 // is a dense row-major matrix. The panel that starts with column n0 begins at b + n0 * k.
@@ -163,7 +171,7 @@ inline void packed_product(
 
 // Releases the per-thread state of oneDNN's kernels.
 inline void release_products() {
-  if (use_onednn) at::native::cpublas::brgemm_release(false);
+  if (brgemm) brgemm_release(false);
 }
 
 // C (rows, vectors * LANES) = A B, or C += A B if `accumulate`. C stays in registers. k is
