@@ -282,31 +282,47 @@ def draw(found: list[Column], names: dict[str, str]) -> None:
 
 
 def draw_noisy(lines: list[Line], names: dict[str, str]) -> None:
-    """Draw the gain over softmax at the trained length against noise and the number of keys."""
-    axes_of = {
-        "standard deviation of the noise": {str(noise): name for name, noise in NOISES.items()},
-        "number of relevant keys": {
-            f"{fewest} to {most}" if fewest < most else f"{most}": name
+    """Draw the gain over softmax against noise, relevant keys and all keys, where known."""
+    length = TASKS["noisy"].train[0]
+    ticks_of = {
+        "standard deviation of the noise": [
+            (str(noise), task_column(lines, name, length)) for name, noise in NOISES.items()
+        ],
+        "number of relevant keys": [
+            (
+                f"{fewest} to {most}" if fewest < most else f"{most}",
+                task_column(lines, name, length),
+            )
             for name, (fewest, most) in KEYS.items()
-        },
+        ],
+        f"number of keys ({length} in training)": [
+            (f"{keys:,}", task_column(lines, "noisy", keys)) for keys in TASKS["noisy"].test
+        ],
     }
+    compared = {
+        title: {tick: compare(column, "softmax") for tick, column in ticks}
+        for title, ticks in ticks_of.items()
+    }
+    panels = {title: ticks for title, ticks in compared.items() if all(ticks.values())}
+    if not panels:
+        return
     plt.rcParams["svg.hashsalt"] = "noisy"
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    for axis, (title, tasks) in zip(axes, axes_of.items(), strict=True):
-        found = [compare(task_column(lines, name, 64), "softmax") for name in tasks.values()]
+    size = (3 * len(panels) + 3, 3.6)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    for axis, (title, ticks) in zip(axes[0], panels.items(), strict=True):
         for number, entry in enumerate(COMPARED[1:]):
-            at = [x for x, each in enumerate(found) if entry in each]
-            each = [found[x][entry] for x in at]
+            at = {x: each[entry] for x, each in enumerate(ticks.values()) if entry in each}
             # Next to each other, so that the intervals do not cover each other.
             places = [x + 0.06 * (number - 3) for x in at]
-            bars = [[one.mean - one.interval[0] for one in each] for _ in range(2)]
-            means = [one.mean for one in each]
+            bars = [one.mean - one.interval[0] for one in at.values()]
+            means = [one.mean for one in at.values()]
             axis.errorbar(places, means, bars, label=names[entry], **style(number), capsize=2)
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(tasks)), list(tasks))
+        axis.set_xticks(range(len(ticks)), list(ticks))
         axis.set_xlabel(title)
-    axes[0].set_ylabel("gain over softmax, nats of KL")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    axes[0][0].set_ylabel("gain over softmax, nats of KL")
+    shown = axes[0][0].get_legend_handles_labels()
+    figure.legend(*shown, loc="outside right center", fontsize=8)
     figure.savefig(NOISY_FIGURE, metadata={"Date": None})
     plt.close(figure)
 
@@ -322,6 +338,7 @@ def page(text: str) -> str:
     draw(found, labels)
     draw_noisy(own, labels)
     noisy = [task_column(own, name, length) for name in NOISY for length in (64, 1024, 4096)]
+    noisy = [column for column in noisy if column.scores]
     groups = {
         "Noisy retrieval": (noisy, labels, "learned_softcap"),
         "Attention": (found, labels, "temperature"),
