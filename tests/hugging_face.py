@@ -37,7 +37,16 @@ def bart(**more):
     return hf.BartForConditionalGeneration(config)
 
 
-MODELS = (gpt2, llama, bart)
+def t5(kind="T5", **more):
+    """A T5, or a model with the same config names."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    # T5 does not scale its scores, which `made` would make very large.
+    special = SPECIAL | {"decoder_start_token_id": 2, "initializer_factor": 0.4}
+    config = getattr(hf, f"{kind}Config")(vocab_size=WORDS, **sizes, **special, **more)
+    return getattr(hf, f"{kind}ForConditionalGeneration")(config)
+
+
+MODELS = (gpt2, llama, bart, t5)
 
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
@@ -67,5 +76,7 @@ def tokens(rows=3, length=9, seed=1):
 
 
 def logits(model, ids, mask=None, **inputs):
+    if model.config.is_encoder_decoder:
+        inputs = {"decoder_input_ids": ids} | inputs
     with torch.no_grad():
         return model(ids, attention_mask=mask, **inputs).logits

@@ -19,6 +19,7 @@ from hugging_face import (
     llama,
     logits,
     made,
+    t5,
     tokens,
 )
 from torch import nn
@@ -54,8 +55,8 @@ def test_attach_with_init_std_zero_equals_sdpa(make, per_head):
     inputs = [(tokens(), None), *(padded(side) for side in ("left", "right"))]
     before = [logits(model, *each) for each in inputs]
     names = attach(model, init_std=0.0, per_head=per_head)
-    assert len(names) == {gpt2: 2, llama: 2, bart: 6}[make]
-    assert all(re.search(r"attn$", name) for name in names)
+    assert len(names) == {gpt2: 2, llama: 2, bart: 6, t5: 6}[make]
+    assert all(re.search(r"(attn|Attention)$", name) for name in names)
     assert model.config._attn_implementation == "multimax"
     for (ids, mask), expected in zip(inputs, before, strict=True):
         real = torch.ones_like(ids) if mask is None else mask
@@ -63,6 +64,18 @@ def test_attach_with_init_std_zero_equals_sdpa(make, per_head):
         assert difference.abs().max() < 1e-5 * expected.abs().max()
     scattered(model)
     assert (logits(model, *inputs[0]) - before[0]).abs().max() > 1e-2 * before[0].abs().max()
+
+
+@pytest.mark.parametrize("kind", ["T5", "MT5", "UMT5", "SwitchTransformers"])
+def test_attach_with_init_std_zero_equals_eager(kind):
+    more = {"num_experts": 2, "num_decoder_layers": 2} if kind == "SwitchTransformers" else {}
+    model = made(t5, kind=kind, **more)
+    model.set_attn_implementation("eager")
+    ids, mask = padded("right")
+    before = logits(model, ids, mask)
+    assert len(attach(model, init_std=0.0)) == 6
+    difference = logits(model, ids, mask) - before
+    assert difference.abs().max() < 1e-5 * before.abs().max()
 
 
 def test_attach_with_freeze_trains_the_normalizers_alone():
@@ -116,7 +129,7 @@ def test_attention_is_causal(make):
     attach(model, init_std=0.3)
     ids, later = tokens(), tokens()
     later[:, 5] = (later[:, 5] + 3) % 40 + 3
-    if make is bart:
+    if model.config.is_encoder_decoder:
         before, after = (logits(model, ids, decoder_input_ids=each) for each in (ids, later))
     else:
         before, after = logits(model, ids), logits(model, later)
@@ -132,9 +145,10 @@ def test_attention_ignores_padding(make, side):
     attach(model, init_std=0.3)
     ids, mask = padded(side)
     other = torch.where(mask.bool(), ids, tokens(seed=7))
-    more = {"decoder_input_ids": tokens(seed=2)} if make is bart else {}
+    is_pair = model.config.is_encoder_decoder
+    more = {"decoder_input_ids": tokens(seed=2)} if is_pair else {}
     before, after = (logits(model, each, mask, **more) for each in (ids, other))
-    if make is bart:
+    if is_pair:
         mask = torch.ones_like(mask)
     assert before.isfinite().all()
     torch.testing.assert_close(after[mask.bool()], before[mask.bool()], atol=1e-6, rtol=0)
@@ -265,7 +279,7 @@ def test_generation_equals_full_context(make, beams, cache):
         output_scores=True,
     )
     sequences = found.sequences
-    if make is bart:
+    if model.config.is_encoder_decoder:
         expected = full_context(model, ids, mask, ids=ids, decoder_input_ids=sequences)
     else:
         whole = torch.cat([mask, torch.ones(3, 8, dtype=torch.long)], 1)
@@ -311,6 +325,9 @@ def test_attached_model_trains(make):
         assert all(parameter.grad.isfinite().all() for parameter in learned.values())
         optimizer.step()
         losses.append(loss.item())
+        if make is t5:
+            bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
+            assert bias.weight.grad.any()
     assert losses[-1] < 0.8 * losses[0]
     for name, parameter in learned.items():
         assert (parameter - start[name]).abs().max() > 1e-4 and parameter.grad.any(), name
@@ -387,10 +404,8 @@ def gpt_oss():
     return decoder("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
 
 
-def t5():
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
-    config = hf.T5Config(vocab_size=50, **sizes, decoder_start_token_id=0)
-    return hf.T5ForConditionalGeneration(config)
+def long_t5():
+    return t5("LongT5")
 
 
 def deberta_gpt2():
@@ -428,7 +443,7 @@ def deaf():
         (deaf, "Deaf does not use .* AttentionInterface.*replace_softmax"),
         (gemma2, "Gemma2Attention uses soft-capping of the scores .softcap."),
         (gpt_oss, "GptOssAttention uses attention sinks .s_aux."),
-        (t5, "T5.*Attention uses a position bias .position_bias."),
+        (long_t5, "LongT5Stack does not use .* AttentionInterface.*replace_softmax"),
     ],
 )
 def test_attach_refuses_unsupported_models(make, message):
@@ -451,7 +466,7 @@ def test_attach_names_replace_softmax_for_a_model_of_torch():
 
 def test_attach_refuses_mappings_of_hidden_states():
     with pytest.raises(ValueError, match="'asentmax' reads hidden states"):
-        attach(t5(), "asentmax")
+        attach(llama(), "asentmax")
 
 
 def test_attention_needs_a_normalizer_in_every_layer():
@@ -514,6 +529,19 @@ def test_attention_adds_a_float_mask():
     torch.testing.assert_close(logits(model, ids, mask.expand(3, 1, 9, 9)), expected)
 
 
+def test_attention_adds_a_position_bias_after_the_modulator():
+    layer, (query, key, value) = nn.Module(), torch.randn(3, 2, 4, 5, 8)
+    layer.normalizer = Normalizer(init_std=0.3)
+    bias, later = torch.randn(1, 4, 5, 5), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    scores = layer.normalizer.modulator(0.5 * query @ key.mT) + bias
+    expected = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+    for mask in (None, ~later, torch.zeros(5, 5).masked_fill(later, -torch.inf)):
+        found, _ = interface.attention(
+            layer, query, key, value, mask, scaling=0.5, position_bias=bias
+        )
+        torch.testing.assert_close(found.transpose(1, 2), expected, atol=1e-5, rtol=0)
+
+
 def test_attention_without_a_mask_follows_is_causal():
     """As in sdpa, several queries are causal, and one query attends to all keys."""
     model = made(llama)
@@ -539,9 +567,7 @@ def test_compiled_model_equals_eager():
     assert difference.abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    "name", "softcap s_aux sinks position_bias indices block_indices cache".split()
-)
+@pytest.mark.parametrize("name", "softcap s_aux sinks indices block_indices cache".split())
 def test_attention_refuses_unsupported_arguments(name):
     layer, x = nn.Module(), torch.zeros(1, 2, 3, 8)
     layer.normalizer = Normalizer()

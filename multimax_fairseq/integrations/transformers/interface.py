@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.modules.normalizer import Normalizer
+from multimax_fairseq.ops.masks import combine_masks
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -26,7 +27,6 @@ UNSUPPORTED = {
     "softcap": "soft-capping of the scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
-    "position_bias": "a position bias",
     "indices": "a selection of keys",
     "block_indices": "a selection of keys",
     "cache": "a paged cache (continuous batching)",
@@ -67,6 +67,7 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention output with the layer's normalizer.
@@ -82,6 +83,7 @@ def attention(
         dropout: probability of dropping an attention weight.
         scaling: factor on the scores. Default: 1 / sqrt(D).
         is_causal: without a mask, query t attends to keys up to t. None reads `module.is_causal`.
+        position_bias: broadcastable to (B, H, T, S), as that of T5. Added after the modulator.
         arguments: output_attentions requests the probabilities; those in `UNSUPPORTED` raise an
             error.
 
@@ -118,12 +120,18 @@ def attention(
             f"{layer} got an attention mask of {mask.dtype}: a four-dimensional mask must be bool "
             "(True may attend) or floating-point (added)"
         )
+    need_probs = bool(arguments.get("output_attentions")) or _are_collected(module)
+    if position_bias is not None:
+        mask = combine_masks(mask, position_bias)
+        # With gradients, a learned bias needs plain PyTorch. Reentrant gradient checkpointing runs
+        # the forward pass first without gradients, and a kernel would draw another dropout there.
+        need_probs = need_probs or dropout > 0
     context, probs = normalizer.attend(
         *(query, key, value, mask),
         is_causal=is_causal,
         dropout_p=dropout,
         scale=scaling,
-        need_probs=bool(arguments.get("output_attentions")) or _are_collected(module),
+        need_probs=need_probs,
     )
     return context.transpose(1, 2).contiguous(), probs
 

@@ -59,8 +59,7 @@ def attach(
         TypeError: `Normalizer` does not know a setting.
         ValueError: an unknown mapping; a setting out of range.
         UsageError: the mapping reads hidden states; the model has normalizers already, a part that
-            does not use AttentionInterface, soft-capping, sinks or position biases. The model is
-            then unchanged.
+            does not use AttentionInterface, soft-capping or sinks. The model is then unchanged.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise UsageError(_ignores_the_interface(model))
@@ -91,11 +90,12 @@ def attach(
         set_implementation(model)
         token = interface.equip.set(equip)
         try:
-            _call_once(model, inputs)
+            called = _call_once(model, inputs)
         finally:
             interface.equip.reset(token)
-        if not equipped:
-            raise UsageError(_ignores_the_interface(model))
+        for part in called:
+            if (part is model or _has_attention(part)) and not attached(part):
+                raise UsageError(_ignores_the_interface(part))
     record(model)
     if freeze:
         model.requires_grad_(False)
@@ -168,8 +168,19 @@ def _ignores_the_interface(model: nn.Module) -> str:
     )
 
 
-def _call_once(model: Any, inputs: Mapping[str, Any] | None) -> None:
+def _has_attention(part: PreTrainedModel) -> bool:
+    return any("Attention" in type(module).__name__ for module in part.modules())
+
+
+def _call_once(model: Any, inputs: Mapping[str, Any] | None) -> list[PreTrainedModel]:
+    """Call the model without gradients; return the models of transformers in it that ran."""
     modes = [(module, module.training) for module in model.modules()]
+    called: list[PreTrainedModel] = []
+    hooks = [
+        part.register_forward_hook(lambda part, *_: called.append(part))
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+    ]
     model.eval()
     try:
         with torch.no_grad(), quiet():
@@ -177,7 +188,10 @@ def _call_once(model: Any, inputs: Mapping[str, Any] | None) -> None:
                 model(**inputs)
             else:
                 _call_with_dummies(model)
+        return called
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, training in modes:
             module.training = training
         for layer in attached(model).values():
