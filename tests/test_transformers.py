@@ -529,6 +529,36 @@ def test_attention_adds_a_float_mask():
     torch.testing.assert_close(logits(model, ids, mask.expand(3, 1, 9, 9)), expected)
 
 
+@pytest.mark.parametrize("boundaries", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("softmax", {}),
+        ("multimax", {"init_std": 0.3, "length_scale": True}),
+        ("ssmax", {}),
+        ("sigmoid", {}),
+        ("adaptive_temperature", {}),
+        ("alpha_entmax", {}),
+        ("topk", {"k": 2}),
+    ],
+)
+def test_packed_documents_equal_rows(name, settings, boundaries):
+    """A mapping that counts keys counts those of the query's document."""
+    model = made(llama)
+    attach(model, name, **settings)
+    rows = [tokens(1, length, seed=length) for length in (4, 9, 6)]
+    is_flash = boundaries == "cu_seq_lens"
+    pack = hf.DataCollatorWithFlattening(
+        return_position_ids=not is_flash, return_flash_attn_kwargs=is_flash
+    )
+    packed = pack([{"input_ids": row[0].tolist()} for row in rows])
+    with torch.no_grad():
+        # With a KV cache, transformers does not look for restarts of position_ids.
+        found = model(**packed, use_cache=is_flash).logits
+    expected = torch.cat([logits(model, row) for row in rows], 1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_attention_adds_a_position_bias_after_the_modulator():
     layer, (query, key, value) = nn.Module(), torch.randn(3, 2, 4, 5, 8)
     layer.normalizer = Normalizer(init_std=0.3)

@@ -84,8 +84,9 @@ def attention(
         scaling: factor on the scores. Default: 1 / sqrt(D).
         is_causal: without a mask, query t attends to keys up to t. None reads `module.is_causal`.
         position_bias: broadcastable to (B, H, T, S), as that of T5. Added after the modulator.
-        arguments: output_attentions requests the probabilities; those in `UNSUPPORTED` raise an
-            error.
+        arguments: output_attentions requests the probabilities. cu_seq_lens_q and cu_seq_lens_k,
+            (documents + 1,), are the boundaries of documents packed into the batch; a query attends
+            to keys of its document alone. Those in `UNSUPPORTED` raise an error.
 
     Returns:
         (output (B, T, H, D), contiguous; probabilities (B, H, T, S), or None).
@@ -120,6 +121,10 @@ def attention(
             f"{layer} got an attention mask of {mask.dtype}: a four-dimensional mask must be bool "
             "(True may attend) or floating-point (added)"
         )
+    if arguments.get("cu_seq_lens_q") is not None:
+        of_queries = _documents(query, arguments["cu_seq_lens_q"])
+        of_keys = _documents(key, arguments["cu_seq_lens_k"])
+        mask = combine_masks(mask, of_queries[:, None, :, None] != of_keys[:, None, None])
     need_probs = bool(arguments.get("output_attentions")) or _are_collected(module)
     if position_bias is not None:
         mask = combine_masks(mask, position_bias)
@@ -134,6 +139,13 @@ def attention(
         need_probs=need_probs,
     )
     return context.transpose(1, 2).contiguous(), probs
+
+
+def _documents(states: Tensor, boundaries: Tensor) -> Tensor:
+    """Return the index of each position's document, (B, length), for states (B, H, length, D)."""
+    batch, _, length, _ = states.shape
+    positions = torch.arange(batch * length, device=states.device)
+    return torch.bucketize(positions, boundaries[1:].to(positions), right=True).view(batch, length)
 
 
 def _are_collected(module: Any) -> bool:
