@@ -3,8 +3,11 @@
 import copy
 import json
 import pickle
+import shutil
 import sys
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -23,6 +26,7 @@ from hugging_face import (
     made,
     tokens,
 )
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -195,6 +199,73 @@ def test_save_writes_the_model_inside_a_wrapper(wrap, tmp_path):
     save(wrapped, tmp_path)
     assert list(wrapped.state_dict()) == keys
     assert torch.equal(logits(load(tmp_path), tokens()), expected)
+
+
+def test_save_writes_a_model_card(tmp_path):
+    model = made(gpt2)
+    attach(model, "topk", k=2)
+    save(model, tmp_path, metrics={"perplexity": 12.3456789, "steps": 4})
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- multimax-fairseq\n---\n")
+    assert "# GPT2LMHeadModel with topk\n" in card
+    assert "- topk (k=2) in `transformer.h.0.attn`, `transformer.h.1.attn`\n" in card
+    assert "| perplexity | 12.3457 |\n| steps | 4 |\n" in card
+    code = card.partition("```python\n")[2].partition("```")[0]
+    found = {"name": tmp_path}
+    exec(code, found)
+    same(model, found["model"])
+    save(model, tmp_path)
+    assert "perplexity" not in (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text("mine")
+    save(model, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+class Hub:
+    """A local stand-in for the client of the Hub; a repository is a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def create_repo(self, repo_id, **options):
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_commit(self, repo_id, operations, **options):
+        (self.folder / repo_id).mkdir(parents=True, exist_ok=True)
+        for operation in operations:
+            target = self.folder / repo_id / operation.path_in_repo
+            shutil.copyfile(operation.path_or_fileobj, target)
+
+    def load_card(self, repo_id, token=None):
+        if not (self.folder / repo_id / "README.md").exists():
+            raise EntryNotFoundError("README.md")
+        return huggingface_hub.ModelCard((self.folder / repo_id / "README.md").read_text())
+
+    def snapshot_download(self, repo_id, allow_patterns, revision=None):
+        if not (self.folder / repo_id).is_dir():
+            raise OSError(f"no repository {repo_id} {revision}")
+        return str(self.folder / repo_id)
+
+
+def test_push_to_hub_uploads_a_model_that_load_reads(tmp_path, monkeypatch):
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(hf.utils.hub, "hf_api", lambda: hub)
+    monkeypatch.setattr(hf.utils.hub.ModelCard, "load", hub.load_card)
+    monkeypatch.setattr(checkpoint, "snapshot_download", hub.snapshot_download)
+    model = made(gpt2)
+    attach(model, init_std=0.3)
+    model.push_to_hub("me/gpt2")
+    again = load("me/gpt2", revision="main")
+    same(model, again)
+    assert huggingface_hub.ModelCard.load("me/gpt2").data.tags == ["multimax-fairseq"]
+    # A card that is in the repository already stays.
+    save(model, tmp_path / "me" / "other")
+    card = (tmp_path / "me" / "other" / "README.md").read_text()
+    again.push_to_hub("me/other")
+    assert (tmp_path / "me" / "other" / "README.md").read_text() == card
+    same(model, load("me/other"))
+    with pytest.raises(ValueError, match="'me/none' is neither a folder nor a repository"):
+        load("me/none")
 
 
 def test_copies_keep_their_normalizers():

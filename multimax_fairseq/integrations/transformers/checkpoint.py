@@ -6,10 +6,12 @@ import copy
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,6 +20,7 @@ from multimax_fairseq.errors import UsageError
 from multimax_fairseq.integrations.transformers import fsmt
 from multimax_fairseq.integrations.transformers.layers import (
     KEY,
+    TAG,
     add_normalizer,
     attached,
     quiet,
@@ -25,24 +28,58 @@ from multimax_fairseq.integrations.transformers.layers import (
     set_implementation,
 )
 
-CONFIG = "config.json"
+CONFIG, CARD = "config.json", "README.md"
 # Folders from before the arguments were in CONFIG have them in the metadata of this file.
 OLD_FILE, OLD_LAYERS = "multimax.safetensors", "layers"
 
+# `save` replaces a card that has the comment.
+CARD_COMMENT = "<!-- Written by multimax_fairseq. Remove this line to keep your changes. -->"
+CARD_TEMPLATE = """\
+---
+library_name: transformers
+tags:
+- {tag}
+---
+{comment}
 
-def save(model: Any, folder: str | os.PathLike[str]) -> None:
+# {model} with {mappings}
+
+In place of softmax, this model uses:
+
+{layers}
+{results}
+## Load the model
+
+    pip install 'multimax-fairseq[transformers]'
+
+```python
+from multimax_fairseq.integrations.transformers import load
+
+model = load(name)  # this folder, or the name of its repository on the Hub
+```
+
+`from_pretrained` alone drops the parameters of the mapping and returns a softmax model.
+"""
+
+
+def save(
+    model: Any, folder: str | os.PathLike[str], metrics: Mapping[str, Any] | None = None
+) -> None:
     """Write a model with normalizers to a folder that `load` reads.
 
     It calls `save_pretrained` of the model of transformers, which may be inside a wrapper, such as
     DistributedDataParallel. A model of PEFT is copied, and its adapters are merged into the copy.
+    README.md is the model card: the mapping of each layer, the metrics, how to load the model.
 
     Example:
-        save(model, "folder")
+        save(model, "folder", metrics=trainer.evaluate())
         model = load("folder")
 
     Args:
         model: a model that `attach` changed.
         folder: created if necessary. An earlier model in it is replaced when this one is complete.
+            A README.md that you wrote or changed is kept.
+        metrics: {name: value}, for the model card.
 
     Raises:
         UsageError: the model has no normalizers from `attach`.
@@ -66,11 +103,39 @@ def save(model: Any, folder: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as name:
         temporary = Path(name)
         model.save_pretrained(temporary)
+        card = folder / CARD
+        if not card.exists() or CARD_COMMENT in card.read_text(encoding="utf-8"):
+            (temporary / CARD).write_text(_card(model, metrics or {}), encoding="utf-8")
         # CONFIG is removed first and moved last, so that `load` refuses an interrupted save.
         for old in (folder / CONFIG, folder / OLD_FILE, *folder.glob("model*.safetensors*")):
             old.unlink(missing_ok=True)
         for file in sorted(temporary.iterdir(), key=lambda file: file.name == CONFIG):
             file.replace(folder / file.name)
+
+
+def _card(model: Any, metrics: Mapping[str, Any]) -> str:
+    """Return the text of the model card."""
+    layers: dict[str, list[str]] = {}
+    for name, layer in attached(model).items():
+        given = {k: v for k, v in layer.normalizer.arguments.items() if v is not None}
+        mapping = given.pop("name")
+        settings = ", ".join(f"{key}={value}" for key, value in given.items())
+        layers.setdefault(f"{mapping} ({settings})" if settings else mapping, []).append(name)
+    results = "".join(
+        f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |\n"
+        for name, value in metrics.items()
+    )
+    return CARD_TEMPLATE.format(
+        tag=TAG,
+        comment=CARD_COMMENT,
+        model=type(model).__name__,
+        mappings=" and ".join(dict.fromkeys(mapping.split(" (")[0] for mapping in layers)),
+        layers="".join(
+            f"- {mapping} in {', '.join(f'`{name}`' for name in names)}\n"
+            for mapping, names in layers.items()
+        ),
+        results=f"## Results\n\n| metric | value |\n|---|---|\n{results}\n" if results else "",
+    )
 
 
 def load(
@@ -81,14 +146,19 @@ def load(
     """Return a model with the normalizers that `attach` gave it, in evaluation mode.
 
     Args:
-        folder: written by `save`, `save_pretrained` or Trainer after `attach`.
+        folder: written by `save`, `save_pretrained` or Trainer after `attach`; or the name of a
+            repository on the Hub, of which only JSON and safetensors files are downloaded.
         model_class: the model's class. Default: the class of transformers that config.json names.
-        options: other arguments of `model_class.from_pretrained`, such as dtype and device_map. The
-            normalizers are float32, or wider if the model is.
+        options: other arguments of `model_class.from_pretrained`, such as dtype and device_map, and
+            for a repository revision, token and cache_dir. The normalizers are float32, or wider if
+            the model is.
 
     Raises:
-        UsageError: the folder has no normalizers, or its weights are not those of the class.
+        UsageError: there is no such folder or repository, it has no normalizers, or its weights are
+            not those of the class.
     """
+    if not Path(folder).is_dir():
+        folder = _downloaded(str(folder), options)
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise UsageError(
@@ -111,6 +181,18 @@ def load(
         set_implementation(model)
     record(model)
     return model
+
+
+def _downloaded(name: str, options: dict[str, Any]) -> str:
+    """Return the folder of a downloaded repository."""
+    mine = {k: options.pop(k) for k in ("revision", "token", "cache_dir") if k in options}
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **mine)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{name!r} is neither a folder nor a repository of the Hub that can be read: pass the "
+            "path of a folder, or owner/name"
+        ) from error
 
 
 def _with_normalizers(model_class: Any, layers: dict[str, dict[str, Any]]) -> Any:

@@ -19,6 +19,7 @@ from multimax_fairseq.mappings.registry import mapping_named
 from multimax_fairseq.modules.normalizer import Normalizer
 
 KEY = "multimax_normalizers"  # of config.json: {layer's name: arguments}
+TAG = "multimax-fairseq"  # of the model's card on the Hub
 
 
 def attach(
@@ -117,6 +118,7 @@ def record(model: Any) -> None:
     """Write the arguments of each layer's normalizer to the config, for `load`."""
     arguments = {name: layer.normalizer.arguments for name, layer in attached(model).items()}
     setattr(model.config, KEY, arguments)
+    model.add_model_tags(TAG)
 
 
 def add_normalizer(module: Any, arguments: dict[str, Any]) -> Normalizer:
