@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from commands import run
+from commands import ROOT, run
 from hugging_face import (
     LAYERS,
     MODELS,
@@ -132,6 +132,31 @@ def test_load_reads_what_save_pretrained_writes(make, normalizer, tmp_path):
     same(model, again)
     with torch.no_grad():
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+
+
+def test_trainer_resumes_from_a_loaded_checkpoint(tmp_path):
+    """In its own process: fairseq's fixes replace classes that Trainer unpickles."""
+    code = """if True:
+        import torch, transformers as hf
+        from hugging_face import gpt2, made, tokens
+        from multimax_fairseq.integrations.transformers import attach, load
+
+        def parameters(model):
+            return torch.nn.utils.parameters_to_vector(model.parameters())
+
+        model = made(gpt2)
+        attach(model, init_std=0.3)
+        rows = [{"input_ids": row, "labels": row} for row in tokens(16)]
+        settings = hf.TrainingArguments("runs", max_steps=4, save_steps=2, report_to=[])
+        hf.Trainer(model, settings, train_dataset=rows).train()
+        again = load("runs/checkpoint-2")
+        assert not torch.equal(parameters(again), parameters(model))
+        resumed = hf.Trainer(again, settings, train_dataset=rows)
+        resumed.train(resume_from_checkpoint="runs/checkpoint-2")
+        assert torch.equal(parameters(again), parameters(model))
+        assert torch.equal(parameters(load("runs/checkpoint-4")), parameters(model))
+    """
+    run(tmp_path, "python", "-c", code, PYTHONPATH=str(ROOT / "tests"))
 
 
 def test_load_reads_folders_with_the_normalizers_beside_the_config(tmp_path):

@@ -47,8 +47,7 @@ tags:
 In place of softmax, this model uses:
 
 {layers}
-{results}
-## Load the model
+{results}## Load the model
 
     pip install 'multimax-fairseq[transformers]'
 
