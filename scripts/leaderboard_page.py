@@ -340,7 +340,7 @@ def page(text: str) -> str:
     noisy = [task_column(own, name, length) for name in NOISY for length in (64, 1024, 4096)]
     noisy = [column for column in noisy if column.scores]
     groups = {
-        "Noisy retrieval": (noisy, labels, "learned_softcap"),
+        "Noisy retrieval": (noisy, labels, "multimax"),
         "Attention": (found, labels, "temperature"),
         "Output layer": (
             text_columns(own, OUTPUTS, OUTPUTS),
@@ -357,8 +357,8 @@ def page(text: str) -> str:
     for title, (its_columns, names, baseline) in groups.items():
         parts[f"{title}: scores"] = scores_table(its_columns, names)
         parts[f"{title}: gain over softmax"] = gains_table(its_columns, names, "softmax")
-        heading = f"{title}: gain over a {names[baseline].removeprefix('softmax, ')}"
-        parts[heading] = gains_table(its_columns, names, baseline)
+        over = "MultiMax" if baseline == "multimax" else "a learned temperature"
+        parts[f"{title}: gain over {over}"] = gains_table(its_columns, names, baseline)
     parts["Attention of the language models"] = attention_table(lines, entries_by_name)
     sections = "".join(
         f"\n## {title}\n\n{table}" for title, table in parts.items() if table.count("\n") > 2
