@@ -19,7 +19,7 @@ from multimax_fairseq.mappings import (
     scaled_dot_product_attention,
 )
 from multimax_fairseq.modules import Normalizer
-from multimax_fairseq.ops.cross_entropy import linear_cross_entropy
+from multimax_fairseq.ops.cross_entropy import linear_cross_entropy, linear_log_probs
 from multimax_fairseq.ops.row_function import RowFunction
 from multimax_fairseq.ops.symmetric_divergence import symmetric_divergence
 
@@ -35,6 +35,7 @@ __all__ = [
     "continuous_sparsemax",
     "continuous_sparsemax_2d",
     "linear_cross_entropy",
+    "linear_log_probs",
     "log_multimax",
     "multimax",
     "normalize",

@@ -74,6 +74,13 @@ def ours_loss(features, weight, target, **options):
     return mm.linear_cross_entropy(features, weight, target, modulator=modulator, **options)[0]
 
 
+def ours_log_probs(features, weight, target, **options):
+    modulator = modulator_of(options)
+    return torch.stack(
+        mm.linear_log_probs(features, weight, target, modulator=modulator, **options)
+    )
+
+
 def ours_divergence(features, other, weight, **options):
     modulator = modulator_of(options)
     return mm.symmetric_divergence(features, other, weight, modulator=modulator, **options)
@@ -147,6 +154,13 @@ def plain_loss(features, weight, target, bias=None, **options):
     if reduction == "none":
         return losses
     return losses.sum() / (counts.sum() if reduction == "mean" else 1)
+
+
+def plain_log_probs(features, weight, target, bias=None, chunk_size=None, **parameters):
+    log_probs = plain_modulate(F.linear(features, weight, bias), **parameters).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    of_target = log_probs.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([of_target, entropy]).masked_fill(target == -100, 0.0)
 
 
 def plain_divergence(
@@ -352,6 +366,14 @@ def a_loss(source):
     return Call(ours=ours_loss, plain=plain_loss, arguments=arguments, options=options)
 
 
+def some_log_probs(source):
+    found = a_loss(source)
+    options = {"chunk_size": found.options["chunk_size"]}
+    return Call(
+        ours=ours_log_probs, plain=plain_log_probs, arguments=found.arguments, options=options
+    )
+
+
 def a_divergence(source):
     arguments, options = an_output(source)
     arguments["other"] = source.tensor(*arguments["features"].shape, size=0.5)
@@ -400,6 +422,7 @@ RANDOM = {
     "log_multimax": a_log_multimax,
     "scaled_dot_product_attention": an_attention,
     "linear_cross_entropy": a_loss,
+    "linear_log_probs": some_log_probs,
     "symmetric_divergence": a_divergence,
     **{n: functools.partial(a_mapping, n) for n, each in EXAMPLES.items() if each.reference},
     **{
@@ -970,6 +993,10 @@ WRONG = {
         *backward(mm.linear_cross_entropy, **OUTPUT, target=TARGET, reduction="none"),
         [*OF_GRADIENT, OVERWRITTEN, SECOND],
     ),
+    "backward of the log-probabilities": (
+        *backward(mm.linear_log_probs, **OUTPUT, target=TARGET),
+        [*OF_GRADIENT, SECOND],
+    ),
     "backward of the sum of the loss": (
         *backward(mm.linear_cross_entropy, **OUTPUT, target=TARGET),
         [("grad", "two", lambda t: t.expand(2)), ("grad", "on meta", KINDS["on meta"]), SECOND],
@@ -1058,7 +1085,7 @@ OF_PROJECTION = [
 LOSS = dict(
     **PROJECT,
     **dict(target=TARGET, smooth_weight=0.0, nll_weight=1.0, z_weight=0.0, max_weight=0.0),
-    **dict(ignore_index=-100, chunk_size=None),
+    **dict(ignore_index=-100, chunk_size=None, entropy=False),
 )
 OF_PARTS = [
     *OF_PROJECTION,
@@ -1071,6 +1098,8 @@ OF_PARTS = [
     ("smooth_weight", "not what gradients are formed for", 0.1),
     *values("ignore_index", 1.0, "1", 2**63, None),
     *values("chunk_size", 0, -1, 1.5, "1", 2**63),
+    *values("entropy", "yes"),
+    ("entropy z_weight", "with a z-loss", lambda *_: (True, 0.1)),
 ]
 OPERATORS = {
     "modulate": (
@@ -1143,12 +1172,20 @@ OPERATORS = {
     ),
     "output_scores": (PROJECT, OF_PROJECTION),
     "best_outputs": (PROJECT | dict(count=3, apart=[2, 1]), [*OF_PROJECTION, *OF_BEST]),
-    "output_loss": (LOSS | dict(summed=True), [*OF_PARTS, *values("summed", "yes", [True])]),
+    "output_loss": (
+        LOSS | dict(summed=True),
+        [
+            *OF_PARTS,
+            *values("summed", "yes", [True]),
+            ("entropy", "of a sum", True),
+        ],
+    ),
     "output_loss_parts": (
         LOSS | dict(factors=torch.ones(N), needed=[True] * 4),
         [
             *(*OF_PARTS, *kinds("factors", count=6), *double("factors")),
             *shapes("factors", without="no columns, flat", count=4),
+            ("entropy factors", "one column", lambda _, factors: (True, factors)),
             *values("needed", None, [], [True] * 3, [True] * 5, True, "yes"),
         ],
     ),

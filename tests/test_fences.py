@@ -168,12 +168,14 @@ def check_the_output_layer(tokens, classes, width, dtype, side):
     target, factors = torch.randint(classes, (tokens,)), torch.rand(tokens)
     target[0] = -100
     smooth = 0.1 / classes
-    numbers = (smooth, 1 - smooth * classes, 0.1, 0.0, -100, None)
+    numbers = (smooth, 1 - smooth * classes, 0.1, 0.0, -100, None, False)
+    of_entropy = (0.0, 1.0, 0.0, 0.0, -100, None, True)
     monotone = torch.cat([TABLE, torch.tensor([[-9.0, 9.0, 1.0, 8.0]])], 1)
     for bias, table in itertools.product((None, some_bias), (None, TABLE, monotone)):
         given = (*layer, bias, table)
-        call = (*given, target, *numbers, factors, [True] * 4)
-        assert_stays_within(side, OPERATORS.output_loss_parts, *call)
+        for call in ((*numbers, factors), (*of_entropy, torch.rand(tokens, 2))):
+            call = (*given, target, *call, [True] * 4)
+            assert_stays_within(side, OPERATORS.output_loss_parts, *call)
         assert_stays_within(side, OPERATORS.output_scores, *given)
         for apart in ([], [2, 4]):
             count = min(4, classes - len(apart))

@@ -11,6 +11,7 @@ from commands import run
 from multimax_fairseq import (
     Modulator,
     linear_cross_entropy,
+    linear_log_probs,
     scaled_dot_product_attention,
 )
 from multimax_fairseq.mappings.softcap import SoftCap
@@ -483,9 +484,10 @@ def test_linear_cross_entropy_computes_needed_gradients_only(kernels, monkeypatc
             linear_cross_entropy(features, weight, target.clone().fill_(wrong))
 
 
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs])
 @pytest.mark.parametrize("bound, needs_weight", [(1.4, True), (0.2, False)])
-def test_linear_cross_entropy_of_few_tokens_allocates_no_logits(
-    kernels, monkeypatch, bound, needs_weight
+def test_output_loss_of_few_tokens_allocates_no_logits(
+    kernels, monkeypatch, bound, needs_weight, function
 ):
     """Holds with at most as many tokens as features, and without gradients."""
     if not Path("/proc/self/clear_refs").exists():
@@ -498,7 +500,7 @@ def test_linear_cross_entropy_of_few_tokens_allocates_no_logits(
         return int(next(line for line in status.splitlines() if name in line).split()[1])
 
     def loss():
-        return linear_cross_entropy(features, weight, target, modulator=some_modulator())[0]
+        return sum(map(torch.sum, function(features, weight, target, modulator=some_modulator())))
 
     loss()
     weight.requires_grad_(needs_weight)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from multimax_fairseq import (
     Modulator,
     linear_cross_entropy,
+    linear_log_probs,
     scaled_dot_product_attention,
     symmetric_divergence,
 )
@@ -111,6 +112,93 @@ def test_linear_cross_entropy_of_a_soft_cap_equals_torch(dtype, cap, shift, widt
     loss = F.cross_entropy(logits, target, reduction="sum", ignore_index=1)
     for ours, exact in zip(found, [loss, *torch.autograd.grad(loss, wide)], strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+MODULATORS = {
+    "softmax": lambda: None,
+    "multimax": far_modulator,
+    "soft-cap": lambda: SoftCap(0.7, 0.2, 1.5),
+    "learned soft-cap": lambda: SoftCap(0.7, 0.2, 1.5, learned=True),
+}
+
+
+def log_probs_and_gradients(log_probs, inputs, modulator):
+    """Return log-probabilities, entropy and the gradients of a sum weighted per row."""
+    learned = [*inputs, *(modulator.parameters() if modulator else [])]
+    outputs = log_probs(*inputs)
+    factors = torch.linspace(-1, 2, len(outputs[0])).to(outputs[0].dtype)
+    weighted = (outputs[0] * factors).sum() + (outputs[1] * factors.flip(0)).sum()
+    return [*(t.detach() for t in outputs), *torch.autograd.grad(weighted, learned)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_size", [3, None])
+@pytest.mark.parametrize("kind", MODULATORS)
+def test_linear_log_probs_equals_torch(kind, chunk_size, dtype):
+    features, weight, target, bias = loss_inputs()
+    modulator = MODULATORS[kind]()
+
+    def ours(features, weight, bias):
+        options = {"bias": bias, "modulator": modulator, "ignore_index": 1}
+        return linear_log_probs(features, weight, target, chunk_size=chunk_size, **options)
+
+    def plain(features, weight, bias):
+        logits = F.linear(features, weight, bias)
+        log_probs = (modulator(logits) if modulator else logits).log_softmax(-1)
+        entropy = torch.special.entr(log_probs.exp()).sum(-1)
+        log_probs = log_probs.gather(-1, target[:, None])[:, 0]
+        return [t.masked_fill(target == 1, 0.0) for t in (log_probs, entropy)]
+
+    narrow = [t.detach().to(dtype).requires_grad_() for t in (features, weight, bias)]
+    found = log_probs_and_gradients(ours, narrow, modulator)
+    wide = [t.detach().double().requires_grad_() for t in narrow]
+    expected = log_probs_and_gradients(plain, wide, modulator)
+    assert found[0].dtype == found[1].dtype == torch.promote_types(dtype, torch.float32)
+    # bfloat16 rounds the logits, whose size is about 3.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            *(one.double(), other.double()), rtol=tolerance, atol=tolerance * other.abs().max()
+        )
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_linear_log_probs_ignores_excluded_classes(backend, monkeypatch):
+    monkeypatch.setenv("MULTIMAX_BACKEND", backend)
+    features, weight = random_scores(20, 16, spread=1.0), random_scores(400, 16, seed=1, spread=1.0)
+    bias = random_scores(400, seed=2)
+    bias[:256] = -torch.inf  # two tiles of classes
+    target = torch.arange(380, 400)
+    inputs = [t.float().requires_grad_() for t in (features, weight, bias)]
+    found = log_probs_and_gradients(
+        lambda features, weight, bias: linear_log_probs(features, weight, target, bias=bias),
+        inputs,
+        None,
+    )
+    kept = [t.detach().requires_grad_() for t in (features.float(), weight[256:].float())]
+    expected = log_probs_and_gradients(
+        lambda features, weight: linear_log_probs(
+            features, weight, target - 256, bias=bias[256:].float()
+        ),
+        kept,
+        None,
+    )
+    torch.testing.assert_close(found[:3], expected[:3], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[3][256:], expected[3], rtol=1e-4, atol=1e-5)
+    assert (found[3][:256] == 0).all() and (found[4][:256] == 0).all()
+
+
+@pytest.mark.parametrize("modulated", [False, True])
+def test_linear_log_probs_passes_gradcheck(modulated):
+    features, weight, target, bias = loss_inputs()
+    module = far_modulator() if modulated else None
+    learned = list(module.parameters()) if modulated else []
+
+    def log_probs(features, weight, bias, *_):
+        options = {"bias": bias, "modulator": module, "ignore_index": 1, "chunk_size": 3}
+        return linear_log_probs(features, weight, target, **options)
+
+    assert gradcheck(log_probs, (features, weight, bias, *learned))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from multimax_fairseq import (
     Modulator,
     linear_cross_entropy,
+    linear_log_probs,
     multimax,
     scaled_dot_product_attention,
     symmetric_divergence,
@@ -144,7 +145,7 @@ def test_output_loss_passes_opcheck(options, has_bias, smooth_weight, chunk_size
     features, weight, bias, target = some_output(dtype=dtype)
     parameters = None if options is None else some_table(**options)
     inputs = (features, weight, bias if has_bias else None, parameters)
-    numbers = (smooth_weight, 1 - CLASSES * smooth_weight, 0.1, 0.2, -100, chunk_size)
+    numbers = (smooth_weight, 1 - CLASSES * smooth_weight, 0.1, 0.2, -100, chunk_size, False)
     opcheck(OPERATORS.output_loss, (*inputs, target, *numbers, summed))
     constant = [t if t is None else t.detach() for t in inputs]
     opcheck(OPERATORS.output_scores, constant)
@@ -152,6 +153,9 @@ def test_output_loss_passes_opcheck(options, has_bias, smooth_weight, chunk_size
     opcheck(OPERATORS.output_loss_parts, (*constant, target, *numbers, factors, needed))
     needed = [True, False, has_bias, False]
     opcheck(OPERATORS.output_loss_parts, (*constant, target, *numbers, torch.rand(7), needed))
+    numbers = (0.0, 1.0, 0.0, 0.0, -100, chunk_size, True)
+    opcheck(OPERATORS.output_loss, (*inputs, target, *numbers, False))
+    opcheck(OPERATORS.output_loss_parts, (*constant, target, *numbers, torch.rand(7, 2), needed))
 
 
 # --- recorded functions ------------------------------------------------------------------------
@@ -213,6 +217,14 @@ def on_output(reduction, label_smoothing=0.0):
     return Case(loss, lambda tokens, _: some_output(tokens), [(0, 0), (3, 0)])
 
 
+def on_log_probs():
+    def log_probs(modulator, features, weight, bias, target):
+        found = linear_log_probs(features, weight, target, bias=bias, modulator=modulator)
+        return torch.stack(found)
+
+    return Case(log_probs, lambda tokens, _: some_output(tokens), [(0, 0), (3, 0)])
+
+
 def some_pair(tokens=7, dtype=torch.float32):
     """Return two features, weight, bias and mask of an output layer."""
     features, weight, bias, target = some_output(tokens, dtype)
@@ -246,6 +258,7 @@ CASES = {
     ),
     "loss, mean": (lambda: on_output("mean", 0.1), {"output_loss"}),
     "loss, none": (lambda: on_output("none"), {"output_loss"}),
+    "log-probabilities": (on_log_probs, {"output_loss"}),
     "divergence, sum": (lambda: on_pair("sum"), set()),
 }
 LENGTHS = [(4, 5), (7, 6), (3, 9)]
@@ -516,7 +529,7 @@ def test_cpu_kernels_form_no_score_matrix():
     parameters = some_table().detach()
     rest = (None, torch.zeros(query.shape[1]), None, ~mask, None, False, 0.0, 0.3, 2, 2, None, None)
     features, weight, bias, target = cast_inputs("output loss", torch.float32)
-    numbers = (0.01, 1 - 0.01 * KEYS, 0.1, 0.2, -100, None, torch.ones(QUERIES), [True] * 4)
+    numbers = (0.01, 1 - 0.01 * KEYS, 0.1, 0.2, -100, None, False, torch.ones(QUERIES), [True] * 4)
     with torch.no_grad(), Recorder() as recorder:
         output, statistics = attention._attention(query, key, value, parameters, *rest, True)
         attention._attention_backward(

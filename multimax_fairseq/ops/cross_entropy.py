@@ -122,20 +122,68 @@ def linear_cross_entropy(
     summed = reduction != "none"
     parameters = parameters_or_none(modulator, features)
     weights = (smooth_weight, nll_weight, float(z_loss), float(maxsup))
-    call = LossCall(rows, weight, bias, parameters, target, *weights, ignore_index, chunk_size)
-    # A GPU kernel would round the maximum differently in its two passes.
-    unsupported = "maxsup has no kernel on a GPU" if maxsup and on_triton(rows.device) else ""
-    if linear_backend("output loss", rows, weight, bias, parameters, unsupported) == "plain":
-        loss, nll_loss = _plain(call, summed)
-    else:
-        parameters = None if parameters is None else parameters.float()
-        loss, nll_loss = output_loss(*call._replace(parameters=parameters), summed)
+    numbers = (*weights, ignore_index, chunk_size, False)
+    call = LossCall(rows, weight, bias, parameters, target, *numbers)
+    loss, nll_loss = _loss_of(call, summed)
     if not summed:
         return loss.view(shape), nll_loss.view(shape)
     if reduction == "mean":
         count = (target != ignore_index).sum()
         loss, nll_loss = mean_of(loss, count), mean_of(nll_loss, count)
     return loss, nll_loss
+
+
+def linear_log_probs(
+    features: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    modulator: AnyModulator | None = None,
+    ignore_index: int = -100,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the targets' log-probabilities under a linear layer, and the entropy of each row.
+
+        log_probs = log p_y,  entropy = -sum_k p_k log p_k,  p = softmax(sigma(W h + b))
+    Equivalent to: with log_p the log_softmax of modulator(F.linear(features, weight, bias)),
+    log_p.gather(-1, target[..., None])[..., 0] and -(log_p.exp() * log_p).sum(-1)
+
+    Policy-gradient methods such as PPO need both for each token. Both have gradients. One pass over
+    the classes computes both, and the backward pass computes the logits again, so the (N, V) logits
+    are never stored.
+
+    Args:
+        features, weight, target, bias, modulator, chunk_size: as `linear_cross_entropy`.
+        ignore_index: for targets of this value, both results are 0 and have no gradient.
+
+    Returns:
+        (log_probs, entropy), both in nats, of the shape of target and in float32 or wider.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
+    """
+    check_linear(features, weight, bias, modulator)
+    target = _checked_target(features, target)
+    check_integer("ignore_index", ignore_index)
+    check_reduction("none", chunk_size)
+    rows = features.reshape(target.numel(), features.shape[-1])
+    parameters = parameters_or_none(modulator, features)
+    numbers = (0.0, 1.0, 0.0, 0.0, ignore_index, chunk_size, True)
+    call = LossCall(rows, weight, bias, parameters, target.reshape(-1), *numbers)
+    entropy, nll = _loss_of(call, summed=False)
+    return -nll.view(target.shape), entropy.view(target.shape)
+
+
+def _loss_of(call: LossCall, summed: bool) -> tuple[Tensor, Tensor]:
+    """Return loss and nll, from the kernel that supports the call or from plain PyTorch."""
+    # A GPU kernel would round the maximum differently in its two passes.
+    is_unsupported = call.max_weight and on_triton(call.features.device)
+    unsupported = "maxsup has no kernel on a GPU" if is_unsupported else ""
+    if linear_backend("output loss", *call.inputs, unsupported) == "plain":
+        return _plain(call, summed)
+    parameters = None if call.parameters is None else call.parameters.float()
+    return output_loss(*call._replace(parameters=parameters), summed)
 
 
 def _checked_target(features: Tensor, target: Tensor) -> Tensor:
@@ -192,7 +240,7 @@ def _plain(call: LossCall, summed: bool) -> tuple[Tensor, Tensor]:
         if needs_gradient(*call.inputs):
             return LinearLoss.apply(LossCall, _plain_parts, summed, *call)
         nll, loss = _plain_parts(call, None, (False,) * 4)[:2]
-    nll = nll.detach()
+    nll = nll if call.entropy else nll.detach()
     return (loss.sum(), nll.sum()) if summed else (loss, nll)
 
 
@@ -225,6 +273,10 @@ def _losses(logits: Tensor, target: Tensor, call: LossCall) -> tuple[Tensor, Ten
         loss = loss + call.z_weight * log_total.square()
     if call.max_weight:
         loss = loss + call.max_weight * (logits.amax(-1) - logits.mean(-1))
+    if call.entropy:
+        log_probs = logits.log_softmax(-1)
+        probs = log_probs.exp()
+        loss = -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
     return nll.masked_fill(ignored, 0.0), loss.masked_fill(ignored, 0.0), log_total
 
 
@@ -240,6 +292,12 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
             return nll, loss, None, None
         # nll and smooth together contain p once, because smooth_weight * V + nll_weight = 1.
         grad = logits.softmax(-1)
+        of_entropy = None
+        if call.entropy:
+            # The gradient of the entropy is -p (log p + entropy).
+            factors, factors_of_entropy = factors.unbind(-1)
+            of_entropy = (logits - (log_total - loss).unsqueeze(-1)).masked_fill_(grad == 0, 0.0)
+            of_entropy.mul_(grad).mul_(-factors_of_entropy.unsqueeze(-1))
         if call.z_weight:
             grad.mul_((1 + 2 * call.z_weight * log_total).unsqueeze(-1))
         grad.sub_(call.smooth_weight + call.max_weight / logits.shape[-1])
@@ -250,7 +308,10 @@ def _plain_parts(call: LossCall, factors: Tensor | None, needed: Sequence[bool])
         grad.scatter_add_(-1, index, grad.new_full((), -call.nll_weight).expand(index.shape))
         factors = factors.masked_fill(nll.isnan(), torch.nan).unsqueeze(-1)
         ignored = (target == call.ignore_index).unsqueeze(-1)
-        grad = grad.mul_(factors).masked_fill_(ignored, 0.0)
+        grad.mul_(factors)
+        if of_entropy is not None:
+            grad.add_(of_entropy)
+        grad.masked_fill_(ignored, 0.0)
         if parameters is None:
             return nll, loss, grad, None
         return nll, loss, *modulated_gradients(grad, scores.to(grad.dtype), parameters, 2, 2)
@@ -287,18 +348,22 @@ def check_output(
 
 def _check_loss(call: LossCall) -> None:
     check_output(*call.inputs)
-    _check_rows("target", call.target, torch.int64, call.features)
+    _check_rows("target", call.target, torch.int64, call.features.shape[:1], call.features)
     if call.chunk_size is not None and call.chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {call.chunk_size}")
     if call.max_weight and on_triton(call.features.device):
         raise ValueError(f"max_weight must be 0 on a GPU, got {call.max_weight}")
+    weights = (call.smooth_weight, call.nll_weight, call.z_weight, call.max_weight)
+    if call.entropy and weights != (0, 1, 0, 0):
+        raise ValueError(f"entropy needs nll_weight 1 and the other weights 0, got {weights}")
 
 
-def _check_rows(name: str, tensor: Tensor, dtype: torch.dtype, features: Tensor) -> None:
-    if tensor.shape != features.shape[:1] or tensor.dtype != dtype:
+def _check_rows(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], features: Tensor
+) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{name} must be {dtype} ({features.shape[0]},), got {tensor.dtype} "
-            f"{list(tensor.shape)}"
+            f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
         )
     check_device(name, tensor, features, "features")
 
@@ -308,7 +373,7 @@ def _check_parts(*inputs: Any) -> None:
     call = LossCall(*arguments)
     _check_loss(call)
     if factors is not None:
-        _check_rows("factors", factors, torch.float32, call.features)
+        _check_rows("factors", factors, torch.float32, call.factor_shape, call.features)
     if len(needed) != 4:
         raise ValueError(
             "needed must have an entry for features, weight, bias and parameters, got "
@@ -319,8 +384,8 @@ def _check_parts(*inputs: Any) -> None:
 def _output_loss_parts(*inputs: Any) -> tuple[Tensor, ...]:
     """Return nll and loss, (N,) float32, 0 if ignored, and the gradients; empty if not needed.
 
-    The last two inputs are factors, (N,) float32, the gradients with respect to the losses, None
-    for no gradients; and which of features, weight, bias and parameters need gradients.
+    The last two inputs are factors, float32 of the call's `factor_shape`, None for no gradients;
+    and which of features, weight, bias and parameters need gradients.
     """
     *arguments, factors, needed = inputs
     call = LossCall(*arguments)
@@ -397,6 +462,7 @@ def _run_cpp(
         native.OutputLoss,
         chunk=chunk_size,
         ignore_index=call.ignore_index,
+        entropy=call.entropy,
         smooth_weight=call.smooth_weight,
         nll_weight=call.nll_weight,
         z_weight=call.z_weight,
@@ -423,6 +489,14 @@ def _run_cpp(
 
 
 # --- torch.ops.multimax_fairseq.output_loss ----------------------------------------------------
+
+
+def _check_output_loss(*inputs: Any) -> None:
+    *arguments, summed = inputs
+    call = LossCall(*arguments)
+    _check_loss(call)
+    if call.entropy and summed:
+        raise ValueError("entropy is for each row: pass summed=False")
 
 
 def _compute(call: LossCall, factors: Tensor | None, needed: Sequence[bool]) -> Any:
@@ -471,7 +545,7 @@ def cast_output(
 
 output_loss: Operator = define(
     f"output_loss({_ARGUMENTS}, bool summed) -> (Tensor, Tensor)",
-    check=lambda *inputs: _check_loss(LossCall(*inputs[:-1])),
+    check=_check_output_loss,
     kernel=_output_loss,
     fake=_output_loss_fake,
     autograd=_output_loss_autograd,

@@ -36,6 +36,7 @@ class LossCall(NamedTuple):
     loss = nll_weight * nll + smooth_weight * smooth + z_weight * lse^2
            + max_weight * (max_k z_k - mean_k z_k), with z = sigma(W h + b),
     lse = log sum_k exp(z_k), nll = lse - z_target and smooth = sum_k (lse - z_k).
+    With `entropy`, loss is -sum_k p_k log p_k instead, and nll has a gradient too.
 
     Attributes:
         features: (N, D), float32, float16 or bfloat16. weight: (V, D). bias: (V,) or None.
@@ -46,6 +47,7 @@ class LossCall(NamedTuple):
             contains (1 + 2 z_weight lse) p_k.
         ignore_index: targets of this value are ignored.
         chunk_size: rows taken at a time; None chooses.
+        entropy: needs nll_weight 1 and the other weights 0.
     """
 
     features: Tensor
@@ -59,6 +61,7 @@ class LossCall(NamedTuple):
     max_weight: float
     ignore_index: int
     chunk_size: int | None
+    entropy: bool
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -69,6 +72,11 @@ class LossCall(NamedTuple):
     def per_row(self) -> Tensor:
         """What the loss reads beside the logits, (N,)."""
         return self.target
+
+    @property
+    def factor_shape(self) -> tuple[int, ...]:
+        """(N,), of the gradients with respect to loss; (N, 2) for nll and loss with `entropy`."""
+        return (*self.target.shape, 2) if self.entropy else self.target.shape
 
 
 class DivergenceCall(NamedTuple):
@@ -94,6 +102,11 @@ class DivergenceCall(NamedTuple):
         return self.mask
 
     @property
+    def factor_shape(self) -> tuple[int, ...]:
+        """Of the gradients with respect to the divergences."""
+        return self.mask.shape
+
+    @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The tensors that may need gradients."""
         return self[:4]
@@ -102,7 +115,7 @@ class DivergenceCall(NamedTuple):
 Call = TypeVar("Call", LossCall, DivergenceCall)
 # compute(call, factors, needed) -> (nll, loss, *gradients of features, weight, bias, parameters)
 Compute = Callable[[Any, Tensor | None, Sequence[bool]], Sequence[Any]]
-# one_chunk(scores (R, V), parameters, per_row (R,), factors (R,) or None)
+# one_chunk(scores (R, V), parameters, per_row (R,), factors (R,) or (R, 2) or None)
 #     -> (nll (R,), loss (R,), gradient of scores or None, gradient of parameters or None)
 OneChunk = Callable[
     [Tensor, Tensor | None, Tensor, Tensor | None],
@@ -132,20 +145,25 @@ class LinearLoss(torch.autograd.Function):
         nll, loss, *ctx.grads = compute(call, factors, ctx.needs_input_grad[3:7])
         if summed:
             loss, nll = loss.sum(), nll.sum()
-        ctx.mark_non_differentiable(nll)
+        if len(call.factor_shape) == 1:
+            ctx.mark_non_differentiable(nll)
         return loss, nll
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.kind(*ctx.saved_tensors, *ctx.numbers)
         needed = ctx.needs_input_grad[3:7]
         # Return the gradients without a copy. A second backward pass through a retained graph
         # computes them again.
         grads, ctx.grads = ctx.grads, None
         if not ctx.early or grads is None:
-            factors = torch.ones_like(call.per_row, dtype=torch.float32) if ctx.early else grad
-            factors = factors.expand(call.per_row.shape).contiguous()
+            if ctx.early:
+                factors = torch.ones_like(call.per_row, dtype=torch.float32)
+            else:
+                both = len(call.factor_shape) == 2
+                factors = torch.stack((grad_nll, grad), -1) if both else grad
+            factors = factors.expand(call.factor_shape).contiguous()
             _, _, *grads = ctx.compute(call, factors, needed)
         if ctx.early and torch._C._functorch.is_legacy_batchedtensor(grad):  # is_grads_batched
             grads = [None if g is None else g * grad for g in grads]
@@ -167,7 +185,7 @@ def through_chunks(
     Args:
         one_chunk: as `OneChunk`. It may overwrite the scores, which have the dtype of features and
             unit last stride. It returns gradients unless `factors` is None.
-        factors: (N,), the gradient with respect to each row's loss; None for no gradients.
+        factors: of the call's `factor_shape`; None for no gradients.
         needed: which of features, weight, bias and parameters need gradients.
 
     Returns:

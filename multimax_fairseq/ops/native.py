@@ -53,7 +53,7 @@ class Attention(ctypes.Structure):
 
 class OutputLoss(ctypes.Structure):
     _fields_ = [
-        *_fields("tokens classes size chunk threads columns ignore_index", ctypes.c_int64),
+        *_fields("tokens classes size chunk threads columns ignore_index entropy", ctypes.c_int64),
         *_fields("smooth_weight nll_weight z_weight max_weight", ctypes.c_float),
         *_fields("features weight bias parameters target factors nll loss", ctypes.c_void_p),
         *_fields("grad_features grad_weight grad_bias grad_parameters", ctypes.c_void_p),

@@ -175,6 +175,15 @@ def plain_loss(features, weight, bias, parameters, target, smooth_weight, nll_we
     return nll, smooth_weight * smooth + nll_weight * nll + z_weight * squared
 
 
+def plain_entropy(features, weight, bias, parameters, target):
+    """Return nll and the entropy of each row."""
+    scores = F.linear(features, weight, bias)
+    log_probs = modulated(scores[:, None, None], parameters)[:, 0, 0].log_softmax(-1)
+    nll = -log_probs.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -math.inf, 0.0)).sum(-1)
+    return [t.masked_fill(target < 0, 0.0) for t in (nll, entropy)]
+
+
 def loss_inputs(dtype, classes):
     generator = torch.Generator().manual_seed(0)
     shapes = ((9, 24), (classes, 24), (classes,))

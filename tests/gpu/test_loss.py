@@ -12,6 +12,7 @@ from plain import (
     far_parameters,
     loss_inputs,
     monotone_parameters,
+    plain_entropy,
     plain_loss,
 )
 
@@ -53,7 +54,7 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
     runs = []
     for _ in range(2):
         call = LossCall(
-            *inputs, parameters, target, smooth_weight, nll_weight, 0.01, 0.0, -1, chunk_size
+            *inputs, parameters, target, smooth_weight, nll_weight, 0.01, 0.0, -1, chunk_size, False
         )
         nll, loss, grads = output_loss(call, factors, needed)
         assert nll.dtype == loss.dtype == torch.float32
@@ -73,6 +74,49 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
 
 
 @pytest.mark.parametrize(
+    "dtype, kind, chunk_size",
+    [
+        (torch.float32, None, 4),
+        (torch.float32, "monotone", None),
+        (torch.float16, "shared", None),
+        (torch.bfloat16, "shared", 4),
+    ],
+)
+def test_entropy_equals_plain_formula_and_gradients(dtype, kind, chunk_size):
+    from multimax_fairseq.ops.linear_loss import LossCall
+    from multimax_fairseq.ops.triton.cross_entropy import output_loss
+
+    inputs, target, factors = loss_inputs(dtype, 2500)
+    inputs[2][2048:2100] = -math.inf  # excluded classes
+    target[(inputs[2][target.clamp(min=0)] == -math.inf)] = 0
+    parameters = {
+        None: None,
+        "shared": -far_parameters(1),
+        "monotone": monotone_parameters(1, -math.inf, 1.0),
+    }[kind]
+    factors = torch.stack([factors, 2 * factors - 3], -1)
+    factors[5] = 0.0
+
+    def expected(dtype):
+        learned = [t.to(dtype) for t in inputs]
+        if parameters is not None:
+            learned.append(parameters.to(torch.promote_types(dtype, torch.float32)))
+        learned = [t.clone().requires_grad_() for t in learned]
+        given = learned if parameters is not None else [*learned, None]
+        results = plain_entropy(*given, target)
+        grads = torch.autograd.grad(results, learned, [*factors.to(results[0].dtype).unbind(-1)])
+        return [*results, *grads[:3], *by_parameter(grads[3:])]
+
+    call = LossCall(*inputs, parameters, target, 0.0, 1.0, 0.0, 0.0, -1, chunk_size, True)
+    nll, entropy, grads = output_loss(call, factors, (True,) * 4)
+    ours = [nll, entropy, *grads[:3], *by_parameter([g for g in grads[3:] if g is not None])]
+    assert_as_accurate(ours, expected(dtype), expected(torch.float64))
+    assert (grads[0][(target < 0) | (factors == 0).all(-1)] == 0).all()
+    again = output_loss(call, None, (False,) * 4)
+    assert torch.equal(again[0], nll) and torch.equal(again[1], entropy)
+
+
+@pytest.mark.parametrize(
     "dtype, kind",
     [(torch.float32, None), (torch.float32, "monotone"), (torch.float16, "shared")],
 )
@@ -88,7 +132,7 @@ def test_output_loss_ignores_excluded_classes(dtype, kind):
         "shared": -far_parameters(1),
         "monotone": monotone_parameters(1, -math.inf),
     }[kind]
-    call = LossCall(*inputs, parameters, target, 0.0, 1.0, 0.0, 0.0, -1, None)
+    call = LossCall(*inputs, parameters, target, 0.0, 1.0, 0.0, 0.0, -1, None, False)
     nll, _, grads = output_loss(call, factors, (True,) * 4)
     learned = [t.double().requires_grad_() for t in inputs[:2]]
     expected, _ = plain_loss(*learned, inputs[2].double(), parameters, target, 0.0, 1.0)
@@ -115,7 +159,7 @@ def test_monotone_modulator_propagates_overflow(dtype, number):
     inputs[2][7] = number
     for kind in (parameters, torch.cat([-parameters[:, :8], parameters[:, 8:]], -1)):
         nll = output_loss(
-            LossCall(*inputs, kind, target, 0.0, 1.0, 0.0, 0.0, -1, None), None, (False,) * 4
+            LossCall(*inputs, kind, target, 0.0, 1.0, 0.0, 0.0, -1, None, False), None, (False,) * 4
         )[0]
         assert not nll[target >= 0].isfinite().any()
         *attended, grad = attention_inputs(1, 1, 20, 40, 16, dtype)

@@ -68,7 +68,7 @@ def test_output_loss_strides_equal_fake_kernel(turn):
     (features, weight, bias), target, factors = loss_inputs(torch.float32, 50)
     if turn:
         features, weight = (t.mT.contiguous().mT for t in (features, weight))
-    numbers = (0.0, 1.0, 0.01, 0.0, -1, None)
+    numbers = (0.0, 1.0, 0.01, 0.0, -1, None, False)
     layer = (weight, bias, far_parameters(1))
     for count in (None, 0):
         for some in (factors, None):
@@ -82,7 +82,7 @@ def test_output_loss_gives_nan_for_out_of_range_target():
     features.requires_grad_(), weight.requires_grad_()
     target = torch.full((len(features),), 3, device=DEVICE)
     target[1] = 50
-    numbers = (0.0, 1.0, 0.0, 0.0, -1, None, True)
+    numbers = (0.0, 1.0, 0.0, 0.0, -1, None, False, True)
     loss, _ = OPERATORS.output_loss(features, weight, bias, None, target, *numbers)
     loss.backward()
     assert loss.isnan() and weight.grad.isnan().all()

@@ -6,16 +6,20 @@
 
 struct OutputLoss {
   int64_t tokens, classes, size, chunk, threads, columns, ignore_index;
+  int64_t entropy;  // whether loss is the entropy of p
   // The gradient of the modulated logit z[k] of a token is
   // factors[token] * ((1 + 2 z_weight lse) p[k] - smooth_weight - nll_weight * [k == target]
   // + max_weight * ([z[k] is the maximum] / (number of maxima) - 1 / classes)),
-  // where lse is the log-sum-exp of z.
+  // where lse is the log-sum-exp of z. With entropy there are two factors for each token, those of
+  // nll and of the entropy, and the gradient is
+  // factors[token][0] * (p[k] - [k == target])
+  // - factors[token][1] * p[k] * (z[k] - sum_j p[j] z[j]).
   float smooth_weight, nll_weight, z_weight, max_weight;
   const float *features, *weight, *bias;  // (tokens, size), (classes, size), (classes,) or null
   const float* parameters;                     // (columns,), or null if columns is 0
   const int64_t* target;                  // (tokens,)
-  const float* factors;                   // (tokens,); null: no gradients
-  // (tokens,): nll = lse - z[target], and
+  const float* factors;                   // (tokens,) or (tokens, 2); null: no gradients
+  // (tokens,): nll = lse - z[target], and, without entropy,
   // loss = nll_weight * nll + smooth_weight * sum_k (lse - z[k]) + z_weight * lse^2
   // + max_weight * (max z - mean z).
   double *nll, *loss;
@@ -53,24 +57,30 @@ struct Chunk {
   float* logits;
   int64_t stride;                  // between the logits of two classes
   // (width,): maximum of the modulated logits, (1 + 2 z_weight lse) / sum of exp, factor of the
-  // gradient, max_weight / (number of maxima).
-  Buffer tops, inverses, factors, max_shares;
+  // gradient, max_weight / (number of maxima), sum_j p[j] z[j], factor of the entropy's gradient.
+  Buffer tops, inverses, factors, max_shares, means, entropy_factors;
   Buffer scratch;                  // (2 * CLASSES, width) for each thread
   Buffer grad_features;            // (width, size) for each thread: the sum over its classes
 };
 
 // Statistics of a token's modulated logits z: maximum and how many z equal it, sum of
-// exp(z - top), sum of z, z[target].
+// exp(z - top), sum of z exp(z - top), sum of z, z[target].
 struct Column {
   float top = -INFINITE, maxima = 0;
-  double sum = 0, sum_z = 0, target_z = 0;
-  void merge(float other_top, float other_maxima, double other_sum) {
+  double sum = 0, weighted = 0, sum_z = 0, target_z = 0;
+  void merge(float other_top, float other_maxima, double other_sum, double other_weighted) {
     if (other_top >= top) maxima = other_maxima + (other_top == top ? maxima : 0);
-    if (other_top > top) std::swap(top, other_top), std::swap(sum, other_sum);
+    if (other_top > top)
+      std::swap(top, other_top), std::swap(sum, other_sum), std::swap(weighted, other_weighted);
     // The check avoids -inf - (-inf) = NaN for an empty column. A NaN among the logits passes it.
-    if (other_sum != 0) sum += other_sum * std::exp(double(other_top) - top);
+    if (other_sum == 0) return;
+    const double factor = std::exp(double(other_top) - top);
+    sum += other_sum * factor, weighted += other_weighted * factor;
   }
 };
+
+// A lower bound for log p, at which p is 0: the product p log p of an excluded class is 0, not NaN.
+constexpr float LEAST_LOG = -1000;
 
 template <class Sigma>
 void tile_statistics(
@@ -88,14 +98,22 @@ void tile_statistics(
       maximum = vec_max(maximum, z);
       sum_z += z;
     }
-    Vec sum{}, maxima{};
+    Vec sum{}, maxima{}, weighted{};
     const Vec base = exp_shift(maximum);
-    for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
+    if (a.entropy)
+      for (int64_t v = 0; v < rows; v++) {
+        const Vec shifted = modulated[v] - base, e = exponential(shifted);
+        sum += e;
+        weighted += e * vec_max(shifted, broadcast(LEAST_LOG));
+      }
+    else
+      for (int64_t v = 0; v < rows; v++) sum += exponential(modulated[v] - base);
     if (a.max_weight)
       for (int64_t v = 0; v < rows; v++)
         maxima += modulated[v] == maximum ? broadcast(1) : Vec{};
     for (int64_t i = 0; i < LANES; i++) {
-      columns[q + i].merge(maximum[i], maxima[i], sum[i]);
+      columns[q + i].merge(maximum[i], maxima[i], sum[i],
+                           weighted[i] + double(base[i]) * sum[i]);
       columns[q + i].sum_z += sum_z[i];
     }
   }
@@ -124,9 +142,14 @@ void tile_gradients(
       // Prefetch the logits of the next tile.
       __builtin_prefetch(at + CLASSES * c.stride, 0, 2);
       const Vec x = load(at), z = sigma.value(x);
-      Vec part = exponential(z - load(c.tops + q)) * load(c.inverses + q) - constant;
+      const Vec p = exponential(z - load(c.tops + q)) * load(c.inverses + q);
+      Vec part = p - constant;
       if (a.max_weight) part += z == load(c.tops + q) ? load(c.max_shares + q) : Vec{};
-      store(grads + v * c.width + q, sigma.backward(x, load(c.factors + q) * part, sums));
+      part *= load(c.factors + q);
+      if (a.entropy)
+        part -= load(c.entropy_factors + q) * p *
+                vec_max(z - load(c.means + q), broadcast(LEAST_LOG));
+      store(grads + v * c.width + q, sigma.backward(x, part, sums));
     }
     if (v % FLOAT_ROWS == FLOAT_ROWS - 1)
       sigma.add_gradients(std::exchange(sums, {}), grad_parameters);
@@ -181,11 +204,12 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
     Column merged = columns[q];
     for (int64_t i = 1; i < threads; i++) {
       const Column& part = columns[i * c.width + q];
-      merged.merge(part.top, part.maxima, part.sum);
+      merged.merge(part.top, part.maxima, part.sum, part.weighted);
       merged.sum_z += part.sum_z, merged.target_z += part.target_z;
     }
     const double log_total = merged.top + std::log(merged.sum);
-    c.tops[q] = merged.top, c.factors[q] = 0;
+    c.tops[q] = merged.top, c.factors[q] = c.entropy_factors[q] = 0;
+    c.means[q] = merged.weighted / merged.sum;
     c.max_shares[q] = a.max_weight / std::max(merged.maxima, 1.0f);
     c.inverses[q] = (a.z_weight ? 1 + 2 * a.z_weight * log_total : 1) / merged.sum;
     if (q >= c.count) continue;
@@ -195,7 +219,10 @@ void output_loss_chunk(const OutputLoss& a, Chunk& c, bool first) {
     a.loss[c.rows[q]] = a.nll_weight * nll + (a.smooth_weight ? a.smooth_weight * smooth : 0) +
                         (a.z_weight ? a.z_weight * log_total * log_total : 0) +
                         (a.max_weight ? a.max_weight * (merged.top - merged.sum_z / a.classes) : 0);
-    if (a.factors) c.factors[q] = a.factors[c.rows[q]];
+    if (a.entropy) a.loss[c.rows[q]] = log_total - merged.weighted / merged.sum;
+    if (!a.factors) continue;
+    c.factors[q] = a.factors[c.rows[q] * (a.entropy ? 2 : 1)];
+    if (a.entropy) c.entropy_factors[q] = a.factors[2 * c.rows[q] + 1];
   }
   if (!a.factors) return;
 
@@ -235,7 +262,7 @@ void output_loss_rows(const OutputLoss& a, const std::vector<int64_t>& rows) {
   const Buffer logits(in_grad_weight ? 0 : width * (a.factors ? a.classes : a.threads * CLASSES));
   Chunk c{0, 0, nullptr, Buffer(width * a.size), Buffer(width * a.size),
           in_grad_weight ? a.grad_weight : logits + 0, 0,
-          Buffer(width), Buffer(width), Buffer(width), Buffer(width),
+          Buffer(width), Buffer(width), Buffer(width), Buffer(width), Buffer(width), Buffer(width),
           Buffer(a.factors ? a.threads * 2 * CLASSES * width : 0),
           Buffer(a.factors && a.grad_features ? a.threads * width * a.size : 0)};
   for (int64_t n = 0; n < tokens; n += a.chunk) {

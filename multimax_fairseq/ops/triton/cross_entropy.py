@@ -39,6 +39,8 @@ WARPS = 8
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
+# A lower bound for log2 p, at which p is 0: the product p log p of an excluded class is 0, not NaN.
+_LEAST_LOG = tl.constexpr(-1000.0)
 
 
 @triton.jit
@@ -51,14 +53,15 @@ def _finite(top):
 def loss_kernel(
     SCORES, PARAMETERS, TARGET, FACTORS, NLL, LOSS, PARAMETERS_GRAD,
     scores_n, classes, smooth_weight, nll_weight, z_weight,
-    ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, GRADIENT: tl.constexpr,
-    SUMMED: tl.constexpr, BLOCK: tl.constexpr,
+    ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr,
+    GRADIENT: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute NLL and LOSS (N,) of a `LossCall` from the scores (N, V); one program per row.
 
     Both are 0 if the target is negative.
 
-    GRADIENT: overwrite the scores with the gradient of FACTORS * LOSS. If the factor is 0 or the
+    ENTROPY: LOSS is the entropy, and FACTORS (N, 2) has a column for NLL and one for LOSS.
+    GRADIENT: overwrite the scores with the gradient of FACTORS * LOSS. If the factors are 0 or the
         target is negative, the gradient is 0, even for scores of NaN or inf.
     SUMMED: store the gradient of each row by the parameters in PARAMETERS_GRAD (N, columns).
     """
@@ -78,6 +81,7 @@ def loss_kernel(
     lanes: tl.constexpr = BLOCK // 4
     tops = tl.full([lanes], -float("inf"), tl.float32)
     totals, plain = tl.zeros([lanes], tl.float32), tl.zeros([lanes], tl.float32)
+    products = tl.zeros([lanes], tl.float32)  # sums of log2(q) q, q = exp2(z - tops)
     seen = tl.where(counts, classes, 0)
     whole = seen // BLOCK * BLOCK
     for phase in tl.static_range(2):
@@ -94,29 +98,42 @@ def loss_kernel(
             previous = tops
             tops = tl.maximum(tops, tl.max(z, 1))
             base = _finite(tops)
+            if ENTROPY:
+                shift = tl.maximum(previous - base, _LEAST_LOG)
+                products = (products + shift * totals) * tl.exp2(shift)
+                log_q = z - base[:, None]
+                products += tl.sum(tl.exp2(log_q) * tl.maximum(log_q, _LEAST_LOG), 1)
             totals = totals * tl.exp2(previous - base) + tl.sum(tl.exp2(z - base[:, None]), 1)
     top = tl.max(tops, 0)
-    total = top + tl.log2(tl.sum(totals * tl.exp2(tops - _finite(top)), 0))
+    shift = tops - _finite(top)
+    sum_of_exp = tl.sum(totals * tl.exp2(shift), 0)
+    total = top + tl.log2(sum_of_exp)
     nll, smooth = (total - target_z) * _LN_2, (classes * total - tl.sum(plain, 0)) * _LN_2
     squared = total * total * (_LN_2 * _LN_2)
     loss = nll_weight * nll
     # Without the checks, 0 * inf would be NaN.
     loss = tl.where(smooth_weight == 0, loss, loss + smooth_weight * smooth)
     loss = tl.where(z_weight == 0, loss, loss + z_weight * squared)
+    if ENTROPY:
+        shift = tl.maximum(shift, _LEAST_LOG)
+        product = tl.sum((products + shift * totals) * tl.exp2(shift), 0)
+        entropy = tl.log2(sum_of_exp) - product / sum_of_exp  # in bits
+        loss = entropy * _LN_2
     tl.store(NLL + row, tl.where(counts, nll, 0.0))
     tl.store(LOSS + row, tl.where(counts, loss, 0.0))
 
     if GRADIENT:
-        factor = tl.where(counts, tl.load(FACTORS + row), 0.0)
+        columns_of_factors: tl.constexpr = 2 if ENTROPY else 1
+        factor = tl.where(counts, tl.load(FACTORS + row * columns_of_factors), 0.0)
         factor = tl.where(target < classes, factor, float("nan"))  # NaN, like the loss
+        has_gradient = factor != 0
+        if ENTROPY:
+            of_entropy = tl.where(counts, tl.load(FACTORS + row * 2 + 1), 0.0)
+            has_gradient = has_gradient | (of_entropy != 0)
         factor_of_p = factor * tl.where(z_weight == 0, 1.0, 1 + 2 * z_weight * total * _LN_2)
         sums = zero_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
         whole = classes // BLOCK * BLOCK
-        if factor == 0:
-            for start in range(0, classes, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                store(scores, columns, classes, tl.zeros([BLOCK], tl.float32), True)
-        else:
+        if has_gradient:
             for phase in tl.static_range(2):
                 begin, end = whole if phase == 1 else 0, classes if phase == 1 else whole
                 for start in range(begin, end, BLOCK):
@@ -124,6 +141,9 @@ def loss_kernel(
                     s = load_scores(scores, columns, classes, phase == 1)
                     z = sigma(s, folded[1] - total, folded, ORDER, ORDER, MONOTONE, CAP)
                     grad = tl.exp2(z) * factor_of_p - smooth_weight * factor
+                    if ENTROPY:
+                        surprise = tl.maximum(z, _LEAST_LOG) + entropy
+                        grad -= tl.exp2(z) * surprise * (of_entropy * _LN_2)
                     grad = tl.where(columns == target, grad - nll_weight * factor, grad)
                     if phase == 1:
                         grad = tl.where(columns < classes, grad, 0.0)
@@ -134,6 +154,10 @@ def loss_kernel(
                     else:
                         grad = sigma_backward(s, grad, folded, ORDER, ORDER, MONOTONE, CAP)
                     store(scores, columns, classes, grad, phase == 1)
+        else:
+            for start in range(0, classes, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                store(scores, columns, classes, tl.zeros([BLOCK], tl.float32), True)
         if SUMMED:
             store_parameter_gradients(
                 PARAMETERS_GRAD, row, sums, folded, 1.0, ORDER, ORDER, MONOTONE
@@ -146,12 +170,13 @@ def output_loss(
     """Return nll and loss, (N,) float32, 0 if ignored, and the gradients of `through_chunks`.
 
     Args:
-        factors: (N,) float32, the gradient with respect to each row's loss; None for no gradients.
+        factors: float32, of the call's `factor_shape`; None for no gradients.
         needed: which of features, weight, bias and parameters need gradients.
     """
     one_chunk = partial(
         _one_chunk,
         weights=(call.smooth_weight, call.nll_weight, call.z_weight),
+        entropy=call.entropy,
         needs_parameters=needed[3],
     )
     # The kernel ignores negative targets and returns NaN for targets that are too large.
@@ -170,6 +195,7 @@ def _one_chunk(
     target: Tensor,
     factors: Tensor | None,
     weights: tuple[float, float, float],
+    entropy: bool,
     needs_parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute one chunk, see `OneChunk`. The gradients overwrite the scores."""
@@ -188,7 +214,7 @@ def _one_chunk(
         "MONOTONE": parameters is not None and parameters.shape[1] == MONOTONE_COLUMNS,
         # The square of a finite float16 does not overflow in float32, but a score may be -inf.
         "CAP": (CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
-        "GRADIENT": factors is not None, "SUMMED": parameters_grad is not None,
+        "ENTROPY": entropy, "GRADIENT": factors is not None, "SUMMED": parameters_grad is not None,
         "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
     }  # fmt: skip
     with torch.cuda.device_of(scores):
