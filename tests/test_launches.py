@@ -136,7 +136,7 @@ def test_milliseconds_returns_the_shortest_warm_run(monkeypatch):
     [
         ({"CAUSAL": True, "LOW": 2}, False),
         ({"MASKING": 1}, False),  # a padding mask: one row for all queries
-        *(({name: 2}, True) for name in ("MASKING", "DROPOUT", "MONOTONE")),
+        *(({name: 12}, True) for name in ("MASKING", "DROPOUT", "COLUMNS")),
     ],
 )
 def test_is_heavy_detects_register_pressure(constants, found):
@@ -222,7 +222,7 @@ def some_arguments(random):
     arguments |= {name: random.choice([1, 8, 16, 2**20]) for name in ("heads", "T", "S", "t_h")}
     arguments |= {"scale": some(0.125, 1.0, 16.0), "seed": random.randrange(2**31)}
     arguments |= {"threshold": random.randrange(2**16), "keep_scale": some(1.0, 2.0)}
-    arguments |= {"D": 64, "WIDTH": 64, "LOW": some(2, 1), "HIGH": 2, "MONOTONE": False, "CAP": 0}
+    arguments |= {"D": 64, "WIDTH": 64, "LOW": some(2, 1), "HIGH": 2, "COLUMNS": 8, "CAP": 0}
     arguments |= {"MASKING": 0, "SINKS": False, "CAUSAL": some(True, False), "DROPOUT": False}
     return arguments | some(*CHOICE).arguments() | {"enable_fp_fusion": True}
 

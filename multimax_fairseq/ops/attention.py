@@ -49,7 +49,6 @@ from multimax_fairseq.ops.masks import attention_key_counts, causal_mask
 from multimax_fairseq.ops.modulator import (
     CAP_COLUMNS,
     check_parameters,
-    fits_device,
     fits_heads,
     has_parameters,
     packed_parameters,
@@ -825,7 +824,7 @@ def unsupported_parameters(
     """Return why no kernel supports the parameters of a modulator; "" if one does."""
     if length_scale is not None and not takes_factor(parameters, device):
         return "only the C++ kernels multiply modulated scores, and only those of a Modulator"
-    if fits_heads(modulator, heads) and fits_device(parameters, device):
+    if fits_heads(modulator, heads) and parameters.device == device:
         return ""
     return "the modulator is for other heads or another device"
 

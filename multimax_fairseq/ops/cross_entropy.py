@@ -34,7 +34,6 @@ from multimax_fairseq.ops.linear_loss import (
 from multimax_fairseq.ops.modulator import (
     AnyModulator,
     check_parameters,
-    fits_device,
     modulated_gradients,
 )
 from multimax_fairseq.ops.registration import (
@@ -211,9 +210,7 @@ def linear_backend(
     unsupported: str = "",
 ) -> str:
     """Return the backend for a linear layer and its modulator, as `choose`."""
-    if parameters is not None and not (
-        len(parameters) == 1 and fits_device(parameters, features.device)
-    ):
+    if parameters is not None and (len(parameters) > 1 or parameters.device != features.device):
         unsupported = "the modulator has heads, or is for another device"
     elif features.numel() == 0 or weight.numel() == 0:
         unsupported = "a tensor is empty"

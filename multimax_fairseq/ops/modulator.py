@@ -390,17 +390,10 @@ def packed_parameters(
     return pack(low, low_threshold, high, high_threshold, modulator.monotone), *orders
 
 
-def fits_device(parameters: Tensor, device: torch.device) -> bool:
-    """Whether a device's kernels can read these parameters. Triton's kernels have no soft-cap."""
-    return parameters.device == device and (
-        parameters.shape[1] != CAP_COLUMNS or not on_triton(device)
-    )
-
-
 def check_parameters(parameters: Tensor, heads: int | None, like: Tensor, like_name: str) -> None:
     """Raise ValueError unless the kernels can read parameters, for all heads or each head."""
     rows = (1, heads) if heads else (1,)
-    widths = (8, 12) if on_triton(like.device) else (CAP_COLUMNS, 8, 12)
+    widths = (CAP_COLUMNS, 8, 12)
     if (
         parameters.dim() != 2
         or parameters.shape[0] not in rows

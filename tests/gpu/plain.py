@@ -19,6 +19,10 @@ def modulated(x, parameters):
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if parameters is None:
         return x
+    if parameters.shape[1] == 3:
+        cap, shift, width = parameters[0].to(x.dtype)
+        inner = (x.masked_fill(~x.isfinite(), 0.0) + shift) / width  # no gradient of NaN
+        return torch.where(x.isfinite(), cap * inner.tanh(), x)
     columns = parameters.to(x.dtype).T[:, :, None, None]
     z = x
     for order in (1, 2):
@@ -51,6 +55,11 @@ def monotone_parameters(rows, low_turn=-2.0, high_turn=1.5):
     offset = torch.where(turns.isfinite(), at_turns - turns, 0.0)[:, :1]
     level = torch.where(turns.isfinite(), at_turns, 0.0)[:, 1:]
     return torch.cat([parameters, turns, offset, level], -1).to(DEVICE)
+
+
+def soft_cap(cap=1.5):
+    """Return the parameters of a soft-cap near which the scores lie."""
+    return torch.tensor([[cap, 0.3, 2.0]], device=DEVICE)
 
 
 # The kernels sum in float32 in another order than the plain formula.

@@ -17,6 +17,7 @@ from plain import (
     monotone_parameters,
     plain_attend,
     plain_attention,
+    soft_cap,
 )
 
 CASES = [
@@ -33,6 +34,8 @@ CASES = [
     ("float32", (1, 1, 37, 37, 128), None, True, (2, 0)),
     ("float32", (1, 1, 17, 40, 24), None, False, (0, 2)),
     ("float32", (1, 2, 1, 9, 80), None, False, (0, 1)),
+    ("float32", (1, 2, 33, 45, 32), "padding", True, "soft-cap"),
+    ("bfloat16", (1, 2, 70, 90, 64), "added", False, "soft-cap"),
     ("float16", (1, 2, 150, 150, 64), None, True, "separate"),
     ("float16", (2, 1, 70, 90, 80), "padding", False, "shared"),
     ("float16", (2, 1, 130, 70, 128), "full", False, (1, 0)),
@@ -50,6 +53,8 @@ def test_attention_equals_plain_formula_and_gradients(dtype, shape, masking, cau
         orders, parameters = kind, far_parameters(heads, *kind)
     elif kind is None:
         parameters = None
+    elif kind == "soft-cap":
+        parameters = soft_cap()
     elif "turn" in kind:
         turns = (-math.inf, 1.5) if kind == "no low turn" else (-2.0, math.inf)
         parameters = monotone_parameters(heads, *turns)

@@ -66,23 +66,24 @@ def count_spills(program):
 
 
 @pytest.mark.parametrize(
-    "capability, element, size, orders, masking, causal, dropout, monotone",
+    "capability, element, size, orders, masking, causal, dropout, columns",
     [
-        (90, "bf16", 64, (2, 2), 0, True, False, True),
-        (80, "fp16", 128, (0, 0), 4, True, False, False),
-        (80, "fp32", 32, (1, 2), 1, False, True, False),
+        (90, "bf16", 64, (2, 2), 0, True, False, 12),
+        (90, "bf16", 64, (0, 0), 0, True, False, 3),
+        (80, "fp16", 128, (0, 0), 4, True, False, 0),
+        (80, "fp32", 32, (1, 2), 1, False, True, 8),
     ],
 )
 def test_attention_kernels_fit_shared_memory(
-    capability, element, size, orders, masking, causal, dropout, monotone
+    capability, element, size, orders, masking, causal, dropout, columns
 ):
     import multimax_fairseq.ops.triton.attention_kernels as kernels
     from multimax_fairseq.ops.triton.launches import Call, candidates
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[element]
-    summed, normed = sum(orders) > 0, element == "fp32" or masking > 2
+    summed, normed = columns > 0, element == "fp32" or masking > 2
     arguments = {"D": size, "WIDTH": 1 << (size - 1).bit_length(), "CAP": 2 * (element != "fp16")}
-    arguments |= {"LOW": orders[0], "HIGH": orders[1], "MASKING": masking, "MONOTONE": monotone}
+    arguments |= {"LOW": orders[0], "HIGH": orders[1], "MASKING": masking, "COLUMNS": columns}
     arguments |= {"CAUSAL": causal, "DROPOUT": dropout}
     arguments |= ({} if masking else {"MASK": None}) | ({} if summed else {"PARAMETERS": None})
     later = {"NORMED": normed} | ({} if normed else {"NORM": None})
@@ -133,20 +134,25 @@ def test_row_kernels_fit_shared_memory(
         build_kernel(getattr(kernels, name), capability, element, arguments | launch, **types)
 
 
-@pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
-def test_cross_entropy_kernel_fits_shared_memory(capability, element):
+@pytest.mark.parametrize(
+    "capability, element, columns", [(90, "bf16", 12), (80, "fp32", 12), (90, "bf16", 3)]
+)
+def test_cross_entropy_kernel_fits_shared_memory(capability, element, columns):
     import multimax_fairseq.ops.triton.cross_entropy as kernels
 
     arguments = {"ORDER": 2, "BLOCK": kernels.BLOCK, "num_warps": kernels.WARPS, "num_stages": 3}
-    arguments |= {"MONOTONE": True, "CAP": 2, "GRADIENT": True, "SUMMED": True}
+    arguments |= {"COLUMNS": columns, "CAP": 2, "GRADIENT": True, "SUMMED": True}
+    arguments |= {"ENTROPY": columns == 3}
     build_kernel(kernels.loss_kernel, capability, element, arguments, TARGET="*i64")
 
 
-@pytest.mark.parametrize("capability, element", [(90, "bf16"), (80, "fp32")])
-def test_modulator_kernels_fit_shared_memory(capability, element):
+@pytest.mark.parametrize(
+    "capability, element, columns", [(90, "bf16", 12), (80, "fp32", 12), (90, "bf16", 3)]
+)
+def test_modulator_kernels_fit_shared_memory(capability, element, columns):
     import multimax_fairseq.ops.triton.modulator as kernels
 
-    arguments = {"MONOTONE": True, "PIECE": kernels.PIECE, "BLOCK": kernels.BLOCK}
+    arguments = {"COLUMNS": columns, "PIECE": kernels.PIECE, "BLOCK": kernels.BLOCK}
     arguments |= {"num_warps": kernels.WARPS, "num_stages": 3}
     build_kernel(kernels.modulate_kernel, capability, element, arguments, OUT="*fp32")
     build_kernel(kernels.modulate_backward_kernel, capability, element, arguments, GRAD="*fp32")

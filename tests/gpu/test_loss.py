@@ -14,6 +14,7 @@ from plain import (
     monotone_parameters,
     plain_entropy,
     plain_loss,
+    soft_cap,
 )
 
 
@@ -22,6 +23,7 @@ from plain import (
     [
         (torch.float32, None, 4),
         (torch.float32, "monotone", None),
+        (torch.float32, "soft-cap", 4),
         (torch.float16, "shared", 4),
         (torch.bfloat16, "monotone", 4),
         (torch.bfloat16, None, None),
@@ -36,6 +38,7 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
         None: None,
         "shared": far_parameters(1),
         "monotone": monotone_parameters(1, -0.5, 1.0),
+        "soft-cap": soft_cap(),
     }[kind]
     smooth_weight = 0.1 / 2499  # smooth_weight * classes + nll_weight = 1
     nll_weight = 0.9 - smooth_weight
@@ -78,6 +81,7 @@ def test_output_loss_equals_plain_formula_and_gradients(dtype, kind, chunk_size)
     [
         (torch.float32, None, 4),
         (torch.float32, "monotone", None),
+        (torch.float32, "soft-cap", None),
         (torch.float16, "shared", None),
         (torch.bfloat16, "shared", 4),
     ],
@@ -93,6 +97,7 @@ def test_entropy_equals_plain_formula_and_gradients(dtype, kind, chunk_size):
         None: None,
         "shared": -far_parameters(1),
         "monotone": monotone_parameters(1, -math.inf, 1.0),
+        "soft-cap": soft_cap(),
     }[kind]
     factors = torch.stack([factors, 2 * factors - 3], -1)
     factors[5] = 0.0
@@ -118,7 +123,12 @@ def test_entropy_equals_plain_formula_and_gradients(dtype, kind, chunk_size):
 
 @pytest.mark.parametrize(
     "dtype, kind",
-    [(torch.float32, None), (torch.float32, "monotone"), (torch.float16, "shared")],
+    [
+        (torch.float32, None),
+        (torch.float32, "monotone"),
+        (torch.float32, "soft-cap"),
+        (torch.float16, "shared"),
+    ],
 )
 def test_output_loss_ignores_excluded_classes(dtype, kind):
     from multimax_fairseq.ops.linear_loss import LossCall
@@ -131,6 +141,7 @@ def test_output_loss_ignores_excluded_classes(dtype, kind):
         None: None,
         "shared": -far_parameters(1),
         "monotone": monotone_parameters(1, -math.inf),
+        "soft-cap": soft_cap(),
     }[kind]
     call = LossCall(*inputs, parameters, target, 0.0, 1.0, 0.0, 0.0, -1, None, False)
     nll, _, grads = output_loss(call, factors, (True,) * 4)

@@ -12,6 +12,7 @@ from plain import (
     far_parameters,
     modulated,
     monotone_parameters,
+    soft_cap,
 )
 
 
@@ -23,6 +24,8 @@ from plain import (
         (torch.float32, (3, 1, 1), "separate"),
         (torch.float16, (3, 100, 90), "separate"),
         (torch.bfloat16, (5, 3, 20, 30), "monotone"),
+        (torch.float32, (5, 3, 20, 30), "soft-cap"),
+        (torch.float16, (3, 100, 90), "soft-cap"),
     ],
 )
 def test_modulate_is_as_accurate_as_plain_pytorch(dtype, shape, kind):
@@ -33,6 +36,7 @@ def test_modulate_is_as_accurate_as_plain_pytorch(dtype, shape, kind):
     scores, grad = (3 * scores).to(DEVICE, dtype), grad.to(DEVICE)
     rows = 1 if kind == "shared" else 3
     parameters = monotone_parameters(rows) if kind == "monotone" else far_parameters(rows)
+    parameters = soft_cap() if kind == "soft-cap" else parameters
 
     def plain(wide):
         learned = [t.detach().to(wide).clone().requires_grad_() for t in (scores, parameters)]
@@ -71,6 +75,7 @@ def test_modulate_handles_infinite_and_empty_inputs():
         far_parameters(1),
         monotone_parameters(1, -math.inf, math.inf),
         -far_parameters(1),
+        soft_cap(),
     ):
         torch.testing.assert_close(
             modulate(ends, parameters),

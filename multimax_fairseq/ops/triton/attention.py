@@ -32,13 +32,13 @@ from multimax_fairseq.ops.triton.launches import (
     run_fastest,
     run_kernel,
 )
-from multimax_fairseq.ops.triton.modulator import CAP_BOTH, CAP_NONE, MONOTONE_COLUMNS
+from multimax_fairseq.ops.triton.modulator import CAP_BOTH, CAP_NONE
 
 if TYPE_CHECKING:  # ops/attention.py imports this file when it needs a kernel
     from multimax_fairseq.ops.attention import AttentionCall
 
 # The autotuning key contains these kernel constants besides the lengths.
-_FLAGS = ("LOW", "HIGH", "MONOTONE", "MASKING", "CAUSAL", "DROPOUT")
+_FLAGS = ("LOW", "HIGH", "COLUMNS", "MASKING", "CAUSAL", "DROPOUT")
 _RANDOM = 2**16  # dropout uses 16 random bits
 _LOG2_E = math.log2(math.e)
 _CAPS = {True: CAP_NONE.value, False: CAP_BOTH.value}
@@ -188,7 +188,7 @@ def attention_arguments(call: AttentionCall) -> dict[str, Any]:
         "WIDTH": max(16, 1 << (size - 1).bit_length()),
         "LOW": 0 if parameters is None else call.low,
         "HIGH": 0 if parameters is None else call.high,
-        "MONOTONE": parameters is not None and parameters.shape[1] == MONOTONE_COLUMNS,
+        "COLUMNS": 0 if parameters is None else parameters.shape[1],
         # A dot product of two float16 rows stays far below the cap.
         "CAP": _CAPS[query.dtype == torch.float16],
         "MASKING": masking,

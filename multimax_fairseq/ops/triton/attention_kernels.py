@@ -10,7 +10,7 @@ each result, without atomics, so results are reproducible to the last bit. Commo
     scale: positive.
     threshold: dropout keeps a probability if its random number is at least the threshold.
     D, WIDTH: the head size, and the head size padded to a power of two.
-    LOW, HIGH, MONOTONE, CAP: as in `modulator.py`.
+    COLUMNS, LOW, HIGH, CAP: as in `modulator.py`.
     MASKING: 0 no mask; 1 or 2 a mask whose nonzero entries exclude; 3 or 4 a float mask that is
         added to the modulated scores; -inf excludes. With 1 and 3, all queries share one row.
 
@@ -133,7 +133,7 @@ def exclude(
 @triton.jit
 def _modulated(
     scores, total, rows, columns, folded, mask, m_t, m_s, T, S,
-    LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.constexpr,
     MASKING: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return the modulated and masked scores minus total; arguments as in `exclude`.
@@ -141,11 +141,11 @@ def _modulated(
     scores: (queries, keys) or transposed.
     """
     if MASKING <= 2:
-        z = sigma(scores, folded[1] - total, folded, LOW, HIGH, MONOTONE, CAP)
+        z = sigma(scores, folded[1] - total, folded, LOW, HIGH, COLUMNS, CAP)
         return exclude(z, rows, columns, mask, m_t, m_s, T, S, MASKING, CAUSAL, EDGE)
     else:
         # Add the mask before subtracting total, so that -1e9 rounds z alike in every pass.
-        z = sigma(scores, folded[1], folded, LOW, HIGH, MONOTONE, CAP)
+        z = sigma(scores, folded[1], folded, LOW, HIGH, COLUMNS, CAP)
         return exclude(z, rows, columns, mask, m_t, m_s, T, S, MASKING, CAUSAL, EDGE) - total
 
 
@@ -188,7 +188,7 @@ def forward_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    COLUMNS: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +197,7 @@ def forward_kernel(
     The output of a row without allowed keys is 0. Its total is inf, so all probabilities are 0.
     """
     block, _, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
-    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, COLUMNS)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
@@ -218,7 +218,7 @@ def forward_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             z = _modulated(
                 scores, 0.0, rows[:, None], columns[None, :], folded, mask, m_t, m_s, T, S,
-                LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 1,
+                LOW, HIGH, COLUMNS, CAP, MASKING, CAUSAL, phase == 1,
             )  # fmt: skip
             previous = top
             top = tl.maximum(top, tl.max(z, 1))
@@ -249,7 +249,7 @@ def mean_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    COLUMNS: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -264,7 +264,7 @@ def mean_kernel(
         mask adds -1e9 to a whole row, rounding removes the logarithm of the sum from its total.
     """
     block, _, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
-    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, COLUMNS)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
@@ -291,7 +291,7 @@ def mean_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             z = _modulated(
                 scores, total[:, None], rows[:, None], columns[None, :], folded, mask, m_t, m_s,
-                T, S, LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 1,
+                T, S, LOW, HIGH, COLUMNS, CAP, MASKING, CAUSAL, phase == 1,
             )  # fmt: skip
             probs = _power(z, MASKING)
             weight += tl.sum(probs, 1)
@@ -318,7 +318,7 @@ def query_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, m_b, m_h, m_t, m_s,
     g_b, g_h, g_n, gq_b, gq_h, gq_n, t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
+    COLUMNS: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, SINKS: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, NORMED: tl.constexpr, SUMMED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -330,7 +330,7 @@ def query_kernel(
     gradient of the sink is a sum over MEANS alone.
     """
     block, blocks, bh, b, h = query_block(T, heads, CAUSAL, BLOCK_T)
-    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, COLUMNS)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
@@ -352,7 +352,7 @@ def query_kernel(
     # Accumulate a tile: a row sum in each iteration would need more registers than are available.
     weighted = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     grad_query = tl.zeros([BLOCK_T, WIDTH], tl.float32)
-    sums = zero_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), MONOTONE)
+    sums = zero_sums(tl.zeros([BLOCK_T, BLOCK_S], tl.float32), COLUMNS)
     inner, end = key_range(t0, S, CAUSAL, BLOCK_T, BLOCK_S)
     for phase in tl.static_range(2):
         begin, stop = inner if phase == 1 else 0, end if phase == 1 else inner
@@ -363,7 +363,7 @@ def query_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             z = _modulated(
                 scores, total[:, None], rows[:, None], columns[None, :], folded, mask, m_t, m_s,
-                T, S, LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 1,
+                T, S, LOW, HIGH, COLUMNS, CAP, MASKING, CAUSAL, phase == 1,
             )  # fmt: skip
             probs = _power(z, MASKING)
             grad_probs = tl.dot(grad, tl.trans(v), input_precision="ieee")
@@ -377,17 +377,17 @@ def query_kernel(
                 grad_z *= norm[:, None]
             if SUMMED:
                 grad_scores, sums = sigma_backward_and_sums(
-                    scores, grad_z, sums, folded, LOW, HIGH, MONOTONE, CAP
+                    scores, grad_z, sums, folded, LOW, HIGH, COLUMNS, CAP
                 )
             else:
-                grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
+                grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, COLUMNS, CAP)
             grad_query = tl.dot(grad_scores.to(k.dtype), k, grad_query, input_precision="ieee")
     if SINKS:
         tl.store(MEANS + row, tl.sum(weighted, 1) * norm, mask=rows < T)
     store_tile(GRAD_QUERY + b * gq_b + h * gq_h, rows, gq_n, T, grad_query * scale, D, WIDTH)
     if SUMMED:
         store_parameter_gradients(
-            SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, MONOTONE
+            SUMS, bh * blocks + block, sums, folded, scale, LOW, HIGH, COLUMNS
         )
 
 
@@ -398,7 +398,7 @@ def key_kernel(
     g_b, g_h, g_n, gk_b, gk_h, gk_n, gv_b, gv_h, gv_n,
     t_h, heads, T, S, scale, seed, threshold, keep_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
+    COLUMNS: tl.constexpr, CAP: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, NORMED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -407,7 +407,7 @@ def key_kernel(
     s0 = tl.program_id(0) % blocks * BLOCK_S
     bh = tl.program_id(0) // blocks
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
-    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, MONOTONE)
+    folded = fold(PARAMETERS, h * t_h, scale, _unit(MASKING), LOW, HIGH, COLUMNS)
     mask = 0
     if MASKING > 0:
         mask = MASK + b * m_b + h * m_h
@@ -442,7 +442,7 @@ def key_kernel(
             scores = tl.dot(k, tl.trans(q), input_precision="ieee")
             z = _modulated(
                 scores, total[None, :], rows[None, :], seen[:, None], folded, mask, m_t, m_s,
-                T, S, LOW, HIGH, MONOTONE, CAP, MASKING, CAUSAL, phase == 0,
+                T, S, LOW, HIGH, COLUMNS, CAP, MASKING, CAUSAL, phase == 0,
             )  # fmt: skip
             probs = _power(z, MASKING)
             if NORMED:
@@ -455,7 +455,7 @@ def key_kernel(
                 dropped = tl.where(kept, probs * keep_scale, 0.0)
             grad_value = tl.dot(dropped.to(grad.dtype), grad, grad_value, input_precision="ieee")
             grad_z = probs * (grad_probs - delta[None, :])
-            grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, MONOTONE, CAP)
+            grad_scores = sigma_backward(scores, grad_z, folded, LOW, HIGH, COLUMNS, CAP)
             grad_key = tl.dot(grad_scores.to(q.dtype), q, grad_key, input_precision="ieee")
     store_tile(GRAD_KEY + b * gk_b + h * gk_h, columns, gk_n, S, grad_key * scale, D, WIDTH)
     store_tile(GRAD_VALUE + b * gv_b + h * gv_h, columns, gv_n, S, grad_value, D, WIDTH)

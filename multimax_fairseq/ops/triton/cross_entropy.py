@@ -21,7 +21,6 @@ from multimax_fairseq.ops.triton.launches import run_kernel
 from multimax_fairseq.ops.triton.modulator import (
     CAP_BOTH,
     CAP_LOW,
-    MONOTONE_COLUMNS,
     fold,
     load_scores,
     partial_sums,
@@ -53,7 +52,7 @@ def _finite(top):
 def loss_kernel(
     SCORES, PARAMETERS, TARGET, FACTORS, NLL, LOSS, PARAMETERS_GRAD,
     scores_n, classes, smooth_weight, nll_weight, z_weight,
-    ORDER: tl.constexpr, MONOTONE: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr,
+    ORDER: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr,
     GRADIENT: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute NLL and LOSS (N,) of a `LossCall` from the scores (N, V); one program per row.
@@ -68,13 +67,13 @@ def loss_kernel(
     row = tl.program_id(0)
     scores = SCORES + row.to(tl.int64) * scores_n
     # Logarithms use base 2, because exp2 saves one instruction per score.
-    folded = fold(PARAMETERS, 0, 1.0, _LOG2_E, ORDER, ORDER, MONOTONE)
+    folded = fold(PARAMETERS, 0, 1.0, _LOG2_E, ORDER, ORDER, COLUMNS)
     target = tl.load(TARGET + row)
     counts = target >= 0
     # Load the target's score before the reductions, which synchronise the warps. After them,
     # another warp may overwrite the score with a gradient. An invalid target gives a loss of NaN.
     score = tl.load(scores + target, mask=counts & (target < classes), other=float("nan"))
-    target_z = sigma(score.to(tl.float32), folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+    target_z = sigma(score.to(tl.float32), folded[1], folded, ORDER, ORDER, COLUMNS, CAP)
 
     # Each group of four neighbouring classes has its own running maximum and sums, so the threads
     # do not communicate within the loop.
@@ -88,7 +87,7 @@ def loss_kernel(
         for start in range(whole if phase == 1 else 0, seen if phase == 1 else whole, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             s = load_scores(scores, columns, classes, phase == 1)
-            z = sigma(s, folded[1], folded, ORDER, ORDER, MONOTONE, CAP)
+            z = sigma(s, folded[1], folded, ORDER, ORDER, COLUMNS, CAP)
             if phase == 1:
                 plain += partial_sums(tl.where(columns < classes, z, 0.0))
                 z = tl.where(columns < classes, z, -float("inf"))
@@ -131,7 +130,7 @@ def loss_kernel(
             of_entropy = tl.where(counts, tl.load(FACTORS + row * 2 + 1), 0.0)
             has_gradient = has_gradient | (of_entropy != 0)
         factor_of_p = factor * tl.where(z_weight == 0, 1.0, 1 + 2 * z_weight * total * _LN_2)
-        sums = zero_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+        sums = zero_sums(tl.zeros([BLOCK], tl.float32), COLUMNS)
         whole = classes // BLOCK * BLOCK
         if has_gradient:
             for phase in tl.static_range(2):
@@ -139,7 +138,7 @@ def loss_kernel(
                 for start in range(begin, end, BLOCK):
                     columns = start + tl.arange(0, BLOCK)
                     s = load_scores(scores, columns, classes, phase == 1)
-                    z = sigma(s, folded[1] - total, folded, ORDER, ORDER, MONOTONE, CAP)
+                    z = sigma(s, folded[1] - total, folded, ORDER, ORDER, COLUMNS, CAP)
                     grad = tl.exp2(z) * factor_of_p - smooth_weight * factor
                     if ENTROPY:
                         surprise = tl.maximum(z, _LEAST_LOG) + entropy
@@ -149,10 +148,10 @@ def loss_kernel(
                         grad = tl.where(columns < classes, grad, 0.0)
                     if SUMMED:
                         grad, sums = sigma_backward_and_sums(
-                            s, grad, sums, folded, ORDER, ORDER, MONOTONE, CAP
+                            s, grad, sums, folded, ORDER, ORDER, COLUMNS, CAP
                         )
                     else:
-                        grad = sigma_backward(s, grad, folded, ORDER, ORDER, MONOTONE, CAP)
+                        grad = sigma_backward(s, grad, folded, ORDER, ORDER, COLUMNS, CAP)
                     store(scores, columns, classes, grad, phase == 1)
         else:
             for start in range(0, classes, BLOCK):
@@ -160,7 +159,7 @@ def loss_kernel(
                 store(scores, columns, classes, tl.zeros([BLOCK], tl.float32), True)
         if SUMMED:
             store_parameter_gradients(
-                PARAMETERS_GRAD, row, sums, folded, 1.0, ORDER, ORDER, MONOTONE
+                PARAMETERS_GRAD, row, sums, folded, 1.0, ORDER, ORDER, COLUMNS
             )
 
 
@@ -211,7 +210,7 @@ def _one_chunk(
         "scores_n": scores.stride(0), "classes": classes,
         "smooth_weight": smooth_weight, "nll_weight": nll_weight, "z_weight": z_weight,
         "ORDER": 0 if parameters is None else 2,
-        "MONOTONE": parameters is not None and parameters.shape[1] == MONOTONE_COLUMNS,
+        "COLUMNS": 0 if parameters is None else parameters.shape[1],
         # The square of a finite float16 does not overflow in float32, but a score may be -inf.
         "CAP": (CAP_LOW if scores.dtype == torch.float16 else CAP_BOTH).value,
         "ENTROPY": entropy, "GRADIENT": factors is not None, "SUMMED": parameters_grad is not None,

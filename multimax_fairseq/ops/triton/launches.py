@@ -55,12 +55,12 @@ class Call(NamedTuple):
     is_heavy: bool
 
 
-def is_heavy(MASKING: int = 0, DROPOUT: bool = False, MONOTONE: bool = False, **_: object) -> bool:
+def is_heavy(MASKING: int = 0, DROPOUT: bool = False, COLUMNS: int = 0, **_: object) -> bool:
     """Return whether these constants of a kernel cause high register pressure.
 
     The causes are dropout, a monotone modulator, a float mask, and a mask with a row per query.
     """
-    return MASKING > 1 or DROPOUT or MONOTONE
+    return MASKING > 1 or DROPOUT or COLUMNS > 8
 
 
 # The keys are (float32, padded head size of at least 32); float32 products do not use tensor cores.

@@ -4,13 +4,17 @@
 u = min(s, edge), the term c max(edge - s, 0)^2 becomes c u^2 - 2 c edge u plus a constant. The
 coefficients absorb the scale of the scores, the unit of the result and all constants.
 
-A row of the parameters has COLUMNS float32 entries: low_coefficient[1..2], low_threshold[1..2],
+A row of a modulator's parameters has 8 float32 entries: low_coefficient[1..2], low_threshold[1..2],
 then the same for the high side. A monotone modulator has four more: low_turn, high_turn, low_offset
 and high_level. Its value is x + low_offset below low_turn and high_level above high_turn.
 
+The parameters of a soft-cap, cap tanh((x + shift) / width), are CAP_COLUMNS entries: cap, shift and
+width.
+
 Compile-time constants of the kernels:
 
-    LOW, HIGH: the orders of the two sides; 0 removes a side from the program.
+    COLUMNS: of the parameters; 0 without any.
+    LOW, HIGH: the orders of a modulator's sides; 0 removes a side from the program.
     CAP: which distances to a threshold are capped: CAP_NONE none; CAP_LOW those of scores of -inf;
         CAP_BOTH all whose square may overflow.
 
@@ -19,6 +23,7 @@ All computations use float32.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,12 +33,13 @@ from torch import Tensor
 
 from multimax_fairseq.ops.triton.launches import run_kernel
 
-COLUMNS = 8
-MONOTONE_COLUMNS = 12
-
+_MONOTONE_COLUMNS = tl.constexpr(12)
 # As in ops/modulator.py.
+CAP_COLUMNS = tl.constexpr(3)
 MAX_DISTANCE = tl.constexpr(1e18)
 CAP_NONE, CAP_LOW, CAP_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 # Elementwise kernels: elements per program, elements per iteration, warps per program.
 PIECE, BLOCK, WARPS = 8192, 1024, 4
@@ -68,31 +74,57 @@ def _fold_side(row, scale, unit, SIGN: tl.constexpr, ORDER: tl.constexpr):
 
 @triton.jit
 def fold(
-    PARAMETERS, first, scale, unit, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
+    PARAMETERS, first, scale, unit, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Fold the row of parameters at offset `first` for the functions below.
 
     These take s, where a score is scale * s with scale > 0, and return unit * sigma. Returns the
     slope of s; the constants of sigma and sigma'; the cap in the unit of s; both sides (see
     `_fold_side`); and (low_turn, high_turn in the unit of s; low_offset, high_level in the unit of
-    the result, minus the constant of sigma).
+    the result, minus the constant of sigma). The last entry of a soft-cap is the factor of tanh,
+    the slope and the offset of its argument, and the factor of sigma'.
     """
-    low, high, turns = 0.0, 0.0, 0.0
-    constant, level = 0.0, 1.0
-    if LOW > 0:
-        low = _fold_side(PARAMETERS + first, scale, unit, -1, LOW)
-        constant += low[5]
-        level += low[8]
-    if HIGH > 0:
-        high = _fold_side(PARAMETERS + first + 4, scale, unit, 1, HIGH)
-        constant += high[5]
-        level += high[8]
-    if MONOTONE:
-        row = PARAMETERS + first + 8
-        low_offset = tl.load(row + 2) * unit - constant
-        high_level = tl.load(row + 3) * unit - constant
-        turns = (tl.load(row) / scale, tl.load(row + 1) / scale, low_offset, high_level)
-    return scale * unit, constant, level, MAX_DISTANCE / scale, low, high, turns
+    if COLUMNS == CAP_COLUMNS:
+        row = PARAMETERS + first
+        cap, shift, width = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+        numbers = (cap * unit, scale / width, shift / width, cap / width)
+        return scale * unit, 0.0, 0.0, 0.0, 0.0, 0.0, numbers
+    else:
+        low, high, turns = 0.0, 0.0, 0.0
+        constant, level = 0.0, 1.0
+        if LOW > 0:
+            low = _fold_side(PARAMETERS + first, scale, unit, -1, LOW)
+            constant += low[5]
+            level += low[8]
+        if HIGH > 0:
+            high = _fold_side(PARAMETERS + first + 4, scale, unit, 1, HIGH)
+            constant += high[5]
+            level += high[8]
+        if COLUMNS == _MONOTONE_COLUMNS:
+            row = PARAMETERS + first + 8
+            low_offset = tl.load(row + 2) * unit - constant
+            high_level = tl.load(row + 3) * unit - constant
+            turns = (tl.load(row) / scale, tl.load(row + 1) / scale, low_offset, high_level)
+        return scale * unit, constant, level, MAX_DISTANCE / scale, low, high, turns
+
+
+@triton.jit
+def _tanh(x):
+    size = tl.abs(x)
+    # The second formula would lose the digits of small numbers.
+    square = x * x
+    series = square * (-17 / 315 + square * (62 / 2835))
+    series = x + x * square * (-1 / 3 + square * (2 / 15 + series))
+    large = 1 - 2 / (tl.exp2(size * (2 * _LOG2_E)) + 1)
+    return tl.where(size < 0.25, series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def _level(s, folded):
+    """Return (scale * s + shift) / width of a soft-cap, 0 for scores of inf and NaN; its tanh."""
+    _, by_width, offset, _ = folded[6]
+    inner = tl.where(tl.abs(s) < float("inf"), s * by_width + offset, 0.0)
+    return inner, _tanh(inner)
 
 
 @triton.jit
@@ -132,7 +164,7 @@ def _add_side(z, s, cap, side, SIGN: tl.constexpr, ORDER: tl.constexpr, CAP: tl.
 
 @triton.jit
 def sigma(
-    s, offset, folded, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr,
+    s, offset, folded, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
     """Return unit * sigma(scale * s) + offset - folded[1].
@@ -141,18 +173,23 @@ def sigma(
     """
     slope, _, _, cap, low, high, turns = folded
     line = s * slope + offset
-    z = line
-    if LOW > 0:
-        z = _add_side(z, s, cap, low, -1, LOW, CAP)
-    if HIGH > 0:
-        z = _add_side(z, s, cap, high, 1, HIGH, CAP)
-    if MONOTONE:
-        low_turn, high_turn, low_offset, high_level = turns
-        z = tl.where(s < low_turn, line + low_offset, z)
-        # A score of inf stays inf, so that an overflow remains visible.
-        level = tl.where(s < float("inf"), offset + high_level, line)
-        z = tl.where(s > high_turn, level, z)
-    return z
+    if COLUMNS == CAP_COLUMNS:
+        # Scores of inf, -inf and NaN stay, so that an overflow remains visible.
+        _, level = _level(s, folded)
+        return tl.where(tl.abs(s) < float("inf"), turns[0] * level + offset, line)
+    else:
+        z = line
+        if LOW > 0:
+            z = _add_side(z, s, cap, low, -1, LOW, CAP)
+        if HIGH > 0:
+            z = _add_side(z, s, cap, high, 1, HIGH, CAP)
+        if COLUMNS == _MONOTONE_COLUMNS:
+            low_turn, high_turn, low_offset, high_level = turns
+            z = tl.where(s < low_turn, line + low_offset, z)
+            # A score of inf stays inf, so that an overflow remains visible.
+            level = tl.where(s < float("inf"), offset + high_level, line)
+            z = tl.where(s > high_turn, level, z)
+        return z
 
 
 @triton.jit
@@ -184,16 +221,27 @@ def _slope(
 
 
 @triton.jit
+def _soft_cap_backward(s, grad, folded):
+    """Return grad * sigma'(scale * s), and `_level`."""
+    inner, level = _level(s, folded)
+    grad_s = grad * folded[6][3] * (1 - level * level)
+    return tl.where(tl.abs(s) < float("inf"), grad_s, 0.0), inner, level
+
+
+@triton.jit
 def sigma_backward(
-    s, grad, folded, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr,
+    s, grad, folded, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
     """Return grad * sigma'(scale * s)."""
-    slope = _slope(s, folded, LOW, HIGH, CAP, True)
-    if MONOTONE:
-        low_turn, high_turn, _, _ = folded[6]
-        slope = tl.where(s < low_turn, 1.0, tl.where(s > high_turn, 0.0, slope))
-    return grad * slope
+    if COLUMNS == CAP_COLUMNS:
+        return _soft_cap_backward(s, grad, folded)[0]
+    else:
+        slope = _slope(s, folded, LOW, HIGH, CAP, True)
+        if COLUMNS == _MONOTONE_COLUMNS:
+            low_turn, high_turn, _, _ = folded[6]
+            slope = tl.where(s < low_turn, 1.0, tl.where(s > high_turn, 0.0, slope))
+        return grad * slope
 
 
 @triton.jit
@@ -209,13 +257,16 @@ def partial_sums(product):
 
 
 @triton.jit
-def zero_sums(zero, MONOTONE: tl.constexpr):
+def zero_sums(zero, COLUMNS: tl.constexpr):
     """Return the initial sums of `sigma_backward_and_sums`; zero has the shape of the scores."""
     zero = partial_sums(zero)
-    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-    if MONOTONE:
-        sums = sums + (zero, zero)
-    return sums
+    if COLUMNS == CAP_COLUMNS:
+        return zero, zero, zero
+    else:
+        sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+        if COLUMNS == _MONOTONE_COLUMNS:
+            sums = sums + (zero, zero)
+        return sums
 
 
 @triton.jit
@@ -242,28 +293,36 @@ def _sum_side(
 @triton.jit
 def sigma_backward_and_sums(
     s, grad, sums, folded, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MONOTONE: tl.constexpr, CAP: tl.constexpr,
+    COLUMNS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Return grad * sigma'(scale * s), and `sums` plus the contribution of these scores.
 
     `store_parameter_gradients` turns the sums into gradients.
     """
-    _, _, _, cap, low, high, turns = folded
-    low_sums, high_sums, turn_sums = sums[:4], sums[4:8], sums[8:]
-    if MONOTONE:
-        low_turn, high_turn, _, _ = turns
-        below = tl.where(s < low_turn, grad, 0.0)
-        above = tl.where(s > high_turn, grad, 0.0)
-        turn_sums = (turn_sums[0] + partial_sums(below), turn_sums[1] + partial_sums(above))
-        grad = tl.where((s < low_turn) | (s > high_turn), 0.0, grad)
-    grad_s = grad * _slope(s, folded, LOW, HIGH, CAP, False)
-    if LOW > 0:
-        grad_s, low_sums = _sum_side(grad_s, low_sums, s, grad, cap, low, -1, LOW, CAP)
-    if HIGH > 0:
-        grad_s, high_sums = _sum_side(grad_s, high_sums, s, grad, cap, high, 1, HIGH, CAP)
-    if MONOTONE:
-        grad_s += below
-    return grad_s, low_sums + high_sums + turn_sums
+    if COLUMNS == CAP_COLUMNS:
+        grad_s, inner, level = _soft_cap_backward(s, grad, folded)
+        of_cap, of_shift, of_width = sums
+        of_cap += partial_sums(grad * level)
+        of_shift += partial_sums(grad_s)
+        of_width -= partial_sums(grad_s * inner)
+        return grad_s, (of_cap, of_shift, of_width)
+    else:
+        _, _, _, cap, low, high, turns = folded
+        low_sums, high_sums, turn_sums = sums[:4], sums[4:8], sums[8:]
+        if COLUMNS == _MONOTONE_COLUMNS:
+            low_turn, high_turn, _, _ = turns
+            below = tl.where(s < low_turn, grad, 0.0)
+            above = tl.where(s > high_turn, grad, 0.0)
+            turn_sums = (turn_sums[0] + partial_sums(below), turn_sums[1] + partial_sums(above))
+            grad = tl.where((s < low_turn) | (s > high_turn), 0.0, grad)
+        grad_s = grad * _slope(s, folded, LOW, HIGH, CAP, False)
+        if LOW > 0:
+            grad_s, low_sums = _sum_side(grad_s, low_sums, s, grad, cap, low, -1, LOW, CAP)
+        if HIGH > 0:
+            grad_s, high_sums = _sum_side(grad_s, high_sums, s, grad, cap, high, 1, HIGH, CAP)
+        if COLUMNS == _MONOTONE_COLUMNS:
+            grad_s += below
+        return grad_s, low_sums + high_sums + turn_sums
 
 
 @triton.jit
@@ -276,31 +335,34 @@ def _side_gradients(sums, side, scale, SIGN: tl.constexpr):
 
 @triton.jit
 def _parameter_gradients(
-    sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
+    sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Return the gradients of a row of parameters: one tensor per column, shaped as the sums."""
-    _, _, _, _, low, high, _ = folded
-    low_sums, high_sums = sums[:4], sums[4:8]
-    if LOW > 0:
-        low_sums = _side_gradients(low_sums, low, scale, -1)
-    if HIGH > 0:
-        high_sums = _side_gradients(high_sums, high, scale, 1)
-    grads = low_sums + high_sums
-    if MONOTONE:  # sigma is continuous at the turns, so the gradients of the turns are 0
-        zero = tl.zeros_like(sums[8])
-        grads = grads + (zero, zero) + sums[8:]
-    return grads
+    if COLUMNS == CAP_COLUMNS:
+        return sums
+    else:
+        _, _, _, _, low, high, _ = folded
+        low_sums, high_sums = sums[:4], sums[4:8]
+        if LOW > 0:
+            low_sums = _side_gradients(low_sums, low, scale, -1)
+        if HIGH > 0:
+            high_sums = _side_gradients(high_sums, high, scale, 1)
+        grads = low_sums + high_sums
+        if COLUMNS == _MONOTONE_COLUMNS:
+            # sigma is continuous at the turns, so the gradients of the turns are 0.
+            zero = tl.zeros_like(sums[8])
+            grads = grads + (zero, zero) + sums[8:]
+        return grads
 
 
 @triton.jit
 def store_parameter_gradients(
-    SUMS, row, sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, MONOTONE: tl.constexpr
+    SUMS, row, sums, folded, scale, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Compute a program's gradients of a row of parameters and store them in SUMS."""
-    grads = _parameter_gradients(sums, folded, scale, LOW, HIGH, MONOTONE)
-    columns: tl.constexpr = 12 if MONOTONE else 8
-    for column in tl.static_range(columns):
-        tl.store(SUMS + row.to(tl.int64) * columns + column, tl.sum(grads[column]))
+    grads = _parameter_gradients(sums, folded, scale, LOW, HIGH, COLUMNS)
+    for column in tl.static_range(COLUMNS):
+        tl.store(SUMS + row.to(tl.int64) * COLUMNS + column, tl.sum(grads[column]))
 
 
 @triton.jit
@@ -324,7 +386,7 @@ def store(start, index, limit, values, EDGE: tl.constexpr):
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def modulate_kernel(
     SCORES, PARAMETERS, OUT, count, pieces, heads, t_h,
-    MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT = sigma(SCORES).
 
@@ -334,37 +396,37 @@ def modulate_kernel(
     slab = (tl.program_id(0) // pieces).to(tl.int64)
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
-    folded = fold(PARAMETERS, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
+    folded = fold(PARAMETERS, slab % heads * t_h, 1.0, 1.0, 2, 2, COLUMNS)
     whole = left // BLOCK * BLOCK
     for phase in tl.static_range(2):
         for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
             index = start + tl.arange(0, BLOCK)
             s = load_scores(SCORES + first, index, left, phase == 1)
             # Cap both sides for every dtype: scores may be -inf or inf.
-            z = sigma(s, folded[1], folded, 2, 2, MONOTONE, CAP_BOTH)
+            z = sigma(s, folded[1], folded, 2, 2, COLUMNS, CAP_BOTH)
             store(OUT + first, index, left, z, phase == 1)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def modulate_backward_kernel(
     GRAD, SCORES, PARAMETERS, OUT, SUMS, count, pieces, heads, t_h,
-    MONOTONE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT, the gradient of SCORES, and a row of SUMS per program. See `modulate_kernel`."""
     slab = (tl.program_id(0) // pieces).to(tl.int64)
     begin = (tl.program_id(0) % pieces).to(tl.int64) * PIECE
     first, left = slab * count + begin, tl.minimum(count - begin, PIECE).to(tl.int32)
-    folded = fold(PARAMETERS, slab % heads * t_h, 1.0, 1.0, 2, 2, MONOTONE)
-    sums = zero_sums(tl.zeros([BLOCK], tl.float32), MONOTONE)
+    folded = fold(PARAMETERS, slab % heads * t_h, 1.0, 1.0, 2, 2, COLUMNS)
+    sums = zero_sums(tl.zeros([BLOCK], tl.float32), COLUMNS)
     whole = left // BLOCK * BLOCK
     for phase in tl.static_range(2):
         for start in range(whole if phase == 1 else 0, left if phase == 1 else whole, BLOCK):
             index = start + tl.arange(0, BLOCK)
             s = load_scores(SCORES + first, index, left, phase == 1)
             grad = load_scores(GRAD + first, index, left, phase == 1)
-            grad_s, sums = sigma_backward_and_sums(s, grad, sums, folded, 2, 2, MONOTONE, CAP_BOTH)
+            grad_s, sums = sigma_backward_and_sums(s, grad, sums, folded, 2, 2, COLUMNS, CAP_BOTH)
             store(OUT + first, index, left, grad_s, phase == 1)
-    store_parameter_gradients(SUMS, tl.program_id(0), sums, folded, 1.0, 2, 2, MONOTONE)
+    store_parameter_gradients(SUMS, tl.program_id(0), sums, folded, 1.0, 2, 2, COLUMNS)
 
 
 @triton.jit
@@ -478,7 +540,7 @@ def modulate(scores: Tensor, parameters: Tensor) -> Tensor:
 
     Args:
         scores: float16, bfloat16 or float32; (..., heads, T, S) if each head has a row.
-        parameters: (1 or heads, 8 or 12) float32, see the top of this file.
+        parameters: (1 or heads, columns) float32, see the top of this file.
 
     Returns:
         The shape of scores, float32, contiguous.
@@ -516,6 +578,6 @@ def _pieces(scores: Tensor, parameters: Tensor) -> tuple[int, dict[str, Any]]:
     pieces = triton.cdiv(count, PIECE)
     return scores.numel() // count * pieces, {
         "PARAMETERS": parameters, "count": count, "pieces": pieces, "heads": heads, "t_h": columns,
-        "MONOTONE": columns == MONOTONE_COLUMNS,
+        "COLUMNS": columns,
         "PIECE": PIECE, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True,
     }  # fmt: skip
