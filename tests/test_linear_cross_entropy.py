@@ -162,6 +162,16 @@ def test_linear_log_probs_equals_torch(kind, chunk_size, dtype):
         )
 
 
+def test_learned_soft_cap_has_finite_gradients_for_infinite_scores():
+    modulator = SoftCap(0.7, 0.2, 1.5, learned=True)
+    scores = torch.tensor([-torch.inf, 0.5, 2.0])
+    modulator(scores).exp().sum().backward()
+    found = [parameter.grad for parameter in modulator.parameters()]
+    modulator.zero_grad()
+    modulator(scores[1:]).exp().sum().backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in modulator.parameters()])
+
+
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 def test_linear_log_probs_ignores_excluded_classes(backend, monkeypatch):
     monkeypatch.setenv("MULTIMAX_BACKEND", backend)

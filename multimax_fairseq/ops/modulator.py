@@ -203,7 +203,10 @@ def soft_capped(
     x: Tensor, cap: float | Tensor, shift: float | Tensor, width: float | Tensor
 ) -> Tensor:
     """Return cap tanh((x + shift) / width); inf, -inf and NaN stay, as in `modulated`."""
-    return torch.where(x.isfinite(), cap * ((x + shift) / width).tanh(), x)
+    finite = x.isfinite()
+    # In the unselected branch, the gradient of the width would be 0 * inf = NaN.
+    inner = (torch.where(finite, x, 0.0) + shift) / width
+    return torch.where(finite, cap * inner.tanh(), x)
 
 
 def modulated_gradients(
