@@ -1,6 +1,6 @@
 """Use a trained model from Python: translate, sample, score, and look at its attention.
 
-model = load("checkpoints/checkpoint_best.pt", "data-bin")
+model = load("checkpoints")
 model.translate(["Guten Morgen ."])
 """
 
@@ -294,14 +294,19 @@ class _Probabilities(AttentionListener):
 
 
 def load(
-    checkpoint: str | Path, data_bin: str | Path, *others: str | Path, **settings: Any
+    checkpoint: str | Path,
+    data_bin: str | Path | None = None,
+    *others: str | Path,
+    **settings: Any,
 ) -> TrainedModel:
     """Load a model of fairseq-train, of this package or of fairseq itself.
 
     Args:
-        checkpoint: the file.
-        data_bin: the folder of fairseq-preprocess that the model was trained on.
-        *others: further checkpoints for an ensemble.
+        checkpoint: the file; or the folder of a run, for its checkpoint_best.pt, else its
+            checkpoint_last.pt.
+        data_bin: the folder of fairseq-preprocess that the model was trained on; by default the one
+            that the checkpoint names.
+        *others: further checkpoints or folders for an ensemble.
         **settings: flags of fairseq-interactive for the text, such as `bpe="sentencepiece",
             sentencepiece_model="text/pieces.model"`. Without them, sentences are tokens with
             spaces between them.
@@ -310,8 +315,8 @@ def load(
         UsageError: a file or setting does not exist, the dictionaries do not match, or the task is
             neither translation nor language modelling.
     """
-    models = []
+    models, data = [], None if data_bin is None else Path(data_bin)
     for path in (checkpoint, *others):
-        model, task, cfg = load_checkpoint(Path(path), Path(data_bin), **settings)
+        model, task, cfg = load_checkpoint(Path(path), data, **settings)
         models.append(model)
     return TrainedModel(cfg, task, models)

@@ -244,6 +244,42 @@ def test_load_accepts_a_plugins_translation_task(checkpoint, data, tmp_path, mon
     assert type(load(file, data / "mt").task) is task
 
 
+def test_load_finds_the_checkpoint_and_data_of_a_run(checkpoint, data, tmp_path, monkeypatch):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    run, moved = project / "runs" / "one", elsewhere / "runs" / "one"
+    run.mkdir(parents=True)
+    state = torch.load(checkpoint("transformer_multimax"), weights_only=False)
+    expected = load(checkpoint("transformer_multimax"), data / "mt").score(SOURCES, TARGETS)
+
+    def check():
+        for one, other in zip(load(folder).score(SOURCES, TARGETS), expected, strict=True):
+            assert torch.equal(one["positional_scores"], other["positional_scores"])
+
+    for named, save_dir in (("mt", "runs/one"), (str(project / "mt"), str(run))):
+        state["cfg"]["task"]["data"], state["cfg"]["checkpoint"]["save_dir"] = named, save_dir
+        torch.save(state, run / "checkpoint_last.pt")
+        (project / "mt").symlink_to(data / "mt")
+        folder = run
+        check()
+        project.rename(elsewhere)  # to another folder than the one that it names
+        folder = moved
+        check()
+        elsewhere.rename(project)
+        monkeypatch.chdir(project)
+        folder = "runs/one"
+        check()
+        monkeypatch.chdir(tmp_path)
+        (project / "mt").unlink()
+        with pytest.raises(UsageError, match=f"data folder '{named}' of checkpoint '.*' does not"):
+            load(run)
+        load(run, data / "mt")
+    (run / "checkpoint_best.pt").write_text("not a checkpoint")
+    with pytest.raises(UsageError, match="checkpoint_best.pt"):  # preferred
+        load(run, data / "mt")
+    with pytest.raises(UsageError, match="has no checkpoint_best.pt or checkpoint_last.pt: pass"):
+        load(project)
+
+
 def test_load_names_a_folder_without_data(checkpoint, data, tmp_path):
     languages = dict.fromkeys(("source_lang", "target_lang"))
     file = with_task(checkpoint("transformer_multimax"), tmp_path, "translation", **languages)

@@ -1,5 +1,6 @@
 """Load the model of a checkpoint."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -30,23 +31,43 @@ KINDS = {"translation": TranslationTask, "language_modeling": LanguageModelingTa
 
 
 def load(
-    path: Path, data: Path, kinds: Collection[str] = tuple(KINDS), **overrides: Any
+    path: Path, data: Path | None, kinds: Collection[str] = tuple(KINDS), **overrides: Any
 ) -> tuple[Any, Any, Any]:
     """Return a checkpoint's model in evaluation mode, its task and its settings.
 
     Args:
-        path: written by fairseq-train.
-        data: the folder of fairseq-preprocess that the model was trained on.
+        path: written by fairseq-train; or the folder of a run.
+        data: the folder of fairseq-preprocess that the model was trained on; None for the folder
+            that the checkpoint names.
         kinds: some of `KINDS`.
         **overrides: settings that replace those in the checkpoint.
 
     Raises:
         UsageError: a file is missing or does not match, or the task is of another kind.
     """
+    path = find_checkpoint(path)
     state = read(path, data, **overrides)
+    data = data or Path(task_of(state, path).data)
     task = set_up_task(state, path, data, kinds)
     model, cfg = build(state, path, task, data)
     return model, task, cfg
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the best checkpoint of a run's folder, else its last one; a file is returned as it is.
+
+    Raises:
+        UsageError: the folder has neither.
+    """
+    if not path.is_dir():
+        return path
+    names = ("checkpoint_best.pt", "checkpoint_last.pt")
+    found = next((path / name for name in names if (path / name).is_file()), None)
+    if found is None:
+        raise UsageError(
+            f"folder '{path}' has no {' or '.join(names)}: pass the --save-dir of a training"
+        )
+    return found
 
 
 def kind_of(name: str) -> str | None:
@@ -85,7 +106,7 @@ def set_up_task(
         raise UsageError(f"data folder '{data}' has no {missing}: {remedy}") from None
 
 
-def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
+def read(path: Path, data: Path | None, **overrides: Any) -> dict[str, Any]:
     """Return a checkpoint's state, with `data` and other settings replaced.
 
     Raises:
@@ -93,11 +114,12 @@ def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
     """
     if not path.is_file():
         raise no_file("checkpoint", path)
-    if not data.is_dir():
+    if data is not None and not data.is_dir():
         raise UsageError(
             f"data folder '{data}' does not exist: pass the folder that fairseq-preprocess wrote"
         )
     state: dict[str, Any] = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    data = data or _find_data(state, path)
     if cfg := state.get("cfg"):
         check_languages(path, {"cfg": OmegaConf.to_container(cfg)}, None, overrides)
         _check_names(cfg, overrides)
@@ -106,6 +128,16 @@ def read(path: Path, data: Path, **overrides: Any) -> dict[str, Any]:
         overwrite_args_by_name(cfg, {"data": str(data), "eval_bleu": False, **overrides})
         state["args"] = None  # of an older checkpoint; fairseq would read its settings again
     return state
+
+
+def _find_data(state: dict[str, Any], path: Path) -> Path:
+    """Return the data folder that a checkpoint names, also if both have moved together."""
+    named = task_of(state, path).data
+    moved = path.parent / os.path.relpath(named, state["cfg"].checkpoint.save_dir)
+    for data in (moved, Path(named)):
+        if data.is_dir():
+            return data
+    raise UsageError(f"data folder '{named}' of checkpoint '{path}' does not exist: pass its path")
 
 
 def _check_names(cfg: Any, overrides: dict[str, Any]) -> None:
