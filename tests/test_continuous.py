@@ -18,6 +18,7 @@ from multimax_fairseq import (
 )
 from multimax_fairseq.continuous.densities import (
     BIWEIGHT,
+    LAPLACE,
     TRIANGULAR,
     TRIWEIGHT,
     TRUNCATED_PARABOLA,
@@ -29,7 +30,7 @@ ONE_DIMENSION = {
     "softmax": (continuous_softmax, reference.normal_density),
     "sparsemax": (continuous_sparsemax, reference.truncated_parabola),
 }
-DENSITIES = [TRUNCATED_PARABOLA, BIWEIGHT, TRIWEIGHT, TRIANGULAR]
+DENSITIES = [TRUNCATED_PARABOLA, BIWEIGHT, TRIWEIGHT, TRIANGULAR, LAPLACE]
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
 
@@ -167,13 +168,19 @@ def test_density_is_the_entmax_of_its_scores(density):
         def at(t, inputs=inputs):
             return density(*double(t), *inputs).item()
 
-        assert integrate.quad(at, low, high, points=[mean])[0] == pytest.approx(1, rel=1e-8)
-        assert at(low - 1e-9) == at(high + 1e-9) == 0 < at(low + 1e-3 * (high - low))
-        # p^(alpha - 1) is (alpha - 1) times the function of scores, but for a constant.
-        power = density.alpha - 1
-        t = np.linspace(low, high, 9)[1:-1]
-        function = -abs(t - mean) if density is TRIANGULAR else -((t - mean) ** 2) / 2
-        level = [at(x) ** power - power * f / scale for x, f in zip(t, function, strict=True)]
+        halves = integrate.quad(at, low, mean)[0], integrate.quad(at, mean, high)[0]
+        assert halves == pytest.approx((0.5, 0.5), rel=1e-8)
+        reach = 9 * scale if density is LAPLACE else high - mean
+        t = np.linspace(mean - reach, mean + reach, 9)[1:-1]
+        function = -abs(t - mean) if density in (TRIANGULAR, LAPLACE) else -((t - mean) ** 2) / 2
+        values = np.array([at(x) for x in t])
+        if density is LAPLACE:  # of softmax, the limit of alpha-entmax at alpha = 1
+            level = np.log(values) - function / scale
+        else:
+            assert at(low - 1e-9) == at(high + 1e-9) == 0 < at(low + 1e-3 * (high - low))
+            # p^(alpha - 1) is (alpha - 1) times the function of scores, but for a constant.
+            power = density.alpha - 1
+            level = values**power - power * function / scale
         np.testing.assert_allclose(level, level[0], rtol=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""Densities of compact support over time: alpha-entmax of a score function."""
+"""Location-scale families of densities over time: alpha-entmax of a score function."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ from multimax_fairseq.continuous.expectation import (
     result_dtype,
 )
 
+# The quadrature of an infinite support ends here, where exp(-x) is negligible in double precision.
+TAIL = 40.0
+
 
 @dataclass(frozen=True)
 class Density:
-    """A density of a location-scale family: p(t) = profile(|t - mean| / half) / half.
+    """A density of a location-scale family: p(t) = profile(|t - mean| / unit) / unit.
 
     It is the alpha-entmax of a score function f that falls off from the mean,
     p(t) = [(alpha - 1) (f(t) - lambda)]_+^(1 / (alpha - 1))      (Eq. 7, Martins et al. 2020)
+    and for alpha = 1, softmax, p(t) = exp(f(t) - lambda).
 
     Args:
         name: in words.
         alpha: of alpha-entmax.
-        degree, constant: half the width of the support is (constant * scale)^(1 / degree). f is
-            -(t - mean)^2 / (2 scale); for the triangular density -|t - mean| / scale.
-        profile: density of (t - mean) / half on [0, 1]; on [-1, 0] it is the mirror image.
+        degree, constant: the unit is (constant * scale)^(1 / degree). f is
+            -(t - mean)^2 / (2 scale); for the triangular and Laplace densities -|t - mean| / scale.
+        profile: density of (t - mean) / unit on [0, end]; the other half is its mirror image.
+        end: half the width of the support in units.
     """
 
     name: str
@@ -38,20 +43,21 @@ class Density:
     degree: float
     constant: float
     profile: Callable[[Tensor], Tensor]
+    end: float = 1.0
 
-    def half_width(self, scale: Tensor) -> Tensor:
-        """Return half the width of the support, the shape of scale."""
+    def unit(self, scale: Tensor) -> Tensor:
+        """Return the unit of the profile's argument, the shape of scale."""
         return (self.constant * scale) ** (1 / self.degree)
 
     def support(self, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ends of the support, each of the broadcast shape."""
-        half = self.half_width(scale)
+        half = self.end * self.unit(scale)
         return mean - half, mean + half
 
     def __call__(self, time: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """Return the density at times; the arguments broadcast."""
-        half = self.half_width(scale)
-        return self.profile(((time - mean).abs() / half).clamp(max=1)) / half
+        unit = self.unit(scale)
+        return self.profile(((time - mean).abs() / unit).clamp(max=self.end)) / unit
 
     def expectation(self, mean: Tensor, scale: Tensor, centers: Tensor, widths: Tensor) -> Tensor:
         """Return the expectations of Gaussian basis functions, (..., N).
@@ -66,21 +72,21 @@ class Density:
         dtype = result_dtype(mean, scale)
         mean, scale = (t.double()[..., None, None] for t in (mean, scale))
         at, width = (t.double()[:, None] for t in (centers, widths))
-        half = self.half_width(scale)
+        unit, end = self.unit(scale), min(self.end, TAIL)
         node, weight = NODES.to(mean.device), WEIGHTS.to(mean.device)
         total = torch.zeros((), dtype=torch.float64, device=mean.device)
         for side in (-1, 1):
-            # In (time - mean) / half the ends of the support are fixed, so no derivative has a
+            # In (time - mean) / unit the ends of the support are fixed, so no derivative has a
             # boundary term.
             with torch.no_grad():
+                limits = sorted((0, side * end))
                 low, high = (
-                    ((at + end * REACH * width - mean) / half).clamp(min(side, 0), max(side, 0))
-                    for end in (-1, 1)
+                    ((at + sign * REACH * width - mean) / unit).clamp(*limits) for sign in (-1, 1)
                 )
                 span = (high - low) / 2
                 points = low + span * (1 + node)
                 measure = span * weight * self.profile(points.abs())
-            distance = (mean + half * points - at) / width
+            distance = (mean + unit * points - at) / width
             basis = torch.exp(-(distance**2) / 2) / (math.sqrt(2 * math.pi) * width)
             total = total + (measure * basis).sum(-1)
         return total.to(dtype)
@@ -102,3 +108,6 @@ TRUNCATED_PARABOLA = _truncated_power("truncated parabola", 1)
 BIWEIGHT = _truncated_power("biweight", 2)
 TRIWEIGHT = _truncated_power("triweight", 3)
 TRIANGULAR = Density("triangular", alpha=2, degree=2, constant=1, profile=lambda x: 1 - x)
+LAPLACE = Density(
+    "Laplace", alpha=1, degree=1, constant=1, profile=lambda x: torch.exp(-x) / 2, end=math.inf
+)
