@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -39,6 +40,26 @@ def scores(comparison):
     """Return {mapping: BLEU of each seed}."""
     models = json.loads((comparison / "result.json").read_text())["models"]
     return {name: [run["value"] for run in model["runs"]] for name, model in models.items()}
+
+
+def test_compare_takes_a_folder_of_preprocess(text, tmp_path):
+    words = ["fairseq-preprocess", *("--source-lang", "de", "--target-lang", "en")]
+    words += ["--trainpref", text / "train", "--validpref", text / "valid"]
+    run(tmp_path, *words)
+    command = ("multimax-compare", "data-bin", "--updates", "5")
+    assert "'data-bin' has no test.de-en.de.idx: run" in refused(tmp_path, *command)
+    shutil.rmtree(tmp_path / "data-bin")
+    run(tmp_path, *words, "--testpref", text / "test")
+    sentence = refused(tmp_path, *command, "--source", "de")
+    assert "languages of 'data-bin' are unknown: pass --source and --target" in sentence
+    output = run(tmp_path, *command)
+    found = json.loads((tmp_path / "comparison/result.json").read_text())["models"]
+    assert found["multimax"]["value"] == found["multimax"]["runs"][0]["value"]
+    settings = json.loads((tmp_path / "comparison/settings.json").read_text())
+    assert "--share-decoder-input-output-embed" in settings["options"]  # two dictionaries
+    block = r"  source +\S.*\n  reference +\S.*\n  softmax.*\n  multimax"
+    assert len(re.findall(block, output)) == 3
+    assert "comparison of other text" in refused(tmp_path, *command, "--updates", "4")
 
 
 def test_compare_reports_no_p_of_one_seed_and_resumes_with_more(text, tmp_path):

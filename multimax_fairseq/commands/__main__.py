@@ -21,9 +21,11 @@ COMPARE = """\
 Trains softmax and MultiMax on your parallel text, and compares their translations.
 
     multimax-compare TEXT --source de --target en [--seeds 5] [--out comparison]
+    multimax-compare DATA-BIN [--seeds 5] [--out comparison]
 
 TEXT has train, valid and test in both languages, one sentence per line: train.de, train.en, and so
 on. The command learns subwords and trains models with softmax attention and models with MultiMax.
+It takes the subwords of DATA-BIN, a folder of fairseq-preprocess, as they are.
 It prints SacreBLEU, chrF and three translations, and draws the validation losses. The models suit
 two CPU cores, or one GPU if there is one. The same command resumes after an interruption.
 
@@ -67,13 +69,11 @@ def average() -> None:
 
 def compare() -> None:
     parser = new_parser("compare", COMPARE)
-    parser.add_argument("text", type=Path, metavar="TEXT", help="the folder of the text")
     parser.add_argument(
-        "--source", required=True, metavar="LANGUAGE", help="ending of the files to translate"
+        "text", type=Path, metavar="TEXT", help="the folder of the text, or of fairseq-preprocess"
     )
-    parser.add_argument(
-        "--target", required=True, metavar="LANGUAGE", help="ending of their translations"
-    )
+    parser.add_argument("--source", metavar="LANGUAGE", help="ending of the files to translate")
+    parser.add_argument("--target", metavar="LANGUAGE", help="ending of their translations")
     parser.add_argument(
         "--out",
         type=Path,

@@ -1,4 +1,4 @@
-"""Trains softmax and MultiMax on your parallel text, and compares their translations."""
+"""Trains softmax and MultiMax on your parallel text or data-bin, and compares translations."""
 
 import argparse
 import functools
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq.data.data_utils import infer_language_pair
 from tqdm import tqdm
 
+from multimax_fairseq.bleu import metric
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.parallel_text import SPLITS, Pairs, prepare, read_pairs
 from multimax_fairseq.commands.runs import Run, claim, finished, train, work
@@ -56,15 +58,27 @@ def main(args: argparse.Namespace) -> None:
     for flag in ("updates", "seeds"):
         if (number := getattr(args, flag)) < 1:
             raise UsageError(f"--{flag} {number} must be at least 1")
-    pairs = {split: read_pairs(args.text, split, (args.source, args.target)) for split in SPLITS}
+    source, target, is_binarised = languages(args)
     options = [*COMMON, *(ON_GPU if is_gpu else ON_CPU)]
     options += ["--max-update", str(args.updates), "--total-num-update", str(args.updates)]
     options += ["--save-interval-updates", str(max(1, args.updates // 5))]
+    pairs: Pairs = {}
+    if is_binarised:
+        data = args.text
+        check_splits(data, source, target)
+        options += ["--source-lang", source, "--target-lang", target]
+        if len({(data / f"dict.{language}.txt").read_bytes() for language in (source, target)}) > 1:
+            options[options.index("--share-all-embeddings")] = "--share-decoder-input-output-embed"
+        digest = data_checksum(data)
+    else:
+        data = args.out / "data-bin"
+        pairs = {split: read_pairs(args.text, split, (source, target)) for split in SPLITS}
+        digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+    settings = {"source": source, "target": target, "options": options, "sha256": digest}
     with claim(args.out, wait=True):
-        keep_settings(
-            args.out, {"source": args.source, "target": args.target, "options": options}, pairs
-        )
-        data = prepare(pairs, args.source, args.target, args.out)
+        keep_settings(args.out, settings, data)
+        if not is_binarised:
+            prepare(pairs, source, target, args.out)
     seeds = range(args.seed, args.seed + args.seeds)
     checksum, make_result = data_checksum(data), functools.partial(result_of, data, args.updates)
     trainings: dict[tuple[str, int], Run] = {}
@@ -86,17 +100,38 @@ def main(args: argparse.Namespace) -> None:
     found = {"seeds": [*seeds], "models": models, **difference(gains)}
     write_json(args.out / "result.json", found)
     folders = {mapping: args.out / mapping / f"seed-{args.seed}" for mapping in MAPPINGS}
-    print(samples(pairs["test"], folders))
+    print(samples(pairs.get("test") or read_back(folders["multimax"]), folders))
     print(table(runs, gains, found["p"]), end="")
     print(f"written: {args.out / 'result.json'}")
     print(draw(args.out, seeds))
 
 
-def keep_settings(out: Path, settings: dict[str, Any], pairs: Pairs) -> None:
+def languages(args: argparse.Namespace) -> tuple[str, str, bool]:
+    """Return both languages, and whether the folder is one of fairseq-preprocess."""
+    given = args.source, args.target
+    found = infer_language_pair(str(args.text)) if args.text.is_dir() else (None, None)
+    is_binarised = None not in found
+    if None in given and (any(given) or not is_binarised):
+        raise UsageError(f"the languages of '{args.text}' are unknown: pass --source and --target")
+    return *(found if None in given else given), is_binarised
+
+
+def check_splits(data: Path, source: str, target: str) -> None:
+    """Raise UsageError if a folder of fairseq-preprocess lacks what the runs need."""
+    metric(target)  # raises UsageError without its package
+    for split, language in itertools.product(SPLITS, (source, target)):
+        names = [f"{split}.{a}-{b}.{language}.idx" for a, b in ((source, target), (target, source))]
+        if not any((data / name).is_file() for name in names):
+            raise UsageError(
+                f"'{data}' has no {names[0]}: run fairseq-preprocess with --trainpref, "
+                "--validpref and --testpref"
+            )
+
+
+def keep_settings(out: Path, settings: dict[str, Any], data: Path) -> None:
     """Write the settings of a new comparison; raise UsageError if `out` has another one."""
-    digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-    file, line = out / "settings.json", json.dumps({**settings, "sha256": digest})
-    is_started = file.exists() and (out / "data-bin").exists()
+    file, line = out / "settings.json", json.dumps(settings)
+    is_started = file.exists() and data.exists()
     if is_started and read_lines(file) != [line]:
         raise UsageError(f"'{out}' is a comparison of other text or settings: pass another --out")
     write(file, f"{line}\n")
@@ -121,6 +156,13 @@ def hypotheses(folder: Path, count: int) -> list[str]:
     """Return the translations in a model's evaluate.log."""
     found = sentences((folder / "evaluate.log").read_text(encoding="utf-8"), "H")
     return [found[number] for number in range(count)]
+
+
+def read_back(folder: Path) -> list[tuple[str, str]]:
+    """Return the test sentences and their references from a model's evaluate.log."""
+    output = (folder / "evaluate.log").read_text(encoding="utf-8")
+    sources, references = sentences(output, "S"), sentences(output, "T")
+    return [(sources[number], references[number]) for number in range(len(references))]
 
 
 def over_seeds(runs: list[Result]) -> Result:

@@ -55,6 +55,6 @@ def last_line(output: str) -> str:
 
 
 def sentences(output: str, kind: str) -> dict[int, str]:
-    """Return {number: text} from fairseq-generate's lines H (hypothesis) or T (target)."""
+    """Return {number: text} from fairseq-generate's lines H (hypothesis), S (source) or T."""
     tab = r"\t\S+\t" if kind == "H" else r"\t"
     return {int(n): s for n, s in re.findall(rf"^{kind}-(\d+){tab}(.*)$", output, re.MULTILINE)}
