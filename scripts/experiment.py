@@ -47,7 +47,15 @@ from omegaconf import DictConfig, OmegaConf
 from multimax_fairseq import compat
 from multimax_fairseq.children import child
 from multimax_fairseq.commands import evaluate
-from multimax_fairseq.commands.runs import PEAK, STARTED, Run, options_of, train, work
+from multimax_fairseq.commands.runs import (
+    PEAK,
+    STARTED,
+    Run,
+    next_analysis,
+    options_of,
+    train,
+    work,
+)
 from multimax_fairseq.commands.stock import find_command
 from multimax_fairseq.compat.program import program
 from multimax_fairseq.errors import UsageError
@@ -332,9 +340,13 @@ def main() -> None:
         prepare(args)
         args.out.mkdir(parents=True, exist_ok=True)
         # Each seed runs all rows before the next seed, so that the table has all rows early.
-        work([plan(args, row, seed) for seed in args.seeds for row in args.rows])
+        runs = [plan(args, row, seed) for seed in args.seeds for row in args.rows]
+        work(runs)
         if not is_quickstart:  # scripts/quickstart_report.py reports those
             print(f"\n{lib.collect(args.out, lib.results_table)}\nResults: {args.out}")
+            plugin = options_of(runs[-1].command)["--user-dir"][0]
+            best = runs[-1].folder / "checkpoint_best.pt"
+            print(next_analysis(best, args.data_bin, args.out, plugin))
 
 
 if __name__ == "__main__":

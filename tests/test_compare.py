@@ -42,6 +42,13 @@ def scores(comparison):
     return {name: [run["value"] for run in model["runs"]] for name, model in models.items()}
 
 
+def next_command(output):
+    """Return the command that the last line of the output names."""
+    last = output.splitlines()[-1]
+    assert last.startswith("Next, to ")
+    return last.partition(": ")[2]
+
+
 def test_compare_takes_a_folder_of_preprocess(text, tmp_path):
     words = ["fairseq-preprocess", *("--source-lang", "de", "--target-lang", "en")]
     words += ["--trainpref", text / "train", "--validpref", text / "valid"]
@@ -59,6 +66,8 @@ def test_compare_takes_a_folder_of_preprocess(text, tmp_path):
     assert "--share-decoder-input-output-embed" in settings["options"]  # two dictionaries
     block = r"  source +\S.*\n  reference +\S.*\n  softmax.*\n  multimax"
     assert len(re.findall(block, output)) == 3
+    run(tmp_path, "bash", "-c", next_command(output))
+    assert (tmp_path / "comparison/analysis/heads.csv").exists()
     assert "comparison of other text" in refused(tmp_path, *command, "--updates", "4")
 
 
@@ -86,6 +95,8 @@ def test_compare_reports_no_p_of_one_seed_and_resumes_with_more(text, tmp_path):
     assert len(re.findall(block, output)) == 3
     curves = (comparison / "curves.svg").read_text()
     assert "validation loss" in curves and "softmax" in curves
+    command_line = next_command(output)
+    assert re.search(r"^D-0\t", run(tmp_path, "bash", "-c", f"echo hallo | {command_line}"), re.M)
     # The command trains no finished model again, and continues an unfinished one.
     last = comparison / "softmax/seed-3/checkpoint_last.pt"
     before = last.stat().st_mtime_ns

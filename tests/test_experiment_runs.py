@@ -145,6 +145,8 @@ def test_experiment_tabulates_all_rows_and_seeds(experiment):
     assert rows.keys() == set(itertools.product(("softmax", row), seeds))
     table = (folder / "out" / "table.md").read_text()
     assert any(table in output for output in outputs)
+    best = folder / "out" / row / f"seed-{seeds[-1]}" / "checkpoint_best.pt"
+    assert all(f"multimax-analyze collect {best} {folder}" in output for output in outputs)
     lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
     assert len(lines) == 2
     expected = set()

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import re
+import shlex
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from multimax_fairseq.bleu import metric
 from multimax_fairseq.commands.evaluate import PLUGIN, evaluate
 from multimax_fairseq.commands.parallel_text import SPLITS, Pairs, prepare, read_pairs
-from multimax_fairseq.commands.runs import Run, claim, finished, train, work
+from multimax_fairseq.commands.runs import Run, claim, finished, next_analysis, train, work
 from multimax_fairseq.commands.stock import find_command, portable, sentences
 from multimax_fairseq.commands.tables import FEWEST, markdown, mean_text, paired
 from multimax_fairseq.errors import UsageError
@@ -104,6 +105,8 @@ def main(args: argparse.Namespace) -> None:
     print(table(runs, gains, found["p"]), end="")
     print(f"written: {args.out / 'result.json'}")
     print(draw(args.out, seeds))
+    best = folders["multimax"] / "checkpoint_best.pt"
+    print(next_analysis(best, data, args.out) if is_binarised else next_translation(best, data))
 
 
 def languages(args: argparse.Namespace) -> tuple[str, str, bool]:
@@ -209,6 +212,13 @@ def table(runs: dict[str, list[Result]], gains: list[float], p: float | None) ->
     else:
         text += f", p = {p:.3f} (paired t-test over {len(gains)} seeds)"
     return f"{text}\n{runs['softmax'][0]['signature']}\n"
+
+
+def next_translation(checkpoint: Path, data: Path) -> str:
+    words = ["fairseq-interactive", data, "--user-dir", PLUGIN.name, "--path", checkpoint]
+    words += ["--beam", 5, "--bpe", "sentencepiece"]
+    words += ["--sentencepiece-model", data / "sentencepiece.model"]
+    return f"Next, to translate your own sentences: {shlex.join(map(str, words))}"
 
 
 def draw(out: Path, seeds: Iterable[int]) -> str:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TextIO
 
 from multimax_fairseq.children import child
 from multimax_fairseq.commands.stock import failure, portable
-from multimax_fairseq.compat import saving
+from multimax_fairseq.compat import PACKAGE, saving
 from multimax_fairseq.errors import UsageError
 from multimax_fairseq.files import read_lines, whole, write, write_json
 from multimax_fairseq.signature import signature
@@ -146,6 +146,14 @@ def options_of(command: list[str]) -> dict[str, tuple[str, ...]]:
         else:
             found[name] = (*found.get(name, ()), word)
     return found
+
+
+def next_analysis(checkpoint: Path, data: Path, out: Path, plugin: str = PACKAGE) -> str:
+    """Return the sentence with the command that shows what a run's model has learned."""
+    words = ["multimax-analyze", "collect", str(checkpoint), str(data), "--subset", "test"]
+    words += ["--out", str(out / "analysis")]
+    words += [] if plugin == PACKAGE else ["--user-dir", plugin]
+    return f"Next, to see what the model has learned: {shlex.join(words)}"
 
 
 # --- fairseq-train -------------------------------------------------------------------------------
