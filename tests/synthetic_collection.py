@@ -207,6 +207,12 @@ def histograms(row, scores, probs):
         for left, right in zip(edges[:-1], edges[1:], strict=True):
             count = ((values > left) & (values <= right)).sum()
             rows.append({**row, "quantity": quantity, "left": left, "right": right, "count": count})
+    densities = (np.asarray(probs) > 0).mean(-1)  # of each query, as a sentence of its own
+    counts, edges = np.histogram(densities, np.linspace(0, 1, 21))
+    rows += [
+        {**row, "quantity": "density", "left": left, "right": right, "count": count}
+        for left, right, count in zip(edges, edges[1:], counts, strict=False)
+    ]
     return rows
 
 

@@ -1,6 +1,7 @@
 """multimax-analyze collect equals a NumPy forward pass from the weights of toy models."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -143,6 +144,11 @@ def test_collect_histograms_count_each_value_once(data, collected, variant):
                 edges = [bins[0]["left"], *(r["right"] for r in bins)]
                 assert edges == sorted(edges)
                 assert all(r["left"] == left for r, left in zip(bins, edges, strict=False))
+    for kind, layer in itertools.product(ATTENTIONS, range(LAYERS)):
+        bins = [r for r in rows if (r["place"], r["layer"], r["quantity"])
+                == (kind, layer, "density")]  # fmt: skip
+        assert sum(r["count"] for r in bins) == len(lengths[0]) * HEADS
+        assert (bins[-1]["count"] < len(lengths[0]) * HEADS) == (variant == "alpha_entmax")
     zeros = sum(r["count"] for r in rows if r["quantity"] == "probability" and r["right"] == 0)
     assert (zeros > 0) == (variant == "alpha_entmax")
 

@@ -96,7 +96,7 @@ def test_draw_yields_exactly_the_figures_with_data(drawn, name):
     wanted = ALWAYS | {f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds}
     wanted |= {"bpe-merging-heads"}
     if name in ("sparsemax", "alpha_entmax"):
-        wanted |= {"density"}
+        wanted |= {"density", "density-distribution"}
     if name in TRANSLATIONS:
         wanted |= {"interrogation-heads"}
     if name in ("multimax", "lm"):
@@ -239,6 +239,17 @@ def test_over_smoothing_shows_patch_similarity(drawn, folders):
         shown = [line.get_ydata() for line in axis.lines]
         expected = [rows["patch_similarity"] for _, rows in own.groupby("updates")]
         np.testing.assert_allclose(shown, expected)
+
+
+def test_density_distribution_shows_heads_and_sentences_of_all_layers(drawn, folders):
+    table = pd.read_csv(folders["alpha_entmax"] / "histograms.csv")
+    table = table[(table["quantity"] == "density") & (table["updates"] == 40)]
+    axes = drawn("alpha_entmax")["density-distribution"].figure.axes
+    for axis, (_, own) in zip(axes, table.groupby("place", sort=False), strict=True):
+        counts = own.groupby("left")["count"].sum()
+        line = lines_of(axis)["40 updates"]
+        np.testing.assert_allclose(line[::2, 0], np.linspace(0, 0.95, 20), atol=1e-12)
+        np.testing.assert_allclose(line[1::2, 1], counts / counts.sum())
 
 
 def test_weight_distributions_rise_from_zero_share_to_one(drawn, folders):

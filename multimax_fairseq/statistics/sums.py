@@ -1,6 +1,7 @@
 """Running sums over forward passes, in memory that does not grow with the data."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ TEMPERATURES = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
 SCORE_STEP, BINS_PER_DECADE = 0.5, 8
 SCORE_EDGES = np.arange(-40, 40 + SCORE_STEP / 2, SCORE_STEP)
 PROBABILITY_EDGES = np.concatenate([[0.0], np.logspace(-8, 0, 8 * BINS_PER_DECADE + 1)])
+DENSITY_EDGES = np.linspace(0, 1, 21)
 # Positional heads attend to nearby tokens; larger offsets are ignored.
 LARGEST_OFFSET = 32
 # Ends of the buckets of word ranks, finer for frequent words.
@@ -82,6 +84,7 @@ class AttentionSums:
         self.offset_pairs = torch.zeros(offsets, dtype=torch.long)
         self.scores = torch.zeros(len(SCORE_EDGES) + 1, dtype=torch.long)
         self.probs = torch.zeros(len(PROBABILITY_EDGES), dtype=torch.long)
+        self.densities = torch.zeros(len(DENSITY_EDGES) - 1, dtype=torch.long)
 
     def add(self, scores: Tensor, probs: Tensor, excluded: Tensor, pair: QueriesAndKeys) -> None:
         """Add a batch: scores, probs and excluded, (B, heads, T, S)."""
@@ -104,6 +107,7 @@ class AttentionSums:
         self._positions(probs, valid, padding, pair.offsets)
         self.scores += _score_counts(scores, valid)
         self.probs += _prob_counts(probs, valid)
+        self.densities += _density_counts(results["density"])
         epsilon = metrics.mean_score(scores, excluded)
         reference = metrics.uniform_probability(scores, excluded)
         softmaxes = metrics.over_temperatures(scores, TEMPERATURES, epsilon, reference, excluded)
@@ -165,13 +169,15 @@ class AttentionSums:
         return {name: mean[0] for name, mean in self.layer.items()}
 
     def histogram_rows(self) -> list[dict[str, Any]]:
-        edges = {
+        edges: dict[str, Sequence[float]] = {
             "score": [-np.inf, *SCORE_EDGES, np.inf],
             "probability": [0.0, *PROBABILITY_EDGES],  # the first bin is exactly 0
+            "density": [*DENSITY_EDGES],
         }
+        counted = {"score": self.scores, "probability": self.probs, "density": self.densities}
         return [
             {"quantity": quantity, "left": left, "right": right, "count": int(count)}
-            for quantity, counts in (("score", self.scores), ("probability", self.probs))
+            for quantity, counts in counted.items()
             for (left, right), count in zip(pairwise(edges[quantity]), counts, strict=True)
         ]
 
@@ -189,6 +195,13 @@ def _score_counts(scores: Tensor, valid: Tensor) -> Tensor:
     last = len(SCORE_EDGES)
     bins = ((scores - SCORE_EDGES[0]) / SCORE_STEP).ceil_().clamp_(0, last)
     return _bin_counts(bins, valid, last + 1)
+
+
+def _density_counts(densities: Tensor) -> Tensor:
+    """Count heads and sentences by their mean density over the queries, (B, heads, T)."""
+    means, last = densities.nanmean(-1), len(DENSITY_EDGES) - 1
+    bins = (means * last).ceil_().sub_(1).clamp_(0, last - 1)
+    return _bin_counts(bins, ~means.isnan(), last)
 
 
 def _prob_counts(probs: Tensor, valid: Tensor) -> Tensor:

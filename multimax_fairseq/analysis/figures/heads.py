@@ -1,5 +1,6 @@
 """Single heads: learned alphas, densities and roles."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from multimax_fairseq.analysis.canvas import (
     style,
     updates_axis,
 )
-from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, latest
+from multimax_fairseq.analysis.collection import ATTENTIONS, Collection, bins, latest
 from multimax_fairseq.analysis.figures.catalogue import picture
 
 
@@ -84,6 +85,32 @@ def alpha_distribution(collection: Collection) -> Figure | None:
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_title(ATTENTIONS[kind], fontsize=10)
         axis.legend(fontsize=8)
+    return figure
+
+
+@picture("Distribution of the density of attention", comparable=True)
+def density_distribution(collections: list[Collection]) -> Figure | None:
+    """The share of heads and sentences by their density, the share of non-zero attention weights
+    averaged over a sentence's queries (Correia et al. 2019). One panel per kind of attention, over
+    all layers."""
+    panels: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {}
+    for kind, (index, entry) in itertools.product(
+        kinds_of(collections), enumerate(series(collections))
+    ):
+        counts = entry.of("histograms", kind=kind, quantity="density")
+        if not counts.empty:
+            counts = counts.groupby(["left", "right"], as_index=False)["count"].sum()
+            panels.setdefault(kind, []).append((bins(counts), entry.label, style(index)))
+    if not any(share[:-1].any() for own in panels.values() for (_, _, share), _, _ in own):
+        return None  # no weight is 0
+    figure, axes = grid(1, len(panels))
+    for axis, (kind, own) in zip(axes[0], panels.items(), strict=True):
+        for (left, right, share), label, look in own:
+            sides = np.stack([left, right], -1).ravel()
+            axis.plot(sides, np.repeat(share, 2), label=label, **{**look, "marker": ""})
+        axis.set(xlabel="density", ylabel="share of heads and sentences", xlim=(0, 1))
+        axis.set_title(ATTENTIONS[kind], fontsize=10)
+    legend_below(figure)
     return figure
 
 
