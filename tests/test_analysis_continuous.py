@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from commands import run
 from figure_checks import check_figure
 from html_pages import Page, run_in_page
 from matplotlib.patches import Rectangle
@@ -17,6 +18,7 @@ from torch import nn
 from toy_collection import TRANSLATION, gather, table
 
 from multimax_fairseq.analysis import collection, figures, parameters, report
+from multimax_fairseq.analysis.figures.families import families
 from multimax_fairseq.analysis.recorder import Recorder
 from multimax_fairseq.analysis.words import WordBoundaries
 from multimax_fairseq.errors import UsageError
@@ -450,3 +452,21 @@ def test_report_page_shows_densities_in_a_browser(page, example, tmp_path):
     assert encoder["width"] and encoder["heads"] == encoder["words"] == []
     assert re.search(r"Its density over the sentence has its mean at 0\.\d\d\.$", encoder["told"])
     assert decoder["width"] is None and "density" not in decoder["told"]
+
+
+def test_densities_command_draws_densities_of_mass_one(tmp_path):
+    assert "drawn: densities" in run(tmp_path, "multimax-analyze", "densities", "--out", "drawn")
+    assert {file.name for file in (tmp_path / "drawn").iterdir()} == {
+        "densities.png",
+        "densities.svg",
+    }
+    drawn = families()
+    axes = [axis for axis in drawn.figure.axes if axis.get_label() != "<colorbar>"]
+    for line in [line for axis in axes for line in axis.lines]:
+        mass = np.trapezoid(line.get_ydata(), line.get_xdata())
+        # A Gaussian has 0.3 % beyond the panel's ends, the Laplace density 5 %.
+        expected = 1 - np.exp(-3) if line.get_label() == "Laplace" else 1
+        assert mass == pytest.approx(expected, abs=3e-3)
+    planes = [image.get_array() for axis in axes for image in axis.images]
+    assert [plane.sum() * 0.02**2 for plane in planes] == pytest.approx([1, 1], abs=6e-3)
+    check_figure(drawn)

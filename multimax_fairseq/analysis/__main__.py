@@ -85,6 +85,17 @@ def main() -> None:
         help="folder to write into; default: %(default)s",
     )
     command.set_defaults(run=trajectories)
+    command = commands.add_parser(
+        "densities", help="draw the densities of continuous attention; needs no model"
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("densities"),
+        metavar="OUT",
+        help="folder to write into; default: %(default)s",
+    )
+    command.set_defaults(run=densities)
     args = parser.parse_args()
     from multimax_fairseq.compat.program import program  # imports torch; --help does without it
 
@@ -173,6 +184,10 @@ def compare(args: argparse.Namespace) -> None:
 def trajectories(args: argparse.Namespace) -> None:
     logs = module("training_log").read_all(args.logs)
     print_progress(module("figures.trajectories").plot(logs, args.out), args.out)
+
+
+def densities(args: argparse.Namespace) -> None:
+    print_progress(module("figures.families").plot(args.out), args.out)
 
 
 def print_progress(drawn: Iterable[str], written: Path) -> None:
