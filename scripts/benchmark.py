@@ -7,6 +7,7 @@
     scripts/benchmark.py train DATA-BIN [-- fairseq-train options]
     scripts/benchmark.py train --vocabulary V [-- fairseq-train options]
     scripts/benchmark.py generate DATA-BIN --checkpoint FILE
+    scripts/benchmark.py images [--size small] [--batch N]
 
 All contestants take turns in one process. Those that compute the same function are compared before
 any is timed. Ratios are medians over the rounds of the ratio within a round: lower is better for
@@ -124,6 +125,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--beam", type=positive, default=5, help="beam size")
     add("--max-tokens", type=positive, default=4096, help="of a batch")
 
+    add = command("images", "training steps and inference of DeiT, and its FLOPs; needs timm")
+    add("--size", choices=["tiny", "small", "base"], default="small", help="of DeiT")
+    add("--batch", type=positive, default=8, metavar="N", help="images per step")
+
     cut = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:cut])
     args.rest = words[cut + 1 :]
@@ -166,7 +171,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def cases_of(command: str) -> Callable[[argparse.Namespace], list[Case]]:
-    """The function that builds a command's cases. Only train and generate import fairseq."""
+    """The function that builds a command's cases.
+
+    Only train and generate import fairseq, and only images imports timm.
+    """
     if command == "train":
         from benchmarks.training import train
 
@@ -175,6 +183,10 @@ def cases_of(command: str) -> Callable[[argparse.Namespace], list[Case]]:
         from benchmarks.generation import generate
 
         return generate
+    if command == "images":
+        from benchmarks.images import images
+
+        return images
     return attention if command == "attention" else output
 
 

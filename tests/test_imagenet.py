@@ -288,3 +288,27 @@ def test_only_the_help_does_without_timm(tmp_path):
     assert "timm is missing: docs/python.md" in output and "Traceback" not in output
     output = run(tmp_path, "python", "-c", "import vit_multimax", code=1, PYTHONPATH=paths)
     assert "timm is missing" in output and "docs/python.md" in output
+
+
+# --- speed -------------------------------------------------------------------------------------
+
+
+def test_benchmark_measures_time_and_flops_of_deit(tmp_path):
+    words = ["--size", "tiny", "--batch", "1", "--rounds", "1", "--warmup", "1", "--no-memory"]
+    words += ["--device", "cpu", "--out", "speed"]
+    run(tmp_path, "python", ROOT / "scripts" / "benchmark.py", "images", *words, **WITH_TIMM)
+    cases = json.loads((tmp_path / "speed" / "benchmark-images.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["training step, DeiT-tiny", "inference, DeiT-tiny"]
+    for case in cases:
+        assert case["agreement"]["MultiMax (auto)"]["difference"] < 1e-3
+        assert all(entry["images/s"]["median"] > 0 for entry in case["contestants"].values())
+    softmax, multimax = (
+        cases[1]["contestants"][name]["flops"] for name in ("softmax (timm)", "MultiMax (auto)")
+    )
+    # 12 layers of 3 heads, 196 patches, width 192, 1000 classes, with one FLOP per multiplication
+    # and its addition; sigma has 15 per score.
+    patches, width, layers = 196, 192, 12
+    products = patches * 3 * 16**2 * width + width * 1000
+    products += layers * (12 * patches * width**2 + 2 * patches**2 * width)
+    assert softmax == products
+    assert multimax - softmax == 15 * (layers * 3 * patches**2 + 1000)

@@ -40,13 +40,15 @@ class Ready(NamedTuple):
 
     `step(round)` does the work and returns counts, such as tokens. `result()` returns named tensors
     or lists of tokens, which must agree within a family. `gradients` is their size in bytes.
-    `zeros` is the share of zero weights among the keys that are not excluded.
+    `zeros` is the share of zero weights among the keys that are not excluded, `flops` the number
+    of operations for one image.
     """
 
     step: Callable[[int], dict[str, int]]
     result: Callable[[], Any]
     gradients: int = 0
     zeros: float | None = None
+    flops: float | None = None
 
 
 class Contestant(NamedTuple):
@@ -216,7 +218,8 @@ def measure(cases: Callable[[Any], list[Case]], args: Any) -> list[dict[str, Any
         agreement = compare(case, ready, getattr(torch, args.dtype))
         rounds = run_rounds(case, ready, args)
         peaks: dict[str, dict[str, Any]] = {
-            name: {"gradients": each.gradients, "zeros": each.zeros} for name, each in ready.items()
+            name: {"gradients": each.gradients, "zeros": each.zeros, "flops": each.flops}
+            for name, each in ready.items()
         }
         for name in rounds if with_peaks and args.device == "cuda" else ():
             peaks[name] |= peak_of_gpu(case.contestants[name], ready[name])

@@ -47,11 +47,12 @@ def table(case: dict[str, Any]) -> str:
     with_peaks = any("peak_memory" in entry for entry in entries.values())
     with_gradients = any(entry.get("gradients") for entry in entries.values())
     with_zeros = any(entry.get("zeros") is not None for entry in entries.values())
+    with_flops = any(entry.get("flops") is not None for entry in entries.values())
     head = ["contestant"]
     for quantity in case["quantities"]:
         head += ["ms" if quantity == "seconds" else quantity]
         head += [f"x {other}" for other in case["references"]]
-    head += ["zeros"] * with_zeros
+    head += ["zeros"] * with_zeros + ["GFLOPs per image"] * with_flops
     head += ["peak MB"] * with_peaks + ["less gradients"] * (with_peaks and with_gradients)
     rows = []
     for name, entry in entries.items():
@@ -62,6 +63,8 @@ def table(case: dict[str, Any]) -> str:
             cells += [f"{ratios[other]['median']:.2f}" for other in case["references"]]
         if with_zeros:
             cells.append("" if entry["zeros"] is None else f"{entry['zeros']:.0%}")
+        if with_flops:
+            cells.append(f"{entry['flops'] / 1e9:.3f}")
         if with_peaks:
             cells.append(number(entry["peak_memory"] / 1e6))
             if with_gradients:
