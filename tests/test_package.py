@@ -216,7 +216,7 @@ def test_wheel_build_is_reproducible(tmp_path):
     wheels = []
     for name in ("once", "again"):
         copy = shutil.copytree(ROOT / "multimax_fairseq", tmp_path / name / "multimax_fairseq")
-        for file in ("pyproject.toml", "README.md", "LICENSE"):
+        for file in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
             shutil.copyfile(ROOT / file, tmp_path / name / file)
         os.utime(copy / "__init__.py", (time.time(), 1e9 * len(wheels)))
         subprocess.run(
