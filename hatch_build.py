@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# Their symbols need glibc 2.27.
+# The compiled libraries need glibc 2.27; tests/test_build.py reads it from their symbols.
 TAG = "py3-none-manylinux_2_27_x86_64"
 
 

@@ -302,8 +302,8 @@ def load(
     """Load a model of fairseq-train, of this package or of fairseq itself.
 
     Args:
-        checkpoint: the file; or the folder of a run, for its checkpoint_best.pt, else its
-            checkpoint_last.pt.
+        checkpoint: the file, or the folder of a run: its checkpoint_best.pt, or checkpoint_last.pt
+            if there is no best one.
         data_bin: the folder of fairseq-preprocess that the model was trained on; by default the one
             that the checkpoint names.
         *others: further checkpoints or folders for an ensemble.

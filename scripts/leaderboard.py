@@ -14,8 +14,8 @@ Each task (scripts/leaderboards/tasks.py) is tested at the trained length and at
     share      the same with an eighth of the keys relevant
     noise_*, relevant_*  noisy with other noise, or another number of relevant keys
 
-The last three rows train only the entries that the figure of docs/leaderboard.md compares, unless
---entries names others.
+needle, share, noise_* and relevant_* train only the entries that the figure of docs/leaderboard.md
+compares, unless --entries names others.
 
 An entry is a mapping of `NORMALIZERS` or a variant of MultiMax (scripts/leaderboards/entries.py). A
 mapping of your own joins with --user-dir, the folder of a plugin that registers it.

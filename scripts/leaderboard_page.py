@@ -26,7 +26,7 @@ from lib import ROOT
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from leaderboards.entries import COMPARED, Entry, entries
-from leaderboards.tasks import KEYS, NOISES, TASKS
+from leaderboards.tasks import KEYS, NOISES, TASKS, in_words
 
 from multimax_fairseq.analysis.canvas import style
 from multimax_fairseq.commands import tables
@@ -289,11 +289,7 @@ def draw_noisy(lines: list[Line], names: dict[str, str]) -> None:
             (str(noise), task_column(lines, name, length)) for name, noise in NOISES.items()
         ],
         "number of relevant keys": [
-            (
-                f"{fewest} to {most}" if fewest < most else f"{most}",
-                task_column(lines, name, length),
-            )
-            for name, (fewest, most) in KEYS.items()
+            (in_words(counts), task_column(lines, name, length)) for name, counts in KEYS.items()
         ],
         f"number of keys ({length} in training)": [
             (f"{keys:,}", task_column(lines, "noisy", keys)) for keys in TASKS["noisy"].test

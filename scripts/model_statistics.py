@@ -51,11 +51,7 @@ def language_model_statistics(checkpoint: Path, data: Path, plugin: str) -> dict
     layers.stop()
     smaller = copy.deepcopy(model)
     quantize([smaller])
-    losses = [
-        [-log_probs.gather(-1, target[:, None]) for log_probs, target in pairs]
-        for pairs in ([predictions(each, batch) for batch in batches] for each in (model, smaller))
-    ]
-    loss, quantized = (float(torch.cat(each).double().mean()) for each in losses)
+    loss, quantized = (cross_entropy(each, batches) for each in (model, smaller))
     return {
         "attention": layers.attention.means(),
         "layers": layers.rows(),
@@ -77,11 +73,11 @@ def with_softmax(checkpoint: Path, part: str, out: Path) -> None:
     Args:
         part: "encoder" or "decoder".
     """
-    # As it stands in the file: fairseq's loader changes the settings.
+    # torch.load, because fairseq's loader changes the settings.
     state = torch.load(checkpoint, map_location="cpu", weights_only=False)
     for name, value in state["model"].items():
         if name.startswith(f"{part}.layers.") and ".self_attn.normalizer.modulator." in name:
-            value.zero_()
+            value.zero_()  # coefficients of 0 are softmax
     torch.save(state, out)
 
 
@@ -91,6 +87,16 @@ def predictions(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     log_probs = model.get_normalized_probs(output, log_probs=True)
     kept = batch["target"] != model.decoder.dictionary.pad()
     return log_probs[kept], batch["target"][kept]
+
+
+def cross_entropy(model: Any, batches: list[dict[str, Any]]) -> float:
+    """Return the mean cross-entropy of all words, in nats."""
+    total, count = 0.0, 0
+    for batch in batches:
+        log_probs, target = predictions(model, batch)
+        total -= float(log_probs.gather(-1, target[:, None]).double().sum())
+        count += len(target)
+    return total / count
 
 
 class Calibration:

@@ -213,9 +213,8 @@ class Normalizer(AttentionModule):
     ) -> None:
         if "outer_scale" in self._modules and f"{prefix}length_scale.scale" in state_dict:
             raise ValueError(
-                "this model applies MultiMax to s log(n) x, and --multimax-length-scale now means "
-                "s log(n) times the modulated scores: train it again, or load it with the version "
-                "that trained it"
+                "this checkpoint computes sigma(s log(n) x), and MultiMax's length scale now "
+                "computes s log(n) sigma(x): train again, or install the version that trained it"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 

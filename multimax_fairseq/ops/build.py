@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -95,7 +96,7 @@ def _start(kernels: ctypes.CDLL) -> None:
 
 
 def load(flags: list[str], source: Path | None = None, *folders: Path) -> ctypes.CDLL:
-    """Return the library for these compiler flags. Compile it if BUILT and the cache lack it.
+    """Return the library for these compiler flags; compile one that BUILT and the cache lack.
 
     Args:
         source: default SOURCE.
@@ -149,8 +150,8 @@ def _share_openmp() -> None:
     if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return
     with open("/proc/self/maps") as file:
-        mapped = {line.split()[-1] for line in file if "omp" in line.rpartition("/")[2]}
-    for path in [*sorted(mapped), "libgomp.so.1"]:
+        found = re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.]\S*", file.read())
+    for path in [*sorted(set(found)), "libgomp.so.1"]:
         if hasattr(ctypes.CDLL(path, ctypes.RTLD_GLOBAL), "GOMP_parallel"):
             return
 

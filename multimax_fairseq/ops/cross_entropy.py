@@ -168,8 +168,20 @@ def linear_log_probs(
     check_reduction("none", chunk_size)
     rows = features.reshape(target.numel(), features.shape[-1])
     parameters = parameters_or_none(modulator, features)
-    numbers = (0.0, 1.0, 0.0, 0.0, ignore_index, chunk_size, True)
-    call = LossCall(rows, weight, bias, parameters, target.reshape(-1), *numbers)
+    call = LossCall(
+        features=rows,
+        weight=weight,
+        bias=bias,
+        parameters=parameters,
+        target=target.reshape(-1),
+        smooth_weight=0.0,
+        nll_weight=1.0,
+        z_weight=0.0,
+        max_weight=0.0,
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+        entropy=True,  # as the loss
+    )
     entropy, nll = _loss_of(call, summed=False)
     return -nll.view(target.shape), entropy.view(target.shape)
 

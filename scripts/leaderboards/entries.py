@@ -92,9 +92,7 @@ VARIANTS = {
         translation="length_scale",
         language_model="attention_length_scale",
     ),
-    "multimax_of_ssmax": Entry(
-        "MultiMax, length scale first", "multimax_of_ssmax", user_dir=TEMPERED
-    ),
+    "multimax_of_ssmax": Entry("MultiMax of s log(n) x", "multimax_of_ssmax", user_dir=TEMPERED),
     "affine_multimax": Entry("MultiMax of t x + b, order 1", "affine_multimax", user_dir=TEMPERED),
     "learned_softcap": Entry(
         "softmax, learned soft-cap",

@@ -249,9 +249,14 @@ def retrieval(
 
 LENGTHS = (64, 256, 1024, 4096)
 NOISE, COUNTS = 0.5, (1, 8)
-# {task: the noise}, {task: the number of relevant keys}: the two axes of the figure.
+# {task: the noise}, {task: the number of relevant keys}: two axes of the figure.
 NOISES = {"noise_0": 0.0, "noise_0.25": 0.25, "noisy": 0.5, "noise_0.75": 0.75, "noise_1": 1.0}
 KEYS = {"needle": (1, 1), "noisy": COUNTS, "relevant_2_8": (2, 8), "relevant_16": (16, 16)}
+
+
+def in_words(counts: tuple[int, int]) -> str:
+    fewest, most = counts
+    return f"{fewest} to {most}" if fewest < most else f"{most}"
 
 
 def noisy(title: str, noise: float, counts: tuple[int, int], test: tuple[int, ...]) -> Task:
@@ -307,8 +312,8 @@ TASKS = {
         if noise != NOISE
     },
     **{
-        name: noisy(f"noisy retrieval, {fewest} to {most} keys", NOISE, (fewest, most), LENGTHS[:1])
-        for name, (fewest, most) in KEYS.items()
+        name: noisy(f"noisy retrieval, {in_words(counts)} keys", NOISE, counts, LENGTHS[:1])
+        for name, counts in KEYS.items()
         if name.startswith("relevant")
     },
 }

@@ -122,14 +122,14 @@ def attention(
             "(True may attend) or floating-point (added)"
         )
     if arguments.get("cu_seq_lens_q") is not None:
-        of_queries = _documents(query, arguments["cu_seq_lens_q"])
-        of_keys = _documents(key, arguments["cu_seq_lens_k"])
-        mask = combine_masks(mask, of_queries[:, None, :, None] != of_keys[:, None, None])
+        query_documents = _documents(query, arguments["cu_seq_lens_q"])[:, None, :, None]
+        key_documents = _documents(key, arguments["cu_seq_lens_k"])[:, None, None]
+        mask = combine_masks(mask, query_documents != key_documents)
     need_probs = bool(arguments.get("output_attentions")) or _are_collected(module)
     if position_bias is not None:
         mask = combine_masks(mask, position_bias)
-        # With gradients, a learned bias needs plain PyTorch. Reentrant gradient checkpointing runs
-        # the forward pass first without gradients, and a kernel would draw another dropout there.
+        # Plain PyTorch, as in the pass with gradients of a learned bias: a kernel would draw other
+        # dropout in the first pass of reentrant gradient checkpointing, which has no gradients.
         need_probs = need_probs or dropout > 0
     context, probs = normalizer.attend(
         *(query, key, value, mask),
