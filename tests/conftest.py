@@ -80,8 +80,7 @@ def kernels(request, monkeypatch):
         yield
         return
     built = kernel_build.load([*kernel_build.FLAGS, *kernel_build.MARCH["AVX2"]])
-    if not built.start(0):
-        pytest.skip("this torch has no MKL")
+    kernel_build.start(built, may_use_onednn=False)
     monkeypatch.setattr(native, "library", lambda: built)
     yield
     library.cache_clear()

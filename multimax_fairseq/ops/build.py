@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled kernels; without them, log the reason once and return None."""
     try:
         kernels = load(_flags())
-        _start(kernels)
+        start(kernels)
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         logger.warning(
             f"plain PyTorch replaces the CPU kernels, which is slower: {error}. CXX names a C++20 "
@@ -76,10 +76,13 @@ def _flags() -> list[str]:
     return [*FLAGS, *MARCH[capability]]
 
 
-def _start(kernels: ctypes.CDLL) -> None:
+def start(kernels: ctypes.CDLL, may_use_onednn: bool = True) -> None:
     """Pass torch's matrix products to the kernels: oneDNN's with AVX-512, else those of BLAS.
 
     On AVX-512 processors of AMD, oneDNN is about twice as fast as MKL.
+
+    Raises:
+        RuntimeError: torch has neither.
     """
     import torch
 
@@ -88,8 +91,9 @@ def _start(kernels: ctypes.CDLL) -> None:
         ctypes.cast(getattr(blas, name, 0), ctypes.c_void_p)
         for name in (BRGEMM, BRGEMM_RELEASE, "sgemm_")
     )
-    has_onednn = _capability() == "AVX512" and torch.backends.mkldnn.is_available()
-    if has_onednn and brgemm and release and kernels.start(brgemm, release, sgemm):
+    if _capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        may_use_onednn = False
+    if may_use_onednn and brgemm and release and kernels.start(brgemm, release, sgemm):
         return
     if not kernels.start(None, None, sgemm):
         raise RuntimeError("this build of torch offers no matrix product to them")
