@@ -322,6 +322,7 @@ def test_draw_shows_every_compared_model(folders):
         assert {"softmax", "MultiMax", "α-entmax"} <= shown, entry.name
     kinds = ("encoder", "decoder", "cross")
     assert names == {"pareto", "over-smoothing", "rollout", "density", "head-diversity"} | {
+        "density-distribution",
         "output-layer",
         *(f"{figure}-{kind}" for figure in OF_A_KIND for kind in kinds),
     }

@@ -79,7 +79,7 @@ def test_entries_learn_the_parameters_that_the_flags_give(tasks):
     entries = importlib.import_module("leaderboards.entries").entries()
     defaults = translation_config()()
     for entry in entries.values():
-        if not entry.options and not entry.separate_heads:
+        if not (entry.options or entry.separate_heads or entry.user_dir):
             found = entry.normalizer().state_dict()
             built = build_normalizer(defaults, entry.mapping, tasks.HEADS, tasks.SIZE)
             shapes = {name: value.shape for name, value in built.state_dict().items()}
@@ -117,6 +117,10 @@ def test_leaderboard_runs_resumes_and_refuses_other_runs(tmp_path):
     plugin = ["--tasks", "maximum", "--user-dir"]
     output = run(tmp_path, *command, *plugin, ROOT / "user_dir/added_mapping")
     assert "(1 of 1)" in output and "| sharpened softmax | 1 |" in output
+    output = run(
+        *(tmp_path, *command, *plugin[:2], "--entries", "multimax_of_ssmax,affine_multimax")
+    )
+    assert "| MultiMax of s log(n) x | 1 |" in output and "| MultiMax of t x + b" in output
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "__init__.py").touch()
     output = run(tmp_path, *command, *plugin, "empty", code=1)

@@ -24,7 +24,7 @@ from multimax_fairseq import (
     scaled_dot_product_attention,
     symmetric_divergence,
 )
-from multimax_fairseq.ops import attention, backend, best_outputs, cross_entropy, modulator  # noqa: F401
+from multimax_fairseq.ops import attention, backend, best_outputs, cross_entropy  # noqa: F401
 from multimax_fairseq.ops.modulator import packed_parameters
 
 pytestmark = [pytest.mark.long, NEEDS_KERNELS]
@@ -688,11 +688,3 @@ def test_checkpoint_repeats_the_dropout_mask(use_reentrant):
         torch.manual_seed(7)
         gradients.append(reverse(function, query, torch.ones_like(query)))
     torch.testing.assert_close(*gradients)
-
-
-def test_check_table_refuses_a_soft_cap_on_a_gpu(monkeypatch):
-    scores, parameters = torch.randn(2, 4), torch.ones(1, 3)
-    modulator.check_parameters(parameters, None, scores, "scores")
-    monkeypatch.setattr(modulator, "on_triton", lambda _: True)
-    with pytest.raises(ValueError, match=r"parameters must be \(1, 8 or 12\), got \[1, 3\]"):
-        modulator.check_parameters(parameters, None, scores, "scores")
