@@ -40,10 +40,13 @@ FILES = {
 }
 ROWS = {name: [row for rows in each.values() for row in rows] for name, each in FILES.items()}
 # Rows of another plugin.
-PLUGINS = (
-    *("tempered", "output_temperature", "output_piecewise_linear", "output_mixture"),
-    *("fit_temperature", "fit_softcap"),
-)
+PLUGINS = {
+    row
+    for groups in FILES.values()
+    for rows in groups.values()
+    for row, changes in rows.items()
+    if "user_dir" in changes.get("common", {})
+}
 
 
 @pytest.fixture(scope="module")
