@@ -231,10 +231,7 @@ def check_call(call: AttentionCall) -> None:
         )
     if not supports_head_size(query.device, size):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not supported on a GPU, got {size}")
-    check_modulator(query, call.parameters, call.factor, call.sink, call.scale)
-    check_row_function(
-        call.function, call.header, call.row_parameter, call.parameters, call.sink, query
-    )
+    check_mapping(call)
     if call.mask is not None:
         full = (batch, heads, queries, keys)
         if call.mask.dim() != 4:
@@ -256,17 +253,15 @@ def check_call(call: AttentionCall) -> None:
         )
 
 
-def check_modulator(
-    query: Tensor,
-    parameters: Tensor | None,
-    factor: Tensor | None,
-    sink: Tensor | None,
-    scale: float,
-) -> None:
-    """Raise ValueError for parameters, factor, sink or scale that the kernels cannot take."""
-    heads = query.shape[1]
+def check_mapping(call: Any) -> None:
+    """Raise ValueError for a modulator, sink, scale or row function that the kernels cannot take.
+
+    Args:
+        call: an `AttentionCall` or a `StepCall`.
+    """
+    query, parameters, factor = call.query, call.parameters, call.factor
     if parameters is not None:
-        check_parameters(parameters, heads, query, "query")
+        check_parameters(parameters, query.shape[1], query, "query")
     if factor is not None:
         if not takes_factor(parameters, query.device):
             raise ValueError("factor needs the parameters of a Modulator, and the CPU: pass None")
@@ -276,33 +271,27 @@ def check_modulator(
                 f"{list(factor.shape)}"
             )
         check_device("factor", factor, query, "query")
-    if sink is not None:
-        _check_per_head("sink", sink, query, "score")
-    if not -torch.inf < scale < torch.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
+    if call.sink is not None:
+        _check_per_head("sink", call.sink, query, "score")
+    if not -torch.inf < call.scale < torch.inf:
+        raise ValueError(f"scale must be finite, got {call.scale}")
+    _check_row_function(call)
 
 
-def check_row_function(
-    function: str | None,
-    header: str | None,
-    row_parameter: Tensor | None,
-    parameters: Tensor | None,
-    sink: Tensor | None,
-    query: Tensor,
-) -> None:
-    """Raise ValueError for a row function that the kernels cannot compute."""
+def _check_row_function(call: Any) -> None:
+    function, header, row_parameter = call.function, call.header, call.row_parameter
     if function is None:
         if row_parameter is not None or header is not None:
             raise ValueError("row_parameter and header belong to a function: pass its name too")
         return
-    if parameters is not None or sink is not None:
+    if call.parameters is not None or call.sink is not None:
         raise ValueError(
             f"the row function {function} takes neither parameters nor sink: pass None"
         )
     check_row_name(function, header, row_parameter is not None)
     if row_parameter is not None:
-        _check_per_head("row_parameter", row_parameter, query, "number")
-    if on_triton(query.device):
+        _check_per_head("row_parameter", row_parameter, call.query, "number")
+    if on_triton(call.query.device):
         if header is not None or function not in ON_TRITON:
             raise ValueError(f"{function} has no kernel on a GPU: use the mapping's own function")
     elif native.row_library(header, function) is None:
@@ -560,39 +549,30 @@ def _fields_of(call: AttentionCall) -> dict[str, Any]:
         "is_causal": call.is_causal,
         "dropout": call.dropout_p,
         "scale": call.scale,
-        **mapping_fields(
-            *(call.parameters, call.factor, call.sink),
-            *(call.row_parameter, call.function, call.header),
-        ),
+        **mapping_fields(call),
     }
     if needs_mask and call.mask is not None:
         fields["mask"] = _mask_of(call.mask)
     return fields
 
 
-def mapping_fields(
-    parameters: Tensor | None,
-    factor: Tensor | None,
-    sink: Tensor | None,
-    row_parameter: Tensor | None,
-    function: str | None,
-    header: str | None,
-) -> dict[str, Any]:
-    """Return the fields of `native.Attention` for the mapping, with `kernels`, its library."""
+def mapping_fields(call: Any) -> dict[str, Any]:
+    """Return the fields of `native.Attention` for the mapping, with `kernels`, its library.
+
+    Args:
+        call: an `AttentionCall` or a `StepCall`.
+    """
     fields: dict[str, Any] = {}
-    if parameters is not None:
-        columns = parameters.shape[1]
-        row = columns if len(parameters) > 1 else 0
-        fields = {"parameters": parameters.contiguous(), "columns": columns, "head_stride": row}
-    if factor is not None:
-        fields["factor"] = factor.contiguous()
-    if sink is not None:
-        fields["sink"] = sink.contiguous()
-    if row_parameter is not None:
-        fields["row_parameter"] = row_parameter.contiguous()
-    if function is not None:
-        fields["kernels"] = native.row_library(header, function)
-        fields["function"] = FUNCTIONS.index(function) if header is None else 0
+    if call.parameters is not None:
+        columns = call.parameters.shape[1]
+        fields["parameters"], fields["columns"] = call.parameters.contiguous(), columns
+        fields["head_stride"] = columns if len(call.parameters) > 1 else 0
+    for name in ("factor", "sink", "row_parameter"):
+        if (value := getattr(call, name)) is not None:
+            fields[name] = value.contiguous()
+    if call.function is not None:
+        fields["kernels"] = native.row_library(call.header, call.function)
+        fields["function"] = FUNCTIONS.index(call.function) if call.header is None else 0
     return fields
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.attention import (
-    check_modulator,
-    check_row_function,
+    check_mapping,
     kernel_name,
     mapping_fields,
     per_head,
@@ -158,15 +157,14 @@ def decoding_attention(
         if outer_scale is None and (length_scale is not None or growth is not None):
             counts = query.new_full((1, 1), length)
             query = query * row_factor(counts, length_scale, growth)[..., 0]
+        factor = None if outer_scale is None else outer_scale.expand(query.shape[:2]) * log(length)
         call = StepCall(
             query=query,
             keys=cache.keys,
             values=cache.values,
             ancestors=cache.ancestors,
             parameters=parameters,
-            factor=None
-            if outer_scale is None
-            else outer_scale.expand(query.shape[:2]) * log(length),
+            factor=factor,
             sink=per_head(sink, query),
             scale=scale,
             row_parameter=None if row is None else per_head(row.parameter, query),
@@ -227,10 +225,7 @@ def _check(*inputs: Any) -> None:
             f"{list(ancestors.shape)}"
         )
     check_device("ancestors", ancestors, query, "query")
-    check_modulator(query, call.parameters, call.factor, call.sink, call.scale)
-    check_row_function(
-        call.function, call.header, call.row_parameter, call.parameters, call.sink, query
-    )
+    check_mapping(call)
 
 
 def _kernel(*inputs: Any) -> Tensor:
@@ -258,10 +253,7 @@ def _kernel(*inputs: Any) -> Tensor:
         output=output.unsqueeze(2),
         ancestors=ancestors,
         rows=len(keys),
-        **mapping_fields(
-            *(call.parameters, call.factor, call.sink),
-            *(call.row_parameter, call.function, call.header),
-        ),
+        **mapping_fields(call),
     )
     if status < 0:
         raise ValueError(
