@@ -77,24 +77,12 @@ def main() -> None:
     command.add_argument(
         "logs", type=Path, nargs="+", metavar="LOG", help="of fairseq-train --log-format json"
     )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("trajectories"),
-        metavar="OUT",
-        help="folder to write into; default: %(default)s",
-    )
+    add_out(command, Path("trajectories"))
     command.set_defaults(run=trajectories)
     command = commands.add_parser(
         "densities", help="draw the densities of continuous attention; needs no model"
     )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("densities"),
-        metavar="OUT",
-        help="folder to write into; default: %(default)s",
-    )
+    add_out(command, Path("densities"))
     command.set_defaults(run=densities)
     args = parser.parse_args()
     from multimax_fairseq.compat.program import program  # imports torch; --help does without it
@@ -105,6 +93,16 @@ def main() -> None:
 
 def add_user_dir(command: argparse.ArgumentParser) -> None:
     command.add_argument("--user-dir", metavar="DIR", help="a plugin that the checkpoints need")
+
+
+def add_out(command: argparse.ArgumentParser, folder: Path) -> None:
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=folder,
+        metavar="OUT",
+        help="folder to write into; default: %(default)s",
+    )
 
 
 def add_form(command: argparse.ArgumentParser) -> None:

@@ -52,39 +52,30 @@ def multimax_of_ssmax(scores, dim=-1, mask=None, *, modulator, length_scale):
     return NORMALIZERS["multimax"].function(scaled, modulator, dim, mask)
 
 
-register(
+SOFTMAX, MULTIMAX = NORMALIZERS["softmax"].function, NORMALIZERS["multimax"].function
+for mapping in (
     Mapping(
-        name="tempered_softmax",
-        label="softmax at a learned temperature",
-        function=NORMALIZERS["softmax"].function,
+        "tempered_softmax",
+        "softmax at a learned temperature",
+        SOFTMAX,
         build=tempered,
         modulated=True,
         output_options=(),
-    )
-)
-register(
+    ),
     Mapping(
-        name="tempered_multimax",
-        label="MultiMax at a learned temperature",
-        function=NORMALIZERS["multimax"].function,
+        "tempered_multimax",
+        "MultiMax at a learned temperature",
+        MULTIMAX,
         build=tempered_multimax,
         modulated=True,
-    )
-)
-register(
+    ),
     Mapping(
-        name="affine_multimax",
-        label="MultiMax of t x + b, order 1",
-        function=NORMALIZERS["multimax"].function,
+        "affine_multimax",
+        "MultiMax of t x + b, order 1",
+        MULTIMAX,
         build=affine_multimax,
         modulated=True,
-    )
-)
-register(
-    Mapping(
-        name="multimax_of_ssmax",
-        label="MultiMax of s log(n) x",
-        function=multimax_of_ssmax,
-        build=inner_scale,
-    )
-)
+    ),
+    Mapping("multimax_of_ssmax", "MultiMax of s log(n) x", multimax_of_ssmax, build=inner_scale),
+):
+    register(mapping)
