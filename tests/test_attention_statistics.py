@@ -39,7 +39,7 @@ def test_means_cover_all_batches(statistics):
 
 def test_calibration_error_is_the_gap_between_confidence_and_accuracy():
     calibration = importlib.import_module("model_statistics").Calibration()
-    # 10 words at confidence 0.9, of which 7 are right, and 30 at 0.6, of which all are right.
+    # 10 words at confidence 0.9, 7 of them right; 30 at 0.6, all right.
     for top, words, right in ((0.9, 10, 7), (0.6, 30, 30)):
         log_probs = torch.tensor([top, 1 - top]).log().expand(words, 2)
         calibration.add(log_probs, (torch.arange(words) >= right).long())

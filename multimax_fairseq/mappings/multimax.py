@@ -67,12 +67,11 @@ def multimax(
         TypeError: the modulator is not callable; as `softmax_with_sink` and `ssmax`.
         ValueError: as `softmax`; as `softmax_with_sink` and `ssmax`.
     """
-    if outer_scale is not None:
-        check_arguments(x, dim, mask)
-        check_value("outer_scale", outer_scale, x, dim)
     # Mask after the modulator: sigma(-inf) need not be -inf.
     modulated = _modulated(x, modulator)
     if outer_scale is not None:
+        check_arguments(x, dim, mask)
+        check_value("outer_scale", outer_scale, x, dim)
         factor = length_factor(key_counts(x, dim, mask), outer_scale)
         modulated = scale_scores(modulated, factor, mask)
     if sink is None:

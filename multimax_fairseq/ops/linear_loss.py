@@ -103,7 +103,7 @@ class DivergenceCall(NamedTuple):
 
     @property
     def factor_shape(self) -> tuple[int, ...]:
-        """Of the gradients with respect to the divergences."""
+        """The shape of the gradients with respect to the divergences."""
         return self.mask.shape
 
     @property

@@ -146,7 +146,7 @@ def load(
 
     Args:
         folder: written by `save`, `save_pretrained` or Trainer after `attach`; or the name of a
-            repository on the Hub, of which only JSON and safetensors files are downloaded.
+            repository on the Hub, from which it downloads only JSON and safetensors files.
         model_class: the model's class. Default: the class of transformers that config.json names.
         options: other arguments of `model_class.from_pretrained`, such as dtype and device_map, and
             for a repository revision, token and cache_dir. The normalizers are float32, or wider if
