@@ -40,6 +40,9 @@ class Experiment:
         paper_data: the paper's data set.
         score: name and field of what scripts/results.py compares.
         pairs: the pairs of rows that it compares.
+        baselines: {group: the row that its rows are compared with}, if that is not softmax.
+        rates: {method: {learning rate: its row}}; validation selects one rate of each method.
+        power: rows, and the seeds, fixed in advance, of one test of the second minus the first.
         softmax_decoding: rows that are also decoded with softmax in the decoder's self-attention.
         longer: if above 1, also evaluate the language model on blocks this many times as long as
             in training.
@@ -55,6 +58,9 @@ class Experiment:
     seeds: list[int]
     score: dict[str, str]
     pairs: list[list[str]]
+    baselines: dict[str, str]
+    rates: dict[str, dict[float, str]]
+    power: dict[str, list[Any]]
     softmax_decoding: list[str]
     longer: int
 
@@ -77,6 +83,9 @@ class Experiment:
             seeds=found.get("seeds", [1]),
             score=found.get("score", {}),
             pairs=found.get("pairs", []),
+            baselines=found.get("baselines", {}),
+            rates=found.get("rates", {}),
+            power=found.get("power", {"rows": [], "seeds": []}),
             softmax_decoding=found.get("softmax_decoding", []),
             longer=found.get("longer", 1),
         )

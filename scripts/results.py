@@ -10,6 +10,7 @@ also without any OUT.
 """
 
 import re
+import statistics
 from pathlib import Path
 
 import lib
@@ -105,10 +106,24 @@ def scores(experiment: Experiment, lines: list[Line], row: str) -> Scores:
 
 
 def compare(experiment: Experiment, lines: list[Line]) -> dict[str, Comparison]:
-    """Compare each row with softmax; the correction counts the rows that are compared."""
-    rows = dict.fromkeys(line["row"] for line in lines if line["row"] != "softmax")
-    softmax = scores(experiment, lines, "softmax")
-    return tables.compare({row: (scores(experiment, lines, row), softmax) for row in rows})
+    """Compare each row with its group's softmax; the correction counts the compared rows.
+
+    `rates` compares the rows of other learning rates.
+    """
+    baselines = {
+        row: experiment.baselines.get(group, "softmax")
+        for group, rows in experiment.groups.items()
+        for row in rows
+        if group != "rates"
+    }
+    known = {line["row"] for line in lines}
+    return tables.compare(
+        {
+            row: (scores(experiment, lines, row), scores(experiment, lines, baseline))
+            for row, baseline in baselines.items()
+            if row in known and row != baseline
+        }
+    )
 
 
 def comparison(compared: dict[str, Comparison]) -> dict[str, Column]:
@@ -138,6 +153,27 @@ def significant(block: list[Line]) -> str:
     return f"{better}, {len(clear) - better} of {len(tests)}" if tests else ""
 
 
+def increase(block: list[Line]) -> str:
+    """The increase of the loss with int8 linear layers."""
+    found = [line["int8"] for line in block if "int8" in line]
+    return tables.mean_text((x["quantized_loss"] - x["loss"] for x in found), 4, sign="+")
+
+
+def kurtosis(block: list[Line]) -> str:
+    """The largest kurtosis of a layer's attention inputs."""
+    found = [line["layers"] for line in block if "layers" in line]
+    return tables.mean_text((max(layer["kurtosis"] for layer in x) for x in found), 1)
+
+
+# Columns that only some lines have: {name: (the fields, the column)}.
+OPTIONAL: dict[str, tuple[set[str], Column]] = {
+    "decoded with softmax in the decoder": ({"softmax_decoding"}, mean_of("softmax_decoding")),
+    "calibration error": ({"calibration_error"}, mean_of("calibration_error", digits=4)),
+    "loss in int8": ({"int8"}, increase),
+    "kurtosis": ({"layers"}, kurtosis),
+}
+
+
 def table(
     experiment: Experiment, rows: list[str], lines: list[Line], compared: dict[str, Comparison]
 ) -> str:
@@ -156,6 +192,10 @@ def table(
     else:
         columns["perplexity per subword"] = mean_of("value")
     columns["validation"] = mean_of("validation")
+    kept = [line for line in lines if line["row"] in rows]
+    for name, (keys, column) in OPTIONAL.items():
+        if any(keys <= line.keys() for line in kept):
+            columns[name] = column
     if experiment.paper_data:
         columns[f"paper, {experiment.paper_data}"] = lambda b: experiment.papers[b[0]["row"]]
     return tables.summary([of_row(lines, row) for row in rows], columns)
@@ -175,6 +215,77 @@ def pairs(experiment: Experiment, lines: list[Line]) -> str:
     return tables.markdown(head, rows) if rows else ""
 
 
+def rates(experiment: Experiment, lines: list[Line]) -> str:
+    """The table of each method at the learning rate that validation selects; may be empty.
+
+    The selection uses the seeds that a method has at all rates.
+    """
+    selected, validations = {}, {}
+    for method, rows in experiment.rates.items():
+        of_rates = {
+            rate: {line["seed"]: line["validation"] for line in of_row(lines, row)}
+            for rate, row in rows.items()
+        }
+        if seeds := set.intersection(*map(set, of_rates.values())):
+            means = {
+                rate: statistics.mean(found[seed] for seed in seeds)
+                for rate, found in of_rates.items()
+            }
+            validations[method] = len(seeds), means
+            selected[method] = min(means, key=means.__getitem__)
+    if "softmax" not in selected:
+        return ""
+    best = {
+        method: scores(experiment, lines, experiment.rates[method][rate])
+        for method, rate in selected.items()
+    }
+    compared = tables.compare(
+        {method: (found, best["softmax"]) for method, found in best.items() if method != "softmax"}
+    )
+    cells = [
+        [
+            method,
+            *(f"{value:.2f}" for value in validations[method][1].values()),
+            f"{validations[method][0]}",
+            f"{rate:g}",
+            ", ".join(map(str, best[method])),
+            tables.mean_text(best[method].values()),
+            *(compared[method].cells() if method in compared else ["", "", ""]),
+        ]
+        for method, rate in selected.items()
+    ]
+    head = ["method", *(f"validation at {rate:g}" for rate in experiment.rates["softmax"])]
+    head += ["seeds of validation", "selected", "seeds", experiment.score["name"]]
+    return tables.markdown([*head, "minus softmax's", "95 % interval", "p"], cells)
+
+
+# {name in the table by layer: field of a line's "layers"}
+STATISTICS = {
+    "largest score": "largest_score",
+    "slope of sigma at the 5 % quantile": "slope_at_5_percent",
+    "slope of sigma at the 95 % quantile": "slope_at_95_percent",
+    "sparsity": "sparsity",
+    "multi-modality": "multi_modality",
+    "patch similarity": "patch_similarity",
+    "kurtosis of the input": "kurtosis",
+}
+
+
+def by_layer(lines: list[Line], rows: list[str]) -> str:
+    """The table of statistics by layer, means over seeds; empty if no line has them."""
+    cells = []
+    for row in rows:
+        found = [line["layers"] for line in of_row(lines, row) if "layers" in line]
+        for name, key in STATISTICS.items():
+            if found and key in found[0][0]:
+                layers = zip(*found, strict=True)
+                means = (statistics.mean(layer[key] for layer in each) for each in layers)
+                cells.append([row, name, *(f"{mean:.2f}" for mean in means)])
+    if not cells:
+        return ""
+    return tables.markdown(["row", "statistic", *map(str, range(1, len(cells[0]) - 1))], cells)
+
+
 def page(text: str) -> str:
     """docs/results.md with new tables below the mark."""
     text = pages.text_above(MARK, text)
@@ -184,13 +295,19 @@ def page(text: str) -> str:
             continue
         text += f"\n## {title}\n"
         old = [line for line in lines if line["seed"] < NEW_SEEDS]
-        new = [line for line in lines if line["seed"] >= NEW_SEEDS]
+        fixed = [line for line in lines if line["seed"] in experiment.power["seeds"]]
+        new = [line for line in lines if line["seed"] >= NEW_SEEDS and line not in fixed]
         sections = {group.capitalize(): (rows, old) for group, rows in experiment.groups.items()}
         sections["New seeds"] = (list(dict.fromkeys(line["row"] for line in new)), new)
+        sections["Seeds fixed in advance"] = (experiment.power["rows"], fixed)
         for heading, (rows, some) in sections.items():
             if any(line["row"] in rows for line in some):
                 compared = compare(experiment, some)
                 text += f"\n### {heading}\n\n{table(experiment, rows, some, compared)}"
+                if heading == "Depth":
+                    text += f"\n{by_layer(some, rows)}"
+        if of_rates := rates(experiment, old):
+            text += f"\n### Selected learning rates\n\n{of_rates}"
         if of_pairs := pairs(experiment, lines):
             text += f"\n### Two rows of the same seeds\n\n{of_pairs}"
         text += f"\n{lib.notes(lines)}"

@@ -122,9 +122,68 @@ def test_add_runs_compares_runs_once(results, tmp_path, monkeypatch):
     results.add_runs(out)
     before, _, new = results.page(results.MARK).partition("### New seeds")
     assert row in before and "| 6 | 1.00 |" in new and "| 6 |" not in before
+    run_of(out, "softmax", 17, 2.0, wrong)
+    results.add_runs(out)
+    new, _, fixed = results.page(results.MARK).partition("### Seeds fixed in advance")
+    assert "| 17 | 2.00 |" in fixed and "2.00 |" not in new.partition("### New seeds")[2]
     text = results.front_page("a\n| attention | seeds | of | old |\n| --- |\n| b |\n\nc\n")
     assert text.startswith("a\n| attention | seeds | SacreBLEU |") and text.endswith(" |\n\nc\n")
     assert f"| MultiMax | 3 | {' | '.join(cells[3:7])} | 34.7 ± 0.07 |\n" in text
+
+
+def test_rates_compares_each_method_at_the_rate_that_validation_selects(results):
+    experiment = results.Experiment.read("reviews")
+    # {row: {seed: (validation, test)}}; the lowest test score is at the rate that is not selected.
+    known = {
+        "softmax": {1: (80, 100), 2: (82, 101), 3: (81, 102)},
+        "softmax_lr_0.001": {1: (90, 50)},
+        "softmax_lr_0.006": {1: (85, 60)},
+        "attention": {1: (80, 99), 2: (70, 99)},
+        "attention_lr_0.001": {1: (90, 50)},
+        "attention_lr_0.006": {1: (79, 98), 2: (79, 97), 3: (79, 99)},
+        "temperature": {1: (80, 100)},  # without runs at the other rates
+    }
+    lines = [
+        {"row": row, "seed": seed, "validation": validation, "word_perplexity": test}
+        for row, of_row in known.items()
+        for seed, (validation, test) in of_row.items()
+    ]
+    test = stats.ttest_1samp([-2, -4, -3], 0)
+    low, high = test.confidence_interval(0.95)
+    assert results.rates(experiment, lines).splitlines()[2:] == [
+        "| softmax | 90.00 | 80.00 | 85.00 | 1 | 0.003 | 1, 2, 3 | 101.00 ± 1.00 |  |  |  |",
+        "| attention | 90.00 | 80.00 | 79.00 | 1 | 0.006 | 1, 2, 3 | 98.00 ± 1.00 "
+        f"| -3.00 ± 1.00 | {low:+.2f} to {high:+.2f} | {test.pvalue:.3f} |",
+    ]
+    assert results.rates(experiment, lines[3:]) == ""
+    # Other learning rates are compared in this table alone.
+    assert (
+        not {"attention_lr_0.006", "softmax_lr_0.001"} & results.compare(experiment, lines).keys()
+    )
+
+
+def test_compare_uses_the_softmax_of_the_group(results):
+    experiment = results.Experiment.read("reviews")
+    lines = [
+        {"row": row, "seed": seed, "word_perplexity": score + seed * seed % 3}
+        for row, score in (("softmax", 9.0), ("deep_softmax", 5.0), ("deep_attention", 7.0))
+        for seed in (1, 2, 3)
+    ]
+    found = results.compare(experiment, lines)
+    assert set(found) == {"deep_attention"} and found["deep_attention"].mean == 2.0
+
+
+def test_by_layer_has_the_mean_of_each_layer(results):
+    lines = [
+        {"row": "a", "layers": [{"sparsity": 0.1, "kurtosis": k}, {"sparsity": 0.5, "kurtosis": 3}]}
+        for k in (3, 5)
+    ]
+    assert results.by_layer([*lines, {"row": "b"}], ["a", "b"]).splitlines() == [
+        "| row | statistic | 1 | 2 |",
+        "| --- | --- | --- | --- |",
+        "| a | sparsity | 0.10 | 0.50 |",
+        "| a | kurtosis of the input | 4.00 | 3.00 |",
+    ]
 
 
 @pytest.mark.parametrize(
