@@ -168,7 +168,7 @@ def test_collect_parameters_equal_checkpoint(collected, checkpoint, variant, nam
     assert len(found) == rows and {row["name"] for row in found} == set(names.split())
     kinds = {"encoder", "decoder", "cross"} | ({"output"} if variant == "multimax" else set())
     assert {row["place"] for row in found} == (kinds if rows else set())
-    state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]))["model"]
+    state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]), weights_only=False)["model"]
     for row in found:
         name = {"encoder": "encoder.layers.{}.self_attn", "decoder": "decoder.layers.{}.self_attn",
                 "cross": "decoder.layers.{}.encoder_attn"}  # fmt: skip
@@ -229,7 +229,7 @@ def test_collect_attention_equals_numpy_forward_pass(data, checkpoint, collected
         for side in ("de", "en")
     ]
     source, target = ids[0].tolist(), [words.eos(), *ids[1][:-1].tolist()]
-    state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]))["model"]
+    state = torch.load(checkpoint(TRANSLATION, *VARIANTS[variant]), weights_only=False)["model"]
     model = NumpyTransformer(state, variant)
     seen = model.run(source, target)
     mark = [words[i] for i in source].index("?")
@@ -395,8 +395,8 @@ def test_collect_batches_contain_padding(data, collected, monkeypatch, checkpoin
 def test_collect_treats_stock_checkpoint_as_softmax(data, checkpoint, collected, tmp_path):
     stock = checkpoint("transformer_iwslt_de_en")
     found = gather(tmp_path / "stock", stock, data=data / "mt")
-    ours = torch.load(checkpoint(TRANSLATION, *VARIANTS["softmax"]))["model"]
-    for name, value in torch.load(stock)["model"].items():
+    ours = torch.load(checkpoint(TRANSLATION, *VARIANTS["softmax"]), weights_only=False)["model"]
+    for name, value in torch.load(stock, weights_only=False)["model"].items():
         torch.testing.assert_close(value, ours[name], msg=name)
     assert_alike(found, collected("softmax"))
     (about,) = json.loads((found / "collection.json").read_text(encoding="utf-8"))["checkpoints"]
@@ -567,7 +567,7 @@ def test_collect_names_unwritable_folder(data, checkpoint, monkeypatch, capsys, 
 
 def test_collect_accepts_data_parallel_checkpoint(data, checkpoint, collected, tmp_path):
     path = checkpoint(TRANSLATION, *VARIANTS["multimax"])
-    state = torch.load(path)
+    state = torch.load(path, weights_only=False)
     state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
     torch.save(state, tmp_path / "wrapped.pt")
     found = gather(tmp_path / "out", tmp_path / "wrapped.pt", data=data / "mt")

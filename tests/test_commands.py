@@ -478,7 +478,7 @@ def test_generate_and_eval_lm_warn_of_unused_stored_settings(text, translation, 
         ("mt", ("fairseq-generate", "mt", "--max-len-b", "5")),
         ("lm", ("fairseq-eval-lm", "lm", *evaluation)),
     ):
-        state = torch.load(text / f"{kind}-model" / "checkpoint_last.pt")
+        state = torch.load(text / f"{kind}-model" / "checkpoint_last.pt", weights_only=False)
         stored = state["cfg"]["model"]
         stored = stored if isinstance(stored, dict) else vars(stored)
         # The second and the third are invalid, but were never read.

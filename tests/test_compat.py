@@ -103,17 +103,31 @@ def test_checkpoint_classes_allows_only_safe_names():
     numpy_names = {f"{m}.{name}" for m in multiarrays for name in ("_reconstruct", "scalar")}
     expected = {"argparse.Namespace", "numpy.dtype", "numpy.ndarray"} | numpy_names
     assert set(untrusted.SAFE_GLOBALS) == expected
-    before = set(map(str, torch.serialization.get_safe_globals()))
-    untrusted.checkpoint_classes()
-    untrusted.checkpoint_classes()
-    after = torch.serialization.get_safe_globals()
-    added = [entry for entry in after if str(entry) not in before]
-    assert {name for _, name in added} <= expected
-    assert np.dtype not in after and np.ndarray not in after
+    with torch.serialization.safe_globals([np.dtype, np.ndarray]):
+        before = torch.serialization.get_safe_globals()
+        with untrusted.checkpoint_classes():
+            inside = torch.serialization.get_safe_globals()
+        assert set(torch.serialization.get_safe_globals()) == set(before)
+    added = [entry for entry in inside if entry not in before]
+    assert {name for _, name in added} == expected
+    assert np.dtype not in inside and np.ndarray not in inside
+
+
+def test_other_loads_get_the_classes_of_numpy(tmp_path):
+    """transformers' Trainer unpickles random states so."""
+    compat.apply()
+    path = tmp_path / "state.pt"
+    torch.save({"numpy": np.random.get_state()}, path)
+    assert untrusted.read_metadata(path, lambda state: type(state["numpy"][1]) is not np.ndarray)
+    with torch.serialization.safe_globals(
+        [np._core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]
+    ):
+        state = torch.load(path)["numpy"]
+    assert type(state[1]) is np.ndarray
+    np.random.set_state(state)
 
 
 def test_checkpoint_classes_keep_numbers(tmp_path):
-    untrusted.checkpoint_classes()
     state = {
         "counts": np.arange(6, dtype=np.int64).reshape(2, 3).T,
         "big_endian": np.array([1.5, -2.5], dtype=">f4"),
@@ -123,8 +137,9 @@ def test_checkpoint_classes_keep_numbers(tmp_path):
     }
     for round_trip in ("first.pt", "second.pt"):  # the second is saved from the loaded first
         torch.save(state, tmp_path / round_trip)
-        assert not foreign_globals(tmp_path / round_trip)
-        loaded = torch.load(tmp_path / round_trip)
+        with untrusted.checkpoint_classes():
+            assert not foreign_globals(tmp_path / round_trip)
+            loaded = torch.load(tmp_path / round_trip)
         for name in ("counts", "big_endian", "flag"):
             np.testing.assert_array_equal(loaded[name], state[name])
             assert loaded[name].dtype.newbyteorder("=") == state[name].dtype.newbyteorder("=")
@@ -136,7 +151,6 @@ def test_checkpoint_classes_keep_numbers(tmp_path):
 @pytest.mark.parametrize("offset,size", [(0, 8), (1 << 20, 1)])
 def test_checkpoint_classes_refuse_forged_numpy_types(tmp_path, offset, size):
     """numpy itself would follow a forged pointer, or read past its memory."""
-    untrusted.checkpoint_classes()
 
     class Forged:
         def __reduce__(self):
@@ -145,7 +159,7 @@ def test_checkpoint_classes_refuse_forged_numpy_types(tmp_path, offset, size):
             return np.dtype, (f"V{size}", False, True), state
 
     torch.save({"x": Forged()}, tmp_path / "forged.pt")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(pickle.UnpicklingError), untrusted.checkpoint_classes():
         torch.load(tmp_path / "forged.pt")
 
 

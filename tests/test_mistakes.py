@@ -142,7 +142,7 @@ def paths(data, checkpoint, tmp_path_factory):
     for kind in ("bin", "idx"):
         name = f"valid.de-en.en.{kind}"
         shutil.copy(data / "mt" / name, folder / "as_lm" / f"valid.{kind}")
-    state = torch.load(checkpoint(MT))
+    state = torch.load(checkpoint(MT), weights_only=False)
     state["optimizer_history"][0]["criterion_name"] = "EntmaxLossCriterion"
     state["last_optimizer_state"] = {}
     torch.save(state, folder / "entmax.pt")
@@ -252,7 +252,7 @@ def test_commands_refuse_another_direction_than_the_checkpoint(paths, folder):
     with pytest.raises(UsageError, match="from de to en"):
         trained.load(path, paths["mt"], source_lang="en", target_lang="de")
     # An earlier checkpoint may not know its languages.
-    state = torch.load(path)
+    state = torch.load(path, weights_only=False)
     state["cfg"]["task"].update(source_lang=None, target_lang=None)
     torch.save(state, path)
     run(folder, *words)

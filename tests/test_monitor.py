@@ -154,7 +154,7 @@ def test_monitor_largest_score_and_output_equal_reference(data, checkpoint, vari
     model, task, sample = loaded(path)
     found = step(model, criterion_of(task, VARIANTS[variant]), sample)
     words = Dictionary.load(str(data / "mt" / "dict.de.txt"))
-    network = NumpyTransformer(torch.load(path)["model"], variant)
+    network = NumpyTransformer(torch.load(path, weights_only=False)["model"], variant)
     largest = {}
     texts = ((data / f"all.{side}").read_text().splitlines() for side in ("de", "en"))
     for pair in zip(*texts, strict=True):

@@ -96,7 +96,6 @@ FIXES = (
     saving.finished_run,
     saving.result_files,
     untrusted.evaluate_literals,
-    untrusted.checkpoint_classes,
     untrusted.checkpoint_files,
     untrusted.checkpoint_numbers,
     untrusted.checkpoint_models,

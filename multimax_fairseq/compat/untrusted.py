@@ -7,6 +7,7 @@ numbers, settings that call a resolver, altered bytes.
 import argparse
 import ast
 import codecs
+import contextlib
 import contextvars
 import functools
 import math
@@ -124,19 +125,29 @@ SAFE_GLOBALS = {
 }
 
 
+@contextlib.contextmanager
 def checkpoint_classes():
-    """Let torch load the few classes of fairseq's checkpoints; torch's protection stays on.
+    """Let torch load the few classes of fairseq's checkpoints in a with block.
 
-    Cause: since torch 2.6, torch.load accepts tensors and plain values only.
-    Remove when fairseq's checkpoints hold nothing else.
+    torch's protection stays on. Other loads in this process, such as those of transformers'
+    Trainer, get numpy's own classes.
     """
-    known = {
-        entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
-        for entry in torch.serialization.get_safe_globals()
-    }
+    before = torch.serialization.get_safe_globals()
+    others = [entry for entry in before if _name(entry) not in SAFE_GLOBALS]
+    torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(
-        [(value, name) for name, value in SAFE_GLOBALS.items() if name not in known]
+        others + [(value, name) for name, value in SAFE_GLOBALS.items()]
     )
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _name(entry):
+    """Return the name under which torch unpickles an entry of its safe globals."""
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _refused_content(error):
@@ -221,14 +232,17 @@ def _checked(path, local):
 def checkpoint_files():
     """Refuse a file that holds code, is altered or is no checkpoint; name it and the remedy.
 
-    Cause: torch's error for code names neither. torch does not compare the checksums that it
-    writes, so altered numbers load. Neither torch nor fairseq checks the contents.
+    Cause: since torch 2.6, torch.load accepts tensors and plain values only, which fairseq's
+    checkpoints are not. torch's error for code names neither the file nor the remedy. torch does
+    not compare the checksums that it writes, so altered numbers load. Neither torch nor fairseq
+    checks the contents.
     Remove when fairseq does all of it.
     """
     from fairseq import checkpoint_utils
     from fairseq.file_io import PathManager
 
     @replace(checkpoint_utils, "load_checkpoint_to_cpu")
+    @checkpoint_classes()
     def load_checkpoint_to_cpu(original, path, arg_overrides=None, *args, **kwargs):
         local = PathManager.get_local_path(path)
         if os.path.isfile(local):
@@ -242,6 +256,11 @@ def checkpoint_files():
                 f"'{path}' is not a fairseq checkpoint ({first_line(error)}); use a file that "
                 "fairseq-train wrote."
             ) from error
+
+    @replace(checkpoint_utils, "load_ema_from_checkpoint")  # for --ema-seed-model
+    @checkpoint_classes()
+    def load_ema_from_checkpoint(original, path):
+        return original(path)
 
 
 def unwrapped(parameters):
@@ -355,6 +374,7 @@ def checkpoint_models():
 def read_metadata(path, read):
     """Return read(state) of a checkpoint without loading its parameters; None if that fails."""
     try:
-        return read(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        with checkpoint_classes():
+            return read(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     except Exception:  # torch raises any kind for a damaged file
         return None
