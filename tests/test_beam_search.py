@@ -452,10 +452,10 @@ def test_attention_step_validates_its_arguments():
             step(*inputs, None, None, None, 1.0)
     with pytest.raises(ValueError, match="scale must be finite"):
         step(query, keys, values, ancestors, None, None, None, math.nan)
-    with pytest.raises(ValueError, match="factor needs the parameters of a Modulator"):
-        step(query, keys, values, ancestors, None, torch.ones(query.shape[:2]), None, 1.0)
-    with pytest.raises(ValueError, match="factor must be float32"):
-        step(query, keys, values, ancestors, torch.zeros(1, 8), torch.ones(2), None, 1.0)
+    with pytest.raises(ValueError, match="length_scale needs the parameters of a Modulator"):
+        step(query, keys, values, ancestors, None, torch.ones(2), None, 1.0)
+    with pytest.raises(ValueError, match="length_scale must be float32"):
+        step(query, keys, values, ancestors, torch.zeros(1, 8), torch.ones(5, 2), None, 1.0)
     with pytest.raises(ValueError, match="sink must be"):
         step(query, keys, values, ancestors, None, None, torch.zeros(3), 1.0)
     with pytest.raises(RuntimeError, match="attention_step has no gradient"):

@@ -202,7 +202,7 @@ def check_a_step(side):
     tensors = [torch.randn(n, 3, 16) for n in (5, 13, 13)]
     ancestors = torch.randint(13, (5, 7))
     ancestors[-1] = torch.arange(6, 13)
-    factor = None if INTERPRETED else torch.rand(5, 3)
-    for scalars in ((None,) * 3, (TABLE.repeat(3, 1), factor, torch.randn(3))):
+    length_scale = None if INTERPRETED else torch.rand(3)
+    for scalars in ((None,) * 3, (TABLE.repeat(3, 1), length_scale, torch.randn(3))):
         given = (*tensors, ancestors, *scalars, 0.2, None, None, None)
         assert_stays_within(side, OPERATORS.attention_step, *given)

@@ -232,6 +232,14 @@ def check_call(call: AttentionCall) -> None:
     if not supports_head_size(query.device, size):
         raise ValueError(f"head sizes above {MAX_HEAD_SIZE} are not supported on a GPU, got {size}")
     check_mapping(call)
+    if (factor := call.factor) is not None:
+        check_takes_factor("factor", call)
+        if factor.shape != query.shape[:-1] or factor.dtype != torch.float32:
+            raise ValueError(
+                f"factor must be float32 {list(query.shape[:-1])}, got {factor.dtype} "
+                f"{list(factor.shape)}"
+            )
+        check_device("factor", factor, query, "query")
     if call.mask is not None:
         full = (batch, heads, queries, keys)
         if call.mask.dim() != 4:
@@ -259,20 +267,11 @@ def check_mapping(call: Any) -> None:
     Args:
         call: an `AttentionCall` or a `StepCall`.
     """
-    query, parameters, factor = call.query, call.parameters, call.factor
+    query, parameters = call.query, call.parameters
     if parameters is not None:
         check_parameters(parameters, query.shape[1], query, "query")
-    if factor is not None:
-        if not takes_factor(parameters, query.device):
-            raise ValueError("factor needs the parameters of a Modulator, and the CPU: pass None")
-        if factor.shape != query.shape[:-1] or factor.dtype != torch.float32:
-            raise ValueError(
-                f"factor must be float32 {list(query.shape[:-1])}, got {factor.dtype} "
-                f"{list(factor.shape)}"
-            )
-        check_device("factor", factor, query, "query")
     if call.sink is not None:
-        _check_per_head("sink", call.sink, query, "score")
+        check_per_head("sink", call.sink, query, "score")
     if not -torch.inf < call.scale < torch.inf:
         raise ValueError(f"scale must be finite, got {call.scale}")
     _check_row_function(call)
@@ -290,7 +289,7 @@ def _check_row_function(call: Any) -> None:
         )
     check_row_name(function, header, row_parameter is not None)
     if row_parameter is not None:
-        _check_per_head("row_parameter", row_parameter, call.query, "number")
+        check_per_head("row_parameter", row_parameter, call.query, "number")
     if on_triton(call.query.device):
         if header is not None or function not in ON_TRITON:
             raise ValueError(f"{function} has no kernel on a GPU: use the mapping's own function")
@@ -298,7 +297,7 @@ def _check_row_function(call: Any) -> None:
         raise ValueError(f"there is no compiled row function {function}: the log says why")
 
 
-def _check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
+def check_per_head(name: str, value: Tensor, query: Tensor, what: str) -> None:
     """Raise ValueError unless the value is float32 (H,), on query's device."""
     heads = query.shape[1]
     if tuple(value.shape) != (heads,) or value.dtype != torch.float32:
@@ -549,6 +548,7 @@ def _fields_of(call: AttentionCall) -> dict[str, Any]:
         "is_causal": call.is_causal,
         "dropout": call.dropout_p,
         "scale": call.scale,
+        "factor": None if call.factor is None else call.factor.contiguous(),
         **mapping_fields(call),
     }
     if needs_mask and call.mask is not None:
@@ -567,7 +567,7 @@ def mapping_fields(call: Any) -> dict[str, Any]:
         columns = call.parameters.shape[1]
         fields["parameters"], fields["columns"] = call.parameters.contiguous(), columns
         fields["head_stride"] = columns if len(call.parameters) > 1 else 0
-    for name in ("factor", "sink", "row_parameter"):
+    for name in ("sink", "row_parameter"):
         if (value := getattr(call, name)) is not None:
             fields[name] = value.contiguous()
     if call.function is not None:
@@ -876,6 +876,12 @@ def fits_each_head(
         elif value is not None and not is_finite(value) and value != infinite:
             return False
     return True
+
+
+def check_takes_factor(name: str, call: Any) -> None:
+    """Raise ValueError unless the kernels can multiply the call's modulated scores."""
+    if not takes_factor(call.parameters, call.query.device):
+        raise ValueError(f"{name} needs the parameters of a Modulator, and the CPU: pass None")
 
 
 def takes_factor(parameters: Tensor | None, device: torch.device) -> bool:

@@ -6,7 +6,6 @@ Each key and value is stored once, so beam search reorders its hypotheses withou
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 from multimax_fairseq.ops import native
 from multimax_fairseq.ops.attention import (
     check_mapping,
+    check_per_head,
+    check_takes_factor,
     kernel_name,
     mapping_fields,
     per_head,
@@ -153,18 +154,16 @@ def decoding_attention(
 
     @torch.no_grad()
     def attend(query: Tensor, cache: KVCache, scale: float, hidden: Tensor | None = None) -> Tensor:
-        length = cache.ancestors.shape[1]
         if outer_scale is None and (length_scale is not None or growth is not None):
-            counts = query.new_full((1, 1), length)
+            counts = query.new_full((1, 1), cache.ancestors.shape[1])
             query = query * row_factor(counts, length_scale, growth)[..., 0]
-        factor = None if outer_scale is None else outer_scale.expand(query.shape[:2]) * log(length)
         call = StepCall(
             query=query,
             keys=cache.keys,
             values=cache.values,
             ancestors=cache.ancestors,
             parameters=parameters,
-            factor=factor,
+            length_scale=outer_scale,
             sink=per_head(sink, query),
             scale=scale,
             row_parameter=None if row is None else per_head(row.parameter, query),
@@ -184,7 +183,7 @@ class StepCall(NamedTuple):
 
     query: (R, H, D) float32 on the CPU, D a multiple of 16.
     keys, values, ancestors: as `KVCache`.
-    factor: (R, H) float32, as `AttentionCall`.
+    length_scale: (H,) float32, s of the factor s log(L) of the modulated scores.
     parameters, sink, scale, row_parameter, function, header: as `AttentionCall`.
     """
 
@@ -193,7 +192,7 @@ class StepCall(NamedTuple):
     values: Tensor
     ancestors: Tensor
     parameters: Tensor | None
-    factor: Tensor | None
+    length_scale: Tensor | None
     sink: Tensor | None
     scale: float
     row_parameter: Tensor | None = None
@@ -226,6 +225,9 @@ def _check(*inputs: Any) -> None:
         )
     check_device("ancestors", ancestors, query, "query")
     check_mapping(call)
+    if call.length_scale is not None:
+        check_takes_factor("length_scale", call)
+        check_per_head("length_scale", call.length_scale, query, "number")
 
 
 def _kernel(*inputs: Any) -> Tensor:
@@ -254,6 +256,7 @@ def _kernel(*inputs: Any) -> Tensor:
         ancestors=ancestors,
         rows=len(keys),
         **mapping_fields(call),
+        factor=None if call.length_scale is None else call.length_scale.contiguous(),
     )
     if status < 0:
         raise ValueError(

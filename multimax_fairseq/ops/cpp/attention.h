@@ -25,7 +25,9 @@ struct Attention {
   // windows include the causal mask. Null: only the causal mask, if any, restricts the keys.
   const int32_t *starts, *ends;
   const float* parameters;  // (1 or heads, columns)
-  const float* factor;      // (batch, heads, queries), with a modulator: factor * sigma; or null
+  // With a modulator: factor * sigma. (batch, heads, queries); or null. In a decoding step:
+  // (heads,), and log(keys) multiplies it.
+  const float* factor;
   const float* sink;        // (heads,): the score of an extra entry without a key; or null
   const float* row_parameter;  // (heads,), as RowFunction.parameter in ops/row_function.py; or null
   // Softmax: (batch, heads, 2, queries), maximum score and 1 / sum of exp. A row function:
@@ -574,10 +576,14 @@ void dispatch_sigma(const Attention& a, Function function) {
 // Attention with one query per hypothesis. Returns 1; 0 if it runs out of memory; -1 if an ancestor
 // is not a valid row.
 extern "C" int attention_step(const Attention* attention) {
-  const Attention& a = *attention;
+  Attention a = *attention;
   if (!are_ancestors_valid(a)) return -1;
   const int64_t parts = (a.batch + HYPOTHESES - 1) / HYPOTHESES;
   return guarded([&] {
+    std::vector<float> factors(a.factor ? a.batch * a.heads : 0);
+    const float length = std::log(double(a.keys));
+    for (size_t i = 0; i < factors.size(); i++) factors[i] = a.factor[i % a.heads] * length;
+    if (a.factor) a.factor = factors.data();
     dispatch_sigma(a, [&](auto* kind) {
       for_each_piece(parts, a.threads, padded(a.keys), [&](int64_t part, int64_t, float* scratch) {
         decode_part<std::remove_pointer_t<decltype(kind)>>(a, part, scratch);
