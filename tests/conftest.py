@@ -25,6 +25,7 @@ from multimax_fairseq.ops import native
 # The cache of torch.compile does not notice that an operator's schema has changed.
 compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled.name
+torch.set_num_threads(1)  # a forked process hangs if OpenMP has started threads before
 
 
 AVX2 = "AVX2 and MKL"
