@@ -160,6 +160,11 @@ def columns(lines: list[Line], entries_by_name: dict[str, Entry]) -> list[Column
     ]
 
 
+def known_scores(found: list[Column]) -> list[Column]:
+    """The columns of the tasks that some entry has run."""
+    return [column for column in found if column.scores]
+
+
 def at_length(length: int) -> Callable[[Line], float]:
     return lambda line: line["scores"][str(length)]
 
@@ -333,10 +338,17 @@ def page(text: str) -> str:
     found = columns(lines, entries_by_name)
     draw(found, labels)
     draw_noisy(own, labels)
-    noisy = [task_column(own, name, length) for name in NOISY for length in (64, 1024, 4096)]
-    noisy = [column for column in noisy if column.scores]
+    noisy = {
+        TASKS[name].title.capitalize(): [
+            task_column(own, name, length) for length in (64, 1024, 4096)
+        ]
+        for name in NOISY
+    }
+    noisy["Noise and relevant keys"] = [
+        task_column(own, name, 64) for name in NOISES | KEYS if name not in NOISY
+    ]
     groups = {
-        "Noisy retrieval": (noisy, labels, "multimax"),
+        **{title: (known_scores(each), labels, "multimax") for title, each in noisy.items()},
         "Attention": (found, labels, "temperature"),
         "Output layer": (
             text_columns(own, OUTPUTS, OUTPUTS),

@@ -21,6 +21,7 @@ def script(tmp_path, monkeypatch):
         ("LINES", "lines.jsonl"),
         ("PAGE", "page.md"),
         ("FIGURE", "figure.svg"),
+        ("NOISY_FIGURE", "noisy.svg"),
         ("TRANSLATIONS", "none"),
     ):
         monkeypatch.setattr(module, name, tmp_path / file)
@@ -101,6 +102,32 @@ def test_figure_shows_sizes_and_separate_column_heads(script, monkeypatch):
     assert "p < 0.05" in axis.get_xlabel() and "White" in axis.get_xlabel()
     heads = [label.get_window_extent() for label in axis.get_xticklabels()]
     assert all(one.x1 < other.x0 for one, other in itertools.pairwise(heads))
+
+
+def test_noisy_figure_has_the_gain_at_each_noise(script, monkeypatch):
+    kept = []
+    monkeypatch.setattr(script.plt, "close", kept.append)
+    lines = [
+        line_of(row, seed, score + 0.01 * seed * (row == "multimax"), task=task)
+        for number, task in enumerate(script.NOISES)
+        for row, score in (("softmax", 0.5), ("multimax", 0.5 - 0.1 * number))
+        for seed in (1, 2, 3)
+    ]
+
+    script.draw_noisy(lines, {name: name for name in script.COMPARED})
+
+    (figure,) = kept
+    by_noise, by_length = figure.axes  # the counts of relevant keys are not all known
+    assert [tick.get_text() for tick in by_noise.get_xticklabels()] == [
+        str(noise) for noise in script.NOISES.values()
+    ]
+    (bars,) = (each for each in by_noise.containers if each.get_label() == "multimax")
+    gains = 0.1 * np.arange(5) - 0.02
+    np.testing.assert_allclose(np.array(bars[0].get_ydata(), float), gains, atol=1e-12)
+    low, high = stats.ttest_1samp([-0.01, -0.02, -0.03], 0).confidence_interval(0.95)
+    ends = np.array([segment[:, 1] for segment in bars[2][0].get_segments()])
+    np.testing.assert_allclose(ends, [(g + 0.02 + low, g + 0.02 + high) for g in gains], atol=1e-12)
+    assert len(by_length.get_xticklabels()) == len(script.TASKS["noisy"].test)
 
 
 def test_add_runs_keeps_the_newest_and_refuses_what_is_no_result(script, tmp_path):

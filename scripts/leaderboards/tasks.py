@@ -303,6 +303,7 @@ TASKS = {
         functools.partial(
             noisy_copies, lambda length: (length // 8, length // 8), NOISE, classes=4
         ),
+        digits=4,
         test=LENGTHS,
         is_compared=True,
     ),
